@@ -1,0 +1,63 @@
+"""`[controller]`: the service between trainers and generators. All times are seconds."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from schema.config.base import NonEmptyStr, Section
+
+
+class ControllerConfig(Section):
+    """`[controller]`."""
+
+    host: NonEmptyStr = Field(
+        default="127.0.0.1", description="Address to listen on; 0.0.0.0 for replicas on other machines."
+    )
+    port: int = Field(default=0, ge=0, le=65535, description="Port to listen on; 0: any free one.")
+    heartbeat_interval: float = Field(
+        default=2.0, gt=0.0, description="Seconds between a replica's heartbeats."
+    )
+    heartbeat_timeout: float = Field(
+        default=15.0, gt=0.0, description="Seconds without a heartbeat after which a replica counts as dead."
+    )
+    lease_timeout: float = Field(
+        default=120.0, gt=0.0, description="Seconds after which a lease that no heartbeat renews expires."
+    )
+    start_timeout: float = Field(
+        default=600.0, gt=0.0, description="Seconds in which all first replicas must have registered."
+    )
+    controller_lost_timeout: float = Field(
+        default=1800.0,
+        gt=0.0,
+        description="Seconds for which workers keep trying to reach a lost controller.",
+    )
+    oversample: float = Field(
+        default=1.0,
+        ge=1.0,
+        description="Groups in the making per group needed, for dynamic sampling; more only within the staleness bound.",
+    )
+    on_stale: Literal["wait", "drop"] = Field(
+        default="wait",
+        description="When a step waits for groups that are due: `wait` for them, or `drop` them after "
+        "straggler_timeout.",
+    )
+    straggler_timeout: float | None = Field(
+        default=None,
+        gt=0.0,
+        description="Seconds that a step waits for due groups before on_stale = drop drops them.",
+    )
+    max_attempts: int = Field(
+        default=5,
+        ge=1,
+        description="Attempts at a group before it is dropped as poison; pre-emptions do not count.",
+    )
+    max_request_bytes: int = Field(
+        default=256 * 1024 * 1024, ge=1024, description="Largest request body in bytes."
+    )
+    require_durable_redis: bool = Field(
+        default=False,
+        description="Whether a Redis without append-only file, or with an evicting policy, is an error instead of "
+        "a warning.",
+    )

@@ -1,0 +1,17 @@
+"""`[logging]`: where metrics go."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from schema.config.base import Section
+
+
+class LoggingConfig(Section):
+    """`[logging]`."""
+
+    logger: list[str] = Field(default=["console"], description="Trackers that receive the metrics.")
+    project_name: str = Field(default="cosmos_rl", description="Project name for trackers.")
+    experiment_name: str | None = Field(
+        default=None, description="Short name of this run. Unset: the name of the output directory."
+    )

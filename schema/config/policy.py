@@ -1,0 +1,95 @@
+"""`[policy]`: the model that is trained and how one replica is sharded."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from schema.config.base import NonEmptyStr, Section, UnitFloat
+
+
+class ParallelismConfig(Section):
+    """`[policy.parallelism]`: how many replicas there are, and the mesh of each."""
+
+    n_init_replicas: int = Field(default=1, ge=1, description="Replicas started at the beginning.")
+    tp_size: int = Field(default=2, ge=1, description="Tensor-parallel size.")
+    cp_size: int = Field(default=1, ge=1, description="Context-parallel size.")
+    ep_size: int = Field(default=1, ge=1, description="Expert-parallel size.")
+    dp_shard_size: int = Field(
+        default=1, ge=-1, description="Ranks over which parameters are sharded (FSDP); -1: all that are left."
+    )
+    pp_size: int = Field(default=1, ge=1, description="Pipeline-parallel size.")
+    pp_dynamic_shape: bool = Field(
+        default=False, description="Whether pipeline stages accept varying shapes."
+    )
+    pp_micro_batch_size: int = Field(
+        default=1,
+        ge=1,
+        description="Samples per pipeline micro-batch; batch / this must be a multiple of pp_size.",
+    )
+    dp_replicate_size: int = Field(
+        default=1, ge=1, description="Copies of the sharded model inside one replica (HSDP)."
+    )
+
+
+class LoraConfig(Section):
+    """`[policy.lora]`: low-rank adapters instead of full training."""
+
+    r: int = Field(default=8, ge=1, description="Rank.")
+    lora_alpha: float = Field(default=8.0, gt=0.0, description="Scale of the adapter: alpha / r.")
+    lora_dropout: UnitFloat = Field(default=0.0, description="Dropout before the adapter.")
+    target_modules: list[str] | str | None = Field(
+        default=None, description="Modules that get adapters: a list of names, or `all-linear`."
+    )
+    use_rslora: bool = Field(
+        default=False,
+        description="Rank-stabilised LoRA: scale alpha / sqrt(r) instead of alpha / r (arXiv 2312.03732).",
+    )
+    modules_to_save: list[str] | None = Field(
+        default=None, description="Further modules that are trained whole and saved with the adapter."
+    )
+    alpha_pattern: dict[str, float] | None = Field(
+        default=None, description="lora_alpha per module: regular expression = alpha; the first match wins."
+    )
+    r_pattern: dict[str, int] | None = Field(
+        default=None, description="Rank per module: regular expression = r; the first match wins."
+    )
+    init_lora_weights: (
+        bool | Annotated[str, Field(pattern=r"^(gaussian|eva|olora|pissa|pissa_niter_\d+|loftq)$")]
+    ) = Field(
+        default=True,
+        description="true: B starts at zero, so the adapter changes nothing at first; false: both random (for "
+        "debugging); or gaussian, eva, olora, pissa, pissa_niter_<n>, loftq.",
+    )
+
+
+class PolicyConfig(Section):
+    """`[policy]`."""
+
+    parallelism: ParallelismConfig = Field(
+        default=ParallelismConfig(), description="Replicas and their mesh."
+    )
+    model_name_or_path: NonEmptyStr = Field(
+        default="Qwen/Qwen2.5-VL-7B-Instruct",
+        description="Model: a local directory (relative to the current directory) or a Hugging Face model name.",
+    )
+    model_revision: str | None = Field(default=None, description="Revision of a model on the hub.")
+    model_max_length: int = Field(
+        default=4096,
+        ge=2,
+        description="Longest training sequence in tokens (prompt and response). Longer samples are dropped as "
+        "`overlong` and counted, never cut.",
+    )
+    model_gradient_checkpointing: bool = Field(
+        default=True, description="Whether activations are recomputed in backward to save memory."
+    )
+    lora: LoraConfig | None = Field(
+        default=None, description="Low-rank adapters. Unset: all weights are trained."
+    )
+    trainable_map: dict[str, bool] | None = Field(
+        default=None, description="Which parameters or modules train: exact name = true or false. Unset: all."
+    )
+    enable_liger_kernel: bool = Field(
+        default=False, description="Whether Liger kernels replace the model's own."
+    )

@@ -1,0 +1,127 @@
+"""The whole configuration of a job, and the values that follow from several sections.
+
+Config ─┬─ train ── train_policy (grpo | sft) ── dataset, overlong_reward
+        │         └ ckpt, fp8, fp4
+        ├─ policy ─ parallelism, lora          ├─ controller, redis, weight_sync, launcher
+        ├─ rollout ─ parallelism, sampling_config, multi_turn_config
+        ├─ validation, reward                  └─ logging, profiler, custom
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from schema.config.base import Section
+from schema.config.controller import ControllerConfig
+from schema.config.custom import CustomConfig
+from schema.config.launcher import LauncherConfig
+from schema.config.logging import LoggingConfig
+from schema.config.policy import PolicyConfig
+from schema.config.profiler import ProfilerConfig
+from schema.config.redis import RedisConfig
+from schema.config.reward import RewardConfig
+from schema.config.rollout import RolloutConfig
+from schema.config.train import TrainingConfig
+from schema.config.train_policy import GrpoConfig, SFTDataConfig
+from schema.config.validation import ValidationConfig
+from schema.config.weight_sync import WeightSyncConfig
+
+DEFAULT_SEED = 42
+
+
+class Config(Section):
+    """A job: what `cosmos-launch --config run.toml` reads."""
+
+    train: TrainingConfig = Field(default=TrainingConfig(), description="Training.")
+    policy: PolicyConfig = Field(default=PolicyConfig(), description="The model that is trained.")
+    rollout: RolloutConfig = Field(default=RolloutConfig(), description="Generation of answers.")
+    validation: ValidationConfig = Field(default=ValidationConfig(), description="Scoring on held-out data.")
+    reward: RewardConfig = Field(default=RewardConfig(), description="How reward functions run.")
+    controller: ControllerConfig = Field(default=ControllerConfig(), description="The controller.")
+    redis: RedisConfig = Field(default=RedisConfig(), description="The store of the controller's state.")
+    weight_sync: WeightSyncConfig = Field(default=WeightSyncConfig(), description="How weights travel.")
+    launcher: LauncherConfig = Field(default=LauncherConfig(), description="How processes are run.")
+    logging: LoggingConfig = Field(default=LoggingConfig(), description="Where metrics go.")
+    profiler: ProfilerConfig = Field(default=ProfilerConfig(), description="Traces of the trainer.")
+    custom: CustomConfig = Field(
+        default={}, description="Your own keys, handed to every user hook as they are."
+    )
+
+    @property
+    def is_grpo(self) -> bool:
+        """Whether the job learns by reinforcement (it has rollout replicas)."""
+        return isinstance(self.train.train_policy, GrpoConfig)
+
+    @property
+    def grpo(self) -> GrpoConfig:
+        """The GRPO section; raises ValueError for a supervised job."""
+        policy = self.train.train_policy
+        if not isinstance(policy, GrpoConfig):
+            raise ValueError('train.train_policy.type is "sft": this job has no GRPO section')
+        return policy
+
+    @property
+    def sft(self) -> SFTDataConfig:
+        """The SFT section; raises ValueError for a GRPO job."""
+        policy = self.train.train_policy
+        if not isinstance(policy, SFTDataConfig):
+            raise ValueError('train.train_policy.type is "grpo": this job has no SFT section')
+        return policy
+
+    @property
+    def staleness_bound(self) -> int:
+        """S: the most steps by which a trained token may be older than the step. `on_policy` makes it 0."""
+        policy = self.grpo
+        return 0 if policy.on_policy else policy.allowed_outdated_steps
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples of one training step over all policy replicas."""
+        return self.train.train_batch_per_replica * self.policy.parallelism.n_init_replicas
+
+    @property
+    def groups_per_step(self) -> int:
+        """B: groups of one training step (whole, the rules see to it)."""
+        return self.samples_per_step // self.rollout.n_generation
+
+    @property
+    def sampling_temperature(self) -> float:
+        """The temperature of training rollouts, wherever it was written.
+
+        Two different written values are refused by the rules, so the one that differs from the default of 1.0
+        is the written one. It is decided by values so that a configuration read back from JSON agrees.
+        """
+        trained = self.grpo.temperature
+        return trained if trained != 1.0 else self.rollout.sampling_config.temperature
+
+    @property
+    def effective_seed(self) -> int:
+        """The seed of the job: `train.seed`, else 42, so that a run can always be repeated."""
+        return DEFAULT_SEED if self.train.seed is None else self.train.seed
+
+    @property
+    def engine_seed(self) -> int:
+        """The seed of the inference engine: `rollout.seed`, else the seed of the job."""
+        return self.effective_seed if self.rollout.seed is None else self.rollout.seed
+
+    @property
+    def sampling_seed(self) -> int:
+        """The base of per-sample seeds: `rollout.sampling_config.seed`, else the engine's seed."""
+        seed = self.rollout.sampling_config.seed
+        return self.engine_seed if seed is None else seed
+
+    @property
+    def engine_max_len(self) -> int:
+        """The longest sequence of the inference engine in tokens."""
+        return self.rollout.max_model_len or self.policy.model_max_length
+
+    @property
+    def validation_reward_weights(self) -> dict[str, float]:
+        """Reward function -> weight of validation: its own, else the training rewards."""
+        return self.validation.reward_weights or self.grpo.reward_weights
+
+    def to_dict(self) -> dict[str, Any]:
+        """The resolved configuration, defaults included, as JSON-compatible values."""
+        return self.model_dump(mode="json")

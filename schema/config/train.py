@@ -1,0 +1,186 @@
+"""`[train]`: optimizer, precision, checkpoints and length of the run."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from schema.config.base import Dtype, NonEmptyStr, Section, UnitFloat
+from schema.config.train_policy import GrpoConfig, TrainPolicy
+
+OptimizerImpl = Literal["fused", "foreach", "for-loop"]
+
+
+class CheckpointConfig(Section):
+    """`[train.ckpt]`."""
+
+    enable_checkpoint: bool = Field(
+        default=False, description="Whether checkpoints are saved during training."
+    )
+    save_freq: int = Field(default=20, ge=1, description="A checkpoint every so many training steps.")
+    save_freq_in_epoch: int = Field(
+        default=0, ge=0, description="A checkpoint every so many epochs; 0: by steps only."
+    )
+    save_mode: Literal["async", "sync"] = Field(
+        default="async", description="`async` writes beside the training, `sync` lets training wait."
+    )
+    max_keep: int = Field(default=5, ge=-1, description="Checkpoints kept, newest first; -1: all.")
+    export_safetensors: bool = Field(
+        default=True,
+        description="Whether each checkpoint carries a safetensors export (with config and tokenizer) that "
+        "transformers loads.",
+    )
+    upload_hf: bool = Field(
+        default=False, description="Whether the export is uploaded to the Hugging Face hub."
+    )
+    hf_repo_name: str = Field(default="Comos-Reason1", description="Repository on the hub for upload_hf.")
+    upload_s3: bool | Literal["final", "all"] = Field(
+        default=False, description="Upload to S3: false, `final` (the last checkpoint) or `all`."
+    )
+    s3_bucket: str | None = Field(default=None, description="Bucket for upload_s3.")
+    s3_prefix: str = Field(default="outputs", description="Key prefix for upload_s3.")
+
+
+class FP8Config(Section):
+    """`[train.fp8]`."""
+
+    enable_fp8: bool = Field(default=False, description="Whether linear layers compute in fp8.")
+    fp8_recipe: Literal["dynamic_scaling", "delayed_scaling"] = Field(
+        default="dynamic_scaling", description="How scales are found."
+    )
+    quant_recipe: Literal["rowwise", "tensorwise"] = Field(
+        default="rowwise", description="Granularity of the scales."
+    )
+
+
+class FP4Config(Section):
+    """`[train.fp4]`."""
+
+    enable_fp4: bool = Field(default=False, description="Whether linear layers compute in fp4.")
+    fp4_recipe: Literal["dynamic_scaling", "delayed_scaling"] = Field(
+        default="dynamic_scaling", description="How scales are found."
+    )
+    quant_recipe: Literal["rowwise", "tensorwise"] = Field(
+        default="rowwise", description="Granularity of the scales."
+    )
+
+
+class TrainingConfig(Section):
+    """`[train]`."""
+
+    train_policy: TrainPolicy = Field(default=GrpoConfig(), description="The algorithm and its data.")
+    optm_name: Literal["AdamW", "Adam", "Muon"] = Field(default="AdamW", description="Optimizer.")
+    optm_lr: float | list[float] = Field(
+        default=1e-6, description="Peak learning rate; a list gives one for each optimizer."
+    )
+    optm_impl: OptimizerImpl | list[OptimizerImpl] = Field(
+        default="fused", description="Implementation of the optimizer; a list gives one for each optimizer."
+    )
+    optm_weight_decay: float = Field(default=0.01, ge=0.0, description="Decoupled weight decay.")
+    optm_betas: list[float] = Field(
+        default=[0.9, 0.999], min_length=2, max_length=2, description="Betas of Adam: two numbers in [0, 1)."
+    )
+    optm_warmup_steps: int | float = Field(
+        default=20,
+        ge=0,
+        description="Linear warm-up: an integer is a number of steps, a float in [0.0, 1.0] a share of all steps.",
+    )
+    optm_warmup_start_factor: UnitFloat = Field(
+        default=0.0, description="The learning rate of warm-up starts at this share of optm_lr."
+    )
+    optm_decay_ratio: UnitFloat | None = Field(
+        default=None,
+        description="Share of all steps, at the end, over which the rate decays. Unset or 0: no decay.",
+    )
+    optm_decay_type: Literal["linear", "cosine", "sqrt", "none", "wsd"] | None = Field(
+        default=None, description="Shape of the decay; `wsd`: stable, then cosine. Unset or `none`: constant."
+    )
+    optm_min_lr_factor: UnitFloat = Field(
+        default=0.0, description="The rate decays to this share of optm_lr and stays there."
+    )
+    optm_grad_norm_clip: float = Field(
+        default=1.0, ge=0.0, description="Gradients are scaled down to this global norm; 0: no clipping."
+    )
+    epsilon: float = Field(default=1e-6, gt=0.0, description="Epsilon of the optimizer.")
+    master_dtype: Dtype = Field(
+        default="float32",
+        description="Type of the master weights that the optimizer updates. bfloat16 loses small updates.",
+    )
+    param_dtype: Dtype = Field(
+        default="bfloat16",
+        description="Type of parameters in forward and backward; outside they are in master_dtype.",
+    )
+    transfer_dtype: Dtype | None = Field(
+        default=None, description="Type of the weights sent from policy to rollout. Unset: param_dtype."
+    )
+    fsdp_reduce_dtype: Dtype = Field(default="float32", description="Type in which gradients are reduced.")
+    fsdp_offload: bool = Field(default=False, description="Whether FSDP keeps parameters in host memory.")
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] = Field(
+        default="default",
+        description="Whether parameters are sharded again after forward: `default` does so unless pipelined.",
+    )
+    train_batch_per_replica: int = Field(
+        default=16,
+        ge=1,
+        description="Samples per training step of one policy replica. train_batch_per_replica * "
+        "policy.parallelism.n_init_replicas / rollout.n_generation groups make a step and must be whole.",
+    )
+    fp8: FP8Config = Field(default=FP8Config(), description="fp8 training.")
+    fp4: FP4Config = Field(default=FP4Config(), description="fp4 training.")
+    ckpt: CheckpointConfig = Field(default=CheckpointConfig(), description="Checkpoints.")
+    resume: bool | str = Field(
+        default=False,
+        description="true: resume from the newest complete checkpoint of output_dir; a path: from that checkpoint "
+        "(relative to the current directory).",
+    )
+    epoch: int = Field(default=1, ge=1, description="Passes over the dataset.")
+    output_dir: NonEmptyStr = Field(
+        default="./outputs",
+        description="Directory of logs, weights, checkpoints and exports, relative to the current directory.",
+    )
+    timestamp: str = Field(
+        default="",
+        description="Name of the run's directory below output_dir. Empty: made from the time of start.",
+    )
+    async_tp_enabled: bool = Field(
+        default=False, description="Whether tensor parallelism overlaps its communication."
+    )
+    compile: bool = Field(default=True, description="Whether the model is compiled with torch.compile.")
+    sync_weight_interval: int = Field(
+        default=1,
+        ge=1,
+        description="Weights are published every so many steps. Needs allowed_outdated_steps >= this - 1.",
+    )
+    deterministic: bool = Field(default=False, description="Deterministic kernels and a fixed seed; slower.")
+    activation_offload: bool = Field(
+        default=False, description="Whether activations are kept in host memory."
+    )
+    fa_version: int | None = Field(
+        default=None, ge=2, le=4, description="FlashAttention version. Unset: the default."
+    )
+    seed: int | None = Field(
+        default=None,
+        ge=0,
+        lt=2**32,
+        description="Seed of the job: order of data, initialisation and, unless said otherwise, sampling. "
+        "Unset: 42.",
+    )
+    local_dataset: bool | None = Field(
+        default=True,
+        description="Whether workers read rows themselves (true) or receive them with the lease.",
+    )
+    max_num_steps: int | None = Field(
+        default=None,
+        ge=1,
+        description="Training ends after this many steps, or with `epoch`, whichever is first.",
+    )
+    sequence_packing: bool = Field(
+        default=False,
+        description="Whether the sequences of a micro-batch are packed into one row instead of padded. Same numbers.",
+    )
+
+    @property
+    def effective_transfer_dtype(self) -> Dtype:
+        """The type in which weights are published."""
+        return self.transfer_dtype or self.param_dtype
