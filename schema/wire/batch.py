@@ -1,0 +1,68 @@
+"""The batch of one training step: a table that every rank knows whole, and the payloads each rank asks for.
+
+`GET /v1/steps/{t}/batch?policy_epoch=E&samples=all|none|0,5,9` answers with a bundle: the table as JSON in the
+metadata under "table", then the frames of the requested samples in the order they were asked for. Advantages
+and normalisation need only the table, so they need no communication between ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from schema.wire.frame import FrameError, pack_bundle, unpack_bundle
+
+
+class StepTable(BaseModel):
+    """Columns of equal length, one entry per sample, ordered by group and then by sample index."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    step: int = Field(ge=0, description="The step that trains this batch; also the newest possible version.")
+    timeline: int = Field(ge=0)
+    policy_epoch: int = Field(ge=0)
+    group_ids: list[str] = Field(description="Groups of the batch, in order.")
+    group: list[int] = Field(description="For each sample, which entry of group_ids it belongs to.")
+    index: list[int] = Field(description="Index of the sample inside its group.")
+    score: list[float | None] = Field(description="Null where the reward failed: the sample is masked.")
+    rewards: dict[str, list[float | None]]
+    prompt_tokens: list[int]
+    response_tokens: list[int]
+    total_tokens: list[int]
+    oldest_version: list[int]
+    newest_version: list[int]
+    finish_reason: list[str]
+
+    @property
+    def n_samples(self) -> int:
+        return len(self.group)
+
+    @model_validator(mode="after")
+    def _columns_agree(self) -> Self:
+        n = len(self.group)
+        columns: list[Sequence[object]] = [
+            self.index, self.score, self.prompt_tokens, self.response_tokens, self.total_tokens,
+            self.oldest_version, self.newest_version, self.finish_reason, *self.rewards.values(),
+        ]  # fmt: skip
+        if any(len(column) != n for column in columns):
+            raise ValueError("columns of the step table differ in length")
+        if any(not 0 <= group < len(self.group_ids) for group in self.group):
+            raise ValueError("a sample names a group that is not in the table")
+        return self
+
+
+def encode_batch(table: StepTable, frames: Sequence[bytes | memoryview]) -> bytes:
+    return pack_bundle(frames, {"table": table.model_dump_json()})
+
+
+def decode_batch(data: bytes | memoryview) -> tuple[StepTable, list[memoryview]]:
+    """Inverse of `encode_batch`. Raises `FrameError`."""
+    frames, metadata = unpack_bundle(data)
+    try:
+        return StepTable.model_validate_json(metadata["table"]), frames
+    except KeyError:
+        raise FrameError("batch has no table") from None
+    except ValidationError as error:
+        raise FrameError(f"batch table is invalid: {error.errors(include_url=False)}") from None

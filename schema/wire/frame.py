@@ -1,0 +1,148 @@
+"""Frames: safetensors bytes with string metadata, built and taken apart without touching the tensors.
+
+    8 bytes little-endian N | N bytes JSON header | tensor bytes
+
+A *frame* is one safetensors file in memory. A *bundle* is a frame whose tensors are themselves frames, stored
+as uint8 and named "0", "1", …: several samples in one request, or the payloads of one training step. Who
+passes a bundle on (the controller) reads the JSON header and slices; it never decodes a tensor.
+
+Frames come from other processes, so everything here treats its input as hostile: every error is a
+`FrameError`, sizes are bounded before anything is allocated, and no byte outside the declared ranges is read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError
+from safetensors.numpy import load as _safetensors_load
+from safetensors.numpy import save as _safetensors_save
+
+CONTENT_TYPE = "application/x-safetensors"
+MAX_HEADER_BYTES = 16 * 1024 * 1024
+"""Far above any header we write (a step of 8,192 samples with 20 rewards each needs about 4 MB)."""
+
+_LENGTH_BYTES = 8
+
+
+class FrameError(ValueError):
+    """A frame that is truncated, inconsistent, or larger than allowed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Where one tensor lies: dtype name as safetensors writes it, shape, byte range after the header."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The parsed JSON header of a frame; `body` is the offset of the first tensor byte."""
+
+    metadata: dict[str, str]
+    entries: dict[str, Entry]
+    body: int
+
+
+def read_header(data: bytes | memoryview) -> Header:
+    """Parse and check the header of a frame.
+
+    Raises:
+        FrameError: the frame is truncated, its header is not what safetensors allows, or ranges overlap or
+            point outside of the data.
+    """
+    size = len(data)
+    if size < _LENGTH_BYTES:
+        raise FrameError(f"frame of {size} bytes is shorter than its length field")
+    length = int.from_bytes(data[:_LENGTH_BYTES], "little")
+    if length > MAX_HEADER_BYTES or _LENGTH_BYTES + length > size:
+        raise FrameError(f"frame header claims {length} bytes, frame has {size}")
+    try:
+        raw = json.loads(bytes(data[_LENGTH_BYTES : _LENGTH_BYTES + length]))
+    except (ValueError, RecursionError) as error:
+        raise FrameError(f"frame header is not JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise FrameError("frame header is not a JSON object")
+    metadata = raw.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise FrameError("frame metadata must map strings to strings")
+    body = _LENGTH_BYTES + length
+    entries = {name: _entry(name, value, size - body) for name, value in raw.items()}
+    _check_contiguous(entries, size - body)
+    return Header(metadata, entries, body)
+
+
+def _entry(name: str, value: object, limit: int) -> Entry:
+    try:
+        dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]  # type: ignore[index]
+        start, end = offsets
+        whole = all(type(number) is int and number >= 0 for number in (*shape, start, end))
+    except (KeyError, TypeError, ValueError):
+        raise FrameError(f"frame entry {name!r} is malformed") from None
+    if not whole or not isinstance(dtype, str) or not start <= end <= limit:
+        raise FrameError(f"frame entry {name!r} lies outside of the frame")
+    return Entry(dtype, tuple(shape), start, end)
+
+
+def _check_contiguous(entries: Mapping[str, Entry], size: int) -> None:
+    position = 0
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)):
+        if entry.start != position:
+            raise FrameError(f"frame entry {name!r} overlaps its neighbour or leaves a gap")
+        position = entry.end
+    if position != size:
+        raise FrameError(f"frame has {size - position} bytes that no entry names")
+
+
+def encode_frame(tensors: Mapping[str, npt.NDArray[np.generic]], metadata: Mapping[str, str]) -> bytes:
+    """Serialise arrays (made contiguous where needed) and string metadata."""
+    return _safetensors_save({k: np.ascontiguousarray(v) for k, v in tensors.items()}, dict(metadata))
+
+
+def decode_frame(data: bytes | memoryview) -> tuple[dict[str, npt.NDArray[np.generic]], dict[str, str]]:
+    """Inverse of `encode_frame`. Raises `FrameError` on anything that is not a well-formed frame."""
+    header = read_header(data)
+    try:
+        return _safetensors_load(bytes(data)), header.metadata
+    except (SafetensorError, KeyError, ValueError, TypeError) as error:
+        raise FrameError(f"frame cannot be decoded: {error}") from None
+
+
+def pack_bundle(frames: Sequence[bytes | memoryview], metadata: Mapping[str, str]) -> bytes:
+    """Put frames side by side into one bundle, in order. Copies bytes, decodes nothing."""
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    position = 0
+    for index, frame in enumerate(frames):
+        end = position + len(frame)
+        header[str(index)] = {"dtype": "U8", "shape": [len(frame)], "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # safetensors pads the header so that tensors start aligned
+    if len(text) > MAX_HEADER_BYTES:
+        raise FrameError(f"bundle header of {len(text)} bytes exceeds {MAX_HEADER_BYTES}: send fewer samples")
+    return b"".join((len(text).to_bytes(_LENGTH_BYTES, "little"), text, *frames))
+
+
+def unpack_bundle(data: bytes | memoryview) -> tuple[list[memoryview], dict[str, str]]:
+    """Inverse of `pack_bundle`; the views share memory with `data`.
+
+    Raises:
+        FrameError: not a bundle (entries must be uint8 and named "0" … "n-1").
+    """
+    header = read_header(data)
+    view = memoryview(data)
+    frames: list[memoryview] = []
+    for index in range(len(header.entries)):
+        entry = header.entries.get(str(index))
+        if entry is None or entry.dtype != "U8" or entry.shape != (entry.end - entry.start,):
+            raise FrameError(f"bundle entry {index} is missing or not a byte string")
+        frames.append(view[header.body + entry.start : header.body + entry.end])
+    return frames, header.metadata

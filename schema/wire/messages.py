@@ -1,0 +1,353 @@
+"""JSON bodies of the REST API (`/v1/...`), one model per message, grouped by who sends them.
+
+Requests that change something carry a `request_id`: sent twice, the same request gets the same answer.
+Replicas also carry their `incarnation`; the controller refuses an older one (`stale_incarnation`).
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from schema.wire.weights import Publication
+
+Role = Literal["rollout", "policy"]
+GroupKind = Literal["train", "validation"]
+
+
+class Message(BaseModel):
+    """Base of all bodies: unknown fields are an error on both sides, NaN and infinity never travel."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+# ---- errors -----------------------------------------------------------------------------------------------
+
+
+class ErrorCode(StrEnum):
+    """Stable codes of `application/problem+json` answers."""
+
+    BAD_REQUEST = "bad_request"
+    BAD_FRAME = "bad_frame"
+    UNAUTHORIZED = "unauthorized"
+    FORBIDDEN = "forbidden"
+    NOT_FOUND = "not_found"
+    TOO_LARGE = "too_large"
+    LEASE_LOST = "lease_lost"
+    FUTURE_VERSION = "future_version"
+    STALE_INCARNATION = "stale_incarnation"
+    UNKNOWN_REPLICA = "unknown_replica"
+    STALE_EPOCH = "stale_epoch"
+    WRONG_STEP = "wrong_step"
+    CONFLICT = "conflict"
+    JOB_FAILED = "job_failed"
+    STORE_UNAVAILABLE = "store_unavailable"
+    INTERNAL = "internal"
+
+
+class Problem(Message):
+    """Body of every error answer (RFC 9457), `code` is for programs and `detail` for people."""
+
+    type: str = "about:blank"
+    title: str
+    status: int
+    code: ErrorCode
+    detail: str
+
+
+# ---- replicas ---------------------------------------------------------------------------------------------
+
+
+class HeldLease(Message):
+    group_id: str
+    lease_id: str
+
+
+class RegisterRequest(Message):
+    request_id: str = Field(min_length=8, max_length=64)
+    role: Role
+    name: str = Field(min_length=1, max_length=128, description="Stable over restarts of the same replica.")
+    host: str = ""
+    pid: int = 0
+    world_size: int = Field(default=1, ge=1, description="Ranks of a policy replica; GPUs of an engine.")
+    engine: str = Field(default="", description="Inference engine of a rollout replica, with its version.")
+    held_leases: list[HeldLease] = Field(
+        default_factory=list, description="Leases a rollout replica still holds after losing the controller."
+    )
+    resume_step: int | None = Field(
+        default=None,
+        ge=0,
+        description="Policy: committed steps contained in the weights it starts from (0: initial weights).",
+    )
+
+
+class RegisterReply(Message):
+    replica_id: str
+    incarnation: int
+    job_id: str
+    config: dict[str, Any] = Field(description="The validated config, secrets left out, paths absolute.")
+    job_seed: int
+    mode: Literal["grpo", "sft"]
+    timeline: int
+    committed_steps: int
+    total_steps: int
+    policy_epoch: int = Field(description="Membership epoch of the trainers; policy calls present it.")
+    heartbeat_interval: float
+    heartbeat_timeout: float
+    run_dir: str = Field(description="Directory of this run; exports and checkpoints go below it.")
+    weight_store: str = Field(description="Root of the weight store: a directory.")
+    data_file: str = Field(description="Prepared training data (see schema.wire.prompts); SFT reads it.")
+    publication: Publication | None = Field(description="Newest published weights, if there are any yet.")
+
+
+class HeartbeatRequest(Message):
+    incarnation: int
+    leases: list[str] = Field(default_factory=list, description="Ids of all leases held: they are renewed.")
+    version: int = Field(default=-1, description="Weight version in use; -1 before the first one.")
+    status: str = Field(default="", max_length=256, description="What it is doing, for people.")
+    gauges: dict[str, float] = Field(
+        default_factory=dict,
+        description="Numbers for the display, e.g. idle_fraction, samples_per_s, tokens_per_s.",
+    )
+
+
+class HeartbeatReply(Message):
+    commands: list[Literal["drain", "stop", "checkpoint"]] = Field(default_factory=list)
+    lost_leases: list[str] = Field(
+        default_factory=list, description="Leases it no longer holds: drop that work, a push is refused."
+    )
+    newest_publication: int = Field(default=0, description="Id of the newest publication; 0: none.")
+    committed_steps: int = 0
+    phase: str = ""
+
+
+class DrainReply(Message):
+    replica_id: str
+    draining: bool
+
+
+# ---- rollout ----------------------------------------------------------------------------------------------
+
+
+class LeaseRequest(Message):
+    request_id: str = Field(min_length=8, max_length=64)
+    replica_id: str
+    incarnation: int
+    version: int = Field(ge=0, description="Weight version that the engine holds now.")
+    publication_id: int = Field(ge=0, description="Publication that the engine holds now.")
+    max_groups: int = Field(ge=1, le=4096)
+    wait_s: float = Field(default=0.0, ge=0, le=60, description="Long-poll: how long an empty answer may wait.")
+
+
+class LeasedGroup(Message):
+    group_id: str
+    lease_id: str
+    kind: GroupKind
+    epoch: int
+    position: int
+    attempt: int = Field(description="1 for the first lease of this position.")
+    prompt_token_ids: list[int]
+    row: dict[str, Any] = Field(description="The dataset row for rewards: prompt, reference answer, extras.")
+    seeds: list[int] = Field(description="Sampling seed of each sample; its length is the group's size.")
+    done: list[int] = Field(default_factory=list, description="Sample indices that were pushed already.")
+    deadline: int = Field(description="Last step that may train this group at the version it was leased at.")
+    pinned_version: int | None = Field(
+        default=None, description="Validation: every sample must come from exactly this weight version."
+    )
+
+
+class LeaseStatus(StrEnum):
+    GRANTED = "granted"
+    THROTTLED = "throttled"
+    UPDATE = "update"
+    PAUSED = "paused"
+    DRAINING = "draining"
+    FINISHED = "finished"
+
+
+class LeaseReply(Message):
+    status: LeaseStatus
+    groups: list[LeasedGroup] = Field(default_factory=list)
+    expires_in_s: float = 0.0
+    reason: str = Field(default="", description="Why nothing was granted, and what would change it.")
+    update_to: int | None = Field(default=None, description="Publication id that must be loaded first.")
+
+
+class PushItem(Message):
+    """One entry of a bundle of samples (metadata key "pushes"), same order as the frames."""
+
+    group_id: str
+    lease_id: str
+    index: int = Field(ge=0)
+
+
+class PushList(Message):
+    replica_id: str
+    pushes: list[PushItem] = Field(min_length=1, max_length=4096)
+
+
+class PushResult(Message):
+    group_id: str
+    index: int
+    accepted: bool = Field(description="Also true for a repeated push of what is stored already.")
+    duplicate: bool = False
+    code: ErrorCode | None = None
+    detail: str = ""
+
+
+class PushReply(Message):
+    results: list[PushResult]
+
+
+class ReleaseReply(Message):
+    released: bool
+
+
+# ---- policy -----------------------------------------------------------------------------------------------
+
+
+class CommitRequest(Message):
+    request_id: str = Field(min_length=8, max_length=64)
+    replica_id: str
+    incarnation: int
+    policy_epoch: int
+    metrics: dict[str, float] = Field(default_factory=dict, description="Finite numbers of this step.")
+
+
+class CommitReply(Message):
+    committed_steps: int
+    total_steps: int
+    publish: bool = Field(description="Whether the version with this step is due for publication.")
+    finished: bool = Field(description="No step follows: publish, export, deregister.")
+
+
+class PublishRequest(Message):
+    request_id: str = Field(min_length=8, max_length=64)
+    replica_id: str
+    incarnation: int
+    policy_epoch: int
+    version: int = Field(ge=0, description="Committed steps contained in the weights.")
+    uri: str = Field(description="Where the manifest lies in the weight store.")
+    manifest_hash: str
+    content_hash: str
+    n_bytes: int = Field(ge=0)
+
+
+class PublishReply(Message):
+    publication: Publication
+    collectable: list[int] = Field(
+        default_factory=list, description="Publications that no live replica needs: their files may go."
+    )
+
+
+class CheckpointRequest(Message):
+    request_id: str = Field(min_length=8, max_length=64)
+    replica_id: str
+    incarnation: int
+    policy_epoch: int
+    step: int = Field(ge=0, description="Committed steps that the checkpoint covers.")
+    path: str
+
+
+class CheckpointReply(Message):
+    durable_steps: int
+
+
+class LedgerSnapshot(Message):
+    """What a checkpoint stores of the ledger: enough to resume with an empty Redis."""
+
+    committed_steps: int
+    timeline: int
+    frontier: int = Field(description="Stream positions below it were handed out at least once.")
+    untrained: list[int] = Field(description="Stream positions below the frontier not trained and not dropped.")
+    dropped: dict[str, int] = Field(default_factory=dict, description="Counts by reason.")
+
+
+# ---- user -------------------------------------------------------------------------------------------------
+
+
+class Phase(StrEnum):
+    STARTING = "starting"
+    VALIDATING = "validating"
+    TRAINING = "training"
+    PAUSED = "paused"
+    FINISHING = "finishing"
+    FINISHED = "finished"
+    STOPPED = "stopped"
+    FAILED = "failed"
+
+
+TERMINAL_PHASES = frozenset({Phase.FINISHED, Phase.STOPPED, Phase.FAILED})
+
+
+class ReplicaInfo(Message):
+    replica_id: str
+    role: Role
+    name: str
+    incarnation: int
+    state: Literal["live", "draining", "lost", "left"]
+    version: int
+    leases: int
+    last_seen_s: float = Field(description="Seconds since its last sign of life.")
+    host: str
+    pid: int
+    engine: str
+    status: str
+    gauges: dict[str, float]
+
+
+class StepRecord(Message):
+    step: int
+    at: float = Field(description="Unix time of the commit.")
+    metrics: dict[str, float]
+
+
+class ValidationRecord(Message):
+    version: int
+    at: float
+    samples: int
+    score_mean: float
+    rewards_mean: dict[str, float]
+    response_tokens_mean: float
+    errors: int = 0
+
+
+class LedgerStatus(Message):
+    created: int
+    states: dict[str, int] = Field(description="Groups in each state; the values add up to `created`.")
+    dropped: dict[str, int] = Field(description="Dropped groups by reason.")
+    staleness: dict[int, int] = Field(description="Trained samples by staleness in steps.")
+    max_staleness: int = Field(description="Largest staleness ever trained; never above the bound.")
+    bound: int
+    over_bound: int = Field(default=0, description="Samples refused at consumption by the safety net: 0.")
+    duplicates: int = Field(default=0, description="Repeated pushes that were answered and not counted.")
+
+
+class JobStatus(Message):
+    job_id: str
+    name: str
+    mode: Literal["grpo", "sft"]
+    phase: Phase
+    step: int
+    total_steps: int
+    timeline: int
+    version: int = Field(description="Newest published weight version; -1: none yet.")
+    publication: int
+    started_at: float
+    first_step_at: float | None
+    updated_at: float
+    samples_per_s: float
+    tokens_per_s: float
+    eta_s: float | None
+    reward: float | None = Field(description="Mean score of the last trained batch.")
+    validation: ValidationRecord | None
+    staleness_mean: float | None
+    staleness_max: int
+    queue_ready: int
+    outstanding: int
+    replicas: dict[str, int] = Field(description="Live replicas by role.")
+    idle: dict[str, float] = Field(description="Fraction of time idle since training began, by role.")
+    metrics: dict[str, float] = Field(description="Metrics of the last committed step.")
+    last_error: str | None

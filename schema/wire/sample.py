@@ -1,0 +1,169 @@
+"""One sample on the wire: its segments' tokens in a frame, and a small header that the controller reads.
+
+Tensors of the frame (T tokens over all segments, one after the other; V version runs; S segments):
+
+    token_ids       int32   [T]  prompt, response and tool tokens, in order
+    loss_mask       uint8   [T]  1 on tokens that the policy generated
+    logprobs        float32 [T]  behaviour log-prob of each token under the distribution it was sampled from;
+                                 0 where loss_mask is 0
+    segment_starts  int32   [S]  index of the first token of each segment; segment_starts[0] == 0
+    version_starts  int32   [V]  run i covers tokens [version_starts[i], version_starts[i + 1])
+    version_values  int32   [V]  weight version of that run, -1 for tokens that no policy generated
+    text            uint8   [*]  UTF-8 text of the response; only with `rollout_as_token_ids = false`
+
+The plain case is one segment: prompt, then response. The header travels as JSON in the frame's metadata under
+"sample"; `check` proves that it tells the truth about the tensors (the trainer does so, the controller, which
+never decodes tensors, does not need to).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from schema.wire.frame import FrameError, decode_frame, encode_frame, read_header
+
+FinishReason = Literal["stop", "length", "overlong", "abort"]
+
+
+class SampleHeader(BaseModel):
+    """What everybody may know of a sample without decoding its tokens."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    index: int = Field(ge=0, description="Which of the group's samples this is.")
+    prompt_tokens: int = Field(ge=0, description="Tokens before the first generated one.")
+    response_tokens: int = Field(ge=0, description="Tokens with loss mask 1.")
+    total_tokens: int = Field(ge=0, description="All tokens of all segments.")
+    segments: int = Field(default=1, ge=1)
+    oldest_version: int = Field(ge=-1, description="Oldest weight version among generated tokens; -1 if none.")
+    newest_version: int = Field(ge=-1)
+    finish_reason: FinishReason
+    rewards: dict[str, float] = Field(default_factory=dict, description="Reward function name to its value.")
+    score: float | None = Field(default=None, description="Weighted sum of the rewards; null after an error.")
+    error: str | None = Field(
+        default=None,
+        max_length=8192,
+        description="Why there is no score: name and last lines of the failure. Never a score of zero.",
+    )
+
+
+@dataclass(slots=True)
+class Sample:
+    """One completion with everything that training needs. Arrays as described in the module's docstring."""
+
+    header: SampleHeader
+    token_ids: npt.NDArray[np.int32]
+    loss_mask: npt.NDArray[np.uint8]
+    logprobs: npt.NDArray[np.float32]
+    version_starts: npt.NDArray[np.int32]
+    version_values: npt.NDArray[np.int32]
+    segment_starts: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros(1, np.int32))
+    text: str | None = None
+
+    def token_versions(self) -> npt.NDArray[np.int32]:
+        """Weight version of each token, [T], -1 where no policy generated it."""
+        lengths = np.diff(np.append(self.version_starts, len(self.token_ids)))
+        return np.repeat(self.version_values, lengths).astype(np.int32)
+
+
+def encode_sample(sample: Sample) -> bytes:
+    """Serialise one sample as a frame."""
+    tensors: dict[str, npt.NDArray[np.generic]] = {
+        "token_ids": sample.token_ids.astype(np.int32, copy=False),
+        "loss_mask": sample.loss_mask.astype(np.uint8, copy=False),
+        "logprobs": sample.logprobs.astype(np.float32, copy=False),
+        "segment_starts": sample.segment_starts.astype(np.int32, copy=False),
+        "version_starts": sample.version_starts.astype(np.int32, copy=False),
+        "version_values": sample.version_values.astype(np.int32, copy=False),
+    }
+    if sample.text is not None:
+        tensors["text"] = np.frombuffer(sample.text.encode(), np.uint8)
+    return encode_frame(tensors, {"sample": sample.header.model_dump_json()})
+
+
+def read_sample_header(data: bytes | memoryview) -> SampleHeader:
+    """The header of a sample frame, without decoding a tensor. Raises `FrameError`."""
+    return _parse_header(read_header(data).metadata)
+
+
+def _parse_header(metadata: dict[str, str]) -> SampleHeader:
+    try:
+        return SampleHeader.model_validate_json(metadata["sample"])
+    except KeyError:
+        raise FrameError("frame has no sample header") from None
+    except ValidationError as error:
+        raise FrameError(f"sample header is invalid: {error.errors(include_url=False)}") from None
+
+
+def decode_sample(data: bytes | memoryview) -> Sample:
+    """Inverse of `encode_sample`, checked. Raises `FrameError`."""
+    tensors, metadata = decode_frame(data)
+    header = _parse_header(metadata)
+    expected = {
+        "token_ids": np.int32,
+        "loss_mask": np.uint8,
+        "logprobs": np.float32,
+        "segment_starts": np.int32,
+        "version_starts": np.int32,
+        "version_values": np.int32,
+    }
+    for name, dtype in expected.items():
+        if name not in tensors or tensors[name].dtype != dtype or tensors[name].ndim != 1:
+            raise FrameError(f"sample tensor {name} must be a vector of {np.dtype(dtype).name}")
+    text = tensors.get("text")
+    if text is not None and text.dtype != np.uint8:
+        raise FrameError("sample tensor text must be a vector of uint8")
+    fields = {name: tensors[name] for name in expected}
+    sample = Sample(
+        header=header, text=None if text is None else text.tobytes().decode(errors="replace"), **fields
+    )
+    check_sample(sample)
+    return sample
+
+
+def check_sample(sample: Sample) -> None:
+    """Prove that the arrays are consistent with each other and with the header. Raises `FrameError`."""
+    header, total = sample.header, len(sample.token_ids)
+    if len(sample.loss_mask) != total or len(sample.logprobs) != total:
+        raise FrameError("token_ids, loss_mask and logprobs differ in length")
+    _check_runs("segment_starts", sample.segment_starts, total)
+    _check_runs("version_starts", sample.version_starts, total)
+    if len(sample.version_starts) != len(sample.version_values):
+        raise FrameError("version_starts and version_values differ in length")
+    if not np.isin(sample.loss_mask, (0, 1)).all():
+        raise FrameError("loss_mask holds values other than 0 and 1")
+    mask = sample.loss_mask == 1
+    if not np.isfinite(sample.logprobs).all() or (sample.logprobs[mask] > 1e-3).any():
+        raise FrameError("behaviour log-probs must be finite and not above 0")
+    versions = sample.token_versions()
+    generated = versions[mask]
+    if (generated < 0).any():
+        raise FrameError("a generated token has no weight version")
+    oldest, newest = (int(generated.min()), int(generated.max())) if len(generated) else (-1, -1)
+    facts = (total, int(mask.sum()), len(sample.segment_starts), oldest, newest)
+    claims = (
+        header.total_tokens,
+        header.response_tokens,
+        header.segments,
+        header.oldest_version,
+        header.newest_version,
+    )
+    if facts != claims:
+        raise FrameError(f"sample header claims {claims} (tokens, response, segments, versions), found {facts}")
+    if header.score is None and header.error is None:
+        raise FrameError("sample has neither a score nor an error")
+    if header.score is not None and not math.isfinite(header.score):
+        raise FrameError("sample score is not finite")
+
+
+def _check_runs(name: str, starts: npt.NDArray[np.int32], total: int) -> None:
+    if total == 0:
+        raise FrameError("sample has no tokens")
+    if len(starts) == 0 or starts[0] != 0 or (np.diff(starts) <= 0).any() or starts[-1] >= total:
+        raise FrameError(f"{name} must rise from 0 and stay below the number of tokens")
