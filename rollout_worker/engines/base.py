@@ -1,0 +1,206 @@
+"""The contract between the worker loop and an inference engine.
+
+    worker loop                          engine (its own thread or processes)
+    ───────────                          ─────────────────────────────────────
+    start()                ───────────▶  boots; no weights are trusted yet (version −1)
+    load_weights(w, v)     ───────────▶  pauses, applies, proves, resumes; running requests go on under v
+    submit([request, …])   ───────────▶  queued at once, never blocks
+    collect()              ◀───────────  everything that has finished since the last call
+    abort({request_id, …}) ───────────▶  forgotten, running or waiting
+    close()                ───────────▶  everything it started is gone
+
+Every engine keeps these promises; `tests/rollout_worker/engine_contract.py` checks them, for a new engine too:
+
+1. A sample's tokens are a function of prompt, settings, seed and weights (up to floating-point differences of
+   the engine's kernels), never of its neighbours in the batch, of their order or of the time of submission.
+2. `logprobs[i]` is the log-probability of `token_ids[i]` under the distribution it was drawn from: after
+   penalties, temperature, min-p, top-k and top-p, in this order. With greedy decoding that distribution is a
+   point, so the number is that of the penalised distribution at temperature 1 without filters.
+3. `token_ids` is everything that was sampled, the token that ended the sample (end-of-text, stop token, the
+   last token of a stop string) included: it is what the policy did. Nothing is ever cut from it.
+4. Each token has the weight version it was computed with (recompute), or the oldest version in the cache it was
+   computed from (keep_kv). A version never rises beyond what `load_weights` was given last.
+5. Nothing is generated before the first `load_weights` has succeeded, nor after one has failed.
+
+All methods are called from one event loop, in any order after `start`; none of them blocks it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    import torch
+
+
+class EngineError(Exception):
+    """Base of everything that an engine raises."""
+
+
+class EngineConfigError(EngineError):
+    """The engine cannot run with these settings, and a restart would not help: names key, value and remedy."""
+
+
+class EngineFailed(EngineError):
+    """The engine died or cannot go on; the process should end and be started again."""
+
+
+class WeightMismatch(EngineError):
+    """The weights inside of the engine are not those it was given. Names the first tensors that differ."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingSettings:
+    """How the tokens of one request are drawn. Same meaning, and same order of operations, in every engine."""
+
+    max_tokens: int
+    """Most tokens of one sample; the engine's longest sequence bounds it as well (finish_reason "length")."""
+    temperature: float = 1.0
+    do_sample: bool = True
+    top_p: float = 1.0
+    top_k: int = 0
+    """0: off (the configuration's −1 becomes 0)."""
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    """Over prompt and response tokens."""
+    presence_penalty: float = 0.0
+    """Over response tokens, as is the frequency penalty."""
+    frequency_penalty: float = 0.0
+    min_tokens: int = 0
+    """End-of-text and stop tokens are impossible, and stop strings not looked for, before this many tokens."""
+    ignore_eos: bool = False
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    """Whether the text of the answer (never the token ids) keeps the stop string."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of this engine's own, from `rollout.sampling_config.extra`."""
+
+    @property
+    def greedy(self) -> bool:
+        return not self.do_sample or self.temperature == 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One prompt and the seeds of the samples wanted of it: one sample for each seed.
+
+    Several seeds in one request are the engine's `n`: it may compute the prompt once. With
+    `rollout.n_generation_to_batch` the worker sends one request per sample instead.
+    """
+
+    request_id: str
+    """Unique among the requests of this engine's life."""
+    prompt_token_ids: Sequence[int]
+    """At least one token, shorter than the engine's longest sequence."""
+    seeds: tuple[int, ...]
+    """Each in [0, 2**31)."""
+    settings: SamplingSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One finished sample."""
+
+    request_id: str
+    index: int
+    """Which of the request's seeds."""
+    token_ids: npt.NDArray[np.int32]
+    """[R], R ≥ 1"""
+    logprobs: npt.NDArray[np.float32]
+    """[R], finite, ≤ 0 up to rounding"""
+    version_starts: npt.NDArray[np.int32]
+    """[V], over the response: run i covers tokens [version_starts[i], version_starts[i + 1]); starts with 0"""
+    version_values: npt.NDArray[np.int32]
+    """[V], weight version of each run"""
+    finish_reason: Literal["stop", "length"]
+    stop_reason: int | str | None = None
+    """The end-of-text or stop token, or the stop string, that ended it; None for "length"."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """Seconds that an update took, by stage."""
+
+    pause_s: float
+    """From the call until no request was running."""
+    apply_s: float
+    verify_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Totals since `start`, and what is in the engine now."""
+
+    idle_s: float
+    """Time with nothing to generate (updates of weights are not counted as idle)."""
+    samples: int
+    """Finished ones."""
+    tokens: int
+    """Generated ones, those of unfinished samples included."""
+    running: int
+    waiting: int
+    """Samples submitted and not begun."""
+
+
+class WeightSource(Protocol):
+    """A verified weight version, e.g. `weight_sync.Weights`: names and shapes are the hub checkpoint's."""
+
+    def tensors(self) -> Iterable[tuple[str, torch.Tensor]]: ...
+
+
+class Engine(Protocol):
+    """An inference engine. See the module's docstring for what it promises."""
+
+    @property
+    def name(self) -> str:
+        """Engine and version, e.g. `vllm 0.32.0`."""
+
+    @property
+    def capacity(self) -> int:
+        """Samples it wants to have (running and waiting) so that it never runs dry."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest sequence, prompt and response together, in tokens. Known after `start`."""
+
+    @property
+    def version(self) -> int:
+        """Weight version in use; −1 before the first one."""
+
+    async def start(self) -> None:
+        """Boot. Raises `EngineConfigError` when the settings cannot work, `EngineFailed` otherwise."""
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Queue requests, first come first served. Raises `ValueError` for a request no engine could serve."""
+
+    async def collect(self) -> list[Generation]:
+        """All samples that finished since the last call; waits until there is at least one.
+
+        Samples are handed out one by one as they finish, not by request. May be cancelled without loss. One
+        caller at a time. Raises `EngineFailed` when the engine has died, or `close` was called.
+        """
+
+    def abort(self, request_ids: Collection[str]) -> None:
+        """Forget requests: none of their samples is returned by a `collect` that starts after this call."""
+
+    async def load_weights(self, weights: WeightSource, version: int) -> LoadReport:
+        """Replace the weights, and prove that each tensor in use equals the one given (cast to the engine's
+        dtype) before anything is generated with it.
+
+        Requests in flight are kept: with `weight_sync.update_mode = "recompute"` their cache is computed again
+        under the new weights, with `"keep_kv"` it is used as it is.
+
+        Raises `WeightMismatch` (tensors missing, unknown, of another shape, or not equal after loading), after
+        which the engine generates nothing until a later `load_weights` succeeds.
+        """
+
+    def stats(self) -> EngineStats: ...
+
+    async def close(self) -> None:
+        """End threads and processes; idempotent. Unfinished requests are forgotten."""
