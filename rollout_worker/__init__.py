@@ -1,1 +1,1 @@
-"""A rollout replica: leases groups of prompts, generates, scores, pushes, and follows the published weights."""
+"""A rollout replica: leases groups, generates, scores, pushes, and follows the published weights."""

@@ -1,7 +1,7 @@
 """Inference engines behind one contract (`engines.base`), chosen by `rollout.backend`.
 
-A module that holds an engine has a function `build(config, tokenizer, eos_token_ids) -> Engine`. It is imported
-when its engine is chosen, so that a machine needs only the engine it uses.
+A module that holds an engine has a function `build(config, tokenizer, eos_token_ids) -> Engine`. It is
+imported when its engine is chosen, so that a machine needs only the engine it uses.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ ENGINES = {
 def create_engine(config: Config, tokenizer: Any, eos_token_ids: frozenset[int]) -> Engine:
     """The engine of `rollout.backend`, not started yet.
 
-    `tokenizer` is the model's (a transformers fast tokenizer), `eos_token_ids` end a sample unless its settings
-    say `ignore_eos`. Raises `EngineConfigError` when the engine is not installed or refuses its settings.
+    `tokenizer` is the model's (a transformers fast tokenizer), `eos_token_ids` end a sample unless its
+    settings say `ignore_eos`. Raises `EngineConfigError` when the engine is not installed or refuses its settings.
     """
     backend = config.rollout.backend
     try:
@@ -32,8 +32,8 @@ def create_engine(config: Config, tokenizer: Any, eos_token_ids: frozenset[int])
     except ImportError as error:
         other = next(name for name in ENGINES if name != backend)
         raise EngineConfigError(
-            f'rollout.backend = "{backend}" cannot be imported here ({error}): install the extra that brings it, '
-            f'or set rollout.backend = "{other}"'
+            f'rollout.backend = "{backend}" cannot be imported here ({error}): install the extra that brings '
+            f'it, or set rollout.backend = "{other}"'
         ) from error
     engine: Engine = module.build(config, tokenizer, eos_token_ids)
     return engine

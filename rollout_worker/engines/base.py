@@ -9,17 +9,17 @@
     abort({request_id, …}) ───────────▶  forgotten, running or waiting
     close()                ───────────▶  everything it started is gone
 
-Every engine keeps these promises; `tests/rollout_worker/engine_contract.py` checks them, for a new engine too:
+Every engine keeps these promises; `tests/rollout_worker/engine_contract.py` checks them for any engine:
 
-1. A sample's tokens are a function of prompt, settings, seed and weights (up to floating-point differences of
-   the engine's kernels), never of its neighbours in the batch, of their order or of the time of submission.
+1. A sample's tokens are a function of prompt, settings, seed and weights (up to floating-point differences
+   of the engine's kernels), never of its neighbours in the batch, of their order or of the time of submission.
 2. `logprobs[i]` is the log-probability of `token_ids[i]` under the distribution it was drawn from: after
    penalties, temperature, min-p, top-k and top-p, in this order. With greedy decoding that distribution is a
    point, so the number is that of the penalised distribution at temperature 1 without filters.
 3. `token_ids` is everything that was sampled, the token that ended the sample (end-of-text, stop token, the
    last token of a stop string) included: it is what the policy did. Nothing is ever cut from it.
-4. Each token has the weight version it was computed with (recompute), or the oldest version in the cache it was
-   computed from (keep_kv). A version never rises beyond what `load_weights` was given last.
+4. Each token has the weight version it was computed with (recompute), or the oldest version in the cache it
+   was computed from (keep_kv). A version never rises beyond what `load_weights` was given last.
 5. Nothing is generated before the first `load_weights` has succeeded, nor after one has failed.
 
 All methods are called from one event loop, in any order after `start`; none of them blocks it.
@@ -43,7 +43,7 @@ class EngineError(Exception):
 
 
 class EngineConfigError(EngineError):
-    """The engine cannot run with these settings, and a restart would not help: names key, value and remedy."""
+    """The engine cannot run with these settings, a restart would not help: names key, value and remedy."""
 
 
 class EngineFailed(EngineError):
@@ -56,7 +56,7 @@ class WeightMismatch(EngineError):
 
 @dataclass(frozen=True, slots=True)
 class SamplingSettings:
-    """How the tokens of one request are drawn. Same meaning, and same order of operations, in every engine."""
+    """How the tokens of one request are drawn. Same meaning and order of operations in every engine."""
 
     max_tokens: int
     """Most tokens of one sample; the engine's longest sequence bounds it as well (finish_reason "length")."""
@@ -72,7 +72,7 @@ class SamplingSettings:
     """Over response tokens, as is the frequency penalty."""
     frequency_penalty: float = 0.0
     min_tokens: int = 0
-    """End-of-text and stop tokens are impossible, and stop strings not looked for, before this many tokens."""
+    """Before this many tokens, end-of-text and stop tokens are impossible and stop strings not looked for."""
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -115,7 +115,7 @@ class Generation:
     logprobs: npt.NDArray[np.float32]
     """[R], finite, ≤ 0 up to rounding"""
     version_starts: npt.NDArray[np.int32]
-    """[V], over the response: run i covers tokens [version_starts[i], version_starts[i + 1]); starts with 0"""
+    """[V], run i covers response tokens [version_starts[i], version_starts[i + 1]); starts with 0"""
     version_values: npt.NDArray[np.int32]
     """[V], weight version of each run"""
     finish_reason: Literal["stop", "length"]
@@ -177,7 +177,7 @@ class Engine(Protocol):
         """Boot. Raises `EngineConfigError` when the settings cannot work, `EngineFailed` otherwise."""
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Queue requests, first come first served. Raises `ValueError` for a request no engine could serve."""
+        """Queue requests, first come first served. Raises `ValueError` for one that no engine could serve."""
 
     async def collect(self) -> list[Generation]:
         """All samples that finished since the last call; waits until there is at least one.
@@ -193,11 +193,11 @@ class Engine(Protocol):
         """Replace the weights, and prove that each tensor in use equals the one given (cast to the engine's
         dtype) before anything is generated with it.
 
-        Requests in flight are kept: with `weight_sync.update_mode = "recompute"` their cache is computed again
-        under the new weights, with `"keep_kv"` it is used as it is.
+        Requests in flight are kept: with `weight_sync.update_mode = "recompute"` their cache is computed
+        again under the new weights, with `"keep_kv"` it is used as it is.
 
-        Raises `WeightMismatch` (tensors missing, unknown, of another shape, or not equal after loading), after
-        which the engine generates nothing until a later `load_weights` succeeds.
+        Raises `WeightMismatch` (tensors missing, unknown, of another shape, or not equal after loading),
+        after which the engine generates nothing until a later `load_weights` succeeds.
         """
 
     def stats(self) -> EngineStats: ...
