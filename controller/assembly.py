@@ -1,0 +1,99 @@
+"""Assembly of a step: which ready groups train next, and whether the step must wait.
+
+Step t takes the B ready groups with the nearest deadlines, provided that what remains (leased and ready) is
+schedulable at t + 1. Nearest deadlines first is the best choice: exchanging a chosen group for a later one can
+only make the rest tighter. If even this choice leaves the rest unschedulable, some unready group of the
+tightest prefix has to be in this step, so the step waits for exactly those groups.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from controller.admission import tightest_prefix
+from controller.groups import Group, State
+from schema.wire.batch import StepTable
+
+
+@dataclass(frozen=True, slots=True)
+class Assembled:
+    """The groups of a step, ordered by deadline, then by position."""
+
+    step: int
+    groups: list[Group]
+    surplus: list[Group] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Why the step cannot start; `stragglers` are the leased groups that it waits for in particular."""
+
+    reason: str
+    stragglers: list[Group] = field(default_factory=list)
+
+
+def order(group: Group) -> tuple[int, int, int]:
+    return group.deadline, group.epoch, group.position
+
+
+def choose(
+    step: int,
+    ready: Iterable[Group],
+    leased: Sequence[Group],
+    groups_per_step: int,
+    *,
+    more_to_come: bool,
+    drop_surplus: bool = False,
+) -> Assembled | Waiting:
+    """Pick the batch of `step`, a pure function of what is outstanding.
+
+    Args:
+        ready, leased: outstanding groups; their deadlines are schedulable at `step`.
+        more_to_come: whether groups that are not outstanding yet can still be leased.
+        drop_surplus: with oversampling: groups left over that are due now are surplus, nobody waits for them.
+    """
+    candidates = sorted(ready, key=order)
+    if len(candidates) < groups_per_step and (more_to_come or leased):
+        return Waiting(f"step {step} has {len(candidates)} of {groups_per_step} groups ready")
+    if not candidates:
+        return Waiting(f"step {step}: no data left")
+    chosen, rest = candidates[:groups_per_step], candidates[groups_per_step:]
+    if drop_surplus:
+        return Assembled(step, chosen, [group for group in (*rest, *leased) if group.deadline <= step])
+    remaining = Counter(group.deadline for group in (*rest, *leased))
+    tight = tightest_prefix(remaining, step + 1, groups_per_step)
+    if tight is None:
+        return Assembled(step, chosen)
+    stragglers = sorted((group for group in leased if group.deadline <= tight), key=order)
+    names = ", ".join(group.id for group in stragglers[:5])
+    return Waiting(f"step {step} waits for {len(stragglers)} groups due by step {tight}: {names}", stragglers)
+
+
+def build_table(step: int, timeline: int, policy_epoch: int, groups: Sequence[Group]) -> StepTable:
+    """The table of a step's batch: one row per sample, by group and then by index.
+
+    A sample that cannot be trained (failed reward, too long) stays in the table with a null score, so that
+    everybody can see it and nobody trains it.
+    """
+    assert all(group.state is State.BATCHED for group in groups)
+    rows = [(g, meta) for g, group in enumerate(groups) for _, meta in sorted(group.samples.items())]
+    names = sorted({name for _, meta in rows for name in meta.header.rewards})
+    headers = [meta.header for _, meta in rows]
+    return StepTable(
+        step=step,
+        timeline=timeline,
+        policy_epoch=policy_epoch,
+        group_ids=[group.id for group in groups],
+        group=[g for g, _ in rows],
+        index=[header.index for header in headers],
+        score=[meta.header.score if meta.usable else None for _, meta in rows],
+        rewards={name: [header.rewards.get(name) for header in headers] for name in names},
+        prompt_tokens=[header.prompt_tokens for header in headers],
+        response_tokens=[header.response_tokens for header in headers],
+        total_tokens=[header.total_tokens for header in headers],
+        oldest_version=[header.oldest_version for header in headers],
+        newest_version=[header.newest_version for header in headers],
+        finish_reason=[header.finish_reason for header in headers],
+    )

@@ -1,0 +1,693 @@
+"""The ledger: every group of the job, the state it is in, and the only operations that move it.
+
+     waiting ─lease─▶ leased ─all samples─▶ ready ─assemble─▶ batched ─commit─▶ trained ─checkpoint─▶ durable
+        ▲  ▲            │ expired, released,  ▲ │                │  abandoned      │                   │
+        │  └────────────┘ replica gone        └─┼────────────────┘                 │                   │
+        └───────────────────────────────────────┴──────── rewind to a checkpoint ──┴───────────────────┘
+     any state before trained ─▶ dropped(reason)
+
+Invariants, asserted by the simulation in the tests after every event:
+
+    1. A group is one position of one epoch, in exactly one state; states add up to the groups created.
+    2. A position is created when it is first leased, in the order of the stream; below the frontier each is in
+       the ledger, above it none. So every position is trained exactly once or dropped with a reason.
+    3. Leased and ready groups are schedulable (see `controller.admission`): nothing is trained beyond the bound.
+    4. Only the holder of the current lease id adds samples; what was added once is never counted again.
+
+The ledger is synchronous and knows no clock, no network and no store: time comes in as `now` (seconds), and
+`take_changes` hands out what must be written before anybody is answered. User mistakes and late messages are
+answers or `LedgerError`, never exceptions of another kind.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self
+
+from controller.admission import Admission, Lag, Refusal
+from controller.assembly import Assembled, Waiting, choose
+from controller.groups import OUTSTANDING, DropReason, Group, SampleMeta, State, group_id
+from schema.wire.messages import ErrorCode, LedgerSnapshot, LedgerStatus
+from schema.wire.sample import SampleHeader
+
+MISSED_BEATS = 2
+"""Heartbeats in a row that may fail to list a lease: one can cross the answer that granted it, two cannot."""
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerParams:
+    """What of the config the ledger depends on."""
+
+    groups_per_step: int
+    n_samples: int
+    staleness_bound: int
+    n_positions: int
+    n_epochs: int = 1
+    max_steps: int | None = None
+    lease_timeout: float = 120.0
+    max_attempts: int = 5
+    oversample: float = 1.0
+    on_reward_error: Literal["retry", "mask", "drop"] = "retry"
+    on_stale: Literal["wait", "drop"] = "wait"
+    straggler_timeout: float | None = None
+    filter_metrics: tuple[str, ...] = ()
+    sync_interval: int = 1
+    keep_payloads: bool = False
+    """Whether payloads may be needed again after their commit: only if a checkpoint can be returned to."""
+
+    @property
+    def total_positions(self) -> int:
+        return self.n_positions * self.n_epochs
+
+
+class LedgerError(Exception):
+    """An operation that contradicts the ledger; `code` is for programs, the text for people."""
+
+    def __init__(self, code: ErrorCode, detail: str) -> None:
+        super().__init__(detail)
+        self.code, self.detail = code, detail
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseDecision:
+    groups: list[Group]
+    refusal: Refusal | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PushOutcome:
+    accepted: bool
+    duplicate: bool = False
+    code: ErrorCode | None = None
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CommitOutcome:
+    committed_steps: int
+    duplicate: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What must be written in one transaction."""
+
+    groups: list[Group]
+    dropped_payloads: list[tuple[str, int]]
+    header: dict[str, Any]
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counters that only grow (within a timeline)."""
+
+    staleness: Counter[int] = field(default_factory=Counter)
+    duplicates: int = 0
+    over_bound: int = 0
+    trained_before: int = 0
+    dropped_before: Counter[str] = field(default_factory=Counter)
+
+
+class Ledger:
+    """See the module's docstring. All methods are synchronous and never block."""
+
+    def __init__(self, params: LedgerParams, new_lease_id: Callable[[], str] | None = None) -> None:
+        self.params = params
+        self.groups: dict[str, Group] = {}
+        self.committed = 0
+        self.durable = 0
+        self.timeline = 0
+        self.frontier = 0
+        self.closed: DropReason | None = None
+        self.totals = Totals()
+        self._new_lease_id = new_lease_id or (lambda: secrets.token_urlsafe(12))
+        self._by_state: dict[State, dict[str, Group]] = {state: {} for state in State}
+        self._deadlines: Counter[int] = Counter()
+        self._lag = Lag()
+        self._missed: Counter[str] = Counter()
+        self._waiting_since: tuple[int, float] | None = None
+        self._dirty: dict[str, Group] = {}
+        self._dropped_payloads: list[tuple[str, int]] = []
+
+    # ---- what others ask ----------------------------------------------------------------------------------
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of the whole job; fewer may follow where groups are dropped."""
+        by_data = -(-self.params.total_positions // self.params.groups_per_step)
+        return by_data if self.params.max_steps is None else min(by_data, self.params.max_steps)
+
+    @property
+    def exhausted(self) -> bool:
+        """No position is left to lease."""
+        return self.frontier >= self.params.total_positions and not self._by_state[State.WAITING]
+
+    @property
+    def outstanding(self) -> int:
+        return sum(len(self._by_state[state]) for state in OUTSTANDING)
+
+    @property
+    def ready(self) -> int:
+        return len(self._by_state[State.READY])
+
+    @property
+    def finished(self) -> bool:
+        """No further step will be trained."""
+        if self._by_state[State.BATCHED]:
+            return False
+        if self.closed is not None or self.committed >= self.total_steps:
+            return True
+        return self.exhausted and self.outstanding == 0
+
+    @property
+    def first_step(self) -> int:
+        """b: the first step with free slots."""
+        return self.committed + (1 if self._by_state[State.BATCHED] else 0)
+
+    @property
+    def deadlines(self) -> Counter[int]:
+        """Deadlines of all leased and ready groups (a copy)."""
+        return +self._deadlines
+
+    def in_state(self, state: State) -> Iterable[Group]:
+        return self._by_state[state].values()
+
+    def status(self) -> LedgerStatus:
+        states = {state.value: len(groups) for state, groups in self._by_state.items()}
+        states[State.DURABLE.value] += self.totals.trained_before
+        dropped = Counter(group.reason.value for group in self.in_state(State.DROPPED) if group.reason)
+        dropped.update(self.totals.dropped_before)
+        states[State.DROPPED.value] += self.totals.dropped_before.total()
+        return LedgerStatus(
+            created=self.frontier,
+            states=states,
+            dropped=dict(dropped),
+            staleness=dict(sorted(self.totals.staleness.items())),
+            max_staleness=max(self.totals.staleness, default=0),
+            bound=self.params.staleness_bound,
+            over_bound=self.totals.over_bound,
+            duplicates=self.totals.duplicates,
+        )
+
+    # ---- leasing ------------------------------------------------------------------------------------------
+
+    def lease(
+        self,
+        replica_id: str,
+        request_id: str,
+        version: int,
+        published_version: int,
+        max_groups: int,
+        now: float,
+    ) -> LeaseDecision:
+        """Grant up to `max_groups` groups to a replica whose engine holds `version`.
+
+        The same `request_id` from the same replica gets the same groups again, as far as it still holds them.
+        An empty answer carries the refusal of the first group.
+        """
+        repeated = [
+            group
+            for group in self.in_state(State.LEASED)
+            if group.request_id == request_id and group.replica_id == replica_id
+        ]
+        if repeated:
+            return LeaseDecision(repeated)
+        granted: list[Group] = []
+        refusal: Refusal | None = None
+        while len(granted) < max_groups and refusal is None:
+            refusal = self._no_need()
+            if refusal is None:
+                group, refusal = self._admit_next(version, published_version)
+                if group is not None:
+                    self._grant(group, replica_id, request_id, version, now)
+                    granted.append(group)
+        return LeaseDecision(granted, None if granted else refusal)
+
+    def _no_need(self) -> Refusal | None:
+        if self.finished or self.closed is not None:
+            return Refusal("the job needs no further groups")
+        if self.exhausted:
+            return Refusal("every prompt has been handed out")
+        missing = (self.total_steps - self.committed) * self.params.groups_per_step
+        if self.outstanding >= missing * self.params.oversample:
+            return Refusal(f"the {self.outstanding} outstanding groups fill all steps that are left")
+        return None
+
+    def _admit_next(self, version: int, published_version: int) -> tuple[Group | None, Refusal | None]:
+        """The next waiting or new group if a lease at `version` is admissible."""
+        admission = Admission(
+            committed=self.committed,
+            first_step=self.first_step,
+            bound=self.params.staleness_bound,
+            groups_per_step=self.params.groups_per_step,
+            slots=int(self.params.groups_per_step * self.params.oversample),
+            deadlines=self._deadlines,
+            lag=self._lag.typical(),
+            published_version=published_version,
+        )
+        refusal = admission.decide(version + self.params.staleness_bound)
+        if refusal is not None:
+            return None, refusal
+        waiting = self._by_state[State.WAITING]
+        if not waiting:
+            return self._create(), None
+        group = min(waiting.values(), key=lambda group: (group.epoch, group.position))
+        if group.samples:
+            kept = min(version, group.oldest_version()) + self.params.staleness_bound
+            if admission.decide(kept) is not None:  # too old to be finished in time: begin again
+                self._discard_samples(group)
+        return group, None
+
+    def _create(self) -> Group:
+        epoch, position = divmod(self.frontier, self.params.n_positions)
+        group = Group(epoch, position)
+        self.frontier += 1
+        self.groups[group.id] = group
+        self._by_state[State.WAITING][group.id] = group
+        return group
+
+    def _grant(self, group: Group, replica_id: str, request_id: str, version: int, now: float) -> None:
+        oldest = group.oldest_version() if group.samples else version
+        group.attempt += 1
+        group.lease_id = self._new_lease_id()
+        group.replica_id, group.request_id = replica_id, request_id
+        group.lease_version, group.lease_step = version, self.committed
+        group.expires = now + self.params.lease_timeout
+        self._move(group, State.LEASED, deadline=min(version, oldest) + self.params.staleness_bound)
+
+    def renew(self, replica_id: str, lease_ids: Iterable[str], now: float) -> list[str]:
+        """A heartbeat: extend the listed leases, release those that it forgot, return those it lost."""
+        held = {
+            group.lease_id: group for group in self.in_state(State.LEASED) if group.replica_id == replica_id
+        }
+        listed = set(lease_ids)
+        for lease_id, group in held.items():
+            assert lease_id is not None
+            if lease_id in listed:
+                group.expires = now + self.params.lease_timeout
+                self._missed.pop(lease_id, None)
+                self._dirty[group.id] = group
+            else:
+                self._missed[lease_id] += 1
+                if self._missed[lease_id] >= MISSED_BEATS:
+                    self._requeue(group)
+        return sorted(listed - held.keys())
+
+    def adopt(self, replica_id: str, held: Sequence[tuple[str, str]], now: float) -> list[str]:
+        """Registration of a replica that already holds leases: keep the valid ones, return the ids of others."""
+        lost = []
+        for name, lease_id in held:
+            group = self.groups.get(name)
+            if group is not None and group.state is State.LEASED and group.lease_id == lease_id:
+                group.replica_id = replica_id
+                group.expires = now + self.params.lease_timeout
+                self._dirty[group.id] = group
+            else:
+                lost.append(lease_id)
+        return lost
+
+    def release(self, lease_id: str) -> bool:
+        """Give a lease back; its pushed samples are kept for the next holder. False if nobody holds it."""
+        for group in self.in_state(State.LEASED):
+            if group.lease_id == lease_id:
+                self._requeue(group)
+                return True
+        return False
+
+    def replica_gone(self, replica_id: str, *, failed: bool = True) -> int:
+        """Release all leases of a replica; `failed` counts towards the attempts of its groups."""
+        held = [group for group in self.in_state(State.LEASED) if group.replica_id == replica_id]
+        for group in held:
+            self._fail(group, DropReason.POISON) if failed else self._requeue(group)
+        return len(held)
+
+    def expire(self, now: float) -> int:
+        """Release leases that were not renewed in time."""
+        late = [group for group in self.in_state(State.LEASED) if group.expires < now]
+        for group in late:
+            self._fail(group, DropReason.POISON)
+        return len(late)
+
+    def extend_leases(self, seconds: float) -> None:
+        """After a downtime of the controller: nobody could renew, so nobody is late."""
+        for group in self.in_state(State.LEASED):
+            group.expires += seconds
+            self._dirty[group.id] = group
+
+    # ---- pushing ------------------------------------------------------------------------------------------
+
+    def push(
+        self, name: str, lease_id: str, index: int, header: SampleHeader, n_bytes: int, now: float
+    ) -> PushOutcome:
+        """Add one sample under a lease. When the group is complete it becomes ready or is dropped."""
+        del now  # a push under a valid lease is welcome however late: expiry is decided by `expire` alone
+        group = self.groups.get(name)
+        if group is None:
+            return PushOutcome(False, code=ErrorCode.NOT_FOUND, detail=f"there is no group {name}")
+        if header.index != index or not 0 <= index < self.params.n_samples:
+            detail = f"sample {index} (header says {header.index}) of a group of {self.params.n_samples}"
+            return PushOutcome(False, code=ErrorCode.BAD_REQUEST, detail=detail)
+        known = group.samples.get(index)
+        if known is not None and known.lease_id == lease_id:
+            self.totals.duplicates += 1
+            return PushOutcome(True, duplicate=True)
+        if group.state is not State.LEASED or group.lease_id != lease_id:
+            detail = f"lease {lease_id} of group {name} has ended; the group is {group.state}"
+            return PushOutcome(False, code=ErrorCode.LEASE_LOST, detail=detail)
+        if known is not None:  # an earlier holder delivered this very sample (same seed): keep the first
+            self.totals.duplicates += 1
+            return PushOutcome(True, duplicate=True)
+        meta = SampleMeta(header, n_bytes, lease_id)
+        if meta.oldest_version(group.lease_version) < group.lease_version:
+            detail = f"tokens of version {header.oldest_version} under a lease at version {group.lease_version}"
+            return PushOutcome(False, code=ErrorCode.CONFLICT, detail=detail)
+        group.samples[index] = meta
+        self._dirty[group.id] = group
+        if len(group.samples) == self.params.n_samples:
+            self._complete(group)
+        return PushOutcome(True)
+
+    def _complete(self, group: Group) -> None:
+        self._lag.observe(self.committed - group.lease_step)
+        failed = [index for index, meta in group.samples.items() if meta.header.error is not None]
+        usable = [meta.header for meta in group.samples.values() if meta.usable]
+        if failed and self.params.on_reward_error == "retry":
+            for index in failed:
+                self._discard_sample(group, index)
+            self._fail(group, DropReason.REWARD_ERROR)
+        elif failed and (self.params.on_reward_error == "drop" or not usable):
+            self._drop(group, DropReason.REWARD_ERROR)
+        elif not usable:
+            self._drop(group, DropReason.OVERLONG)
+        elif self._without_signal(usable):
+            self._drop(group, DropReason.ZERO_VARIANCE)
+        else:
+            oldest = group.oldest_version()
+            self._move(group, State.READY, deadline=oldest + self.params.staleness_bound)
+
+    def _without_signal(self, usable: Sequence[SampleHeader]) -> bool:
+        """Whether every metric of the dynamic-sampling filter has one value in the whole group."""
+        metrics = self.params.filter_metrics
+        return bool(metrics) and all(len({h.rewards.get(name) for h in usable}) == 1 for name in metrics)
+
+    # ---- steps --------------------------------------------------------------------------------------------
+
+    def assemble(self, now: float) -> Assembled | Waiting:
+        """Fix the batch of the next step, or say what it waits for. Repeats the answer while it is batched."""
+        batch = self.batch(self.committed)
+        if batch is not None:
+            return Assembled(self.committed, batch)
+        self._check_consumption()
+        missing = self.total_steps - self.committed
+        result = choose(
+            self.committed,
+            self.in_state(State.READY),
+            list(self.in_state(State.LEASED)),
+            self.params.groups_per_step,
+            more_to_come=not self.exhausted and missing > 0 and self.closed is None,
+            drop_surplus=self.params.oversample > 1.0,
+        )
+        if isinstance(result, Waiting):
+            return self._wait_or_drop(result, now)
+        self._waiting_since = None
+        for group in result.groups:
+            group.step = result.step
+            self._move(group, State.BATCHED)
+        for group in result.surplus:
+            self._drop(group, DropReason.SURPLUS)
+        return Assembled(result.step, self.batch(result.step) or [])
+
+    def _check_consumption(self) -> None:
+        """The safety net: no ready group may hold tokens beyond the bound. Admission makes this impossible."""
+        for group in list(self.in_state(State.READY)):
+            if self.committed - group.oldest_version() > self.params.staleness_bound:
+                self.totals.over_bound += sum(1 for _ in group.samples)
+                self._drop(group, DropReason.STALE)
+
+    def _wait_or_drop(self, waiting: Waiting, now: float) -> Assembled | Waiting:
+        if not waiting.stragglers:
+            self._waiting_since = None
+            return waiting
+        if self._waiting_since is None or self._waiting_since[0] != self.committed:
+            self._waiting_since = (self.committed, now)
+        timeout = self.params.straggler_timeout
+        late = timeout is not None and now - self._waiting_since[1] > timeout
+        if self.params.on_stale != "drop" or not late:
+            return waiting
+        for group in waiting.stragglers:
+            self._drop(group, DropReason.STALE)
+        return self.assemble(now)
+
+    def batch(self, step: int) -> list[Group] | None:
+        """Groups of an assembled, uncommitted step in table order, or None."""
+        if step != self.committed or not self._by_state[State.BATCHED]:
+            return None
+        groups = self.in_state(State.BATCHED)
+        return sorted(groups, key=lambda group: (group.deadline, group.epoch, group.position))
+
+    def commit(self, step: int) -> CommitOutcome:
+        """Finish a step. Repeated commits of an earlier step are answered and not counted."""
+        if step < self.committed:
+            return CommitOutcome(self.committed, duplicate=True)
+        batch = self.batch(step)
+        if batch is None:
+            detail = f"step {step} cannot be committed: step {self.committed} is next and not assembled"
+            raise LedgerError(ErrorCode.WRONG_STEP, detail)
+        for group in batch:
+            for meta in group.samples.values():
+                if meta.usable:
+                    self.totals.staleness[step - meta.oldest_version(step)] += 1
+            self._move(group, State.TRAINED)
+            if not self.params.keep_payloads or group.newest_version() > self.durable:
+                self._drop_payloads(group)
+        self.committed += 1
+        return CommitOutcome(self.committed)
+
+    def abandon_step(self) -> int:
+        """The trainers of an assembled step are gone: its groups are ready again."""
+        batch = list(self.in_state(State.BATCHED))
+        for group in batch:
+            group.step = None
+            self._move(group, State.READY)
+        return len(batch)
+
+    def close(self, reason: DropReason = DropReason.SURPLUS) -> int:
+        """No further step: drop what is waiting, leased or ready."""
+        self.closed = reason
+        rest = [
+            group
+            for state in (State.WAITING, State.LEASED, State.READY)
+            for group in list(self.in_state(state))
+        ]
+        for group in rest:
+            self._drop(group, reason)
+        return len(rest)
+
+    # ---- checkpoints and rewind ---------------------------------------------------------------------------
+
+    def checkpoint(self, step: int) -> int:
+        """A checkpoint that contains `step` committed steps is complete: they are durable."""
+        if step > self.committed:
+            raise LedgerError(ErrorCode.WRONG_STEP, f"checkpoint of step {step}, committed are {self.committed}")
+        for group in list(self.in_state(State.TRAINED)):
+            if group.step is not None and group.step < step:
+                self._drop_payloads(group)
+                self._move(group, State.DURABLE)
+        self.durable = max(self.durable, step)
+        return self.durable
+
+    def snapshot(self, step: int) -> LedgerSnapshot:
+        """What a checkpoint after `step` committed steps stores: enough to go on with an empty store."""
+        if step > self.committed:
+            raise LedgerError(ErrorCode.WRONG_STEP, f"snapshot of step {step}, committed are {self.committed}")
+        done = (State.TRAINED, State.DURABLE)
+        untrained = [
+            group.epoch * self.params.n_positions + group.position
+            for group in self.groups.values()
+            if group.state is not State.DROPPED
+            and not (group.state in done and group.step is not None and group.step < step)
+        ]
+        return LedgerSnapshot(
+            committed_steps=step,
+            timeline=self.timeline,
+            frontier=self.frontier,
+            untrained=sorted(untrained),
+            dropped=self.status().dropped,
+        )
+
+    def rewind(self, step: int) -> None:
+        """Go back to the checkpoint after `step` steps; a new timeline begins.
+
+        Groups trained since, or waiting to be, are ready again if their payload is kept and every token is of a
+        version that the checkpoint contains; all others are generated again. Drops stay final.
+        """
+        if step > self.committed:
+            raise LedgerError(ErrorCode.CONFLICT, f"cannot rewind to step {step}: only {self.committed} are done")
+        for group in list(self.groups.values()):
+            trained_since = group.state in (State.TRAINED, State.DURABLE) and (group.step or 0) >= step
+            if group.state is State.READY or group.state is State.BATCHED or trained_since:
+                if trained_since:
+                    self._forget_staleness(group)
+                self._take_back(group, step)
+            elif group.state is State.LEASED and group.lease_version > step:
+                self._requeue(group)
+            if group.state in (State.WAITING, State.LEASED):
+                for index, meta in list(group.samples.items()):
+                    if meta.header.newest_version > step:
+                        self._discard_sample(group, index)
+        self.committed = step
+        self.durable = min(self.durable, step)
+        self.timeline += 1
+        self.closed = None
+
+    def _take_back(self, group: Group, step: int) -> None:
+        reusable = len(group.samples) == self.params.n_samples and group.newest_version() <= step
+        deadline = group.oldest_version() + self.params.staleness_bound
+        group.step = None
+        if reusable and deadline >= step:
+            self._move(group, State.READY, deadline=deadline)
+        else:
+            self._discard_samples(group)
+            self._move(group, State.WAITING)
+
+    def _forget_staleness(self, group: Group) -> None:
+        assert group.step is not None
+        for meta in group.samples.values():
+            if meta.usable:
+                self.totals.staleness[group.step - meta.oldest_version(group.step)] -= 1
+        self.totals.staleness = +self.totals.staleness
+
+    # ---- storing ------------------------------------------------------------------------------------------
+
+    def take_changes(self) -> Changes:
+        """Everything that changed since the last call; the caller writes it in one transaction."""
+        changes = Changes(list(self._dirty.values()), self._dropped_payloads, self.header())
+        self._dirty, self._dropped_payloads = {}, []
+        return changes
+
+    def header(self) -> dict[str, Any]:
+        """The ledger's own numbers, as plain values."""
+        return {
+            "committed": self.committed,
+            "durable": self.durable,
+            "timeline": self.timeline,
+            "frontier": self.frontier,
+            "closed": None if self.closed is None else self.closed.value,
+            "staleness": {str(k): v for k, v in self.totals.staleness.items()},
+            "duplicates": self.totals.duplicates,
+            "over_bound": self.totals.over_bound,
+            "trained_before": self.totals.trained_before,
+            "dropped_before": dict(self.totals.dropped_before),
+        }
+
+    @classmethod
+    def restore(
+        cls,
+        params: LedgerParams,
+        header: Mapping[str, Any],
+        records: Iterable[Mapping[str, Any]],
+        new_lease_id: Callable[[], str] | None = None,
+    ) -> Self:
+        """Rebuild from what `take_changes` handed out."""
+        ledger = cls(params, new_lease_id)
+        ledger.committed, ledger.durable = header["committed"], header["durable"]
+        ledger.timeline, ledger.frontier = header["timeline"], header["frontier"]
+        ledger.closed = None if header["closed"] is None else DropReason(header["closed"])
+        ledger.totals = Totals(
+            staleness=Counter({int(k): v for k, v in header["staleness"].items()}),
+            duplicates=header["duplicates"],
+            over_bound=header["over_bound"],
+            trained_before=header["trained_before"],
+            dropped_before=Counter(header["dropped_before"]),
+        )
+        for record in records:
+            ledger._insert(Group.from_record(record))
+        return ledger
+
+    @classmethod
+    def from_snapshot(
+        cls, params: LedgerParams, snapshot: LedgerSnapshot, new_lease_id: Callable[[], str] | None = None
+    ) -> Self:
+        """Go on from a checkpoint with an empty store: what it left untrained is waiting, a timeline begins."""
+        ledger = cls(params, new_lease_id)
+        ledger.committed = ledger.durable = snapshot.committed_steps
+        ledger.timeline, ledger.frontier = snapshot.timeline + 1, snapshot.frontier
+        ledger.totals.dropped_before = Counter(snapshot.dropped)
+        ledger.totals.trained_before = (
+            snapshot.frontier - len(snapshot.untrained) - ledger.totals.dropped_before.total()
+        )
+        for stream_index in snapshot.untrained:
+            epoch, position = divmod(stream_index, params.n_positions)
+            group = Group(epoch, position)
+            ledger._insert(group)
+            ledger._dirty[group.id] = group
+        return ledger
+
+    def _insert(self, group: Group) -> None:
+        self.groups[group.id] = group
+        self._by_state[group.state][group.id] = group
+        if group.state in (State.LEASED, State.READY):
+            self._deadlines[group.deadline] += 1
+
+    # ---- the only ways to change a group ------------------------------------------------------------------
+
+    def _move(self, group: Group, state: State, *, deadline: int | None = None) -> None:
+        counted = (State.LEASED, State.READY)
+        if group.state in counted:
+            self._deadlines[group.deadline] -= 1
+        del self._by_state[group.state][group.id]
+        group.state = state
+        if deadline is not None:
+            group.deadline = deadline
+        if state in counted:
+            self._deadlines[group.deadline] += 1
+        if state is not State.LEASED:
+            if group.lease_id is not None:
+                self._missed.pop(group.lease_id, None)
+            group.lease_id = group.replica_id = group.request_id = None
+        self._by_state[state][group.id] = group
+        self._dirty[group.id] = group
+
+    def _requeue(self, group: Group) -> None:
+        self._move(group, State.WAITING)
+
+    def _fail(self, group: Group, reason: DropReason) -> None:
+        group.failures += 1
+        if group.failures >= self.params.max_attempts:
+            self._drop(group, reason)
+        else:
+            self._requeue(group)
+
+    def _drop(self, group: Group, reason: DropReason) -> None:
+        self._discard_samples(group)
+        group.reason = reason
+        self._move(group, State.DROPPED)
+
+    def _discard_sample(self, group: Group, index: int) -> None:
+        del group.samples[index]
+        self._dropped_payloads.append((group.id, index))
+        self._dirty[group.id] = group
+
+    def _discard_samples(self, group: Group) -> None:
+        for index in list(group.samples):
+            self._discard_sample(group, index)
+
+    def _drop_payloads(self, group: Group) -> None:
+        self._dropped_payloads += [(group.id, index) for index in group.samples]
+
+
+__all__ = [
+    "Assembled",
+    "Changes",
+    "CommitOutcome",
+    "LeaseDecision",
+    "Ledger",
+    "LedgerError",
+    "LedgerParams",
+    "PushOutcome",
+    "Waiting",
+    "group_id",
+]
