@@ -1,0 +1,14 @@
+"""What goes wrong with published weights, as one exception that names the file or tensor."""
+
+from __future__ import annotations
+
+
+class WeightError(RuntimeError):
+    """A version cannot be published or used: the message names what is wrong and where.
+
+    No weight of a version that raised it has been handed out.
+    """
+
+
+class NotReadableError(WeightError):
+    """Missing, short or different from its hash: on a shared file system it may still be on its way."""
