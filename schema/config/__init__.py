@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from schema.config.availability import UNAVAILABLE, check_available
 from schema.config.controller import ControllerConfig
 from schema.config.launcher import LauncherConfig
+from schema.config.load import check_config, load_config
 from schema.config.logging import LoggingConfig
+from schema.config.paths import local_path
 from schema.config.policy import LoraConfig, ParallelismConfig, PolicyConfig
+from schema.config.problem import ConfigError, Problem
 from schema.config.profiler import ProfilerConfig, SubProfilerConfig
 from schema.config.redis import RedisConfig
 from schema.config.reward import BUILTIN_REWARDS, RewardConfig
@@ -16,6 +20,7 @@ from schema.config.rollout import (
     SamplingConfig,
 )
 from schema.config.root import Config
+from schema.config.rules import check_rules, check_warnings
 from schema.config.train import CheckpointConfig, FP4Config, FP8Config, TrainingConfig
 from schema.config.train_policy import DatasetConfig, GrpoConfig, OverlongRewardConfig, SFTDataConfig
 from schema.config.validation import ValidationConfig
@@ -23,8 +28,10 @@ from schema.config.weight_sync import WeightSyncConfig
 
 __all__ = [
     "BUILTIN_REWARDS",
+    "UNAVAILABLE",
     "CheckpointConfig",
     "Config",
+    "ConfigError",
     "ControllerConfig",
     "DatasetConfig",
     "FP4Config",
@@ -37,6 +44,7 @@ __all__ = [
     "OverlongRewardConfig",
     "ParallelismConfig",
     "PolicyConfig",
+    "Problem",
     "ProfilerConfig",
     "RedisConfig",
     "RewardConfig",
@@ -48,4 +56,10 @@ __all__ = [
     "TrainingConfig",
     "ValidationConfig",
     "WeightSyncConfig",
+    "check_available",
+    "check_config",
+    "check_rules",
+    "check_warnings",
+    "load_config",
+    "local_path",
 ]

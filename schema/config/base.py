@@ -6,14 +6,45 @@ that follow from others are properties, so `model_fields_set` always tells what 
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import math
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 NonEmptyStr = Annotated[str, Field(min_length=1)]
 UnitFloat = Annotated[float, Field(ge=0.0, le=1.0)]
+BetaFloat = Annotated[float, Field(ge=0.0, lt=1.0)]
 RewardSpec = str | list[str] | dict[str, float]
+
+
+def _plain(value: Any) -> Any:
+    """Refuse what JSON cannot carry: a free-form table travels to every worker as JSON."""
+    if isinstance(value, dict):
+        for item in value.values():
+            _plain(item)
+    elif isinstance(value, list):
+        for item in value:
+            _plain(item)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"holds {value}: NaN and infinity cannot be passed on")
+    elif not isinstance(value, str | int | float | bool | None):
+        raise ValueError(f"holds the {type(value).__name__} {value}: write it as a string")
+    return value
+
+
+FreeTable = Annotated[dict[str, Any], AfterValidator(_plain)]
+"""A table whose keys are somebody else's; values are what TOML and JSON have in common."""
+
+
+def _not_zero(value: int) -> int:
+    if value == 0:
+        raise ValueError("must be -1 or at least 1, got 0")
+    return value
+
+
+SizeOrAll = Annotated[int, Field(ge=-1, json_schema_extra={"not": {"const": 0}}), AfterValidator(_not_zero)]
+"""A count of at least 1, or -1 for all."""
 
 
 class Section(BaseModel):
@@ -37,5 +68,5 @@ def reward_weights(spec: RewardSpec) -> dict[str, float]:
     if isinstance(spec, str):
         return {spec: 1.0} if spec else {}
     if isinstance(spec, list):
-        return {name: 1.0 for name in spec}
+        return dict.fromkeys(spec, 1.0)
     return dict(spec)

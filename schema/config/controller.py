@@ -10,7 +10,7 @@ from schema.config.base import NonEmptyStr, Section
 
 
 class ControllerConfig(Section):
-    """`[controller]`."""
+    """`[controller]`: the service between trainers and generators."""
 
     host: NonEmptyStr = Field(
         default="127.0.0.1", description="Address to listen on; 0.0.0.0 for replicas on other machines."
@@ -36,7 +36,8 @@ class ControllerConfig(Section):
     oversample: float = Field(
         default=1.0,
         ge=1.0,
-        description="Groups in the making per group needed, for dynamic sampling; more only within the staleness bound.",
+        description="Groups in the making per group needed, for dynamic sampling; more only within the "
+        "staleness bound.",
     )
     on_stale: Literal["wait", "drop"] = Field(
         default="wait",
@@ -58,6 +59,6 @@ class ControllerConfig(Section):
     )
     require_durable_redis: bool = Field(
         default=False,
-        description="Whether a Redis without append-only file, or with an evicting policy, is an error instead of "
-        "a warning.",
+        description="Whether a Redis without append-only file, or with an evicting policy, is an error "
+        "instead of a warning.",
     )

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
+from schema.config.base import FreeTable
 
-CustomConfig = dict[str, Any]
+CustomConfig = FreeTable

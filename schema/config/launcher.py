@@ -8,7 +8,7 @@ from schema.config.base import Section
 
 
 class LauncherConfig(Section):
-    """`[launcher]`."""
+    """`[launcher]`: how the processes of a job are run."""
 
     max_restarts: int = Field(
         default=3, ge=0, description="Restarts of one replica before the job ends with an error."
@@ -27,7 +27,8 @@ class LauncherConfig(Section):
     cpu_threads: int | None = Field(
         default=None,
         ge=1,
-        description="Torch threads of each worker process. Unset: cores divided by worker processes, at least 1.",
+        description="Torch threads of each worker process. Unset: cores divided by worker processes, at "
+        "least 1.",
     )
     export_final: bool = Field(
         default=True, description="Whether the trained model is exported for transformers at the end."

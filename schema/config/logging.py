@@ -8,7 +8,7 @@ from schema.config.base import Section
 
 
 class LoggingConfig(Section):
-    """`[logging]`."""
+    """`[logging]`: where metrics go."""
 
     logger: list[str] = Field(default=["console"], description="Trackers that receive the metrics.")
     project_name: str = Field(default="cosmos_rl", description="Project name for trackers.")

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from schema.config.base import NonEmptyStr, Section, UnitFloat
+from schema.config.base import NonEmptyStr, Section, SizeOrAll, UnitFloat
 
 
 class ParallelismConfig(Section):
@@ -16,8 +16,8 @@ class ParallelismConfig(Section):
     tp_size: int = Field(default=2, ge=1, description="Tensor-parallel size.")
     cp_size: int = Field(default=1, ge=1, description="Context-parallel size.")
     ep_size: int = Field(default=1, ge=1, description="Expert-parallel size.")
-    dp_shard_size: int = Field(
-        default=1, ge=-1, description="Ranks over which parameters are sharded (FSDP); -1: all that are left."
+    dp_shard_size: SizeOrAll = Field(
+        default=1, description="Ranks over which parameters are sharded (FSDP); -1: all that are left."
     )
     pp_size: int = Field(default=1, ge=1, description="Pipeline-parallel size.")
     pp_dynamic_shape: bool = Field(
@@ -59,27 +59,28 @@ class LoraConfig(Section):
         bool | Annotated[str, Field(pattern=r"^(gaussian|eva|olora|pissa|pissa_niter_\d+|loftq)$")]
     ) = Field(
         default=True,
-        description="true: B starts at zero, so the adapter changes nothing at first; false: both random (for "
-        "debugging); or gaussian, eva, olora, pissa, pissa_niter_<n>, loftq.",
+        description="true: B starts at zero, so the adapter changes nothing at first; false: both random "
+        "(for debugging); or gaussian, eva, olora, pissa, pissa_niter_<n>, loftq.",
     )
 
 
 class PolicyConfig(Section):
-    """`[policy]`."""
+    """`[policy]`: the model that is trained and how one replica is sharded."""
 
     parallelism: ParallelismConfig = Field(
         default=ParallelismConfig(), description="Replicas and their mesh."
     )
     model_name_or_path: NonEmptyStr = Field(
         default="Qwen/Qwen2.5-VL-7B-Instruct",
-        description="Model: a local directory (relative to the current directory) or a Hugging Face model name.",
+        description="Model: a local directory (relative to the current directory) or a Hugging Face model "
+        "name.",
     )
     model_revision: str | None = Field(default=None, description="Revision of a model on the hub.")
     model_max_length: int = Field(
         default=4096,
         ge=2,
-        description="Longest training sequence in tokens (prompt and response). Longer samples are dropped as "
-        "`overlong` and counted, never cut.",
+        description="Longest training sequence in tokens (prompt and response). Longer samples are dropped "
+        "as `overlong` and counted, never cut.",
     )
     model_gradient_checkpointing: bool = Field(
         default=True, description="Whether activations are recomputed in backward to save memory."

@@ -26,7 +26,7 @@ class SubProfilerConfig(Section):
 
 
 class ProfilerConfig(Section):
-    """`[profiler]`."""
+    """`[profiler]`: traces of the trainer."""
 
     enable_profiler: bool = Field(default=False, description="Whether the torch profiler is available.")
     enable_nsys: bool = Field(default=False, description="Whether workers run under Nsight Systems.")

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from schema.config.base import Section, UnitFloat
+from schema.config.base import FreeTable, Section, SizeOrAll, UnitFloat
 from schema.config.policy import ParallelismConfig
 
 
 class RolloutParallelismConfig(ParallelismConfig):
     """`[rollout.parallelism]`: how many rollout replicas there are, and the size of each."""
 
-    dp_shard_size: int = Field(default=-1, ge=-1, description="Data-parallel size of one engine; -1: one.")
+    dp_shard_size: SizeOrAll = Field(default=-1, description="Data-parallel size of one engine; -1: one.")
     dp_replicate_size: int = Field(
         default=1, ge=1, description="Must be 1: more replicas are n_init_replicas."
     )
@@ -51,7 +51,7 @@ class SamplingConfig(Section):
     stop: list[str] = Field(default=[], description="Strings that end an answer.")
     stop_token_ids: list[int] = Field(default=[], description="Token ids that end an answer.")
     min_tokens: int = Field(default=0, ge=0, description="No end before this many tokens.")
-    extra: dict[str, Any] = Field(
+    extra: FreeTable = Field(
         default={}, description="Further fields of vLLM's SamplingParams, passed through as they are."
     )
 
@@ -76,7 +76,7 @@ class MultiTurnRolloutConfig(Section):
 
 
 class RolloutConfig(Section):
-    """`[rollout]`."""
+    """`[rollout]`: the inference engine, its size and its limits."""
 
     parallelism: RolloutParallelismConfig = Field(
         default=RolloutParallelismConfig(), description="Replicas and their size."
@@ -128,15 +128,15 @@ class RolloutConfig(Section):
     )
     load_format: Literal["auto", "dummy"] = Field(
         default="auto",
-        description="`auto` loads the model's weights at start; `dummy` starts with random ones and waits for the "
-        "first publication.",
+        description="`auto` loads the model's weights at start; `dummy` starts with random ones and waits "
+        "for the first publication.",
     )
-    engine_kwargs: dict[str, Any] = Field(
+    engine_kwargs: FreeTable = Field(
         default={}, description="Further engine arguments of vLLM, passed through as they are."
     )
     max_concurrent_samples: int = Field(
         default=256,
         ge=1,
-        description="Samples in flight in one replica: how far it leases ahead, and how many the transformers "
-        "engine decodes at once.",
+        description="Samples in flight in one replica: how far it leases ahead, and how many the "
+        "transformers engine decodes at once.",
     )

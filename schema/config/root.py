@@ -23,6 +23,7 @@ from schema.config.profiler import ProfilerConfig
 from schema.config.redis import RedisConfig
 from schema.config.reward import RewardConfig
 from schema.config.rollout import RolloutConfig
+from schema.config.tomlwrite import dumps
 from schema.config.train import TrainingConfig
 from schema.config.train_policy import GrpoConfig, SFTDataConfig
 from schema.config.validation import ValidationConfig
@@ -56,18 +57,18 @@ class Config(Section):
 
     @property
     def grpo(self) -> GrpoConfig:
-        """The GRPO section; raises ValueError for a supervised job."""
+        """The GRPO section; raises TypeError for a supervised job."""
         policy = self.train.train_policy
         if not isinstance(policy, GrpoConfig):
-            raise ValueError('train.train_policy.type is "sft": this job has no GRPO section')
+            raise TypeError('train.train_policy.type is "sft": this job has no GRPO section')
         return policy
 
     @property
     def sft(self) -> SFTDataConfig:
-        """The SFT section; raises ValueError for a GRPO job."""
+        """The SFT section; raises TypeError for a GRPO job."""
         policy = self.train.train_policy
         if not isinstance(policy, SFTDataConfig):
-            raise ValueError('train.train_policy.type is "grpo": this job has no SFT section')
+            raise TypeError('train.train_policy.type is "grpo": this job has no SFT section')
         return policy
 
     @property
@@ -123,5 +124,18 @@ class Config(Section):
         return self.validation.reward_weights or self.grpo.reward_weights
 
     def to_dict(self) -> dict[str, Any]:
-        """The resolved configuration, defaults included, as JSON-compatible values."""
-        return self.model_dump(mode="json")
+        """The resolved configuration as JSON-compatible values, defaults included.
+
+        Where one key stands in for another (`on_policy`, the two temperatures), both are written with the
+        value that acts, so that reading it back gives the same job and meets no contradiction.
+        """
+        data = self.model_dump(mode="json")
+        if self.is_grpo:
+            data["train"]["train_policy"]["allowed_outdated_steps"] = self.staleness_bound
+            data["train"]["train_policy"]["temperature"] = self.sampling_temperature
+            data["rollout"]["sampling_config"]["temperature"] = self.sampling_temperature
+        return data
+
+    def to_toml(self) -> str:
+        """The resolved configuration as TOML; unset keys, which TOML cannot write, are left out."""
+        return dumps(self.to_dict())

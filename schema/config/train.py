@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from schema.config.base import Dtype, NonEmptyStr, Section, UnitFloat
+from schema.config.base import BetaFloat, Dtype, NonEmptyStr, Section, SizeOrAll, UnitFloat
 from schema.config.train_policy import GrpoConfig, TrainPolicy
 
 OptimizerImpl = Literal["fused", "foreach", "for-loop"]
+LearningRate = Annotated[float, Field(ge=0.0)]
 
 
 class CheckpointConfig(Section):
-    """`[train.ckpt]`."""
+    """`[train.ckpt]`: when training is saved, in what form, and where it is uploaded."""
 
     enable_checkpoint: bool = Field(
         default=False, description="Whether checkpoints are saved during training."
@@ -25,7 +26,7 @@ class CheckpointConfig(Section):
     save_mode: Literal["async", "sync"] = Field(
         default="async", description="`async` writes beside the training, `sync` lets training wait."
     )
-    max_keep: int = Field(default=5, ge=-1, description="Checkpoints kept, newest first; -1: all.")
+    max_keep: SizeOrAll = Field(default=5, description="Checkpoints kept, newest first; -1: all.")
     export_safetensors: bool = Field(
         default=True,
         description="Whether each checkpoint carries a safetensors export (with config and tokenizer) that "
@@ -43,7 +44,7 @@ class CheckpointConfig(Section):
 
 
 class FP8Config(Section):
-    """`[train.fp8]`."""
+    """`[train.fp8]`: linear layers in 8-bit floating point."""
 
     enable_fp8: bool = Field(default=False, description="Whether linear layers compute in fp8.")
     fp8_recipe: Literal["dynamic_scaling", "delayed_scaling"] = Field(
@@ -55,7 +56,7 @@ class FP8Config(Section):
 
 
 class FP4Config(Section):
-    """`[train.fp4]`."""
+    """`[train.fp4]`: linear layers in 4-bit floating point."""
 
     enable_fp4: bool = Field(default=False, description="Whether linear layers compute in fp4.")
     fp4_recipe: Literal["dynamic_scaling", "delayed_scaling"] = Field(
@@ -67,24 +68,25 @@ class FP4Config(Section):
 
 
 class TrainingConfig(Section):
-    """`[train]`."""
+    """`[train]`: optimizer, precision, checkpoints and length of the run."""
 
     train_policy: TrainPolicy = Field(default=GrpoConfig(), description="The algorithm and its data.")
     optm_name: Literal["AdamW", "Adam", "Muon"] = Field(default="AdamW", description="Optimizer.")
-    optm_lr: float | list[float] = Field(
+    optm_lr: LearningRate | list[LearningRate] = Field(
         default=1e-6, description="Peak learning rate; a list gives one for each optimizer."
     )
     optm_impl: OptimizerImpl | list[OptimizerImpl] = Field(
         default="fused", description="Implementation of the optimizer; a list gives one for each optimizer."
     )
     optm_weight_decay: float = Field(default=0.01, ge=0.0, description="Decoupled weight decay.")
-    optm_betas: list[float] = Field(
+    optm_betas: list[BetaFloat] = Field(
         default=[0.9, 0.999], min_length=2, max_length=2, description="Betas of Adam: two numbers in [0, 1)."
     )
     optm_warmup_steps: int | float = Field(
         default=20,
         ge=0,
-        description="Linear warm-up: an integer is a number of steps, a float in [0.0, 1.0] a share of all steps.",
+        description="Linear warm-up: an integer is a number of steps, a float in [0.0, 1.0] a share of all "
+        "steps.",
     )
     optm_warmup_start_factor: UnitFloat = Field(
         default=0.0, description="The learning rate of warm-up starts at this share of optm_lr."
@@ -131,8 +133,8 @@ class TrainingConfig(Section):
     ckpt: CheckpointConfig = Field(default=CheckpointConfig(), description="Checkpoints.")
     resume: bool | str = Field(
         default=False,
-        description="true: resume from the newest complete checkpoint of output_dir; a path: from that checkpoint "
-        "(relative to the current directory).",
+        description="true: resume from the newest complete checkpoint of output_dir; a path: from that "
+        "checkpoint (relative to the current directory).",
     )
     epoch: int = Field(default=1, ge=1, description="Passes over the dataset.")
     output_dir: NonEmptyStr = Field(
@@ -177,10 +179,21 @@ class TrainingConfig(Section):
     )
     sequence_packing: bool = Field(
         default=False,
-        description="Whether the sequences of a micro-batch are packed into one row instead of padded. Same numbers.",
+        description="Whether the sequences of a micro-batch are packed into one row instead of padded. Same "
+        "numbers.",
     )
 
     @property
     def effective_transfer_dtype(self) -> Dtype:
         """The type in which weights are published."""
         return self.transfer_dtype or self.param_dtype
+
+    @property
+    def learning_rate(self) -> float:
+        """The peak learning rate of the one optimizer."""
+        return self.optm_lr[0] if isinstance(self.optm_lr, list) else self.optm_lr
+
+    @property
+    def optimizer_impl(self) -> OptimizerImpl:
+        """The implementation of the one optimizer."""
+        return self.optm_impl[0] if isinstance(self.optm_impl, list) else self.optm_impl

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from schema.config.base import NonEmptyStr, RewardSpec, Section, reward_weights
+from schema.config.base import FreeTable, NonEmptyStr, RewardSpec, Section, reward_weights
 
 
 class DatasetConfig(Section):
@@ -14,9 +14,9 @@ class DatasetConfig(Section):
 
     name: str = Field(
         default="",
-        description="Dataset: a local parquet, jsonl or json file, a directory of such files, `synthetic:addition` "
-        "for the built-in generator, or a Hugging Face dataset name. A relative path is relative to the current "
-        "directory. Empty: no dataset.",
+        description="Dataset: a local parquet, jsonl or json file, a directory of such files, "
+        "`synthetic:addition` for the built-in generator, or a Hugging Face dataset name. A relative path "
+        "is relative to the current directory. Empty: no dataset.",
     )
     subset: str | None = Field(
         default="", description="Subset (configuration) of a Hugging Face dataset, if any."
@@ -26,19 +26,20 @@ class DatasetConfig(Section):
     )
     split: str | list[str] = Field(
         default="",
-        description="Split, or list of splits taken one after the other. Empty: `train` where the dataset has it "
-        "(validation: the held-out part).",
+        description="Split, or list of splits taken one after the other. Empty: `train` where the dataset "
+        "has it (validation: the held-out part).",
     )
     test_size: float | int | None = Field(
         default=None,
         ge=0,
-        description="Rows held out for validation: a float in [0.0, 1.0] is a share of the dataset, an integer a "
-        "number of rows. Unset: nothing is held out.",
+        description="Rows held out for validation: a float in [0.0, 1.0] is a share of the dataset, an "
+        "integer a number of rows. Unset: nothing is held out.",
     )
-    options: dict[str, Any] = Field(
+    options: FreeTable = Field(
         default={},
-        description="Options of the built-in generator (`synthetic:addition`): `n` rows, `digits` of the operands, "
-        "`phrasings` 1 to 4, `held_out` share, `seed`, `demonstrations` (worked answers for supervised training).",
+        description="Options of the built-in generator (`synthetic:addition`): `n` rows, `digits` of the "
+        "operands, `phrasings` 1 to 4, `held_out` share, `seed`, `demonstrations` (worked answers for "
+        "supervised training).",
     )
 
     @property
@@ -64,7 +65,8 @@ class OverlongRewardConfig(Section):
     buffer_length: int = Field(
         default=4096,
         ge=1,
-        description="Length of the buffer in tokens: the penalty begins at max_response_length - buffer_length.",
+        description="Length of the buffer in tokens: the penalty begins at max_response_length - "
+        "buffer_length.",
     )
     penalty_factor: float = Field(
         default=1.0,
@@ -93,14 +95,14 @@ class _DataloaderConfig(Section):
     mini_batch: int = Field(
         default=2,
         ge=1,
-        description="Samples per micro-batch: one optimizer step is split into micro-batches of at most this many "
-        "samples to fit into memory. It never changes the gradient.",
+        description="Samples per micro-batch: one optimizer step is split into micro-batches of at most "
+        "this many samples to fit into memory. It never changes the gradient.",
     )
     max_token_len_per_mini_batch: int | None = Field(
         default=None,
         ge=1,
-        description="Hard cap on the tokens of a micro-batch. When set, micro-batches are sized by tokens and "
-        "`mini_batch` is not used.",
+        description="Hard cap on the tokens of a micro-batch. When set, micro-batches are sized by tokens "
+        "and `mini_batch` is not used.",
     )
 
 
@@ -112,7 +114,8 @@ class GrpoConfig(_DataloaderConfig):
     )
     variant: Literal["grpo", "dapo", "gspo"] = Field(
         default="grpo",
-        description="Policy loss: `grpo` and `dapo` clip per token, `gspo` clips the ratio of the whole sequence.",
+        description="Policy loss: `grpo` and `dapo` clip per token, `gspo` clips the ratio of the whole "
+        "sequence.",
     )
     dataloader_batch_size: int | None = Field(
         default=1, ge=1, description="Prompts that the controller's data loader prepares per iteration."
@@ -123,8 +126,9 @@ class GrpoConfig(_DataloaderConfig):
     )
     reward_function: RewardSpec = Field(
         default={"single_choice": 1.0},
-        description="Reward functions: a name, a list of names, or a table name = weight. Built in: single_choice, "
-        'boxed_math, gsm8k, format. Your own: "path/to/file.py:function" (relative to the current directory).',
+        description="Reward functions: a name, a list of names, or a table name = weight. Built in: "
+        'single_choice, boxed_math, gsm8k, format. Your own: "path/to/file.py:function" (relative to the '
+        "current directory).",
     )
     filter_reward_metric: str | list[str] = Field(
         default=[],
@@ -134,8 +138,8 @@ class GrpoConfig(_DataloaderConfig):
     temperature: float = Field(
         default=1.0,
         ge=0.0,
-        description="Sampling temperature of training rollouts. The same as rollout.sampling_config.temperature: "
-        "write it in one place.",
+        description="Sampling temperature of training rollouts. The same as "
+        "rollout.sampling_config.temperature: write it in one place.",
     )
     epsilon_low: float = Field(
         default=0.2, ge=0.0, lt=1.0, description="The ratio is clipped from below at 1 - epsilon_low."
@@ -148,7 +152,8 @@ class GrpoConfig(_DataloaderConfig):
     positive_nll_coef: float | None = Field(
         default=None,
         ge=0.0,
-        description="Coefficient of an extra language-model loss on samples with positive reward. Unset: none.",
+        description="Coefficient of an extra language-model loss on samples with positive reward. Unset: "
+        "none.",
     )
     lower_bound_ratio: float = Field(
         default=3.0,
@@ -157,19 +162,19 @@ class GrpoConfig(_DataloaderConfig):
     )
     loss_type: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = Field(
         default="token-mean",
-        description="How token losses become one number: mean over all tokens of the step; or summed per sequence, "
-        "or averaged per sequence, then averaged over sequences.",
+        description="How token losses become one number: mean over all tokens of the step; or summed per "
+        "sequence, or averaged per sequence, then averaged over sequences.",
     )
     unbiased_loss_max_tokens: int | None = Field(
         default=None,
         ge=1,
-        description="Dr. GRPO: divide each sequence's loss by this constant instead of its own length. Only with "
-        "loss_type = seq-mean-token-mean.",
+        description="Dr. GRPO: divide each sequence's loss by this constant instead of its own length. Only "
+        "with loss_type = seq-mean-token-mean.",
     )
     unbiased_advantage: bool = Field(
         default=False,
-        description="Dr. GRPO: true leaves out the division of the advantage by the standard deviation of the "
-        "group's rewards; false divides.",
+        description="Dr. GRPO: true leaves out the division of the advantage by the standard deviation of "
+        "the group's rewards; false divides.",
     )
     overlong_reward: OverlongRewardConfig = Field(
         default=OverlongRewardConfig(), description="Penalty on answers that are too long."
@@ -182,22 +187,22 @@ class GrpoConfig(_DataloaderConfig):
     aipo_rho: float | None = Field(
         default=None,
         gt=0.0,
-        description="AIPO: importance ratios are truncated at this constant instead of clipped; 2 to 10 is usual "
-        "(arXiv 2505.24034).",
+        description="AIPO: importance ratios are truncated at this constant instead of clipped; 2 to 10 is "
+        "usual (arXiv 2505.24034).",
     )
     mu_iterations: int = Field(default=1, ge=1, description="Passes over each batch (the paper's mu).")
     batch_size_per_optimize: int | None = Field(
         default=None,
         ge=1,
-        description="Samples per optimizer step: the batch of a training step is cut into pieces of this size, one "
-        "optimizer step each. Unset: one optimizer step for the whole batch.",
+        description="Samples per optimizer step: the batch of a training step is cut into pieces of this "
+        "size, one optimizer step each. Unset: one optimizer step for the whole batch.",
     )
     entropy_coeff: float = Field(default=0.0, description="Coefficient of the entropy bonus (with gradient).")
     allowed_outdated_steps: int = Field(
         default=4,
         ge=0,
-        description="Staleness bound S: no token is trained on by a step later than the weight version that made "
-        "it plus S. At most (S + 1) * groups_per_step groups are outstanding. 0: on-policy.",
+        description="Staleness bound S: no token is trained on by a step later than the weight version that "
+        "made it plus S. At most (S + 1) * groups_per_step groups are outstanding. 0: on-policy.",
     )
     on_policy: bool = Field(
         default=False,
@@ -206,37 +211,38 @@ class GrpoConfig(_DataloaderConfig):
     outdated_rollout_fetch_batch_size: int = Field(
         default=1,
         ge=0,
-        description="Groups that a rollout replica may lease per request while its weights are not the newest. "
-        "0: none until it has updated.",
+        description="Groups that a rollout replica may lease per request while its weights are not the "
+        "newest. 0: none until it has updated.",
     )
     min_filter_prefix_tokens: int | None = Field(
         default=None,
         ge=1,
-        description="Token prefixes at least this long that samples of one group share although their rewards "
-        "differ get no loss. Unset: off.",
+        description="Token prefixes at least this long that samples of one group share although their "
+        "rewards differ get no loss. Unset: off.",
     )
     max_retry_for_on_policy: int = Field(
         default=10,
-        description="How many refills dynamic sampling may ask for one step before the run ends with an error; "
-        "0 or less: no limit.",
+        description="How many refills dynamic sampling may ask for one step before the run ends with an "
+        "error; 0 or less: no limit.",
     )
     reference_reset_interval: int | None = Field(
         default=None,
         ge=0,
-        description="The reference model becomes a copy of the current one every so many steps. Unset or 0: never.",
+        description="The reference model becomes a copy of the current one every so many steps. Unset or 0: "
+        "never.",
     )
     reset_optimizer_with_reference: bool = Field(
         default=True, description="Whether the optimizer's state is reset together with the reference model."
     )
     balance_dp_token: bool = Field(
         default=False,
-        description="Whether samples are dealt to data-parallel ranks so that their token counts are balanced. "
-        "It never changes the gradient.",
+        description="Whether samples are dealt to data-parallel ranks so that their token counts are "
+        "balanced. It never changes the gradient.",
     )
     use_decoupled_loss: bool = Field(
         default=False,
-        description="Clip against a proximal policy recomputed by the trainer, and weight by its ratio to the "
-        "behaviour policy. False: clip against the behaviour policy itself.",
+        description="Clip against a proximal policy recomputed by the trainer, and weight by its ratio to "
+        "the behaviour policy. False: clip against the behaviour policy itself.",
     )
     behav_imp_weight_cap: float | None = Field(
         default=None,
@@ -278,8 +284,8 @@ class SFTDataConfig(_DataloaderConfig):
     )
     balance_dp_token: bool = Field(
         default=True,
-        description="Whether samples are dealt to data-parallel ranks so that their token counts are balanced. "
-        "It never changes the gradient.",
+        description="Whether samples are dealt to data-parallel ranks so that their token counts are "
+        "balanced. It never changes the gradient.",
     )
 
 

@@ -9,7 +9,7 @@ from schema.config.train_policy import DatasetConfig
 
 
 class ValidationConfig(Section):
-    """`[validation]`."""
+    """`[validation]`: scoring on held-out data while training goes on."""
 
     enable: bool = Field(default=False, description="Whether validation runs.")
     freq: int = Field(default=20, ge=1, description="Validation every so many training steps.")
@@ -19,7 +19,8 @@ class ValidationConfig(Section):
     )
     dataset: DatasetConfig = Field(
         default=DatasetConfig(),
-        description="The held-out data. Empty name: the rows held out by train.train_policy.dataset.test_size.",
+        description="The held-out data. Empty name: the rows held out by "
+        "train.train_policy.dataset.test_size.",
     )
     temperature: float = Field(default=0.0, ge=0.0, description="Sampling temperature; 0.0: greedy.")
     top_p: float | None = Field(default=None, gt=0.0, le=1.0, description="Nucleus sampling. Unset: off.")
@@ -33,7 +34,8 @@ class ValidationConfig(Section):
     )
     reward_function: RewardSpec = Field(
         default={},
-        description="Reward functions, written as in train.train_policy.reward_function. Empty: the same as there.",
+        description="Reward functions, written as in train.train_policy.reward_function. Empty: the same as "
+        "there.",
     )
     max_replicas: int = Field(
         default=1, ge=1, description="Rollout replicas that may validate at the same time."

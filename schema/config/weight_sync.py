@@ -10,15 +10,15 @@ from schema.config.base import Section
 
 
 class WeightSyncConfig(Section):
-    """`[weight_sync]`."""
+    """`[weight_sync]`: how weight versions travel."""
 
     transport: Literal["store"] = Field(
         default="store", description="How weights travel: `store`, through a directory that all replicas see."
     )
     store: str = Field(
         default="",
-        description="Directory of the store, relative to the current directory. Empty: `weights` in the run's "
-        "output directory.",
+        description="Directory of the store, relative to the current directory. Empty: `weights` in the "
+        "run's output directory.",
     )
     keep: int = Field(
         default=4,
@@ -27,5 +27,6 @@ class WeightSyncConfig(Section):
     )
     update_mode: Literal["recompute", "keep_kv"] = Field(
         default="recompute",
-        description="At an update of running requests: `recompute` their cache under the new weights, or `keep_kv`.",
+        description="At an update of running requests: `recompute` their cache under the new weights, or "
+        "`keep_kv`.",
     )

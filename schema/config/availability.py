@@ -1,0 +1,205 @@
+"""What this build cannot do yet: one table, and the check that refuses what stands in it.
+
+    UNAVAILABLE[dotted key] = values that need nothing of the missing part, and the name of that part
+
+A key of the table must have one of its neutral values; anything else is refused by name, never ignored. When
+a part is built its rows are deleted, and nothing else changes. Defaults of the schema that are not neutral
+(`tp_size = 2`, `compile = true`) are refused too, with the line to write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from schema.config.problem import Problem
+from schema.config.root import Config
+
+
+def _always(_: Config) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class Unavailable:
+    """One row.
+
+    neutral: accepted values, the first is the one to recommend. missing: the part that is not built.
+    when: whether the key means anything in this job; where it does not, its value is not looked at.
+    """
+
+    neutral: tuple[Any, ...]
+    missing: str
+    when: Callable[[Config], bool] = _always
+
+
+def _has_checkpoints(config: Config) -> bool:
+    return config.train.ckpt.enable_checkpoint
+
+
+def _is_grpo(config: Config) -> bool:
+    return config.is_grpo
+
+
+def _is_sft(config: Config) -> bool:
+    return not config.is_grpo
+
+
+def _off(missing: str) -> Unavailable:
+    return Unavailable((False,), missing)
+
+
+def _unset(missing: str) -> Unavailable:
+    return Unavailable((None,), missing)
+
+
+def _mesh(section: str, dimensions: dict[str, str], when: Callable[[Config], bool]) -> dict[str, Unavailable]:
+    rows = {
+        key: Unavailable((1,), f"{words} of a {section} replica", when) for key, words in dimensions.items()
+    }
+    rows["pp_dynamic_shape"] = Unavailable((False,), f"pipeline parallelism of a {section} replica", when)
+    return {f"{section}.parallelism.{key}": row for key, row in rows.items()}
+
+
+_DIMENSIONS = {
+    "cp_size": "context parallelism",
+    "ep_size": "expert parallelism",
+    "pp_size": "pipeline parallelism",
+    "pp_micro_batch_size": "pipeline parallelism",
+    "dp_replicate_size": "replicated data parallelism",
+}
+
+_TRAIN_POLICY = {
+    "enable_dataset_cache": _off("a cache of processed rows"),
+    "dataloader_num_workers": Unavailable((0,), "data preparation in several processes"),
+    "dataloader_prefetch_factor": _unset("data preparation in several processes"),
+    "dataloader_batch_size": Unavailable((1, None), "data preparation in several processes"),
+    "kl_beta": Unavailable((0,), "a reference model"),
+    "reference_reset_interval": Unavailable((None, 0), "a reference model"),
+    "reset_optimizer_with_reference": Unavailable((True,), "a reference model"),
+    "aipo_rho": _unset("AIPO's truncated importance weights"),
+    "use_decoupled_loss": _off("the decoupled loss"),
+    "behav_imp_weight_cap": _unset("the decoupled loss"),
+    "min_filter_prefix_tokens": _unset("the filter of shared prefixes"),
+}
+
+_TRAIN = {
+    "optm_name": Unavailable(("AdamW",), "an optimizer other than AdamW"),
+    "master_dtype": Unavailable(("float32", "bfloat16"), "loss scaling, which float16 needs"),
+    "param_dtype": Unavailable(("bfloat16", "float32"), "loss scaling, which float16 needs"),
+    "fsdp_offload": _off("parameter offload"),
+    "activation_offload": _off("activation offload"),
+    "async_tp_enabled": _off("asynchronous tensor parallelism"),
+    "compile": _off("torch.compile"),
+    "fa_version": _unset("a choice of the FlashAttention version"),
+    "fp8.enable_fp8": _off("fp8 training"),
+    "fp8.fp8_recipe": Unavailable(("dynamic_scaling",), "fp8 training"),
+    "fp8.quant_recipe": Unavailable(("rowwise",), "fp8 training"),
+    "fp4.enable_fp4": _off("fp4 training"),
+    "fp4.fp4_recipe": Unavailable(("dynamic_scaling",), "fp4 training"),
+    "fp4.quant_recipe": Unavailable(("rowwise",), "fp4 training"),
+    "ckpt.save_mode": Unavailable(("sync",), "saving beside the training", _has_checkpoints),
+    "ckpt.save_freq_in_epoch": Unavailable((0,), "checkpoints by epoch"),
+    "ckpt.upload_hf": _off("uploads to the Hugging Face hub"),
+    "ckpt.hf_repo_name": Unavailable(("Comos-Reason1",), "uploads to the Hugging Face hub"),
+    "ckpt.upload_s3": _off("uploads to S3"),
+    "ckpt.s3_bucket": _unset("uploads to S3"),
+    "ckpt.s3_prefix": Unavailable(("outputs",), "uploads to S3"),
+}
+
+_MULTI_TURN = {
+    "enable": _off("rollouts of several turns"),
+    "enable_tools": _off("rollouts of several turns"),
+    "enable_thinking": _off("rollouts of several turns"),
+    "custom_chat_template_path": _unset("rollouts of several turns"),
+    "max_assistant_turns": Unavailable((5,), "rollouts of several turns"),
+    "add_generation_prompt": Unavailable((True,), "rollouts of several turns"),
+    "continue_final_message": _off("rollouts of several turns"),
+}
+
+_PROFILER = {
+    "enable_profiler": _off("profiling"),
+    "enable_nsys": _off("profiling"),
+    "sub_profiler_config.do_profile": _off("profiling"),
+    "sub_profiler_config.active_steps": Unavailable((1,), "profiling"),
+    "sub_profiler_config.warmup_steps": Unavailable((1,), "profiling"),
+    "sub_profiler_config.wait_steps": Unavailable((1,), "profiling"),
+    "sub_profiler_config.rank_filter": Unavailable(([],), "profiling"),
+    "sub_profiler_config.record_shape": _off("profiling"),
+    "sub_profiler_config.profile_memory": _off("profiling"),
+    "sub_profiler_config.with_stack": _off("profiling"),
+    "sub_profiler_config.with_modules": _off("profiling"),
+}
+
+UNAVAILABLE: dict[str, Unavailable] = {
+    **{f"train.train_policy.{key}": row for key, row in _TRAIN_POLICY.items()},
+    **{f"train.{key}": row for key, row in _TRAIN.items()},
+    "policy.parallelism.n_init_replicas": Unavailable((1,), "several policy replicas"),
+    "policy.parallelism.tp_size": Unavailable((1,), "tensor parallelism of a policy replica"),
+    **_mesh("policy", _DIMENSIONS, _always),
+    "policy.lora": _unset("LoRA"),
+    "policy.trainable_map": _unset("training of chosen parameters"),
+    "policy.enable_liger_kernel": _off("Liger kernels"),
+    **_mesh("rollout", _DIMENSIONS, _is_grpo),
+    "rollout.parallelism.dp_shard_size": Unavailable(
+        (-1, 1), "data parallelism of a rollout replica", _is_grpo
+    ),
+    "rollout.quantization": Unavailable(("none",), "a quantised rollout engine"),
+    "rollout.vllm_use_flashinfer": _off("flashinfer"),
+    "rollout.sampling_config.use_flashinfer": _off("flashinfer"),
+    **{f"rollout.multi_turn_config.{key}": row for key, row in _MULTI_TURN.items()},
+    "validation.enable": Unavailable((False,), "validation of supervised training", _is_sft),
+    "logging.logger": Unavailable((["console"], []), "a tracker other than the console"),
+    **{f"profiler.{key}": row for key, row in _PROFILER.items()},
+    "weight_sync.update_mode": Unavailable(("recompute",), "updates that keep the KV cache"),
+}
+
+
+def check_available(config: Config) -> list[Problem]:
+    """Every key that asks for a part which this build does not have."""
+    problems = []
+    for key, row in UNAVAILABLE.items():
+        section, name = _owner(config, key)
+        if section is None or not row.when(config):
+            continue
+        value = getattr(section, name)
+        if not any(_same(value, neutral) for neutral in row.neutral):
+            problems.append(_refusal(key, value, row, is_default=name not in section.model_fields_set))
+    return problems
+
+
+def _owner(config: Config, key: str) -> tuple[Any, str]:
+    """The section that holds a key, and the key's name in it; None where this job has no such key."""
+    *parents, name = key.split(".")
+    section: Any = config
+    for part in parents:
+        section = getattr(section, part, None)
+    return (section, name) if hasattr(section, name) else (None, name)
+
+
+def _same(value: Any, neutral: Any) -> bool:
+    return isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral)
+
+
+def _refusal(key: str, value: Any, row: Unavailable, is_default: bool) -> Problem:
+    shown = (
+        f"the default, {_toml(value)}," if is_default else (f"{_toml(value)}" if _is_short(value) else "this")
+    )
+    best = row.neutral[0]
+    hint = (
+        "leave it out" if best is None or (best == [] and not is_default) else f"write {key} = {_toml(best)}"
+    )
+    return Problem(key, f"this build cannot do {row.missing} yet, which {shown} asks for", value, hint)
+
+
+def _is_short(value: Any) -> bool:
+    return isinstance(value, bool | int | float | str)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, list):
+        return "[" + ", ".join(_toml(item) for item in value) + "]"
+    return f'"{value}"' if isinstance(value, str) else str(value)

@@ -1,0 +1,162 @@
+"""Rules of generation: what may be sampled for training, and what each engine can do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from schema.config.problem import Problem
+from schema.config.root import Config
+
+_SAMPLING = "rollout.sampling_config"
+
+# Each of these changes the distribution that is sampled from. The trainer computes log-probs of the model's
+# own distribution at the sampling temperature, so the importance ratio would compare two different things.
+_RESHAPING = {
+    "top_p": (1.0,),
+    "top_k": (-1, 0),
+    "min_p": (0.0,),
+    "repetition_penalty": (1.0,),
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "min_tokens": (0,),
+}
+_RESHAPING_EXTRA = frozenset(
+    {
+        "allowed_token_ids",
+        "bad_words",
+        "guided_decoding",
+        "logit_bias",
+        "logits_processors",
+        "structured_outputs",
+    }
+)
+_KEYS_OF_EXTRA = frozenset({"temperature", "seed", "ignore_eos", "stop", "stop_token_ids", *_RESHAPING})
+_SET_BY_WORKER = frozenset({"detokenize", "logprobs", "max_tokens", "n", "output_kind", "prompt_logprobs"})
+_ENGINE_ARGUMENTS = {
+    "block_size": "rollout.block_size",
+    "dtype": "rollout.dtype",
+    "enable_chunked_prefill": "rollout.enable_chunked_prefill",
+    "enforce_eager": "rollout.enforce_eager",
+    "gpu_memory_utilization": "rollout.gpu_memory_utilization",
+    "load_format": "rollout.load_format",
+    "max_model_len": "rollout.max_model_len",
+    "max_num_batched_tokens": "rollout.max_num_batched_tokens",
+    "max_num_seqs": "rollout.max_num_seqs",
+    "model": "policy.model_name_or_path",
+    "quantization": "rollout.quantization",
+    "revision": "policy.model_revision",
+    "seed": "rollout.seed",
+    "tensor_parallel_size": "rollout.parallelism.tp_size",
+}
+
+# What only vLLM has, and the value that asks for nothing of it.
+_VLLM_ONLY: dict[str, Any] = {
+    "enforce_eager": True,
+    "gpu_memory_utilization": 0.8,
+    "enable_chunked_prefill": False,
+    "max_num_batched_tokens": None,
+    "block_size": None,
+    "engine_kwargs": {},
+}
+
+
+def temperatures_agree(config: Config) -> list[Problem]:
+    """The training temperature has two names; two written values must be equal."""
+    if not config.is_grpo:
+        return []
+    policy, sampling = config.grpo, config.rollout.sampling_config
+    both = "temperature" in policy.model_fields_set and "temperature" in sampling.model_fields_set
+    if not both or policy.temperature == sampling.temperature:
+        return []
+    key, other = f"{_SAMPLING}.temperature", "train.train_policy.temperature"
+    message = f"{sampling.temperature} contradicts {other} = {policy.temperature}, the same temperature"
+    return [Problem(key, message, sampling.temperature, "leave one of the two out", related=(other,))]
+
+
+def training_samples_the_policy(config: Config) -> list[Problem]:
+    """Training rollouts are drawn from the policy's own distribution (DESIGN, policy replica)."""
+    if not config.is_grpo:
+        return []
+    sampling, problems = config.rollout.sampling_config, []
+    if config.sampling_temperature <= 0.0:
+        in_policy = "temperature" in config.grpo.model_fields_set
+        key = "train.train_policy.temperature" if in_policy else f"{_SAMPLING}.temperature"
+        message = "training needs samples that differ: the temperature must be more than 0"
+        problems.append(Problem(key, message, config.sampling_temperature, f"write {key} = 1.0"))
+    if not sampling.do_sample:
+        message = "training needs samples that differ, not always the likeliest token"
+        problems.append(
+            Problem(f"{_SAMPLING}.do_sample", message, False, f"write {_SAMPLING}.do_sample = true")
+        )
+    reason = "changes the distribution sampled from: log-probs of trainer and engine could not be compared"
+    for name, neutral in _RESHAPING.items():
+        value = getattr(sampling, name)
+        if value not in neutral:
+            hint = f"write {_SAMPLING}.{name} = {neutral[0]}, or leave it out"
+            problems.append(Problem(f"{_SAMPLING}.{name}", f"{value} {reason}", value, hint))
+    for name in sorted(_RESHAPING_EXTRA & sampling.extra.keys()):
+        key = f"{_SAMPLING}.extra.{name}"
+        problems.append(Problem(key, reason, sampling.extra[name], "leave it out"))
+    return problems
+
+
+def pass_through_is_not_a_detour(config: Config) -> list[Problem]:
+    """A setting that has a key of its own, or that the worker needs for itself, is not passed through."""
+    problems = []
+    for name, value in config.rollout.sampling_config.extra.items():
+        if name in _KEYS_OF_EXTRA:
+            hint = f"write it as {_SAMPLING}.{name}"
+            problems.append(Problem(f"{_SAMPLING}.extra.{name}", "has a key of its own", value, hint))
+        elif name in _SET_BY_WORKER:
+            message = "is set by the rollout worker"
+            problems.append(Problem(f"{_SAMPLING}.extra.{name}", message, value, "leave it out"))
+    for name, value in config.rollout.engine_kwargs.items():
+        if name in _ENGINE_ARGUMENTS:
+            hint = f"write it as {_ENGINE_ARGUMENTS[name]}"
+            problems.append(Problem(f"rollout.engine_kwargs.{name}", "has a key of its own", value, hint))
+    return problems
+
+
+def engine_can_do_it(config: Config) -> list[Problem]:
+    """Options that the transformers engine does not have are refused, never ignored."""
+    if not config.is_grpo or config.rollout.backend != "transformers":
+        return []
+    rollout, problems = config.rollout, []
+    related = ("rollout.backend",)
+    if rollout.parallelism.tp_size != 1:
+        key = "rollout.parallelism.tp_size"
+        written = "tp_size" in rollout.parallelism.model_fields_set
+        value = rollout.parallelism.tp_size if written else f"the default of {rollout.parallelism.tp_size}"
+        message = f"the transformers engine runs on one device, not on {value}"
+        hint = f"write {key} = 1"
+        problems.append(Problem(key, message, rollout.parallelism.tp_size, hint, related=related))
+    hint = 'leave it out, or write rollout.backend = "vllm"'
+    for name, neutral in _VLLM_ONLY.items():
+        value = getattr(rollout, name)
+        if value != neutral:
+            message = "the transformers engine has no such option"
+            problems.append(Problem(f"rollout.{name}", message, value, hint, related=related))
+    for name, value in rollout.sampling_config.extra.items():
+        message = "the transformers engine passes no further sampling fields"
+        problems.append(Problem(f"{_SAMPLING}.extra.{name}", message, value, hint, related=related))
+    return problems
+
+
+def group_fits_replica(config: Config) -> list[Problem]:
+    """A replica leases whole groups: one must fit into what it may have in flight."""
+    rollout = config.rollout
+    if not config.is_grpo or rollout.max_concurrent_samples >= rollout.n_generation:
+        return []
+    key = "rollout.max_concurrent_samples"
+    held, group = rollout.max_concurrent_samples, rollout.n_generation
+    message = f"{held} is less than one group of rollout.n_generation = {group}"
+    return [Problem(key, message, held, f"write {key} = {group} or more", related=("rollout.n_generation",))]
+
+
+ENGINE_RULES = (
+    temperatures_agree,
+    training_samples_the_policy,
+    pass_through_is_not_a_detour,
+    engine_can_do_it,
+    group_fits_replica,
+)

@@ -1,0 +1,54 @@
+"""The configuration as a JSON schema (draft 2020-12), for editors and other tools: `config.schema.json`.
+
+`python -m schema.config.export [FILE]` writes it; a test compares the file with the tree. What a schema can say
+(names, types, choices, bounds, defaults, descriptions) is in it; what sections must agree on stands in `rules`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from schema.config.root import Config
+
+FILE_NAME = "config.schema.json"
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+TITLE = "cosmos-launch configuration"
+
+
+def json_schema() -> dict[str, Any]:
+    """The schema as a JSON-compatible value."""
+    schema = Config.model_json_schema(mode="validation")
+    _tidy(schema)
+    return {"$schema": DIALECT, **schema, "title": TITLE}
+
+
+def schema_text() -> str:
+    """The schema as the text of `config.schema.json`."""
+    return json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n"
+
+
+def _tidy(node: Any) -> None:
+    """Leave out what repeats other parts: titles made from names, and the defaults of whole sections."""
+    if isinstance(node, list):
+        for item in node:
+            _tidy(item)
+    elif isinstance(node, dict):
+        for field in node.get("properties", {}).values():
+            field.pop("title", None)
+            if "$ref" in field or "oneOf" in field:
+                field.pop("default", None)
+        for value in node.values():
+            _tidy(value)
+
+
+def main(arguments: list[str]) -> None:
+    """Write the schema to the file that is named, else to `config.schema.json` in the current directory."""
+    path = Path(arguments[0] if arguments else FILE_NAME)
+    path.write_text(schema_text(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

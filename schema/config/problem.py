@@ -1,0 +1,74 @@
+"""What is wrong with a configuration: one `Problem` per fault, a `ConfigError` for all of them together."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+KeyPath = tuple[str | int, ...]
+
+_BARE_KEY = re.compile(r"^[A-Za-z0-9_-]+$")
+
+
+def format_key(path: KeyPath) -> str:
+    """A key as the user would write it: `train.optm_betas[1]`, `custom."my key"`."""
+    text = ""
+    for part in path:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        else:
+            name = (
+                part if _BARE_KEY.match(part) else '"' + part.replace("\\", "\\\\").replace('"', '\\"') + '"'
+            )
+            text += f".{name}" if text else name
+    return text
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One fault.
+
+    key: dotted key, "" when the fault is of the file as a whole. message: what is wrong. value: what was
+    found. hint: what to do. related: other dotted keys that take part in the fault.
+    file, line, column (from 1): where the key stands, or else the table that should hold it.
+    """
+
+    key: str
+    message: str
+    value: Any = None
+    hint: str = ""
+    file: str | None = None
+    line: int | None = None
+    column: int | None = None
+    related: tuple[str, ...] = ()
+
+    @property
+    def where(self) -> str:
+        """`file:line:column`, as much of it as is known."""
+        known = [str(part) for part in (self.file, self.line, self.column) if part is not None]
+        return ":".join(known)
+
+    def at(self, file: str | None, line: int | None = None, column: int | None = None) -> Problem:
+        """The same fault with its place."""
+        return replace(self, file=file, line=line, column=column)
+
+    def render(self) -> str:
+        """`file:line:column: key: message`, and the remedy indented below."""
+        head = ": ".join(part for part in (self.where, self.key, self.message) if part)
+        return f"{head}\n    {self.hint}" if self.hint else head
+
+
+class ConfigError(ValueError):
+    """The configuration cannot be used; `problems` holds everything that is wrong with it, in file order."""
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        if not problems:
+            raise ValueError("a ConfigError needs at least one problem")
+        self.problems = tuple(problems)
+        super().__init__(self.render())
+
+    def render(self) -> str:
+        """Plain text, one block per problem."""
+        return "\n".join(problem.render() for problem in self.problems)

@@ -1,0 +1,44 @@
+"""A configuration as TOML text: plain values first, then tables, in the order of the sections."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from schema.config.problem import format_key
+
+
+def dumps(table: Mapping[str, Any]) -> str:
+    """TOML text that `tomllib` reads back as the same values; keys whose value is None are left out."""
+    return "\n".join(_table((), table)).lstrip("\n") + "\n"
+
+
+def _table(path: tuple[str, ...], table: Mapping[str, Any]) -> list[str]:
+    plain = {
+        key: value for key, value in table.items() if not isinstance(value, Mapping) and value is not None
+    }
+    tables = {key: value for key, value in table.items() if isinstance(value, Mapping)}
+    lines: list[str] = []
+    if path and (plain or not tables):
+        lines += ["", f"[{format_key(path)}]"]
+    lines += [f"{format_key((key,))} = {_value(value)}" for key, value in plain.items()]
+    for key, value in tables.items():
+        lines += _table((*path, key), value)
+    return lines
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, str):
+        # JSON's escapes are TOML's, but TOML wants DEL escaped too.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_value(item) for item in value) + "]"
+    if isinstance(value, Mapping):
+        items = (f"{format_key((key,))} = {_value(item)}" for key, item in value.items() if item is not None)
+        return "{ " + ", ".join(items) + " }" if value else "{}"
+    raise TypeError(f"TOML has no {type(value).__name__}")
