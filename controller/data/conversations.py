@@ -1,0 +1,93 @@
+"""What a prompt or conversation column may hold, read into one form: a list of {"role", "content"} messages.
+
+Accepted are a string (one user message), a list of messages in the `role`/`content` or the `from`/`value`
+convention, or the JSON text of such a list. Everything else is an error that says which row it is in.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from controller.data.errors import DataError
+
+Message = dict[str, Any]
+
+ROLES = {
+    "system": "system",
+    "developer": "developer",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "model": "assistant",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+}
+
+
+def read_prompt(value: Any, where: str) -> str | list[Message]:
+    """A prompt: text, or messages that end before the assistant's turn."""
+    if isinstance(value, str):
+        parsed = _json_list(value)
+        if parsed is None:
+            return value
+        value = parsed
+    messages = read_messages(value, where)
+    if messages and messages[-1]["role"] == "assistant":
+        raise DataError(
+            f"{where}: the prompt ends with an assistant turn; it must end where the model begins"
+        )
+    return messages
+
+
+def read_messages(value: Any, where: str) -> list[Message]:
+    """A conversation. Raises `DataError` naming `where` and the turn at fault."""
+    if isinstance(value, str):
+        value = _json_list(value)
+    if not isinstance(value, (list, tuple)):
+        raise DataError(f"{where}: expected a list of messages or its JSON text, not {type(value).__name__}")
+    return [_message(turn, f"{where}, turn {i}") for i, turn in enumerate(value)]
+
+
+def _json_list(text: str) -> list[Any] | None:
+    """The list of objects that a text is the JSON of, else None: a question may well begin with a bracket."""
+    if not text.lstrip().startswith("["):
+        return None
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        return None
+    return value if value and all(isinstance(turn, dict) for turn in value) else None
+
+
+def _message(turn: Any, where: str) -> Message:
+    if not isinstance(turn, dict):
+        raise DataError(f"{where}: expected a message with role and content, not {type(turn).__name__}")
+    role_key, text_key = ("role", "content") if "role" in turn else ("from", "value")
+    role = ROLES.get(str(turn.get(role_key)))
+    if role is None:
+        raise DataError(
+            f"{where}: role {turn.get(role_key)!r} is unknown (keys {', '.join(map(str, turn))}); "
+            f"known are {', '.join(ROLES)}"
+        )
+    # Parquet fills the keys that only other turns have with null; a template must not see them.
+    extras = {
+        k: v for k, v in turn.items() if k not in ("role", "content", "from", "value") and v is not None
+    }
+    return {"role": role, "content": _text(turn.get(text_key), where), **extras}
+
+
+def _text(content: Any, where: str) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list) and all(isinstance(part, dict) for part in content):
+        kinds = {part.get("type") for part in content}
+        if kinds <= {"text"}:
+            return "".join(str(part.get("text", "")) for part in content)
+        others = ", ".join(sorted(map(str, kinds - {"text"})))
+        raise DataError(f"{where}: content of type {others} is not supported, only text")
+    raise DataError(f"{where}: content must be text, not {type(content).__name__}")

@@ -1,0 +1,283 @@
+"""Datasets as streams of rows: local parquet, JSONL and JSON files, directories of them, the hub, synthetic.
+
+    open_source(config, role, seed) -> Source: `name`, `columns`, `len()`, `rows()`
+
+A source knows its length without reading the rows into memory, gives the same rows in the same order every
+time, and says in its errors which file or split is at fault.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from controller.data.errors import DataError
+from controller.data.synthetic import SPLITS, AdditionSource, read_options
+from schema.config import DatasetConfig
+
+Role = Literal["train", "validation"]
+SUFFIXES = (".parquet", ".jsonl", ".json")
+# What a validation dataset without a named split means, in this order.
+VALIDATION_SPLITS = ("validation", "valid", "val", "dev", "test")
+_SAMPLE_ROWS = 1000  # rows of a JSON file that are looked at to learn its columns
+
+
+class Source(Protocol):
+    """Rows that can be streamed any number of times."""
+
+    name: str
+    columns: list[str]
+
+    def __len__(self) -> int: ...
+
+    def rows(self) -> Iterator[dict[str, Any]]: ...
+
+
+def open_source(config: DatasetConfig, role: Role, seed: int) -> Source:
+    """Open the dataset that `config` names. Raises `DataError`; reads no rows yet (but counts JSON lines)."""
+    if config.is_synthetic:
+        return _open_synthetic(config, role, seed)
+    if config.options:
+        raise DataError(f"dataset `{config.name}` takes no options: they belong to synthetic:addition")
+    path = Path(config.name)
+    if path.is_file():
+        if config.splits not in ([], ["train"]):
+            raise DataError(f"{path} is one file: it has no split {config.split!r}; leave `split` out")
+        return FileSource(path)
+    if path.is_dir():
+        return Chain([FileSource(file) for file in _files_of(path, config.splits, role)])
+    if path.suffix in SUFFIXES or config.name.startswith((".", "/", "~")):
+        raise DataError(f"dataset file {path} does not exist")
+    return open_hub(config, role)
+
+
+def _open_synthetic(config: DatasetConfig, role: Role, seed: int) -> Source:
+    if config.name != "synthetic:addition":
+        raise DataError(f"dataset `{config.name}` is unknown; the built-in one is synthetic:addition")
+    if config.subset or config.revision:
+        raise DataError("synthetic:addition has neither subset nor revision")
+    splits = config.splits or ["train" if role == "train" else "held_out"]
+    options = read_options(config.options)
+    sources: list[Source] = []
+    for split in splits:
+        if split == "train":
+            sources.append(AdditionSource(options, "train", seed))
+        elif split == "held_out":
+            sources.append(AdditionSource(options, "held_out", seed))
+        else:
+            raise DataError(f"synthetic:addition has no split {split!r}; it has {', '.join(SPLITS)}")
+    return Chain(sources)
+
+
+class FileSource:
+    """One parquet, JSONL or JSON file."""
+
+    def __init__(self, path: Path) -> None:
+        self.name = str(path)
+        self._path = path
+        if path.suffix == ".parquet":
+            self.columns, self._length = _parquet_shape(path)
+        elif path.suffix in (".jsonl", ".json"):
+            self.columns, self._length = _json_shape(path)
+        else:
+            raise DataError(f"{path}: of the files only {', '.join(SUFFIXES)} can be read")
+
+    def __len__(self) -> int:
+        return self._length
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        if self._path.suffix != ".parquet":
+            yield from _json_rows(self._path)
+            return
+        try:
+            with pq.ParquetFile(self._path) as file:
+                for batch in file.iter_batches(batch_size=1024):
+                    yield from batch.to_pylist()
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(f"{self._path} cannot be read: {error}") from None
+
+
+def _parquet_shape(path: Path) -> tuple[list[str], int]:
+    try:
+        with pq.ParquetFile(path) as file:
+            return list(file.schema_arrow.names), int(file.metadata.num_rows)
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{path} is not a readable parquet file: {error}") from None
+
+
+def _json_shape(path: Path) -> tuple[list[str], int]:
+    columns: dict[str, None] = {}
+    count = 0
+    for row in _json_rows(path):
+        count += 1
+        if count <= _SAMPLE_ROWS:
+            columns.update(dict.fromkeys(row))
+    return list(columns), count
+
+
+def _json_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Objects of a JSON array or, whatever the suffix, of one object per line."""
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            first = next((line for line in file if line.strip()), "")
+            file.seek(0)
+            if first.lstrip().startswith("["):
+                values = enumerate(json.load(file))
+                yield from (_object(value, f"{path}, row {i}") for i, value in values)
+                return
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield _object(_parse(line, f"{path}, line {number}"), f"{path}, line {number}")
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path} is not valid JSON: {error}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from None
+
+
+def _parse(line: str, where: str) -> Any:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where} is not valid JSON: {error}") from None
+
+
+def _object(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise DataError(f"{where} is not an object of columns but {type(value).__name__}")
+    return value
+
+
+def _files_of(directory: Path, splits: Sequence[str], role: Role) -> list[Path]:
+    """The files of the wanted splits, split by split, each in order of its names.
+
+    A file belongs to a split when a part of its path below the directory, cut at `-`, `_` and `.`, is the
+    split's name (`train.jsonl`, `data/test-00000-of-00002.parquet`).
+    """
+    files = sorted(file for file in directory.rglob("*") if file.suffix in SUFFIXES and file.is_file())
+    if not files:
+        raise DataError(f"directory {directory} has no {', '.join(SUFFIXES)} file")
+    by_split: dict[str, list[Path]] = {}
+    for file in files:
+        for part in dict.fromkeys(re.split(r"[-_./\\]", str(file.relative_to(directory)))):
+            by_split.setdefault(part, []).append(file)
+    if splits:
+        for split in splits:
+            if split not in by_split:
+                raise DataError(
+                    f"directory {directory} has no file of split {split!r}; it has {_names(files)}"
+                )
+        return list(itertools.chain.from_iterable(by_split[split] for split in splits))
+    wanted = ("train",) if role == "train" else VALIDATION_SPLITS
+    return next((by_split[split] for split in wanted if split in by_split), files)
+
+
+def _names(files: Sequence[Path], most: int = 8) -> str:
+    names = ", ".join(file.name for file in files[:most])
+    return names + (f" and {len(files) - most} more" if len(files) > most else "")
+
+
+class HubSource:
+    """One split of a dataset that `datasets` loads."""
+
+    def __init__(self, name: str, dataset: Any) -> None:
+        self.name = name
+        self.columns: list[str] = list(dataset.column_names)
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        yield from self._dataset
+
+
+def open_hub(config: DatasetConfig, role: Role) -> Source:
+    """A dataset by its name on the hub (or anything else that `datasets.load_dataset` takes)."""
+    try:
+        import datasets
+    except ImportError:
+        raise DataError(
+            f"dataset `{config.name}` is no local file, and the package `datasets` that loads it from the "
+            "hub is not installed: pip install 'cosmos-launch[rollout]'"
+        ) from None
+    try:
+        loaded = datasets.load_dataset(config.name, config.subset or None, revision=config.revision or None)
+    except Exception as error:  # it raises whatever its file systems and builders raise
+        raise DataError(
+            f"dataset `{config.name}` is no local file and cannot be loaded from the hub: {error}"
+        ) from error
+    splits = config.splits or [_default_split(config.name, list(loaded), role)]
+    for split in splits:
+        if split not in loaded:
+            raise DataError(f"dataset `{config.name}` has no split {split!r}; it has {', '.join(loaded)}")
+    return Chain([HubSource(f"{config.name}/{split}", loaded[split]) for split in splits])
+
+
+def _default_split(name: str, splits: Sequence[str], role: Role) -> str:
+    wanted = ("train",) if role == "train" else VALIDATION_SPLITS
+    if len(splits) == 1:
+        return splits[0]
+    for split in wanted:
+        if split in splits:
+            return split
+    raise DataError(f"dataset `{name}` has the splits {', '.join(splits)}: name one with `split`")
+
+
+class Chain:
+    """Several sources, one after the other. All must have the columns of the first."""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self.name = ", ".join(source.name for source in sources)
+        self.columns = sources[0].columns
+        self._sources = sources
+        for source in sources[1:]:
+            if missing := set(self.columns) - set(source.columns):
+                raise DataError(
+                    f"{source.name} lacks the columns {', '.join(sorted(missing))} that {sources[0].name} has"
+                )
+
+    def __len__(self) -> int:
+        return sum(map(len, self._sources))
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        return itertools.chain.from_iterable(source.rows() for source in self._sources)
+
+
+def column(row: dict[str, Any], name: str) -> Any:
+    """The value of a column; dots reach into structs (`reward_model.ground_truth`), a JSON text included.
+
+    Raises KeyError when there is none.
+    """
+    if name in row:
+        return row[name]
+    value: Any = row
+    for part in name.split("."):
+        if isinstance(value, str):
+            value = _struct(value)
+        if not isinstance(value, dict) or part not in value:
+            raise KeyError(name)
+        value = value[part]
+    return value
+
+
+def _struct(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return None
+
+
+def require_column(source: Source, name: str, key: str) -> None:
+    """Refuse a column that the source does not have. `key` is the config key that names it."""
+    if name in source.columns or ("." in name and name.partition(".")[0] in source.columns):
+        return
+    raise DataError(
+        f"{key} = {name!r}: {source.name} has no such column; it has {', '.join(source.columns) or 'none'}"
+    )

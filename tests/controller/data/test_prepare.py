@@ -1,0 +1,233 @@
+"""Preparation from config to file, through the command that the launcher runs."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from controller.data.errors import DataError
+from controller.data.prepare import held_out_rows, jsonable, main, prepare
+from controller.data.tokenizer import PromptTokenizer
+from schema.config import Config
+from schema.wire.prompts import PromptFile
+
+QUESTIONS = [
+    {
+        "question": f"{i} + 1?",
+        "solution": {"value": str(i + 1)},
+        "level": i,
+        "image": b"\x00",
+        "nan": math.nan,
+    }
+    for i in range(20)
+]
+
+
+def config(model_dir: Path, dataset: Path | str, policy: dict[str, Any], **sections: Any) -> Config:
+    policy = {"type": "grpo", **policy, "dataset": {"name": str(dataset), **policy.get("dataset", {})}}
+    return Config.model_validate(
+        {
+            "policy": {"model_name_or_path": str(model_dir), "model_max_length": 128},
+            "rollout": {"max_response_length": 40},
+            "train": {"train_policy": policy},
+            **sections,
+        }
+    )
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> Path:
+    path = tmp_path / "questions.parquet"
+    pq.write_table(pa.Table.from_pylist(QUESTIONS), path)
+    return path
+
+
+COLUMNS = {"prompt_column_name": "question", "response_column_name": "solution.value"}
+
+
+def test_prompts_from_parquet(model_dir: Path, questions: Path, tmp_path: Path):
+    assert prepare(config(model_dir, questions, COLUMNS), tmp_path) == {"train": 20}
+    file = PromptFile(tmp_path / "data" / "train.safetensors")
+    assert len(file) == 20
+    assert file.row(3) == {
+        "key": "train/3",
+        "prompt": "3 + 1?",
+        "answer": "4",
+        "level": 3,
+        "solution": {"value": "4"},
+    }, "other columns come along, those that JSON cannot hold do not"
+    assert file.token_ids(3).tolist() == PromptTokenizer(str(model_dir)).prompts(["3 + 1?"])[0].tolist()
+    assert not (tmp_path / "data" / "validation.safetensors").exists()
+
+
+def test_rows_held_out_are_validated_and_never_trained(model_dir: Path, questions: Path, tmp_path: Path):
+    cfg = config(
+        model_dir, questions, {**COLUMNS, "dataset": {"test_size": 0.25}}, validation={"enable": True}
+    )
+    assert prepare(cfg, tmp_path) == {"train": 15, "validation": 5}
+    keys = {}
+    for role in ("train", "validation"):
+        file = PromptFile(tmp_path / "data" / f"{role}.safetensors")
+        keys[role] = {file.row(i)["level"] for i in range(len(file))}
+    assert keys["train"] | keys["validation"] == set(range(20))
+    assert not keys["train"] & keys["validation"]
+
+
+@pytest.mark.parametrize(("size", "rows"), [(None, 0), (0, 0), (0.0, 0), (3, 3), (0.25, 5), (0.01, 1)])
+def test_test_size_is_a_share_or_a_number(size: float | int | None, rows: int):
+    held = held_out_rows(20, size, 1)
+    assert len(held) == rows
+    assert held == held_out_rows(20, size, 1)
+    assert rows < 3 or held != held_out_rows(20, size, 2)
+
+
+@pytest.mark.parametrize("size", [20, 1.0])
+def test_holding_everything_out_is_refused(size: float | int):
+    with pytest.raises(DataError, match="none is left to train on"):
+        held_out_rows(20, size, 1)
+
+
+def test_the_synthetic_dataset_validates_on_its_held_out_pairs(model_dir: Path, tmp_path: Path):
+    cfg = config(
+        model_dir,
+        "synthetic:addition",
+        {"response_column_name": "answer", "dataset": {"options": {"n": 300}}},
+        validation={"enable": True, "dataset": {"name": "synthetic:addition", "options": {"n": 50}}},
+    )
+    assert prepare(cfg, tmp_path) == {"train": 300, "validation": 50}
+    row = PromptFile(tmp_path / "data" / "validation.safetensors").row(0)
+    assert row["answer"] == str(row["a"] + row["b"])
+
+
+def test_conversations_carry_the_loss_mask(model_dir: Path, tmp_path: Path):
+    policy = {
+        "type": "sft",
+        "system_prompt": "Add.",
+        "dataset": {"options": {"n": 30, "demonstrations": True}},
+    }
+    assert prepare(config(model_dir, "synthetic:addition", policy), tmp_path) == {"train": 30}
+    file = PromptFile(tmp_path / "data" / "train.safetensors")
+    ids, mask = file.token_ids(0), file.loss_mask(0)
+    decode = PromptTokenizer(str(model_dir))._tokenizer.decode
+    assert decode(ids).startswith("<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\nWhat is ")
+    learnt = decode(ids[mask == 1])
+    assert learnt.startswith(("<think>", "\\boxed{"))
+    assert learnt.endswith("<|im_end|>")
+    assert "What" not in learnt
+
+
+def test_rows_too_long_are_left_out_counted_and_reported(
+    model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    path = tmp_path / "rows.jsonl"
+    texts = ["short", "x" * 70, "", "y" * 300]
+    path.write_text("".join(json.dumps({"prompt": t, "conversations": _talk(t)}) + "\n" for t in texts))
+    with caplog.at_level(logging.WARNING):
+        assert prepare(config(model_dir, path, {}), tmp_path) == {"train": 1}
+    assert "2 of" in caplog.text
+    assert "leaves no room: more than 88 tokens" in caplog.text
+    assert "1 of" in caplog.text
+    assert "an empty prompt" in caplog.text
+    left_out = json.loads(PromptFile(tmp_path / "data" / "train.safetensors").metadata["left_out"])
+    assert sum(left_out.values()) == 3
+
+    assert prepare(config(model_dir, path, {"type": "sft"}), tmp_path) == {"train": 3}
+    assert "1 of" in caplog.text
+    assert "more than policy.model_max_length = 128 tokens" in caplog.text
+    lengths = PromptFile(tmp_path / "data" / "train.safetensors").lengths()
+    assert max(lengths) <= 128
+
+
+def _talk(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}, {"role": "assistant", "content": "ok"}]
+
+
+@pytest.mark.parametrize(
+    ("policy", "sections", "message"),
+    [
+        ({"prompt_column_name": "q"}, {}, "it has question, solution, level, image, nan"),
+        (
+            {**COLUMNS, "response_column_name": "truth"},
+            {},
+            "train.train_policy.response_column_name = 'truth'",
+        ),
+        ({**COLUMNS, "response_column_name": "solution.truth"}, {}, "row 0 has no `solution.truth`"),
+        ({"type": "sft", "conversation_column_name": "talk"}, {}, "conversation_column_name = 'talk'"),
+        (COLUMNS, {"validation": {"enable": True}}, "validation has no rows"),
+        (
+            COLUMNS,
+            {"rollout": {"max_response_length": 127}},
+            "no row of .* is left: 20 with a prompt that leaves",
+        ),
+        (
+            {**COLUMNS, "prompt_column_name": "level"},
+            {},
+            "expected a list of messages or its JSON text, not int",
+        ),
+    ],
+)
+def test_faults_of_config_and_data_are_named(
+    model_dir: Path, questions: Path, tmp_path: Path, policy: dict, sections: dict, message: str
+):
+    with pytest.raises(DataError, match=message):
+        prepare(config(model_dir, questions, policy, **sections), tmp_path)
+
+
+def test_a_reference_that_is_missing_is_not_silence(
+    model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "a", "answer": "1"}\n{"prompt": "b", "answer": null}\n')
+    with pytest.raises(DataError, match="row 1: `answer` is empty"):
+        prepare(config(model_dir, path, {"response_column_name": "answer"}), tmp_path)
+    with caplog.at_level(logging.WARNING):
+        prepare(config(model_dir, path, {}), tmp_path)
+    assert "rewards get no reference answer" in caplog.text
+    assert "answer" not in PromptFile(tmp_path / "data" / "train.safetensors").row(0)
+
+
+def test_the_command_prepares_without_torch_and_answers_2_on_bad_data(
+    model_dir: Path, questions: Path, tmp_path: Path
+):
+    def run(cfg: Config) -> subprocess.CompletedProcess[str]:
+        (tmp_path / "config.json").write_text(json.dumps(cfg.to_dict()))
+        code = (
+            "import sys; from controller.data.prepare import main; code = main(sys.argv[1:]); "
+            "assert 'torch' not in sys.modules; sys.exit(code)"
+        )
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-c", code, "--run-dir", str(tmp_path)]
+        return subprocess.run(command, capture_output=True, check=False, text=True, timeout=60, env=env)
+
+    good = run(config(model_dir, questions, COLUMNS))
+    assert good.returncode == 0, good.stderr
+    assert "train: 20 rows" in good.stderr
+    bad = run(config(model_dir, questions, {"prompt_column_name": "q"}))
+    assert bad.returncode == 2
+    assert bad.stderr.count("\n") == 1, "one clear message and no traceback"
+    assert "it has question" in bad.stderr
+
+
+def test_a_run_directory_without_config_is_an_error(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    assert main(["--run-dir", str(tmp_path)]) == 2
+    assert "config.json" in caplog.text
+
+
+def test_jsonable_keeps_what_json_can_hold():
+    import datetime
+
+    import numpy as np
+
+    value = {"a": [1, 2.5, True, None, "x"], 3: (np.float32(1.5), math.inf), "d": datetime.date(2020, 1, 2)}
+    assert jsonable(value) == {"a": [1, 2.5, True, None, "x"], "3": [1.5, None], "d": "2020-01-02"}
+    assert jsonable(b"bytes") is None

@@ -1,0 +1,158 @@
+"""Datasets from real files: the same rows, whatever they are stored as, and errors that name the file."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from controller.data.errors import DataError
+from controller.data.sources import column, open_hub, open_source, require_column
+from schema.config import DatasetConfig
+
+ROWS = [{"prompt": f"question {i}", "answer": str(i), "extra": {"level": i % 3}} for i in range(5)]
+
+
+def write(path: Path, rows: list[dict]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    elif path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    else:
+        path.write_text(json.dumps(rows), encoding="utf-8")
+    return path
+
+
+def read(name: Path | str, role: str = "train", **keys: object) -> list[dict]:
+    source = open_source(DatasetConfig(name=str(name), **keys), role, 0)
+    rows = list(source.rows())
+    assert len(rows) == len(source)
+    assert list(source.rows()) == rows, "a source can be read twice"
+    return rows
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl", ".json"])
+def test_every_format_gives_the_same_rows(tmp_path: Path, suffix: str):
+    path = write(tmp_path / f"rows{suffix}", ROWS)
+    assert read(path) == ROWS
+    assert open_source(DatasetConfig(name=str(path)), "train", 0).columns == ["prompt", "answer", "extra"]
+
+
+def test_json_lines_in_a_json_file_and_blank_lines_are_read(tmp_path: Path):
+    path = tmp_path / "rows.json"
+    path.write_text("\n" + "\n\n".join(json.dumps(row) for row in ROWS), encoding="utf-8")
+    assert read(path) == ROWS
+
+
+def test_a_directory_is_read_in_order_of_its_names(tmp_path: Path):
+    write(tmp_path / "b.jsonl", ROWS[3:])
+    write(tmp_path / "a.jsonl", ROWS[:3])
+    assert read(tmp_path) == ROWS
+
+
+def test_a_directory_with_splits(tmp_path: Path):
+    write(tmp_path / "data" / "train-00000-of-00002.parquet", ROWS[:2])
+    write(tmp_path / "data" / "train-00001-of-00002.parquet", ROWS[2:3])
+    write(tmp_path / "data" / "test-00000-of-00001.parquet", ROWS[3:])
+    assert read(tmp_path) == ROWS[:3], "training takes `train` where there is one"
+    assert read(tmp_path, "validation") == ROWS[3:], "validation takes the test split"
+    assert read(tmp_path, split=["test", "train"]) == ROWS[3:] + ROWS[:3], "splits come in the order named"
+    with pytest.raises(DataError, match="no file of split 'dev'"):
+        read(tmp_path, split="dev")
+
+
+def test_a_single_file_has_no_splits(tmp_path: Path):
+    path = write(tmp_path / "rows.jsonl", ROWS)
+    assert read(path, split="train") == ROWS
+    for role in ("train", "validation"):
+        with pytest.raises(DataError, match="has no split 'test'"):
+            read(path, role, split="test")
+
+
+def test_a_hub_dataset_is_loaded_by_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """`datasets` treats a directory as it treats a repository of the hub, so this is its real loader."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    write(tmp_path / "repo" / "train.jsonl", ROWS[:3])
+    write(tmp_path / "repo" / "test.jsonl", ROWS[3:])
+    config = DatasetConfig(name=str(tmp_path / "repo"))
+    assert list(open_hub(config, "train").rows()) == ROWS[:3]
+    assert list(open_hub(config, "validation").rows()) == ROWS[3:]
+    both = open_hub(DatasetConfig(name=config.name, split=["test", "train"]), "train")
+    assert list(both.rows()) == ROWS[3:] + ROWS[:3]
+    with pytest.raises(DataError, match="no split 'dev'; it has train, test"):
+        open_hub(DatasetConfig(name=config.name, split="dev"), "train")
+
+
+def test_the_synthetic_dataset_by_its_splits():
+    options = {"n": 3}
+    assert len(read("synthetic:addition", options=options)) == 3
+    held_out = read("synthetic:addition", "validation", options=options)
+    assert held_out == read("synthetic:addition", split="held_out", options=options)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("rows.jsonl", '{"a": 1}\n{"a": \n', "rows.jsonl, line 2 is not valid JSON"),
+        ("rows.jsonl", '{"a": 1}\n3\n', "rows.jsonl, line 2 is not an object of columns but int"),
+        ("rows.json", "[1]", "rows.json, row 0 is not an object"),
+        ("rows.json", "[{", "rows.json is not valid JSON"),
+        ("rows.parquet", "text", "rows.parquet is not a readable parquet file"),
+        ("rows.csv", "a,b", "only .parquet, .jsonl, .json can be read"),
+    ],
+)
+def test_broken_files_are_named(tmp_path: Path, name: str, text: str, message: str):
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    with pytest.raises(DataError, match=re.escape(message)):
+        read(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"name": "nowhere.jsonl"}, "nowhere.jsonl does not exist"),
+        ({"name": "./nowhere"}, "nowhere does not exist"),
+        ({"name": "synthetic:subtraction"}, "`synthetic:subtraction` is unknown"),
+        ({"name": "synthetic:addition", "split": "test"}, "it has train, held_out"),
+        ({"name": "synthetic:addition", "revision": "main"}, "neither subset nor revision"),
+        ({"name": "some/name", "options": {"n": 1}}, "takes no options"),
+    ],
+)
+def test_what_cannot_be_opened_is_named(config: dict, message: str):
+    with pytest.raises(DataError, match=re.escape(message)):
+        open_source(DatasetConfig(**config), "train", 0)
+
+
+def test_an_empty_directory_is_named(tmp_path: Path):
+    with pytest.raises(DataError, match="has no"):
+        read(tmp_path)
+
+
+def test_files_of_one_directory_must_agree_on_columns(tmp_path: Path):
+    write(tmp_path / "a.jsonl", ROWS)
+    write(tmp_path / "b.jsonl", [{"prompt": "x", "extra": {}}])
+    with pytest.raises(DataError, match=r"b\.jsonl lacks the columns answer"):
+        read(tmp_path)
+
+
+def test_dots_reach_into_structs_and_exact_names_win():
+    row = {"a": {"b": {"c": 1}}, "a.b": 2, "text": '{"b": 3}'}
+    assert column(row, "a.b.c") == 1
+    assert column(row, "a.b") == 2
+    assert column(row, "text.b") == 3
+    for missing in ("z", "a.z", "a.b.c.d"):
+        with pytest.raises(KeyError):
+            column(row, missing)
+
+
+def test_a_missing_column_is_answered_with_those_that_exist(tmp_path: Path):
+    source = open_source(DatasetConfig(name=str(write(tmp_path / "r.jsonl", ROWS))), "train", 0)
+    require_column(source, "prompt", "key")
+    require_column(source, "extra.level", "key")
+    with pytest.raises(DataError, match=r"key = 'question': .* it has prompt, answer, extra"):
+        require_column(source, "question", "key")
