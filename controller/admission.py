@@ -54,7 +54,9 @@ def tightest_prefix(deadlines: Mapping[int, int], first_step: int, slots: int) -
         slots: groups per step.
     """
     total = 0
-    for deadline in sorted(deadlines):  # between two deadlines the left side is constant, the right side grows
+    for deadline in sorted(
+        deadlines
+    ):  # between two deadlines the left side is constant, the right side grows
         count = deadlines[deadline]
         if count == 0:
             continue

@@ -67,7 +67,11 @@ def group_id(epoch: int, position: int) -> str:
 
 @dataclass(slots=True)
 class Group:
-    """One position of one epoch. Re-queued, it stays the same group with a higher `attempt`."""
+    """One position of one epoch. Re-queued, it stays the same group with a higher `attempt`.
+
+    `completed_lease` is the last lease under which all samples arrived: a repeated push under it is a duplicate,
+    also when the group was dropped or its failed samples were discarded at that moment.
+    """
 
     epoch: int
     position: int
@@ -75,6 +79,7 @@ class Group:
     attempt: int = 0
     failures: int = 0
     lease_id: str | None = None
+    completed_lease: str | None = None
     replica_id: str | None = None
     request_id: str | None = None
     lease_version: int = -1
@@ -82,6 +87,7 @@ class Group:
     expires: float = 0.0
     deadline: int = -1
     samples: dict[int, SampleMeta] = field(default_factory=dict)
+    payload_kept: bool = True
     step: int | None = None
     reason: DropReason | None = None
 
@@ -108,6 +114,7 @@ class Group:
             "attempt": self.attempt,
             "failures": self.failures,
             "lease_id": self.lease_id,
+            "completed_lease": self.completed_lease,
             "replica_id": self.replica_id,
             "request_id": self.request_id,
             "lease_version": self.lease_version,
@@ -115,6 +122,7 @@ class Group:
             "expires": self.expires,
             "deadline": self.deadline,
             "samples": {str(i): meta.to_record() for i, meta in self.samples.items()},
+            "payload_kept": self.payload_kept,
             "step": self.step,
             "reason": None if self.reason is None else self.reason.value,
         }

@@ -287,14 +287,20 @@ class Ledger:
         for lease_id, group in held.items():
             assert lease_id is not None
             if lease_id in listed:
-                group.expires = now + self.params.lease_timeout
                 self._missed.pop(lease_id, None)
-                self._dirty[group.id] = group
+                self._extend(group, now)
             else:
                 self._missed[lease_id] += 1
                 if self._missed[lease_id] >= MISSED_BEATS:
                     self._requeue(group)
         return sorted(listed - held.keys())
+
+    def _extend(self, group: Group, now: float) -> None:
+        """Renew a lease. Moved, and so written, only when a quarter of the time-out has passed."""
+        expires = now + self.params.lease_timeout
+        if expires - group.expires > self.params.lease_timeout / 4:
+            group.expires = expires
+            self._dirty[group.id] = group
 
     def adopt(self, replica_id: str, held: Sequence[tuple[str, str]], now: float) -> list[str]:
         """Registration of a replica that already holds leases: keep the valid ones, return the ids of others."""
@@ -351,7 +357,7 @@ class Ledger:
             detail = f"sample {index} (header says {header.index}) of a group of {self.params.n_samples}"
             return PushOutcome(False, code=ErrorCode.BAD_REQUEST, detail=detail)
         known = group.samples.get(index)
-        if known is not None and known.lease_id == lease_id:
+        if (known is not None and known.lease_id == lease_id) or lease_id == group.completed_lease:
             self.totals.duplicates += 1
             return PushOutcome(True, duplicate=True)
         if group.state is not State.LEASED or group.lease_id != lease_id:
@@ -362,7 +368,9 @@ class Ledger:
             return PushOutcome(True, duplicate=True)
         meta = SampleMeta(header, n_bytes, lease_id)
         if meta.oldest_version(group.lease_version) < group.lease_version:
-            detail = f"tokens of version {header.oldest_version} under a lease at version {group.lease_version}"
+            detail = (
+                f"tokens of version {header.oldest_version} under a lease at version {group.lease_version}"
+            )
             return PushOutcome(False, code=ErrorCode.CONFLICT, detail=detail)
         group.samples[index] = meta
         self._dirty[group.id] = group
@@ -372,6 +380,7 @@ class Ledger:
 
     def _complete(self, group: Group) -> None:
         self._lag.observe(self.committed - group.lease_step)
+        group.completed_lease = group.lease_id
         failed = [index for index, meta in group.samples.items() if meta.header.error is not None]
         usable = [meta.header for meta in group.samples.values() if meta.usable]
         if failed and self.params.on_reward_error == "retry":
@@ -491,7 +500,9 @@ class Ledger:
     def checkpoint(self, step: int) -> int:
         """A checkpoint that contains `step` committed steps is complete: they are durable."""
         if step > self.committed:
-            raise LedgerError(ErrorCode.WRONG_STEP, f"checkpoint of step {step}, committed are {self.committed}")
+            raise LedgerError(
+                ErrorCode.WRONG_STEP, f"checkpoint of step {step}, committed are {self.committed}"
+            )
         for group in list(self.in_state(State.TRAINED)):
             if group.step is not None and group.step < step:
                 self._drop_payloads(group)
@@ -502,7 +513,9 @@ class Ledger:
     def snapshot(self, step: int) -> LedgerSnapshot:
         """What a checkpoint after `step` committed steps stores: enough to go on with an empty store."""
         if step > self.committed:
-            raise LedgerError(ErrorCode.WRONG_STEP, f"snapshot of step {step}, committed are {self.committed}")
+            raise LedgerError(
+                ErrorCode.WRONG_STEP, f"snapshot of step {step}, committed are {self.committed}"
+            )
         done = (State.TRAINED, State.DURABLE)
         untrained = [
             group.epoch * self.params.n_positions + group.position
@@ -525,7 +538,9 @@ class Ledger:
         version that the checkpoint contains; all others are generated again. Drops stay final.
         """
         if step > self.committed:
-            raise LedgerError(ErrorCode.CONFLICT, f"cannot rewind to step {step}: only {self.committed} are done")
+            raise LedgerError(
+                ErrorCode.CONFLICT, f"cannot rewind to step {step}: only {self.committed} are done"
+            )
         for group in list(self.groups.values()):
             trained_since = group.state in (State.TRAINED, State.DURABLE) and (group.step or 0) >= step
             if group.state is State.READY or group.state is State.BATCHED or trained_since:
@@ -544,7 +559,7 @@ class Ledger:
         self.closed = None
 
     def _take_back(self, group: Group, step: int) -> None:
-        reusable = len(group.samples) == self.params.n_samples and group.newest_version() <= step
+        reusable = group.payload_kept and group.newest_version() <= step
         deadline = group.oldest_version() + self.params.staleness_bound
         group.step = None
         if reusable and deadline >= step:
@@ -668,15 +683,21 @@ class Ledger:
 
     def _discard_sample(self, group: Group, index: int) -> None:
         del group.samples[index]
-        self._dropped_payloads.append((group.id, index))
+        if group.payload_kept:
+            self._dropped_payloads.append((group.id, index))
         self._dirty[group.id] = group
 
     def _discard_samples(self, group: Group) -> None:
         for index in list(group.samples):
             self._discard_sample(group, index)
+        group.payload_kept = True
 
     def _drop_payloads(self, group: Group) -> None:
-        self._dropped_payloads += [(group.id, index) for index in group.samples]
+        """The bytes may go, what the ledger knows of the samples stays."""
+        if group.payload_kept:
+            group.payload_kept = False
+            self._dropped_payloads += [(group.id, index) for index in group.samples]
+            self._dirty[group.id] = group
 
 
 __all__ = [

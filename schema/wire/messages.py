@@ -138,7 +138,9 @@ class LeaseRequest(Message):
     version: int = Field(ge=0, description="Weight version that the engine holds now.")
     publication_id: int = Field(ge=0, description="Publication that the engine holds now.")
     max_groups: int = Field(ge=1, le=4096)
-    wait_s: float = Field(default=0.0, ge=0, le=60, description="Long-poll: how long an empty answer may wait.")
+    wait_s: float = Field(
+        default=0.0, ge=0, le=60, description="Long-poll: how long an empty answer may wait."
+    )
 
 
 class LeasedGroup(Message):
@@ -261,7 +263,9 @@ class LedgerSnapshot(Message):
     committed_steps: int
     timeline: int
     frontier: int = Field(description="Stream positions below it were handed out at least once.")
-    untrained: list[int] = Field(description="Stream positions below the frontier not trained and not dropped.")
+    untrained: list[int] = Field(
+        description="Stream positions below the frontier not trained and not dropped."
+    )
     dropped: dict[str, int] = Field(default_factory=dict, description="Counts by reason.")
 
 

@@ -41,7 +41,9 @@ class SampleHeader(BaseModel):
     response_tokens: int = Field(ge=0, description="Tokens with loss mask 1.")
     total_tokens: int = Field(ge=0, description="All tokens of all segments.")
     segments: int = Field(default=1, ge=1)
-    oldest_version: int = Field(ge=-1, description="Oldest weight version among generated tokens; -1 if none.")
+    oldest_version: int = Field(
+        ge=-1, description="Oldest weight version among generated tokens; -1 if none."
+    )
     newest_version: int = Field(ge=-1)
     finish_reason: FinishReason
     rewards: dict[str, float] = Field(default_factory=dict, description="Reward function name to its value.")
@@ -155,7 +157,9 @@ def check_sample(sample: Sample) -> None:
         header.newest_version,
     )
     if facts != claims:
-        raise FrameError(f"sample header claims {claims} (tokens, response, segments, versions), found {facts}")
+        raise FrameError(
+            f"sample header claims {claims} (tokens, response, segments, versions), found {facts}"
+        )
     if header.score is None and header.error is None:
         raise FrameError("sample has neither a score nor an error")
     if header.score is not None and not math.isfinite(header.score):

@@ -1,0 +1,344 @@
+"""The ledger by hand: each arrow of the picture in its docstring, and each refusal."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from controller.assembly import Assembled, Waiting, build_table
+from controller.groups import DropReason, Group, State
+from controller.ledger import Ledger, LedgerError, LedgerParams
+from schema.wire.messages import ErrorCode
+from schema.wire.sample import SampleHeader
+
+PARAMS = LedgerParams(groups_per_step=2, n_samples=2, staleness_bound=1, n_positions=10)
+
+
+def header(index: int, version: int, **changes: Any) -> SampleHeader:
+    fields: dict[str, Any] = {
+        "index": index,
+        "prompt_tokens": 3,
+        "response_tokens": 4,
+        "total_tokens": 7,
+        "oldest_version": version,
+        "newest_version": version,
+        "finish_reason": "stop",
+        "rewards": {"right": float(index)},
+        "score": float(index),
+    }
+    return SampleHeader(**{**fields, **changes})
+
+
+def make(**changes: Any) -> Ledger:
+    return Ledger(replace(PARAMS, **changes))
+
+
+def lease(ledger: Ledger, n: int, version: int = 0, replica: str = "r", request: str = "") -> list[Group]:
+    request = request or f"request-{ledger.frontier}-{ledger.committed}-{version}"
+    return ledger.lease(replica, request, version, max(version, 0), n, now=0.0).groups
+
+
+def fill(ledger: Ledger, group: Group, version: int = 0, **changes: Any) -> None:
+    lease_id = group.lease_id
+    assert lease_id is not None
+    for index in range(ledger.params.n_samples):
+        if index not in group.samples:
+            outcome = ledger.push(group.id, lease_id, index, header(index, version, **changes), 100, now=0.0)
+            assert outcome.accepted, outcome
+
+
+def train(ledger: Ledger) -> list[Group]:
+    assembled = ledger.assemble(now=0.0)
+    assert isinstance(assembled, Assembled), assembled
+    ledger.commit(assembled.step)
+    return assembled.groups
+
+
+def test_the_whole_way_of_a_group() -> None:
+    ledger = make(keep_payloads=True)
+    first, second = lease(ledger, 2)
+    assert (first.state, first.attempt, first.deadline) == (State.LEASED, 1, 1)
+    assert first.id == "e0-p0"
+    fill(ledger, first)
+    fill(ledger, second)
+    assert ledger.ready == 2
+    assembled = ledger.assemble(now=0.0)
+    assert isinstance(assembled, Assembled)
+    assert ledger.assemble(now=1.0) == assembled, "assembling again answers the same"
+    assert ledger.commit(0).committed_steps == 1
+    assert ledger.commit(0).duplicate
+    assert first.state is State.TRAINED
+    assert ledger.checkpoint(1) == 1
+    assert first.state is State.DURABLE
+    assert ledger.status().staleness == {0: 4}
+
+
+def test_at_most_one_bound_of_groups_is_outstanding() -> None:
+    ledger = make()
+    assert len(lease(ledger, 100)) == 4
+    decision = ledger.lease("r", "another-request", 0, 0, 1, now=0.0)
+    assert decision.refusal is not None
+    assert "4 groups are outstanding" in decision.refusal.reason
+
+
+def test_a_repeated_lease_request_gets_the_same_leases() -> None:
+    ledger = make()
+    once = ledger.lease("r", "request-1", 0, 0, 2, now=0.0).groups
+    assert ledger.lease("r", "request-1", 0, 0, 2, now=5.0).groups == once
+    assert ledger.frontier == 2
+
+
+def test_pushes_are_counted_once_and_only_under_the_lease() -> None:
+    ledger = make()
+    (group,) = lease(ledger, 1)
+    lease_id = group.lease_id or ""
+    assert ledger.push(group.id, lease_id, 0, header(0, 0), 10, now=0.0).accepted
+    assert ledger.push(group.id, lease_id, 0, header(0, 0), 10, now=0.0).duplicate
+    assert ledger.push(group.id, "wrong", 1, header(1, 0), 10, now=0.0).code is ErrorCode.LEASE_LOST
+    assert ledger.push("e0-p9", lease_id, 1, header(1, 0), 10, now=0.0).code is ErrorCode.NOT_FOUND
+    assert ledger.push(group.id, lease_id, 1, header(0, 0), 10, now=0.0).code is ErrorCode.BAD_REQUEST
+    assert ledger.push(group.id, lease_id, 2, header(2, 0), 10, now=0.0).code is ErrorCode.BAD_REQUEST
+    assert group.state is State.LEASED
+    assert ledger.push(group.id, lease_id, 1, header(1, 0), 10, now=0.0).accepted
+    assert group.state is State.READY
+    again = ledger.push(group.id, lease_id, 1, header(1, 0), 10, now=0.0)
+    assert again.accepted
+    assert again.duplicate
+    assert ledger.status().duplicates == 2
+
+
+def test_tokens_older_than_the_lease_are_refused() -> None:
+    ledger = make()
+    for group in lease(ledger, 2):
+        fill(ledger, group)
+    train(ledger)
+    (group,) = lease(ledger, 1, version=1)
+    outcome = ledger.push(group.id, group.lease_id or "", 0, header(0, 0), 10, now=0.0)
+    assert outcome.code is ErrorCode.CONFLICT
+
+
+def test_a_dead_replica_loses_its_leases_and_keeps_its_samples() -> None:
+    ledger = make()
+    (group,) = lease(ledger, 1, replica="dead")
+    old_lease = group.lease_id or ""
+    ledger.push(group.id, old_lease, 0, header(0, 0), 10, now=0.0)
+    assert ledger.replica_gone("dead") == 1
+    assert group.state is State.WAITING
+    assert ledger.outstanding == 0, "its throttle budget is free again"
+    (again,) = lease(ledger, 1, replica="alive", request="request-alive")
+    assert again is group
+    assert (group.attempt, list(group.samples)) == (2, [0])
+    assert ledger.push(group.id, old_lease, 1, header(1, 0), 10, now=0.0).code is ErrorCode.LEASE_LOST
+    fill(ledger, group)
+    assert group.state is State.READY
+
+
+def test_kept_samples_that_became_too_old_are_generated_again() -> None:
+    ledger = make()
+    stale, one, two = lease(ledger, 3)
+    ledger.push(stale.id, stale.lease_id or "", 0, header(0, 0), 10, now=0.0)
+    ledger.release(stale.lease_id or "")
+    fill(ledger, one)
+    fill(ledger, two)
+    train(ledger)
+    for group in lease(ledger, 2, version=1)[1:]:
+        fill(ledger, group, version=1)
+    assert stale.samples, "at step 1, tokens of version 0 can still be trained"
+    ledger.release(stale.lease_id or "")
+    (filler,) = lease(ledger, 2, version=1, request="fill-step-1")[:1]
+    assert filler is stale
+    ledger.release(stale.lease_id or "")
+    for group in lease(ledger, 4, version=1, request="more-for-step-1"):
+        fill(ledger, group, version=1)
+    train(ledger)
+    assert ledger.committed == 2
+    assert ledger.status().max_staleness <= 1
+
+
+def test_expiry_renewal_and_forgotten_leases() -> None:
+    ledger = make(lease_timeout=10.0)
+    first, second = lease(ledger, 2)
+    assert ledger.renew("r", [first.lease_id or "", "unknown"], now=8.0) == ["unknown"]
+    assert second.state is State.LEASED, "one missed beat may have crossed the grant"
+    ledger.renew("r", [first.lease_id or ""], now=9.0)
+    assert second.state is State.WAITING
+    assert ledger.expire(now=12.0) == 0
+    assert ledger.expire(now=30.0) == 1
+    assert first.state is State.WAITING
+
+
+def test_a_poisonous_prompt_is_quarantined_and_preemption_is_not_its_fault() -> None:
+    ledger = make(max_attempts=2)
+    for attempt in range(5):
+        (group,) = lease(ledger, 1, request=f"preempted-{attempt}")
+        ledger.release(group.lease_id or "")
+    for attempt in range(2):
+        (group,) = lease(ledger, 1, request=f"request-{attempt}")
+        ledger.replica_gone("r")
+    assert (group.state, group.reason) == (State.DROPPED, DropReason.POISON)
+    assert ledger.status().dropped == {"poison": 1}
+
+
+@pytest.mark.parametrize(
+    ("policy", "state", "reason"),
+    [
+        ("retry", State.WAITING, None),
+        ("drop", State.DROPPED, DropReason.REWARD_ERROR),
+        ("mask", State.READY, None),
+    ],
+)
+def test_a_failed_reward_is_never_a_score(policy: Any, state: State, reason: DropReason | None) -> None:
+    ledger = make(on_reward_error=policy)
+    (group,) = lease(ledger, 1)
+    lease_id = group.lease_id or ""
+    ledger.push(group.id, lease_id, 0, header(0, 0, score=None, error="ValueError: no"), 10, now=0.0)
+    ledger.push(group.id, lease_id, 1, header(1, 0), 10, now=0.0)
+    assert (group.state, group.reason) == (state, reason)
+    if policy == "retry":
+        assert list(group.samples) == [1], "the sample that was scored is kept"
+
+
+def test_groups_without_signal_are_dropped_and_make_room() -> None:
+    ledger = make(filter_metrics=("right",))
+    (group,) = lease(ledger, 1)
+    fill(ledger, group, rewards={"right": 1.0})
+    assert (group.state, group.reason) == (State.DROPPED, DropReason.ZERO_VARIANCE)
+    assert ledger.outstanding == 0
+
+
+def test_overlong_samples_stay_out_of_training() -> None:
+    ledger = make()
+    first, second = lease(ledger, 2)
+    fill(ledger, first, finish_reason="overlong")
+    assert first.reason is DropReason.OVERLONG
+    lease_id = second.lease_id or ""
+    ledger.push(second.id, lease_id, 0, header(0, 0, finish_reason="overlong"), 10, now=0.0)
+    ledger.push(second.id, lease_id, 1, header(1, 0), 10, now=0.0)
+    (third,) = lease(ledger, 1)
+    fill(ledger, third)
+    assembled = ledger.assemble(now=0.0)
+    assert isinstance(assembled, Assembled)
+    table = build_table(0, 0, 1, assembled.groups)
+    assert table.score == [None, 1.0, 0.0, 1.0]
+    assert table.group_ids == ["e0-p1", "e0-p2"]
+
+
+def test_a_step_waits_for_what_is_due() -> None:
+    ledger = make(n_positions=20)
+    due = lease(ledger, 2)
+    for group in lease(ledger, 2):
+        fill(ledger, group)
+    train(ledger)
+    for group in lease(ledger, 2, version=1):
+        fill(ledger, group, version=1)
+    waiting = ledger.assemble(now=0.0)
+    assert isinstance(waiting, Waiting)
+    assert waiting.stragglers == due
+    for group in due:
+        fill(ledger, group)
+    assert train(ledger) == due
+
+
+def test_stragglers_are_dropped_after_the_time_out_if_asked_for() -> None:
+    ledger = make(n_positions=20, on_stale="drop", straggler_timeout=5.0)
+    due = lease(ledger, 2)
+    for group in lease(ledger, 2):
+        fill(ledger, group)
+    train(ledger)
+    others = lease(ledger, 2, version=1)
+    for group in others:
+        fill(ledger, group, version=1)
+    assert isinstance(ledger.assemble(now=0.0), Waiting)
+    assert isinstance(ledger.assemble(now=4.0), Waiting)
+    assembled = ledger.assemble(now=6.0)
+    assert isinstance(assembled, Assembled)
+    assert assembled.groups == others
+    assert {group.reason for group in due} == {DropReason.STALE}
+
+
+def test_the_end_of_the_data_makes_a_short_last_step() -> None:
+    ledger = make(n_positions=3)
+    assert ledger.total_steps == 2
+    for group in lease(ledger, 3):
+        fill(ledger, group)
+    assert len(train(ledger)) == 2
+    assert len(train(ledger)) == 1
+    assert ledger.finished
+    assert ledger.status().states["trained"] == 3
+
+
+def test_no_more_is_leased_than_the_last_steps_need() -> None:
+    ledger = make(max_steps=1)
+    assert len(lease(ledger, 10)) == 2
+    assert ledger.close() == 2
+    assert ledger.status().dropped == {"surplus": 2}
+    assert ledger.finished
+
+
+def test_epochs_follow_each_other_as_one_stream() -> None:
+    ledger = make(n_positions=3, n_epochs=2)
+    assert [group.id for group in lease(ledger, 4)] == ["e0-p0", "e0-p1", "e0-p2", "e1-p0"]
+
+
+def test_committing_what_was_not_assembled_is_refused() -> None:
+    with pytest.raises(LedgerError, match="step 0 is next and not assembled") as error:
+        make().commit(0)
+    assert error.value.code is ErrorCode.WRONG_STEP
+
+
+def test_an_abandoned_step_is_assembled_again() -> None:
+    ledger = make()
+    groups = lease(ledger, 2)
+    for group in groups:
+        fill(ledger, group)
+    assert isinstance(ledger.assemble(now=0.0), Assembled)
+    assert ledger.abandon_step() == 2
+    assert ledger.ready == 2
+    assert train(ledger) == groups
+
+
+def test_rewind_reuses_what_the_checkpoint_can_have_made() -> None:
+    ledger = make(keep_payloads=True, staleness_bound=2)
+    old = lease(ledger, 6)
+    for group in old:
+        fill(ledger, group)
+    train(ledger)
+    ledger.checkpoint(0)
+    train(ledger)
+    new = lease(ledger, 2, version=1)
+    for group in new:
+        fill(ledger, group, version=1)
+    ledger.rewind(0)
+    assert (ledger.committed, ledger.timeline) == (0, 1)
+    assert {group.state for group in old} == {State.READY}
+    assert {group.state for group in new} == {State.WAITING}
+    assert ledger.status().staleness == {}
+    assert ledger.status().created == 8
+
+
+def test_rewind_generates_again_what_lost_its_payload() -> None:
+    ledger = make()
+    groups = lease(ledger, 2)
+    for group in groups:
+        fill(ledger, group)
+    train(ledger)
+    assert {("e0-p0", 0), ("e0-p1", 1)} <= set(ledger.take_changes().dropped_payloads)
+    ledger.rewind(0)
+    assert {group.state for group in groups} == {State.WAITING}
+
+
+def test_a_snapshot_alone_resumes_the_job() -> None:
+    ledger = make(keep_payloads=True)
+    groups = lease(ledger, 4)
+    for group in groups[:3]:
+        fill(ledger, group)
+    train(ledger)
+    snapshot = ledger.snapshot(1)
+    assert (snapshot.frontier, snapshot.untrained) == (4, [2, 3])
+    resumed = Ledger.from_snapshot(PARAMS, snapshot)
+    assert resumed.committed == 1
+    status = resumed.status()
+    assert (status.created, status.states["durable"], status.states["waiting"]) == (4, 2, 2)
+    assert [group.id for group in lease(resumed, 4, version=1)] == ["e0-p2", "e0-p3", "e0-p4", "e0-p5"]
