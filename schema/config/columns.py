@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
-from schema.config.paths import DATA_SUFFIXES, data_files, exists
+from schema.config.paths import DATA_SUFFIXES, data_files, exists, home_hint
 
 FIRST_ROW_BYTES = 4 * 1024 * 1024  # a first row longer than this is left for the loader to judge
 
@@ -18,18 +19,19 @@ class UnreadableDataError(ValueError):
         self.hint = hint
 
 
-def columns_of(path: Path) -> set[str] | None:
-    """Column names of a parquet, jsonl or json file, or of the first such file of a directory.
+def columns_of(path: Path, splits: Sequence[str], default_splits: Sequence[str]) -> set[str] | None:
+    """Column names of a parquet, jsonl or json file, or of a directory's first such file of the splits.
 
     None where they cannot be told cheaply. Raises UnreadableDataError for what is missing, empty or broken.
     """
     if not exists(path):
-        raise UnreadableDataError(f"{path} does not exist")
+        raise UnreadableDataError(f"{path} does not exist", home_hint(str(path)))
     try:
         if path.is_dir():
-            files = data_files(path)
+            files = data_files(path, splits, default_splits)
             if not files:
-                raise UnreadableDataError(f"{path} holds no data file ({', '.join(DATA_SUFFIXES)})")
+                wanted = f" of split {', '.join(splits)}" if splits else ""
+                raise UnreadableDataError(f"{path} holds no data file{wanted} ({', '.join(DATA_SUFFIXES)})")
             path = files[0]
         if path.suffix == ".parquet":
             return _parquet_columns(path)

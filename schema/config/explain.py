@@ -201,15 +201,12 @@ def _other_fault(detail: ErrorDetails) -> str:
 
 
 def _wrong_type(path: KeyPath, field: KeyPath, kind: str, value: Any) -> tuple[str, str]:
-    annotation = annotation_of(field)
+    annotation = annotation_of(field) if path == field else _item(annotation_of(field))
     choices = tuple(_choices(annotation))
-    if path == field and choices and isinstance(value, str):
+    if choices and isinstance(value, str):
         return _wrong_choice(path, value, choices, describe(annotation))
-    if path == field:
-        expected = describe(annotation)
-    else:
-        names = {"bool_type": bool, "int_type": int, "float_type": float, "string_type": str}
-        expected = _NOUNS[names[kind]] if kind in names else describe(_item(annotation))
+    names = {"bool_type": bool, "int_type": int, "float_type": float, "string_type": str}
+    expected = _NOUNS[names[kind]] if path != field and kind in names else describe(annotation)
     return f"expected {expected}, got {found(value)}", _type_hint(path, value, expected)
 
 

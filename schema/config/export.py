@@ -1,7 +1,7 @@
 """The configuration as a JSON schema (draft 2020-12), for editors and other tools: `config.schema.json`.
 
-`python -m schema.config.export [FILE]` writes it; a test compares the file with the tree. What a schema can say
-(names, types, choices, bounds, defaults, descriptions) is in it; what sections must agree on stands in `rules`.
+`python -m schema.config.export [FILE]` writes it; a test compares the file with the tree. What a schema can
+say (names, types, choices, bounds, defaults, descriptions) is in it; what sections must agree on: `rules`.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,7 +10,12 @@ from typing import Any
 
 KeyPath = tuple[str | int, ...]
 
-_BARE_KEY = re.compile(r"^[A-Za-z0-9_-]+$")
+_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+
+
+def quote(text: str) -> str:
+    """A TOML string. JSON's escapes are TOML's, but TOML wants DEL escaped too."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def format_key(path: KeyPath) -> str:
@@ -19,9 +25,7 @@ def format_key(path: KeyPath) -> str:
         if isinstance(part, int):
             text += f"[{part}]"
         else:
-            name = (
-                part if _BARE_KEY.match(part) else '"' + part.replace("\\", "\\\\").replace('"', '\\"') + '"'
-            )
+            name = part if _BARE_KEY.fullmatch(part) else quote(part)
             text += f".{name}" if text else name
     return text
 

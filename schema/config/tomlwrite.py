@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
-from schema.config.problem import format_key
+from schema.config.problem import format_key, quote
 
 
 def dumps(table: Mapping[str, Any]) -> str:
@@ -34,8 +33,7 @@ def _value(value: Any) -> str:
     if isinstance(value, int | float):
         return repr(value)
     if isinstance(value, str):
-        # JSON's escapes are TOML's, but TOML wants DEL escaped too.
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        return quote(value)
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_value(item) for item in value) + "]"
     if isinstance(value, Mapping):

@@ -143,6 +143,7 @@ class TrainingConfig(Section):
     )
     timestamp: str = Field(
         default="",
+        pattern=r"^$|^[A-Za-z0-9][A-Za-z0-9._:-]*$",
         description="Name of the run's directory below output_dir. Empty: made from the time of start.",
     )
     async_tp_enabled: bool = Field(

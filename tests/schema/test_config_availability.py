@@ -1,0 +1,121 @@
+"""The table of what this build cannot do: every row refuses by name, and nothing neutral is refused."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+
+from schema.config import UNAVAILABLE, Config, check_available
+from schema.config.explain import all_fields
+from tests.schema.config_samples import GRPO, SFT, write
+
+# Defaults that a bare machine cannot honour: refused until the user writes what fits.
+DEFAULTS_REFUSED = {
+    "policy.parallelism.tp_size",
+    "train.compile",
+    "train.ckpt.save_mode",
+    "validation.enable",
+}
+
+EXAMPLES: dict[str, Any] = {
+    "logging.logger": ["console", "wandb"],
+    "policy.lora": {"r": 4},
+    "policy.trainable_map": {"lm_head": True},
+    "profiler.sub_profiler_config.rank_filter": [0],
+    "rollout.multi_turn_config.custom_chat_template_path": "template.jinja",
+    "rollout.parallelism.dp_shard_size": 2,
+    "rollout.quantization": "fp8",
+    "train.ckpt.hf_repo_name": "mine",
+    "train.ckpt.s3_bucket": "mine",
+    "train.ckpt.s3_prefix": "mine",
+    "train.ckpt.save_mode": "async",
+    "train.fa_version": 3,
+    "train.fp4.fp4_recipe": "delayed_scaling",
+    "train.fp4.quant_recipe": "tensorwise",
+    "train.fp8.fp8_recipe": "delayed_scaling",
+    "train.fp8.quant_recipe": "tensorwise",
+    "train.master_dtype": "float16",
+    "train.optm_name": "Muon",
+    "train.param_dtype": "float16",
+    "train.train_policy.aipo_rho": 2.0,
+    "train.train_policy.behav_imp_weight_cap": 5.0,
+    "train.train_policy.dataloader_prefetch_factor": 2,
+    "train.train_policy.min_filter_prefix_tokens": 8,
+    "train.train_policy.reference_reset_interval": 10,
+    "weight_sync.update_mode": "keep_kv",
+}
+
+
+def example(key: str) -> Any:
+    """A value that is not neutral."""
+    neutral = UNAVAILABLE[key].neutral[0]
+    if key in EXAMPLES:
+        return EXAMPLES[key]
+    return (not neutral) if isinstance(neutral, bool) else neutral + 2
+
+
+def config_with(key: str, value: Any) -> Config:
+    """A job in which the key means something, with the value written."""
+    data = deepcopy(SFT if key == "validation.enable" else GRPO)
+    if key.startswith("train.ckpt."):
+        write(data, ("train", "ckpt", "enable_checkpoint"), True)
+        write(data, ("train", "ckpt", "save_mode"), "sync")
+    if value is not None:
+        write(data, key.split("."), value)
+    return Config.model_validate(data)
+
+
+def test_rows_name_keys_of_the_schema() -> None:
+    keys = {".".join(path) for path in all_fields()}
+    assert UNAVAILABLE.keys() <= keys
+    assert EXAMPLES.keys() <= UNAVAILABLE.keys()
+
+
+@pytest.mark.parametrize("key", UNAVAILABLE)
+def test_what_is_not_built_is_refused_by_name(key: str) -> None:
+    (problem,) = check_available(config_with(key, example(key)))
+    assert problem.key == key
+    assert UNAVAILABLE[key].missing in problem.message
+    assert "this build cannot do" in problem.message
+    assert problem.hint == "leave it out" or problem.hint.startswith(f"write {key} = ")
+
+
+@pytest.mark.parametrize("key", UNAVAILABLE)
+def test_neutral_values_are_accepted(key: str) -> None:
+    for neutral in UNAVAILABLE[key].neutral:
+        assert check_available(config_with(key, neutral)) == []
+
+
+def test_only_the_known_defaults_are_refused() -> None:
+    refused = {problem.key for problem in check_available(Config())}
+    assert refused == {"policy.parallelism.tp_size", "train.compile"}
+    for key, row in UNAVAILABLE.items():
+        value: Any = Config()
+        for part in key.split("."):
+            value = getattr(value, part)
+        assert value in row.neutral or key in DEFAULTS_REFUSED, key
+
+
+def test_a_refused_default_says_so_and_what_to_write() -> None:
+    (problem,) = [found for found in check_available(Config()) if found.key == "policy.parallelism.tp_size"]
+    assert problem.message.endswith("which the default, 2, asks for")
+    assert problem.hint == "write policy.parallelism.tp_size = 1"
+
+
+def test_keys_without_meaning_in_this_job_are_not_looked_at() -> None:
+    data = deepcopy(SFT)
+    write(data, ("rollout", "parallelism", "cp_size"), 4)
+    assert check_available(Config.model_validate(data)) == []
+    data = deepcopy(GRPO)
+    write(data, ("train", "ckpt", "save_mode"), "async")
+    assert check_available(Config.model_validate(data)) == []
+
+
+def test_a_number_is_not_a_boolean() -> None:
+    data = deepcopy(GRPO)
+    write(data, ("train", "train_policy", "kl_beta"), 0.0)
+    assert check_available(Config.model_validate(data)) == []
+    write(data, ("train", "train_policy", "reference_reset_interval"), 1)
+    assert len(check_available(Config.model_validate(data))) == 1

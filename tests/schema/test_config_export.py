@@ -1,0 +1,101 @@
+"""The JSON schema: up to date, valid, and of one mind with the loader about single keys."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from schema.config import Config, check_config
+from schema.config.export import DIALECT, FILE_NAME, json_schema, schema_text
+from tests.schema.config_samples import GRPO, SFT, changed
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def validator() -> jsonschema.Draft202012Validator:
+    jsonschema.Draft202012Validator.check_schema(json_schema())
+    return jsonschema.Draft202012Validator(json_schema())
+
+
+def test_the_file_is_up_to_date() -> None:
+    assert (ROOT / FILE_NAME).read_text(encoding="utf-8") == schema_text(), (
+        "run python -m schema.config.export"
+    )
+
+
+def test_the_command_writes_it(tmp_path: Path) -> None:
+    subprocess.run(
+        [sys.executable, "-m", "schema.config.export", str(tmp_path / "x.json")],
+        check=True,
+        cwd=ROOT,
+        timeout=60,
+    )
+    assert json.loads((tmp_path / "x.json").read_text(encoding="utf-8")) == json_schema()
+
+
+def test_head() -> None:
+    schema = json_schema()
+    assert schema["$schema"] == DIALECT
+    assert schema["title"] == "cosmos-launch configuration"
+    assert schema["$defs"]["RolloutConfig"]["properties"]["backend"]["enum"] == ["vllm", "transformers"]
+
+
+@pytest.mark.parametrize("data", [{}, GRPO, SFT], ids=["empty", "grpo", "sft"])
+def test_sound_configurations_are_valid(
+    validator: jsonschema.Draft202012Validator, data: dict[str, Any]
+) -> None:
+    validator.validate(data)
+    validator.validate(Config.model_validate(data).to_dict())
+
+
+def test_the_resolved_configuration_of_everything_is_valid(
+    validator: jsonschema.Draft202012Validator,
+) -> None:
+    data = changed(
+        GRPO,
+        train__resume="x",
+        train__optm_lr=[1e-4],
+        train__optm_warmup_steps=0.1,
+        train__train_policy__dataset__test_size=3,
+        policy__lora={"target_modules": "all-linear", "init_lora_weights": "pissa_niter_4"},
+        custom={"a": {"b": [1, "x"]}},
+    )
+    validator.validate(Config.model_validate(data).to_dict())
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("train__epoch", 0),
+        ("train__epoch", "3"),
+        ("train__epoch", True),
+        ("train__epohc", 3),
+        ("train__param_dtype", "int8"),
+        ("train__optm_betas", [0.9]),
+        ("train__optm_lr", "1e-6"),
+        ("train__resume", 1),
+        ("train__train_policy__type", "ppo"),
+        ("train__train_policy__system_prompt", "only for sft"),
+        ("train__train_policy__reward_function", {"format": "1"}),
+        ("rollout__backend", "sglang"),
+        ("policy__parallelism__dp_shard_size", 0),
+        ("policy__lora", {"init_lora_weights": "magic"}),
+        ("redis__url", "localhost"),
+        ("custom", 3),
+        ("grpo", {}),
+    ],
+)
+def test_what_the_loader_refuses_in_one_key_the_schema_refuses(
+    validator: jsonschema.Draft202012Validator, key: str, value: Any
+) -> None:
+    data = changed(GRPO, **{key: value})
+    assert not validator.is_valid(data)
+    with pytest.raises(ValueError, match=r"\w"):
+        check_config(data)

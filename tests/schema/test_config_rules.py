@@ -1,0 +1,314 @@
+"""Each rule between sections: what it refuses, what it allows next to it, and the remedy that it names."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from schema.config import Config, ConfigError, Problem, check_config, check_rules, check_warnings
+from tests.schema.config_samples import GRPO, SFT, changed
+
+P = "train.train_policy"
+
+
+def problems(base: dict[str, Any] = GRPO, **values: Any) -> list[Problem]:
+    """What the rules alone say, whatever this build can do."""
+    return check_rules(Config.model_validate(changed(base, **values)))
+
+
+def only(base: dict[str, Any] = GRPO, **values: Any) -> Problem:
+    (problem,) = problems(base, **values)
+    return problem
+
+
+def test_the_samples_are_sound() -> None:
+    assert check_config(GRPO).is_grpo
+    assert not check_config(SFT).is_grpo
+
+
+def test_a_bare_configuration_names_what_it_needs() -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_config({})
+    assert {problem.key for problem in caught.value.problems} == {
+        f"{P}.dataset.name",
+        "policy.parallelism.tp_size",
+        "train.compile",
+    }
+
+
+@pytest.mark.parametrize(
+    ("batch", "replicas", "generation", "hint"),
+    [
+        (8, 1, 16, "train.train_batch_per_replica = 16, or rollout.n_generation = 8"),
+        (20, 1, 16, "train.train_batch_per_replica = 16 or 32, or rollout.n_generation = 20"),
+        (5, 2, 4, "train.train_batch_per_replica = 4 or 6, or rollout.n_generation = 5"),
+        (3, 3, 16, "train.train_batch_per_replica = 16, or rollout.n_generation = 9"),
+    ],
+)
+def test_batches_hold_whole_groups(batch: int, replicas: int, generation: int, hint: str) -> None:
+    values = {"policy__parallelism__n_init_replicas": replicas, "rollout__n_generation": generation}
+    problem = only(train__train_batch_per_replica=batch, **values)
+    assert problem.key == "train.train_batch_per_replica"
+    assert hint in problem.hint
+    for value in re.findall(r"train_batch_per_replica = (\d+)(?: or (\d+))?", problem.hint)[0]:
+        if value:
+            assert problems(train__train_batch_per_replica=int(value), **values) == []
+    (near,) = re.findall(r"n_generation = (\d+)", problem.hint)
+    values["rollout__n_generation"] = int(near)
+    assert problems(train__train_batch_per_replica=batch, **values) == []
+
+
+def test_supervised_batches_need_no_groups() -> None:
+    assert problems(SFT, train__train_batch_per_replica=7) == []
+
+
+def test_optimizer_steps_divide_the_batch() -> None:
+    values = {"train__train_batch_per_replica": 48, "train__train_policy__batch_size_per_optimize": 20}
+    problem = only(**values)
+    assert problem.key == f"{P}.batch_size_per_optimize"
+    assert problem.hint.endswith("= 16 or 24")
+    assert problems(**values | {"train__train_policy__batch_size_per_optimize": 24}) == []
+    too_many = only(**values | {"train__train_policy__batch_size_per_optimize": 64})
+    assert too_many.hint.endswith("= 48")
+
+
+def test_on_policy_alone_means_a_bound_of_zero() -> None:
+    config = check_config(changed(GRPO, train__train_policy__on_policy=True))
+    assert config.staleness_bound == 0
+    values = {"train__train_policy__on_policy": True, "train__train_policy__allowed_outdated_steps": 0}
+    assert problems(**values) == []
+    problem = only(**values | {"train__train_policy__allowed_outdated_steps": 4})
+    assert problem.key == f"{P}.on_policy"
+    assert "allowed_outdated_steps = 4" in problem.message
+    values = {"train__train_policy__on_policy": False, "train__train_policy__allowed_outdated_steps": 4}
+    assert problems(**values) == []
+
+
+@pytest.mark.parametrize(
+    ("interval", "bound", "sound"), [(1, 0, True), (3, 2, True), (3, 1, False), (6, 4, False)]
+)
+def test_publication_interval_fits_the_bound(interval: int, bound: int, sound: bool) -> None:
+    found = problems(train__sync_weight_interval=interval, train__train_policy__allowed_outdated_steps=bound)
+    assert [problem.key for problem in found] == ([] if sound else ["train.sync_weight_interval"])
+    if not sound:
+        assert f"allowed_outdated_steps = {interval - 1}" in found[0].hint
+        assert f"sync_weight_interval = {bound + 1}" in found[0].hint
+
+
+def test_on_policy_publishes_every_step() -> None:
+    problem = only(train__sync_weight_interval=2, train__train_policy__on_policy=True)
+    assert problem.key == "train.sync_weight_interval"
+
+
+def test_the_temperature_has_one_value() -> None:
+    one = {"train__train_policy__temperature": 0.7}
+    other = {"rollout__sampling_config__temperature": 0.8}
+    assert Config.model_validate(changed(GRPO, **one)).sampling_temperature == 0.7
+    assert Config.model_validate(changed(GRPO, **other)).sampling_temperature == 0.8
+    assert problems(**one) == problems(**other) == []
+    assert problems(**one, rollout__sampling_config__temperature=0.7) == []
+    problem = only(**one, **other)
+    assert problem.key == "rollout.sampling_config.temperature"
+    assert "train.train_policy.temperature = 0.7" in problem.message
+    assert only(**one, rollout__sampling_config__temperature=1.0).key == problem.key
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "neutral"),
+    [
+        ("top_p", 0.9, 1.0),
+        ("top_k", 20, 0),
+        ("top_k", 1, -1),
+        ("min_p", 0.1, 0.0),
+        ("repetition_penalty", 1.1, 1.0),
+        ("presence_penalty", 0.1, 0.0),
+        ("frequency_penalty", -0.1, 0.0),
+        ("min_tokens", 3, 0),
+        ("do_sample", False, True),
+        ("temperature", 0.0, 0.1),
+        ("extra", {"logit_bias": {"5": -100.0}}, {}),
+        ("extra", {"bad_words": ["x"]}, {"skip_special_tokens": False}),
+    ],
+)
+def test_training_samples_the_policy_itself(key: str, value: Any, neutral: Any) -> None:
+    name = f"rollout__sampling_config__{key}"
+    problem = only(rollout__backend="vllm", **{name: value})
+    assert problem.key.startswith(f"rollout.sampling_config.{key}")
+    assert problems(rollout__backend="vllm", **{name: neutral}) == []
+
+
+def test_the_remedy_for_greedy_training_names_the_written_key() -> None:
+    assert only(train__train_policy__temperature=0.0).key == f"{P}.temperature"
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"), [("stop", "write it as rollout.sampling_config.stop"), ("n", "leave it out")]
+)
+def test_extra_is_no_detour(name: str, hint: str) -> None:
+    problem = only(rollout__backend="vllm", rollout__sampling_config__extra={name: 2})
+    assert (problem.key, problem.hint) == (f"rollout.sampling_config.extra.{name}", hint)
+
+
+def test_engine_kwargs_are_no_detour() -> None:
+    problem = only(rollout__backend="vllm", rollout__engine_kwargs={"tensor_parallel_size": 2})
+    assert problem.hint == "write it as rollout.parallelism.tp_size"
+    assert problems(rollout__backend="vllm", rollout__engine_kwargs={"enable_prefix_caching": False}) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("parallelism__tp_size", 2),
+        ("enforce_eager", False),
+        ("gpu_memory_utilization", 0.5),
+        ("enable_chunked_prefill", True),
+        ("max_num_batched_tokens", 4096),
+        ("block_size", 16),
+        ("engine_kwargs", {"enable_prefix_caching": False}),
+        ("sampling_config__extra", {"skip_special_tokens": False}),
+    ],
+)
+def test_the_transformers_engine_refuses_what_it_lacks(key: str, value: Any) -> None:
+    problem = only(**{f"rollout__{key}": value})
+    assert problem.key.startswith("rollout." + key.replace("__", "."))
+    assert problems(rollout__backend="vllm", **{f"rollout__{key}": value}) == []
+
+
+def test_the_default_size_of_an_engine_is_refused_by_name() -> None:
+    data = changed(GRPO)
+    del data["rollout"]["parallelism"]
+    (problem,) = check_rules(Config.model_validate(data))
+    assert problem.key == "rollout.parallelism.tp_size"
+    assert "default of 2" in problem.message
+    assert problem.hint == "write rollout.parallelism.tp_size = 1"
+
+
+def test_a_replica_holds_a_whole_group() -> None:
+    problem = only(rollout__max_concurrent_samples=8)
+    assert problem.key == "rollout.max_concurrent_samples"
+    assert problems(rollout__max_concurrent_samples=16) == []
+
+
+def test_loss_options_belong_to_their_loss() -> None:
+    tokens = {"train__train_policy__unbiased_loss_max_tokens": 512}
+    assert only(**tokens).key == f"{P}.unbiased_loss_max_tokens"
+    assert problems(**tokens, train__train_policy__loss_type="seq-mean-token-mean") == []
+    gspo = {"train__train_policy__variant": "gspo"}
+    assert problems(**gspo) == []
+    assert only(**gspo, train__train_policy__loss_type="seq-mean-token-sum").key == f"{P}.loss_type"
+    assert only(**gspo, train__train_policy__lower_bound_ratio=2.0).key == f"{P}.lower_bound_ratio"
+
+
+def test_the_overlong_buffer_fits_into_a_response() -> None:
+    off = {"train__train_policy__overlong_reward__buffer_length": 4096}
+    assert problems(**off) == []
+    on = off | {"train__train_policy__overlong_reward__enable_overlong_penalty": True}
+    assert only(**on).key == f"{P}.overlong_reward.buffer_length"
+    assert problems(**on | {"train__train_policy__overlong_reward__buffer_length": 2048}) == []
+
+
+def test_a_response_leaves_room_for_a_prompt() -> None:
+    problem = only(rollout__max_response_length=4096)
+    assert problem.key == "rollout.max_response_length"
+    assert "policy.model_max_length = 4096" in problem.message
+    assert problems(rollout__max_response_length=4095) == []
+    assert "rollout.max_model_len" in only(rollout__max_model_len=2048).message
+    validated = {
+        "validation__enable": True,
+        "validation__dataset__name": "synthetic:addition",
+        "validation__max_response_length": 5000,
+    }
+    assert only(**validated).key == "validation.max_response_length"
+    assert problems(**validated | {"validation__enable": False}) == []
+
+
+@pytest.mark.parametrize("base", [GRPO, SFT], ids=["grpo", "sft"])
+def test_the_longest_sample_fits_into_a_micro_batch(base: dict[str, Any]) -> None:
+    problem = only(base, train__train_policy__max_token_len_per_mini_batch=4095)
+    assert problem.key == f"{P}.max_token_len_per_mini_batch"
+    assert problems(base, train__train_policy__max_token_len_per_mini_batch=4096) == []
+
+
+@pytest.mark.parametrize(
+    ("values", "key"),
+    [
+        ({"optm_warmup_steps": 20.0}, "optm_warmup_steps"),
+        ({"optm_warmup_steps": 1.0}, None),
+        (
+            {"optm_warmup_steps": 0.5, "optm_decay_ratio": 0.6, "optm_decay_type": "cosine"},
+            "optm_decay_ratio",
+        ),
+        ({"optm_decay_ratio": 0.4, "optm_decay_type": "wsd", "optm_min_lr_factor": 0.1}, None),
+        ({"optm_decay_type": "linear"}, "optm_decay_type"),
+        ({"optm_decay_type": "linear", "optm_decay_ratio": 0.0}, "optm_decay_type"),
+        ({"optm_decay_ratio": 0.4}, "optm_decay_ratio"),
+        ({"optm_decay_ratio": 0.4, "optm_decay_type": "none"}, "optm_decay_ratio"),
+        ({"optm_min_lr_factor": 0.1}, "optm_min_lr_factor"),
+        ({"optm_lr": [1e-4, 1e-5]}, "optm_lr"),
+        ({"optm_lr": []}, "optm_lr"),
+        ({"optm_lr": [1e-4], "optm_impl": ["foreach"]}, None),
+        ({"optm_impl": ["fused", "foreach"]}, "optm_impl"),
+    ],
+)
+def test_every_key_of_the_schedule_acts(values: dict[str, Any], key: str | None) -> None:
+    found = problems(**{f"train__{name}": value for name, value in values.items()})
+    assert [problem.key for problem in found] == ([f"train.{key}"] if key else [])
+
+
+def test_dropping_stragglers_needs_a_time() -> None:
+    assert only(controller__on_stale="drop").key == "controller.on_stale"
+    assert problems(controller__on_stale="drop", controller__straggler_timeout=30.0) == []
+    assert only(controller__straggler_timeout=30.0).key == "controller.straggler_timeout"
+
+
+@pytest.mark.parametrize("key", ["heartbeat_timeout", "lease_timeout"])
+def test_timeouts_outlive_a_heartbeat(key: str) -> None:
+    values = {"controller__heartbeat_interval": 20.0, "controller__heartbeat_timeout": 30.0}
+    assert problems(**values) == []
+    problem = only(**values | {f"controller__{key}": 20})
+    assert problem.key == f"controller.{key}"
+    assert problem.hint == f"write controller.{key} = 100.0 or more"
+
+
+def test_the_longest_wait_before_a_restart_is_the_longest() -> None:
+    assert only(launcher__restart_backoff=61.0).key == "launcher.restart_backoff_max"
+
+
+def test_warnings() -> None:
+    config = Config.model_validate(changed(GRPO, train__master_dtype="bfloat16"))
+    assert [problem.key for problem in check_warnings(config)] == [
+        "train.master_dtype",
+        "train.ckpt.enable_checkpoint",
+    ]
+    sound = changed(GRPO, train__ckpt__enable_checkpoint=True, train__ckpt__save_mode="sync")
+    assert check_warnings(check_config(sound)) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "fault"),
+    [
+        ("redis__url", "localhost:6379", "does not have the form"),
+        ("redis__key_prefix", "a:b", "does not have the form"),
+        ("controller__port", 65536, "at most 65535"),
+        ("controller__oversample", 0.9, "at least 1.0"),
+        ("train__train_policy__epsilon_low", 1.0, "less than 1.0"),
+        ("train__train_policy__epsilon_high", -0.1, "at least 0.0"),
+        ("train__train_policy__lower_bound_ratio", 1.0, "more than 1.0"),
+        ("train__train_policy__allowed_outdated_steps", -1, "at least 0"),
+        ("rollout__parallelism__n_init_replicas", 0, "at least 1"),
+        ("rollout__sampling_config__top_p", 0.0, "more than 0.0"),
+        ("rollout__engine_kwargs", {"a": [{"b": float("nan")}]}, "NaN and infinity"),
+    ],
+)
+def test_bounds_of_single_keys(key: str, value: Any, fault: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_config(changed(GRPO, **{key: value}))
+    assert [problem.key for problem in caught.value.problems] == [key.replace("__", ".")]
+    assert fault in caught.value.problems[0].message
+
+
+def test_redis_addresses() -> None:
+    for url in ("redis://host:6379/0", "rediss://host", "unix:///run/redis.sock", ""):
+        assert check_config(changed(GRPO, redis__url=url)).redis.url == url
