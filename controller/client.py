@@ -67,9 +67,15 @@ class _Base:
     def _timeout(self, call: Call[T]) -> httpx.Timeout:
         return httpx.Timeout(CALL_TIMEOUT + call.wait_s, connect=10.0)
 
-    def _arguments(self, call: Call[T]) -> dict[str, object]:
-        headers = {"content-type": call.content_type, **(call.headers or {})}
-        return {"params": call.params, "content": call.body, "headers": headers}
+    def _build(self, http: httpx.Client | httpx.AsyncClient, call: Call[T]) -> httpx.Request:
+        return http.build_request(
+            call.method,
+            call.path,
+            params=call.params,
+            content=call.body,
+            headers={"content-type": call.content_type, **(call.headers or {})},
+            timeout=self._timeout(call),
+        )
 
     def _read(self, call: Call[T], response: httpx.Response) -> T:
         if response.is_success:
@@ -123,9 +129,7 @@ class Client(_Base):
         pauses = self._pauses()
         while True:
             try:
-                response = self._http.request(
-                    call.method, call.path, timeout=self._timeout(call), **self._arguments(call)
-                )  # type: ignore[arg-type]
+                response = self._http.send(self._build(self._http, call))
                 if not _retryable(response):
                     return self._read(call, response)
                 cause = f"HTTP {response.status_code}"
@@ -164,9 +168,7 @@ class AsyncClient(_Base):
         pauses = self._pauses()
         while True:
             try:
-                response = await self._http.request(
-                    call.method, call.path, timeout=self._timeout(call), **self._arguments(call)
-                )  # type: ignore[arg-type]
+                response = await self._http.send(self._build(self._http, call))
                 if not _retryable(response):
                     return self._read(call, response)
                 cause = f"HTTP {response.status_code}"

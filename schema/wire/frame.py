@@ -104,7 +104,8 @@ def _check_contiguous(entries: Mapping[str, Entry], size: int) -> None:
 
 def encode_frame(tensors: Mapping[str, npt.NDArray[np.generic]], metadata: Mapping[str, str]) -> bytes:
     """Serialise arrays (made contiguous where needed) and string metadata."""
-    return _safetensors_save({k: np.ascontiguousarray(v) for k, v in tensors.items()}, dict(metadata))
+    arrays = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
+    return bytes(_safetensors_save(arrays, dict(metadata)))
 
 
 def decode_frame(data: bytes | memoryview) -> tuple[dict[str, npt.NDArray[np.generic]], dict[str, str]]:

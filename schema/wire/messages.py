@@ -312,7 +312,7 @@ class ValidationRecord(Message):
     version: int
     at: float
     samples: int
-    score_mean: float
+    score_mean: float | None = Field(description="Over the samples that have a score; null if none has.")
     rewards_mean: dict[str, float]
     response_tokens_mean: float
     errors: int = 0

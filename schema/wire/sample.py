@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -121,7 +121,7 @@ def decode_sample(data: bytes | memoryview) -> Sample:
     text = tensors.get("text")
     if text is not None and text.dtype != np.uint8:
         raise FrameError("sample tensor text must be a vector of uint8")
-    fields = {name: tensors[name] for name in expected}
+    fields: dict[str, Any] = {name: tensors[name] for name in expected}
     sample = Sample(
         header=header, text=None if text is None else text.tobytes().decode(errors="replace"), **fields
     )

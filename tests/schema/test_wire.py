@@ -1,0 +1,238 @@
+"""Frames, samples, batches and prepared data: exact round trips, and no input that breaks a reader."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schema.wire.batch import StepTable, decode_batch, encode_batch
+from schema.wire.frame import (
+    FrameError,
+    decode_frame,
+    encode_frame,
+    pack_bundle,
+    read_header,
+    unpack_bundle,
+)
+from schema.wire.prompts import PromptFile, PromptFileError, write_prompts
+from schema.wire.sample import Sample, SampleHeader, decode_sample, encode_sample, read_sample_header
+from schema.wire.seeds import sample_seed
+
+
+def make_sample(**header: Any) -> Sample:
+    fields: dict[str, Any] = {
+        "index": 1,
+        "prompt_tokens": 2,
+        "response_tokens": 3,
+        "total_tokens": 5,
+        "oldest_version": 4,
+        "newest_version": 6,
+        "finish_reason": "stop",
+        "rewards": {"right": 1.0},
+        "score": 1.0,
+    }
+    return Sample(
+        header=SampleHeader(**{**fields, **header}),
+        token_ids=np.arange(5, dtype=np.int32),
+        loss_mask=np.array([0, 0, 1, 1, 1], np.uint8),
+        logprobs=np.array([0, 0, -0.5, -1.0, -0.0], np.float32),
+        version_starts=np.array([0, 2, 4], np.int32),
+        version_values=np.array([-1, 4, 6], np.int32),
+    )
+
+
+def test_a_sample_survives_the_wire() -> None:
+    data = encode_sample(make_sample())
+    assert read_sample_header(data) == make_sample().header
+    sample = decode_sample(data)
+    assert sample.token_versions().tolist() == [-1, -1, 4, 4, 6]
+    assert sample.logprobs.tolist() == [0.0, 0.0, -0.5, -1.0, 0.0]
+    assert sample.text is None
+
+
+def test_text_travels_when_asked_for() -> None:
+    sample = make_sample()
+    sample.text = "drei ≠ 3 \N{SNOWMAN}"
+    assert decode_sample(encode_sample(sample)).text == sample.text
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("loss_mask", np.ones(4, np.uint8), "differ in length"),
+        ("loss_mask", np.array([0, 0, 1, 1, 2], np.uint8), "other than 0 and 1"),
+        ("logprobs", np.array([0, 0, np.nan, 0, 0], np.float32), "finite"),
+        ("logprobs", np.array([0, 0, 0.5, 0, 0], np.float32), "not above 0"),
+        ("version_values", np.array([-1, -1, 6], np.int32), "no weight version"),
+        ("version_values", np.array([-1, 4], np.int32), "differ in length"),
+        ("version_starts", np.array([0, 4, 2], np.int32), "must rise"),
+        ("version_starts", np.array([1, 2, 4], np.int32), "must rise"),
+        ("segment_starts", np.array([0, 5], np.int32), "must rise"),
+        ("version_values", np.array([-1, 3, 6], np.int32), "header claims"),
+    ],
+)
+def test_arrays_that_contradict_each_other_are_refused(name: str, value: Any, message: str) -> None:
+    sample = make_sample()
+    setattr(sample, name, value)
+    with pytest.raises(FrameError, match=message):
+        decode_sample(encode_sample(sample))
+
+
+def test_a_header_that_lies_is_refused() -> None:
+    with pytest.raises(FrameError, match="header claims"):
+        decode_sample(encode_sample(make_sample(response_tokens=2)))
+    with pytest.raises(FrameError, match="neither a score nor an error"):
+        decode_sample(encode_sample(make_sample(score=None)))
+
+
+def test_an_empty_sample_is_refused() -> None:
+    frame = encode_frame({}, {"sample": make_sample().header.model_dump_json()})
+    with pytest.raises(FrameError, match="token_ids"):
+        decode_sample(frame)
+
+
+@given(st.lists(st.binary(max_size=40), max_size=8), st.dictionaries(st.text(), st.text(), max_size=3))
+def test_bundles_return_what_was_packed(frames: list[bytes], metadata: dict[str, str]) -> None:
+    views, read = unpack_bundle(pack_bundle(frames, metadata))
+    assert [bytes(view) for view in views] == frames
+    assert read == metadata
+
+
+def test_a_bundle_is_plain_safetensors() -> None:
+    tensors, metadata = decode_frame(pack_bundle([b"abc", b"", b"de"], {"k": "v"}))
+    assert {name: array.tobytes() for name, array in tensors.items()} == {"0": b"abc", "1": b"", "2": b"de"}
+    assert metadata == {"k": "v"}
+
+
+@given(st.binary(max_size=300))
+def test_garbage_is_a_frame_error(data: bytes) -> None:
+    for read in (read_header, decode_frame, unpack_bundle, read_sample_header, decode_sample, decode_batch):
+        with pytest.raises(FrameError):
+            read(data)  # type: ignore[operator]
+
+
+@given(st.data())
+def test_damaged_frames_never_break_a_reader(data: st.DataObject) -> None:
+    frame = bytearray(encode_sample(make_sample()))
+    for _ in range(data.draw(st.integers(1, 4))):
+        frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
+    cut = bytes(frame[: data.draw(st.integers(0, len(frame)))])
+    for candidate in (bytes(frame), cut):
+        try:
+            decode_sample(candidate)
+        except FrameError:
+            continue
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    max_leaves=8,
+)
+
+
+@given(
+    st.dictionaries(st.sampled_from(["__metadata__", "0", "a"]), json_values, max_size=3),
+    st.binary(max_size=8),
+)
+def test_hostile_headers_are_frame_errors(header: dict[str, Any], body: bytes) -> None:
+    text = json.dumps(header).encode()
+    data = len(text).to_bytes(8, "little") + text + body
+    for read in (read_header, unpack_bundle, decode_frame):
+        try:
+            read(data)  # type: ignore[operator]
+        except FrameError:
+            continue
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"a": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]},
+         "b": {"dtype": "U8", "shape": [4], "data_offsets": [2, 6]}},
+        {"a": {"dtype": "U8", "shape": [4], "data_offsets": [2, 6]}},
+        {"a": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}},
+        {"a": {"dtype": "U8", "shape": [-1], "data_offsets": [0, 6]}},
+        {"a": {"dtype": "U8", "shape": [True], "data_offsets": [0, 6]}},
+        {"a": {"dtype": 8, "shape": [6], "data_offsets": [0, 6]}},
+        {"a": {"dtype": "U8", "shape": [6], "data_offsets": [0, 7]}},
+    ],
+)  # fmt: skip
+def test_entries_must_cover_the_body_exactly(entries: dict[str, Any]) -> None:
+    text = json.dumps(entries).encode()
+    with pytest.raises(FrameError):
+        read_header(len(text).to_bytes(8, "little") + text + b"123456")
+
+
+def make_table(**columns: Any) -> StepTable:
+    fields: dict[str, Any] = {
+        "step": 3, "timeline": 0, "policy_epoch": 1, "group_ids": ["e0-p0"], "group": [0, 0], "index": [0, 1],
+        "score": [1.0, None], "rewards": {"right": [1.0, None]}, "prompt_tokens": [2, 2],
+        "response_tokens": [3, 3], "total_tokens": [5, 5], "oldest_version": [2, 3], "newest_version": [3, 3],
+        "finish_reason": ["stop", "length"],
+    }  # fmt: skip
+    return StepTable(**{**fields, **columns})
+
+
+def test_a_batch_carries_its_table_and_frames() -> None:
+    table, frames = decode_batch(encode_batch(make_table(), [b"one", b"two"]))
+    assert table == make_table()
+    assert [bytes(frame) for frame in frames] == [b"one", b"two"]
+
+
+def test_tables_with_ragged_columns_or_unknown_groups_are_refused() -> None:
+    with pytest.raises(ValueError, match="differ in length"):
+        make_table(score=[1.0])
+    with pytest.raises(ValueError, match="not in the table"):
+        make_table(group=[0, 1])
+    with pytest.raises(FrameError, match="no table"):
+        decode_batch(pack_bundle([], {}))
+
+
+def test_prepared_rows_are_read_at_any_position(tmp_path: Path) -> None:
+    path = tmp_path / "data" / "train.safetensors"
+    rows = [{"prompt": "a"}, {"prompt": "ü", "answer": 5}, {}]
+    write_prompts(path, [[1, 2], [3], [4, 5, 6]], rows, [[0, 1], [1], [0, 0, 1]])
+    assert [entry.name for entry in path.parent.iterdir()] == ["train.safetensors"]
+    data = PromptFile(path)
+    assert len(data) == 3
+    assert data.lengths().tolist() == [2, 1, 3]
+    assert [data.token_ids(i).tolist() for i in (2, 0, 1)] == [[4, 5, 6], [1, 2], [3]]
+    assert [data.row(i) for i in range(3)] == rows
+    assert data.loss_mask(2).tolist() == [0, 0, 1]
+
+
+def test_prepared_data_says_what_is_wrong_with_it(tmp_path: Path) -> None:
+    path = tmp_path / "train.safetensors"
+    with pytest.raises(PromptFileError, match="cannot be read"):
+        PromptFile(path)
+    path.write_bytes(encode_frame({"x": np.zeros(1)}, {}))
+    with pytest.raises(PromptFileError, match="not prepared data"):
+        PromptFile(path)
+    write_prompts(path, [[1]], [{}])
+    with pytest.raises(PromptFileError, match="no loss mask"):
+        PromptFile(path).loss_mask(0)
+    with pytest.raises(ValueError, match="without tokens"):
+        write_prompts(path, [[]], [{}])
+    with pytest.raises(ValueError, match="differ in length"):
+        write_prompts(path, [[1]], [{}], [[1, 1]])
+
+
+def test_seeds_depend_on_what_is_sampled_alone() -> None:
+    seeds = {
+        sample_seed(job, kind, epoch, position, index)
+        for job in (0, 1)
+        for kind in ("train", "validation")
+        for epoch in (0, 1)
+        for position in range(10)
+        for index in range(8)
+    }
+    assert len(seeds) == 2 * 2 * 2 * 10 * 8
+    assert all(0 <= seed < 2**31 for seed in seeds)
+    assert sample_seed(7, "train", 0, 3, 1) == sample_seed(7, "train", 0, 3, 1)
