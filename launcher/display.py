@@ -1,0 +1,186 @@
+"""What a person sees of a running job: a pure function from a `View` to a panel (terminal) or a line (log).
+
+The terminal's panel is redrawn every second. A log gets one line of `key=value` at each change of step or phase, at
+most one in two seconds, and a sign of life every thirty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from schema.wire.messages import JobStatus, Phase
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.text import Text
+
+LINE_EVERY, SIGN_OF_LIFE = 2.0, 30.0
+BAR_WIDTH, SPARK_WIDTH = 30, 40
+_TICKS = "▁▂▃▄▅▆▇█"
+
+_PHASE_STYLE = {
+    Phase.TRAINING: "green", Phase.FINISHED: "bold green", Phase.FAILED: "bold red", Phase.PAUSED: "yellow",
+}  # fmt: skip
+
+
+@dataclass(slots=True)
+class View:
+    """Everything that is shown. `stage` is what the launcher is doing while there is no status yet."""
+
+    stage: str = "starting"
+    status: JobStatus | None = None
+    bound: int | None = None
+    rewards: list[float] = field(default_factory=list)
+    first_accuracy: float | None = None
+    processes: dict[str, str] = field(default_factory=dict)
+    log_dir: str = ""
+    elapsed: float = 0.0
+    reachable: bool = True
+    notice: str = ""
+
+
+def line(view: View) -> str:
+    """The view as one line of `key=value`, keys always in the same order; unknown values are left out."""
+    status = view.status
+    if status is None:
+        return f"phase=starting stage={view.stage.replace(' ', '_')} elapsed={view.elapsed:.0f}s"
+    accuracy = status.validation.score_mean if status.validation else None
+    values: list[tuple[str, str | None]] = [
+        ("phase", str(status.phase)),
+        ("step", f"{status.step}/{status.total_steps}"),
+        ("loss", _number(status.metrics.get("loss")) if status.mode == "sft" else None),
+        ("reward", _number(status.reward)),
+        ("held_out", _number(accuracy)),
+        ("staleness", _staleness(view)),
+        ("samples_per_s", f"{status.samples_per_s:.1f}"),
+        ("tokens_per_s", f"{status.tokens_per_s:.0f}"),
+        ("queue", str(status.queue_ready) if status.mode == "grpo" else None),
+        ("replicas", "+".join(f"{count}{role}" for role, count in sorted(status.replicas.items())) or "0"),
+        *((f"idle_{role}", f"{share:.0%}") for role, share in sorted(status.idle.items())),
+        ("eta", duration(status.eta_s) if status.eta_s is not None else None),
+        ("controller", None if view.reachable else "unreachable"),
+        ("notice", f'"{view.notice}"' if view.notice else None),
+        ("error", f'"{status.last_error}"' if status.last_error else None),
+    ]
+    return " ".join(f"{key}={value}" for key, value in values if value is not None)
+
+
+class LinePacer:
+    """Decides when a line is due: a pure function of the clock and of what was printed last."""
+
+    def __init__(self) -> None:
+        self._printed_at = float("-inf")
+        self._shown: tuple[object, ...] | None = None
+
+    def due(self, view: View, now: float) -> bool:
+        """Whether to print now; True counts as printed."""
+        status = view.status
+        key: tuple[object, ...] = (view.stage.partition(":")[0],)
+        if status is not None:
+            key = (status.phase, status.step, status.last_error, bool(view.notice))
+        age = now - self._printed_at
+        new_phase = self._shown is None or self._shown[0] != key[0]
+        if not (new_phase or (key != self._shown and age >= LINE_EVERY) or age >= SIGN_OF_LIFE):
+            return False
+        self._printed_at, self._shown = now, key
+        return True
+
+
+def panel(view: View) -> RenderableType:
+    """The view as a panel for the terminal."""
+    from rich.panel import Panel
+    from rich.table import Table
+    from rich.text import Text
+
+    status = view.status
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column()
+    for name, value in _rows(view):
+        grid.add_row(name, value)
+    title = Text("cosmos-launch") if status is None else Text(f"{status.name} · {status.job_id}")
+    style = "cyan" if status is None else _PHASE_STYLE.get(status.phase, "cyan")
+    subtitle = Text(f"{duration(view.elapsed)} · Ctrl-C stops in order")
+    return Panel(grid, title=title, subtitle=subtitle, border_style=style, padding=(0, 1))
+
+
+def _rows(view: View) -> list[tuple[str, Text]]:
+    from rich.text import Text
+
+    status = view.status
+    rows: list[tuple[str, Text]] = []
+    if status is None:
+        rows.append(("phase", Text(view.stage, style="cyan")))
+    else:
+        rows.append(("phase", Text(str(status.phase), style=_PHASE_STYLE.get(status.phase, "cyan"))))
+        rows += [(name, Text(value)) for name, value in _training_rows(view, status)]
+    for name, style, value in (
+        ("processes", "", "  ".join(f"{name} {state}" for name, state in view.processes.items())),
+        ("controller", "yellow", "" if view.reachable else "does not answer; the workers keep trying"),
+        ("now", "yellow", view.notice),
+        ("last error", "red", (status.last_error or "") if status else ""),
+        ("logs", "", view.log_dir),
+    ):
+        if value:
+            rows.append((name, Text(value, style=style)))
+    return rows
+
+
+def _training_rows(view: View, status: JobStatus) -> list[tuple[str, str]]:
+    eta = f"  {duration(status.eta_s)} left" if status.eta_s is not None else ""
+    filled = round(BAR_WIDTH * min(1.0, status.step / max(1, status.total_steps)))
+    bar = "━" * filled + "╌" * (BAR_WIDTH - filled)
+    rows = [("step", f"{bar} {status.step}/{status.total_steps}{eta}")]
+    if status.mode == "sft":
+        rows.append(("loss", _number(status.metrics.get("loss")) or "–"))
+    else:
+        rows.append(("reward", f"{_number(status.reward) or '–'}  {sparkline(view.rewards, SPARK_WIDTH)}"))
+    if status.validation:
+        before = "" if view.first_accuracy is None else f"  (before: {view.first_accuracy:.3f})"
+        held_out = f"{status.validation.score_mean:.3f} at version {status.validation.version}{before}"
+        rows.append(("held-out", held_out))
+    if status.mode == "grpo":
+        rows.append(("staleness", _staleness(view).replace("/", " · ") + "  (mean · max · bound)"))
+        rows.append(("queue", f"{status.queue_ready} ready, {status.outstanding} outstanding"))
+    rows.append(("speed", f"{status.samples_per_s:.1f} samples/s, {status.tokens_per_s:.0f} tokens/s"))
+    idle = ", ".join(f"{role} {share:.0%}" for role, share in sorted(status.idle.items()))
+    replicas = ", ".join(f"{count} {role}" for role, count in sorted(status.replicas.items())) or "none yet"
+    rows.append(("replicas", replicas + (f"  (idle: {idle})" if idle else "")))
+    return rows
+
+
+def _staleness(view: View) -> str:
+    status = view.status
+    if status is None or status.mode == "sft":
+        return "–/–/–"
+    mean = "–" if status.staleness_mean is None else f"{status.staleness_mean:.1f}"
+    return f"{mean}/{status.staleness_max}/{'–' if view.bound is None else view.bound}"
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """The course of a number as a row of blocks, averaged down to at most `width` of them."""
+    if not values:
+        return ""
+    size = max(1, -(-len(values) // width))
+    means = [sum(part) / len(part) for part in (values[i : i + size] for i in range(0, len(values), size))]
+    low, high = min(means), max(means)
+    scale = (len(_TICKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_TICKS[round((mean - low) * scale)] for mean in means)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people write them: 48s, 3m07s, 2h05m, 3d04h."""
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+
+
+def _number(value: float | None) -> str | None:
+    return None if value is None else f"{value:.3f}"

@@ -1,0 +1,443 @@
+"""The processes of one job, started in the order of their needs and ended in the reverse.
+
+    t = 0   redis ─────────────┐
+            data preparation ──┴─▶ controller ─▶ ready ─▶ watch ─▶ finished | failed | stopped
+            policy, rollout replicas: started at once, they import and load while the rest gets ready
+
+    end     workers ─▶ collect what the controller knows ─▶ controller ─▶ redis ─▶ summary.json
+
+`_drive` goes through the upper line. It is abandoned when a process makes the job impossible or somebody presses
+Ctrl-C; whatever the reason, `_finish` goes through the lower one. A second Ctrl-C kills.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from controller import api
+from controller.api import Call
+from controller.client import AsyncClient, ControllerError, ControllerLost, Unauthorized
+from launcher import placement, redis_server
+from launcher.display import View, duration
+from launcher.logs import tail
+from launcher.placement import ProcessSpec, Replica
+from launcher.redis_server import RedisServer
+from launcher.report import Collected, Result
+from launcher.restarts import EXIT_FAILED, EXIT_OK, Budget, EndJob, Role
+from launcher.rundir import RunDir, Tokens, base_environment, environment
+from launcher.screen import Screen
+from launcher.supervisor import Ending, Exit, Setting, Situation, Supervised, Supervisor
+from schema.config import Config
+from schema.wire.messages import TERMINAL_PHASES, JobStatus, Phase
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+POLL = 1.0
+"""Seconds between looks at the controller."""
+READY_POLL = 0.05
+"""Seconds between looks at a controller that is starting."""
+EXIT_PATIENCE = 3.0
+"""Seconds to reach the controller when a replica has died: leases expire without it too, only later."""
+LEFT_PATIENCE = 60.0
+"""Seconds to learn whether the job is over when a worker has left in order: a guess would restart it in vain."""
+HUNG_AFTER = 60.0
+"""Seconds without any answer after which a controller whose process lives is killed and restarted."""
+OVER = TERMINAL_PHASES | {Phase.FINISHING}
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Why the job ended. `blame` is a log file whose last lines explain it."""
+
+    name: Literal["finished", "failed", "stopped"]
+    exit_code: int
+    reason: str = ""
+    lines: tuple[str, ...] = ()
+    blame: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything that was decided before the first process starts."""
+
+    config: Config
+    run: RunDir
+    tokens: Tokens
+    url: str
+    port: int
+    redis: RedisServer
+    workers: list[Replica]
+    reuse_data: bool
+    env: Mapping[str, str]
+
+
+class Job:
+    """One start of `cosmos-launch`."""
+
+    def __init__(self, plan: Plan, screen: Screen) -> None:
+        self.plan, self.screen = plan, screen
+        config, run = plan.config, plan.run
+        self.view = View(bound=config.staleness_bound if config.is_grpo else None, log_dir=str(run.logs))
+        launcher = config.launcher
+        budget = Budget(launcher.max_restarts, launcher.restart_backoff, launcher.restart_backoff_max)
+        setting = Setting(run.logs, run.locks, launcher.shutdown_timeout, budget, self._environment)
+        self.supervisor = Supervisor(setting, self)
+        self.client = AsyncClient(plan.url, plan.tokens.user)
+        self._started = time.monotonic()
+        self._interrupts: asyncio.Queue[int] = asyncio.Queue()
+        self._controller_started = False
+
+    # ---- the whole ----------------------------------------------------------------------------------------
+
+    async def run(self) -> Result:
+        """Run the job to its end, whatever that is; leaves no process behind."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, self._interrupts.put_nowait, int(number))
+        ticker = asyncio.create_task(self._tick())
+        try:
+            outcome = await self._until_over()
+            collected = await self._unless_killed(outcome)
+        finally:
+            ticker.cancel()
+            await self.supervisor.kill_all()
+            await self.client.close()
+            self.screen.close()
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                loop.remove_signal_handler(number)
+        return self._result(outcome, collected)
+
+    async def _until_over(self) -> Outcome:
+        drive = asyncio.create_task(self._drive())
+        interrupt = asyncio.create_task(self._interrupts.get())
+        waits: set[asyncio.Future[Any]] = {drive, interrupt, self.supervisor.ended}
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        interrupt.cancel()
+        if drive.done():
+            try:
+                return drive.result()
+            except ControllerError as error:
+                return self._blame("controller", str(error))
+        drive.cancel()
+        if self.supervisor.ended.done():
+            return _blamed(self.supervisor.ended.result())
+        number = interrupt.result()
+        return Outcome("stopped", 128 + number, f"by {signal.Signals(number).name}")
+
+    async def _unless_killed(self, outcome: Outcome) -> Collected:
+        """End the job in order; the second Ctrl-C ends it at once."""
+        finish = asyncio.create_task(self._finish(outcome))
+        interrupt = asyncio.create_task(self._second_interrupt(already=outcome.exit_code > 128))
+        await asyncio.wait({finish, interrupt}, return_when=asyncio.FIRST_COMPLETED)
+        interrupt.cancel()
+        if finish.done():
+            return finish.result()
+        finish.cancel()
+        self.event("killing all processes")
+        await self.supervisor.kill_all()
+        return Collected(status=self.view.status)
+
+    async def _second_interrupt(self, already: bool) -> None:
+        if not already:
+            await self._interrupts.get()
+            self.event("the job is ending already; Ctrl-C again kills all processes at once")
+        await self._interrupts.get()
+
+    def _result(self, outcome: Outcome, collected: Collected) -> Result:
+        restarts = {name: kept.restarts.total for name, kept in self.supervisor.replicas.items()}
+        elapsed = time.monotonic() - self._started
+        path = self.plan.run.path
+        result = Result(outcome.exit_code, outcome.name, outcome.reason, path, elapsed, collected, restarts)
+        result.write()
+        if outcome.lines:
+            self.screen.write(f"last lines of {outcome.blame}:")
+            self.screen.write("\n".join(f"  │ {text}" for text in outcome.lines))
+        return result
+
+    # ---- start --------------------------------------------------------------------------------------------
+
+    async def _drive(self) -> Outcome:
+        plan, config = self.plan, self.plan.config
+        if plan.redis.replica is not None:
+            self.supervisor.launch(plan.redis.replica, after="controller", remove=plan.redis.directory)
+        data = (
+            None
+            if plan.reuse_data
+            else self.supervisor.launch(placement.data_preparation(str(plan.run.path)))
+        )
+        for replica in plan.workers:
+            self.supervisor.launch(replica)
+        if data is not None:
+            await self._prepare_data(data)
+        if plan.redis.replica is not None:
+            self.view.stage = "waiting for redis"
+            if not await redis_server.wait_ready(plan.redis.url, config.controller.start_timeout):
+                return self._blame("redis", "the embedded Valkey does not answer (controller.start_timeout)")
+        self.view.stage = "starting the controller"
+        self.supervisor.launch(
+            placement.controller(str(plan.run.path), config.controller.host, plan.port), after="workers"
+        )
+        self._controller_started = True
+        if not await self._controller_ready(config.controller.start_timeout):
+            return self._blame("controller", "the controller did not get ready (controller.start_timeout)")
+        self.view.stage = "waiting for replicas"
+        self._hint_join()
+        return await self._watch()
+
+    async def _prepare_data(self, data: Supervised) -> None:
+        """Wait for the preparation; a failure ends the job through the supervisor."""
+        log_file = self.plan.run.logs / "data.log"
+        while not data.done.is_set():
+            said = tail(log_file, 1)
+            self.view.stage = "preparing data" + (f": {said[0][:100]}" if said else "")
+            try:
+                await asyncio.wait_for(data.done.wait(), POLL / 2)
+            except TimeoutError:
+                continue
+        if data.last_exit is None or data.last_exit.code != EXIT_OK:
+            await asyncio.Future()  # `_until_over` sees the supervisor's verdict and abandons this
+
+    async def _controller_ready(self, timeout: float) -> bool:
+        # The client's own retries back off to seconds, which would be felt at every start.
+        give_up = time.monotonic() + timeout
+        while time.monotonic() < give_up:
+            try:
+                await self._ask(api.ready())
+            except ControllerLost:
+                await asyncio.sleep(READY_POLL)
+            else:
+                return True
+        return False
+
+    def _hint_join(self) -> None:
+        if self.plan.config.is_grpo:
+            token = self.plan.run.path / ".tokens" / "rollout"
+            self.event(
+                f"the controller listens at {self.plan.url}; another rollout replica joins with "
+                f'COSMOS_CONTROLLER_URL={self.plan.url} COSMOS_TOKEN="$(cat {token})" python -m rollout_worker'
+            )
+
+    def _environment(self, spec: ProcessSpec) -> dict[str, str]:
+        plan = self.plan
+        own = environment(spec.role, plan.tokens, plan.url, plan.redis.url, plan.redis.password)
+        return {**base_environment(plan.env), **spec.env, **own}
+
+    # ---- watch --------------------------------------------------------------------------------------------
+
+    async def _watch(self) -> Outcome:
+        """Follow the controller until it says that the job is over."""
+        missing = {replica.name for replica in self.plan.workers}
+        give_up = time.monotonic() + self.plan.config.controller.start_timeout
+        silent_since: float | None = None
+        while True:
+            try:
+                await self._look()
+                if missing:
+                    missing -= {replica.name for replica in await self._ask(api.replicas())}
+                silent_since = None
+            except Unauthorized:
+                raise
+            except ControllerError as error:
+                log.debug("no status: %s", error)
+                now = time.monotonic()
+                silent_since = silent_since or now
+                if now - silent_since > HUNG_AFTER and not await self._is_healthy():
+                    self.event(
+                        f"the controller has not answered for {now - silent_since:.0f} s: restarting it"
+                    )
+                    self.supervisor.kill("controller")
+                    silent_since = None
+            self.view.reachable = silent_since is None
+            outcome = self._judge()
+            if outcome is not None:
+                return outcome
+            if missing and time.monotonic() > give_up:
+                names, timeout = ", ".join(sorted(missing)), self.plan.config.controller.start_timeout
+                return self._blame(
+                    min(missing), f"{names} did not register within {timeout:g} s (controller.start_timeout)"
+                )
+            await asyncio.sleep(POLL)
+
+    async def _look(self) -> None:
+        status = await self._ask(api.job())
+        before, view = self.view.status, self.view
+        if status.reward is not None and (before is None or before.step != status.step):
+            view.rewards.append(status.reward)
+        if status.validation is not None and view.first_accuracy is None:
+            records = await self._ask(api.validations())
+            view.first_accuracy = records[0].score_mean if records else None
+        if before is not None and status.last_error and status.last_error != before.last_error:
+            self.event(f"error: {status.last_error}")
+        view.status = status
+
+    def _judge(self) -> Outcome | None:
+        status = self.view.status
+        if status is None or status.phase not in TERMINAL_PHASES:
+            return None
+        if status.phase is Phase.FINISHED:
+            return Outcome("finished", EXIT_OK)
+        if status.phase is Phase.STOPPED:
+            return Outcome("stopped", 128 + signal.SIGINT, "by `cosmos-launch stop` or the API")
+        return self._blame("controller", status.last_error or "the controller says that the job has failed")
+
+    async def _is_healthy(self) -> bool:
+        """Whether the controller's process answers at all (it may only miss Redis)."""
+        try:
+            await self._ask(Call("GET", "/healthz", lambda _: None))
+        except ControllerError:
+            return False
+        return True
+
+    def _blame(self, process: str, reason: str) -> Outcome:
+        """A failure that the end of a process's log explains."""
+        logs = self.plan.run.logs
+        log_file = next(iter(sorted(logs.glob(f"{process}*.log"))), logs / f"{process}.log")
+        return Outcome("failed", EXIT_FAILED, reason, tuple(tail(log_file)), log_file)
+
+    async def _ask(self, call: Call[T], patience: float = 0.0) -> T:
+        """Send one call; the patience of the shared client is that of this call."""
+        client = (
+            AsyncClient(self.plan.url, self.plan.tokens.user, patience=patience) if patience else self.client
+        )
+        try:
+            return await client.send(call)
+        finally:
+            if client is not self.client:
+                await client.close()
+
+    # ---- what the supervisor asks (Observer) --------------------------------------------------------------
+
+    def event(self, text: str) -> None:
+        self.screen.event(text)
+
+    async def exited(self, exit_: Exit) -> Situation:
+        """Tell the controller of a replica that went down, and learn whether the job still needs it."""
+        role, name = exit_.replica.role, exit_.replica.name
+        if role in (Role.POLICY, Role.ROLLOUT) and self._controller_started:
+            try:
+                reason = f"process ended with exit code {exit_.code}"
+                await self._ask(api.replica_exited(name, reason), EXIT_PATIENCE)
+            except ControllerError as error:
+                log.debug("the exit of %s could not be reported: %s", name, error)
+        status = await self._newest_status(LEFT_PATIENCE if exit_.code == EXIT_OK else EXIT_PATIENCE, role)
+        if status is None:
+            return Situation(over=False, needed=True)
+        return Situation(over=status.phase in TERMINAL_PHASES, needed=self._needed(exit_, status))
+
+    async def _newest_status(self, patience: float, role: Role) -> JobStatus | None:
+        if role not in (Role.POLICY, Role.ROLLOUT) or not self._controller_started:
+            return self.view.status
+        try:
+            self.view.status = await self._ask(api.job(), patience)
+        except ControllerError as error:
+            log.debug("no status: %s", error)
+        return self.view.status
+
+    def _needed(self, exit_: Exit, status: JobStatus) -> bool:
+        """Whether a replica that left with code 0 is missed."""
+        if exit_.replica.role is Role.POLICY:
+            return status.phase not in OVER and status.step < status.total_steps
+        if exit_.replica.role is Role.ROLLOUT:
+            others = [
+                kept
+                for kept in self.supervisor.running()
+                if kept.replica.role is Role.ROLLOUT and kept.replica.name != exit_.replica.name
+            ]
+            return not others and not status.replicas.get("rollout", 0)
+        return True
+
+    # ---- end ----------------------------------------------------------------------------------------------
+
+    async def _finish(self, outcome: Outcome) -> Collected:
+        workers = [name for name, kept in self.supervisor.replicas.items() if _is_worker(kept.replica.role)]
+        if outcome.name == "failed":
+            self.event(f"failed: {outcome.reason}")
+            await self._tell(api.fail(outcome.reason))
+        elif outcome.name == "stopped":
+            self.event(f"stopping ({outcome.reason}); Ctrl-C again kills all processes at once")
+            await self._tell(api.operate("stop"))
+        else:
+            self.view.notice = "finished; the workers are leaving"
+            await self.supervisor.wait(workers, self.plan.config.launcher.shutdown_timeout)
+        await self._stop(workers)
+        collected = await self._collect()
+        await self._stop(["controller"])
+        await self._stop(["redis"])
+        return collected
+
+    async def _tell(self, call: Call[JobStatus]) -> None:
+        if not self._controller_started:
+            return
+        try:
+            self.view.status = await self._ask(call, EXIT_PATIENCE)
+        except ControllerError as error:
+            log.debug("the controller could not be told: %s", error)
+
+    async def _stop(self, names: Iterable[str]) -> None:
+        chosen = [kept.replica.name for kept in self.supervisor.running(names)]
+        if not chosen:
+            return
+        grace = self.plan.config.launcher.shutdown_timeout
+        stopping = asyncio.create_task(self.supervisor.stop(chosen))
+        begun = time.monotonic()
+        try:
+            while not (await asyncio.wait({stopping}, timeout=POLL))[0]:
+                left = [kept.replica.name for kept in self.supervisor.running(chosen)]
+                remaining = max(0.0, grace - (time.monotonic() - begun))
+                self.view.notice = (
+                    f"waiting for {', '.join(left)}: {duration(remaining)} until they are killed; "
+                    "Ctrl-C kills them now"
+                )
+        finally:
+            stopping.cancel()
+            self.view.notice = ""
+
+    async def _collect(self) -> Collected:
+        """What the controller knows at the end; what it cannot say stays as it was last seen."""
+        found = Collected(status=self.view.status)
+        if not self._controller_started or not self.supervisor.running(["controller"]):
+            return found
+        patience = 3 * EXIT_PATIENCE
+        try:
+            found.status = await self._ask(api.job(), patience)
+            found.ledger = await self._ask(api.ledger())
+            found.steps = await self._ask(api.steps())
+            found.validations = await self._ask(api.validations())
+            found.replicas = await self._ask(api.replicas())
+        except ControllerError as error:
+            self.event(f"the summary is incomplete: {error}")
+        return found
+
+    async def _tick(self) -> None:
+        """Redraw once a second."""
+        while True:
+            self.view.elapsed = time.monotonic() - self._started
+            self.view.processes = {
+                name: _state(kept) for name, kept in self.supervisor.replicas.items() if name != "data"
+            }
+            self.screen.show(self.view)
+            await asyncio.sleep(POLL)
+
+
+def _is_worker(role: Role) -> bool:
+    return role in (Role.POLICY, Role.ROLLOUT, Role.DATA)
+
+
+def _state(kept: Supervised) -> str:
+    total = kept.restarts.total
+    return kept.state + (f" ({total} restarts)" if total else "")
+
+
+def _blamed(ending: Ending) -> Outcome:
+    verdict: EndJob = ending.verdict
+    exit_ = ending.exit
+    lines, blame = (exit_.lines, exit_.log_file) if exit_ else ((), None)
+    return Outcome("failed", verdict.exit_code, verdict.reason, lines, blame)

@@ -1,0 +1,289 @@
+"""The parent of one process of the job: nothing below it outlives it, and it does not outlive the launcher.
+
+    launcher ── keeper ── worker ── the worker's own children (engine cores, reward processes, …)
+
+    SIGTERM, launcher alive   pass it on; after `grace` seconds kill the whole tree
+    launcher dead (kill -9)   wait until the users of this process are gone (`after`), then the same
+    SIGINT                    kill the whole tree at once
+    worker ended              give its children a moment, kill what is left, exit with the worker's code
+    keeper killed             the worker is killed by the kernel (PR_SET_PDEATHSIG)
+
+It is a sub-reaper: a grandchild that lost its parent stays in this tree, even from a session of its own.
+`hold` is a lock file held (shared) for as long as the keeper lives; `after` is one that must be free first. So
+workers end before the controller, and the controller before Redis, without anybody left to conduct them.
+
+Run as a script with `python -I -S`, standard library only: it starts in 20 ms and stays at 10 MB.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import json
+import os
+import select
+import shutil
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+POLL = 1.0
+"""Seconds between looks at the parent, where the kernel cannot tell of its death."""
+LEFTOVER_GRACE = 2.0
+"""Seconds for the worker's children after its end: enough to notice a closed pipe and release shared memory."""
+KILL_TIMEOUT = 10.0
+"""Seconds to wait for killed processes: only one in an uninterruptible system call takes longer."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the launcher asks for; times are seconds."""
+
+    parent: int
+    grace: float
+    hold: str = ""
+    after: str = ""
+    remove: str = ""
+    cpus: tuple[int, ...] = ()
+
+    def to_json(self) -> str:
+        return json.dumps(self.__dict__)
+
+    @classmethod
+    def from_json(cls, text: str) -> Settings:
+        values = json.loads(text)
+        return cls(**{**values, "cpus": tuple(values.get("cpus", ()))})
+
+
+def prctl(option: int, value: int) -> None:
+    """Linux's prctl; elsewhere nothing happens and the polling of the parent has to do."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+def descendants(root: int) -> list[int]:
+    """All living processes below `root`, from /proc; empty where there is none."""
+    children: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc") if os.path.isdir("/proc") else []:
+        if entry.isdigit():
+            parent = _parent(int(entry))
+            if parent is not None:
+                children.setdefault(parent, []).append(int(entry))
+    found: list[int] = []
+    todo = [root]
+    while todo:
+        below = children.get(todo.pop(), [])
+        found += below
+        todo += below
+    return found
+
+
+def left_behind(keeper: int) -> list[int]:
+    """Living processes of a keeper that was killed: those of its session, or with its id in their environment.
+
+    Either may fail for one process (setsid; a program that overwrites its environment to set its title), both do
+    not in the programs that we start.
+    """
+    mark = f"COSMOS_PARENT_PID={keeper}".encode()
+    found = []
+    for entry in os.listdir("/proc") if os.path.isdir("/proc") else []:
+        if not entry.isdigit() or (stat := _stat(int(entry))) is None:
+            continue
+        try:
+            marked = mark in Path(f"/proc/{entry}/environ").read_bytes().split(b"\0")
+        except OSError:
+            marked = False
+        if marked or stat[3] == str(keeper):
+            found.append(int(entry))
+    return found
+
+
+def _parent(pid: int) -> int | None:
+    """The parent of a living process."""
+    stat = _stat(pid)
+    return None if stat is None else int(stat[1])
+
+
+def _stat(pid: int) -> list[str] | None:
+    """State, parent, group, session, … of a living process; None for one that is gone or a zombie."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else fields
+
+
+class Keeper:
+    """Runs one command until its end; see the module's picture."""
+
+    def __init__(self, settings: Settings, argv: list[str]) -> None:
+        self.settings, self.argv = settings, argv
+        self.worker = 0
+        self.exit_code: int | None = None
+        self._asked_to_end = self._asked_to_kill = False
+        self._held: int | None = None
+        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def run(self) -> int:
+        prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        prctl(PR_SET_CHILD_SUBREAPER, 1)
+        if self._orphaned():
+            return 0
+        self._held = self._open_lock(self.settings.hold, fcntl.LOCK_SH)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
+            signal.signal(number, self._on_signal)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        self.worker = self._spawn()
+        self._keep()
+        self._end_leftovers()
+        if self.settings.remove:
+            shutil.rmtree(self.settings.remove, ignore_errors=True)
+        assert self.exit_code is not None
+        return self.exit_code
+
+    def _orphaned(self) -> bool:
+        return os.getppid() != self.settings.parent
+
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        self._asked_to_end |= number == signal.SIGTERM
+        self._asked_to_kill |= number == signal.SIGINT
+
+    def _open_lock(self, path: str, kind: int) -> int | None:
+        if not path:
+            return None
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(handle, kind | fcntl.LOCK_NB)
+        except OSError:
+            os.close(handle)
+            return None
+        return handle
+
+    def _spawn(self) -> int:
+        keeper = os.getpid()
+        pid = os.fork()
+        if pid:
+            return pid
+        try:
+            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != keeper:
+                os._exit(1)
+            os.setpgid(0, 0)
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, signal.SIGHUP):
+                signal.signal(number, signal.SIG_DFL)
+            if self.settings.cpus and hasattr(os, "sched_setaffinity"):
+                os.sched_setaffinity(0, self.settings.cpus)
+            os.execvpe(self.argv[0], self.argv, {**os.environ, "COSMOS_PARENT_PID": str(keeper)})  # noqa: S606
+        except OSError as error:
+            say(f"cannot start {self.argv[0]}: {error.strerror}")
+        os._exit(127)
+
+    # ---- while the worker lives ---------------------------------------------------------------------------
+
+    def _keep(self) -> None:
+        """Wait for the worker's end, passing on what is asked."""
+        deadline: float | None = None
+        while not self._reap():
+            if self._orphaned():
+                self._asked_to_end = True
+            if self._asked_to_kill or (deadline is not None and time.monotonic() >= deadline):
+                if deadline is not None and not self._asked_to_kill:
+                    say(f"no orderly end within {self.settings.grace:g} s: killing it")
+                self._kill_tree()
+            elif self._asked_to_end and deadline is None:
+                if self._orphaned() and not self._users_gone():
+                    continue
+                self._signal(self.worker, signal.SIGTERM)
+                deadline = time.monotonic() + self.settings.grace
+            left = POLL if deadline is None else min(POLL, max(0.0, deadline - time.monotonic()))
+            self._sleep(left)
+
+    def _users_gone(self) -> bool:
+        """Wait, at most `grace` seconds, for the processes that use this one. False: ended or killed meanwhile."""
+        if not self.settings.after:
+            return True
+        give_up = time.monotonic() + self.settings.grace
+        while time.monotonic() < give_up:
+            lock = self._open_lock(self.settings.after, fcntl.LOCK_EX)
+            if lock is not None:
+                os.close(lock)
+                return True
+            self._sleep(0.05)
+            if self._asked_to_kill or self._reap():
+                return False
+        return True
+
+    def _sleep(self, seconds: float) -> None:
+        """Sleep, or wake early at a signal."""
+        if select.select([self._wake_read], [], [], seconds)[0]:
+            try:
+                os.read(self._wake_read, 4096)
+            except BlockingIOError:
+                return
+
+    def _reap(self) -> bool:
+        """Collect ended children, adopted ones too; True once the worker has ended."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                break
+            if pid == 0:
+                break
+            if pid == self.worker:
+                code = os.waitstatus_to_exitcode(status)
+                self.exit_code = 128 - code if code < 0 else code
+        return self.exit_code is not None
+
+    # ---- afterwards ---------------------------------------------------------------------------------------
+
+    def _end_leftovers(self) -> None:
+        give_up = time.monotonic() + (0.0 if self._asked_to_kill else LEFTOVER_GRACE)
+        while (left := descendants(os.getpid())) and time.monotonic() < give_up and not self._asked_to_kill:
+            self._sleep(0.02)
+            self._reap()
+        if left:
+            say(f"ending {len(left)} processes that {Path(self.argv[0]).name} left behind")
+            self._kill_tree()
+
+    def _kill_tree(self) -> None:
+        """SIGKILL to everything below, again until nothing is left: a process may fork while we look."""
+        give_up = time.monotonic() + KILL_TIMEOUT
+        while time.monotonic() < give_up:
+            if self.exit_code is None:
+                self._signal(-self.worker, signal.SIGKILL)
+                self._signal(self.worker, signal.SIGKILL)
+            found = descendants(os.getpid())
+            for pid in found:
+                self._signal(pid, signal.SIGKILL)
+            if self._reap() and not found:
+                return
+            self._sleep(0.01)
+
+    @staticmethod
+    def _signal(pid: int, number: int) -> None:
+        try:
+            os.kill(pid, number)
+        except (ProcessLookupError, PermissionError):
+            return
+
+
+def say(text: str) -> None:
+    """One line into the log of the process."""
+    sys.stderr.write(f"keeper: {text}\n")
+    sys.stderr.flush()
+
+
+def main() -> NoReturn:
+    """`keeper.py SETTINGS ARGV…`"""
+    sys.exit(Keeper(Settings.from_json(sys.argv[1]), sys.argv[2:]).run())
+
+
+if __name__ == "__main__":
+    main()

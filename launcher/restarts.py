@@ -1,0 +1,143 @@
+"""What to do when a process of the job has ended: a pure decision over plain values, no clock and no process.
+
+               ┌───────────── restart after back-off ◀─── any other end, budget left
+               ▼                                      │
+    spawn ─▶ running ─ exit ─▶ is the job over? ─ no ─┼─ exit 0 and not needed ──────▶ left
+                                     │ yes            ├─ exit 2, 3, 4: no use trying ─▶ the job ends
+                                     ▼                └─ budget used up ─────────────▶ the job ends
+                                   left
+
+The budget is per replica: `max_restarts` within one streak of failures. A replica that stayed up for
+`healthy_after` seconds begins a new streak, so a run of weeks is not ended by one crash a day.
+"""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+from enum import StrEnum
+
+HEALTHY_AFTER = 300.0
+"""Seconds up after which a replica counts as healthy: more than any engine needs to load and fail."""
+
+EXIT_OK, EXIT_FAILED, EXIT_CONFIG = 0, 1, 2
+EXIT_FENCED, EXIT_NO_CHECKPOINT = 3, 4
+
+
+class Role(StrEnum):
+    """What a process is for."""
+
+    DATA = "data"
+    REDIS = "redis"
+    CONTROLLER = "controller"
+    POLICY = "policy"
+    ROLLOUT = "rollout"
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How often and how fast one replica may be restarted; times are seconds."""
+
+    max_restarts: int
+    backoff: float
+    backoff_max: float
+    healthy_after: float = HEALTHY_AFTER
+
+    def delay(self, attempt: int) -> float:
+        """Seconds to wait before restart number `attempt` (from 1) of a streak: doubled each time, bounded."""
+        # The exponent is bounded too: beyond 2**60 seconds a float product could overflow.
+        return float(min(self.backoff * 2.0 ** min(attempt - 1, 60), self.backoff_max))
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """The process has left in order and is not started again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """Start it again after `delay` seconds; the `attempt`-th of `limit` in this streak."""
+
+    delay: float
+    attempt: int
+    limit: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class EndJob:
+    """The job cannot go on. `exit_code` is the launcher's own."""
+
+    exit_code: int
+    reason: str
+
+
+Verdict = Left | Restart | EndJob
+
+
+def describe_exit(code: int) -> str:
+    """An exit code in words; codes above 128 are signals, as in a shell."""
+    if code > 128:
+        try:
+            name = signal.Signals(code - 128).name
+        except ValueError:
+            return f"exit code {code}"
+        return f"killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+    return f"exit code {code}"
+
+
+class Restarts:
+    """The restart record of one replica."""
+
+    def __init__(self, name: str, role: Role, budget: Budget) -> None:
+        self.name, self.role, self.budget = name, role, budget
+        self.streak = 0
+        self.total = 0
+        self._started_at = 0.0
+
+    def started(self, now: float) -> None:
+        self._started_at = now
+
+    def exited(self, now: float, code: int, *, over: bool, needed: bool) -> Verdict:
+        """Decide after an exit.
+
+        over: the job has ended, or the process was told to end. needed: whether the job misses a process that
+        left with code 0 (a drained rollout replica is not missed while another one is there).
+        """
+        if over or (code == EXIT_OK and (not needed or self.role is Role.DATA)):
+            return Left()
+        final = self._final(code)
+        if final is not None:
+            return final
+        if now - self._started_at >= self.budget.healthy_after:
+            self.streak = 0
+        how = describe_exit(code) if code != EXIT_OK else "it left although the job still needs it"
+        limit = self.budget.max_restarts
+        if self.streak >= limit:
+            used = (
+                "launcher.max_restarts = 0 allows no restart"
+                if limit == 0
+                else f"all {limit} restarts are used up"
+            )
+            return EndJob(EXIT_FAILED, f"{self.name} ended ({how}) and {used}")
+        self.streak += 1
+        self.total += 1
+        return Restart(self.budget.delay(self.streak), self.streak, limit, how)
+
+    def _final(self, code: int) -> EndJob | None:
+        """The ends that a restart cannot help."""
+        if code == EXIT_CONFIG:
+            return EndJob(EXIT_CONFIG, f"{self.name} cannot work with this configuration (exit code 2)")
+        if self.role is Role.DATA:
+            return EndJob(EXIT_FAILED, f"the preparation of the data failed ({describe_exit(code)})")
+        if self.role is Role.CONTROLLER and code == EXIT_FENCED:
+            return EndJob(
+                EXIT_FAILED, "another controller has taken over this job in the same Redis (exit code 3)"
+            )
+        if self.role is Role.POLICY and code == EXIT_NO_CHECKPOINT:
+            return EndJob(
+                EXIT_FAILED,
+                f"{self.name} was lost after committed steps and there is no checkpoint to go back to (exit code 4); "
+                "train.ckpt.enable_checkpoint = true keeps a run alive through this",
+            )
+        return None

@@ -1,0 +1,130 @@
+"""`cosmos-launch --config run.toml`: from a file to a finished job.
+
+    load ─▶ preflight ─▶ run directory, lock, tokens ─▶ Job (launcher.job) ─▶ table, exit code
+
+Everything up to the run directory changes nothing and ends with exit code 2 if something is wrong.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from launcher import redis_server
+from launcher.machine import Machine, find_machine
+from launcher.placement import place
+from launcher.preflight import Findings, check_machine, check_redis
+from launcher.rundir import RunDir, Tokens, choose
+from schema.config import Config, ConfigError, check_warnings, load_config
+
+if TYPE_CHECKING:
+    from launcher.screen import Screen
+
+ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # noqa: S104 - where to reach such a listener
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A configuration that can run on this machine."""
+
+    config: Config
+    machine: Machine
+    findings: Findings
+
+
+def check(path: Path, overrides: Sequence[str], env: Mapping[str, str]) -> Checked:
+    """Load and check everything that can be checked before a process starts. Raises ConfigError."""
+    config = load_config(path, overrides)
+    machine = find_machine(env)
+    findings = check_machine(config, machine)
+    redis = check_redis(config, env)
+    findings.problems += redis.problems
+    findings.warnings += check_warnings(config) + redis.warnings
+    if findings.problems:
+        raise ConfigError(findings.problems)
+    return Checked(config, machine, findings)
+
+
+def plan_text(checked: Checked) -> str:
+    """The processes that would be started, for `--dry-run`."""
+    machine = checked.machine
+    lines = [f"machine: {machine.cores} cores, {len(machine.gpus)} GPUs"]
+    for replica in place(checked.config, machine):
+        for spec in replica.processes:
+            gpus = spec.env["CUDA_VISIBLE_DEVICES"] or "none"
+            module = spec.argv[spec.argv.index("-m") + 1]
+            lines.append(f"{spec.name}: {module}, GPUs {gpus}, CPU threads {spec.env['COSMOS_CPU_THREADS']}")
+    return "\n".join(lines)
+
+
+def launch(path: Path, overrides: Sequence[str], *, resume: bool, env: Mapping[str, str]) -> int:
+    """Run a job to its end and return the exit code. Raises ConfigError, LaunchError before anything starts."""
+    from launcher.screen import open_screen
+
+    checked = check(path, overrides, env)
+    wants_resume = resume or checked.config.train.resume is True
+    run, continued = choose(checked.config, wants_resume, time.time())
+    run.make()
+    run.lock()
+    screen = open_screen()
+    try:
+        for warning in checked.findings.warnings:
+            screen.event("warning: " + warning.render().replace("\n", " "))
+        if wants_resume and not continued:
+            screen.event(f"nothing to resume in {checked.config.train.output_dir}: starting afresh")
+        if continued:
+            run.wait_until_left(checked.config.launcher.shutdown_timeout)
+        screen.event(f"{'continuing' if continued else 'run directory'} {run.path}")
+        return _run(checked, run, continued, screen, env)
+    finally:
+        screen.close()
+        run.unlock()
+
+
+def _run(checked: Checked, run: RunDir, continued: bool, screen: Screen, env: Mapping[str, str]) -> int:
+    from launcher.job import Job, Plan
+    from launcher.report import Result
+    from launcher.supervisor import free_port
+
+    config = checked.config
+    before = run.written_config()
+    written = run.write_config(config)
+    tokens = Tokens.fresh()
+    run.write_tokens(tokens)
+    host = ANY_ADDRESS.get(config.controller.host, config.controller.host)
+    port = config.controller.port or free_port(host)
+    plan = Plan(
+        config=config,
+        run=run,
+        tokens=tokens,
+        url=f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}",
+        port=port,
+        redis=redis_server.named(config.redis, env) or redis_server.embedded(run.redis),
+        workers=place(config, checked.machine),
+        reuse_data=continued and _same_data(before, written, run),
+        env=env,
+    )
+
+    async def main() -> Result:
+        return await Job(plan, screen).run()
+
+    result = asyncio.run(main())
+    screen.table(result.summary())
+    if result.outcome != "finished":
+        screen.write("The same command with --resume goes on from here.")
+    return result.exit_code
+
+
+def _same_data(before: Mapping[str, Any] | None, now: Mapping[str, Any], run: RunDir) -> bool:
+    """Whether the data that an earlier start prepared can be used again: nothing but the resumption differs."""
+    if before is None or not (run.path / "data" / "train.safetensors").exists():
+        return False
+
+    def relevant(data: Mapping[str, Any]) -> dict[str, Any]:
+        return {**data, "train": {**data["train"], "resume": None}, "controller": None, "launcher": None}
+
+    return relevant(before) == relevant(now)

@@ -1,0 +1,246 @@
+"""The directory of one run: made, found again, locked, and given its secrets.
+
+    <output_dir>/<timestamp>/
+        config.json, config.toml   what the run does (no secrets)
+        logs/<process>.log         one per process, appended to
+        .tokens/user, rollout      0600, in a directory of 0700
+        .locks/<role>.lock         held by the living processes of a role (see launcher.keeper)
+        .locks/launcher.lock       held by the launcher: the run is alive
+        redis/, data/, weights/, checkpoints/, final/, controller.json, summary.json
+
+A run is alive iff its launcher's lock is held. Processes that outlive a killed launcher for some seconds hold
+their role's lock: whoever resumes the run waits for them.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from launcher.errors import LaunchError
+from launcher.paths import resolved
+from launcher.restarts import Role
+from schema.config import Config
+from schema.config.tomlwrite import dumps
+
+LEAVING_POLL = 0.1
+LOCK_PATIENCE = 0.5
+"""Seconds: somebody who only looks whether the run is alive holds the lock for a moment."""
+LOCKED_ROLES = ("workers", "controller", "redis")
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """One bearer token per role of the API."""
+
+    user: str
+    rollout: str
+    policy: str
+
+    @classmethod
+    def fresh(cls) -> Self:
+        return cls(*(secrets.token_urlsafe(32) for _ in range(3)))
+
+
+class RunDir:
+    """Paths and secrets of one run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.logs, self.locks, self.redis = path / "logs", path / ".locks", path / "redis"
+        self.config_json, self.summary_json = path / "config.json", path / "summary.json"
+        self.controller_json = path / "controller.json"
+        self._lock: int | None = None
+
+    def make(self) -> None:
+        """Make the folders. Raises LaunchError where that is not possible."""
+        try:
+            for folder in (self.logs, self.path / "data", self.path / "weights", self.path / "checkpoints"):
+                folder.mkdir(parents=True, exist_ok=True)
+            for folder in (self.locks, self.redis, self.path / ".tokens"):
+                folder.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise LaunchError(
+                f"train.output_dir: {self.path} cannot be made: {error.strerror}",
+                "choose a directory that you may write to",
+            ) from None
+
+    def write_config(self, config: Config) -> dict[str, Any]:
+        """Write config.json and config.toml, and return what they hold."""
+        data = resolved(config)
+        data["train"]["output_dir"], data["train"]["timestamp"] = str(self.path.parent), self.path.name
+        write_text(self.config_json, json.dumps(data, indent=2, ensure_ascii=False) + "\n")
+        # As a starting point for another run: under a name of its own, and not as a resumed one.
+        again = {**data, "train": {**data["train"], "timestamp": "", "resume": False}}
+        write_text(self.path / "config.toml", dumps(again))
+        return data
+
+    def written_config(self) -> dict[str, Any] | None:
+        """config.json of an earlier start, or None."""
+        return read_json(self.config_json)
+
+    def write_tokens(self, tokens: Tokens) -> None:
+        """Leave the tokens that people need: `user` to look and operate, `rollout` to join a replica by hand."""
+        for name in ("user", "rollout"):
+            write_text(self.path / ".tokens" / name, getattr(tokens, name), mode=0o600)
+
+    def read_token(self, name: str = "user") -> str | None:
+        try:
+            return (self.path / ".tokens" / name).read_text().strip()
+        except OSError:
+            return None
+
+    # ---- alive or not -------------------------------------------------------------------------------------
+
+    def is_alive(self) -> bool:
+        """Whether a launcher runs in this directory."""
+        return not _is_free(self.locks / "launcher.lock")
+
+    def lock(self) -> None:
+        """Take the launcher's lock for the life of this process. Raises LaunchError if the run is alive."""
+        handle = os.open(self.locks / "launcher.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        give_up = time.monotonic() + LOCK_PATIENCE
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                if time.monotonic() < give_up:
+                    time.sleep(LEAVING_POLL)
+                    continue
+                os.close(handle)
+                raise already_running(self.path) from None
+            self._lock = handle
+            return
+
+    def unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def wait_until_left(self, timeout: float) -> None:
+        """Wait for processes of an earlier, killed launcher. Raises LaunchError if they do not leave."""
+        give_up = time.monotonic() + timeout
+        while held := [role for role in LOCKED_ROLES if not _is_free(self.locks / f"{role}.lock")]:
+            if time.monotonic() >= give_up:
+                raise LaunchError(
+                    f"processes of an earlier start of {self.path} still run ({', '.join(held)})",
+                    "wait for them, or end the processes named `keeper.py` that name this directory",
+                )
+            time.sleep(LEAVING_POLL)
+
+
+def already_running(path: Path) -> LaunchError:
+    return LaunchError(
+        f"a job runs in {path} already",
+        f"`cosmos-launch status {path}` shows it, `cosmos-launch stop {path}` ends it",
+    )
+
+
+def choose(config: Config, resume: bool, now: float) -> tuple[RunDir, bool]:
+    """The directory for this start, and whether it continues an earlier run.
+
+    Resuming takes the directory of `train.timestamp`, else the newest run of `train.output_dir`; where there is
+    none the run starts afresh. Raises LaunchError if a new run would mix with an old one.
+    """
+    root = Path(os.path.abspath(os.path.expanduser(config.train.output_dir)))
+    name = config.train.timestamp
+    if resume:
+        found = RunDir(root / name) if name else newest(root)
+        if found is not None and found.config_json.is_file():
+            return found, True
+    if name:
+        run = RunDir(root / name)
+        if run.is_alive():
+            raise already_running(run.path)
+        if run.config_json.exists():
+            raise LaunchError(
+                f"train.timestamp: {run.path} holds a run already",
+                "continue it with --resume, or leave train.timestamp out to start another one",
+            )
+        return run, False
+    stamp = time.strftime("%Y%m%d%H%M%S", time.localtime(now))
+    path, count = root / stamp, 1
+    while path.exists():
+        path, count = root / f"{stamp}-{count}", count + 1
+    return RunDir(path), False
+
+
+def newest(root: Path) -> RunDir | None:
+    """The run below `root` that was started last."""
+    try:
+        runs = [path for path in root.iterdir() if (path / "config.json").is_file()]
+    except OSError:
+        return None
+    return RunDir(max(runs, key=lambda path: (path / "config.json").stat().st_mtime)) if runs else None
+
+
+def environment(role: Role, tokens: Tokens, url: str, redis_url: str, password: str) -> dict[str, str]:
+    """The secrets and addresses that a role gets: its own and no other."""
+    if role is Role.CONTROLLER:
+        env = {
+            f"COSMOS_TOKEN_{name.upper()}": getattr(tokens, name) for name in ("user", "rollout", "policy")
+        }
+        env["COSMOS_REDIS_URL"] = redis_url
+        return {**env, "COSMOS_REDIS_PASSWORD": password} if password else env
+    if role in (Role.ROLLOUT, Role.POLICY):
+        return {"COSMOS_CONTROLLER_URL": url, "COSMOS_TOKEN": getattr(tokens, str(role))}
+    return {}
+
+
+def base_environment(env: Mapping[str, str]) -> dict[str, str]:
+    """The user's environment for every process, without the secrets and addresses of jobs."""
+    private = (
+        "COSMOS_TOKEN",
+        "COSMOS_REDIS_",
+        "COSMOS_CONTROLLER_URL",
+        "COSMOS_REPLICA_NAME",
+        "COSMOS_PARENT_PID",
+    )
+    kept = {key: value for key, value in env.items() if not key.startswith(private)}
+    root = Path(__file__).resolve().parent.parent
+    if (
+        root / "pyproject.toml"
+    ).exists():  # run from a source tree: -P keeps the current directory off the path
+        kept["PYTHONPATH"] = os.pathsep.join([str(root), *filter(None, [kept.get("PYTHONPATH")])])
+    return {**kept, "PYTHONUNBUFFERED": "1"}
+
+
+def write_text(path: Path, text: str, mode: int = 0o644) -> None:
+    """Write beside and rename: a reader never sees half a file."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    with os.fdopen(
+        os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w", encoding="utf-8"
+    ) as file:
+        file.write(text)
+    os.replace(beside, path)
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """A JSON object from a file; None if there is none or it is damaged."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return data if isinstance(data, dict) else None
+
+
+def _is_free(path: Path) -> bool:
+    """Whether nobody holds a lock file."""
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return True
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    finally:
+        os.close(handle)
+    return True

@@ -1,0 +1,96 @@
+"""Where the launcher writes: a live panel on a terminal, plain lines otherwise. Events stand above the panel."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from launcher.display import LinePacer, View, line, panel
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from rich.console import Console
+    from rich.live import Live
+
+
+class Screen:
+    """Plain lines on standard output; the base of the terminal's screen."""
+
+    def event(self, text: str) -> None:
+        """Something happened: one line with the time."""
+        self.write(f"{time.strftime('%H:%M:%S')} {text}")
+
+    def write(self, text: str) -> None:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+
+    def show(self, view: View) -> None:
+        """Show the newest view, if it is time."""
+
+    def table(self, summary: Mapping[str, Any]) -> None:
+        """Print the final table."""
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+
+
+class PlainScreen(Screen):
+    """For logs, pipes and CI."""
+
+    def __init__(self) -> None:
+        self._pacer = LinePacer()
+
+    def show(self, view: View) -> None:
+        if self._pacer.due(view, time.monotonic()):
+            self.write(line(view))
+
+    def table(self, summary: Mapping[str, Any]) -> None:
+        from launcher.report import rows
+
+        found = rows(summary)
+        width = max(len(name) for name, _ in found)
+        self.write("\n".join(f"  {name:<{width}}  {value}" for name, value in found))
+
+
+class TerminalScreen(Screen):
+    """A panel that is redrawn in place."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live: Live | None = None
+
+    def write(self, text: str) -> None:
+        from rich.text import Text
+
+        self._console.print(Text(text))
+
+    def show(self, view: View) -> None:
+        from rich.live import Live
+
+        if self._live is None:
+            self._live = Live(panel(view), console=self._console, auto_refresh=False)
+            self._live.start()
+        self._live.update(panel(view), refresh=True)
+
+    def table(self, summary: Mapping[str, Any]) -> None:
+        from launcher.report import table
+
+        self.close()
+        self._console.print(table(summary))
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+
+def open_screen() -> Screen:
+    """The screen that fits standard output."""
+    if not sys.stdout.isatty():
+        return PlainScreen()
+    from rich.console import Console
+
+    console = Console()
+    return TerminalScreen(console) if console.is_terminal and not console.is_dumb_terminal else PlainScreen()
