@@ -1,0 +1,36 @@
+"""The rules of the house: who may import whom, and what stays light."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(*argv: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+
+
+def test_import_rules_hold() -> None:
+    linter = Path(sys.executable).with_name("lint-imports")
+    result = run(str(linter), "--no-cache")
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize(
+    "module", ["schema.config", "schema.wire.messages", "controller.app", "controller.client", "launcher.cli"]
+)
+def test_light_packages_stay_torch_free(module: str) -> None:
+    code = f"import sys, {module}; heavy = {{'torch', 'transformers', 'vllm'}} & set(sys.modules); sys.exit(', '.join(heavy))"
+    result = run(sys.executable, "-c", code)
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_schema_needs_no_server_libraries() -> None:
+    code = "import sys, schema.config; sys.exit(', '.join({'fastapi', 'redis', 'httpx'} & set(sys.modules)))"
+    result = run(sys.executable, "-c", code)
+    assert result.returncode == 0, result.stderr
