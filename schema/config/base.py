@@ -60,6 +60,8 @@ class Section(BaseModel):
         strict=True,
         allow_inf_nan=False,
         protected_namespaces=(),
+        # Validators are built at first use: one for the whole tree instead of one more at each import.
+        defer_build=True,
     )
 
 

@@ -253,7 +253,7 @@ def _wrong_choice(path: KeyPath, value: Any, choices: tuple[str, ...], expected:
     expected = expected or " or ".join(f'"{choice}"' for choice in choices)
     message = f"expected {expected}, got {found(value)}"
     key = format_key(path)
-    if (key, value) in _NOT_BUILT:
+    if isinstance(value, str) and (key, value) in _NOT_BUILT:
         return f'"{value}" is not available', _NOT_BUILT[key, value]
     close = closest(value, choices) if isinstance(value, str) else None
     return message, f'did you mean "{close}"?' if close else _meaning(path)

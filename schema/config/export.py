@@ -31,15 +31,13 @@ def schema_text() -> str:
 
 
 def _tidy(node: Any) -> None:
-    """Leave out what repeats other parts: titles made from names, and the defaults of whole sections."""
+    """Leave out the titles that are made from names: they say nothing that the names do not."""
     if isinstance(node, list):
         for item in node:
             _tidy(item)
     elif isinstance(node, dict):
         for field in node.get("properties", {}).values():
             field.pop("title", None)
-            if "$ref" in field or "oneOf" in field:
-                field.pop("default", None)
         for value in node.values():
             _tidy(value)
 

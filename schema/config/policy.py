@@ -68,7 +68,7 @@ class PolicyConfig(Section):
     """`[policy]`: the model that is trained and how one replica is sharded."""
 
     parallelism: ParallelismConfig = Field(
-        default=ParallelismConfig(), description="Replicas and their mesh."
+        default_factory=ParallelismConfig, description="Replicas and their mesh."
     )
     model_name_or_path: NonEmptyStr = Field(
         default="Qwen/Qwen2.5-VL-7B-Instruct",

@@ -31,5 +31,5 @@ class ProfilerConfig(Section):
     enable_profiler: bool = Field(default=False, description="Whether the torch profiler is available.")
     enable_nsys: bool = Field(default=False, description="Whether workers run under Nsight Systems.")
     sub_profiler_config: SubProfilerConfig = Field(
-        default=SubProfilerConfig(), description="What is recorded and when."
+        default_factory=SubProfilerConfig, description="What is recorded and when."
     )

@@ -79,7 +79,7 @@ class RolloutConfig(Section):
     """`[rollout]`: the inference engine, its size and its limits."""
 
     parallelism: RolloutParallelismConfig = Field(
-        default=RolloutParallelismConfig(), description="Replicas and their size."
+        default_factory=RolloutParallelismConfig, description="Replicas and their size."
     )
     backend: Literal["vllm", "transformers"] = Field(
         default="vllm",
@@ -106,10 +106,12 @@ class RolloutConfig(Section):
     seed: int | None = Field(
         default=None, ge=0, lt=2**32, description="Seed of the engine. Unset: the seed of the job."
     )
-    sampling_config: SamplingConfig = Field(default=SamplingConfig(), description="How tokens are drawn.")
+    sampling_config: SamplingConfig = Field(
+        default_factory=SamplingConfig, description="How tokens are drawn."
+    )
     vllm_use_flashinfer: bool = Field(default=False, description="vLLM: use flashinfer's attention.")
     multi_turn_config: MultiTurnRolloutConfig = Field(
-        default=MultiTurnRolloutConfig(), description="Conversations of several turns."
+        default_factory=MultiTurnRolloutConfig, description="Conversations of several turns."
     )
     max_num_seqs: int | None = Field(
         default=None, ge=1, description="Sequences that the engine runs at once. Unset: the engine's default."

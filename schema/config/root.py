@@ -35,17 +35,21 @@ DEFAULT_SEED = 42
 class Config(Section):
     """A job: what `cosmos-launch --config run.toml` reads."""
 
-    train: TrainingConfig = Field(default=TrainingConfig(), description="Training.")
-    policy: PolicyConfig = Field(default=PolicyConfig(), description="The model that is trained.")
-    rollout: RolloutConfig = Field(default=RolloutConfig(), description="Generation of answers.")
-    validation: ValidationConfig = Field(default=ValidationConfig(), description="Scoring on held-out data.")
-    reward: RewardConfig = Field(default=RewardConfig(), description="How reward functions run.")
-    controller: ControllerConfig = Field(default=ControllerConfig(), description="The controller.")
-    redis: RedisConfig = Field(default=RedisConfig(), description="The store of the controller's state.")
-    weight_sync: WeightSyncConfig = Field(default=WeightSyncConfig(), description="How weights travel.")
-    launcher: LauncherConfig = Field(default=LauncherConfig(), description="How processes are run.")
-    logging: LoggingConfig = Field(default=LoggingConfig(), description="Where metrics go.")
-    profiler: ProfilerConfig = Field(default=ProfilerConfig(), description="Traces of the trainer.")
+    train: TrainingConfig = Field(default_factory=TrainingConfig, description="Training.")
+    policy: PolicyConfig = Field(default_factory=PolicyConfig, description="The model that is trained.")
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig, description="Generation of answers.")
+    validation: ValidationConfig = Field(
+        default_factory=ValidationConfig, description="Scoring on held-out data."
+    )
+    reward: RewardConfig = Field(default_factory=RewardConfig, description="How reward functions run.")
+    controller: ControllerConfig = Field(default_factory=ControllerConfig, description="The controller.")
+    redis: RedisConfig = Field(
+        default_factory=RedisConfig, description="The store of the controller's state."
+    )
+    weight_sync: WeightSyncConfig = Field(default_factory=WeightSyncConfig, description="How weights travel.")
+    launcher: LauncherConfig = Field(default_factory=LauncherConfig, description="How processes are run.")
+    logging: LoggingConfig = Field(default_factory=LoggingConfig, description="Where metrics go.")
+    profiler: ProfilerConfig = Field(default_factory=ProfilerConfig, description="Traces of the trainer.")
     custom: CustomConfig = Field(
         default={}, description="Your own keys, handed to every user hook as they are."
     )

@@ -70,7 +70,7 @@ class FP4Config(Section):
 class TrainingConfig(Section):
     """`[train]`: optimizer, precision, checkpoints and length of the run."""
 
-    train_policy: TrainPolicy = Field(default=GrpoConfig(), description="The algorithm and its data.")
+    train_policy: TrainPolicy = Field(default_factory=GrpoConfig, description="The algorithm and its data.")
     optm_name: Literal["AdamW", "Adam", "Muon"] = Field(default="AdamW", description="Optimizer.")
     optm_lr: LearningRate | list[LearningRate] = Field(
         default=1e-6, description="Peak learning rate; a list gives one for each optimizer."
@@ -128,9 +128,9 @@ class TrainingConfig(Section):
         description="Samples per training step of one policy replica. train_batch_per_replica * "
         "policy.parallelism.n_init_replicas / rollout.n_generation groups make a step and must be whole.",
     )
-    fp8: FP8Config = Field(default=FP8Config(), description="fp8 training.")
-    fp4: FP4Config = Field(default=FP4Config(), description="fp4 training.")
-    ckpt: CheckpointConfig = Field(default=CheckpointConfig(), description="Checkpoints.")
+    fp8: FP8Config = Field(default_factory=FP8Config, description="fp8 training.")
+    fp4: FP4Config = Field(default_factory=FP4Config, description="fp4 training.")
+    ckpt: CheckpointConfig = Field(default_factory=CheckpointConfig, description="Checkpoints.")
     resume: bool | str = Field(
         default=False,
         description="true: resume from the newest complete checkpoint of output_dir; a path: from that "

@@ -78,7 +78,7 @@ class OverlongRewardConfig(Section):
 class _DataloaderConfig(Section):
     """Keys that every algorithm shares."""
 
-    dataset: DatasetConfig = Field(default=DatasetConfig(), description="The training data.")
+    dataset: DatasetConfig = Field(default_factory=DatasetConfig, description="The training data.")
     dataloader_shuffle: bool = Field(
         default=True,
         description="Whether each epoch is shuffled (seeded); false keeps the order of the dataset.",
@@ -177,7 +177,7 @@ class GrpoConfig(_DataloaderConfig):
         "the group's rewards; false divides.",
     )
     overlong_reward: OverlongRewardConfig = Field(
-        default=OverlongRewardConfig(), description="Penalty on answers that are too long."
+        default_factory=OverlongRewardConfig, description="Penalty on answers that are too long."
     )
     kl_beta: float = Field(
         default=0.0,

@@ -18,7 +18,7 @@ class ValidationConfig(Section):
         default=None, ge=1, description="Prompts per validation lease. Unset: as in training."
     )
     dataset: DatasetConfig = Field(
-        default=DatasetConfig(),
+        default_factory=DatasetConfig,
         description="The held-out data. Empty name: the rows held out by "
         "train.train_policy.dataset.test_size.",
     )

@@ -213,6 +213,7 @@ def test_unknown_algorithm(tmp_path: Path) -> None:
     assert problem.hint == 'did you mean "sft"?'
     assert problem.line == 8
     assert only(tmp_path, text(policy="type = 3")).message.endswith("got the integer 3")
+    assert only(tmp_path, text(policy="type = []")).message.endswith("got a list")
     assert only(
         tmp_path, "train = {train_policy = 3, compile = false}\n[policy]\nparallelism.tp_size = 1"
     ).key == ("train.train_policy")
