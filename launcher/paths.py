@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from schema.config import BUILTIN_REWARDS, Config, local_path
 
@@ -43,9 +44,13 @@ def resolved(config: Config) -> dict[str, Any]:
 
 def without_password(url: str) -> str:
     """A Redis address that may be written to a file: user and password left out."""
-    scheme, mark, rest = url.partition("://")
-    authority, slash, path = rest.partition("/")
-    return scheme + mark + authority.rpartition("@")[2] + slash + path
+    if not url:
+        return url
+    parts = urlsplit(url)
+    query = [(key, value) for key, value in parse_qsl(parts.query) if key not in ("username", "password")]
+    host = parts.netloc.rpartition("@")[2]
+    shown = f"{parts.scheme}://{host}{parts.path}"
+    return f"{shown}?{urlencode(query)}" if query else shown
 
 
 def _source(name: str) -> str:

@@ -7,7 +7,6 @@ in the run's, which may be deep. The append-only file is in the run's directory:
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import os
 import platform
@@ -100,6 +99,8 @@ def _short_directory() -> str:
 
 async def wait_ready(url: str, timeout: float) -> bool:
     """Wait until a server on a unix socket answers PING (it first loads its append-only file)."""
+    import asyncio  # 60 ms that `validate`, which looks for the binary, need not spend
+
     give_up = asyncio.get_running_loop().time() + timeout
     while asyncio.get_running_loop().time() < give_up:
         try:

@@ -227,7 +227,7 @@ class Supervisor:
         finally:
             for task in waits:
                 task.cancel()
-        _sweep(process for process in supervised.processes.values() if (process.returncode or 0) < 0)
+        await _sweep(process for process in supervised.processes.values() if (process.returncode or 0) < 0)
         code = 128 - code if code < 0 else code
         log_file = self._log_path(culprit)
         lines = tuple(tail(log_file, since=supervised.offsets[culprit.name]))
@@ -290,14 +290,17 @@ class Supervisor:
             self.end(EndJob(1, f"the launcher could not {task.get_name()}: {type(error).__name__}: {error}"))
 
 
-def _sweep(killed_keepers: Iterable[asyncio.subprocess.Process]) -> None:
+async def _sweep(killed_keepers: Iterable[asyncio.subprocess.Process]) -> None:
     """Kill what a killed keeper could not: its process is killed by the kernel, the children of that one are not."""
     for process in killed_keepers:
-        for pid in keeper.left_behind(process.pid):
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
+        give_up = time.monotonic() + KEEPER_MARGIN
+        while (left := keeper.left_behind(process.pid)) and time.monotonic() < give_up:
+            for pid in left:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+            await asyncio.sleep(0.01)
 
 
 async def _wait_all(chosen: list[Supervised], seconds: float) -> None:

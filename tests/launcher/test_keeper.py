@@ -1,0 +1,166 @@
+"""The keeper with real processes: what dies when, and in which order."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launcher import keeper
+from launcher.keeper import Settings
+from tests.launcher.processes import ON_TERM, PYTHON, STUBBORN, WITH_GRANDCHILD, alive, eventually, pids
+
+KEEPER = (sys.executable, "-I", "-S", keeper.__file__)
+
+
+def keep(script: str, **settings: object) -> subprocess.Popen[str]:
+    values = {"parent": os.getpid(), "grace": 10.0, **settings}
+    argv = [*KEEPER, Settings(**values).to_json(), *PYTHON, script]  # type: ignore[arg-type]
+    return subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, 4, 77])
+def test_the_exit_code_is_the_workers(code: int):
+    assert keep(f"raise SystemExit({code})").wait(20) == code
+
+
+def test_a_signal_becomes_128_plus_its_number():
+    assert keep("import os; os.kill(os.getpid(), 11)").wait(20) == 128 + signal.SIGSEGV
+
+
+def test_a_missing_program_is_named():
+    settings = Settings(parent=os.getpid(), grace=1.0).to_json()
+    run = subprocess.run(
+        [*KEEPER, settings, "/no/such/program"], capture_output=True, text=True, timeout=20, check=False
+    )
+    assert run.returncode == 127
+    assert "/no/such/program: No such file" in run.stderr
+
+
+def test_sigterm_is_passed_on(tmp_path: Path):
+    ready, left = tmp_path / "ready", tmp_path / "left"
+    process = keep(ON_TERM.format(ready=str(ready), body=f"open({str(left)!r}, 'w')"))
+    pids(ready)
+    process.terminate()
+    assert process.wait(20) == 0
+    assert left.exists()
+
+
+def test_a_worker_that_does_not_leave_is_killed_after_the_grace(tmp_path: Path):
+    ready = tmp_path / "ready"
+    process = keep(STUBBORN.format(ready=str(ready)), grace=0.2)
+    (worker,) = pids(ready)
+    process.terminate()
+    assert process.wait(20) == 128 + signal.SIGKILL
+    assert not alive(worker)
+    assert "no orderly end within 0.2 s" in process.stderr.read()  # type: ignore[union-attr]
+
+
+def test_sigint_kills_the_whole_tree_at_once(tmp_path: Path):
+    ready = tmp_path / "ready"
+    process = keep(WITH_GRANDCHILD.format(ready=str(ready), then="time.sleep(600)"), grace=600.0)
+    worker, grandchild = pids(ready)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(20) == 128 + signal.SIGKILL
+    assert not alive(worker)
+    assert not alive(grandchild)
+
+
+def test_what_a_worker_leaves_behind_is_ended(tmp_path: Path):
+    ready = tmp_path / "ready"
+    process = keep(WITH_GRANDCHILD.format(ready=str(ready), then="raise SystemExit(3)"))
+    _, grandchild = pids(ready)
+    assert process.wait(20) == 3
+    assert not alive(grandchild)
+
+
+def test_a_killed_keeper_takes_its_worker_along_and_its_orphans_can_be_found(tmp_path: Path):
+    ready = tmp_path / "ready"
+    process = keep(WITH_GRANDCHILD.format(ready=str(ready), then="time.sleep(600)"))
+    worker, grandchild = pids(ready)
+    process.kill()
+    process.wait(20)
+    eventually(lambda: not alive(worker), "the worker died with its keeper")
+    assert alive(grandchild), "it has a session of its own, nobody told it"
+    assert keeper.left_behind(process.pid) == [grandchild]
+    os.kill(grandchild, signal.SIGKILL)
+    eventually(lambda: not alive(grandchild), "killed")
+
+
+PARENT = """
+import json, os, subprocess, sys, time
+keepers = []
+for settings, *argv in json.loads(sys.argv[1]):
+    settings["parent"] = os.getpid()
+    command = [sys.executable, "-I", "-S", {keeper!r}, json.dumps(settings), *argv]
+    keepers.append(subprocess.Popen(command, start_new_session=True))
+open({ready!r}, "w").write(" ".join(str(process.pid) for process in keepers))
+time.sleep(600)
+"""
+
+
+def start_parent(tmp_path: Path, commands: list[list[object]]) -> subprocess.Popen[bytes]:
+    import json
+
+    script = PARENT.format(keeper=keeper.__file__, ready=str(tmp_path / "parent"))
+    return subprocess.Popen([*PYTHON, script, json.dumps(commands)])
+
+
+def test_when_the_launcher_is_killed_all_leave_in_order(tmp_path: Path):
+    """Workers first, then the controller, then Redis: each holds its lock while it takes its time to leave."""
+    order = tmp_path / "order"
+
+    def command(name: str, pause: float, **locks: str) -> list[object]:
+        body = f"time.sleep({pause}); open({str(order)!r}, 'a').write({name + ' '!r})"
+        script = ON_TERM.format(ready=str(tmp_path / name), body=body)
+        paths = {key: str(tmp_path / f"{value}.lock") for key, value in locks.items()}
+        return [{"parent": 0, "grace": 15.0, **paths}, *PYTHON, script]
+
+    parent = start_parent(
+        tmp_path,
+        [
+            command("redis", 0.0, hold="redis", after="controller"),
+            command("controller", 0.1, hold="controller", after="workers"),
+            command("slow", 0.5, hold="workers"),
+            command("quick", 0.2, hold="workers"),
+        ],
+    )
+    keepers = pids(tmp_path / "parent")
+    workers = [pids(tmp_path / name)[0] for name in ("redis", "controller", "slow", "quick")]
+    parent.kill()
+    parent.wait(20)
+    eventually(lambda: not any(alive(pid) for pid in keepers + workers), "all have left")
+    assert order.read_text().split() == ["quick", "slow", "controller", "redis"]
+
+
+def test_when_the_launcher_is_killed_the_stubborn_are_killed(tmp_path: Path):
+    script = STUBBORN.format(ready=str(tmp_path / "worker"))
+    parent = start_parent(tmp_path, [[{"parent": 0, "grace": 0.2}, *PYTHON, script]])
+    keepers, workers = pids(tmp_path / "parent"), pids(tmp_path / "worker")
+    parent.kill()
+    parent.wait(20)
+    eventually(lambda: not any(alive(pid) for pid in keepers + workers), "killed after the grace")
+
+
+def test_a_keeper_whose_launcher_is_gone_already_starts_nothing(tmp_path: Path):
+    process = keep(f"open({str(tmp_path / 'started')!r}, 'w')", parent=1_234_567)
+    assert process.wait(20) == 0
+    assert not (tmp_path / "started").exists()
+
+
+def test_the_worker_knows_its_keeper_and_the_directory_is_removed(tmp_path: Path):
+    private = tmp_path / "private"
+    private.mkdir()
+    (private / "socket").touch()
+    script = "import os; raise SystemExit(int(os.environ['COSMOS_PARENT_PID']) != os.getppid())"
+    assert keep(script, remove=str(private)).wait(20) == 0
+    assert not private.exists()
+
+
+def test_settings_travel_whole():
+    settings = Settings(parent=7, grace=1.5, hold="/a", after="/b", remove="/c", cpus=(1, 3))
+    assert Settings.from_json(settings.to_json()) == settings

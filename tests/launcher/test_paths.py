@@ -1,0 +1,79 @@
+"""Configurations with absolute paths."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from launcher.paths import resolved, without_password
+from schema.config import Config, check_config
+from tests.launcher.samples import config
+
+
+def test_relative_paths_become_absolute_and_names_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    job = config(
+        train={
+            "output_dir": "out/../runs",
+            "resume": "ckpt/7",
+            "train_policy": {
+                "dataset": {"name": "train.jsonl"},
+                "reward_function": {"boxed_math": 1.0, "my/reward.py:score": 0.5},
+                "filter_reward_metric": ["my/reward.py:score"],
+            },
+        },
+        policy={"model_name_or_path": "model"},
+        validation={"dataset": {"name": "owner/name"}, "reward_function": "my/reward.py:score"},
+        weight_sync={"store": "shared"},
+    )
+    data = resolved(job)
+    policy = data["train"]["train_policy"]
+    assert data["train"]["output_dir"] == f"{tmp_path}/runs"
+    assert data["train"]["resume"] == f"{tmp_path}/ckpt/7"
+    assert data["policy"]["model_name_or_path"] == f"{tmp_path}/model"
+    assert policy["dataset"]["name"] == f"{tmp_path}/train.jsonl"
+    assert policy["reward_function"] == {"boxed_math": 1.0, f"{tmp_path}/my/reward.py:score": 0.5}
+    assert policy["filter_reward_metric"] == [f"{tmp_path}/my/reward.py:score"]
+    assert data["validation"]["dataset"]["name"] == "owner/name"
+    assert data["validation"]["reward_function"] == f"{tmp_path}/my/reward.py:score"
+    assert data["weight_sync"]["store"] == f"{tmp_path}/shared"
+
+
+def test_what_is_no_path_stays():
+    data = resolved(config(policy={"model_name_or_path": "Qwen/Qwen3-0.6B"}))
+    assert data["policy"]["model_name_or_path"] == "Qwen/Qwen3-0.6B"
+    assert data["train"]["train_policy"]["dataset"]["name"] == "synthetic:addition"
+    assert data["weight_sync"]["store"] == ""
+    assert data["train"]["resume"] is False
+
+
+def test_the_result_is_a_sound_configuration_and_stable():
+    job = config(train={"train_policy": {"reward_function": "boxed_math"}})
+    once = resolved(job)
+    assert resolved(Config.model_validate(once)) == once
+    assert check_config(once).train.output_dir == os.path.abspath("outputs")
+
+
+def test_supervised_training_has_fewer_paths():
+    data = resolved(config(train={"train_policy": {"type": "sft"}, "output_dir": "~/runs"}))
+    assert data["train"]["output_dir"] == os.path.expanduser("~/runs")
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("", ""),
+        ("redis://host:6379/0", "redis://host:6379/0"),
+        ("redis://:secret@host:6379/0", "redis://host:6379/0"),
+        ("rediss://user:p@ss@host", "rediss://host"),
+        ("unix:///run/redis.sock", "unix:///run/redis.sock"),
+        ("unix://user:secret@/run/redis.sock", "unix:///run/redis.sock"),
+        ("redis://host?password=secret&db=2", "redis://host?db=2"),
+        ("unix:///run/redis.sock?username=u&password=secret", "unix:///run/redis.sock"),
+    ],
+)
+def test_passwords_are_not_written_down(url: str, shown: str):
+    assert without_password(url) == shown

@@ -1,0 +1,146 @@
+"""What is checked of the machine before anything starts."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from launcher.machine import Machine, count_cores, find_machine, has_module
+from launcher.preflight import check_machine, check_redis, missing_packages
+from schema.config import Config
+from tests.launcher.samples import config
+
+
+def job(tmp_path: Path, **sections: object) -> Config:
+    return config(**{"train": {"output_dir": str(tmp_path)}, **sections})  # type: ignore[arg-type]
+
+
+def keys(problems: list) -> list[str]:
+    return [problem.key for problem in problems]
+
+
+def test_a_sound_job_has_no_findings(tmp_path: Path):
+    found = check_machine(job(tmp_path), Machine(cores=2))
+    assert (found.problems, found.warnings) == ([], [])
+    assert check_redis(job(tmp_path), {}).problems == []
+
+
+def test_a_port_in_use_is_named(tmp_path: Path):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        (problem,) = check_machine(job(tmp_path, controller={"port": port}), Machine(2)).problems
+    assert problem.key == "controller.port"
+    assert f"port {port} on 127.0.0.1 is in use" in problem.message
+    assert "0 for any free one" in problem.hint
+    assert check_machine(job(tmp_path, controller={"port": port}), Machine(2)).problems == []
+
+
+@pytest.mark.parametrize("host", ["203.0.113.7", "no-such-host.invalid"])
+def test_a_foreign_or_unknown_address_is_named(tmp_path: Path, host: str):
+    (problem,) = check_machine(job(tmp_path, controller={"host": host}), Machine(2)).problems
+    assert problem.key == "controller.host"
+    assert host in problem.message
+
+
+def test_missing_packages_come_with_the_extra_that_brings_them():
+    problems = missing_packages(config(rollout={"backend": "vllm"}), lambda name: False)
+    text = "\n".join(problem.render() for problem in problems)
+    assert "cosmos-launch[policy]" in text
+    assert "rollout.backend: vllm is not installed" in text
+    assert 'rollout.backend = "transformers"' in text
+    assert missing_packages(config(rollout={"backend": "vllm"}), lambda name: True) == []
+
+
+def test_only_what_the_job_uses_is_asked_for():
+    def without(*names: str):
+        return lambda name: name not in names
+
+    assert missing_packages(config(), without("vllm", "math_verify")) == []
+    boxed = config(train={"train_policy": {"reward_function": "boxed_math"}})
+    assert "math_verify" in missing_packages(boxed, without("math_verify"))[0].message
+    supervised = config(train={"train_policy": {"type": "sft"}}, rollout={"backend": "vllm"})
+    assert missing_packages(supervised, without("vllm", "math_verify")) == []
+
+
+def test_too_few_gpus(tmp_path: Path):
+    wide = job(tmp_path, policy={"parallelism": {"dp_shard_size": 4}})
+    (problem,) = check_machine(wide, Machine(8, ("0", "1"))).problems
+    assert problem.key == "rollout.parallelism"
+    assert "needs 5 GPUs" in problem.message
+    assert "CUDA_VISIBLE_DEVICES" in problem.hint
+
+
+def test_a_shared_or_unused_gpu_is_a_warning(tmp_path: Path):
+    (shared,) = check_machine(job(tmp_path), Machine(8, ("0",))).warnings
+    assert shared.key == "rollout.gpu_memory_utilization"
+    assert "80%" in shared.message
+    (unused,) = check_machine(job(tmp_path), Machine(8, (), unused_gpus=2)).warnings
+    assert "without CUDA" in unused.message
+
+
+def test_output_below_a_file_is_refused(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    (problem,) = check_machine(job(tmp_path / "file" / "out"), Machine(2)).problems
+    assert problem.key == "train.output_dir"
+    assert "is not a directory" in problem.message
+
+
+def test_output_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    # root may write anywhere, so the system's answer is what is replaced, not our check
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    (problem,) = check_machine(job(tmp_path / "out"), Machine(2)).problems
+    assert "cannot be written to" in problem.message
+    assert str(tmp_path) in problem.message
+
+
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    model = tmp_path / "model"
+    model.mkdir()
+    with (model / "model.safetensors").open("wb") as file:
+        file.truncate(10**9)  # sparse: takes no room
+    big = job(tmp_path, policy={"model_name_or_path": str(model)})
+
+    def free(n_bytes: int) -> None:
+        monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": n_bytes}))
+
+    free(10**9)
+    assert keys(check_machine(big, Machine(2)).problems) == ["train.output_dir"]
+    free(3 * 10**9)
+    found = check_machine(big, Machine(2))
+    assert not found.problems
+    assert "2.79 GiB free" in found.warnings[0].message
+    free(10**11)
+    assert check_machine(big, Machine(2)).warnings == []
+
+
+def test_all_problems_at_once(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        bad = job(
+            tmp_path / "file",
+            controller={"port": listener.getsockname()[1]},
+            policy={"parallelism": {"dp_shard_size": 4}},
+        )
+        found = check_machine(bad, Machine(8, ("0",)))
+    assert keys(found.problems) == ["controller.port", "rollout.parallelism", "train.output_dir"]
+
+
+def test_redis_that_does_not_answer(tmp_path: Path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        url = f"redis://127.0.0.1:{probe.getsockname()[1]}"
+    (problem,) = check_redis(job(tmp_path, redis={"url": url}), {}).problems
+    assert problem.key == "redis.url"
+    assert "cannot be reached" in problem.message
+
+
+def test_this_machine():
+    assert count_cores() >= 1
+    found = find_machine({"CUDA_VISIBLE_DEVICES": ""})
+    assert found.gpus == ()
+    assert found.cores == count_cores()
+    assert has_module("json")
+    assert not has_module("no_such_module_at_all")

@@ -1,0 +1,70 @@
+"""The summary file and the final table."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+from rich.console import Console
+
+from launcher.report import Collected, Result, rows, table
+from schema.wire.messages import LedgerStatus, Phase, StepRecord
+from tests.launcher.samples import job_status, validation
+
+
+def result(tmp_path: Path, collected: Collected, outcome: str = "finished", reason: str = "") -> Result:
+    return Result(0, outcome, reason, tmp_path, 95.4, collected, {"policy-0": 0, "rollout-0": 2})
+
+
+def full() -> Collected:
+    ledger = LedgerStatus(
+        created=30, states={"durable": 0, "trained": 26, "dropped": 4}, dropped={"surplus": 4},
+        staleness={0: 100, 3: 4}, max_staleness=3, bound=4,
+    )  # fmt: skip
+    steps = [StepRecord(step=i, at=float(i), metrics={"reward_mean": i / 10, "loss": 1.0}) for i in range(9)]
+    status = job_status(phase=Phase.FINISHED, step=60)
+    return Collected(status, ledger, steps, [validation(0, 0.31), validation(60, 0.95)], [])
+
+
+def test_the_table_says_what_changed_and_where_things_are(tmp_path: Path):
+    (tmp_path / "final").mkdir()
+    (tmp_path / "final" / "config.json").write_text("{}")
+    found = dict(rows(result(tmp_path, full()).summary()))
+    assert found["outcome"] == "finished"
+    assert found["steps"] == "60 of 60"
+    assert found["reward"] == "0.050 → 0.750 (mean of the first and last 2 steps)"
+    assert found["held-out"] == "0.310 → 0.950 (version 0 → 60, 200 samples)"
+    assert found["speed"] == "351.2 samples/s, 9121 tokens/s"
+    assert found["idle"] == "policy 3.1%, rollout 8.4%"
+    assert found["staleness"] == "mean 1.25, max 3, bound 4"
+    assert found["groups"] == "30 created: trained 26, dropped 4"
+    assert found["restarts"] == "rollout-0 2"
+    assert found["model"] == str(tmp_path / "final")
+    assert found["logs"] == str(tmp_path / "logs")
+    assert "loss" not in found, "reward says more, and both would be two answers to one question"
+
+
+def test_a_run_that_never_got_a_controller_has_a_table_too(tmp_path: Path):
+    found = dict(rows(result(tmp_path, Collected(), "failed", "data: no such column").summary()))
+    assert found["outcome"] == "failed: data: no such column"
+    assert "steps" not in found
+    assert "model" not in found
+
+
+def test_the_summary_is_written_as_json_and_read_back(tmp_path: Path):
+    written = result(tmp_path, full())
+    written.write()
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary == json.loads(json.dumps(written.summary()))
+    assert summary["status"]["phase"] == "finished"
+    assert summary["ledger"]["created"] == 30
+    assert [record["score_mean"] for record in summary["validations"]] == [0.31, 0.95]
+    assert len(summary["steps"]) == 9
+    assert rows(summary) == rows(written.summary())
+
+
+def test_the_table_for_the_terminal_takes_any_text(tmp_path: Path):
+    console = Console(file=io.StringIO(), width=100, color_system=None)
+    console.print(table(result(tmp_path, full(), "failed", "[red]odd[/red]").summary()))
+    assert "[red]odd[/red]" in console.file.getvalue()  # type: ignore[attr-defined]

@@ -1,0 +1,130 @@
+"""The restart policy, driven by plain values."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launcher.restarts import Budget, EndJob, Left, Restart, Restarts, Role, describe_exit
+
+BUDGET = Budget(max_restarts=3, backoff=1.0, backoff_max=5.0, healthy_after=100.0)
+
+
+def exited(restarts: Restarts, now: float, code: int, over: bool = False, needed: bool = True) -> object:
+    return restarts.exited(now, code, over=over, needed=needed)
+
+
+def test_back_off_doubles_up_to_its_limit_and_the_budget_ends_the_job():
+    restarts = Restarts("rollout-0", Role.ROLLOUT, BUDGET)
+    delays = []
+    for _ in range(3):
+        restarts.started(0.0)
+        verdict = exited(restarts, 1.0, 1)
+        assert isinstance(verdict, Restart)
+        delays.append(verdict.delay)
+    restarts.started(0.0)
+    end = exited(restarts, 1.0, 137)
+    assert delays == [1.0, 2.0, 4.0]
+    assert isinstance(end, EndJob)
+    assert end.exit_code == 1
+    assert "rollout-0" in end.reason
+    assert "SIGKILL" in end.reason
+    assert "3 restarts" in end.reason
+    assert restarts.total == 3
+
+
+def test_a_healthy_stretch_begins_a_new_streak():
+    restarts = Restarts("policy-0", Role.POLICY, BUDGET)
+    for now in range(0, 1000, 200):
+        restarts.started(now)
+        verdict = exited(restarts, now + 100.0, 1)
+        assert verdict == Restart(1.0, 1, 3, "exit code 1")
+    assert restarts.total == 5
+
+
+def test_just_short_of_healthy_counts_on():
+    restarts = Restarts("policy-0", Role.POLICY, BUDGET)
+    for attempt in range(1, 4):
+        restarts.started(0.0)
+        verdict = exited(restarts, 99.9, 1)
+        assert isinstance(verdict, Restart)
+        assert verdict.attempt == attempt
+
+
+@pytest.mark.parametrize("role", list(Role))
+def test_a_configuration_error_ends_the_job_with_code_2(role: Role):
+    verdict = exited(Restarts("it", role, BUDGET), 0.0, 2)
+    assert isinstance(verdict, EndJob)
+    assert verdict.exit_code == 2
+    assert "configuration" in verdict.reason
+
+
+def test_no_checkpoint_ends_the_job_by_name_and_only_for_a_policy():
+    verdict = exited(Restarts("policy-0", Role.POLICY, BUDGET), 0.0, 4)
+    assert isinstance(verdict, EndJob)
+    assert verdict.exit_code == 1
+    assert "no checkpoint" in verdict.reason
+    assert "train.ckpt.enable_checkpoint" in verdict.reason
+    assert isinstance(exited(Restarts("rollout-0", Role.ROLLOUT, BUDGET), 0.0, 4), Restart)
+
+
+def test_a_fenced_controller_is_not_restarted():
+    verdict = exited(Restarts("controller", Role.CONTROLLER, BUDGET), 0.0, 3)
+    assert isinstance(verdict, EndJob)
+    assert "another controller" in verdict.reason
+    assert isinstance(exited(Restarts("redis", Role.REDIS, BUDGET), 0.0, 3), Restart)
+
+
+def test_failed_data_preparation_is_not_repeated():
+    verdict = exited(Restarts("data", Role.DATA, BUDGET), 0.0, 1)
+    assert isinstance(verdict, EndJob)
+    assert verdict.exit_code == 1
+    assert exited(Restarts("data", Role.DATA, BUDGET), 0.0, 0) == Left()
+
+
+def test_leaving_in_order():
+    assert exited(Restarts("rollout-0", Role.ROLLOUT, BUDGET), 0.0, 0, needed=False) == Left()
+    missed = exited(Restarts("rollout-0", Role.ROLLOUT, BUDGET), 0.0, 0, needed=True)
+    assert isinstance(missed, Restart)
+    assert "still needs it" in missed.reason
+
+
+@given(code=st.integers(0, 255), role=st.sampled_from(list(Role)))
+def test_nothing_is_restarted_or_blamed_once_the_job_is_over(code: int, role: Role):
+    assert exited(Restarts("it", role, BUDGET), 0.0, code, over=True) == Left()
+
+
+@given(
+    limit=st.integers(0, 6),
+    backoff=st.floats(0, 10),
+    most=st.floats(10, 100),
+    codes=st.lists(st.sampled_from([1, 137, 143, 255]), min_size=10, max_size=20),
+)
+def test_a_streak_never_restarts_more_often_than_allowed(
+    limit: int, backoff: float, most: float, codes: list[int]
+):
+    restarts = Restarts("rollout-0", Role.ROLLOUT, Budget(limit, backoff, most))
+    verdicts = []
+    for code in codes:
+        restarts.started(0.0)
+        verdicts.append(exited(restarts, 0.0, code))
+        if isinstance(verdicts[-1], EndJob):
+            break
+    assert isinstance(verdicts[-1], EndJob)
+    assert len(verdicts) == limit + 1
+    delays = [verdict.delay for verdict in verdicts if isinstance(verdict, Restart)]
+    assert delays == sorted(delays)
+    assert all(delay <= most for delay in delays)
+
+
+def test_delays_stay_finite_for_any_number_of_attempts():
+    assert Budget(10**6, 1.0, 60.0).delay(100_000) == 60.0
+    assert Budget(10**6, 0.0, 60.0).delay(100_000) == 0.0
+
+
+def test_exit_codes_in_words():
+    assert describe_exit(1) == "exit code 1"
+    assert describe_exit(143) == "killed by SIGTERM"
+    assert "out of memory" in describe_exit(137)
+    assert describe_exit(255) == "exit code 255"

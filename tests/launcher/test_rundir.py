@@ -1,0 +1,221 @@
+"""Run directories: chosen, locked, and given secrets."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from launcher.errors import LaunchError
+from launcher.restarts import Role
+from launcher.rundir import (
+    RunDir,
+    Tokens,
+    base_environment,
+    choose,
+    environment,
+    newest,
+    read_json,
+    write_text,
+)
+from schema.config import Config, load_config
+from tests.launcher.processes import PYTHON
+from tests.launcher.samples import config, write_job
+
+NOW = 1_800_000_000.0
+
+
+def job(tmp_path: Path, **train: object) -> Config:
+    return config(train={"output_dir": str(tmp_path), **train})
+
+
+def make(run: RunDir, like: Config) -> RunDir:
+    run.make()
+    run.write_config(like)
+    return run
+
+
+def test_a_new_run_is_named_by_the_time_and_never_shares_a_directory(tmp_path: Path):
+    first, resumed = choose(job(tmp_path), False, NOW)
+    assert not resumed
+    assert first.path.parent == tmp_path
+    assert len(first.path.name) == 14
+    make(first, job(tmp_path))
+    second, _ = choose(job(tmp_path), False, NOW)
+    assert second.path.name == first.path.name + "-1"
+
+
+def test_resume_takes_the_newest_run(tmp_path: Path):
+    for age, name in ((30, "b"), (10, "a"), (20, "c")):
+        run = make(RunDir(tmp_path / name), job(tmp_path))
+        os.utime(run.config_json, (NOW - age, NOW - age))
+    (tmp_path / "no-run").mkdir()
+    run, resumed = choose(job(tmp_path), True, NOW)
+    assert resumed
+    assert run.path.name == "a"
+    found = newest(tmp_path)
+    assert found is not None
+    assert found.path.name == "a"
+
+
+def test_resume_of_a_named_run(tmp_path: Path):
+    named = job(tmp_path, timestamp="mine")
+    make(RunDir(tmp_path / "mine"), named)
+    make(RunDir(tmp_path / "other"), named)
+    assert choose(named, True, NOW)[0].path.name == "mine"
+
+
+def test_resume_of_nothing_starts_afresh(tmp_path: Path):
+    run, resumed = choose(job(tmp_path / "none"), True, NOW)
+    assert not resumed
+    assert run.path.parent == tmp_path / "none"
+
+
+def test_a_named_run_is_not_mixed_with_an_old_one(tmp_path: Path):
+    named = job(tmp_path, timestamp="mine")
+    run, _ = choose(named, False, NOW)
+    make(run, named)
+    with pytest.raises(LaunchError, match="holds a run already") as caught:
+        choose(named, False, NOW)
+    assert caught.value.exit_code == 2
+    assert "--resume" in caught.value.hint
+
+
+def test_a_live_run_is_refused(tmp_path: Path):
+    named = job(tmp_path, timestamp="mine")
+    run = make(RunDir(tmp_path / "mine"), named)
+    run.lock()
+    try:
+        assert run.is_alive()
+        assert RunDir(run.path).is_alive()
+        with pytest.raises(LaunchError, match=r"runs in .*mine already"):
+            choose(named, False, NOW)
+        with pytest.raises(LaunchError, match=r"runs in .*mine already"):
+            RunDir(run.path).lock()
+    finally:
+        run.unlock()
+    assert not run.is_alive()
+    again = RunDir(run.path)
+    again.lock()
+    again.unlock()
+
+
+def test_a_killed_launcher_frees_its_lock(tmp_path: Path):
+    run = make(RunDir(tmp_path / "mine"), job(tmp_path))
+    script = (
+        "import sys, time; from pathlib import Path; from launcher.rundir import RunDir; "
+        "run = RunDir(Path(sys.argv[1])); run.lock(); print('locked', flush=True); time.sleep(600)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script, str(run.path)], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"locked\n"
+    assert run.is_alive()
+    process.kill()
+    process.wait(20)
+    assert not run.is_alive()
+
+
+def test_processes_of_a_killed_launcher_are_waited_for(tmp_path: Path):
+    run = make(RunDir(tmp_path / "mine"), job(tmp_path))
+    held = f"""
+import fcntl, os, sys, time
+handle = os.open({str(run.locks / "workers.lock")!r}, os.O_RDWR | os.O_CREAT)
+fcntl.flock(handle, fcntl.LOCK_SH)
+print('held', flush=True)
+sys.stdin.read()
+"""
+    process = subprocess.Popen([*PYTHON, held], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"held\n"
+    with pytest.raises(LaunchError, match=r"still run \(workers\)"):
+        run.wait_until_left(0.2)
+    process.communicate()
+    run.wait_until_left(10.0)
+
+
+def test_the_config_is_written_with_its_place_and_can_be_run_again(tmp_path: Path):
+    path = write_job(tmp_path)
+    loaded = load_config(path, ["redis.url=redis://me:secret@host:1234/0"])
+    run = RunDir(tmp_path / "out" / "mine")
+    make(run, loaded)
+    written = json.loads(run.config_json.read_text())
+    assert (written["train"]["output_dir"], written["train"]["timestamp"]) == (str(tmp_path / "out"), "mine")
+    assert "secret" not in run.config_json.read_text() + (run.path / "config.toml").read_text()
+    Config.model_validate(written)
+    again = load_config(run.path / "config.toml")
+    assert again.train.timestamp == ""
+    assert again.rollout == Config.model_validate(written).rollout
+    assert tomllib.loads((run.path / "config.toml").read_text())["train"]["resume"] is False
+
+
+def test_tokens_are_private_and_distinct(tmp_path: Path):
+    run = make(RunDir(tmp_path / "mine"), job(tmp_path))
+    tokens = Tokens.fresh()
+    assert len({tokens.user, tokens.rollout, tokens.policy}) == 3
+    assert len(tokens.user) >= 43
+    run.write_tokens(tokens)
+    folder = run.path / ".tokens"
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {
+        "user": 0o600,
+        "rollout": 0o600,
+    }
+    assert run.read_token() == tokens.user
+    assert run.read_token("rollout") == tokens.rollout
+    assert RunDir(tmp_path / "none").read_token() is None
+
+
+def test_each_role_gets_its_own_secrets_only():
+    tokens = Tokens("u-secret", "r-secret", "p-secret")
+    given = {role: environment(role, tokens, "http://c", "redis://r", "w") for role in Role}
+    assert given[Role.ROLLOUT] == {"COSMOS_CONTROLLER_URL": "http://c", "COSMOS_TOKEN": "r-secret"}
+    assert given[Role.POLICY] == {"COSMOS_CONTROLLER_URL": "http://c", "COSMOS_TOKEN": "p-secret"}
+    assert given[Role.CONTROLLER] == {
+        "COSMOS_TOKEN_USER": "u-secret", "COSMOS_TOKEN_ROLLOUT": "r-secret", "COSMOS_TOKEN_POLICY": "p-secret",
+        "COSMOS_REDIS_URL": "redis://r", "COSMOS_REDIS_PASSWORD": "w",
+    }  # fmt: skip
+    assert given[Role.DATA] == given[Role.REDIS] == {}
+
+
+def test_the_users_environment_is_passed_on_without_secrets_of_jobs():
+    base = base_environment(
+        {
+            "HOME": "/h",
+            "HF_TOKEN": "hub",
+            "COSMOS_TOKEN": "t",
+            "COSMOS_TOKEN_USER": "t",
+            "COSMOS_REDIS_PASSWORD": "t",
+            "COSMOS_CONTROLLER_URL": "t",
+            "COSMOS_PARENT_PID": "1",
+        }
+    )
+    assert base["HOME"] == "/h"
+    assert base["HF_TOKEN"] == "hub"
+    assert base["PYTHONUNBUFFERED"] == "1"
+    assert "t" not in base.values()
+    assert "COSMOS_PARENT_PID" not in base
+
+
+def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(LaunchError, match=r"train\.output_dir") as caught:
+        RunDir(tmp_path / "file" / "run").make()
+    assert caught.value.exit_code == 2
+
+
+def test_json_files_are_whole_or_none(tmp_path: Path):
+    path = tmp_path / "a.json"
+    write_text(path, '{"a": 1}')
+    assert read_json(path) == {"a": 1}
+    assert list(tmp_path.iterdir()) == [path]
+    path.write_text('{"a": ')
+    assert read_json(path) is None
+    assert read_json(tmp_path / "none") is None
+    path.write_text("[1]")
+    assert read_json(path) is None

@@ -1,0 +1,329 @@
+"""The supervisor with real processes: restarts, replicas of several ranks, ends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from launcher.placement import ProcessSpec, Replica
+from launcher.restarts import Budget, Role
+from launcher.supervisor import Exit, Setting, Situation, Supervisor
+from tests.launcher.processes import (
+    ON_TERM,
+    PATIENCE,
+    PYTHON,
+    STUBBORN,
+    WITH_GRANDCHILD,
+    alive,
+    eventually,
+    pids,
+)
+
+BUDGET = Budget(max_restarts=2, backoff=0.01, backoff_max=0.02)
+
+
+class Watcher:
+    """Notes what happens; the job is never over unless a test says so."""
+
+    def __init__(self, over: bool = False, needed: bool = True) -> None:
+        self.exits: list[Exit] = []
+        self.events: list[str] = []
+        self.situation = Situation(over, needed)
+
+    async def exited(self, exit_: Exit) -> Situation:
+        self.exits.append(exit_)
+        return self.situation
+
+    def event(self, text: str) -> None:
+        self.events.append(text)
+
+
+def replica(name: str, *scripts: str, role: Role = Role.ROLLOUT) -> Replica:
+    specs = tuple(
+        ProcessSpec(name if len(scripts) == 1 else f"{name}-rank{rank}", role, (*PYTHON, script), rank=rank)
+        for rank, script in enumerate(scripts)
+    )
+    return Replica(name, role, specs, rendezvous=role is Role.POLICY)
+
+
+def supervise(
+    tmp_path: Path, body: Callable[[Supervisor], Awaitable[None]], watcher: Watcher, grace: float = 10.0
+) -> None:
+    """Run `body` with a supervisor; nothing may be left afterwards."""
+
+    async def main() -> None:
+        def environment(spec: ProcessSpec) -> dict[str, str]:
+            return {"MARK": spec.name}
+
+        supervisor = Supervisor(Setting(tmp_path, tmp_path, grace, BUDGET, environment), watcher)
+        try:
+            async with asyncio.timeout(PATIENCE * 2):
+                await body(supervisor)
+        finally:
+            await supervisor.kill_all()
+        assert not supervisor.running()
+
+    asyncio.run(main())
+
+
+async def comes_true(check: Callable[[], bool]) -> None:
+    """Wait for what the supervisor does in this event loop."""
+    async with asyncio.timeout(PATIENCE):
+        while not check():  # noqa: ASYNC110 - there is no event for it, and none is needed outside tests
+            await asyncio.sleep(0.01)
+
+
+async def written(*files: Path) -> list[int]:
+    return [pid for file in files for pid in await asyncio.to_thread(pids, file)]
+
+
+def test_a_crashing_replica_is_restarted_until_its_budget_is_used_up(tmp_path: Path):
+    watcher = Watcher()
+
+    async def body(supervisor: Supervisor) -> None:
+        supervisor.launch(
+            replica("rollout-0", "print('loading', flush=True); raise SystemExit('cannot allocate')")
+        )
+        ending = await supervisor.ended
+        assert ending.verdict.exit_code == 1
+        assert "rollout-0" in ending.verdict.reason
+        assert "2 restarts" in ending.verdict.reason
+        assert ending.exit is not None
+        assert ending.exit.lines == ("loading", "cannot allocate"), "of the last start alone"
+        assert supervisor.replicas["rollout-0"].restarts.total == 2
+
+    supervise(tmp_path, body, watcher)
+    assert [exit_.code for exit_ in watcher.exits] == [1, 1, 1]
+    assert len(watcher.events) == 2
+    assert "restart 1 of 2" in watcher.events[0]
+    assert (tmp_path / "rollout-0.log").read_text().count("cannot allocate") == 3, "logs are appended to"
+
+
+def test_a_replica_killed_from_outside_comes_back(tmp_path: Path):
+    watcher = Watcher()
+    counter = tmp_path / "starts"
+    script = f"""
+import os, time
+open({str(counter)!r}, 'a').write(f'{{os.getpid()}} ')
+time.sleep(600)
+"""
+
+    async def body(supervisor: Supervisor) -> None:
+        supervisor.launch(replica("rollout-0", script))
+        (first,) = await written(counter)
+        os.kill(first, signal.SIGKILL)
+        await asyncio.to_thread(eventually, lambda: len(counter.read_text().split()) == 2, "a second start")
+        assert not supervisor.ended.done()
+
+    supervise(tmp_path, body, watcher)
+    assert watcher.exits[0].code == 128 + signal.SIGKILL
+    assert not any(alive(int(pid)) for pid in counter.read_text().split())
+
+
+def test_one_rank_that_dies_takes_the_others_with_it_and_all_come_back(tmp_path: Path):
+    """Each start meets at a fresh port. The culprit is the rank that failed first."""
+    watcher = Watcher()
+    ports = tmp_path / "ports"
+    stays = f"""
+import os, signal, time
+signal.signal(signal.SIGTERM, lambda *_: os._exit(9))
+open({str(ports)!r}, 'a').write(os.environ['MASTER_PORT'] + ' ')
+time.sleep(600)
+"""
+    dies = f"""
+import os, time
+while not os.path.exists({str(ports)!r}): time.sleep(0.01)
+raise SystemExit('rank 1 is out of memory')
+"""
+
+    async def body(supervisor: Supervisor) -> None:
+        supervisor.launch(replica("policy-0", stays, dies, role=Role.POLICY))
+        ending = await supervisor.ended
+        assert ending.exit is not None
+        assert ending.exit.process == "policy-0-rank1"
+        assert ending.exit.lines == ("rank 1 is out of memory",)
+
+    supervise(tmp_path, body, watcher)
+    assert [exit_.code for exit_ in watcher.exits] == [1, 1, 1]
+    met = ports.read_text().split()
+    assert met
+    assert len(set(met)) == len(met)
+
+
+def test_ranks_that_finish_at_different_times_are_waited_for(tmp_path: Path):
+    watcher = Watcher(over=True)
+    late = tmp_path / "late"
+    slow = f"import time; time.sleep(0.4); open({str(late)!r}, 'w')"
+
+    async def body(supervisor: Supervisor) -> None:
+        kept = supervisor.launch(replica("policy-0", slow, "pass", role=Role.POLICY))
+        await kept.done.wait()
+
+    supervise(tmp_path, body, watcher)
+    assert late.exists()
+    assert [exit_.code for exit_ in watcher.exits] == [0]
+
+
+def test_a_configuration_error_is_not_tried_again(tmp_path: Path):
+    watcher = Watcher()
+
+    async def body(supervisor: Supervisor) -> None:
+        supervisor.launch(replica("rollout-0", "raise SystemExit(2)"))
+        assert (await supervisor.ended).verdict.exit_code == 2
+
+    supervise(tmp_path, body, watcher)
+    assert len(watcher.exits) == 1
+    assert not watcher.events
+
+
+def test_leaving_when_nobody_needs_it_is_no_failure(tmp_path: Path):
+    watcher = Watcher(needed=False)
+
+    async def body(supervisor: Supervisor) -> None:
+        kept = supervisor.launch(replica("rollout-0", "pass"))
+        await kept.done.wait()
+        assert kept.state == "ended"
+        assert not supervisor.ended.done()
+        assert await supervisor.wait(["rollout-0"], 0.0)
+
+    supervise(tmp_path, body, watcher)
+
+
+def test_stop_lets_processes_leave_in_order(tmp_path: Path):
+    watcher = Watcher()
+    left = tmp_path / "left"
+
+    async def body(supervisor: Supervisor) -> None:
+        script = ON_TERM.format(ready=str(tmp_path / "ready"), body=f"open({str(left)!r}, 'w')")
+        supervisor.launch(replica("rollout-0", script))
+        await written(tmp_path / "ready")
+        await supervisor.stop(["rollout-0"])
+        assert supervisor.replicas["rollout-0"].state == "stopped"
+
+    supervise(tmp_path, body, watcher)
+    assert left.exists()
+    assert not watcher.exits, "a stop is no exit to be judged"
+
+
+def test_stop_kills_what_does_not_leave(tmp_path: Path):
+    found: list[int] = []
+
+    async def body(supervisor: Supervisor) -> None:
+        supervisor.launch(replica("rollout-0", STUBBORN.format(ready=str(tmp_path / "ready"))))
+        found.extend(await written(tmp_path / "ready"))
+        await supervisor.stop(["rollout-0"], grace=0.1)
+
+    supervise(tmp_path, body, Watcher(), grace=0.1)
+    assert not alive(found[0])
+
+
+def test_stop_ends_a_replica_that_waits_for_its_restart(tmp_path: Path):
+    watcher = Watcher()
+
+    async def main() -> None:
+        patient = Budget(max_restarts=2, backoff=600.0, backoff_max=600.0)
+        supervisor = Supervisor(Setting(tmp_path, tmp_path, 5.0, patient, lambda _: {}), watcher)
+        kept = supervisor.launch(replica("rollout-0", "raise SystemExit(1)"))
+        await comes_true(lambda: kept.state == "waiting")
+        await supervisor.stop(["rollout-0"])
+        assert kept.done.is_set()
+
+    asyncio.run(main())
+
+
+def test_kill_all_is_immediate_and_leaves_no_grandchild(tmp_path: Path):
+    found: list[int] = []
+
+    async def body(supervisor: Supervisor) -> None:
+        ready = tmp_path / "ready"
+        supervisor.launch(
+            replica("rollout-0", WITH_GRANDCHILD.format(ready=str(ready), then="time.sleep(600)"))
+        )
+        supervisor.launch(replica("rollout-1", STUBBORN.format(ready=str(tmp_path / "other"))))
+        found.extend(await written(ready, tmp_path / "other"))
+        await supervisor.kill_all()
+
+    supervise(tmp_path, body, Watcher(), grace=600.0)
+    assert len(found) == 3
+    assert not any(alive(pid) for pid in found)
+
+
+def test_a_killed_keeper_leaves_nothing_and_counts_as_a_crash(tmp_path: Path):
+    watcher, found = Watcher(), []
+
+    async def body(supervisor: Supervisor) -> None:
+        ready = tmp_path / "ready"
+        kept = supervisor.launch(
+            replica("rollout-0", WITH_GRANDCHILD.format(ready=str(ready), then="time.sleep(600)"))
+        )
+        found.extend(await written(ready))
+        os.kill(kept.alive[0].pid, signal.SIGKILL)
+        await comes_true(lambda: bool(watcher.exits))
+        assert not any(alive(pid) for pid in found)
+
+    supervise(tmp_path, body, watcher)
+    assert watcher.exits[0].code == 128 + signal.SIGKILL
+
+
+def test_each_process_gets_its_own_environment_and_nothing_else(tmp_path: Path):
+    os.environ["COSMOS_TEST_OF_LEAKS"] = "leaked"
+    script = "import os; print(sorted(os.environ))"
+
+    async def body(supervisor: Supervisor) -> None:
+        kept = supervisor.launch(replica("rollout-0", script))
+        await kept.done.wait()
+
+    try:
+        supervise(tmp_path, body, Watcher(needed=False))
+    finally:
+        del os.environ["COSMOS_TEST_OF_LEAKS"]
+    said = (tmp_path / "rollout-0.log").read_text()
+    assert "'MARK'" in said
+    assert "'COSMOS_PARENT_PID'" in said
+    assert "LEAKS" not in said
+
+
+LAUNCHER = """
+import asyncio, sys
+from pathlib import Path
+from launcher.placement import ProcessSpec, Replica
+from launcher.restarts import Budget, Role
+from launcher.supervisor import Setting, Situation, Supervisor
+
+class Quiet:
+    async def exited(self, exit_): return Situation(False, True)
+    def event(self, text): pass
+
+async def main():
+    root = Path(sys.argv[1])
+    setting = Setting(root, root, 0.5, Budget(1, 0.1, 0.1), lambda spec: {})
+    supervisor = Supervisor(setting, Quiet())
+    for index, script in enumerate(sys.argv[2:]):
+        spec = ProcessSpec(f"p{index}", Role.ROLLOUT, (sys.executable, "-I", "-S", "-c", script))
+        supervisor.launch(Replica(f"p{index}", Role.ROLLOUT, (spec,)))
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+def test_kill_minus_9_of_the_supervising_process_leaves_no_orphan(tmp_path: Path):
+    ready = [tmp_path / name for name in ("orderly", "stubborn", "family")]
+    scripts = [
+        ON_TERM.format(ready=str(ready[0]), body=f"open({str(tmp_path / 'left')!r}, 'w')"),
+        STUBBORN.format(ready=str(ready[1])),
+        WITH_GRANDCHILD.format(ready=str(ready[2]), then="time.sleep(600)"),
+    ]
+    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, str(tmp_path), *scripts])
+    found = [pid for file in ready for pid in pids(file)]
+    assert len(found) == 4
+    assert all(alive(pid) for pid in found)
+    launcher.kill()
+    launcher.wait(20)
+    eventually(lambda: not any(alive(pid) for pid in found), "all processes gone")
+    assert (tmp_path / "left").exists(), "those that can leave in order do"
