@@ -1,0 +1,228 @@
+"""One job: all its state in memory, and the one way by which a change of it is saved.
+
+    call ─▶ change state (synchronous) ─▶ stage() (synchronous) ─▶ flush (one transaction) ─▶ answer
+
+State only changes between two awaits and is staged before the next one, so each transaction that the store
+renders is a consistent whole. The parts decide, each by itself (`ledger`, `registry`, `publications`,
+`validation`, `steps`); what ties them together is here: phases, the end of the job, and who has to be woken.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from controller.facts import JobFacts, ledger_params, sft_total_steps, validation_params
+from controller.ledger import Ledger, LedgerError
+from controller.progress import StepCounter, StepLog
+from controller.prompts import Prompts
+from controller.publications import Publications
+from controller.replicas import Registry
+from controller.signals import Signal
+from controller.store import PayloadKey, Saved, StateStore, Table
+from controller.store.payloads import Payload
+from controller.store.state import Render
+from controller.validation import Validation
+from schema.config import Config
+from schema.wire.messages import ErrorCode, Phase
+
+log = logging.getLogger(__name__)
+
+TRAIN_DATA, VALIDATION_DATA = Path("data", "train.safetensors"), Path("data", "validation.safetensors")
+
+
+class Job:
+    """See the module's docstring. Made by `Job.restore`, for a new job from an empty store."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        job_id: str,
+        run_dir: Path,
+        store: StateStore,
+        saved: Saved,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.config, self.job_id, self.run_dir = config, job_id, run_dir
+        self.store, self.clock = store, clock
+        self.prompts = Prompts(run_dir / TRAIN_DATA, seed=config.effective_seed, shuffle=self._shuffle)
+        headers = saved[Table.HEADERS]
+        self.ledger: Ledger | None = None
+        self.progress: Ledger | StepCounter
+        if config.is_grpo:
+            self.progress = self.ledger = self._load_ledger(saved)
+        else:
+            self.progress = self._load_counter(headers)
+        self.validation, self.validation_prompts = self._load_validation(saved)
+        timeout = config.controller.heartbeat_timeout
+        self.registry = Registry(timeout, saved[Table.REPLICAS].values())
+        self.publications = Publications(config.weight_sync.keep, saved[Table.PUBLICATIONS].values())
+        self.steps = StepLog(saved[Table.STEPS].values())
+        self.facts = JobFacts.from_record(headers["job"]) if "job" in headers else JobFacts(clock())
+        self.opened_at = clock()
+        self.closing = False
+        self.checkpoint_asked = False
+        self.lease_signal, self.batch_signal, self.publication_signal = Signal(), Signal(), Signal()
+        self._stored: dict[str, dict[str, Any]] = {}
+        self._alone_since: float | None = None
+
+    @property
+    def _shuffle(self) -> bool:
+        return self.config.train.train_policy.dataloader_shuffle
+
+    def _load_ledger(self, saved: Saved) -> Ledger:
+        params = ledger_params(self.config, len(self.prompts))
+        header = saved[Table.HEADERS].get("ledger")
+        if header is None:
+            return Ledger(params)
+        return Ledger.restore(params, header, saved[Table.GROUPS].values())
+
+    def _load_counter(self, headers: Mapping[str, Any]) -> StepCounter:
+        total = sft_total_steps(self.config, len(self.prompts))
+        header = headers.get("ledger")
+        return StepCounter(total) if header is None else StepCounter.restore(total, header)
+
+    def _load_validation(self, saved: Saved) -> tuple[Validation | None, Prompts | None]:
+        if not self.config.validation.enable or not self.config.is_grpo:
+            return None, None
+        prompts = Prompts(self.run_dir / VALIDATION_DATA, seed=0, shuffle=False)
+        params = validation_params(self.config, len(prompts))
+        return Validation.restore(params, saved[Table.VALIDATION]), prompts
+
+    def forgive_downtime(self, alive_at: float | None) -> None:
+        """Nobody could beat or renew while no controller was there."""
+        now = self.clock()
+        self.registry.forgive(now)
+        if self.ledger is not None and alive_at is not None:
+            self.ledger.extend_leases(max(0.0, now - alive_at))
+        if self.validation is not None:
+            self.validation.forgive(now)
+
+    # ---- saving -------------------------------------------------------------------------------------------
+
+    def stage(self, puts: Mapping[PayloadKey, Payload] | None = None) -> None:
+        """Hand everything that changed to the store. No await may lie between a change and this."""
+        rows: dict[tuple[Table, str], Render | None] = {}
+        deletes: list[PayloadKey] = []
+        if self.ledger is not None:
+            changes = self.ledger.take_changes()
+            rows.update({(Table.GROUPS, group.id): group.to_record for group in changes.groups})
+            deletes = changes.dropped_payloads
+        self._stage_header(rows, "ledger", self.progress.header())
+        self._stage_header(rows, "job", self.facts.to_record())
+        for replica in self.registry.take_changes():
+            rows[Table.REPLICAS, replica.name] = replica.to_record
+        for entry in self.publications.take_changes():
+            rows[Table.PUBLICATIONS, str(entry.publication.id)] = entry.to_record
+        for step, row in self.steps.take_changes().items():
+            rows[Table.STEPS, str(step)] = None if row is None else partial(dict, row)
+        if self.validation is not None:
+            changed, removed = self.validation.take_changes()
+            rows.update({(Table.VALIDATION, name): partial(self.validation.row, name) for name in changed})
+            rows.update({(Table.VALIDATION, name): None for name in removed})
+        if rows or puts or deletes:
+            self.store.enqueue(rows, puts, deletes)
+
+    def _stage_header(
+        self, rows: dict[tuple[Table, str], Render | None], name: str, value: dict[str, Any]
+    ) -> None:
+        if self._stored.get(name) != value:
+            self._stored[name] = value
+            rows[Table.HEADERS, name] = partial(dict, value)
+
+    async def save(self, puts: Mapping[PayloadKey, Payload] | None = None) -> None:
+        """Write what changed; returns when it, and all that others wait for, is in Redis."""
+        self.stage(puts)
+        await self.store.flush()
+
+    async def save_durably(self) -> None:
+        """As `save`, down to the append-only file."""
+        self.stage()
+        await self.store.flush_durably()
+
+    # ---- phase and end ------------------------------------------------------------------------------------
+
+    @property
+    def phase(self) -> Phase:
+        if self.facts.ended is not None:
+            return self.facts.ended
+        if self.facts.paused:
+            return Phase.PAUSED
+        if self.progress.finished:
+            return Phase.FINISHING
+        if not self.progress.committed and not self._under_way():
+            return Phase.STARTING
+        if self.validation is not None and self.validation.pending and not len(self.steps):
+            return Phase.VALIDATING
+        return Phase.TRAINING
+
+    def _under_way(self) -> bool:
+        if self.ledger is None:
+            return bool(self.registry.present("policy"))
+        return self.publications.newest is not None and bool(self.registry.present("rollout"))
+
+    @property
+    def ended(self) -> bool:
+        return self.facts.ended is not None
+
+    def require_ledger(self) -> Ledger:
+        """The ledger of groups. Raises `LedgerError` in a supervised job."""
+        if self.ledger is None:
+            raise LedgerError(ErrorCode.CONFLICT, "this is a supervised job: it has no groups and no batches")
+        return self.ledger
+
+    def end(self, phase: Phase, error: str | None = None) -> None:
+        """Enter a terminal phase; the first one counts."""
+        if self.ended:
+            return
+        self.facts.ended = phase
+        self.facts.last_error = error or self.facts.last_error
+        log.log(
+            logging.ERROR if phase is Phase.FAILED else logging.INFO, "the job is %s: %s", phase, error or ""
+        )
+        self.wake_all()
+
+    def settle(self) -> None:
+        """Draw the consequences of a change: close the stream, make the last round due, end the job."""
+        if self.ended or not self.progress.finished:
+            return
+        if self.ledger is not None and self.ledger.closed is None:
+            self.ledger.close()
+            self.wake_all()
+        waiting = self._awaits_final_validation()
+        if self.facts.exported and not waiting:
+            self.end(Phase.FINISHED)
+
+    def _awaits_final_validation(self) -> bool:
+        newest = self.publications.newest
+        if self.validation is None or newest is None or newest.version != self.progress.committed:
+            return False
+        self.validation.published(newest.version, final=True)
+        if not self.validation.pending or not self.facts.exported:
+            return self.validation.pending
+        now = self.clock()
+        if self.registry.present("rollout"):
+            self._alone_since = None
+            return True
+        if self._alone_since is None:
+            self._alone_since = now
+        if now - self._alone_since <= self.config.controller.start_timeout:
+            return True
+        waited = self.config.controller.start_timeout
+        self.facts.last_error = f"no final validation: no rollout replica was there for {waited:g} s"
+        log.warning("%s", self.facts.last_error)
+        return False
+
+    def wake_all(self) -> None:
+        for signal in (self.lease_signal, self.batch_signal, self.publication_signal):
+            signal.notify()
+
+    def close(self) -> None:
+        """End all long-polls: the process is about to end."""
+        self.closing = True
+        self.wake_all()

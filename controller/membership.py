@@ -1,0 +1,238 @@
+"""Replicas come, beat and go: what that means for their leases, the trainers' epoch and the timeline.
+
+| event                                   | what follows                                                       |
+|-----------------------------------------|--------------------------------------------------------------------|
+| registration, same request id           | the same answer                                                    |
+| registration of a rollout replica       | leases it declares are kept, others of its name are released       |
+| registration of a policy replica        | new policy epoch; the batched step is ready again; if the weights  |
+|                                         | it starts from lie behind the committed steps: rewind to them      |
+| heartbeats missed, process exited, left | leases released; of a trainer: nothing until the next one registers|
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Literal
+
+from controller.facts import JobFacts
+from controller.job import TRAIN_DATA, Job
+from controller.problems import ProblemError
+from controller.redact import without_url_credentials
+from controller.replicas import Registered, Replica
+from schema.wire import messages as m
+from schema.wire.messages import ErrorCode, Phase
+
+log = logging.getLogger(__name__)
+
+Command = Literal["drain", "stop", "checkpoint"]
+
+
+class Membership:
+    """The calls of all replicas about themselves."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._config = without_url_credentials(job.config.to_dict())
+
+    # ---- register -----------------------------------------------------------------------------------------
+
+    async def register(self, request: m.RegisterRequest) -> m.RegisterReply:
+        """Start a new incarnation of a replica. Raises `ReplicaError`, `ProblemError`."""
+        job = self._job
+        job.store.require()
+        if job.facts.ended in (Phase.FAILED, Phase.STOPPED):
+            why = f": {job.facts.last_error}" if job.facts.last_error else ""
+            raise ProblemError(ErrorCode.JOB_FAILED, f"the job is {job.facts.ended}{why}")
+        now = job.clock()
+        if request.role == "policy":
+            self._check_resume(request)
+        elif job.ledger is None:
+            raise ProblemError(ErrorCode.CONFLICT, "this is a supervised job: it takes no rollout replicas")
+        registered = job.registry.register(request, now)
+        if not registered.repeated:
+            self._welcome(request, registered, now)
+        reply = self._reply(registered.replica)
+        await job.save()
+        return reply
+
+    def _check_resume(self, request: m.RegisterRequest) -> None:
+        committed = self._job.progress.committed
+        if request.resume_step is not None and request.resume_step > committed:
+            raise ProblemError(
+                ErrorCode.CONFLICT,
+                f"policy replica {request.name!r} starts from {request.resume_step} committed steps, but this job "
+                f"has {committed}: its checkpoint is of another run, or the store lost history",
+            )
+
+    def _welcome(self, request: m.RegisterRequest, registered: Registered, now: float) -> None:
+        job, replica = self._job, registered.replica
+        log.info(
+            "%s replica %s registered (%s, pid %d)",
+            replica.role,
+            replica.replica_id,
+            replica.host,
+            replica.pid,
+        )
+        if replica.role == "rollout":
+            held = [(lease.group_id, lease.lease_id) for lease in request.held_leases]
+            job.require_ledger().adopt(replica.replica_id, held, now)
+            if job.validation is not None:
+                job.validation.adopt(replica.replica_id, held, now)
+            if registered.superseded is not None:
+                self.release_all(registered.superseded, failed=True)
+        else:
+            self._new_policy_epoch(request.resume_step)
+        self._check_assembled(job.facts)
+        job.lease_signal.notify()
+
+    def _new_policy_epoch(self, resume_step: int | None) -> None:
+        job = self._job
+        job.facts.policy_epoch += 1
+        job.facts.exported = False
+        job.progress.abandon_step()
+        if resume_step is not None and resume_step < job.progress.committed:
+            log.warning("going back from %d committed steps to %d", job.progress.committed, resume_step)
+            job.progress.rewind(resume_step)
+            job.publications.rewind(resume_step)
+            job.steps.rewind(resume_step)
+            if job.validation is not None:
+                job.validation.rewind(resume_step)
+        job.wake_all()
+
+    def _check_assembled(self, facts: JobFacts) -> None:
+        if not facts.assembled and not self.missing():
+            facts.assembled = True
+
+    def missing(self) -> dict[m.Role, int]:
+        """How many of the first replicas of each role have not registered."""
+        job = self._job
+        wanted: dict[m.Role, int] = {"policy": 1}
+        if job.ledger is not None:
+            wanted["rollout"] = job.config.rollout.parallelism.n_init_replicas
+        known = list(job.registry)
+        there = {role: sum(replica.role == role for replica in known) for role in wanted}
+        return {role: wanted[role] - there[role] for role in wanted if there[role] < wanted[role]}
+
+    def _reply(self, replica: Replica) -> m.RegisterReply:
+        job = self._job
+        store = job.config.weight_sync.store
+        return m.RegisterReply(
+            replica_id=replica.replica_id,
+            incarnation=replica.incarnation,
+            job_id=job.job_id,
+            config=self._config,
+            job_seed=job.config.effective_seed,
+            mode="grpo" if job.config.is_grpo else "sft",
+            timeline=job.progress.timeline,
+            committed_steps=job.progress.committed,
+            total_steps=job.progress.total_steps,
+            policy_epoch=job.facts.policy_epoch,
+            heartbeat_interval=job.config.controller.heartbeat_interval,
+            heartbeat_timeout=job.config.controller.heartbeat_timeout,
+            run_dir=str(job.run_dir),
+            weight_store=store or str(job.run_dir / "weights"),
+            data_file=str(job.run_dir / TRAIN_DATA),
+            publication=job.publications.newest,
+        )
+
+    # ---- beat ---------------------------------------------------------------------------------------------
+
+    async def heartbeat(self, replica_id: str, request: m.HeartbeatRequest) -> m.HeartbeatReply:
+        """Renew leases and hand out commands. Raises `ReplicaError`."""
+        job = self._job
+        job.store.require()
+        now = job.clock()
+        replica = job.registry.check(replica_id, request.incarnation)
+        job.registry.beat(replica, now, version=request.version, status=request.status, gauges=request.gauges)
+        lost = self._renew(replica, request.leases, now) if replica.role == "rollout" else []
+        reply = m.HeartbeatReply(
+            commands=self._commands(replica),
+            lost_leases=lost,
+            newest_publication=job.publications.newest_id,
+            committed_steps=job.progress.committed,
+            phase=job.phase,
+        )
+        await job.save()
+        return reply
+
+    def _renew(self, replica: Replica, leases: list[str], now: float) -> list[str]:
+        job = self._job
+        outstanding = job.require_ledger().outstanding
+        lost = set(job.require_ledger().renew(replica.replica_id, leases, now))
+        if job.validation is not None:
+            lost &= set(job.validation.renew(replica.replica_id, leases, now))
+        if job.require_ledger().outstanding != outstanding:
+            job.lease_signal.notify()
+        return sorted(lost)
+
+    def _commands(self, replica: Replica) -> list[Command]:
+        job = self._job
+        commands: list[Command] = []
+        if replica.state == "draining":
+            commands.append("drain")
+        if job.facts.ended in (Phase.STOPPED, Phase.FAILED):
+            commands.append("stop")
+        if replica.role == "policy" and job.checkpoint_asked:
+            job.checkpoint_asked = False
+            commands.append("checkpoint")
+        return commands
+
+    # ---- go -----------------------------------------------------------------------------------------------
+
+    async def drain(self, replica_id: str) -> m.DrainReply:
+        """Ask a replica to finish what it holds and leave."""
+        self._job.store.require()
+        replica = self._job.registry.find(replica_id)
+        self._job.registry.drain(replica)
+        self._job.lease_signal.notify()
+        await self._job.save()
+        return m.DrainReply(replica_id=replica_id, draining=replica.state == "draining")
+
+    async def leave(self, replica_id: str, incarnation: int, reason: str) -> None:
+        """A replica leaves in order: what it holds is released and does not count as a failure."""
+        job = self._job
+        job.store.require()
+        replica = job.registry.find(replica_id)
+        if replica.state != "left":
+            job.registry.check(replica_id, incarnation)
+            job.registry.leave(replica, reason)
+            log.info("%s replica %s left: %s", replica.role, replica_id, reason or "no reason given")
+            self._gone(replica, failed=False)
+            if replica.role == "policy" and reason == "finished" and job.progress.finished:
+                job.facts.exported = True
+            job.settle()
+        await job.save()
+
+    async def exited(self, name: str, reason: str) -> None:
+        """The launcher saw the process of a replica end."""
+        job = self._job
+        job.store.require()
+        replica = job.registry.by_name(name)
+        if replica is None:
+            raise ProblemError(ErrorCode.UNKNOWN_REPLICA, f"no replica named {name!r} has registered")
+        if replica.present:
+            log.warning("the process of %s replica %s ended: %s", replica.role, replica.replica_id, reason)
+            job.registry.gone(replica, reason)
+            self._gone(replica, failed=True)
+        await job.save()
+
+    def lose_silent(self, now: float) -> None:
+        """Replicas that missed their heartbeats are lost."""
+        for replica in self._job.registry.expire(now):
+            log.warning(
+                "%s replica %s missed its heartbeats: it counts as lost", replica.role, replica.replica_id
+            )
+            self._gone(replica, failed=True)
+
+    def _gone(self, replica: Replica, *, failed: bool) -> None:
+        if replica.role == "rollout":
+            self.release_all(replica.replica_id, failed=failed)
+
+    def release_all(self, replica_id: str, *, failed: bool) -> None:
+        """Give all leases of a replica to others."""
+        job = self._job
+        job.require_ledger().replica_gone(replica_id, failed=failed)
+        if job.validation is not None:
+            job.validation.replica_gone(replica_id, job.clock(), failed=failed)
+        job.lease_signal.notify()
+        job.batch_signal.notify()

@@ -1,0 +1,164 @@
+"""Committed steps: their records, the speed that follows from them, and the step count of a supervised job.
+
+Speeds are over a sliding window while training goes on: (work of the steps after the window's first commit) /
+(time since that commit). The first commit of a run starts the clock, so model loading and compilation before it
+never count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from controller.ledger import CommitOutcome, LedgerError
+from schema.wire.messages import ErrorCode, LedgerSnapshot, StepRecord
+
+WINDOW_SECONDS = 60.0
+"""Long enough to smooth steps of a second, short enough to see a change."""
+WINDOW_STEPS = 8
+"""The window never holds fewer steps than this, however long they take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    samples_per_s: float = 0.0
+    tokens_per_s: float = 0.0
+    step_s: float | None = None
+
+
+@dataclass(slots=True)
+class _Entry:
+    record: StepRecord
+    samples: int
+    tokens: int
+
+
+class StepLog:
+    """Records of committed steps, in order."""
+
+    def __init__(self, rows: Iterable[Mapping[str, Any]] = ()) -> None:
+        entries = [
+            _Entry(StepRecord.model_validate(row["record"]), row["samples"], row["tokens"]) for row in rows
+        ]
+        self._entries = sorted(entries, key=lambda entry: entry.record.step)
+        self._dirty: dict[int, _Entry | None] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def last(self) -> StepRecord | None:
+        return self._entries[-1].record if self._entries else None
+
+    @property
+    def first_at(self) -> float | None:
+        return self._entries[0].record.at if self._entries else None
+
+    def since(self, step: int) -> list[StepRecord]:
+        return [entry.record for entry in self._entries if entry.record.step >= step]
+
+    def add(self, record: StepRecord, samples: int, tokens: int) -> None:
+        self._entries.append(_Entry(record, samples, tokens))
+        self._dirty[record.step] = self._entries[-1]
+
+    def rewind(self, step: int) -> None:
+        """Forget the steps from `step` on: they will be trained again."""
+        for entry in self._entries:
+            if entry.record.step >= step:
+                self._dirty[entry.record.step] = None
+        self._entries = [entry for entry in self._entries if entry.record.step < step]
+
+    def recent(self) -> Speed:
+        """Speed over the sliding window up to the last commit."""
+        if not self._entries:
+            return Speed()
+        horizon = self._entries[-1].record.at - WINDOW_SECONDS
+        start = max(0, len(self._entries) - 1 - WINDOW_STEPS)
+        while start > 0 and self._entries[start - 1].record.at >= horizon:
+            start -= 1
+        return _speed(self._entries[start:])
+
+    def overall(self) -> Speed:
+        """Speed from the first commit to the last."""
+        return _speed(self._entries)
+
+    def take_changes(self) -> dict[int, dict[str, Any] | None]:
+        """Rows to write by step; None: the row is gone."""
+        changed, self._dirty = self._dirty, {}
+        return {
+            step: None
+            if entry is None
+            else {"record": entry.record.model_dump(), "samples": entry.samples, "tokens": entry.tokens}
+            for step, entry in changed.items()
+        }
+
+
+def _speed(entries: list[_Entry]) -> Speed:
+    if len(entries) < 2:
+        return Speed()
+    seconds = entries[-1].record.at - entries[0].record.at
+    if seconds <= 0:
+        return Speed()
+    counted = entries[1:]
+    return Speed(
+        sum(entry.samples for entry in counted) / seconds,
+        sum(entry.tokens for entry in counted) / seconds,
+        seconds / len(counted),
+    )
+
+
+class StepCounter:
+    """The steps of a supervised job, which has no groups: the part of the ledger's interface that remains."""
+
+    def __init__(self, total_steps: int) -> None:
+        self.total_steps = total_steps
+        self.committed = 0
+        self.durable = 0
+        self.timeline = 0
+
+    @property
+    def finished(self) -> bool:
+        return self.committed >= self.total_steps
+
+    def commit(self, step: int) -> CommitOutcome:
+        """Finish a step. Repeated commits of an earlier step are answered and not counted."""
+        if step < self.committed:
+            return CommitOutcome(self.committed, duplicate=True)
+        if step > self.committed or self.finished:
+            detail = f"step {step} cannot be committed: {self.committed} of {self.total_steps} steps are done"
+            raise LedgerError(ErrorCode.WRONG_STEP, detail)
+        self.committed += 1
+        return CommitOutcome(self.committed)
+
+    def abandon_step(self) -> int:
+        return 0
+
+    def checkpoint(self, step: int) -> int:
+        self._check(step, "checkpoint")
+        self.durable = max(self.durable, step)
+        return self.durable
+
+    def snapshot(self, step: int) -> LedgerSnapshot:
+        self._check(step, "snapshot")
+        return LedgerSnapshot(committed_steps=step, timeline=self.timeline, frontier=0, untrained=[])
+
+    def rewind(self, step: int) -> None:
+        self._check(step, "rewind")
+        self.committed, self.durable = step, min(self.durable, step)
+        self.timeline += 1
+
+    def _check(self, step: int, what: str) -> None:
+        if step > self.committed:
+            detail = f"{what} of step {step}, committed are {self.committed}"
+            raise LedgerError(ErrorCode.WRONG_STEP, detail)
+
+    def header(self) -> dict[str, Any]:
+        return {"committed": self.committed, "durable": self.durable, "timeline": self.timeline}
+
+    @classmethod
+    def restore(cls, total_steps: int, header: Mapping[str, Any]) -> Self:
+        counter = cls(total_steps)
+        counter.committed, counter.durable = header["committed"], header["durable"]
+        counter.timeline = header["timeline"]
+        return counter

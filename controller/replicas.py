@@ -1,0 +1,250 @@
+"""The registry of replicas: who is there, since when, and which incarnation of a name counts.
+
+     register ─▶ live ─drain─▶ draining ─┐
+                  ▲ │            │       ├─leave─▶ left
+             beat │ └──silence──┐│       │
+                  └──────────── lost ────┘
+
+A replica has a name that is stable over its restarts. Each registration of a name starts a new *incarnation*
+with an id of its own (`name.3`), and from then on only the newest incarnation is heard. A repeated registration
+(same request id) gets the same incarnation. A lost replica that beats again is live again, without its leases.
+
+Pure: time comes in as `now`, and `take_changes` hands out the names whose records must be written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from schema.wire.messages import ErrorCode, RegisterRequest, ReplicaInfo, Role
+
+ReplicaState = Literal["live", "draining", "lost", "left"]
+PRESENT: tuple[ReplicaState, ...] = ("live", "draining")
+REMEMBERED_REQUESTS = 4
+"""Request ids kept per name: enough to tell a late duplicate of an old registration from a new one."""
+
+
+class ReplicaError(Exception):
+    """A call that the registry refuses; `code` is for programs, the text for people."""
+
+    def __init__(self, code: ErrorCode, detail: str) -> None:
+        super().__init__(detail)
+        self.code, self.detail = code, detail
+
+
+@dataclass(slots=True)
+class Replica:
+    """The newest incarnation of one name."""
+
+    replica_id: str
+    role: Role
+    name: str
+    incarnation: int
+    request_ids: list[str]
+    state: ReplicaState = "live"
+    drain_asked: bool = False
+    last_seen: float = 0.0
+    version: int = -1
+    publication_id: int = 0
+    host: str = ""
+    pid: int = 0
+    world_size: int = 1
+    engine: str = ""
+    status: str = ""
+    gauges: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def present(self) -> bool:
+        return self.state in PRESENT
+
+    def to_record(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def info(self, leases: int, now: float) -> ReplicaInfo:
+        return ReplicaInfo(
+            replica_id=self.replica_id,
+            role=self.role,
+            name=self.name,
+            incarnation=self.incarnation,
+            state=self.state,
+            version=self.version,
+            leases=leases,
+            last_seen_s=max(0.0, now - self.last_seen),
+            host=self.host,
+            pid=self.pid,
+            engine=self.engine,
+            status=self.status,
+            gauges=self.gauges,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    replica: Replica
+    repeated: bool
+    superseded: str | None
+    """Id of the incarnation that this one replaces."""
+
+
+class Registry:
+    """See the module's docstring."""
+
+    def __init__(self, heartbeat_timeout: float, records: Iterable[Mapping[str, Any]] = ()) -> None:
+        self._timeout = heartbeat_timeout
+        self._by_name = {record["name"]: Replica(**record) for record in records}
+        self._by_id = {replica.replica_id: replica for replica in self._by_name.values()}
+        self._dirty: dict[str, Replica] = {}
+
+    def __iter__(self) -> Iterator[Replica]:
+        return iter(self._by_name.values())
+
+    def present(self, role: Role) -> list[Replica]:
+        return [replica for replica in self._by_name.values() if replica.role == role and replica.present]
+
+    def by_name(self, name: str) -> Replica | None:
+        return self._by_name.get(name)
+
+    def register(self, request: RegisterRequest, now: float) -> Registered:
+        """Start a new incarnation of a name.
+
+        Raises:
+            ReplicaError: the name belongs to the other role, the request is a late duplicate of an older
+                registration, or another trainer is present (there is one at a time).
+        """
+        known = self._by_name.get(request.name)
+        if known is not None:
+            if known.role != request.role:
+                raise ReplicaError(
+                    ErrorCode.CONFLICT,
+                    f"the name {request.name!r} belongs to a {known.role} replica: choose another name",
+                )
+            if known.request_ids[-1] == request.request_id:
+                known.last_seen = now
+                return Registered(known, repeated=True, superseded=None)
+            if request.request_id in known.request_ids:
+                raise ReplicaError(
+                    ErrorCode.STALE_INCARNATION,
+                    f"a newer registration of {request.name!r} has taken its place",
+                )
+        if request.role == "policy":
+            self._check_single_policy(request.name)
+        incarnation = 1 if known is None else known.incarnation + 1
+        requests = [] if known is None else known.request_ids
+        replica = Replica(
+            replica_id=f"{_slug(request.name)}.{incarnation}",
+            role=request.role,
+            name=request.name,
+            incarnation=incarnation,
+            request_ids=[*requests, request.request_id][-REMEMBERED_REQUESTS:],
+            last_seen=now,
+            host=request.host,
+            pid=request.pid,
+            world_size=request.world_size,
+            engine=request.engine,
+        )
+        superseded = None if known is None else known.replica_id
+        if superseded is not None:
+            del self._by_id[superseded]
+        self._by_name[replica.name] = self._by_id[replica.replica_id] = replica
+        self._dirty[replica.name] = replica
+        return Registered(replica, repeated=False, superseded=superseded)
+
+    def _check_single_policy(self, name: str) -> None:
+        others = [replica.name for replica in self.present("policy") if replica.name != name]
+        if others:
+            raise ReplicaError(
+                ErrorCode.CONFLICT,
+                f"policy replica {others[0]!r} is present: another one can take over when it has left or missed "
+                f"its heartbeats for {self._timeout:g} s",
+            )
+
+    def find(self, replica_id: str) -> Replica:
+        """The replica with this id. Raises `ReplicaError` if it is unknown or superseded."""
+        replica = self._by_id.get(replica_id)
+        if replica is not None:
+            return replica
+        slug, _, number = replica_id.rpartition(".")
+        for other in self._by_name.values():
+            if _slug(other.name) == slug and number.isdigit() and 0 < int(number) < other.incarnation:
+                raise ReplicaError(
+                    ErrorCode.STALE_INCARNATION,
+                    f"replica {replica_id} was replaced by {other.replica_id}: this process must end",
+                )
+        raise ReplicaError(
+            ErrorCode.UNKNOWN_REPLICA, f"replica {replica_id} is not registered: register first"
+        )
+
+    def check(self, replica_id: str, incarnation: int, role: Role | None = None) -> Replica:
+        """The replica if it may act now. Raises `ReplicaError`."""
+        replica = self.find(replica_id)
+        if incarnation != replica.incarnation:
+            detail = f"replica {replica_id} is at incarnation {replica.incarnation}, not {incarnation}"
+            raise ReplicaError(ErrorCode.STALE_INCARNATION, detail)
+        if replica.state == "left":
+            detail = f"replica {replica_id} has left: register again"
+            raise ReplicaError(ErrorCode.UNKNOWN_REPLICA, detail)
+        if role is not None and replica.role != role:
+            raise ReplicaError(ErrorCode.FORBIDDEN, f"replica {replica_id} is a {replica.role} replica")
+        return replica
+
+    def beat(
+        self, replica: Replica, now: float, *, version: int, status: str, gauges: Mapping[str, float]
+    ) -> None:
+        """A sign of life of a checked replica."""
+        self.seen(replica, now)
+        replica.version, replica.status, replica.gauges = version, status, dict(gauges)
+
+    def seen(self, replica: Replica, now: float) -> None:
+        """Any other call is a sign of life too."""
+        replica.last_seen = now
+        if replica.state == "lost":
+            self._set(replica, "draining" if replica.drain_asked else "live")
+
+    def drain(self, replica: Replica) -> None:
+        replica.drain_asked = True
+        if replica.state == "live":
+            self._set(replica, "draining")
+
+    def leave(self, replica: Replica, status: str = "") -> None:
+        replica.status = status
+        self._set(replica, "left")
+
+    def gone(self, replica: Replica, status: str) -> None:
+        """Its process is known to have ended."""
+        if replica.state != "left":
+            replica.status = status
+            self._set(replica, "lost")
+
+    def expire(self, now: float) -> list[Replica]:
+        """Replicas that have just missed their heartbeats for too long."""
+        late = [
+            replica
+            for replica in self._by_name.values()
+            if replica.present and now - replica.last_seen > self._timeout
+        ]
+        for replica in late:
+            self._set(replica, "lost")
+        return late
+
+    def forgive(self, now: float) -> None:
+        """After a downtime of the controller: nobody could beat, so nobody is late."""
+        for replica in self._by_name.values():
+            replica.last_seen = now
+
+    def take_changes(self) -> list[Replica]:
+        changed, self._dirty = list(self._dirty.values()), {}
+        return changed
+
+    def _set(self, replica: Replica, state: ReplicaState) -> None:
+        replica.state = state
+        self._dirty[replica.name] = replica
+
+
+def _slug(name: str) -> str:
+    """A name as part of a path; different names have different slugs."""
+    plain = re.sub(r"[^A-Za-z0-9_-]", "_", name)
+    return plain if plain == name else f"{plain}-{hashlib.blake2b(name.encode(), digest_size=4).hexdigest()}"

@@ -1,0 +1,61 @@
+"""What all routers share: bodies in, bodies out."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeVar
+
+from fastapi import Query
+from pydantic import BaseModel, TypeAdapter, ValidationError
+from starlette.requests import Request
+from starlette.responses import Response
+
+from controller.problems import ProblemError, describe_validation
+from schema.wire.frame import CONTENT_TYPE
+from schema.wire.messages import ErrorCode
+
+T = TypeVar("T", bound=BaseModel)
+
+MAX_WAIT = 60.0
+"""Longest long-poll in seconds."""
+
+WaitSeconds = Annotated[
+    float, Query(ge=0.0, le=MAX_WAIT, description="Long-poll: how long it may be held open.")
+]
+
+
+async def read(request: Request, kind: type[T]) -> T:
+    """The JSON body as a model, parsed once. Raises `ProblemError` (422) naming field, value and reason."""
+    try:
+        return kind.model_validate_json(await request.body())
+    except ValidationError as error:
+        detail = describe_validation(error.errors(include_url=False))
+        raise ProblemError(ErrorCode.BAD_REQUEST, detail) from None
+
+
+def json_body(kind: type[BaseModel]) -> dict[str, Any]:
+    """The OpenAPI description of a body that the route parses itself."""
+    content = {"application/json": {"schema": kind.model_json_schema()}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def frame_body(description: str) -> dict[str, Any]:
+    """The OpenAPI description of a body of frame bytes."""
+    content = {CONTENT_TYPE: {"schema": {"type": "string", "format": "binary", "description": description}}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def reply(model: BaseModel) -> Response:
+    """A model as JSON, without validating again what we made ourselves."""
+    return Response(model.model_dump_json(), media_type="application/json")
+
+
+def reply_list(kind: type[T], models: list[T]) -> Response:
+    return Response(TypeAdapter(list[kind]).dump_json(models), media_type="application/json")  # type: ignore[valid-type]
+
+
+def frame_reply(data: bytes) -> Response:
+    return Response(data, media_type=CONTENT_TYPE)
+
+
+def nothing() -> Response:
+    return Response(status_code=204)

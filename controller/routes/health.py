@@ -1,0 +1,42 @@
+"""`/healthz`, `/readyz` and `/metrics`: for supervisors and Prometheus."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from starlette.responses import Response
+
+from controller.auth import USER
+from controller.metrics import JobCollector
+from controller.problems import problem
+from controller.service import Controller
+from schema.wire.messages import ErrorCode
+
+
+def router(controller: Controller) -> APIRouter:
+    api = APIRouter(tags=["health"])
+    registry = CollectorRegistry()
+    registry.register(JobCollector(controller))
+
+    @api.get("/healthz")
+    async def healthz() -> Response:
+        """The process answers."""
+        return Response("ok\n", media_type="text/plain")
+
+    @api.get("/readyz")
+    async def readyz() -> Response:
+        """It can take work: the store takes writes."""
+        if not controller.job.store.available:
+            return problem(
+                ErrorCode.STORE_UNAVAILABLE, "Redis does not take writes", headers={"retry-after": "1"}
+            )
+        return Response("ready\n", media_type="text/plain")
+
+    @api.get("/metrics")
+    async def metrics(request: Request) -> Response:
+        """Prometheus metrics (with the user's token)."""
+        controller.tokens.require(request, USER)
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    return api

@@ -1,0 +1,28 @@
+"""`/v1/leases`: groups for rollout replicas."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from controller.auth import ROLLOUT
+from controller.routes.base import json_body, read, reply
+from controller.service import Controller
+from schema.wire import messages as m
+
+
+def router(controller: Controller) -> APIRouter:
+    api = APIRouter(prefix="/v1/leases", tags=["rollout"])
+    tokens, leasing = controller.tokens, controller.leasing
+
+    @api.post("", responses={200: {"model": m.LeaseReply}}, openapi_extra=json_body(m.LeaseRequest))
+    async def lease(request: Request) -> Response:
+        tokens.require(request, ROLLOUT)
+        return reply(await leasing.lease(await read(request, m.LeaseRequest)))
+
+    @api.delete("/{lease_id}", responses={200: {"model": m.ReleaseReply}})
+    async def release(request: Request, lease_id: str) -> Response:
+        tokens.require(request, ROLLOUT)
+        return reply(m.ReleaseReply(released=await leasing.release(lease_id)))
+
+    return api

@@ -1,0 +1,72 @@
+"""Samples in and out: single pushes, bundles, and one sample's frame for people. Tensors are never decoded."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from pydantic import ValidationError
+from starlette.responses import Response
+
+from controller.auth import ROLLOUT, USER
+from controller.leasing import Push
+from controller.problems import ProblemError, describe_validation
+from controller.routes.base import frame_body, frame_reply, reply
+from controller.service import Controller
+from schema.wire import messages as m
+from schema.wire.frame import FrameError, unpack_bundle
+
+
+def router(controller: Controller) -> APIRouter:
+    api = APIRouter(prefix="/v1", tags=["rollout"])
+    tokens, leasing = controller.tokens, controller.leasing
+
+    @api.post(
+        "/groups/{group_id}/samples/{index}",
+        responses={200: {"model": m.PushReply}},
+        openapi_extra=frame_body("one sample (schema.wire.sample)"),
+    )
+    async def push(request: Request, group_id: str, index: int) -> Response:
+        tokens.require(request, ROLLOUT)
+        item = _item(group_id, request.headers.get("x-lease-id", ""), index)
+        replica_id = request.headers.get("x-replica-id", "")
+        if not replica_id or not item.lease_id:
+            detail = "the headers x-replica-id and x-lease-id say whose sample this is, and one is missing"
+            raise ProblemError(m.ErrorCode.BAD_REQUEST, detail)
+        return reply(await leasing.push(replica_id, [Push(item, await request.body())]))
+
+    @api.post(
+        "/samples",
+        responses={200: {"model": m.PushReply}},
+        openapi_extra=frame_body(
+            'a bundle of samples, with a PushList as JSON in the metadata under "pushes"'
+        ),
+    )
+    async def push_many(request: Request) -> Response:
+        tokens.require(request, ROLLOUT)
+        replica_id, pushes = _unpack(await request.body())
+        return reply(await leasing.push(replica_id, pushes))
+
+    @api.get("/samples/{group_id}/{index}")
+    async def sample(request: Request, group_id: str, index: int) -> Response:
+        tokens.require(request, USER)
+        return frame_reply(await controller.operations.sample(group_id, index))
+
+    return api
+
+
+def _item(group_id: str, lease_id: str, index: int) -> m.PushItem:
+    if index < 0:
+        raise ProblemError(m.ErrorCode.BAD_REQUEST, f"sample index {index} is negative")
+    return m.PushItem(group_id=group_id, lease_id=lease_id, index=index)
+
+
+def _unpack(body: bytes) -> tuple[str, list[Push]]:
+    frames, metadata = unpack_bundle(body)
+    try:
+        listed = m.PushList.model_validate_json(metadata["pushes"])
+    except KeyError:
+        raise FrameError('the bundle has no "pushes" in its metadata') from None
+    except ValidationError as error:
+        raise FrameError(f"pushes: {describe_validation(error.errors(include_url=False))}") from None
+    if len(listed.pushes) != len(frames):
+        raise FrameError(f"{len(listed.pushes)} pushes are listed, but the bundle has {len(frames)} frames")
+    return listed.replica_id, [Push(item, frame) for item, frame in zip(listed.pushes, frames, strict=True)]

@@ -1,0 +1,56 @@
+"""`/v1/steps`: batches and commits of the trainer, records for everybody."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from controller.auth import POLICY, USER
+from controller.problems import ProblemError
+from controller.routes.base import WaitSeconds, frame_reply, json_body, nothing, read, reply, reply_list
+from controller.service import Controller
+from schema.wire import messages as m
+
+
+def router(controller: Controller) -> APIRouter:
+    api = APIRouter(prefix="/v1/steps", tags=["policy"])
+    tokens, training = controller.tokens, controller.training
+
+    @api.get("/{step}/batch", responses={204: {"description": "not ready yet"}})
+    async def batch(
+        request: Request, step: int, policy_epoch: int, samples: str = "all", wait_s: WaitSeconds = 0.0
+    ) -> Response:
+        tokens.require(request, POLICY)
+        data = await training.batch(step, policy_epoch, _rows(samples), wait_s)
+        return nothing() if data is None else frame_reply(data)
+
+    @api.post(
+        "/{step}/commit",
+        responses={200: {"model": m.CommitReply}},
+        openapi_extra=json_body(m.CommitRequest),
+    )
+    async def commit(request: Request, step: int) -> Response:
+        tokens.require(request, POLICY)
+        if step < 0:
+            raise ProblemError(m.ErrorCode.BAD_REQUEST, f"step {step} is negative")
+        return reply(await training.commit(step, await read(request, m.CommitRequest)))
+
+    @api.get("", responses={200: {"model": list[m.StepRecord]}})
+    async def records(request: Request, since: int = 0) -> Response:
+        tokens.require(request, USER)
+        return reply_list(m.StepRecord, controller.job.steps.since(since))
+
+    return api
+
+
+def _rows(text: str) -> list[int] | None:
+    """ "all" is None, "none" no row, else a list of rows such as "0,5,9"."""
+    if text == "all":
+        return None
+    if text == "none":
+        return []
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        detail = f"samples={text[:80]!r} is neither all, none, nor rows such as 0,5,9"
+        raise ProblemError(m.ErrorCode.BAD_REQUEST, detail) from None

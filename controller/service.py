@@ -1,0 +1,44 @@
+"""The controller as one object: a job and those who act on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from controller.auth import Caller, Tokens
+from controller.job import Job
+from controller.leasing import Leasing
+from controller.membership import Membership
+from controller.operations import Operations
+from controller.problems import ProblemError
+from controller.training import Training
+from controller.upkeep import Upkeep
+from schema.wire.messages import ErrorCode
+
+
+@dataclass(frozen=True, slots=True)
+class Controller:
+    """What the routes call."""
+
+    job: Job
+    tokens: Tokens
+    membership: Membership
+    leasing: Leasing
+    training: Training
+    operations: Operations
+    upkeep: Upkeep
+
+    @classmethod
+    def of(cls, job: Job, tokens: Tokens) -> Controller:
+        membership = Membership(job)
+        return cls(
+            job, tokens, membership, Leasing(job), Training(job), Operations(job), Upkeep(job, membership)
+        )
+
+    def require_own(self, caller: Caller, replica_id: str) -> None:
+        """A replica's token speaks for replicas of its own role. Raises `ProblemError`, `ReplicaError`."""
+        if caller == "user":
+            return
+        role = self.job.registry.find(replica_id).role
+        if role != caller:
+            detail = f"replica {replica_id} is a {role} replica, this is the token of {caller}"
+            raise ProblemError(ErrorCode.FORBIDDEN, detail)

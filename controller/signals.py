@@ -1,0 +1,37 @@
+"""Long-polls without busy loops: a counter that waiters sleep on until it moves."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+
+class Signal:
+    """Something changed that waiters may care about.
+
+    Read `generation` before looking at the state, and hand it to `wait`: a change in between ends the wait at
+    once, so none is missed however many awaits lie between looking and waiting.
+    """
+
+    def __init__(self) -> None:
+        self.generation = 0
+        self._waiters: set[asyncio.Future[None]] = set()
+
+    def notify(self) -> None:
+        self.generation += 1
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+        self._waiters.clear()
+
+    async def wait(self, seen: int, timeout: float) -> None:
+        """Return when `generation` is no longer `seen`, or after `timeout` seconds."""
+        if self.generation != seen or timeout <= 0:
+            return
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.add(waiter)
+        try:
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(waiter, timeout)
+        finally:
+            self._waiters.discard(waiter)

@@ -1,0 +1,34 @@
+"""What can go wrong between the controller and Redis.
+
+StoreError
+├── StoreUnavailable   for now: callers answer 503 and the store keeps reconnecting
+├── Fenced             for good: another controller took over this job
+├── HistoryLost        for good: Redis came back with an older state than was acknowledged
+└── UnsuitableServer   at start: the server is too old, or not durable where that is required
+"""
+
+from __future__ import annotations
+
+
+class StoreError(Exception):
+    """Base of all errors of the store."""
+
+
+class StoreUnavailable(StoreError):
+    """Redis does not take writes at the moment; `retry_after` seconds is a good time to come back."""
+
+    def __init__(self, detail: str, retry_after: float = 1.0) -> None:
+        super().__init__(detail)
+        self.retry_after = retry_after
+
+
+class Fenced(StoreError):
+    """Another controller took over this job: nothing that this process decides counts any more."""
+
+
+class HistoryLost(StoreError):
+    """Redis restarted from an older state: this process must be restarted to rebuild from it."""
+
+
+class UnsuitableServer(StoreError):
+    """The server cannot hold the state of a job."""

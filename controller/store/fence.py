@@ -1,0 +1,104 @@
+"""A Redis connection that cannot write once another controller has taken over.
+
+The job has an epoch key that each starting controller raises. This connection always WATCHes it: the check for
+the next transaction travels at the end of the one before, so a transaction costs a single round trip:
+
+    ──▶ MULTI … EXEC  WATCH epoch  GET epoch  GET seq
+    ◀── EXEC is nil if the epoch changed after the last WATCH; the GETs prove what the next one relies on
+
+`seq` counts transactions. A server that comes back with an older count than was acknowledged has lost history.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from redis.asyncio import ConnectionPool
+from redis.asyncio.connection import AbstractConnection
+from redis.exceptions import ExecAbortError
+
+from controller.store.errors import Fenced, HistoryLost
+
+Argument = bytes | memoryview | str | int | float
+Command = tuple[Argument, ...]
+
+REPLY_TIMEOUT = 15.0
+"""Seconds for one reply (the pool's socket_timeout): a slow fsync takes one or two, a dead server forever."""
+
+
+class FencedConnection:
+    """One connection on which every transaction depends on the epoch. Not safe for concurrent use."""
+
+    def __init__(self, pool: ConnectionPool, epoch_key: str, seq_key: str) -> None:
+        self._pool = pool
+        self._epoch_key, self._seq_key = epoch_key, seq_key
+        self._connection: AbstractConnection | None = None
+        self._tail: list[Command] = [("WATCH", epoch_key), ("GET", epoch_key), ("GET", seq_key)]
+        self.epoch = 0
+        self.seq = 0
+
+    async def execute(self, commands: Sequence[Command]) -> None:
+        """Run `commands` as one transaction, or raise.
+
+        Raises:
+            Fenced: another controller holds the job.
+            HistoryLost: the server's state is older than what was acknowledged.
+            RedisError, OSError: nothing is known about the transaction; sending it again is right.
+        """
+        try:
+            connection = self._connection or await self._open()
+            done = await self._transact(connection, commands)
+        except BaseException:
+            await self.close()
+            raise
+        if not done:
+            await self.close()
+            raise HistoryLost("the epoch of this job was touched by somebody else")
+        self.seq += 1
+
+    async def _open(self) -> AbstractConnection:
+        connection: AbstractConnection = await self._pool.get_connection()  # type: ignore[no-untyped-call]
+        self._connection = connection
+        await connection.send_packed_command(connection.pack_commands(self._tail))
+        await connection.read_response()
+        epoch, seq = await connection.read_response(), await connection.read_response()
+        self._check(epoch, seq, reopened=True)
+        return connection
+
+    async def _transact(self, connection: AbstractConnection, commands: Sequence[Command]) -> bool:
+        following = self.seq + 1
+        packed = connection.pack_commands(
+            [("MULTI",), *commands, ("SET", self._seq_key, following), ("EXEC",), *self._tail]
+        )
+        await connection.send_packed_command(packed)
+        for _ in range(len(commands) + 2):  # OK, then QUEUED for each
+            await connection.read_response()
+        result = await connection.read_response()
+        await connection.read_response()
+        epoch, seq = await connection.read_response(), await connection.read_response()
+        if result is None:
+            self._check(epoch, seq, reopened=False)
+            return False
+        for item in result:
+            if isinstance(item, Exception):
+                raise ExecAbortError(f"a command of the transaction failed: {item}")
+        return True
+
+    def _check(self, epoch: bytes | None, seq: bytes | None, *, reopened: bool) -> None:
+        found = int(epoch or 0)
+        if found > self.epoch:
+            raise Fenced(f"another controller took over this job (epoch {found}, this one has {self.epoch})")
+        stored = int(seq or 0)
+        if found < self.epoch or stored < self.seq:
+            raise HistoryLost(
+                f"Redis came back with an older state (transaction {stored} of {self.seq}): "
+                "the controller must restart to rebuild from it"
+            )
+        if reopened:
+            self.seq = stored  # the last transaction may have been executed although its answer was lost
+
+    async def close(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            await connection.disconnect(nowait=True)
+            await self._pool.release(connection)

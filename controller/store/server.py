@@ -1,0 +1,63 @@
+"""What the Redis server is and what it can promise, checked once at start."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from controller.store.errors import UnsuitableServer
+
+log = logging.getLogger(__name__)
+
+OLDEST = (6, 2)
+"""GETDEL, reliable MULTI semantics with scripts off, and what managed services still run."""
+WAITAOF_SINCE = (7, 2)
+"""First version that can tell when a write has reached the append-only file."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFacts:
+    """From `INFO`: it is allowed where `CONFIG GET` is not."""
+
+    name: str
+    version: tuple[int, ...]
+    append_only: bool
+    eviction: str
+
+    @classmethod
+    def from_info(cls, info: Mapping[str, Any]) -> Self:
+        return cls(
+            name=str(info.get("server_name", "redis")),
+            version=tuple(int(part) for part in str(info["redis_version"]).split(".") if part.isdigit()),
+            append_only=bool(info.get("aof_enabled", 0)),
+            eviction=str(info.get("maxmemory_policy", "noeviction")),
+        )
+
+    @property
+    def can_wait_for_file(self) -> bool:
+        """Whether WAITAOF answers: a server compatible with 7.2, with its append-only file on."""
+        return self.append_only and self.version >= WAITAOF_SINCE
+
+    def shortcomings(self) -> list[str]:
+        """Why acknowledged state could be lost, with the remedy."""
+        found = []
+        if not self.append_only:
+            found.append("its append-only file is off, a restart loses the job: set `appendonly yes`")
+        if self.eviction != "noeviction":
+            found.append(
+                f"it may evict keys when memory is full (maxmemory-policy {self.eviction}): "
+                "set `maxmemory-policy noeviction`"
+            )
+        return found
+
+    def check(self, *, require_durable: bool) -> None:
+        """Warn, or raise `UnsuitableServer`, about what this server cannot do."""
+        if self.version < OLDEST:
+            have, need = ".".join(map(str, self.version)), ".".join(map(str, OLDEST))
+            raise UnsuitableServer(f"the Redis server is {have}; {need} or newer is needed (7.2 is better)")
+        for problem in self.shortcomings():
+            if require_durable:
+                raise UnsuitableServer(f"the Redis server is not durable: {problem}")
+            log.warning("the Redis server is not durable: %s", problem)

@@ -1,0 +1,192 @@
+"""What trainers do: fetch the batch of a step, commit it, publish weights, register checkpoints.
+
+All calls present the policy epoch of their registration; after another registration they are refused, so a
+trainer that was replaced can neither commit nor publish.
+
+A batch without any sample is the answer when no step follows after all (the last groups were dropped): the
+trainer then publishes, exports and leaves as after a commit that said `finished`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from controller.assembly import Waiting, build_table
+from controller.job import Job
+from controller.ledger import Ledger, LedgerError
+from controller.problems import ProblemError
+from controller.replicas import Replica
+from schema.wire import messages as m
+from schema.wire.batch import StepTable, encode_batch
+from schema.wire.messages import ErrorCode, Phase
+from schema.wire.weights import Publication
+
+log = logging.getLogger(__name__)
+
+
+class Training:
+    """The calls of policy replicas."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._table: StepTable | None = None
+
+    def _check_epoch(self, epoch: int) -> None:
+        current = self._job.facts.policy_epoch
+        if epoch != current:
+            raise ProblemError(
+                ErrorCode.STALE_EPOCH,
+                f"policy epoch {epoch} has ended, the current one is {current}: another trainer has registered",
+            )
+
+    def _check(self, replica_id: str, incarnation: int, epoch: int) -> Replica:
+        job = self._job
+        job.store.require()
+        if job.facts.ended is Phase.FAILED:
+            raise ProblemError(ErrorCode.JOB_FAILED, f"the job has failed: {job.facts.last_error}")
+        self._check_epoch(epoch)
+        replica = job.registry.check(replica_id, incarnation, "policy")
+        job.registry.seen(replica, job.clock())
+        return replica
+
+    # ---- batch --------------------------------------------------------------------------------------------
+
+    async def batch(self, step: int, epoch: int, rows: Sequence[int] | None, wait_s: float) -> bytes | None:
+        """The batch of `step` with the payloads of `rows` (None: all); None when it is not ready in time.
+
+        Raises `ProblemError`, `LedgerError`.
+        """
+        job, loop = self._job, asyncio.get_running_loop()
+        ledger = job.require_ledger()
+        give_up = loop.time() + wait_s
+        while True:
+            job.store.require()
+            seen = job.batch_signal.generation
+            self._check_epoch(epoch)
+            table = self._assemble(ledger, step)
+            await job.save()
+            if table is not None:
+                return await self._with_payloads(table, rows)
+            left = give_up - loop.time()
+            if left <= 0 or job.closing:
+                return None
+            await job.batch_signal.wait(seen, left)
+
+    def _assemble(self, ledger: Ledger, step: int) -> StepTable | None:
+        job = self._job
+        if job.facts.ended is Phase.FAILED:
+            raise ProblemError(ErrorCode.JOB_FAILED, f"the job has failed: {job.facts.last_error}")
+        if step != ledger.committed:
+            detail = f"the batch of step {step} was asked for, but step {ledger.committed} is next"
+            raise LedgerError(ErrorCode.WRONG_STEP, detail)
+        if job.ended:
+            return None
+        if ledger.finished:
+            return build_table(step, ledger.timeline, job.facts.policy_epoch, [])
+        if job.facts.paused and ledger.batch(step) is None:
+            return None
+        assembled = ledger.assemble(job.clock())
+        if isinstance(assembled, Waiting):
+            if ledger.finished:  # dropping stragglers has ended the data
+                return build_table(step, ledger.timeline, job.facts.policy_epoch, [])
+            return None
+        key = (step, ledger.timeline, job.facts.policy_epoch)
+        if self._table is None or (self._table.step, self._table.timeline, self._table.policy_epoch) != key:
+            self._table = build_table(*key, assembled.groups)
+            job.lease_signal.notify()  # the slots of this step are taken, those of the next are open
+        return self._table
+
+    async def _with_payloads(self, table: StepTable, rows: Sequence[int] | None) -> bytes:
+        wanted = range(table.n_samples) if rows is None else rows
+        outside = [row for row in wanted if not 0 <= row < table.n_samples]
+        if outside:
+            detail = f"row {outside[0]} of a batch of {table.n_samples} samples"
+            raise ProblemError(ErrorCode.BAD_REQUEST, detail)
+        keys = [(table.group_ids[table.group[row]], table.index[row]) for row in wanted]
+        frames = await self._job.store.get_payloads(keys)
+        found = [frame for frame in frames if frame is not None]
+        if len(found) != len(keys):
+            gone = keys[frames.index(None)]
+            raise ProblemError(
+                ErrorCode.INTERNAL, f"the payload of sample {gone[0]}/{gone[1]} is not in the store"
+            )
+        return encode_batch(table, found)
+
+    # ---- commit, publish, checkpoint ----------------------------------------------------------------------
+
+    async def commit(self, step: int, request: m.CommitRequest) -> m.CommitReply:
+        """Finish a step; durable when answered. Raises `ProblemError`, `LedgerError`, `ReplicaError`."""
+        job = self._job
+        self._check(request.replica_id, request.incarnation, request.policy_epoch)
+        samples, tokens, score = self._work(step, request.metrics)
+        outcome = job.progress.commit(step)
+        if not outcome.duplicate:
+            job.steps.add(m.StepRecord(step=step, at=job.clock(), metrics=request.metrics), samples, tokens)
+            job.facts.last_score = score if score is not None else job.facts.last_score
+            job.settle()
+            job.wake_all()
+        finished = job.progress.finished or job.ended
+        reply = m.CommitReply(
+            committed_steps=job.progress.committed,
+            total_steps=job.progress.total_steps,
+            publish=finished or self._publication_due(step + 1),
+            finished=finished,
+        )
+        await job.save_durably()
+        return reply
+
+    def _work(self, step: int, metrics: dict[str, float]) -> tuple[int, int, float | None]:
+        """Samples, generated tokens and mean score of a step; a supervised trainer counts for itself."""
+        ledger = self._job.ledger
+        if ledger is None:
+            return int(metrics.get("samples", 0)), int(metrics.get("tokens", 0)), None
+        headers = [meta.header for group in ledger.batch(step) or [] for meta in group.samples.values()]
+        scores = [header.score for header in headers if header.score is not None]
+        mean = sum(scores) / len(scores) if scores else None
+        return len(headers), sum(header.response_tokens for header in headers), mean
+
+    def _publication_due(self, version: int) -> bool:
+        return version % self._job.config.train.sync_weight_interval == 0
+
+    async def publish(self, request: m.PublishRequest) -> m.PublishReply:
+        """Make a weight version known. Raises `ProblemError`, `PublicationError`, `ReplicaError`."""
+        job = self._job
+        self._check(request.replica_id, request.incarnation, request.policy_epoch)
+        publication = job.publications.publish(request, job.progress.timeline, job.progress.committed)
+        validation = job.validation
+        if validation is not None:
+            final = job.progress.finished and publication.version == job.progress.committed
+            validation.published(publication.version, final=final)
+        rollouts = job.registry.present("rollout")
+        held = {replica.publication_id for replica in rollouts}
+        if validation is not None and validation.pinned_publication is not None:
+            held.add(validation.pinned_publication)
+        collectable = job.publications.collect(held, {replica.version for replica in rollouts})
+        job.wake_all()
+        await job.save()
+        return m.PublishReply(publication=publication, collectable=collectable)
+
+    async def checkpoint(self, request: m.CheckpointRequest) -> m.CheckpointReply:
+        """A complete checkpoint covers `step` committed steps: they are durable now."""
+        job = self._job
+        self._check(request.replica_id, request.incarnation, request.policy_epoch)
+        durable = job.progress.checkpoint(request.step)
+        log.info("checkpoint %s covers %d steps", request.path, request.step)
+        await job.save_durably()
+        return m.CheckpointReply(durable_steps=durable)
+
+    async def latest_publication(self, newer_than: int, wait_s: float) -> Publication | None:
+        """The newest publication with an id above `newer_than`, or None when the wait is over."""
+        job, loop = self._job, asyncio.get_running_loop()
+        give_up = loop.time() + wait_s
+        while True:
+            seen = job.publication_signal.generation
+            newest = job.publications.newest
+            if newest is not None and newest.id > newer_than:
+                return newest
+            left = give_up - loop.time()
+            if left <= 0 or job.closing or job.ended:
+                return None
+            await job.publication_signal.wait(seen, left)

