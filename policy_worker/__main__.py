@@ -1,0 +1,74 @@
+"""`python -m policy_worker`: one rank of a policy replica.
+
+Environment: COSMOS_CONTROLLER_URL, COSMOS_TOKEN (the policy role's); optional COSMOS_REPLICA_NAME,
+COSMOS_CPU_THREADS, COSMOS_PARENT_PID; RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT as torchrun sets them.
+
+Exit codes: 0 finished or asked to leave; 2 the settings cannot work; 4 there is nothing to resume from; 1 anything
+else, to be restarted.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+from controller.client import ControllerError, Unauthorized
+from policy_worker.errors import PolicyError, SettingsError
+from policy_worker.parallel.group import RankEnvironment
+from policy_worker.process import Departure, Environment, install_signals, watch_parent
+
+log = logging.getLogger("policy_worker")
+
+
+def main() -> int:
+    ranks = RankEnvironment()
+    try:
+        ranks = RankEnvironment.of_environ()
+        _set_up_logging(ranks.rank)
+        environment = Environment.of_environ()
+    except SettingsError as error:
+        _set_up_logging(ranks.rank)
+        log.error("%s", error)
+        return error.exit_code
+    departure = Departure()
+    install_signals(departure)
+    watch_parent(environment.parent, departure)
+    return _run(environment, ranks, departure)
+
+
+def _run(environment: Environment, ranks: RankEnvironment, departure: Departure) -> int:
+    import torch  # after the environment is known to be right: it takes seconds
+
+    from policy_worker.worker import run_rank
+
+    if environment.threads is not None:
+        torch.set_num_threads(environment.threads)
+    try:
+        run_rank(environment, ranks, departure)
+    except PolicyError as error:
+        log.log(logging.ERROR if error.exit_code else logging.INFO, "%s: %s", type(error).__name__, error)
+        return error.exit_code
+    except Unauthorized as error:
+        log.error("%s: COSMOS_TOKEN is not the policy token of this job", error)
+        return SettingsError.exit_code
+    except ControllerError as error:
+        log.error("%s: %s", type(error).__name__, error)
+        return PolicyError.exit_code
+    return 0
+
+
+def _set_up_logging(rank: int) -> None:
+    logging.basicConfig(
+        level=logging.INFO,
+        format=f"%(asctime)s %(levelname)s rank{rank} %(name)s: %(message)s",
+        stream=sys.stderr,
+        force=True,
+    )
+    for noisy in ("httpx", "httpcore", "transformers", "torch.distributed"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,156 @@
+"""How the samples of a training step are cut: pure functions over row numbers and token counts.
+
+    rows of the table ── optimizer steps ── ranks ── micro-batches
+                         (batch_size_per_optimize,   (equal share, or   (samples, or a hard cap on tokens)
+                          mu_iterations)              balanced tokens)
+
+Every rank computes the whole plan from the table, so no communication is needed and all ranks agree on how many
+micro-batches each optimizer step has: a rank short of them gets empty ones, since its collectives must match.
+
+Invariants (property tests): each sample that counts is in exactly one micro-batch of exactly one optimizer step per
+iteration; no micro-batch exceeds the cap; the optimizer step of a sample does not depend on the number of ranks;
+equal inputs give equal plans.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from policy_worker.errors import SampleTooLongError
+
+Rows = list[int]
+
+
+@dataclass(frozen=True)
+class MicroBatchRule:
+    """How large a micro-batch may be.
+
+    samples: most samples, used where no cap on tokens is set. max_tokens: hard cap on the tokens of a micro-batch,
+    padding included. packed: samples lie side by side in one row; else each has a row, padded to the longest.
+    """
+
+    samples: int
+    max_tokens: int | None
+    packed: bool
+
+
+@dataclass(frozen=True)
+class OptimizerStep:
+    """One optimizer step: its rows in table order, and for each rank its micro-batches (all equally many)."""
+
+    rows: Rows
+    ranks: list[list[Rows]]
+
+
+def plan_step(
+    tokens: Sequence[int],
+    counts: Sequence[bool],
+    *,
+    world: int,
+    rule: MicroBatchRule,
+    batch_size: int | None = None,
+    iterations: int = 1,
+    balance: bool = False,
+) -> list[OptimizerStep]:
+    """Cut a step.
+
+    Args:
+        tokens: length of each row in tokens, [n].
+        counts: whether each row takes part in the loss, [n]; others are left out (their piece only gets smaller).
+        batch_size: rows per optimizer step; None: all.
+        iterations: passes over the batch.
+
+    Raises:
+        SampleTooLongError: a row that counts is longer than `rule.max_tokens`.
+    """
+    size = batch_size or max(len(tokens), 1)
+    pieces = []
+    for start in range(0, len(tokens), size):
+        rows = [row for row in range(start, min(start + size, len(tokens))) if counts[row]]
+        if rows:
+            pieces.append(OptimizerStep(rows, _cut(rows, tokens, world, rule, balance)))
+    return pieces * iterations
+
+
+def _cut(
+    rows: Rows, tokens: Sequence[int], world: int, rule: MicroBatchRule, balance: bool
+) -> list[list[Rows]]:
+    shares = balanced_shares(rows, tokens, world) if balance else equal_shares(rows, world)
+    ranks = [micro_batches(share, tokens, rule) for share in shares]
+    longest = max(map(len, ranks))
+    return [micro + [[] for _ in range(longest - len(micro))] for micro in ranks]
+
+
+def equal_shares(rows: Rows, world: int) -> list[Rows]:
+    """Runs of consecutive rows, as equal in number as possible."""
+    bounds = [len(rows) * rank // world for rank in range(world + 1)]
+    return [rows[start:end] for start, end in itertools.pairwise(bounds)]
+
+
+def balanced_shares(rows: Rows, tokens: Sequence[int], world: int) -> list[Rows]:
+    """Longest row first, each to the share that has the fewest tokens so far (at most 4/3 of the best maximum)."""
+    return _longest_first(rows, tokens, world)
+
+
+def micro_batches(rows: Rows, tokens: Sequence[int], rule: MicroBatchRule) -> list[Rows]:
+    """Cut one rank's rows of an optimizer step into micro-batches."""
+    ordered = sorted(rows, key=lambda row: (-tokens[row], row))  # alike lengths together: little padding
+    if rule.max_tokens is None:
+        return [ordered[i : i + rule.samples] for i in range(0, len(ordered), rule.samples)]
+    _check_fits(ordered, tokens, rule.max_tokens)
+    if rule.packed:
+        return _packed(ordered, tokens, rule.max_tokens)
+    return _padded(ordered, tokens, rule.max_tokens)
+
+
+def _check_fits(ordered: Rows, tokens: Sequence[int], cap: int) -> None:
+    if ordered and tokens[ordered[0]] > cap:
+        raise SampleTooLongError(
+            f"train.train_policy.max_token_len_per_mini_batch = {cap}: a sample has {tokens[ordered[0]]} tokens, and "
+            f"the cap is hard; raise it to at least policy.model_max_length, or lower that"
+        )
+
+
+def _packed(ordered: Rows, tokens: Sequence[int], cap: int) -> list[Rows]:
+    """Few bins, then even ones: first-fit decreasing says how many are enough, longest-first fills them evenly.
+
+    Where the even filling breaks the cap, first-fit's own bins are taken.
+    """
+    bins: list[Rows] = []
+    space: list[int] = []
+    for row in ordered:
+        slot = next((i for i, free in enumerate(space) if tokens[row] <= free), None)
+        if slot is None:
+            bins.append([])
+            space.append(cap)
+            slot = len(bins) - 1
+        bins[slot].append(row)
+        space[slot] -= tokens[row]
+    even = _longest_first(ordered, tokens, len(bins)) if bins else []
+    fits = all(sum(tokens[row] for row in share) <= cap for share in even)
+    return even if fits else bins
+
+
+def _padded(ordered: Rows, tokens: Sequence[int], cap: int) -> list[Rows]:
+    """Runs of the rows by falling length: a run's first row is its longest, so it costs len(run) · that."""
+    runs: list[Rows] = []
+    for row in ordered:
+        if runs and (len(runs[-1]) + 1) * tokens[runs[-1][0]] <= cap:
+            runs[-1].append(row)
+        else:
+            runs.append([row])
+    return runs
+
+
+def _longest_first(rows: Rows, tokens: Sequence[int], n: int) -> list[Rows]:
+    """Greedy number partitioning (Graham 1969); ties go to the lower index, so it is deterministic."""
+    shares: list[Rows] = [[] for _ in range(n)]
+    heap = [(0, index) for index in range(n)]
+    for row in sorted(rows, key=lambda row: (-tokens[row], row)):
+        total, index = heapq.heappop(heap)
+        shares[index].append(row)
+        heapq.heappush(heap, (total + tokens[row], index))
+    return shares

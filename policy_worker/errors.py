@@ -1,0 +1,46 @@
+"""What can go wrong in a trainer, by what the launcher should do about it.
+
+PolicyError                 exit code 1: a crash; restarting may help
+├── NonFiniteGradientError
+├── BadBatchError                what the controller handed out contradicts itself
+├── ReplacedError                another incarnation of this replica has registered
+├── SettingsError           exit code 2: these settings cannot work, restarting will not help
+│   └── SampleTooLongError
+└── NoCheckpointError            exit code 4: steps were committed, and there is nothing to resume from
+"""
+
+from __future__ import annotations
+
+
+class PolicyError(Exception):
+    """Base of everything that a trainer raises on purpose."""
+
+    exit_code = 1
+
+
+class NonFiniteGradientError(PolicyError):
+    """A gradient is NaN or infinite: applying it would destroy the weights."""
+
+
+class BadBatchError(PolicyError):
+    """A batch whose payloads contradict its table or the staleness bound."""
+
+
+class ReplacedError(PolicyError):
+    """The controller knows a newer incarnation of this replica, or does not know it any more."""
+
+
+class SettingsError(PolicyError):
+    """The configuration asks for something that this machine, model or build cannot do."""
+
+    exit_code = 2
+
+
+class SampleTooLongError(SettingsError):
+    """A sample does not fit into a micro-batch."""
+
+
+class NoCheckpointError(PolicyError):
+    """The run has committed steps, and no checkpoint holds their weights."""
+
+    exit_code = 4

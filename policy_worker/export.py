@@ -1,0 +1,121 @@
+"""The trained model as a directory that `transformers` loads: safetensors shards, config, tokenizer.
+
+Exported weights are bit for bit those of the last published version: same names, same type
+(`train.transfer_dtype`). Written beside and renamed, so a directory of this name is always whole.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import os
+import secrets
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from transformers import AutoTokenizer
+
+from policy_worker.learner import Learner
+from policy_worker.model import DTYPES, PolicyModel
+from schema.config import Config
+from weight_sync import hub_tensors
+
+log = logging.getLogger(__name__)
+
+SHARD_BYTES = 4 * 1024**3
+"""A shard ends before it grows beyond this; it is also the most that is held in memory at once."""
+
+
+def export_model(learner: Learner, config: Config, target: Path) -> None:
+    """Write the model to `target`, replacing what is there. A collective; rank 0 writes.
+
+    Raises:
+        OSError: `target` cannot be written; nothing there was changed.
+    """
+    dtype = DTYPES[config.train.effective_transfer_dtype]
+    tensors = hub_tensors(learner.model.lm, dtype=dtype)
+    if not learner.group.leads:
+        for _ in tensors:
+            pass
+        return
+    beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+    beside.mkdir(parents=True)
+    try:
+        write_shards(tensors, beside)
+        _write_settings(learner.model, dtype, beside)
+        _write_tokenizer(config, beside)
+        _replace(beside, target)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+    log.info("exported the model to %s", target)
+
+
+def write_shards(
+    tensors: Iterable[tuple[str, torch.Tensor]], directory: Path, shard_bytes: int = SHARD_BYTES
+) -> None:
+    """Write tensors as transformers lays them out: one file, or numbered shards and an index."""
+    shards: list[dict[str, int]] = []
+    pending: dict[str, torch.Tensor] = {}
+    size = 0
+
+    def flush() -> None:
+        save_file(pending, directory / _part(len(shards)), {"format": "pt"})
+        shards.append({name: tensor.nbytes for name, tensor in pending.items()})
+        pending.clear()
+
+    for name, tensor in tensors:
+        if pending and size + tensor.nbytes > shard_bytes:
+            flush()
+            size = 0
+        pending[name] = tensor.detach().to("cpu").contiguous().clone()
+        size += tensor.nbytes
+    flush()
+    if len(shards) == 1:
+        (directory / _part(0)).rename(directory / "model.safetensors")
+        return
+    index: dict[str, str] = {}
+    for number, shard in enumerate(shards):
+        file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+        (directory / _part(number)).rename(directory / file)
+        index |= dict.fromkeys(shard, file)
+    total = sum(sum(shard.values()) for shard in shards)
+    text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2)
+    (directory / "model.safetensors.index.json").write_text(text)
+
+
+def _part(number: int) -> str:
+    return f"part-{number:05d}"
+
+
+def _write_settings(model: PolicyModel, dtype: torch.dtype, directory: Path) -> None:
+    lm_config = copy.deepcopy(model.lm.config)
+    for key, value in model.dropout.items():
+        setattr(lm_config, key, value)
+    lm_config.dtype = str(dtype).removeprefix("torch.")
+    lm_config.architectures = [type(model.lm).__name__.removeprefix("FSDP")]
+    lm_config.save_pretrained(directory)
+    if model.lm.can_generate():
+        model.lm.generation_config.save_pretrained(directory)
+
+
+def _write_tokenizer(config: Config, directory: Path) -> None:
+    name, revision = config.policy.model_name_or_path, config.policy.model_revision
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
+    except (OSError, ValueError) as error:
+        log.warning("exported without a tokenizer: %s has none that loads (%s)", name, error)
+        return
+    tokenizer.save_pretrained(directory)
+
+
+def _replace(source: Path, target: Path) -> None:
+    """Put a finished directory in place of what is at `target`."""
+    old = source.with_name(f"{source.name}.old")
+    if target.exists():
+        os.rename(target, old)
+    os.rename(source, target)
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,104 @@
+"""Log-probs of given tokens, and the entropy there, straight from hidden states and the output matrix.
+
+    z = h Wᵀ / T,   log π(y) = z_y − log Σ exp z,   H = log Σ exp z − Σ softmax(z) z
+
+The logits [K, V] are the largest tensor of training (a vocabulary of 150,000 makes 10 tokens of them as large as
+a layer's activations for 500). They are computed for a chunk of tokens at a time and computed again in backward:
+
+    ∂ log π(y) / ∂z = 1[y] − p            ∂H / ∂z = −p (log p + H)
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+CHUNK_ELEMENTS = 2**25
+"""Logits in memory at once (128 MiB in float32): large enough for full-speed products, small beside a model."""
+
+
+class TokenOutputs(NamedTuple):
+    """Per token, [K]: log-prob of the label, entropy of the distribution, whether the label was the likeliest."""
+
+    logprobs: Tensor
+    entropy: Tensor
+    correct: Tensor
+
+
+def token_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    temperature: float = 1.0,
+    chunk_elements: int = CHUNK_ELEMENTS,
+) -> TokenOutputs:
+    """Log-probs (with gradient), entropy (with gradient) and correctness of `labels`.
+
+    Args:
+        hidden: last hidden states of the positions that predict, [K, D].
+        weight: output matrix, [V, D]. Products are in its dtype, everything after in float32 (float64 for
+            float64 input).
+        labels: int64 [K].
+        temperature: that the labels were sampled at, > 0.
+    """
+    chunk = max(1, chunk_elements // weight.shape[0])
+    return TokenOutputs(*_TokenLogprobs.apply(hidden, weight, labels, temperature, chunk))
+
+
+def _accurate(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, chunk: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        logprobs = hidden.new_empty(len(labels), dtype=_accurate(hidden.dtype))
+        entropy, correct = torch.empty_like(logprobs), torch.empty_like(labels, dtype=torch.bool)
+        log_p = None
+        for start in range(0, len(labels), chunk):
+            part = slice(start, start + chunk)
+            log_p = _log_softmax(hidden[part], weight, temperature)
+            logprobs[part] = log_p.gather(1, labels[part, None])[:, 0]
+            entropy[part] = -torch.linalg.vecdot(log_p.exp(), log_p)
+            correct[part] = logprobs[part] >= log_p.amax(1)
+        # A single chunk is within the budget anyway: kept, it saves backward one product.
+        ctx.save_for_backward(hidden, weight, labels, entropy, log_p if len(labels) <= chunk else None)
+        ctx.temperature, ctx.chunk = temperature, chunk
+        ctx.mark_non_differentiable(correct)
+        ctx.set_materialize_grads(False)
+        return logprobs, entropy, correct
+
+    @staticmethod
+    def backward(  # type: ignore[override]
+        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, _: None
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        if grad_logprobs is None and grad_entropy is None:
+            return None, None, None, None, None
+        hidden, weight, labels, entropy, kept = ctx.saved_tensors
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros_like(weight, dtype=entropy.dtype)
+        for start in range(0, len(labels), ctx.chunk):
+            part = slice(start, start + ctx.chunk)
+            log_p = _log_softmax(hidden[part], weight, ctx.temperature) if kept is None else kept
+            grad = log_p.exp()
+            if grad_entropy is None:
+                grad.mul_(-grad_logprobs[part, None])  # type: ignore[index]
+            else:
+                slope = (log_p + entropy[part, None]).mul_(grad_entropy[part, None])
+                grad.mul_(slope if grad_logprobs is None else slope.add_(grad_logprobs[part, None])).neg_()
+            if grad_logprobs is not None:
+                grad.scatter_add_(1, labels[part, None], grad_logprobs[part, None])
+            grad = (grad if ctx.temperature == 1.0 else grad.div_(ctx.temperature)).to(weight.dtype)
+            grad_hidden[part] = grad @ weight
+            grad_weight.add_(grad.T @ hidden[part])
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
+
+
+def _log_softmax(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
+    """[chunk, V], float32 or float64."""
+    logits = (hidden @ weight.T).to(_accurate(hidden.dtype))
+    return torch.log_softmax(logits if temperature == 1.0 else logits.div_(temperature), dim=1)

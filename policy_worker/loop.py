@@ -1,0 +1,117 @@
+"""The loop around an algorithm: train, commit, publish, save, and the orderly end.
+
+    publish version t ─▶ ┌ train step t ─▶ commit t ─▶ publish version t + 1 ─▶ checkpoint ┐ ─▶ export ─▶ leave
+                         └──────────────────── until the controller says finished ─────────┘
+
+A step counts when it is committed: whatever happens before is done again from the last commit. Publishing comes
+right after the commit, since rollout replicas wait for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from pathlib import Path
+from typing import Protocol
+
+from controller import api
+from policy_worker.checkpoint import Checkpointer
+from policy_worker.export import export_model
+from policy_worker.learner import Learner
+from policy_worker.process import Departure
+from policy_worker.publish import Publisher
+from policy_worker.session import Session
+from schema.config import Config
+from schema.wire import messages as m
+
+log = logging.getLogger(__name__)
+
+
+class Algorithm(Protocol):
+    """What differs between reinforcement learning and supervised training."""
+
+    def train(self, step: int) -> dict[str, float] | None:
+        """One training step on all ranks; its metrics, the same on each. None: asked to leave meanwhile."""
+
+
+class Loop:
+    """See the module's docstring. `session` on rank 0 only."""
+
+    def __init__(
+        self,
+        config: Config,
+        reply: m.RegisterReply,
+        learner: Learner,
+        session: Session | None,
+        departure: Departure,
+        checkpointer: Checkpointer,
+    ) -> None:
+        self._config, self._reply, self._learner = config, reply, learner
+        self._session, self._departure, self._checkpointer = session, departure, checkpointer
+        self._publisher = Publisher(config, learner, session, reply)
+        self._publish_seconds = 0.0
+
+    def run(self, algorithm: Algorithm, step: int) -> str:
+        """Train from `step` committed steps to the end; why this replica leaves ("finished", a signal, …).
+
+        Raises:
+            PolicyError, ControllerError, WeightError: training cannot go on.
+        """
+        if self._reply.mode == "grpo":
+            self._publish(step)
+        finished = step >= self._reply.total_steps
+        while not finished:
+            self._say(f"training step {step}")
+            began = time.monotonic()
+            metrics = algorithm.train(step)
+            if metrics is None:
+                return self._leave_early(step)
+            metrics["publish_seconds"] = self._publish_seconds
+            metrics["step_seconds"] = time.monotonic() - began + self._publish_seconds
+            reply = self._commit(step, metrics)
+            step, finished = reply.committed_steps, reply.finished
+            if reply.publish or (finished and self._reply.mode == "grpo"):
+                self._publish(step)
+            if self._checkpointer.due(step, finished):
+                self._say(f"saving checkpoint {step}")
+                self._checkpointer.save(step)
+            if not finished and self._learner.group.any(bool(self._departure)):
+                return self._leave_early(step)
+        return self._finish()
+
+    def _commit(self, step: int, metrics: dict[str, float]) -> m.CommitReply:
+        """Tell the controller that step `step` is trained; its metrics must be finite to travel."""
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+
+        def send() -> dict[str, object]:
+            assert self._session is not None
+            self._session.gauges = {
+                name: finite[name] for name in ("idle_fraction", "step_seconds") if name in finite
+            }
+            request = m.CommitRequest(**self._session.identity(), metrics=finite)
+            return self._session.call(api.commit(step, request)).model_dump()
+
+        reply = m.CommitReply.model_validate(self._learner.group.lead(send))
+        log.info("step %d committed: %s", step, " ".join(f"{k}={v:.4g}" for k, v in finite.items()))
+        return reply
+
+    def _publish(self, version: int) -> None:
+        began = time.monotonic()
+        self._publisher.publish(version)
+        self._publish_seconds = time.monotonic() - began
+
+    def _finish(self) -> str:
+        if self._config.launcher.export_final:
+            self._say("exporting the model")
+            export_model(self._learner, self._config, Path(self._reply.run_dir) / "final")
+        return "finished"
+
+    def _leave_early(self, step: int) -> str:
+        if self._checkpointer.enabled:
+            self._checkpointer.save(step)
+        return self._departure.reason or "asked to leave on another rank"
+
+    def _say(self, status: str) -> None:
+        if self._session is not None:
+            self._session.status = status

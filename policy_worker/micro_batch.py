@@ -1,0 +1,136 @@
+"""Tensors of a micro-batch: what the model reads, and which of its positions predict a token that counts.
+
+    packed   one row, sequences side by side, positions start again at each    [1, T]
+    padded   one row per sequence, zeros behind its end                        [R, longest]
+
+In both, position i reads token i and predicts token i + 1, so a sequence of n tokens has n − 1 inputs. Everything
+after the model is flat: `index` picks the K predicting positions out of all rows, and the loss sees K tokens and
+the sample of each, no padding and no prompts. There is no attention mask in either layout: packed rows are kept
+apart by their positions, and behind a padded row there is nothing that attends to its padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from policy_worker.errors import BadBatchError, SettingsError
+from schema.wire.sample import Sample
+
+Ints = npt.NDArray[np.int32]
+Bits = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One contiguous sequence: tokens [n], which of them to learn [n], behaviour log-probs [n] (None in SFT)."""
+
+    token_ids: Ints
+    loss_mask: Bits
+    logprobs: Floats | None
+
+
+@dataclass(frozen=True)
+class TrainSample:
+    """One sample as the trainer uses it."""
+
+    segments: list[Segment]
+
+    @property
+    def learned_tokens(self) -> int:
+        """Tokens that count in the loss: all under the mask but a first one, which nothing predicts."""
+        return sum(int(segment.loss_mask[1:].sum()) for segment in self.segments)
+
+    @staticmethod
+    def of_wire(sample: Sample) -> TrainSample:
+        """Cut a sample into its segments.
+
+        Raises:
+            BadBatchError: a segment begins with a generated token, whose log-prob nothing can be compared with.
+        """
+        starts = [int(start) for start in sample.segment_starts]
+        segments = [
+            Segment(sample.token_ids[a:b], sample.loss_mask[a:b], sample.logprobs[a:b])
+            for a, b in zip(starts, [*starts[1:], len(sample.token_ids)], strict=True)
+        ]
+        if any(segment.loss_mask[0] for segment in segments):
+            raise BadBatchError(
+                "a segment begins with a generated token: it needs at least one token of prompt"
+            )
+        return TrainSample(segments)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """See the module's docstring. R rows of L positions; K tokens that count, of S samples.
+
+    input_ids, position_ids: int64 [R, L]. index: int64 [K] into the flattened [R · L]. labels: int64 [K].
+    old_logprobs: float32 [K]. sample: int64 [K] in [0, S). rows: the table's row of each sample.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    index: Tensor
+    labels: Tensor
+    old_logprobs: Tensor
+    sample: Tensor
+    rows: list[int]
+
+    @property
+    def n_samples(self) -> int:
+        return len(self.rows)
+
+
+def collate(
+    samples: Sequence[TrainSample], rows: Sequence[int], packed: bool, device: torch.device | str = "cpu"
+) -> MicroBatch:
+    """Lay samples out. Without any, it is an empty micro-batch: one position that predicts nothing.
+
+    Raises:
+        SettingsError: a sample of several segments in the padded layout, whose size nobody could know beforehand.
+    """
+    owners = [number for number, sample in enumerate(samples) for _ in sample.segments]
+    segments = [segment for sample in samples for segment in sample.segments]
+    if not packed and len(segments) > len(samples):
+        raise SettingsError("train.sequence_packing = false: samples of several segments need it to be true")
+    lengths = np.array([len(segment.token_ids) - 1 for segment in segments], np.int64)
+    width = int(lengths.max(initial=1))
+    starts = np.cumsum([0, *lengths[:-1]]) if packed else np.arange(len(segments)) * width
+    shape = (1, max(int(lengths.sum()), 1)) if packed else (max(len(segments), 1), width)
+    input_ids, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    if not packed:
+        positions[:] = np.arange(width)
+    flat_ids, flat_positions = input_ids.reshape(-1), positions.reshape(-1)
+    index, labels, old, owner = [], [], [], []
+    for segment, start, length, number in zip(segments, starts, lengths, owners, strict=True):
+        flat_ids[start : start + length] = segment.token_ids[:-1]
+        if packed:
+            flat_positions[start : start + length] = np.arange(length)
+        picked = np.flatnonzero(segment.loss_mask[1:])
+        index.append(picked + start)
+        labels.append(segment.token_ids[1:][picked])
+        old.append(np.zeros(len(picked)) if segment.logprobs is None else segment.logprobs[1:][picked])
+        owner.append(np.full(len(picked), number))
+    return MicroBatch(
+        input_ids=_tensor(input_ids, device),
+        position_ids=_tensor(positions, device),
+        index=_tensor(_joined(index, np.int64), device),
+        labels=_tensor(_joined(labels, np.int64), device),
+        old_logprobs=_tensor(_joined(old, np.float32), device),
+        sample=_tensor(_joined(owner, np.int64), device),
+        rows=list(rows),
+    )
+
+
+def _joined(parts: Sequence[npt.NDArray[np.generic]], dtype: type[np.generic]) -> npt.NDArray[np.generic]:
+    return np.concatenate(parts).astype(dtype, copy=False) if parts else np.zeros(0, dtype)
+
+
+def _tensor(array: npt.NDArray[np.generic], device: torch.device | str) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)

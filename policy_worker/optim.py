@@ -1,0 +1,104 @@
+"""AdamW with clipping by global norm; refuses gradients that would destroy the weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from policy_worker.errors import NonFiniteGradientError, SettingsError
+from schema.config import TrainingConfig
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """`[train]`'s optimizer keys; grad_norm_clip 0: gradients are not clipped."""
+
+    lr: float
+    betas: tuple[float, float]
+    epsilon: float
+    weight_decay: float
+    impl: str
+    grad_norm_clip: float
+
+    @staticmethod
+    def of_config(train: TrainingConfig) -> OptimizerSettings:
+        def single(value: object) -> object:
+            return value[0] if isinstance(value, list) else value
+
+        return OptimizerSettings(
+            lr=float(single(train.optm_lr)),  # type: ignore[arg-type]
+            betas=(train.optm_betas[0], train.optm_betas[1]),
+            epsilon=train.epsilon,
+            weight_decay=train.optm_weight_decay,
+            impl=str(single(train.optm_impl)),
+            grad_norm_clip=train.optm_grad_norm_clip,
+        )
+
+
+class Optimizer:
+    """One AdamW over all parameters that train (decoupled weight decay, arXiv 1711.05101)."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], settings: OptimizerSettings) -> None:
+        self._settings = settings
+        self.parameters = [p for p in parameters if p.requires_grad]
+        try:
+            self.adamw = torch.optim.AdamW(
+                self.parameters,
+                lr=settings.lr,
+                betas=settings.betas,
+                eps=settings.epsilon,
+                weight_decay=settings.weight_decay,
+                fused=settings.impl == "fused",
+                foreach=settings.impl == "foreach",
+            )
+        except RuntimeError as error:
+            raise SettingsError(
+                f'train.optm_impl = "{settings.impl}" is not possible for these parameters: {error}; '
+                f'write train.optm_impl = "foreach" or "for-loop"'
+            ) from error
+
+    @property
+    def peak_lr(self) -> float:
+        """The learning rate at factor 1."""
+        return self._settings.lr
+
+    def apply_settings(self) -> None:
+        """Put the configured numbers into the parameter groups (a restored state brings those it was saved with)."""
+        for group in self.adamw.param_groups:
+            group["betas"], group["eps"] = self._settings.betas, self._settings.epsilon
+            group["weight_decay"] = self._settings.weight_decay
+
+    def step(self, lr_factor: float) -> float:
+        """Clip, apply, forget the gradients. A collective on sharded parameters.
+
+        Returns:
+            The global gradient norm before clipping.
+
+        Raises:
+            NonFiniteGradientError: on all ranks alike; nothing was applied.
+        """
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        norm = _whole(get_total_norm(gradients))
+        value = float(norm)
+        if not math.isfinite(value):
+            raise NonFiniteGradientError(
+                f"the gradient norm is {value}: nothing was applied; look at the loss of the last steps, lower "
+                f"train.optm_lr or train.optm_grad_norm_clip, or check the model's weights for NaN"
+            )
+        if 0 < self._settings.grad_norm_clip < value:
+            clip_grads_with_norm_(self.parameters, self._settings.grad_norm_clip, norm)
+        for group in self.adamw.param_groups:
+            group["lr"] = self._settings.lr * lr_factor
+        self.adamw.step()
+        self.adamw.zero_grad(set_to_none=True)
+        return value
+
+
+def _whole(norm: Tensor) -> Tensor:
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm

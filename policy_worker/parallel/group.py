@@ -1,0 +1,171 @@
+"""The process group of a policy replica, and the few messages its ranks exchange outside of training.
+
+Tensors of training go over the mesh (gloo on the CPU, NCCL on GPUs). Control messages (the step's table, a
+decision to leave) are JSON bytes over a gloo group of its own, never pickles. Its time-out is longer than the
+longest wait for a lost controller, since the other ranks wait while rank 0 does.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from policy_worker.errors import PolicyError, SettingsError
+from policy_worker.parallel.fsdp import DP_SHARD
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+"""Of training's collectives: far longer than any micro-batch, so its end means that a rank is gone."""
+CONTROL_MARGIN = timedelta(minutes=2)
+
+
+@dataclass(frozen=True)
+class RankEnvironment:
+    """What torchrun and alike tell each rank."""
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+
+    @staticmethod
+    def of_environ() -> RankEnvironment:
+        """Raises `SettingsError` for values that are not whole numbers or contradict each other."""
+        try:
+            rank, world, local = (
+                int(os.environ.get(name, default))
+                for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
+            )
+        except ValueError as error:
+            raise SettingsError(f"RANK, WORLD_SIZE and LOCAL_RANK must be whole numbers: {error}") from None
+        if not 0 <= rank < world or local < 0:
+            raise SettingsError(f"RANK = {rank}, LOCAL_RANK = {local} do not fit WORLD_SIZE = {world}")
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if world > 1 and name not in os.environ]
+        if missing:
+            raise SettingsError(f"WORLD_SIZE = {world} needs {' and '.join(missing)} in the environment")
+        return RankEnvironment(rank, world, local)
+
+
+@dataclass
+class _Outcome(Generic[T]):
+    value: T | None = None
+    error: BaseException | None = None
+
+
+class Group:
+    """All ranks of this replica. `control_timeout` seconds bound the wait for a control message."""
+
+    def __init__(self, environment: RankEnvironment, control_timeout: float = 600.0) -> None:
+        self.rank, self.world = environment.rank, environment.world
+        self.device = pick_device(environment.local_rank)
+        _initialise(environment, self.device)
+        self._control: Any = None
+        self.set_control_timeout(control_timeout)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the rank that speaks with the controller."""
+        return self.rank == 0
+
+    def set_control_timeout(self, seconds: float) -> None:
+        """A collective; called by all ranks with the same value."""
+        if self.world > 1:
+            timeout = timedelta(seconds=seconds) + CONTROL_MARGIN
+            self._control = dist.new_group(backend="gloo", timeout=timeout)
+
+    def mesh(self) -> DeviceMesh:
+        """All ranks as one dimension, `dp_shard`."""
+        return init_device_mesh(self.device.type, (self.world,), mesh_dim_names=(DP_SHARD,))
+
+    def lead(self, decide: Callable[[], Any]) -> Any:
+        """Rank 0 decides, all ranks get the answer (a JSON value). An error of rank 0's is raised on all.
+
+        Raises:
+            PolicyError: on the other ranks, if `decide` raised on rank 0 (which raises what it was).
+        """
+        if self.world == 1:
+            return decide()
+        outcome: _Outcome[Any] = _Outcome()
+        if self.leads:
+            try:
+                outcome.value = decide()
+            except Exception as error:
+                outcome.error = error
+        failed = None if outcome.error is None else f"{type(outcome.error).__name__}: {outcome.error}"
+        message = json.loads(self._broadcast(json.dumps([failed, outcome.value]).encode()))
+        if outcome.error is not None:
+            raise outcome.error
+        if message[0] is not None:
+            raise PolicyError(f"rank 0 failed: {message[0]}")
+        return message[1]
+
+    def _broadcast(self, data: bytes) -> bytes:
+        size = torch.tensor([len(data)])
+        dist.broadcast(size, 0, group=self._control)
+        payload = torch.frombuffer(bytearray(data), dtype=torch.uint8) if self.leads else None
+        buffer = payload if payload is not None else torch.empty(int(size), dtype=torch.uint8)
+        dist.broadcast(buffer, 0, group=self._control)
+        return buffer.numpy().tobytes()
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank."""
+        return self.reduce([float(flag)], "max")[0] > 0
+
+    def reduce(self, values: list[float], how: str) -> list[float]:
+        """Sum ("sum") or maximum ("max") of each number over all ranks, in float64."""
+        if self.world == 1:
+            return values
+        tensor = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(tensor, dist.ReduceOp.SUM if how == "sum" else dist.ReduceOp.MAX, group=self._control)
+        return [float(value) for value in tensor]
+
+    def barrier(self) -> None:
+        if self.world > 1:
+            dist.barrier(group=self._control)
+
+    def close(self) -> None:
+        """Leave the process group; safe to call twice."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def pick_device(local_rank: int) -> torch.device:
+    """The accelerator of this rank, or the CPU where there is none.
+
+    Raises:
+        SettingsError: more ranks on this machine than it has GPUs.
+    """
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise SettingsError(
+            f"LOCAL_RANK = {local_rank}, but this process sees {torch.cuda.device_count()} GPUs: start fewer "
+            f"ranks or widen CUDA_VISIBLE_DEVICES"
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _initialise(environment: RankEnvironment, device: torch.device) -> None:
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    rank, world = environment.rank, environment.world
+    if world == 1:  # alone: no address, no port
+        dist.init_process_group(
+            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=COLLECTIVE_TIMEOUT
+        )
+        return
+    log.info("rank %d of %d joins %s:%s", rank, world, os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
+    dist.init_process_group(
+        backend, init_method="env://", rank=rank, world_size=world, timeout=COLLECTIVE_TIMEOUT
+    )

@@ -1,0 +1,110 @@
+"""What the process is told from outside: environment, signals, and the death of its parent."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import threading
+from dataclasses import dataclass
+from types import FrameType
+
+from policy_worker.errors import SettingsError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Where the controller is and who we are. `parent`: leave when this process is no longer our parent."""
+
+    url: str
+    token: str
+    name: str
+    threads: int | None
+    parent: int | None
+
+    @staticmethod
+    def of_environ() -> Environment:
+        """Raises `SettingsError` naming what is missing or not a number."""
+        values = {name: os.environ.get(name, "") for name in ("COSMOS_CONTROLLER_URL", "COSMOS_TOKEN")}
+        missing = [name for name, value in values.items() if not value]
+        if missing:
+            raise SettingsError(
+                f"{' and '.join(missing)} must be set in the environment: this program is started by "
+                f"cosmos-launch, or by hand with the URL and the policy token of a running job"
+            )
+        return Environment(
+            url=values["COSMOS_CONTROLLER_URL"],
+            token=values["COSMOS_TOKEN"],
+            name=os.environ.get("COSMOS_REPLICA_NAME") or f"policy-{socket.gethostname()}",
+            threads=_number("COSMOS_CPU_THREADS"),
+            parent=_number("COSMOS_PARENT_PID"),
+        )
+
+
+def _number(name: str) -> int | None:
+    text = os.environ.get(name, "")
+    if not text:
+        return None
+    if not text.isdigit() or int(text) == 0:
+        raise SettingsError(f"{name} = {text!r} must be a positive whole number")
+    return int(text)
+
+
+class Departure:
+    """Whether this process should leave, and why; set once, by a signal, a command or the parent's death.
+
+    Training ends at the next point where the run is consistent. If it does not get there within `grace` seconds
+    (a collective that hangs, a controller that is gone), the process ends itself: nobody waits for ever.
+    """
+
+    def __init__(self, grace: float = 30.0) -> None:
+        self.grace = grace
+        self._event = threading.Event()
+        self.reason = ""
+
+    def __bool__(self) -> bool:
+        return self._event.is_set()
+
+    def request(self, reason: str) -> None:
+        """Ask to leave; safe from signal handlers and any thread, and only the first reason counts."""
+        if self._event.is_set():
+            return
+        self.reason = reason
+        self._event.set()
+        watchdog = threading.Timer(self.grace, self._give_up)
+        watchdog.daemon = True
+        watchdog.start()
+
+    def wait(self, seconds: float) -> bool:
+        """Sleep, but no longer than until a request. Whether there is one."""
+        return self._event.wait(seconds)
+
+    def _give_up(self) -> None:
+        log.error("asked to leave (%s), and still here after %.0f s: ending at once", self.reason, self.grace)
+        os._exit(1)
+
+
+def install_signals(departure: Departure) -> None:
+    """SIGTERM and SIGINT ask to leave."""
+
+    def handle(number: int, _: FrameType | None) -> None:
+        departure.request(f"signal {signal.Signals(number).name}")
+
+    signal.signal(signal.SIGTERM, handle)
+    signal.signal(signal.SIGINT, handle)
+
+
+def watch_parent(parent: int | None, departure: Departure) -> None:
+    """Ask to leave when the process that started us is gone (checked every second, in a thread)."""
+    if parent is None:
+        return
+
+    def watch() -> None:
+        while not departure.wait(1.0):
+            if os.getppid() != parent:
+                departure.request("the process that started this one has ended")
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()

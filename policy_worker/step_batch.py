@@ -1,0 +1,133 @@
+"""Batches of reinforcement learning: waited for by rank 0, known to all ranks as a table, fetched by rows.
+
+A table is checked against the staleness bound, a payload against its line of the table, before anything is
+trained on. The controller has seen to both; this is the safety net, so a contradiction is an error and no filter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from controller import api
+from controller.api import Call
+from policy_worker.errors import BadBatchError
+from policy_worker.micro_batch import TrainSample
+from policy_worker.parallel.group import Group
+from schema.wire.batch import StepTable, decode_batch
+from schema.wire.frame import FrameError
+from schema.wire.sample import decode_sample
+
+POLL = 2.0
+"""Seconds that one question for a batch may wait: so often a request to leave is looked at."""
+
+Frames = Sequence[bytes | memoryview]
+
+
+class BatchSource:
+    """Asks the controller for batches. All ranks call alike.
+
+    bound: S, the most steps by which a sample may be older than the step that trains it.
+    """
+
+    def __init__(
+        self, group: Group, call: Callable[[Call[bytes | None]], bytes | None], policy_epoch: int, bound: int
+    ) -> None:
+        self._group, self._call, self._epoch, self._bound = group, call, policy_epoch, bound
+        self._frames: Frames | None = None
+
+    def poll(self, step: int) -> StepTable | None:
+        """The table of a step, or None when it is not ready yet. Waits a few seconds; a collective.
+
+        Raises:
+            BadBatchError: the table breaks the staleness bound, or is of another step.
+        """
+        if self._group.world == 1:  # alone, so all payloads are ours: they come along
+            data = self._ask(step, "all")
+            if data is None:
+                return None
+            table, self._frames = _decode(data)
+        else:
+            text = self._group.lead(lambda: self._table_text(step))
+            if text is None:
+                return None
+            table = StepTable.model_validate_json(text)
+        check_table(table, step, self._bound)
+        return table
+
+    def _table_text(self, step: int) -> str | None:
+        data = self._ask(step, "none")
+        return None if data is None else _decode(data)[0].model_dump_json()
+
+    def _ask(self, step: int, rows: Sequence[int] | Literal["all", "none"]) -> bytes | None:
+        return self._call(api.step_batch(step, self._epoch, rows, wait_s=POLL))
+
+    def payloads(self, table: StepTable, rows: Sequence[int]) -> dict[int, TrainSample]:
+        """The samples of these rows of the table just polled.
+
+        Raises:
+            BadBatchError: a payload cannot be decoded, or contradicts the table.
+        """
+        if not rows:
+            return {}
+        if self._group.world == 1 and self._frames is not None:
+            frames = [self._frames[row] for row in rows]
+        else:
+            data = self._ask(table.step, rows)
+            if data is None:
+                raise BadBatchError(f"the batch of step {table.step} was ready, and is not any more")
+            frames = list(_decode(data)[1])
+        if len(frames) != len(rows):
+            raise BadBatchError(f"asked for {len(rows)} samples of step {table.step}, got {len(frames)}")
+        return {row: decode_payload(table, row, frame) for row, frame in zip(rows, frames, strict=True)}
+
+
+def _decode(data: bytes) -> tuple[StepTable, Frames]:
+    try:
+        return decode_batch(data)
+    except FrameError as error:
+        raise BadBatchError(f"a batch cannot be read: {error}") from error
+
+
+def check_table(table: StepTable, step: int, bound: int) -> None:
+    """Raises `BadBatchError` unless the table is of this step and no sample is older than the bound allows."""
+    if table.step != step:
+        raise BadBatchError(f"asked for the batch of step {step}, got that of step {table.step}")
+    for row, (oldest, newest) in enumerate(zip(table.oldest_version, table.newest_version, strict=True)):
+        if not counts(table, row):
+            continue
+        if newest > step or oldest > newest:
+            raise BadBatchError(f"sample {row} of step {step} claims weight versions {oldest} to {newest}")
+        if step - oldest > bound:
+            raise BadBatchError(
+                f"sample {row} of step {step} is {step - oldest} steps old (version {oldest}), the bound is {bound}: "
+                f"refused, since training on it would break the promise of allowed_outdated_steps"
+            )
+
+
+def counts(table: StepTable, row: int) -> bool:
+    """Whether a sample takes part in the loss: its rewards did not fail, and the policy generated some of it."""
+    return table.score[row] is not None and table.response_tokens[row] > 0
+
+
+def decode_payload(table: StepTable, row: int, frame: bytes | memoryview) -> TrainSample:
+    """One sample, proven equal to its line of the table. Raises `BadBatchError`."""
+    try:
+        sample = decode_sample(frame)
+    except FrameError as error:
+        raise BadBatchError(f"sample {row} of step {table.step} cannot be decoded: {error}") from error
+    header = sample.header
+    found = (
+        header.index, header.total_tokens, header.response_tokens, header.oldest_version, header.newest_version,
+        header.score,
+    )  # fmt: skip
+    claimed = (
+        table.index[row], table.total_tokens[row], table.response_tokens[row], table.oldest_version[row],
+        table.newest_version[row], table.score[row],
+    )  # fmt: skip
+    if found != claimed:
+        raise BadBatchError(
+            f"sample {row} of step {table.step} is not what the table says: index, tokens, response tokens, "
+            f"versions, score are {found}, not {claimed}"
+        )
+    return TrainSample.of_wire(sample)

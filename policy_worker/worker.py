@@ -1,0 +1,141 @@
+"""One rank of a policy replica from registration to leave."""
+
+from __future__ import annotations
+
+import logging
+import random
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from controller.client import Refused
+from policy_worker.checkpoint import Checkpointer, Found, find_checkpoint
+from policy_worker.errors import NoCheckpointError, SettingsError
+from policy_worker.grpo import Grpo
+from policy_worker.learner import Learner
+from policy_worker.loop import Algorithm, Loop
+from policy_worker.model import load_model
+from policy_worker.parallel.group import Group, RankEnvironment
+from policy_worker.process import Departure, Environment
+from policy_worker.schedule import Schedule
+from policy_worker.session import Caller, Session
+from policy_worker.sft import Sft
+from policy_worker.step_batch import BatchSource
+from schema.config import Config
+from schema.wire import messages as m
+
+log = logging.getLogger(__name__)
+
+
+def run_rank(environment: Environment, ranks: RankEnvironment, departure: Departure) -> None:
+    """Train until the job is finished or this replica is asked to leave.
+
+    Raises:
+        PolicyError and its kinds, ControllerError, WeightError, OSError: training cannot go on. The session is
+            left in order (without waiting for a controller that does not answer).
+    """
+    group = Group(ranks)
+    session = Session(environment, departure, group.world) if group.leads else None
+    reason = "crashed"
+    try:
+        reason = _train(environment, group, session, departure)
+        log.info("leaving: %s", reason)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"[:500]
+        raise
+    finally:
+        if session is not None:
+            session.leave(reason)
+        group.close()
+
+
+def _train(environment: Environment, group: Group, session: Session | None, departure: Departure) -> str:
+    reply, found = _register(group, session)
+    config = Config.model_validate(reply.config)
+    group.set_control_timeout(config.controller.controller_lost_timeout)
+    departure.grace = config.launcher.shutdown_timeout
+    _check_mesh(config, group)
+    _seed(config)
+    learner = Learner(load_model(config), config, group, _schedule(config, reply.total_steps))
+    checkpointer = Checkpointer(config, reply, learner, session)
+    if found is not None:
+        checkpointer.restore(found)
+    loop = Loop(config, reply, learner, session, departure, checkpointer)
+    caller = session or Caller(environment, departure, config.controller.controller_lost_timeout)
+    return loop.run(_algorithm(config, reply, learner, caller, departure), found.step if found else 0)
+
+
+def _algorithm(
+    config: Config, reply: m.RegisterReply, learner: Learner, caller: Caller, departure: Departure
+) -> Algorithm:
+    if reply.mode == "sft":
+        return Sft(config, learner, Path(reply.data_file), departure)
+    source = BatchSource(learner.group, caller.call, reply.policy_epoch, config.staleness_bound)
+    return Grpo(config, learner, source, departure)
+
+
+def _register(group: Group, session: Session | None) -> tuple[m.RegisterReply, Found | None]:
+    """Register, and again with the step of a checkpoint when one is to be resumed: only then is it known."""
+
+    def register() -> tuple[object, object]:
+        assert session is not None
+        try:
+            reply = session.register()
+            found = _checkpoint_for(reply)
+            if found is not None:
+                reply = session.register(resume_step=found.step)
+        except Refused as error:
+            if error.code == m.ErrorCode.CONFLICT:
+                raise SettingsError(str(error)) from error
+            raise
+        return reply.model_dump(mode="json"), None if found is None else [str(found.path), found.step]
+
+    answer, found = group.lead(register)
+    return m.RegisterReply.model_validate(answer), Found(Path(found[0]), found[1]) if found else None
+
+
+def _checkpoint_for(reply: m.RegisterReply) -> Found | None:
+    """The checkpoint to resume from, if any.
+
+    Raises:
+        NoCheckpointError: the run has committed steps, and nothing holds their weights.
+    """
+    found = find_checkpoint(Config.model_validate(reply.config), Path(reply.run_dir))
+    if found is None and reply.committed_steps > 0:
+        raise NoCheckpointError(
+            f"{reply.committed_steps} steps are committed and no checkpoint holds their weights: the run cannot go "
+            f"on; write train.ckpt.enable_checkpoint = true before the next one"
+        )
+    return found
+
+
+def _schedule(config: Config, total_steps: int) -> Schedule:
+    train = config.train
+    return Schedule(
+        total_steps=total_steps,
+        warmup_steps=train.optm_warmup_steps,
+        warmup_start_factor=train.optm_warmup_start_factor,
+        decay_ratio=train.optm_decay_ratio,
+        decay_type=train.optm_decay_type,
+        min_factor=train.optm_min_lr_factor,
+    )
+
+
+def _check_mesh(config: Config, group: Group) -> None:
+    shards = config.policy.parallelism.dp_shard_size
+    if shards not in (-1, group.world):
+        raise SettingsError(
+            f"policy.parallelism.dp_shard_size = {shards}, but this replica has {group.world} ranks: start as many "
+            f"ranks, or write -1"
+        )
+
+
+def _seed(config: Config) -> None:
+    seed = config.effective_seed
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    if config.train.deterministic:
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False

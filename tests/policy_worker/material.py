@@ -1,0 +1,156 @@
+"""Small models, samples and tables that the trainer's tests share. Everything is real, only small."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+
+from policy_worker.model import PolicyModel, prepare_model
+from schema.config import Config
+from schema.wire.batch import StepTable, encode_batch
+from schema.wire.sample import Sample, SampleHeader, encode_sample
+
+VOCABULARY = 61
+
+
+def tiny_lm(seed: int = 0, *, layers: int = 2, tie: bool = True) -> PreTrainedModel:
+    """A Qwen3 of a few thousand parameters, with weights large enough that its outputs are not uniform."""
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=256,
+        initializer_range=0.15,
+        tie_word_embeddings=tie,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    return AutoModelForCausalLM.from_config(config)
+
+
+def tiny_model(seed: int = 0, *, packed: bool = False, recompute: bool = False) -> PolicyModel:
+    return prepare_model(PolicyModel(tiny_lm(seed)), packed=packed, recompute=recompute)
+
+
+def write_model(directory: Path, seed: int = 0) -> Path:
+    tiny_lm(seed).save_pretrained(directory)
+    return directory
+
+
+def make_config(
+    grpo: dict[str, Any] | None = None, train: dict[str, Any] | None = None, **sections: Any
+) -> Config:
+    """A configuration of a small float32 job on one rank; `grpo` and `train` override its keys."""
+    data: dict[str, Any] = {
+        "train": {
+            "param_dtype": "float32",
+            "compile": False,
+            "optm_lr": 1e-3,
+            "optm_impl": "foreach",
+            "optm_warmup_steps": 0,
+            "train_batch_per_replica": 8,
+            **(train or {}),
+        },
+        "policy": {
+            "model_name_or_path": "unused",
+            "model_gradient_checkpointing": False,
+            "parallelism": {"tp_size": 1, "dp_shard_size": -1},
+            **sections.pop("policy", {}),
+        },
+        "rollout": {"n_generation": 4, "parallelism": {"tp_size": 1}, **sections.pop("rollout", {})},
+        **sections,
+    }
+    data["train"].setdefault("train_policy", {"type": "grpo", **(grpo or {})})
+    return Config.model_validate(data)
+
+
+def sft_config(
+    sft: dict[str, Any] | None = None, train: dict[str, Any] | None = None, **sections: Any
+) -> Config:
+    return make_config(train={"train_policy": {"type": "sft", **(sft or {})}, **(train or {})}, **sections)
+
+
+def make_sample(
+    index: int,
+    prompt: Sequence[int],
+    response: Sequence[int],
+    logprobs: Sequence[float],
+    score: float | None,
+    version: int = 0,
+    **header: Any,
+) -> Sample:
+    """A sample of one segment, made by one weight version."""
+    n_prompt, n_response = len(prompt), len(response)
+    facts: dict[str, Any] = {
+        "index": index,
+        "prompt_tokens": n_prompt,
+        "response_tokens": n_response,
+        "total_tokens": n_prompt + n_response,
+        "oldest_version": version,
+        "newest_version": version,
+        "finish_reason": "stop",
+        "rewards": {} if score is None else {"right": score},
+        "score": score,
+        "error": "TimeoutError: too slow" if score is None else None,
+    }
+    return Sample(
+        header=SampleHeader(**(facts | header)),
+        token_ids=np.array([*prompt, *response], np.int32),
+        loss_mask=np.array([0] * n_prompt + [1] * n_response, np.uint8),
+        logprobs=np.array([0.0] * n_prompt + list(logprobs), np.float32),
+        version_starts=np.array([0, n_prompt], np.int32),
+        version_values=np.array([-1, version], np.int32),
+    )
+
+
+def random_samples(
+    n: int = 8, seed: int = 0, *, version: int = 0, n_masked: int = 0, longest: int = 12
+) -> list[Sample]:
+    """Samples of random tokens and lengths, with behaviour log-probs near those of an undecided policy."""
+    rng = np.random.default_rng(seed)
+    samples = []
+    for i in range(n):
+        prompt = rng.integers(3, VOCABULARY, rng.integers(2, 7)).tolist()
+        response = rng.integers(3, VOCABULARY, rng.integers(1, longest)).tolist()
+        logprobs = -np.log(VOCABULARY) + rng.normal(0, 0.4, len(response))
+        score = None if i < n_masked else float(rng.integers(0, 3)) - 0.5
+        samples.append(make_sample(i, prompt, response, np.minimum(logprobs, 0).tolist(), score, version))
+    return samples
+
+
+def make_table(samples: Sequence[Sample], group_size: int = 4, step: int = 0, timeline: int = 0) -> StepTable:
+    """The table that a controller would send along with these samples, in this order."""
+    headers = [sample.header for sample in samples]
+    groups = [number // group_size for number in range(len(samples))]
+    return StepTable(
+        step=step,
+        timeline=timeline,
+        policy_epoch=1,
+        group_ids=[f"g{number}" for number in range(max(groups, default=-1) + 1)],
+        group=groups,
+        index=[header.index for header in headers],
+        score=[header.score for header in headers],
+        rewards={"right": [header.rewards.get("right") for header in headers]},
+        prompt_tokens=[header.prompt_tokens for header in headers],
+        response_tokens=[header.response_tokens for header in headers],
+        total_tokens=[header.total_tokens for header in headers],
+        oldest_version=[header.oldest_version for header in headers],
+        newest_version=[header.newest_version for header in headers],
+        finish_reason=[header.finish_reason for header in headers],
+    )
+
+
+def encode_step(samples: Sequence[Sample], **table: Any) -> bytes:
+    """The whole batch as the controller sends it."""
+    return encode_batch(make_table(samples, **table), [encode_sample(sample) for sample in samples])
