@@ -24,7 +24,8 @@ def create_engine(config: Config, tokenizer: Any, eos_token_ids: frozenset[int])
     """The engine of `rollout.backend`, not started yet.
 
     `tokenizer` is the model's (a transformers fast tokenizer), `eos_token_ids` end a sample unless its
-    settings say `ignore_eos`. Raises `EngineConfigError` when the engine is not installed or refuses its settings.
+    settings say `ignore_eos`. Raises `EngineConfigError` when the engine is not installed or
+    refuses its settings.
     """
     backend = config.rollout.backend
     try:

@@ -12,7 +12,7 @@
 Every engine keeps these promises; `tests/rollout_worker/engine_contract.py` checks them for any engine:
 
 1. A sample's tokens are a function of prompt, settings, seed and weights (up to floating-point differences
-   of the engine's kernels), never of its neighbours in the batch, of their order or of the time of submission.
+   of the engine's kernels), never of its neighbours in the batch, their order or the time of submission.
 2. `logprobs[i]` is the log-probability of `token_ids[i]` under the distribution it was drawn from: after
    penalties, temperature, min-p, top-k and top-p, in this order. With greedy decoding that distribution is a
    point, so the number is that of the penalised distribution at temperature 1 without filters.

@@ -1,0 +1,430 @@
+"""The embedded engine as the worker sees it: an asyncio face, and one thread that does all the computing.
+
+    event loop                 engine thread
+    submit, abort, load ──▶ inbox ──▶ take ─▶ update? ─▶ admit ─▶ step ─┐
+    collect  ◀── call_soon_threadsafe ◀── finished samples ◀────────────┘
+
+Only the thread touches model and decoder. It sleeps when there is nothing to generate, and that is its idle
+time. An exception in it is the end of the engine: every `collect` and `load_weights` raises it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rollout_worker.engines.base import (
+    EngineConfigError,
+    EngineFailed,
+    EngineStats,
+    Generation,
+    GenerationRequest,
+    LoadReport,
+    WeightMismatch,
+    WeightSource,
+)
+from rollout_worker.engines.transformers import model as models
+from rollout_worker.engines.transformers import scheduler
+from rollout_worker.engines.transformers.decoder import Decoder
+
+if TYPE_CHECKING:
+    from schema.config import Config
+
+log = logging.getLogger(__name__)
+
+FILL_TOKENS = 8192
+"""Tokens of one forward that fills the cache: large enough for full speed, small enough for memory."""
+CPU_CACHE_SHARE = 0.25
+"""Share of the free memory that the cache may take: trainer and other replicas live on the same machine."""
+JOIN_TIMEOUT = 60.0
+"""Seconds that `close` waits for the thread: one forward of a large model on a CPU may take that long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the engine needs to know, taken from the configuration by `build`."""
+
+    model_path: str
+    revision: str | None
+    load_format: str
+    dtype: torch.dtype
+    max_model_len: int
+    slots: int
+    capacity: int
+    fill_tokens: int = FILL_TOKENS
+    keep_cache: bool = False
+    gpu_share: float = 0.8
+    refill: float = scheduler.REFILL
+    patience: float = scheduler.PATIENCE
+
+
+@dataclass(slots=True)
+class _Load:
+    weights: WeightSource
+    version: int
+    asked_at: float
+    future: Future[LoadReport]
+
+
+@dataclass(slots=True)
+class _Queued:
+    request: GenerationRequest
+    begun: int = 0
+
+
+class TransformersEngine:
+    """See `rollout_worker.engines.base.Engine`."""
+
+    def __init__(self, settings: Settings, tokenizer: Any, eos_token_ids: frozenset[int]) -> None:
+        self._settings, self._tokenizer, self._eos = settings, tokenizer, eos_token_ids
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._wake = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        # The event loop's side.
+        self._expected: dict[str, int] = {}
+        self._finished: list[Generation] = []
+        self._arrived = asyncio.Event()
+        self._failure: EngineFailed | None = None
+        # The thread's side.
+        self._queue: deque[_Queued] = deque()
+        self._pending: _Load | None = None
+        self._closing = False
+        self._idle_s, self._idle_since = 0.0, 0.0
+        self._samples = 0
+        self._step_speed, self._fill_speed = scheduler.Speed(), scheduler.Speed()
+        self._capacity = scheduler.Capacity(settings.slots, 1)
+        self._decoder: Decoder
+
+    @property
+    def name(self) -> str:
+        import transformers
+
+        return f"transformers {transformers.__version__}"
+
+    @property
+    def capacity(self) -> int:
+        return self._settings.capacity
+
+    @property
+    def max_model_len(self) -> int:
+        return self._settings.max_model_len
+
+    @property
+    def version(self) -> int:
+        return self._decoder.version if self._thread is not None else -1
+
+    # ---- called from the event loop -----------------------------------------------------------------------
+
+    async def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        booted: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, args=(booted,), name="engine", daemon=True)
+        self._thread.start()
+        await asyncio.wrap_future(booted)
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        for request in requests:
+            self._check(request)
+            self._expected[request.request_id] = len(request.seeds)
+        self._post(lambda: self._queue.extend(_Queued(request) for request in requests))
+
+    def _check(self, request: GenerationRequest) -> None:
+        length, vocabulary = len(request.prompt_token_ids), self._decoder.vocabulary
+        if not 0 < length < self.max_model_len:
+            raise ValueError(f"a prompt of {length} tokens does not fit into {self.max_model_len}")
+        if not 0 <= min(request.prompt_token_ids) <= max(request.prompt_token_ids) < vocabulary:
+            raise ValueError(f"the prompt has token ids outside of the model's vocabulary of {vocabulary}")
+        if not request.seeds or request.settings.max_tokens < 1:
+            raise ValueError("a request needs at least one seed and max_tokens of at least 1")
+        if request.request_id in self._expected:
+            raise ValueError(f"request id {request.request_id!r} is in use")
+
+    async def collect(self) -> list[Generation]:
+        while not self._finished:
+            if self._failure is not None:
+                raise self._failure
+            self._arrived.clear()
+            await self._arrived.wait()
+        finished, self._finished = self._finished, []
+        return finished
+
+    def abort(self, request_ids: Collection[str]) -> None:
+        gone = set(request_ids)
+        for request_id in gone:
+            self._expected.pop(request_id, None)
+        self._finished = [sample for sample in self._finished if sample.request_id not in gone]
+        self._post(lambda: self._forget(gone))
+
+    async def load_weights(self, weights: WeightSource, version: int) -> LoadReport:
+        if self._failure is not None:
+            raise self._failure
+        load = _Load(weights, version, time.monotonic(), Future())
+        load.future.set_running_or_notify_cancel()  # a cancelled caller does not cancel the update
+        self._post(lambda: self._take_load(load))
+        return await asyncio.wrap_future(load.future)
+
+    def stats(self) -> EngineStats:
+        since = self._idle_since
+        idle = self._idle_s + (time.monotonic() - since if since else 0.0)
+        running = len(self._decoder.rows) if self._thread is not None else 0
+        return EngineStats(
+            idle_s=idle,
+            samples=self._samples,
+            tokens=self._decoder.tokens_generated if self._thread is not None else 0,
+            running=running,
+            waiting=max(sum(self._expected.values()) - running, 0),
+        )
+
+    async def close(self) -> None:
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        self._post(self._stop)
+        await asyncio.to_thread(thread.join, JOIN_TIMEOUT)
+        if thread.is_alive():
+            log.warning(
+                "the engine thread did not end within %.0f s and is left to the process's end", JOIN_TIMEOUT
+            )
+        self._fail(EngineFailed("the engine is closed"))
+
+    def _post(self, command: Callable[[], None]) -> None:
+        self._inbox.append(command)
+        self._wake.set()
+
+    def _deliver(self, finished: list[Generation]) -> None:
+        for sample in finished:
+            left = self._expected.get(sample.request_id)
+            if left is None:
+                continue
+            if left == 1:
+                del self._expected[sample.request_id]
+            else:
+                self._expected[sample.request_id] = left - 1
+            self._finished.append(sample)
+        self._arrived.set()
+
+    def _fail(self, failure: EngineFailed) -> None:
+        self._failure = self._failure or failure
+        self._arrived.set()
+
+    # ---- the engine thread --------------------------------------------------------------------------------
+
+    def _run(self, booted: Future[None]) -> None:
+        try:
+            self._boot()
+        except BaseException as error:  # handed to the caller of start(), whatever it is
+            booted.set_exception(error)
+            return
+        booted.set_result(None)
+        try:
+            with torch.inference_mode():
+                while not self._closing:
+                    self._turn()
+        except BaseException as error:  # the thread's end must reach the event loop
+            log.exception("the engine thread died")
+            failure = EngineFailed(f"the transformers engine died: {type(error).__name__}: {error}")
+            self._call(self._fail, failure)
+            if self._pending is not None:
+                self._pending.future.set_exception(failure)
+
+    def _call(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Run a function on the event loop, unless the loop has ended meanwhile."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+    def _boot(self) -> None:
+        settings = self._settings
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        model = models.load_model(
+            settings.model_path, settings.revision, settings.load_format, settings.dtype, device
+        )
+        self._decoder = Decoder(
+            model,
+            self._tokenizer,
+            self._eos,
+            max_model_len=settings.max_model_len,
+            fill_tokens=settings.fill_tokens,
+            keep_cache=settings.keep_cache,
+        )
+        per_token = models.self_test(model, self._eos)
+        free = _cache_memory(device, settings.gpu_share)
+        tokens = free // max(per_token, 1)
+        if tokens < settings.max_model_len:
+            raise EngineConfigError(
+                f"the cache of one sequence of {settings.max_model_len} tokens needs "
+                f"{settings.max_model_len * per_token / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free for it: "
+                "lower rollout.max_model_len"
+            )
+        self._capacity = replace(self._capacity, cache_tokens=tokens)
+        log.info("engine ready: %s on %s, cache for %d tokens", type(model).__name__, device, tokens)
+
+    def _turn(self) -> None:
+        """One round: commands, an update if it is time, new samples, one token for all."""
+        while self._inbox:
+            self._inbox.popleft()()
+        if self._closing:
+            return
+        if self._pending is not None and not self._wait_for_running():
+            self._update(self._pending)
+        decoder = self._decoder
+        if decoder.version >= 0 and self._queue and self._pending is None:
+            self._admit()
+        if decoder.version >= 0 and decoder.rows:
+            began = time.monotonic()
+            finished = decoder.step()
+            self._step_speed.observe(time.monotonic() - began)
+            if finished:
+                self._samples += len(finished)
+                self._call(self._deliver, finished)
+            return
+        self._sleep()
+
+    def _sleep(self) -> None:
+        """Until a command arrives. Idle, unless samples wait for weights."""
+        if not self._queue and not self._decoder.rows:
+            self._idle_since = time.monotonic()
+        self._wake.wait()
+        self._wake.clear()
+        if self._idle_since:
+            self._idle_s += time.monotonic() - self._idle_since
+            self._idle_since = 0.0
+
+    def _admit(self) -> None:
+        decoder = self._decoder
+        waiting = [
+            scheduler.Waiting(len(entry.request.seeds) - entry.begun, decoder.longest(entry.request))
+            for entry in self._queue
+        ]
+        longest = max((decoder.longest(row.request) for row in decoder.rows), default=0)
+        granted = scheduler.admit(waiting, len(decoder.rows), longest, self._capacity, self._settings.refill)
+        batch = []
+        for count in granted:
+            entry = self._queue[0]
+            batch.append((entry.request, range(entry.begun, entry.begun + count)))
+            entry.begun += count
+            if entry.begun == len(entry.request.seeds):
+                self._queue.popleft()
+        if batch:
+            began = time.monotonic()
+            filled = decoder.admit(batch)
+            self._fill_speed.observe(time.monotonic() - began, filled)
+
+    def _wait_for_running(self) -> bool:
+        decoder = self._decoder
+        if not decoder.rows or decoder.version < 0 or decoder.keep_cache:
+            return False
+        return scheduler.let_running_end(
+            decoder.steps_left(),
+            self._step_speed.seconds,
+            decoder.tokens_to_recompute(),
+            self._fill_speed.seconds,
+            self._settings.patience,
+        )
+
+    def _take_load(self, load: _Load) -> None:
+        if self._pending is not None:
+            self._pending.future.set_exception(
+                RuntimeError("load_weights was called again before the last call was done")
+            )
+        self._pending = load
+
+    def _update(self, load: _Load) -> None:
+        decoder, began = self._decoder, time.monotonic()
+        try:
+            models.apply_weights(decoder.model, load.weights)
+            applied = time.monotonic()
+            models.verify_weights(decoder.model, load.weights)
+            verified = time.monotonic()
+            decoder.set_version(load.version)
+        except WeightMismatch as error:
+            decoder.version = -1
+            load.future.set_exception(error)
+        else:
+            done = time.monotonic()
+            # Computing the cache again is part of applying: the weights are in use when it is done.
+            apply_s = applied - began + done - verified
+            load.future.set_result(LoadReport(began - load.asked_at, apply_s, verified - applied))
+        self._pending = None
+
+    def _forget(self, request_ids: set[str]) -> None:
+        self._queue = deque(entry for entry in self._queue if entry.request.request_id not in request_ids)
+        self._decoder.drop(request_ids)
+
+    def _stop(self) -> None:
+        self._closing = True
+        if self._pending is not None:
+            self._pending.future.set_exception(EngineFailed("the engine is closed"))
+            self._pending = None
+
+
+def _cache_memory(device: torch.device, gpu_share: float) -> int:
+    """Bytes that the cache may take."""
+    if device.type == "cuda":
+        free, total = map(int, torch.cuda.mem_get_info(device))
+        return max(int(total * gpu_share) - (total - free), 0)
+    import psutil
+
+    available: int = psutil.virtual_memory().available
+    return int(available * CPU_CACHE_SHARE)
+
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def build(config: Config, tokenizer: Any, eos_token_ids: frozenset[int]) -> TransformersEngine:
+    """The engine of this configuration. Raises `EngineConfigError` for keys that only vLLM knows."""
+    return TransformersEngine(settings_of(config), tokenizer, eos_token_ids)
+
+
+def settings_of(config: Config) -> Settings:
+    """What the configuration means to this engine. Raises `EngineConfigError`."""
+    _refuse_foreign_keys(config)
+    rollout = config.rollout
+    dtype = config.train.effective_transfer_dtype if rollout.dtype == "auto" else rollout.dtype
+    return Settings(
+        model_path=config.policy.model_name_or_path,
+        revision=config.policy.model_revision,
+        load_format=rollout.load_format,
+        dtype=DTYPES[dtype],
+        max_model_len=config.engine_max_len,
+        slots=rollout.max_num_seqs or rollout.max_concurrent_samples,
+        capacity=rollout.max_concurrent_samples,
+        fill_tokens=rollout.max_num_batched_tokens or FILL_TOKENS,
+        keep_cache=config.weight_sync.update_mode == "keep_kv",
+        gpu_share=rollout.gpu_memory_utilization,
+    )
+
+
+def _refuse_foreign_keys(config: Config) -> None:
+    """Keys that mean something to vLLM alone must be at their neutral values: a key acts or is refused."""
+    rollout, parallelism = config.rollout, config.rollout.parallelism
+    written = {
+        "rollout.quantization": (rollout.quantization, "none"),
+        "rollout.engine_kwargs": (rollout.engine_kwargs, {}),
+        "rollout.sampling_config.extra": (rollout.sampling_config.extra, {}),
+        "rollout.sampling_config.use_flashinfer": (rollout.sampling_config.use_flashinfer, False),
+        "rollout.vllm_use_flashinfer": (rollout.vllm_use_flashinfer, False),
+        "rollout.enable_chunked_prefill": (rollout.enable_chunked_prefill, False),
+        "rollout.block_size": (rollout.block_size, None),
+        "rollout.parallelism.tp_size": (parallelism.tp_size, 1),
+        "rollout.parallelism.pp_size": (parallelism.pp_size, 1),
+        "rollout.parallelism.ep_size": (parallelism.ep_size, 1),
+        "rollout.parallelism.cp_size": (parallelism.cp_size, 1),
+    }
+    problems = [
+        f'{key} = {value!r} is for vLLM: set it to {neutral!r}, or rollout.backend to "vllm"'
+        for key, (value, neutral) in written.items()
+        if value != neutral
+    ]
+    if problems:
+        raise EngineConfigError("; ".join(problems))

@@ -1,0 +1,167 @@
+"""The model of the embedded engine: loaded, checked against a plain forward, and given new weights.
+
+Which models fit: causal language models whose every layer is softmax attention over a growing cache (full or
+sliding). The structure is asked of transformers; that the window computes what the model computes is proven at
+every start by comparing log-probs, so a model that is attended to differently is refused, never decoded wrongly.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rollout_worker.engines.base import (
+    EngineConfigError,
+    Generation,
+    GenerationRequest,
+    SamplingSettings,
+    WeightMismatch,
+    WeightSource,
+)
+from rollout_worker.engines.transformers import attention
+from rollout_worker.engines.transformers.decoder import Decoder
+from weight_sync import hub_tensors
+
+_REMEDY = 'set rollout.backend = "vllm", or use another model'
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.1}
+"""Largest difference in log-prob between window and plain forward: kernels round differently, a wrong mask or
+position is off by far more in float32 and by about 1 in half precision."""
+
+
+def load_model(
+    path: str, revision: str | None, load_format: str, dtype: torch.dtype, device: torch.device
+) -> Any:
+    """The model on its device, in evaluation mode. Raises `EngineConfigError` when it cannot be loaded here."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    attention.register()
+    arguments: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention.NAME}
+    try:
+        if load_format == "dummy":
+            config = AutoConfig.from_pretrained(path, revision=revision)
+            model = AutoModelForCausalLM.from_config(config, **arguments)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(path, revision=revision, **arguments)
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise EngineConfigError(f"policy.model_name_or_path = {path!r} cannot be loaded: {error}") from error
+    _check_structure(model)
+    model = model.to(device).eval()
+    model.requires_grad_(False)
+    return model
+
+
+def _check_structure(model: Any) -> None:
+    from transformers import DynamicCache
+    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+    layers = DynamicCache(config=model.config).layers
+    strange = {type(layer).__name__ for layer in layers} - {
+        DynamicLayer.__name__,
+        DynamicSlidingWindowLayer.__name__,
+    }
+    if strange or model.config.is_encoder_decoder:
+        kinds = ", ".join(sorted(strange)) or "an encoder"
+        raise EngineConfigError(
+            f'rollout.backend = "transformers" cannot decode {type(model).__name__} ({kinds}): {_REMEDY}'
+        )
+
+
+@torch.inference_mode()  # type: ignore[untyped-decorator]
+def self_test(model: Any, eos_token_ids: frozenset[int]) -> int:
+    """Prove that decoding in the window gives the log-probs of a plain forward of the same model.
+
+    Prompts of different lengths, some decoding, a recomputation, more decoding. Returns the bytes that one token
+    takes in the cache. Raises `EngineConfigError`.
+    """
+    decoder = Decoder(model, None, eos_token_ids, max_model_len=32, fill_tokens=16, keep_cache=False)
+    decoder.set_version(0)
+    try:
+        worst = _largest_difference(model, decoder)
+    except (NotImplementedError, TypeError, RuntimeError, IndexError) as error:
+        raise EngineConfigError(
+            f'rollout.backend = "transformers" cannot decode {type(model).__name__}: {error}; {_REMEDY}'
+        ) from error
+    finally:
+        model.set_attn_implementation(attention.NAME)
+    if not worst <= TOLERANCE[model.dtype]:
+        raise EngineConfigError(
+            f'rollout.backend = "transformers" computes {type(model).__name__} wrongly (log-probs differ by '
+            f"{worst:.3g} from a plain forward): {_REMEDY}"
+        )
+    return sum(
+        layer.keys.shape[1] * (layer.keys.shape[3] + layer.values.shape[3]) * layer.keys.element_size()
+        for layer in decoder.window.layers
+    )
+
+
+def _largest_difference(model: Any, decoder: Decoder) -> float:
+    settings = SamplingSettings(max_tokens=8, ignore_eos=True)
+    vocabulary = decoder.vocabulary
+    prompts = [[(7 * i + 3 * length) % vocabulary for i in range(length)] for length in (5, 1, 12)]
+    for number, prompt in enumerate(prompts):
+        request = GenerationRequest(str(number), prompt, (number, number + 7), settings)
+        decoder.admit([(request, (0, 1))])
+        for _ in range(2):
+            decoder.step()
+    decoder.recompute()
+    finished: list[Generation] = []
+    while decoder.rows:
+        finished += decoder.step()
+    model.set_attn_implementation("sdpa")
+    worst = 0.0
+    for generation in finished:
+        prompt = prompts[int(generation.request_id)]
+        ids = torch.tensor([[*prompt, *generation.token_ids.tolist()]], device=model.device)
+        logits = model(input_ids=ids[:, :-1], use_cache=False).logits[0, len(prompt) - 1 :].float()
+        expected = torch.log_softmax(logits, -1).gather(1, ids[0, len(prompt) :, None])[:, 0].cpu()
+        worst = max(worst, float((expected - torch.from_numpy(generation.logprobs)).abs().max()))
+    return worst
+
+
+@torch.inference_mode()  # type: ignore[untyped-decorator]
+def apply_weights(model: Any, weights: WeightSource) -> None:
+    """Copy a version into the model in place, cast to its dtype. Raises `WeightMismatch`."""
+    targets = dict(model.state_dict(keep_vars=True))
+    tensors = dict(weights.tensors())
+    if not tensors.keys() <= targets.keys():
+        # The model is fused or renamed in memory: transformers converts checkpoint names as it does on loading.
+        converted = type(model).from_pretrained(
+            None, config=model.config, state_dict=tensors, dtype=model.dtype
+        )
+        tensors = dict(converted.state_dict())
+    for name, tensor in tensors.items():
+        target = targets.get(name)
+        if target is None or target.shape != tensor.shape:
+            found = "no such tensor" if target is None else f"shape {tuple(target.shape)}"
+            raise WeightMismatch(
+                f"published tensor {name!r} of shape {tuple(tensor.shape)}: the engine's model has {found}"
+            )
+        target.copy_(tensor)
+
+
+@torch.inference_mode()  # type: ignore[untyped-decorator]
+def verify_weights(model: Any, weights: WeightSource) -> None:
+    """Prove that every weight in use equals the version's, cast to the model's dtype. Raises `WeightMismatch`."""
+    given = dict(weights.tensors())
+    held = dict(hub_tensors(model))
+    missing = sorted(held.keys() - given.keys())
+    # A trainer may name the other alias of a tied tensor; it is then in the model under both names.
+    aliases = dict(model.state_dict(keep_vars=True))
+    extra = sorted(name for name in given.keys() - held.keys() if name not in aliases)
+    missing = [name for name in missing if not any(_same(aliases, name, other) for other in given)]
+    if missing or extra:
+        raise WeightMismatch(
+            f"published weights are not those of the engine's model: missing {missing[:5]}, unknown {extra[:5]}"
+        )
+    different = [
+        name
+        for name, tensor in given.items()
+        if not torch.equal(held.get(name, aliases.get(name)), tensor.to(model.device, model.dtype))
+    ]
+    if different:
+        raise WeightMismatch(f"{len(different)} tensors differ after loading (or hold NaN): {different[:5]}")
+
+
+def _same(tensors: dict[str, torch.Tensor], one: str, other: str) -> bool:
+    return one in tensors and other in tensors and tensors[one] is tensors[other]

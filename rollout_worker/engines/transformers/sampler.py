@@ -1,0 +1,131 @@
+"""From logits to tokens: penalties, temperature, min-p, top-k, top-p, then inversion of the distribution.
+
+The randomness is counter-based: the uniform number that draws a token is a hash of (seed of the sample, number
+of the token). There is no generator state, so a token depends on its sample's seed and logits alone, never on
+who else is in the batch, and thousands of samples cost a few numpy operations per step.
+
+Everything here is a pure function over tensors of one `SamplingSettings`: shapes are N samples, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from rollout_worker.engines.base import SamplingSettings
+
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+"""Constants of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014)."""
+
+
+def _mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    z = (z ^ (z >> np.uint64(30))) * _MIX_1
+    z = (z ^ (z >> np.uint64(27))) * _MIX_2
+    mixed: npt.NDArray[np.uint64] = z ^ (z >> np.uint64(31))
+    return mixed
+
+
+def uniforms(seeds: npt.NDArray[np.uint64], counters: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """Uniform numbers in [0, 1), [N], one for each (seed, counter); 53 random bits each."""
+    z = _mix((seeds + np.uint64(1)) * _GAMMA)
+    z = _mix(z + (counters.astype(np.uint64) + np.uint64(1)) * _GAMMA)
+    return (z >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """What penalties look at. Token ids, padded at the left; masks are 1 where a token counts."""
+
+    tokens: torch.Tensor
+    """int64 [N, L], prompt and response"""
+    any_mask: torch.Tensor
+    """bool [N, L], prompt and response tokens"""
+    response_mask: torch.Tensor
+    """bool [N, L], response tokens"""
+
+
+def needs_history(settings: SamplingSettings) -> bool:
+    return (
+        settings.repetition_penalty != 1.0
+        or settings.presence_penalty != 0.0
+        or settings.frequency_penalty != 0.0
+    )
+
+
+def penalise(logits: torch.Tensor, settings: SamplingSettings, history: History) -> torch.Tensor:
+    """Logits with repetition, frequency and presence penalties, [N, V].
+
+    Repetition divides positive and multiplies negative logits of tokens in prompt or response (Keskar et al.,
+    CTRL, 2019); the others subtract from response tokens, once or per occurrence (OpenAI's definition).
+    """
+    zeros = torch.zeros_like(logits)
+    if settings.repetition_penalty != 1.0:
+        seen = zeros.scatter_add(1, history.tokens, history.any_mask.to(logits.dtype)) > 0
+        factor = settings.repetition_penalty
+        logits = torch.where(seen, torch.where(logits > 0, logits / factor, logits * factor), logits)
+    if settings.presence_penalty != 0.0 or settings.frequency_penalty != 0.0:
+        counts = zeros.scatter_add(1, history.tokens, history.response_mask.to(logits.dtype))
+        logits = logits - settings.frequency_penalty * counts - settings.presence_penalty * (counts > 0)
+    return logits
+
+
+def restrict(logits: torch.Tensor, settings: SamplingSettings) -> torch.Tensor:
+    """Logits, already divided by the temperature, with −inf on tokens that min-p, top-k or top-p exclude."""
+    excluded = -torch.inf
+    if settings.min_p > 0.0:
+        probabilities = torch.softmax(logits, -1)
+        floor = settings.min_p * probabilities.amax(-1, keepdim=True)
+        logits = logits.masked_fill(probabilities < floor, excluded)
+    if 0 < settings.top_k < logits.shape[-1]:
+        smallest = torch.topk(logits, settings.top_k, -1).values[:, -1:]
+        logits = logits.masked_fill(logits < smallest, excluded)
+    if settings.top_p < 1.0:
+        ordered, order = torch.sort(logits, dim=-1, descending=True, stable=True)
+        probabilities = torch.softmax(ordered, -1)
+        before = probabilities.cumsum(-1) - probabilities
+        before[:, 0] = 0.0  # the likeliest token always stays
+        kept = torch.zeros_like(before, dtype=torch.bool).scatter(1, order, before < settings.top_p)
+        logits = logits.masked_fill(~kept, excluded)
+    return logits
+
+
+def draw(
+    logits: torch.Tensor,
+    settings: SamplingSettings,
+    uniform: npt.NDArray[np.float64],
+    history: History | None,
+    forbidden: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Next token ids (int64 [N]) and their log-probs (float32 [N]) from float32 logits [N, V].
+
+    `history` is required when `needs_history(settings)`. `forbidden` (bool [N, V]) marks tokens that end a
+    sample too early (min_tokens).
+    """
+    if forbidden is not None:
+        logits = logits.masked_fill(forbidden, -torch.inf)
+    if history is not None:
+        logits = penalise(logits, settings, history)
+    if settings.greedy:
+        logprobs = torch.log_softmax(logits, -1)
+        tokens = logits.argmax(-1)
+    else:
+        if settings.temperature != 1.0:
+            logits = logits / settings.temperature
+        logprobs = torch.log_softmax(restrict(logits, settings), -1)
+        tokens = _invert(logprobs, uniform)
+    return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
+
+
+def _invert(logprobs: torch.Tensor, uniform: npt.NDArray[np.float64]) -> torch.Tensor:
+    """The first token whose cumulative probability exceeds the uniform number; never one of probability 0.
+
+    Cumulated in float64: over a large vocabulary float32 would shift the distribution by about 1e-3.
+    """
+    cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
+    target = torch.from_numpy(uniform).to(logprobs.device)[:, None] * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_(max=logprobs.shape[-1] - 1)

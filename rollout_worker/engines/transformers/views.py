@@ -1,0 +1,110 @@
+"""The window as the caches that a transformers model reads and writes while it computes.
+
+Three ways to look at the same buffers, each for one forward:
+
+    DecodeView    one new column of all rows, reading everything before it
+    PromptView    prompts computed once each, copied to every row that begins with them
+    ResponseView  the last columns of some rows, given what stands before them
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import Cache
+
+from rollout_worker.engines.transformers.window import Window
+
+IntArray = npt.NDArray[np.int64]
+
+
+class DecodeView(Cache):  # type: ignore[misc]
+    """One decoding step: writes at the column, reads low … column. [n, G, 1, D] in, [n, G, K, D] out."""
+
+    def __init__(self, window: Window) -> None:
+        super().__init__(layers=[])
+        self.window, self.low = window, window.low
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: object,
+        **kwargs: object,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        window = self.window
+        layer, n, column = window.layer(layer_idx, key_states, value_states), window.n, window.column
+        layer.keys[:n, :, column] = key_states[:, :, 0]
+        layer.values[:n, :, column] = value_states[:, :, 0]
+        live = slice(self.low, column + 1)
+        return layer.keys[:n, :, live], layer.values[:n, :, live]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.window.column - self.low
+
+
+class PromptView(Cache):  # type: ignore[misc]
+    """Prompts of a forward [M, L] (left-padded), copied into window rows.
+
+    `prompt_of_row[j]` is the row of the forward that window row `rows[j]` begins with; its first `lengths[j]`
+    columns are filled.
+    """
+
+    def __init__(
+        self, window: Window, width: int, rows: IntArray, prompt_of_row: IntArray, lengths: IntArray
+    ) -> None:
+        super().__init__(layers=[])
+        self.window = window
+        within = np.concatenate([np.arange(length) for length in lengths])
+
+        def index(array: IntArray) -> torch.Tensor:
+            return torch.from_numpy(array).to(window.device)
+
+        self.to_row = index(np.repeat(rows, lengths))
+        self.to_column = index(np.repeat(window.start[rows], lengths) + within)
+        self.from_row = index(np.repeat(prompt_of_row, lengths))
+        self.from_column = index(np.repeat(width - lengths, lengths) + within)
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: object,
+        **kwargs: object,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        layer = self.window.layer(layer_idx, key_states, value_states)
+        layer.keys[self.to_row, :, self.to_column] = key_states[self.from_row, :, self.from_column]
+        layer.values[self.to_row, :, self.to_column] = value_states[self.from_row, :, self.from_column]
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+
+class ResponseView(Cache):  # type: ignore[misc]
+    """Columns [first, column) of window rows `rows`, reading [low, first) too."""
+
+    def __init__(self, window: Window, rows: IntArray, first: int, low: int) -> None:
+        super().__init__(layers=[])
+        self.window, self.first, self.low = window, first, low
+        self.rows = torch.from_numpy(rows).to(window.device)
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: object,
+        **kwargs: object,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        layer = self.window.layer(layer_idx, key_states, value_states)
+        written, read = slice(self.first, self.window.column), slice(self.low, self.window.column)
+        layer.keys[self.rows, :, written] = key_states
+        layer.values[self.rows, :, written] = value_states
+        return layer.keys[self.rows, :, read], layer.values[self.rows, :, read]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.first - self.low

@@ -1,0 +1,539 @@
+"""The public contract suite of inference engines: what `rollout_worker.engines.base` promises, checked.
+
+A test module of an engine subclasses `EngineContract` and names the backend:
+
+    class TestTransformers(EngineContract):
+        backend = "transformers"
+
+The engine runs in float32 on a tiny random model, so that log-probs can be compared with a plain forward of the
+same model, restricted by an implementation of penalties and filters that is independent of any engine's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
+import pytest
+import torch
+
+from rollout_worker.engines import create_engine
+from rollout_worker.engines.base import (
+    Engine,
+    EngineFailed,
+    Generation,
+    GenerationRequest,
+    SamplingSettings,
+    WeightMismatch,
+)
+from schema.config import Config
+from tests.rollout_worker.tiny import publish_model, random_model, save_model, tokenizer
+from weight_sync import Weights, fetch
+
+T = TypeVar("T")
+EOS = 256
+MAX_LEN = 96
+TOLERANCE = 1e-4
+WAIT_S = 100.0
+PROMPTS = ["What is 1+1?", "Hello", "x", "A much longer prompt, to be padded: 0123456789."]
+_ids = itertools.count()
+
+
+def encode(text: str) -> list[int]:
+    ids: list[int] = tokenizer()(text)["input_ids"]
+    return ids
+
+
+def request(
+    prompt: str | list[int], settings: SamplingSettings, seeds: Sequence[int] = (11,)
+) -> GenerationRequest:
+    ids = encode(prompt) if isinstance(prompt, str) else prompt
+    return GenerationRequest(f"r{next(_ids)}", ids, tuple(seeds), settings)
+
+
+@dataclass
+class Subject:
+    """An engine under test, on an event loop of its own thread, with the models whose weights it is given."""
+
+    engine: Engine
+    models: list[Any]
+    weights: list[Weights]
+    loop: asyncio.AbstractEventLoop
+    version: int = 0
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        future: Future[T] = asyncio.run_coroutine_threadsafe(asyncio.wait_for(work, WAIT_S), self.loop)
+        return future.result(WAIT_S + 5)
+
+    def load(self, which: int, version: int) -> None:
+        self.run(self.engine.load_weights(self.weights[which], version))
+        self.version = version
+
+    async def _collect(self, wanted: int) -> list[Generation]:
+        found: list[Generation] = []
+        while len(found) < wanted:
+            found += await self.engine.collect()
+        return found
+
+    async def _generate(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
+        self.engine.submit(requests)
+        return await self._collect(sum(len(one.seeds) for one in requests))
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> dict[tuple[str, int], Generation]:
+        """All samples of these requests, each exactly once."""
+        found = self.run(self._generate(requests))
+        keyed = {(sample.request_id, sample.index): sample for sample in found}
+        assert len(keyed) == len(found)
+        assert set(keyed) == {(one.request_id, i) for one in requests for i in range(len(one.seeds))}
+        for sample in found:
+            check_shape(sample)
+        return keyed
+
+    def one(self, wanted: GenerationRequest) -> Generation:
+        return self.generate([wanted])[(wanted.request_id, 0)]
+
+
+def check_shape(sample: Generation) -> None:
+    n = len(sample.token_ids)
+    assert n >= 1
+    assert sample.token_ids.dtype == np.int32
+    assert sample.logprobs.dtype == np.float32
+    assert sample.logprobs.shape == (n,)
+    assert np.isfinite(sample.logprobs).all()
+    assert (sample.logprobs <= 1e-4).all()
+    assert sample.version_starts.dtype == sample.version_values.dtype == np.int32
+    assert sample.version_starts[0] == 0
+    assert (np.diff(sample.version_starts) > 0).all()
+    assert sample.version_starts[-1] < n
+    assert len(sample.version_starts) == len(sample.version_values)
+    assert (sample.stop_reason is None) == (sample.finish_reason == "length")
+
+
+def token_versions(sample: Generation) -> list[int]:
+    lengths = np.diff(np.append(sample.version_starts, len(sample.token_ids)))
+    return np.repeat(sample.version_values, lengths).tolist()  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def plain_logits(model: Any, prompt: Sequence[int], response: Sequence[int]) -> np.ndarray:
+    """[R, V] float64: the model's logits before each response token, by one forward without any cache."""
+    ids = torch.tensor([[*prompt, *response]])
+    logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
+    return logits.double().numpy()  # type: ignore[no-any-return]
+
+
+def log_softmax(x: np.ndarray) -> np.ndarray:
+    shifted = x - x.max()
+    return shifted - np.log(np.exp(shifted).sum())  # type: ignore[no-any-return]
+
+
+def distribution(
+    logits: np.ndarray, prompt: Sequence[int], before: Sequence[int], settings: SamplingSettings
+) -> np.ndarray:
+    """Log-probs [V] of the distribution that the next token is drawn from, token by token and in plain numpy."""
+    scores = logits.copy()
+    ends = {*settings.stop_token_ids, *(() if settings.ignore_eos else (EOS,))}
+    if len(before) < settings.min_tokens:
+        scores[list(ends)] = -np.inf
+    for token in {*prompt, *before}:
+        penalty = settings.repetition_penalty
+        scores[token] = scores[token] / penalty if scores[token] > 0 else scores[token] * penalty
+    for token in set(before):
+        scores[token] -= settings.frequency_penalty * list(before).count(token) + settings.presence_penalty
+    if settings.greedy:
+        return log_softmax(scores)
+    scores = scores / settings.temperature
+    probabilities = np.exp(log_softmax(scores))
+    scores[probabilities < settings.min_p * probabilities.max()] = -np.inf
+    if settings.top_k > 0:
+        scores[scores < np.sort(scores)[-settings.top_k]] = -np.inf
+    if settings.top_p < 1.0:
+        probabilities = np.exp(log_softmax(scores))
+        total = 0.0
+        for token in np.argsort(-probabilities, kind="stable"):
+            if total >= settings.top_p:
+                scores[token] = -np.inf
+            total += probabilities[token]
+    return log_softmax(scores)
+
+
+def check_logprobs(model: Any, wanted: GenerationRequest, sample: Generation) -> None:
+    """Every log-prob is that of the distribution sampled from, according to a plain forward of `model`."""
+    response = sample.token_ids.tolist()
+    prompt = list(wanted.prompt_token_ids)
+    for i, logits in enumerate(plain_logits(model, prompt, response)):
+        expected = distribution(logits, prompt, response[:i], wanted.settings)
+        assert np.isfinite(expected[response[i]]), f"token {i} was excluded by the settings"
+        assert abs(expected[response[i]] - sample.logprobs[i]) <= TOLERANCE, f"log-prob of token {i}"
+        if wanted.settings.greedy:
+            assert expected.max() - expected[response[i]] <= TOLERANCE, f"token {i} is not the likeliest"
+
+
+SETTINGS = {
+    "plain": SamplingSettings(max_tokens=24),
+    "greedy": SamplingSettings(max_tokens=24, temperature=0.0),
+    "do_sample": SamplingSettings(max_tokens=24, do_sample=False, temperature=0.7, top_p=0.5),
+    "temperature": SamplingSettings(max_tokens=24, temperature=0.6),
+    "top_k": SamplingSettings(max_tokens=24, top_k=3),
+    "top_p": SamplingSettings(max_tokens=24, top_p=0.6),
+    "min_p": SamplingSettings(max_tokens=24, min_p=0.2),
+    "repetition": SamplingSettings(max_tokens=24, repetition_penalty=1.3),
+    "presence": SamplingSettings(max_tokens=24, presence_penalty=1.5),
+    "frequency": SamplingSettings(max_tokens=24, frequency_penalty=0.9),
+    "greedy with penalty": SamplingSettings(max_tokens=24, temperature=0.0, repetition_penalty=1.5),
+    "all": SamplingSettings(
+        max_tokens=24,
+        temperature=1.4,
+        top_k=20,
+        top_p=0.8,
+        min_p=0.02,
+        repetition_penalty=1.1,
+        presence_penalty=0.3,
+        frequency_penalty=0.2,
+        min_tokens=4,
+        ignore_eos=True,
+    ),
+}
+
+
+class EngineContract:
+    """Subclass it; see the module's docstring."""
+
+    backend: ClassVar[str]
+    rollout: ClassVar[dict[str, Any]] = {}
+    """Further keys of `[rollout]` for this engine."""
+
+    @classmethod
+    def config(cls, model: Path, **sections: Any) -> Config:
+        changes = {
+            "policy": {"model_name_or_path": str(model), "model_max_length": MAX_LEN},
+            "train": {"param_dtype": "float32", "train_policy": {"type": "grpo"}},
+            "rollout": {
+                "backend": cls.backend,
+                "dtype": "float32",
+                "load_format": "dummy",
+                "max_num_seqs": 16,
+                "max_concurrent_samples": 16,
+                "parallelism": {"tp_size": 1},
+                **cls.rollout,
+            },
+            **sections,
+        }
+        return Config.model_validate(changes)
+
+    @classmethod
+    def make(cls, config: Config) -> Engine:
+        """The engine under test, not started."""
+        return create_engine(config, tokenizer(), frozenset({EOS}))
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def subject(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
+        torch.set_num_threads(1)
+        root = tmp_path_factory.mktemp("contract")
+        models = [random_model(seed) for seed in (1, 2)]
+        folder = save_model(root / "model", models[0])
+        publications = [publish_model(root / "store", model, i) for i, model in enumerate(models)]
+        loop = asyncio.new_event_loop()
+        thread = threading.Thread(target=loop.run_forever, daemon=True)
+        thread.start()
+        engine = cls.make(cls.config(folder))
+        subject = Subject(engine, models, [fetch(root / "store", one) for one in publications], loop)
+        try:
+            subject.run(engine.start())
+            subject.load(0, 0)
+            yield subject
+        finally:
+            subject.run(engine.close())
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join(10)
+            loop.close()
+
+    @pytest.fixture(autouse=True)
+    def at_first_weights(self, subject: Subject) -> None:
+        if subject.version != 0:
+            subject.load(0, 0)
+
+    # ---- distributions --------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("name", SETTINGS)
+    def test_logprobs_are_of_the_distribution_sampled_from(self, subject: Subject, name: str) -> None:
+        requests = [request(prompt, SETTINGS[name], (1, 2, 3)) for prompt in PROMPTS]
+        found = subject.generate(requests)
+        for one in requests:
+            for i in range(3):
+                check_logprobs(subject.models[0], one, found[one.request_id, i])
+
+    def test_settings_of_neighbours_do_not_mix(self, subject: Subject) -> None:
+        requests = [request(PROMPTS[0], settings, (5, 6)) for settings in SETTINGS.values()]
+        found = subject.generate(requests)
+        for one in requests:
+            for i in range(2):
+                check_logprobs(subject.models[0], one, found[one.request_id, i])
+
+    def test_samples_follow_the_distribution(self, subject: Subject) -> None:
+        """First tokens of many seeds against their probabilities: a chi-square statistic far below luck."""
+        settings = SamplingSettings(max_tokens=1, temperature=0.8)
+        n = 2048
+        one = request(PROMPTS[0], settings, range(n))
+        found = subject.generate([one])
+        counts = np.bincount([int(sample.token_ids[0]) for sample in found.values()], minlength=258)
+        logits = plain_logits(subject.models[0], one.prompt_token_ids, [0])[0]
+        expected = n * np.exp(distribution(logits, one.prompt_token_ids, [], settings))
+        often = expected >= 5
+        observed = np.append(counts[often], counts[~often].sum())
+        wanted = np.append(expected[often], max(expected[~often].sum(), 1e-9))
+        statistic = float(((observed - wanted) ** 2 / wanted)[wanted > 1].sum())
+        freedom = int((wanted > 1).sum()) - 1
+        assert freedom >= 5
+        assert statistic < freedom + 5 * (2 * freedom) ** 0.5
+
+    # ---- seeds ----------------------------------------------------------------------------------------
+
+    def test_a_sample_depends_on_its_seed_and_not_on_its_neighbours(self, subject: Subject) -> None:
+        settings = SamplingSettings(max_tokens=20, ignore_eos=True)
+        alone = [subject.one(request(prompt, settings, (70 + i,))) for i, prompt in enumerate(PROMPTS)]
+        crowd = [request(prompt, settings, (70 + i, 900 + i)) for i, prompt in enumerate(PROMPTS)]
+        filler = [request("filler", settings, range(9)), request("and more of it", settings, range(4))]
+        found = subject.generate([*filler, *reversed(crowd)])
+        for one, sample in zip(crowd, alone, strict=True):
+            again = found[one.request_id, 0]
+            assert again.token_ids.tolist() == sample.token_ids.tolist()
+            np.testing.assert_allclose(again.logprobs, sample.logprobs, atol=TOLERANCE)
+            assert found[one.request_id, 1].token_ids.tolist() != sample.token_ids.tolist()
+
+    def test_one_request_of_n_equals_n_requests(self, subject: Subject) -> None:
+        settings = SamplingSettings(max_tokens=16)
+        together = request(PROMPTS[0], settings, (3, 1, 2))
+        found = subject.generate([together])
+        single = [request(PROMPTS[0], settings, (seed,)) for seed in (2, 3, 1)]
+        separate = subject.generate(single)
+        for index, which in ((0, 1), (1, 2), (2, 0)):
+            expected = separate[single[which].request_id, 0].token_ids.tolist()
+            assert found[together.request_id, index].token_ids.tolist() == expected
+
+    def test_more_requests_than_capacity(self, subject: Subject) -> None:
+        settings = SamplingSettings(max_tokens=6)
+        requests = [request(PROMPTS[i % 4], settings, (i, i + 100)) for i in range(40)]
+        assert len(subject.generate(requests)) == 80
+        stats = subject.engine.stats()
+        assert (stats.running, stats.waiting) == (0, 0)
+
+    # ---- ends -----------------------------------------------------------------------------------------
+
+    def test_max_tokens(self, subject: Subject) -> None:
+        for length in (1, 7):
+            sample = subject.one(request(PROMPTS[0], SamplingSettings(max_tokens=length, ignore_eos=True)))
+            assert len(sample.token_ids) == length
+            assert sample.finish_reason == "length"
+
+    def test_the_longest_sequence_bounds_a_sample(self, subject: Subject) -> None:
+        prompt = encode("y" * (MAX_LEN - 5))
+        sample = subject.one(request(prompt, SamplingSettings(max_tokens=50, ignore_eos=True)))
+        assert len(sample.token_ids) == 5
+        assert sample.finish_reason == "length"
+
+    def test_end_of_text_ends_a_sample_and_stays_in_it(self, subject: Subject) -> None:
+        """Found by search: a seed whose sample contains the end-of-text token when it is ignored."""
+        ignoring = SamplingSettings(max_tokens=60, ignore_eos=True, temperature=1.5)
+        one = request(PROMPTS[0], ignoring, range(64))
+        long = subject.generate([one])
+        seed = next(i for i in range(64) if EOS in long[one.request_id, i].token_ids[:-1])
+        tokens = long[one.request_id, seed].token_ids.tolist()
+        assert len(tokens) == 60
+        short = subject.one(request(PROMPTS[0], SamplingSettings(max_tokens=60, temperature=1.5), (seed,)))
+        assert short.token_ids.tolist() == tokens[: tokens.index(EOS) + 1]
+        assert (short.finish_reason, short.stop_reason) == ("stop", EOS)
+
+    def test_stop_tokens(self, subject: Subject) -> None:
+        free = SamplingSettings(max_tokens=30, ignore_eos=True)
+        tokens = subject.one(request(PROMPTS[1], free, (4,))).token_ids.tolist()
+        stop = tokens[12]
+        stopped = SamplingSettings(max_tokens=30, ignore_eos=True, stop_token_ids=(stop,))
+        sample = subject.one(request(PROMPTS[1], stopped, (4,)))
+        assert sample.token_ids.tolist() == tokens[: tokens.index(stop) + 1]
+        assert (sample.finish_reason, sample.stop_reason) == ("stop", stop)
+
+    def test_min_tokens_postpones_every_end(self, subject: Subject) -> None:
+        stops = tuple(range(0, 256, 2))
+        settings = SamplingSettings(max_tokens=20, min_tokens=9, stop_token_ids=stops)
+        one = request(PROMPTS[0], settings, range(8))
+        for sample in subject.generate([one]).values():
+            assert len(sample.token_ids) >= 10 or sample.finish_reason == "length"
+            assert not set(sample.token_ids[:9].tolist()) & {EOS, *stops}
+            check_logprobs(subject.models[0], one, sample)
+
+    @pytest.mark.parametrize("include", [False, True])
+    def test_stop_strings(self, subject: Subject, include: bool) -> None:
+        """Token ids are kept whole either way: `include` is about the text, which the worker makes."""
+        free = SamplingSettings(max_tokens=40, ignore_eos=True)
+        ascii_only = [i for i in range(256) if tokenizer().decode([i]).isascii()]
+        for seed in range(200):
+            tokens = subject.one(request(PROMPTS[2], free, (seed,))).token_ids.tolist()
+            places = [i for i in range(8, 30) if {tokens[i], tokens[i + 1]} <= set(ascii_only)]
+            if places:
+                break
+        string = tokenizer().decode(tokens[places[0] : places[0] + 2])
+        assert len(string) == 2
+        settings = SamplingSettings(
+            max_tokens=40, ignore_eos=True, stop=("never!", string), include_stop_str_in_output=include
+        )
+        sample = subject.one(request(PROMPTS[2], settings, (seed,)))
+        first = next(
+            n for n in range(1, 41) if string in tokenizer().decode(tokens[:n], skip_special_tokens=True)
+        )
+        assert sample.token_ids.tolist() == tokens[:first]
+        assert (sample.finish_reason, sample.stop_reason) == ("stop", string)
+
+    # ---- weights --------------------------------------------------------------------------------------
+
+    def test_new_weights_are_used_and_named(self, subject: Subject) -> None:
+        settings = SamplingSettings(max_tokens=12)
+        before = request(PROMPTS[0], settings)
+        check_logprobs(subject.models[0], before, subject.one(before))
+        subject.load(1, 7)
+        assert subject.engine.version == 7
+        after = request(PROMPTS[0], settings)
+        sample = subject.one(after)
+        check_logprobs(subject.models[1], after, sample)
+        assert token_versions(sample) == [7] * len(sample.token_ids)
+
+    def test_weights_change_under_running_requests(self, subject: Subject) -> None:
+        """Each token's log-prob is that of the weights its version names, over the whole sequence before it."""
+        settings = SamplingSettings(max_tokens=MAX_LEN, ignore_eos=True)
+        requests = [request(prompt, settings, range(8)) for prompt in PROMPTS]
+
+        async def swap() -> list[Generation]:
+            before = subject.engine.stats().tokens
+            subject.engine.submit(requests)
+            await _until(lambda: subject.engine.stats().tokens >= before + 150)
+            await subject.engine.load_weights(subject.weights[1], 3)
+            return await subject._collect(32)
+
+        found = subject.run(swap())
+        subject.version = 3
+        by_id = {one.request_id: one for one in requests}
+        mixed = 0
+        for sample in found:
+            check_shape(sample)
+            versions = token_versions(sample)
+            assert versions == sorted(versions)
+            assert set(versions) <= {0, 3}
+            mixed += len(set(versions)) == 2
+            prompt, response = by_id[sample.request_id].prompt_token_ids, sample.token_ids.tolist()
+            logits = {0: subject.models[0], 3: subject.models[1]}
+            plain = {v: plain_logits(model, prompt, response) for v, model in logits.items()}
+            for i, version in enumerate(versions):
+                expected = log_softmax(plain[version][i])[response[i]]
+                assert abs(expected - sample.logprobs[i]) <= TOLERANCE, f"token {i} of version {version}"
+        assert mixed >= 1
+
+    def test_weights_of_another_model_are_refused(self, subject: Subject, tmp_path: Path) -> None:
+        wrong = {
+            "shape": random_model(1, hidden_size=32, intermediate_size=64),
+            "missing": random_model(1, num_hidden_layers=1),
+            "unknown": random_model(1, num_hidden_layers=3),
+        }
+        for i, (name, model) in enumerate(wrong.items()):
+            weights = fetch(tmp_path, publish_model(tmp_path, model, i))
+            with pytest.raises(WeightMismatch):
+                subject.run(subject.engine.load_weights(weights, 50 + i))
+            assert subject.engine.version == -1, name
+            subject.version = -1
+        waiting = request(PROMPTS[0], SamplingSettings(max_tokens=4))
+        subject.run(_submit(subject.engine, [waiting]))
+        with pytest.raises(TimeoutError):
+            subject.run(asyncio.wait_for(subject.engine.collect(), 0.3))
+        subject.load(0, 0)
+        (sample,) = subject.run(subject._collect(1))
+        check_logprobs(subject.models[0], waiting, sample)
+
+    # ---- bookkeeping ----------------------------------------------------------------------------------
+
+    def test_abort_forgets_a_request_and_nothing_else(self, subject: Subject) -> None:
+        settings = SamplingSettings(max_tokens=60, ignore_eos=True)
+        kept, gone = request(PROMPTS[0], settings, range(4)), request(PROMPTS[1], settings, range(20))
+
+        async def work() -> list[Generation]:
+            subject.engine.submit([gone, kept])
+            await asyncio.sleep(0.01)
+            subject.engine.abort({gone.request_id, "never heard of"})
+            return await subject._collect(4)
+
+        found = subject.run(work())
+        assert {sample.request_id for sample in found} == {kept.request_id}
+        after = subject.one(request(PROMPTS[1], SamplingSettings(max_tokens=3)))
+        assert after.request_id not in (kept.request_id, gone.request_id)
+
+    def test_idle_time_grows_only_without_work(self, subject: Subject) -> None:
+        settings = SamplingSettings(max_tokens=80, ignore_eos=True)
+        subject.one(request(PROMPTS[0], SamplingSettings(max_tokens=2)))
+        before = subject.engine.stats()
+        subject.run(asyncio.sleep(0.2))
+        rested = subject.engine.stats()
+        assert rested.idle_s - before.idle_s > 0.1
+        assert rested.tokens == before.tokens
+
+        async def busy() -> float:
+            """Idle time between the first and the last moment at which something ran for certain."""
+            subject.engine.submit([request(PROMPTS[0], settings, range(64))])
+            await _until(lambda: subject.engine.stats().running > 0)
+            start = subject.engine.stats().idle_s
+            early = await subject._collect(32)
+            end = subject.engine.stats().idle_s if len(early) < 64 else start
+            await subject._collect(64 - len(early))
+            return end - start
+
+        assert subject.run(busy()) == 0.0
+
+    def test_counts(self, subject: Subject) -> None:
+        before = subject.engine.stats()
+        subject.generate([request(PROMPTS[0], SamplingSettings(max_tokens=5, ignore_eos=True), range(6))])
+        after = subject.engine.stats()
+        assert after.samples - before.samples == 6
+        assert after.tokens - before.tokens == 30
+
+    def test_requests_that_cannot_be_served(self, subject: Subject) -> None:
+        settings = SamplingSettings(max_tokens=4)
+        for prompt in ([], [1] * MAX_LEN, [258], [-1]):
+            with pytest.raises(ValueError):
+                subject.run(_submit(subject.engine, [request(prompt, settings)]))
+        assert subject.one(request(PROMPTS[0], settings)).finish_reason in ("stop", "length")
+
+    def test_capacity_and_name(self, subject: Subject) -> None:
+        assert subject.engine.capacity == 16
+        assert subject.engine.max_model_len == MAX_LEN
+        assert subject.engine.name.startswith(self.backend)
+
+    def test_closing_ends_those_who_wait(self, subject: Subject, tmp_path: Path) -> None:
+        """On an engine of its own."""
+        folder = save_model(tmp_path / "model", random_model(1))
+        engine = self.make(self.config(folder))
+
+        async def work() -> None:
+            await engine.start()
+            assert engine.version == -1
+            waiting = asyncio.create_task(engine.collect())
+            await asyncio.sleep(0)
+            await engine.close()
+            await engine.close()
+            with pytest.raises(EngineFailed):
+                await waiting
+
+        subject.run(work())
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110 - the engine has no event for it
+        await asyncio.sleep(0.001)
+
+
+async def _submit(engine: Engine, requests: Sequence[GenerationRequest]) -> None:
+    engine.submit(requests)
