@@ -53,7 +53,7 @@ def line(view: View) -> str:
         ("loss", _number(status.metrics.get("loss")) if status.mode == "sft" else None),
         ("reward", _number(status.reward)),
         ("held_out", _number(accuracy)),
-        ("staleness", _staleness(view)),
+        ("staleness", _staleness(view) if status.mode == "grpo" else None),
         ("samples_per_s", f"{status.samples_per_s:.1f}"),
         ("tokens_per_s", f"{status.tokens_per_s:.0f}"),
         ("queue", str(status.queue_ready) if status.mode == "grpo" else None),
@@ -153,8 +153,8 @@ def _training_rows(view: View, status: JobStatus) -> list[tuple[str, str]]:
 
 def _staleness(view: View) -> str:
     status = view.status
-    if status is None or status.mode == "sft":
-        return "–/–/–"
+    if status is None:
+        return ""
     mean = "–" if status.staleness_mean is None else f"{status.staleness_mean:.1f}"
     return f"{mean}/{status.staleness_max}/{'–' if view.bound is None else view.bound}"
 

@@ -27,6 +27,9 @@ MAX_SOCKET_PATH = 107
 CONNECT_TIMEOUT = 5.0
 READY_POLL = 0.02
 MIN_VERSION = (6, 2)
+TIMER_HZ = "250"
+"""How often the server looks whether its file is on disk: at its default of 10 a commit, which waits for that
+(WAITAOF), takes 90 to 190 ms, at 250 it takes 4, for half a percent of a core."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,7 @@ def embedded(data_dir: Path) -> RedisServer:
         "--dir", str(data_dir),
         "--appendonly", "yes",
         "--appendfsync", "everysec",
+        "--hz", TIMER_HZ,
         "--save", "",
         "--maxmemory-policy", "noeviction",
         "--daemonize", "no",

@@ -73,7 +73,7 @@ def launch(path: Path, overrides: Sequence[str], *, resume: bool, env: Mapping[s
     screen = open_screen()
     try:
         for warning in checked.findings.warnings:
-            screen.event("warning: " + warning.render().replace("\n", " "))
+            screen.event("warning: " + warning.render().replace("\n    ", "; "))
         if wants_resume and not continued:
             screen.event(f"nothing to resume in {checked.config.train.output_dir}: starting afresh")
         if continued:

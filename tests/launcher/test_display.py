@@ -34,7 +34,7 @@ def test_a_line_before_the_first_status_names_the_stage():
 def test_a_line_of_supervised_training_shows_the_loss_and_no_staleness():
     text = line(View(status=job_status(mode="sft", reward=None, staleness_mean=None)))
     assert "loss=0.250" in text
-    assert "staleness=–/–/–" in text
+    assert "staleness" not in text
     assert "queue" not in text
     assert "reward" not in text
 
