@@ -39,6 +39,8 @@ HASH_THREADS = 4
 class Weights:
     """A verified version. `tensors` and `[]` give views of the mapped files: copy before changing them."""
 
+    store: Store
+    publication: Publication
     manifest: WeightManifest
     _data: Mapping[str, memoryview]
 
@@ -93,7 +95,7 @@ def _fetch(store: Store, publication: Publication) -> Weights:
     with ThreadPoolExecutor(min(HASH_THREADS, len(manifest.files))) as pool:
         parts = pool.map(lambda file: _verified(store, version, file, manifest), manifest.files)
         found = {name: view for part in parts for name, view in part.items()}
-    return Weights(manifest, found)
+    return Weights(store, publication, manifest, found)
 
 
 def _checked_manifest(text: bytes, publication: Publication) -> WeightManifest:

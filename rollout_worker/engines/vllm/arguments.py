@@ -1,0 +1,201 @@
+"""From configuration to vLLM's arguments: pure functions, no vLLM imported, every key visible in the result.
+
+`engine_arguments` gives the keyword arguments of `AsyncEngineArgs`, `sampling_arguments` those of
+`SamplingParams`. What the user passes through (`rollout.engine_kwargs`, `rollout.sampling_config.extra`) is
+checked against the names that the installed vLLM knows; the caller hands those in as `known`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from rollout_worker.engines.base import EngineConfigError, SamplingSettings
+from schema.config import Config
+
+TRANSFER_BACKEND = "cosmos_store"
+"""The name under which our weight-transfer engine is registered with vLLM."""
+WORKER_EXTENSION = "rollout_worker.engines.vllm.transfer.WorkerExtension"
+IN_PROCESS_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+
+COLDEST = 0.01
+"""Below this temperature vLLM samples at this temperature instead."""
+
+_OWN: dict[str, Any] = {
+    # The distribution that was sampled from; vLLM's default ignores temperature and filters.
+    "logprobs_mode": "processed_logprobs",
+    # The model's generation_config.json would add its own sampling defaults and stop tokens.
+    "generation_config": "vllm",
+    "weight_transfer_config": {"backend": TRANSFER_BACKEND},
+    "worker_extension_cls": WORKER_EXTENSION,
+    "disable_log_stats": True,
+}
+
+_KEYS: dict[str, str] = {
+    "model": "policy.model_name_or_path",
+    "revision": "policy.model_revision",
+    "dtype": "rollout.dtype",
+    "seed": "rollout.seed",
+    "load_format": "rollout.load_format",
+    "quantization": "rollout.quantization",
+    "enforce_eager": "rollout.enforce_eager",
+    "enable_chunked_prefill": "rollout.enable_chunked_prefill",
+    "gpu_memory_utilization": "rollout.gpu_memory_utilization",
+    "max_model_len": "rollout.max_model_len",
+    "max_num_seqs": "rollout.max_num_seqs",
+    "max_num_batched_tokens": "rollout.max_num_batched_tokens",
+    "block_size": "rollout.block_size",
+    "tensor_parallel_size": "rollout.parallelism.tp_size",
+    "pipeline_parallel_size": "rollout.parallelism.pp_size",
+    "enable_expert_parallel": "rollout.parallelism.ep_size",
+}
+"""Engine arguments that have a key of their own."""
+
+_SAMPLING_KEYS = frozenset(
+    {
+        "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
+        "frequency_penalty", "seed", "ignore_eos", "stop", "stop_token_ids", "min_tokens",
+        "include_stop_str_in_output",
+    }
+)  # fmt: skip
+_SAMPLING_OWN = frozenset(
+    {
+        "n", "max_tokens", "logprobs", "flat_logprobs", "detokenize", "output_kind", "prompt_logprobs",
+        "skip_clone", "skip_special_tokens", "stream_interval",
+    }
+)  # fmt: skip
+
+
+def engine_arguments(config: Config, *, known: Collection[str], on_cpu: bool) -> dict[str, Any]:
+    """Keyword arguments of `AsyncEngineArgs` for this job.
+
+    Args:
+        config: the job's configuration.
+        known: names of all arguments of the installed vLLM.
+        on_cpu: whether vLLM will run without an accelerator.
+
+    Raises:
+        EngineConfigError: a passed-through argument is unknown or not free, or a combination cannot work.
+    """
+    rollout = config.rollout
+    arguments: dict[str, Any] = {
+        "model": config.policy.model_name_or_path,
+        "dtype": config.train.effective_transfer_dtype if rollout.dtype == "auto" else rollout.dtype,
+        "seed": config.engine_seed,
+        "load_format": rollout.load_format,
+        "enforce_eager": rollout.enforce_eager,
+        "enable_chunked_prefill": rollout.enable_chunked_prefill,
+        "gpu_memory_utilization": rollout.gpu_memory_utilization,
+        "max_model_len": config.engine_max_len,
+        "tensor_parallel_size": rollout.parallelism.tp_size,
+        "pipeline_parallel_size": rollout.parallelism.pp_size,
+        "enable_expert_parallel": rollout.parallelism.ep_size > 1,
+    }
+    optional = {
+        "revision": config.policy.model_revision,
+        "max_num_seqs": rollout.max_num_seqs,
+        "max_num_batched_tokens": rollout.max_num_batched_tokens,
+        "block_size": rollout.block_size,
+        "quantization": None if rollout.quantization == "none" else rollout.quantization,
+        "attention_config": {"backend": "FLASHINFER"} if rollout.vllm_use_flashinfer else None,
+    }
+    arguments |= {name: value for name, value in optional.items() if value is not None}
+    if on_cpu:
+        arguments |= _cpu_arguments(config)
+    arguments |= _passed_through(rollout.engine_kwargs, known)
+    return arguments | _OWN
+
+
+def _cpu_arguments(config: Config) -> dict[str, Any]:
+    rollout = config.rollout
+    if rollout.enable_chunked_prefill:
+        # vLLM takes back the draw of an unfinished chunk, which torch's CPU generators cannot do.
+        raise EngineConfigError(
+            "rollout.enable_chunked_prefill = true cannot be combined with seeded samples on a CPU: "
+            "write rollout.enable_chunked_prefill = false"
+        )
+    if rollout.parallelism.tp_size * rollout.parallelism.pp_size > 1:
+        return {}
+    # One process less, with its import of torch and its messages per step; threads are set by OMP_NUM_THREADS.
+    return {"distributed_executor_backend": IN_PROCESS_EXECUTOR}
+
+
+def _passed_through(extra: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+    for name in extra:
+        key = f"rollout.engine_kwargs.{name}"
+        if name in _OWN:
+            raise EngineConfigError(f"{key} is set by the rollout worker ({_OWN[name]!r}): leave it out")
+        if name in _KEYS:
+            raise EngineConfigError(f"{key} has a key of its own: write it as {_KEYS[name]}")
+        if name not in known:
+            raise EngineConfigError(f"{key}: vLLM has no such engine argument{_suggestion(name, known)}")
+    return {name: value for name, value in extra.items() if value is not None}
+
+
+def check_sampling_extra(extra: Mapping[str, Any], known: Collection[str]) -> None:
+    """Refuse fields of `rollout.sampling_config.extra` that vLLM does not know or that are not free.
+
+    Raises:
+        EngineConfigError: names the field, and a similar one where there is one.
+    """
+    for name in extra:
+        key = f"rollout.sampling_config.extra.{name}"
+        if name in _SAMPLING_OWN:
+            raise EngineConfigError(f"{key} is set by the rollout worker: leave it out")
+        if name in _SAMPLING_KEYS:
+            raise EngineConfigError(f"{key} has a key of its own: write it as rollout.sampling_config.{name}")
+        if name not in known or name.startswith("_"):
+            free = set(known) - _SAMPLING_OWN
+            raise EngineConfigError(f"{key}: vLLM has no such sampling field{_suggestion(name, free)}")
+
+
+def sampling_arguments(
+    settings: SamplingSettings,
+    *,
+    seed: int,
+    eos_token_ids: Collection[int],
+    prompt_tokens: int,
+    max_model_len: int,
+) -> dict[str, Any]:
+    """Keyword arguments of `SamplingParams` for one sample, `settings.extra` included (checked before).
+
+    End-of-text tokens are ordinary stop tokens here, so that what ends a sample is what the worker says and
+    not what vLLM finds in the model's files.
+
+    Raises:
+        EngineConfigError: a temperature that vLLM would replace by another.
+    """
+    if 0.0 < settings.temperature < COLDEST and not settings.greedy:
+        raise EngineConfigError(
+            f"temperature = {settings.temperature} is below vLLM's smallest, {COLDEST}: write 0.0 for the "
+            f"likeliest token, or {COLDEST} or more"
+        )
+    max_tokens = min(settings.max_tokens, max_model_len - prompt_tokens)
+    ends = {*settings.stop_token_ids, *(() if settings.ignore_eos else eos_token_ids)}
+    arguments: dict[str, Any] = {
+        "n": 1,
+        "seed": seed,
+        "temperature": 0.0 if settings.greedy else settings.temperature,
+        "repetition_penalty": settings.repetition_penalty,
+        "presence_penalty": settings.presence_penalty,
+        "frequency_penalty": settings.frequency_penalty,
+        "max_tokens": max_tokens,
+        "min_tokens": min(settings.min_tokens, max_tokens),
+        "ignore_eos": True,
+        "stop_token_ids": sorted(ends),
+        "stop": list(settings.stop),
+        "include_stop_str_in_output": settings.include_stop_str_in_output,
+        # Text is made only where a stop string must be found in it: it costs more than the sampling.
+        "detokenize": bool(settings.stop),
+        "logprobs": 0,
+        "flat_logprobs": True,
+    }
+    if not settings.greedy:
+        arguments |= {"top_p": settings.top_p, "top_k": settings.top_k, "min_p": settings.min_p}
+    return arguments | dict(settings.extra)
+
+
+def _suggestion(name: str, known: Collection[str]) -> str:
+    close = difflib.get_close_matches(name, sorted(known), n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
