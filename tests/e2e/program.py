@@ -1,0 +1,275 @@
+"""Starts cosmos-launch as a user does, and looks at it through its REST API."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+
+from controller import api
+from controller.client import Client, ControllerError
+from schema.wire.messages import JobStatus, LedgerStatus
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMAND = Path(sys.executable).with_name("cosmos-launch")
+T = TypeVar("T")
+
+SMALL = """
+[policy]
+model_name_or_path = "{model}"
+model_max_length = 128
+model_gradient_checkpointing = false
+
+[policy.parallelism]
+tp_size = 1
+
+[rollout]
+backend = "{engine}"
+dtype = "float32"
+n_generation = 4
+batch_size = 4
+max_response_length = 16
+max_concurrent_samples = 32
+{rollout}
+
+[rollout.parallelism]
+tp_size = 1
+
+[rollout.sampling_config]
+temperature = 1.0
+
+[train]
+output_dir = "{out}"
+timestamp = "run"
+seed = 3
+max_num_steps = {steps}
+train_batch_per_replica = 16
+param_dtype = "float32"
+compile = false
+optm_lr = 1e-3
+
+[train.train_policy]
+type = "grpo"
+prompt_column_name = "prompt"
+response_column_name = "answer"
+reward_function = {{ boxed_math = 1.0, format = 0.2 }}
+allowed_outdated_steps = {bound}
+
+[train.train_policy.dataset]
+name = "synthetic:addition"
+options = {{ n = {rows}, digits = 2, phrasings = 1 }}
+
+[validation]
+enable = {validation}
+freq = 4
+temperature = 1.0
+top_k = -1
+
+[validation.dataset]
+name = "synthetic:addition"
+options = {{ n = 8, digits = 2, phrasings = 1, seed = 7 }}
+
+[controller]
+heartbeat_interval = 0.5
+heartbeat_timeout = 5.0
+
+[launcher]
+cpu_threads = 1
+restart_backoff = 0.2
+shutdown_timeout = 20.0
+"""
+
+VLLM = "enforce_eager = true\nmax_model_len = 128\nmax_num_seqs = 32"
+
+
+def write_config(
+    folder: Path,
+    model: Path,
+    *,
+    engine: str = "transformers",
+    bound: int = 2,
+    steps: int = 8,
+    rows: int = 200,
+    validation: bool = True,
+) -> Path:
+    """A small GRPO job below `folder`: batches of 4 groups of 4 samples."""
+    text = SMALL.format(
+        model=model,
+        engine=engine,
+        out=folder,
+        rollout=VLLM if engine == "vllm" else "",
+        bound=bound,
+        steps=steps,
+        rows=rows,
+        validation=str(validation).lower(),
+    )
+    path = folder / "job.toml"
+    path.write_text(text)
+    return path
+
+
+@dataclass
+class Program:
+    """One running `cosmos-launch --config …` in a session of its own."""
+
+    config: Path
+    arguments: tuple[str, ...] = ()
+    process: subprocess.Popen[str] = field(init=False)
+    seen: set[int] = field(default_factory=set)
+
+    @property
+    def run_dir(self) -> Path:
+        return self.config.parent / "run"
+
+    def __enter__(self) -> Program:
+        log = (self.config.parent / "launcher.log").open("a")
+        self.process = subprocess.Popen(
+            [str(COMMAND), "--config", str(self.config), *self.arguments],
+            cwd=self.config.parent,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        log.close()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.note_processes()
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+            try:
+                self.process.wait(60)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait(10)
+        self.wait_no_orphans()
+
+    # ---- looking ------------------------------------------------------------------------------------------
+
+    def output(self) -> str:
+        return (self.config.parent / "launcher.log").read_text()
+
+    def note_processes(self) -> list[psutil.Process]:
+        """All processes below the launcher now; remembered, so that orphans can be named."""
+        try:
+            found = psutil.Process(self.process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
+        self.seen |= {child.pid for child in found}
+        return found
+
+    def wait_no_orphans(self, timeout: float = 20.0) -> None:
+        """Everything that was seen below the launcher is gone."""
+
+        def alive() -> list[str]:
+            left = []
+            for pid in self.seen:
+                try:
+                    process = psutil.Process(pid)
+                    if process.status() != psutil.STATUS_ZOMBIE and str(self.run_dir) in _traces(process):
+                        left.append(" ".join(process.cmdline())[:200])
+                except psutil.Error:
+                    continue
+            return left
+
+        give_up = time.monotonic() + timeout
+        while alive():
+            assert time.monotonic() < give_up, f"processes outlived the job: {alive()}"
+            time.sleep(0.1)
+
+    def client(self, role: str = "user", patience: float = 30.0) -> Client:
+        url = json.loads((self.run_dir / "controller.json").read_text())["url"]
+        token = (self.run_dir / ".tokens" / role).read_text().strip()
+        return Client(url, token, patience=patience)
+
+    def until(self, what: str, look: Callable[[Client], T | None], timeout: float = 180.0) -> T:
+        """Ask until `look` answers something true. The job must not end before."""
+        give_up = time.monotonic() + timeout
+        while time.monotonic() < give_up:
+            self.note_processes()
+            assert self.process.poll() is None, f"the job ended before {what}:\n{self.output()[-5000:]}"
+            if (self.run_dir / "controller.json").exists():
+                try:
+                    with self.client(patience=0.0) as client:
+                        found = look(client)
+                    if found:
+                        return found
+                except (ControllerError, OSError, ValueError):
+                    pass  # not there yet, or just being restarted: asked again until the time-out
+            time.sleep(0.1)
+        raise AssertionError(f"{what} did not happen within {timeout} s:\n{self.output()[-5000:]}")
+
+    def until_step(self, step: int) -> JobStatus:
+        def reached(client: Client) -> JobStatus | None:
+            status = client.send(api.job())
+            return status if status.step >= step else None
+
+        return self.until(f"step {step}", reached)
+
+    def pid_of(self, module: str) -> int:
+        """The process that runs `python -m <module>`."""
+
+        def find(_: Client) -> int | None:
+            for process in self.note_processes():
+                try:
+                    argv = process.cmdline()
+                except psutil.Error:
+                    continue
+                if "-m" in argv and argv[argv.index("-m") + 1] == module and _is_worker(process):
+                    return process.pid
+            return None
+
+        return self.until(f"a process of {module}", find)
+
+    def kill(self, module: str) -> None:
+        """kill -9 of that very process."""
+        os.kill(self.pid_of(module), signal.SIGKILL)
+
+    def finish(self, timeout: float = 300.0) -> dict[str, Any]:
+        """Wait for the end; the summary. Fails with the output if the exit code is not 0."""
+        give_up = time.monotonic() + timeout
+        while self.process.poll() is None:
+            self.note_processes()
+            assert time.monotonic() < give_up, f"the job does not end:\n{self.output()[-5000:]}"
+            time.sleep(0.2)
+        assert self.process.returncode == 0, self.output()[-8000:]
+        return json.loads((self.run_dir / "summary.json").read_text())  # type: ignore[no-any-return]
+
+
+def _traces(process: psutil.Process) -> str:
+    """Where a process belongs: its arguments and open files (a pid alone may have been given to another)."""
+    try:
+        files = [file.path for file in process.open_files()]
+        return " ".join([*process.cmdline(), *files, process.cwd()])
+    except psutil.Error:
+        return ""
+
+
+def _is_worker(process: psutil.Process) -> bool:
+    """Not a reward process or another child of a worker."""
+    parent = process.parent()
+    return parent is None or "policy_worker" not in " ".join(parent.cmdline()).split()
+
+
+def check_ledger(summary: dict[str, Any], bound: int, trained: int | None = None) -> LedgerStatus:
+    """The ledger of a finished job adds up and shows nothing beyond the bound."""
+    ledger = LedgerStatus.model_validate(summary["ledger"])
+    assert sum(ledger.states.values()) == ledger.created
+    assert sum(ledger.dropped.values()) == ledger.states["dropped"]
+    assert all(ledger.states[state] == 0 for state in ("leased", "ready", "batched"))
+    assert ledger.bound == bound
+    assert ledger.max_staleness <= bound
+    assert ledger.over_bound == 0
+    if trained is not None:
+        assert ledger.states["trained"] + ledger.states["durable"] == trained
+    return ledger

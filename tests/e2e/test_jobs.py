@@ -1,0 +1,44 @@
+"""Whole jobs on both engines: the staleness bound holds, the ledger adds up, the model comes out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.e2e.program import Program, check_ledger, write_config
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+@pytest.mark.parametrize("bound", [0, 1, 4])
+def test_nothing_is_older_than_the_bound(tmp_path: Path, model: Path, engine: str, bound: int) -> None:
+    config = write_config(tmp_path, model, engine=engine, bound=bound, steps=8)
+    with Program(config) as program:
+        summary = program.finish()
+    ledger = check_ledger(summary, bound, trained=8 * 4)
+    assert sum(ledger.staleness.values()) == 8 * 16, "every sample was trained once"
+    if bound == 0:
+        assert ledger.staleness == {0: 8 * 16}
+    assert [record["version"] for record in summary["validations"]] == [0, 4, 8]
+    assert all(record["samples"] == 8 for record in summary["validations"])
+    first = summary["steps"][0]["metrics"]
+    assert abs(first["behaviour_kl"]) < 1e-6, "on the first step trainer and engine agree"
+    assert abs(first["ratio_max"] - 1.0) < 1e-3
+    exported = AutoModelForCausalLM.from_pretrained(program.run_dir / "final")
+    initial = AutoModelForCausalLM.from_pretrained(model)
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert not torch.equal(exported.state_dict()[name], initial.state_dict()[name])
+    AutoTokenizer.from_pretrained(program.run_dir / "final")
+
+
+def test_the_end_of_the_data_ends_the_job(tmp_path: Path, model: Path) -> None:
+    """10 prompts, 4 groups per step: two full steps and a short one."""
+    config = write_config(tmp_path, model, steps=100, rows=10, validation=False)
+    with Program(config) as program:
+        summary = program.finish()
+    check_ledger(summary, 2, trained=10)
+    assert [step["metrics"]["samples"] for step in summary["steps"]] == [16, 16, 8]

@@ -1,0 +1,35 @@
+"""The quickstart as `make run` starts it, in the short form: the curve rises, whatever the seed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from statistics import mean
+
+import pytest
+
+from tests.e2e.program import ROOT, check_ledger
+
+pytestmark = pytest.mark.e2e
+
+
+def quickstart(out: Path, *arguments: str) -> dict[str, object]:
+    script = ROOT / "examples" / "quickstart" / "run.py"
+    command = [sys.executable, str(script), "--plain", "--out", str(out), *arguments]
+    result = subprocess.run(command, cwd=out.parent, capture_output=True, text=True, timeout=600, check=False)
+    assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-3000:]
+    return json.loads((out / "grpo" / "summary.json").read_text())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("engine", "seed"), [("transformers", 1), ("transformers", 2), ("vllm", 3)])
+def test_a_model_learns_to_add(tmp_path: Path, engine: str, seed: int) -> None:
+    summary = quickstart(tmp_path / "quickstart", "--engine", engine, "--seed", str(seed))
+    check_ledger(summary, summary["ledger"]["bound"])  # type: ignore[arg-type, index]
+    accuracy = [record["score_mean"] for record in summary["validations"]]  # type: ignore[attr-defined, index]
+    assert accuracy[0] < 0.55
+    assert accuracy[-1] > 0.8
+    rewards = [step["metrics"]["reward_mean"] for step in summary["steps"]]  # type: ignore[attr-defined, index]
+    assert mean(rewards[-5:]) > mean(rewards[:5]) + 0.3
+    assert (tmp_path / "quickstart" / "learning_curve.png").stat().st_size > 10_000
