@@ -35,6 +35,7 @@ from rollout_worker.engines.base import (
 from rollout_worker.engines.transformers import model as models
 from rollout_worker.engines.transformers import scheduler
 from rollout_worker.engines.transformers.decoder import Decoder
+from schema.config.engine_rules import engine_can_do_it
 
 if TYPE_CHECKING:
     from schema.config import Config
@@ -45,6 +46,8 @@ FILL_TOKENS = 8192
 """Tokens of one forward that fills the cache: large enough for full speed, small enough for memory."""
 CPU_CACHE_SHARE = 0.25
 """Share of the free memory that the cache may take: trainer and other replicas live on the same machine."""
+GPU_CACHE_SHARE = 0.8
+"""Share of a GPU's memory that model and cache may take together."""
 JOIN_TIMEOUT = 60.0
 """Seconds that `close` waits for the thread: one forward of a large model on a CPU may take that long."""
 
@@ -62,7 +65,6 @@ class Settings:
     capacity: int
     fill_tokens: int = FILL_TOKENS
     keep_cache: bool = False
-    gpu_share: float = 0.8
     refill: float = scheduler.REFILL
     patience: float = scheduler.PATIENCE
 
@@ -257,7 +259,7 @@ class TransformersEngine:
             keep_cache=settings.keep_cache,
         )
         per_token = models.self_test(model, self._eos)
-        free = _cache_memory(device, settings.gpu_share)
+        free = _cache_memory(device)
         tokens = free // max(per_token, 1)
         if tokens < settings.max_model_len:
             raise EngineConfigError(
@@ -367,11 +369,11 @@ class TransformersEngine:
             self._pending = None
 
 
-def _cache_memory(device: torch.device, gpu_share: float) -> int:
+def _cache_memory(device: torch.device) -> int:
     """Bytes that the cache may take."""
     if device.type == "cuda":
         free, total = map(int, torch.cuda.mem_get_info(device))
-        return max(int(total * gpu_share) - (total - free), 0)
+        return max(int(total * GPU_CACHE_SHARE) - (total - free), 0)
     import psutil
 
     available: int = psutil.virtual_memory().available
@@ -399,32 +401,12 @@ def settings_of(config: Config) -> Settings:
         max_model_len=config.engine_max_len,
         slots=rollout.max_num_seqs or rollout.max_concurrent_samples,
         capacity=rollout.max_concurrent_samples,
-        fill_tokens=rollout.max_num_batched_tokens or FILL_TOKENS,
         keep_cache=config.weight_sync.update_mode == "keep_kv",
-        gpu_share=rollout.gpu_memory_utilization,
     )
 
 
 def _refuse_foreign_keys(config: Config) -> None:
-    """Keys that mean something to vLLM alone must be at their neutral values: a key acts or is refused."""
-    rollout, parallelism = config.rollout, config.rollout.parallelism
-    written = {
-        "rollout.quantization": (rollout.quantization, "none"),
-        "rollout.engine_kwargs": (rollout.engine_kwargs, {}),
-        "rollout.sampling_config.extra": (rollout.sampling_config.extra, {}),
-        "rollout.sampling_config.use_flashinfer": (rollout.sampling_config.use_flashinfer, False),
-        "rollout.vllm_use_flashinfer": (rollout.vllm_use_flashinfer, False),
-        "rollout.enable_chunked_prefill": (rollout.enable_chunked_prefill, False),
-        "rollout.block_size": (rollout.block_size, None),
-        "rollout.parallelism.tp_size": (parallelism.tp_size, 1),
-        "rollout.parallelism.pp_size": (parallelism.pp_size, 1),
-        "rollout.parallelism.ep_size": (parallelism.ep_size, 1),
-        "rollout.parallelism.cp_size": (parallelism.cp_size, 1),
-    }
-    problems = [
-        f'{key} = {value!r} is for vLLM: set it to {neutral!r}, or rollout.backend to "vllm"'
-        for key, (value, neutral) in written.items()
-        if value != neutral
-    ]
+    """Options that only vLLM has must be at their neutral values: a key acts or is refused."""
+    problems = engine_can_do_it(config)
     if problems:
-        raise EngineConfigError("; ".join(problems))
+        raise EngineConfigError("\n".join(problem.render() for problem in problems))

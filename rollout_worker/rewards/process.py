@@ -1,0 +1,112 @@
+"""A reward process: `python -m rollout_worker.rewards.process`, started by the pool, one sample after the other.
+
+Messages come on standard input and go out on what was standard output; what functions print goes to standard
+error instead. It ends when its input does, and dies with its parent even in the middle of a function.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import numbers
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+from rollout_worker.rewards.protocol import Decoder, encode
+from rollout_worker.rewards.registry import RewardConfigError, RewardFunction, resolve
+
+MAX_ERROR = 4000
+"""Characters of an error: name, message and the last lines of the traceback."""
+TRACEBACK_FRAMES = 4
+_PR_SET_PDEATHSIG = 1
+
+
+class RewardNotANumber(Exception):
+    """A reward function returned NaN, infinity, or something that is no number."""
+
+
+def main() -> int:
+    _die_with_parent()
+    replies = os.dup(1)
+    os.dup2(2, 1)
+    messages = _messages()
+    try:
+        setup = next(messages, None)
+        if setup is None:
+            return 0
+        functions = {name: resolve(name, setup["custom"]) for name in setup["functions"]}
+        _warm_up(functions)
+    except RewardConfigError as error:
+        _send(replies, {"fatal": str(error)})
+        return 2
+    _send(replies, {"ready": True})
+    for message in messages:
+        for completion, row, names in message["samples"]:
+            _send(replies, score(completion, row, {name: functions[name] for name in names}))
+    return 0
+
+
+def score(completion: str, row: dict[str, Any], functions: dict[str, RewardFunction]) -> dict[str, Any]:
+    """The reply for one sample: rewards of the functions that worked, and the error of the first that did not."""
+    rewards: dict[str, float] = {}
+    failure = None
+    for name, function in functions.items():
+        try:
+            rewards[name] = _as_number(name, function(completion, row))
+        except Exception as error:
+            failure = failure or _describe(name, error)
+    return {"rewards": rewards, "error": failure}
+
+
+def _as_number(name: str, value: Any) -> float:
+    if not isinstance(value, numbers.Real):
+        raise RewardNotANumber(f"{name} returned {value!r:.200} of type {type(value).__name__}, not a number")
+    result = float(value)
+    if not math.isfinite(result):
+        raise RewardNotANumber(f"{name} returned {result}")
+    return result
+
+
+def _describe(name: str, error: Exception) -> str:
+    head = f"{type(error).__name__}: {error}"
+    lines = traceback.format_exception(type(error), error, error.__traceback__, limit=-TRACEBACK_FRAMES)
+    text = f"{head}\nin reward function {name}\n{''.join(lines)}"
+    return text if len(text) <= MAX_ERROR else text[: MAX_ERROR // 2] + "\n…\n" + text[-MAX_ERROR // 2 :]
+
+
+def _warm_up(functions: dict[str, RewardFunction]) -> None:
+    """Import now what the first sample would otherwise pay for out of its deadline."""
+    if "boxed_math" in functions:
+        import math_verify  # noqa: F401
+
+
+def _messages() -> Iterator[dict[str, Any]]:
+    decoder = Decoder()
+    while data := os.read(0, 1 << 20):
+        yield from decoder.feed(data)
+
+
+def _send(descriptor: int, message: dict[str, Any]) -> None:
+    data = memoryview(encode(message))
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def _die_with_parent() -> None:
+    """Linux: be killed when the parent dies; elsewhere the end of the input must do."""
+    if sys.platform == "linux":
+        parent = os.getppid()
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except (BrokenPipeError, KeyboardInterrupt):
+        sys.exit(0)

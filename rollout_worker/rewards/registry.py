@@ -1,0 +1,86 @@
+"""Names to functions: the built-in ones, and `path/to/file.py:function` of the user."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from rollout_worker.rewards.functions import BUILTIN
+
+RewardFunction = Callable[[str, dict[str, Any]], Any]
+
+
+class RewardConfigError(Exception):
+    """A reward function cannot be had: names it, the reason and the remedy."""
+
+
+def resolve(name: str, custom: Mapping[str, Any]) -> RewardFunction:
+    """The function of a name, to be called with completion and row.
+
+    A user's function gets the keys of `[custom]` that it has parameters for, or all with `**custom`.
+    Raises `RewardConfigError`.
+    """
+    if name in BUILTIN:
+        return BUILTIN[name]
+    path, _, attribute = name.rpartition(":")
+    if not path or not attribute:
+        raise RewardConfigError(
+            f"reward function {name!r} is unknown: built in are {', '.join(sorted(BUILTIN))}; "
+            'your own is written "path/to/file.py:function"'
+        )
+    function = getattr(_load(Path(path), name), attribute, None)
+    if not callable(function):
+        raise RewardConfigError(f"reward function {name!r}: {path} has no function {attribute!r}")
+    keywords = _keywords(function, custom, name)
+    return lambda completion, row: function(completion, row, **keywords)
+
+
+def _load(path: Path, name: str) -> ModuleType:
+    """The module of a user's file, loaded once; its folder is importable, as if it were run as a script."""
+    module_name = f"cosmos_reward_{path.stem}_{abs(hash(str(path.resolve()))):x}"
+    if module_name in sys.modules:
+        return sys.modules[module_name]
+    if not path.is_file():
+        raise RewardConfigError(f"reward function {name!r}: there is no file {path}")
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None:
+        raise RewardConfigError(f"reward function {name!r}: {path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    sys.modules[module_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[module_name]
+        raise RewardConfigError(
+            f"reward function {name!r}: {path} cannot be loaded: {type(error).__name__}: {error}"
+        ) from error
+    return module
+
+
+def _keywords(function: Callable[..., Any], custom: Mapping[str, Any], name: str) -> dict[str, Any]:
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return {}
+    kinds = inspect.Parameter
+    positional = [
+        p for p in parameters.values() if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
+    ]
+    starred = any(p.kind is kinds.VAR_POSITIONAL for p in parameters.values())
+    if len(positional) < 2 and not starred:
+        raise RewardConfigError(
+            f"reward function {name!r} must take two arguments: function(completion: str, row: dict) -> float"
+        )
+    if any(p.kind is kinds.VAR_KEYWORD for p in parameters.values()):
+        return dict(custom)
+    named = {p.name for p in positional[2:]}
+    named |= {p.name for p in parameters.values() if p.kind is kinds.KEYWORD_ONLY}
+    return {key: value for key, value in custom.items() if key in named}

@@ -1,0 +1,23 @@
+"""From the rewards of a sample to its score."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from schema.config import OverlongRewardConfig
+
+OVERLONG = "overlong"
+
+
+def overlong_penalty(response_tokens: int, max_tokens: int, config: OverlongRewardConfig) -> float:
+    """Soft punishment of long answers, ≤ 0: DAPO (arXiv 2503.14476), eq. 13, lengths in tokens.
+
+    min(−(length − (max_tokens − buffer)) / buffer · penalty_factor, 0)
+    """
+    over = response_tokens - (max_tokens - config.buffer_length)
+    return min(-over / config.buffer_length * config.penalty_factor, 0.0)
+
+
+def total(rewards: Mapping[str, float], weights: Mapping[str, float]) -> float:
+    """Σ weight · reward over the functions, plus the overlong penalty where there is one (it has weight 1)."""
+    return sum(weights[name] * rewards[name] for name in weights) + rewards.get(OVERLONG, 0.0)

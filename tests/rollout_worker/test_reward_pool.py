@@ -1,0 +1,221 @@
+"""The reward pool against real processes: deadlines, crashes, replacements, what a process may know."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from rollout_worker.rewards import protocol
+from rollout_worker.rewards.pool import Result, RewardPool, Task
+from rollout_worker.rewards.registry import RewardConfigError
+
+T = TypeVar("T")
+
+USER = """
+import json, os, re, signal, sys, time
+
+def word(completion, row, slow=0.0):
+    if completion == "hang":
+        time.sleep(3600)
+    if completion == "stuck":
+        re.match(r"(a+)+$", "a" * 64 + "b")
+    if completion == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if completion == "exit":
+        sys.exit(3)
+    if completion == "print":
+        print("not a message")
+    if completion == "raise":
+        raise KeyError("no such word")
+    if completion == "nan":
+        return float("nan")
+    if completion == "inf":
+        return float("-inf")
+    if completion == "text":
+        return "1.0"
+    if completion == "none":
+        return None
+    if completion == "bool":
+        return True
+    return float(len(completion))
+
+def environment(completion, row):
+    with open(row["file"], "w") as file:
+        json.dump(dict(os.environ), file)
+    return 0.0
+"""
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run(asyncio.wait_for(work, 60))
+
+
+@pytest.fixture
+def word(tmp_path: Path) -> str:
+    path = tmp_path / "user.py"
+    path.write_text(USER)
+    return f"{path}:word"
+
+
+async def score(pool: RewardPool, name: str, texts: list[str]) -> list[Result]:
+    return await asyncio.gather(*(pool.submit(Task(text, {"answer": "1"}, (name,))) for text in texts))
+
+
+async def with_pool(name: str, texts: list[str], timeout: float = 30.0, processes: int = 1) -> list[Result]:
+    pool = RewardPool([name], {}, timeout=timeout, processes=processes)
+    await pool.start()
+    try:
+        return await score(pool, name, texts)
+    finally:
+        await pool.close()
+
+
+def test_every_sample_gets_its_own_rewards(word: str) -> None:
+    texts = ["x" * i for i in range(1, 200)]
+    results = run(with_pool(word, texts, processes=2))
+    assert [result.rewards[word] for result in results] == [float(len(text)) for text in texts]
+    assert not any(result.error for result in results)
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("raise", "KeyError: 'no such word'"),
+        ("nan", "RewardNotANumber"),
+        ("inf", "RewardNotANumber"),
+        ("text", "RewardNotANumber"),
+        ("none", "RewardNotANumber"),
+        ("die", "RewardCrash: the reward process died (signal 9)"),
+        ("exit", "RewardCrash: the reward process died (exit code 3)"),
+    ],
+)
+def test_a_failing_sample_is_an_error_by_name_and_its_neighbours_are_scored(
+    word: str, text: str, error: str
+) -> None:
+    texts = ["one", "three", text, "seven", "a"]
+    results = run(with_pool(word, texts))
+    failed = results.pop(2)
+    assert failed.rewards == {}
+    assert failed.error is not None
+    assert failed.error.startswith(error)
+    assert [result.rewards for result in results] == [{word: 3.0}, {word: 5.0}, {word: 5.0}, {word: 1.0}]
+
+
+def test_the_traceback_tells_where(word: str) -> None:
+    (result,) = run(with_pool(word, ["raise"]))
+    assert result.error is not None
+    assert 'raise KeyError("no such word")' in result.error
+    assert "user.py" in result.error
+
+
+@pytest.mark.parametrize("text", ["hang", "stuck"])
+def test_a_missed_deadline_is_charged_to_the_sample_that_missed_it(word: str, text: str) -> None:
+    """`stuck` never gives up the interpreter lock: only killing the process helps."""
+    results = run(with_pool(word, ["one", text, "three"], timeout=2.0))
+    assert [result.rewards for result in results] == [{word: 3.0}, {}, {word: 5.0}]
+    assert [result.error for result in results] == [
+        None,
+        "RewardTimeout: the sample took longer than 2 s",
+        None,
+    ]
+
+
+def test_what_functions_print_does_not_disturb(word: str) -> None:
+    (result, truth) = run(with_pool(word, ["print", "bool"]))
+    assert (result.rewards, truth.rewards) == ({word: 5.0}, {word: 1.0})
+
+
+def test_a_killed_process_is_replaced(word: str) -> None:
+    async def work() -> list[Result]:
+        pool = RewardPool([word], {}, timeout=30.0)
+        await pool.start()
+        try:
+            await score(pool, word, ["a"])
+            (pid,) = _children()
+            os.kill(pid, signal.SIGKILL)
+            first = await score(pool, word, ["bb"])
+            return first + await score(pool, word, ["ccc"])
+        finally:
+            await pool.close()
+
+    lost, scored = run(work())
+    assert lost.error is not None
+    assert scored.rewards == {word: 3.0}
+
+
+def _children() -> list[int]:
+    text = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+    return [
+        int(pid) for pid in text.split() if b"rewards.process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+
+
+def test_closing_leaves_no_process(word: str) -> None:
+    run(with_pool(word, ["a"], processes=2))
+    assert _children() == []
+
+
+def test_a_function_that_cannot_be_had_is_refused_at_start(tmp_path: Path) -> None:
+    with pytest.raises(RewardConfigError, match=r"no file .*nowhere\.py"):
+        run(with_pool(f"{tmp_path}/nowhere.py:f", []))
+
+
+def test_no_secret_reaches_a_reward_process(
+    word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COSMOS_TOKEN", "do-not-tell")
+    monkeypatch.setenv("WANDB_API_KEY", "do-not-tell")
+    name = word.replace(":word", ":environment")
+    file = tmp_path / "environment.json"
+
+    async def work() -> None:
+        pool = RewardPool([name], {}, timeout=30.0)
+        await pool.start()
+        try:
+            await pool.submit(Task("", {"file": str(file)}, (name,)))
+        finally:
+            await pool.close()
+
+    run(work())
+    seen = json.loads(file.read_text())
+    assert "PATH" in seen
+    assert not {"COSMOS_TOKEN", "WANDB_API_KEY"} & seen.keys()
+    assert "do-not-tell" not in seen.values()
+
+
+def test_several_functions_of_one_sample(word: str) -> None:
+    """One of them fails: its error is told, the other's reward is kept for the record."""
+
+    async def work() -> Result:
+        pool = RewardPool([word, "format"], {}, timeout=30.0)
+        await pool.start()
+        try:
+            return await pool.submit(Task("raise", {}, ("format", word)))
+        finally:
+            await pool.close()
+
+    result = run(work())
+    assert result.rewards == {"format": 0.0}
+    assert result.error is not None
+
+
+def test_messages_survive_being_cut_anywhere() -> None:
+    messages = [{"a": 1}, {"b": "ü" * 50}, {}, {"c": [1.5, None]}]
+    data = b"".join(protocol.encode(message) for message in messages)
+    for size in (1, 2, 3, 7, len(data)):
+        decoder = protocol.Decoder()
+        found = [m for i in range(0, len(data), size) for m in decoder.feed(data[i : i + size])]
+        assert found == messages
+
+
+@pytest.mark.parametrize("data", [b"\xff\xff\xff\xff", b"\x02\x00\x00\x00[]", b"\x01\x00\x00\x00{"])
+def test_nonsense_is_refused(data: bytes) -> None:
+    with pytest.raises(protocol.ProtocolError):
+        protocol.Decoder().feed(data)

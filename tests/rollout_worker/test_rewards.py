@@ -1,0 +1,238 @@
+"""Built-in reward functions, by hand-made cases; the registry; the score."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout_worker.rewards import answers, functions
+from rollout_worker.rewards.registry import RewardConfigError, resolve
+from rollout_worker.rewards.scoring import OVERLONG, overlong_penalty, total
+from schema.config import OverlongRewardConfig
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (r"so \boxed{633}", "633"),
+        (r"\boxed{1} then \boxed{2}", "2"),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed {7}", "7"),
+        (r"\fbox{8}", "8"),
+        (r"\boxed{3} and then \boxed{4", "3"),
+        (r"\boxed{", None),
+        ("633", None),
+        ("", None),
+        (r"\boxed{}", ""),
+    ],
+)
+def test_last_boxed(text: str, expected: str | None) -> None:
+    assert answers.last_boxed(text) == expected
+
+
+@given(st.text(alphabet="abc{}\\ ", max_size=30))
+def test_a_balanced_box_is_found_whole(inside: str) -> None:
+    stripped = inside.replace("\\", "")
+    depth = 0
+    for character in stripped:
+        depth += (character == "{") - (character == "}")
+        if depth < 0:
+            return
+    if depth == 0:
+        assert answers.last_boxed("x \\boxed{" + stripped + "} y") == stripped
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("42", Decimal(42)),
+        ("-1,234.50", Decimal("-1234.5")),
+        ("$7", Decimal(7)),
+        ("7.", Decimal(7)),
+        (".5", Decimal("0.5")),
+        ("1,23", None),
+        ("4 2", None),
+        ("x", None),
+        ("", None),
+        ("-", None),
+        ("1e3", None),
+    ],
+)
+def test_number(text: str, expected: Decimal | None) -> None:
+    assert answers.number(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference", "same"),
+    [
+        ("633", "633", True),
+        ("0633", "633", True),
+        ("633.0", "633", True),
+        ("634", "633", False),
+        ("1,000", "1000", True),
+        (r"\frac{1}{2}", "0.5", True),
+        (r"\frac12", r"\dfrac{2}{4}", True),
+        (r"\frac{1}{3}", "0.5", False),
+        ("x^2 + 2x + 1", "(x+1)^2", True),
+        ("x^2 + 1", "(x+1)^2", False),
+        (r"3\sqrt{2}", r"\sqrt{18}", True),
+        (r"\{1, 2\}", r"\{2, 1\}", True),
+        (r"\text{yes", "633", False),
+        ("{{{", "633", False),
+        ("", "633", False),
+        (r"\pi", "3", False),
+    ],
+)
+def test_same_answer(answer: str, reference: str, same: bool) -> None:
+    assert answers.same_answer(answer, reference) is same
+
+
+def test_boxed_math() -> None:
+    row = {"answer": "633"}
+    assert functions.boxed_math(r"<think>…</think>\boxed{633}", row) == 1.0
+    assert functions.boxed_math(r"\boxed{633} no, \boxed{634}", row) == 0.0
+    assert functions.boxed_math("633", row) == 0.0
+    assert functions.boxed_math(r"\boxed{0.5}", {"answer": r"the answer is \boxed{\frac{1}{2}}"}) == 1.0
+    assert functions.boxed_math(r"\boxed{72}", {"answer": "48/2 = 24\n48+24 = 72\n#### 72"}) == 1.0
+    assert functions.boxed_math(r"\boxed{5}", {"answer": 5}) == 1.0
+
+
+@pytest.mark.parametrize("row", [{}, {"answer": None}, {"answer": ""}])
+@pytest.mark.parametrize("name", ["boxed_math", "gsm8k", "single_choice"])
+def test_a_missing_reference_is_an_error(name: str, row: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="response_column_name"):
+        functions.BUILTIN[name](r"\boxed{1}", row)
+
+
+@pytest.mark.parametrize(
+    ("completion", "expected"),
+    [
+        (r"<think>7+6=13</think>\boxed{633}", 1.0),
+        (" <think>a\nb</think>\n\nThus <answer>B</answer>\n", 1.0),
+        (r"the template wrote the tag</think>\boxed{1}", 1.0),
+        (r"\boxed{633}", 0.0),
+        (r"<think></think>\boxed{633}", 0.0),
+        (r"<think>x</think>633", 0.0),
+        (r"<think>\boxed{633}</think>", 0.0),
+        (r"<think>x</think>\boxed{633", 0.0),
+        (r"<think>a</think><think>b</think>\boxed{1}", 0.0),
+        (r"<think>a<think>b</think>\boxed{1}", 0.0),
+        (r"<think>x \boxed{633}", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_format(completion: str, expected: float) -> None:
+    assert functions.format_(completion, {}) == expected
+
+
+@pytest.mark.parametrize(
+    ("completion", "reference", "expected"),
+    [
+        ("so\n#### 72", "48+24=72\n#### 72", 1.0),
+        ("#### 1,000", "1000", 1.0),
+        ("#### $18.00 dollars", "18", 1.0),
+        ("#### -3", "-3", 1.0),
+        ("#### 1\n#### 2", "2", 1.0),
+        ("#### 1", "2", 0.0),
+        ("72", "72", 0.0),
+        ("#### many", "72", 0.0),
+    ],
+)
+def test_gsm8k(completion: str, reference: str, expected: float) -> None:
+    assert functions.gsm8k(completion, {"answer": reference}) == expected
+
+
+def test_gsm8k_refuses_a_reference_without_a_number() -> None:
+    with pytest.raises(ValueError, match="not a number"):
+        functions.gsm8k("#### 1", {"answer": "many"})
+
+
+@pytest.mark.parametrize(
+    ("completion", "letter"),
+    [
+        ("<answer>B</answer>", "B"),
+        ("<answer>A</answer> no <answer> (c) because</answer>", "C"),
+        (r"\boxed{\text{D}}", "D"),
+        (r"\boxed{D}", "D"),
+        ("The answer is (B).", "B"),
+        ("First choice: A. But the answer is **C**", "C"),
+        ("<think>the answer is A</think>B", "B"),
+        ("(E)", "E"),
+        ("b", "B"),
+        ("<answer>42</answer>", None),
+        ("I do not know", None),
+        ("Apples", None),
+        ("", None),
+    ],
+)
+def test_chosen_letter(completion: str, letter: str | None) -> None:
+    assert functions.chosen_letter(completion) == letter
+
+
+def test_single_choice() -> None:
+    assert functions.single_choice("<answer>B</answer>", {"answer": "B"}) == 1.0
+    assert functions.single_choice("<answer>B</answer>", {"answer": "(b) The second"}) == 1.0
+    assert functions.single_choice("<answer>A</answer>", {"answer": "B"}) == 0.0
+    with pytest.raises(ValueError, match="letter"):
+        functions.single_choice("<answer>A</answer>", {"answer": "Berlin"})
+
+
+# ---- registry -----------------------------------------------------------------------------------------------
+
+
+def user_file(folder: Path, text: str) -> Path:
+    path = folder / "mine.py"
+    path.write_text(text)
+    return path
+
+
+def test_a_users_function_gets_the_custom_keys_it_takes(tmp_path: Path) -> None:
+    path = user_file(
+        tmp_path,
+        "def plain(completion, row): return len(completion)\n"
+        "def some(completion, row, bonus=0.0): return bonus\n"
+        "def every(completion, row, **custom): return len(custom)\n",
+    )
+    custom = {"bonus": 2.5, "other": "x"}
+    assert resolve(f"{path}:plain", custom)("abc", {}) == 3
+    assert resolve(f"{path}:some", custom)("abc", {}) == 2.5
+    assert resolve(f"{path}:every", custom)("abc", {}) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("bosed_math", "is unknown"),
+        ("{path}:missing", "has no function 'missing'"),
+        ("{path}:one", "two arguments"),
+        ("{path}x:plain", "there is no file"),
+        ("{broken}:plain", "ZeroDivisionError"),
+    ],
+)
+def test_a_function_that_cannot_be_had_is_named(tmp_path: Path, name: str, reason: str) -> None:
+    path = user_file(tmp_path, "def plain(c, r): return 0\ndef one(c): return 0\n")
+    broken = tmp_path / "broken.py"
+    broken.write_text("1/0")
+    with pytest.raises(RewardConfigError, match=reason):
+        resolve(name.format(path=path, broken=broken), {})
+
+
+# ---- score --------------------------------------------------------------------------------------------------
+
+
+def test_total_weighs_the_functions_and_adds_the_penalty() -> None:
+    weights = {"boxed_math": 1.0, "format": 0.2}
+    assert total({"boxed_math": 1.0, "format": 0.5}, weights) == pytest.approx(1.1)
+    assert total({"boxed_math": 1.0, "format": 0.5, OVERLONG: -0.25}, weights) == pytest.approx(0.85)
+
+
+@pytest.mark.parametrize(("tokens", "penalty"), [(1, 0.0), (80, 0.0), (85, -0.5), (90, -1.0), (100, -2.0)])
+def test_overlong_penalty(tokens: int, penalty: float) -> None:
+    """Buffer of the last 20 tokens of 100, factor 2: at 80 nothing, at 100 the whole factor."""
+    config = OverlongRewardConfig(enable_overlong_penalty=True, buffer_length=20, penalty_factor=2.0)
+    assert overlong_penalty(tokens, 100, config) == pytest.approx(penalty)
