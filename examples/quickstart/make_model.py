@@ -11,20 +11,22 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+PAD, END = "<|pad|>", "<|end|>"
+ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
+SPECIAL_TOKENS = (PAD, END, *ROLES)
 WHOLE_TOKENS = ("<think>", "</think>", "\\boxed{")
 MAX_LENGTH = 256
 
-# The assistant's turn stands in a generation block, so that supervised training learns it and nothing else.
+# One token for a role: half of a prompt would be chat template otherwise. The assistant's turn stands in a
+# generation block, so that supervised training learns it and nothing else.
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' }}"
+    "{{ '<|' + message['role'] + '|>' }}"
     "{% if message['role'] == 'assistant' %}"
-    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
-    "{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}"
-    "{{ '\\n' }}"
+    "{% generation %}{{ message['content'] + '<|end|>' }}{% endgeneration %}"
+    "{% else %}{{ message['content'] + '<|end|>' }}{% endif %}"
     "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 
 
@@ -45,8 +47,8 @@ def make_tokenizer(out: Path) -> int:
     backend.add_tokens([AddedToken(token, special=False, normalized=False) for token in WHOLE_TOKENS])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
+        eos_token=END,
+        pad_token=PAD,
         chat_template=CHAT_TEMPLATE,
         model_max_length=MAX_LENGTH,
         clean_up_tokenization_spaces=False,
@@ -61,7 +63,7 @@ def make_model(out: Path, seed: int) -> int:
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
     vocabulary = make_tokenizer(out)
-    end, pad = SPECIAL_TOKENS.index("<|im_end|>"), SPECIAL_TOKENS.index("<|endoftext|>")
+    end, pad = SPECIAL_TOKENS.index(END), SPECIAL_TOKENS.index(PAD)
     config = Qwen3Config(
         vocab_size=vocabulary,
         hidden_size=128,

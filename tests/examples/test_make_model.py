@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from make_model import WHOLE_TOKENS, make_model
+from make_model import END, WHOLE_TOKENS, make_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -56,7 +56,7 @@ def test_a_demonstration_is_learnt_from_where_the_model_begins(tiny_model: Path)
     decode = AutoTokenizer.from_pretrained(tiny_model).decode
     assert ids[: len(prompt)].tolist() == prompt.tolist()
     assert not mask[: len(prompt)].any()
-    assert decode(ids[mask == 1]) == row["conversations"][1]["content"] + "<|im_end|>"
+    assert decode(ids[mask == 1]) == row["conversations"][1]["content"] + END
 
 
 def test_the_longest_answer_fits_the_response_length(tiny_model: Path):
