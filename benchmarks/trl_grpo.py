@@ -26,7 +26,7 @@ def main() -> None:
     from trl import GRPOConfig, GRPOTrainer
 
     torch.set_num_threads(job["threads"])
-    sys.path.insert(0, job["repository"])
+    sys.path.append(job["repository"])
     rewards, weights = reward_functions(job["rewards"])
     rows = [json.loads(line) for line in Path(job["prompts"]).read_text().splitlines()]
     dataset = Dataset.from_list(
@@ -89,14 +89,14 @@ def main() -> None:
 
 def reward_functions(weights: dict[str, float]) -> tuple[list[Any], list[float]]:
     """Our own reward functions behind TRL's signature, so that both trainers learn from the same numbers."""
-    from rollout_worker.rewards import builtin
+    from rollout_worker.rewards.functions import BUILTIN
 
     def wrap(name: str) -> Any:
-        function = builtin(name)
+        function = BUILTIN[name]
 
         def reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
             return [
-                function(completion[0]["content"], reference)
+                function(completion[0]["content"], {"answer": reference})
                 for completion, reference in zip(completions, answer, strict=True)
             ]
 
