@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 import signal
 import time
 from collections.abc import Iterable, Mapping
@@ -40,8 +41,8 @@ from schema.wire.messages import TERMINAL_PHASES, JobStatus, Phase
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-POLL = 1.0
-"""Seconds between looks at the controller."""
+POLL, REDRAW = 0.5, 1.0
+"""Seconds between looks at the controller, and between pictures of what it said."""
 READY_POLL = 0.05
 """Seconds between looks at a controller that is starting."""
 EXIT_PATIENCE = 3.0
@@ -109,6 +110,8 @@ class Job:
         finally:
             ticker.cancel()
             await self.supervisor.kill_all()
+            if self.plan.redis.directory:
+                shutil.rmtree(self.plan.redis.directory, ignore_errors=True)
             await self.client.close()
             self.screen.close()
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -369,6 +372,8 @@ class Job:
             await self.supervisor.wait(workers, self.plan.config.launcher.shutdown_timeout)
         await self._stop(workers)
         collected = await self._collect()
+        self.view.status = collected.status
+        self._show()
         await self._stop(["controller"])
         await self._stop(["redis"])
         return collected
@@ -419,12 +424,15 @@ class Job:
     async def _tick(self) -> None:
         """Redraw once a second."""
         while True:
-            self.view.elapsed = time.monotonic() - self._started
-            self.view.processes = {
-                name: _state(kept) for name, kept in self.supervisor.replicas.items() if name != "data"
-            }
-            self.screen.show(self.view)
-            await asyncio.sleep(POLL)
+            self._show()
+            await asyncio.sleep(REDRAW)
+
+    def _show(self) -> None:
+        self.view.elapsed = time.monotonic() - self._started
+        self.view.processes = {
+            name: _state(kept) for name, kept in self.supervisor.replicas.items() if name != "data"
+        }
+        self.screen.show(self.view)
 
 
 def _is_worker(role: Role) -> bool:

@@ -152,12 +152,21 @@ def test_a_keeper_whose_launcher_is_gone_already_starts_nothing(tmp_path: Path):
     assert not (tmp_path / "started").exists()
 
 
-def test_the_worker_knows_its_keeper_and_the_directory_is_removed(tmp_path: Path):
-    private = tmp_path / "private"
+def test_the_worker_knows_its_keeper():
+    script = "import os; raise SystemExit(int(os.environ['COSMOS_PARENT_PID']) != os.getppid())"
+    assert keep(script).wait(20) == 0
+
+
+def test_a_private_directory_is_removed_at_the_end_and_kept_for_a_restart(tmp_path: Path):
+    private, ready = tmp_path / "private", tmp_path / "ready"
     private.mkdir()
     (private / "socket").touch()
-    script = "import os; raise SystemExit(int(os.environ['COSMOS_PARENT_PID']) != os.getppid())"
-    assert keep(script, remove=str(private)).wait(20) == 0
+    assert keep("raise SystemExit(1)", remove=str(private)).wait(20) == 1
+    assert private.exists()
+    process = keep(STUBBORN.format(ready=str(ready)), remove=str(private))
+    pids(ready)
+    process.send_signal(signal.SIGINT)
+    process.wait(20)
     assert not private.exists()
 
 

@@ -1,0 +1,76 @@
+"""Runs one job with the real controller, the real Valkey and a scripted policy replica, as cosmos-launch would.
+
+python -m tests.launcher.drive_job RUN_DIR SCRIPT [STEPS]
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+from launcher import redis_server
+from launcher.job import Job, Plan
+from launcher.placement import ProcessSpec, Replica
+from launcher.report import Result
+from launcher.restarts import Role
+from launcher.rundir import RunDir, Tokens
+from launcher.screen import PlainScreen
+from launcher.supervisor import free_port
+from schema.config import Config
+from schema.wire.prompts import write_prompts
+from tests.launcher.samples import config
+
+
+def job_config(steps: int) -> Config:
+    return config(
+        train={
+            "max_num_steps": steps,
+            "train_batch_per_replica": 1,
+            "epoch": 100,
+            "train_policy": {"type": "sft"},
+        },
+        launcher={"max_restarts": 2, "restart_backoff": 0.05, "shutdown_timeout": 5.0},
+        controller={"start_timeout": 60.0},
+    )
+
+
+def main() -> int:
+    path, script = Path(sys.argv[1]), sys.argv[2]
+    settings = job_config(int(sys.argv[3]) if len(sys.argv) > 3 else 10)
+    run = RunDir(path)
+    run.make()
+    run.lock()
+    run.wait_until_left(20.0)
+    run.write_config(settings)
+    write_prompts(
+        path / "data" / "train.safetensors", [[1, 2]] * 4, [{"key": str(i)} for i in range(4)], [[0, 1]] * 4
+    )
+    tokens, port = Tokens.fresh(), free_port("127.0.0.1")
+    run.write_tokens(tokens)
+    argv = (sys.executable, "-m", "tests.launcher.scripted_policy", script)
+    spec = ProcessSpec("policy-0", Role.POLICY, argv, {"COSMOS_REPLICA_NAME": "policy-0"})
+    plan = Plan(
+        config=settings,
+        run=run,
+        tokens=tokens,
+        url=f"http://127.0.0.1:{port}",
+        port=port,
+        redis=redis_server.embedded(run.redis),
+        workers=[Replica("policy-0", Role.POLICY, (spec,))],
+        reuse_data=True,
+        env=dict(os.environ),
+    )
+    screen = PlainScreen()
+
+    async def drive() -> Result:
+        return await Job(plan, screen).run()
+
+    result = asyncio.run(drive())
+    screen.table(result.summary())
+    return result.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,283 @@
+"""Whole jobs: launcher, keepers, Valkey and controller are real; the trainer commits steps without training.
+
+Each row of the design's "when something dies" that a launcher can see, by kill -9 of the real process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from controller import api
+from controller.client import Client, ControllerError
+from launcher.keeper import descendants
+from launcher.rundir import RunDir, read_json
+from tests.launcher.processes import alive, eventually
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Driven:
+    """A launcher that runs one job, and looks at its processes."""
+
+    def __init__(self, run_dir: Path, script: dict[str, Any], steps: int) -> None:
+        self.run_dir = run_dir
+        self._output = run_dir.with_name(run_dir.name + ".out")
+        command = [sys.executable, "-m", "tests.launcher.drive_job", run_dir, json.dumps(script), steps]
+        with self._output.open("a") as file:
+            self.process = subprocess.Popen(
+                [str(part) for part in command],
+                cwd=ROOT,
+                stdout=file,
+                stderr=file,
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+            )
+
+    def output(self) -> str:
+        return self._output.read_text()
+
+    def wait(self, timeout: float = 60.0) -> int:
+        return self.process.wait(timeout)
+
+    def family(self) -> list[int]:
+        return descendants(self.process.pid)
+
+    def pid_of(self, part: str) -> int:
+        """The process (not its keeper) whose command line contains `part`."""
+        found: list[int] = []
+
+        def look() -> bool:
+            found[:] = [
+                pid for pid in self.family() if part in (line := cmdline(pid)) and "keeper.py" not in line
+            ]
+            return bool(found)
+
+        eventually(look, f"a process {part}")
+        return found[0]
+
+    def step(self) -> int:
+        """Committed steps; -1 while the controller is not up."""
+        address, token = read_json(self.run_dir / "controller.json"), RunDir(self.run_dir).read_token()
+        if address is None or token is None:
+            return -1
+        try:
+            with Client(address["url"], token) as client:
+                return client.send(api.job()).step
+        except ControllerError:
+            return -1
+
+    def reaches(self, step: int) -> None:
+        assert self.process.poll() is None, self.output()
+        eventually(lambda: self.step() >= step, f"step {step}")
+
+    def summary(self) -> dict[str, Any]:
+        return json.loads((self.run_dir / "summary.json").read_text())
+
+
+def cmdline(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return ""
+
+
+def cosmos(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "launcher.cli", *map(str, arguments)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=env)
+
+
+Drive = Callable[..., Driven]
+
+
+@pytest.fixture
+def drive(tmp_path: Path) -> Iterator[Drive]:
+    """Starts jobs, and ends whatever a failed test has left."""
+    started: list[Driven] = []
+
+    def start(steps: int = 10, **script: Any) -> Driven:
+        started.append(Driven(tmp_path / "run", script, steps))
+        return started[-1]
+
+    yield start
+    for job in started:
+        family = job.family()
+        if job.process.poll() is None:
+            job.process.kill()
+            job.process.wait(20)
+        for pid in family:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+
+
+def steps_of(summary: dict[str, Any]) -> list[int]:
+    return [record["step"] for record in summary["steps"]]
+
+
+def test_a_job_runs_to_its_end(drive: Drive):
+    job = drive(10)
+    assert job.wait() == 0, job.output()
+    summary = job.summary()
+    assert summary["outcome"] == "finished"
+    assert summary["status"]["phase"] == "finished"
+    assert steps_of(summary) == list(range(10))
+    assert set(summary["restarts"].values()) == {0}
+    assert "phase=finished step=10/10" in job.output()
+    assert "steps     10 of 10" in job.output()
+    assert {path.name for path in (job.run_dir / "logs").iterdir()} == {
+        "controller.log", "policy-0.log", "redis.log",
+    }  # fmt: skip
+
+
+def test_no_secret_is_written_but_for_people_who_need_it(drive: Drive):
+    job = drive(1)
+    assert job.wait() == 0, job.output()
+    tokens = [path.read_bytes() for path in (job.run_dir / ".tokens").iterdir()]
+    assert len(tokens) == 2
+    for path in job.run_dir.rglob("*"):
+        if path.is_file() and path.parent.name != ".tokens":
+            assert not any(token in path.read_bytes() for token in tokens), path
+
+
+def test_a_killed_trainer_is_restarted_and_the_controller_told_at_once(drive: Drive):
+    job = drive(10, die_at=3, code=-9)
+    assert job.wait() == 0, job.output()
+    assert steps_of(job.summary()) == list(range(10))
+    assert job.summary()["restarts"]["policy-0"] == 1
+    assert "killed by SIGKILL" in job.output()
+    assert "policy-0" in (job.run_dir / "logs" / "controller.log").read_text()
+
+
+@pytest.mark.slow
+def test_a_trainer_that_leaves_too_early_is_restarted(drive: Drive):
+    job = drive(150, pause=0.03)
+    job.reaches(2)
+    os.kill(job.pid_of("scripted_policy"), signal.SIGTERM)
+    assert job.wait() == 0, job.output()
+    assert job.summary()["restarts"]["policy-0"] == 1
+    assert "still needs it" in job.output()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["-m controller", "valkey-server"])
+def test_a_killed_controller_or_redis_comes_back_with_everything(drive: Drive, part: str):
+    job = drive(150, pause=0.03)
+    job.reaches(5)
+    os.kill(job.pid_of(part), signal.SIGKILL)
+    assert job.wait() == 0, job.output()
+    summary = job.summary()
+    assert steps_of(summary) == list(range(150)), "each step once, none lost"
+    assert sum(summary["restarts"].values()) == 1
+
+
+def test_a_used_up_budget_ends_the_job_with_the_culprits_last_lines(drive: Drive):
+    job = drive(10, die_at=0, code=7, every_life=True)
+    assert job.wait() == 1, job.output()
+    output, summary = job.output(), job.summary()
+    assert "failed: policy-0 ended (exit code 7) and all 2 restarts are used up" in output
+    assert "policy-0.log" in output
+    assert "│ dying at step 0" in output
+    assert summary["outcome"] == "failed"
+    assert summary["status"]["phase"] == "failed"
+    assert summary["restarts"]["policy-0"] == 2
+
+
+@pytest.mark.parametrize(("code", "exit_code", "words"), [(2, 2, "configuration"), (4, 1, "no checkpoint")])
+def test_ends_that_no_restart_can_help(drive: Drive, code: int, exit_code: int, words: str):
+    job = drive(10, die_at=2, code=code)
+    assert job.wait() == exit_code, job.output()
+    assert words in job.output()
+    assert job.summary()["restarts"]["policy-0"] == 0
+
+
+def test_ctrl_c_ends_in_order_and_resume_goes_on(drive: Drive):
+    job = drive(200, pause=0.03)
+    job.reaches(3)
+    family = job.family()
+    argv = cmdline(job.pid_of("valkey-server")).split()
+    socket = Path(next(part.removeprefix("unixsocket:") for part in argv if part.endswith("redis.sock")))
+    assert socket.exists()
+    job.process.send_signal(signal.SIGINT)
+    assert job.wait() == 130, job.output()
+    assert not any(alive(pid) for pid in family)
+    assert "stopping (by SIGINT)" in job.output()
+    summary = job.summary()
+    assert summary["outcome"] == "stopped"
+    assert summary["status"]["phase"] == "stopped"
+    assert not socket.parent.exists(), "the private directory of Valkey's socket"
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_kills_at_once(drive: Drive):
+    job = drive(200, pause=0.05, stubborn=True)
+    job.reaches(1)
+    family = job.family()
+    job.process.send_signal(signal.SIGINT)
+    eventually(lambda: "stopping" in job.output(), "the first one was heard")
+    job.process.send_signal(signal.SIGINT)
+    assert job.wait() == 130, job.output()
+    assert "killing all processes" in job.output()
+    assert not any(alive(pid) for pid in family)
+
+
+@pytest.mark.slow
+def test_what_ignores_the_end_is_killed_after_its_time(drive: Drive):
+    job = drive(2000, pause=0.05, stubborn=True)
+    job.reaches(1)
+    family = job.family()
+    job.process.send_signal(signal.SIGTERM)
+    assert job.wait() == 128 + signal.SIGTERM, job.output()
+    assert not any(alive(pid) for pid in family)
+
+
+def test_kill_minus_9_of_the_launcher_leaves_no_orphan_and_the_run_goes_on(drive: Drive):
+    job = drive(150, pause=0.03)
+    job.reaches(5)
+    family = job.family()
+    assert len(family) >= 6, "three processes and their keepers"
+    job.process.kill()
+    job.wait()
+    eventually(lambda: not any(alive(pid) for pid in family), "all have left")
+    assert cosmos("status", job.run_dir).returncode == 1, "dead, and without a summary"
+    again = drive(150, pause=0.01)
+    assert again.wait() == 0, again.output()
+    assert steps_of(again.summary()) == list(range(150)), "Redis had the steps of the first start"
+
+
+def test_status_and_stop_from_another_terminal(drive: Drive):
+    job = drive(2000, pause=0.05)
+    job.reaches(2)
+    run = cosmos("status", job.run_dir)
+    assert run.returncode == 0, run.stderr
+    assert "phase=training" in run.stdout
+    assert "policy-0: live" in run.stdout
+    stopped = cosmos("stop", job.run_dir)
+    assert (stopped.returncode, "stopped" in stopped.stdout) == (0, True), stopped.stderr
+    assert job.wait() == 130, job.output()
+    assert "by `cosmos-launch stop`" in job.output()
+    ended = cosmos("status", job.run_dir)
+    assert ended.returncode == 0
+    assert "outcome: stopped" in ended.stdout
+
+
+@pytest.mark.slow
+def test_a_wrong_token_is_told(drive: Drive):
+    job = drive(2000, pause=0.05)
+    job.reaches(0)
+    url = json.loads((job.run_dir / "controller.json").read_text())["url"]
+    command = [sys.executable, "-m", "launcher.cli", "status", url]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "COSMOS_TOKEN": "wrong"}
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=env)
+    assert run.returncode == 2, run.stderr
+    assert "refuses the token" in run.stderr
+    assert "COSMOS_TOKEN" in run.stderr
