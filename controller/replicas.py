@@ -206,8 +206,7 @@ class Registry:
 
     def drain(self, replica: Replica) -> None:
         replica.drain_asked = True
-        if replica.state == "live":
-            self._set(replica, "draining")
+        self._set(replica, "draining" if replica.state == "live" else replica.state)
 
     def leave(self, replica: Replica, status: str = "") -> None:
         replica.status = status

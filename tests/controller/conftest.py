@@ -1,14 +1,17 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from controller.client import Client
 from schema.config import Config
 from tests.controller.drivers import Rollout, Trainer
 from tests.support.controller import ControllerProcess, make_config, make_run_dir, running_controller
+from tests.support.served import ServedController, served_controller
 from tests.support.valkey import ValkeyServer, running_valkey
 
 
@@ -19,40 +22,47 @@ def shared_valkey() -> Iterator[ValkeyServer]:
         yield server
 
 
+@dataclass
+class Stage:
+    """Everything that a test of the service starts, ended with the test."""
+
+    directory: Path
+    valkey: ValkeyServer
+    stack: ExitStack
+
+    def run_dir(self, config: Config | None = None, rows: int = 12, validation_rows: int = 3) -> Path:
+        name = f"run-{len(list(self.directory.iterdir()))}"
+        return make_run_dir(self.directory / name, config or make_config(), rows, validation_rows)
+
+    def serve(self, config: Config | None = None, rows: int = 12, validation_rows: int = 3) -> ServedController:
+        """A controller in a thread of this process."""
+        run_dir = self.run_dir(config, rows, validation_rows)
+        return self.stack.enter_context(served_controller(run_dir, self.valkey.url))
+
+    def process(self, config: Config | None = None, rows: int = 12, **environment: str) -> ControllerProcess:
+        """A controller as a process of its own."""
+        run_dir = self.run_dir(config, rows)
+        return self.stack.enter_context(running_controller(run_dir, self.valkey.url, **environment))
+
+    def trainer(self, served: ServedController | ControllerProcess, name: str = "policy-0") -> Trainer:
+        return Trainer(self.client(served, "policy"), name)
+
+    def rollout(self, served: ServedController | ControllerProcess, name: str = "rollout-0") -> Rollout:
+        return Rollout(self.client(served, "rollout"), name)
+
+    def client(self, served: ServedController | ControllerProcess, role: str = "user") -> Client:
+        return self.stack.enter_context(served.client(role))
+
+    def ready(self, served: ServedController | ControllerProcess) -> tuple[Trainer, Rollout]:
+        """A trainer that has published version 0 and a rollout replica that holds it."""
+        trainer, rollout = self.trainer(served), self.rollout(served)
+        trainer.register()
+        trainer.publish(0)
+        rollout.register()
+        return trainer, rollout
+
+
 @pytest.fixture
-def valkey() -> Iterator[ValkeyServer]:
-    """A server of one's own, to be killed."""
-    with running_valkey() as server:
-        yield server
-
-
-Start = Callable[..., ControllerProcess]
-
-
-@pytest.fixture
-def start(tmp_path: Path, shared_valkey: ValkeyServer) -> Iterator[Start]:
-    """Start a controller on a run directory made from a config."""
+def stage(tmp_path: Path, shared_valkey: ValkeyServer) -> Iterator[Stage]:
     with ExitStack() as stack:
-
-        def run(config: Config | None = None, rows: int = 12, **environment: str) -> ControllerProcess:
-            run_dir = make_run_dir(tmp_path / "run", config or make_config(), rows=rows)
-            return stack.enter_context(running_controller(run_dir, shared_valkey.url, **environment))
-
-        yield run
-
-
-@pytest.fixture
-def controller(start: Start) -> ControllerProcess:
-    return start()
-
-
-@pytest.fixture
-def trainer(controller: ControllerProcess) -> Iterator[Trainer]:
-    with controller.client("policy") as client:
-        yield Trainer(client)
-
-
-@pytest.fixture
-def rollout(controller: ControllerProcess) -> Iterator[Rollout]:
-    with controller.client("rollout") as client:
-        yield Rollout(client)
+        yield Stage(tmp_path, shared_valkey, stack)

@@ -183,10 +183,10 @@ class Rollout:
         self.client.send(api.deregister(self.reply.replica_id, self.reply.incarnation, "done"))
 
 
-def train_step(trainer: Trainer, rollout: Rollout, step: int) -> m.CommitReply:
+def train_step(trainer: Trainer, rollout: Rollout, step: int, size: int = 8) -> m.CommitReply:
     """One whole step: lease until the batch is there, train, commit, publish, update."""
     while (batch := trainer.batch(step)) is None:
-        reply = rollout.lease(8)
+        reply = rollout.lease(size)
         rollout.finish(reply.groups) if reply.groups else rollout.update()
     assert batch[0].n_samples == len(batch[1])
     committed = trainer.commit(step, samples=float(batch[0].n_samples))

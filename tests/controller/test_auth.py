@@ -1,0 +1,111 @@
+"""Tokens by role: who may call what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import httpx
+import pytest
+
+from controller import api
+from controller.auth import Tokens
+from controller.client import Unauthorized
+from schema.wire import messages as m
+from tests.controller.conftest import Stage
+from tests.controller.drivers import request_id
+from tests.support.controller import TOKENS
+from tests.support.served import ServedController
+
+USER, ROLLOUT, POLICY, ALL = {"user"}, {"rollout"}, {"policy"}, {"user", "rollout", "policy"}
+
+RULES: list[tuple[str, str, set[str]]] = [
+    ("POST", "/v1/replicas", ROLLOUT | POLICY),
+    ("GET", "/v1/replicas", USER),
+    ("POST", "/v1/replicas/by-name/x/exited", USER),
+    ("POST", "/v1/replicas/rollout-0.1/heartbeat", ROLLOUT),
+    ("POST", "/v1/replicas/rollout-0.1/drain", USER | ROLLOUT),
+    ("DELETE", "/v1/replicas/rollout-0.1?incarnation=9", ROLLOUT),
+    ("POST", "/v1/leases", ROLLOUT),
+    ("DELETE", "/v1/leases/x", ROLLOUT),
+    ("POST", "/v1/groups/e0-p0/samples/0", ROLLOUT),
+    ("POST", "/v1/samples", ROLLOUT),
+    ("GET", "/v1/samples/e0-p0/0", USER),
+    ("GET", "/v1/publications/latest", ALL),
+    ("POST", "/v1/publications", POLICY),
+    ("GET", "/v1/steps/0/batch?policy_epoch=1", POLICY),
+    ("POST", "/v1/steps/0/commit", POLICY),
+    ("GET", "/v1/steps", USER),
+    ("POST", "/v1/checkpoints", POLICY),
+    ("GET", "/v1/checkpoints/0/ledger", POLICY),
+    ("GET", "/v1/job", ALL),
+    ("POST", "/v1/job/pause", USER),
+    ("POST", "/v1/job/resume", USER),
+    ("POST", "/v1/job/checkpoint", USER),
+    ("GET", "/v1/validations", USER),
+    ("GET", "/v1/ledger", USER),
+    ("GET", "/v1/groups", USER),
+    ("GET", "/v1/groups/e0-p0", USER),
+    ("GET", "/v1/config", USER),
+    ("GET", "/v1/config/schema", USER),
+    ("POST", "/v1/config/validate", USER),
+    ("GET", "/metrics", USER),
+    ("POST", "/v1/job/fail", USER),
+    ("POST", "/v1/job/stop", USER),
+]
+
+
+@dataclass
+class Door:
+    served: ServedController
+    http: httpx.Client
+
+
+@pytest.fixture
+def door(stage: Stage) -> Iterator[Door]:
+    served = stage.serve()
+    stage.ready(served)
+    with httpx.Client(base_url=served.url, trust_env=False) as http:
+        yield Door(served, http)
+
+
+def test_every_route_answers_its_callers_and_nobody_else(door: Door) -> None:
+    for method, path, allowed in RULES:
+        for role, token in TOKENS.items():
+            answer = door.http.request(method, path, headers={"authorization": f"Bearer {token}"})
+            refused = answer.status_code == 403
+            assert refused == (role not in allowed), f"{method} {path} by {role}: {answer.text}"
+            if refused:
+                assert m.Problem.model_validate_json(answer.content).code is m.ErrorCode.FORBIDDEN
+                assert path.partition("?")[0] in answer.json()["detail"] or "rollout replica" in answer.json()["detail"]
+
+
+@pytest.mark.parametrize("header", [None, "Bearer wrong", "Basic dXNlcjp4", "Bearer", "user-token", "Bearer \xff"])
+def test_without_a_valid_token_everything_is_shut(door: Door, header: str | None) -> None:
+    headers = {} if header is None else {"authorization": header.encode("latin-1")}
+    for method, path, _ in RULES:
+        answer = door.http.request(method, path, headers=headers)  # type: ignore[arg-type]
+        assert answer.status_code == 401, f"{method} {path}: {answer.text}"
+        assert answer.headers["content-type"] == "application/problem+json"
+        assert answer.headers["www-authenticate"] == "Bearer"
+        assert m.Problem.model_validate_json(answer.content).code is m.ErrorCode.UNAUTHORIZED
+
+
+def test_health_needs_no_token(door: Door) -> None:
+    assert door.http.get("/healthz").status_code == 200
+    assert door.http.get("/readyz").status_code == 200
+
+
+def test_a_role_registers_for_itself_only(stage: Stage) -> None:
+    served = stage.serve()
+    request = m.RegisterRequest(request_id=request_id(), role="policy", name="p")
+    with pytest.raises(Unauthorized) as refused:
+        stage.client(served, "rollout").send(api.register(request))
+    assert refused.value.code is m.ErrorCode.FORBIDDEN
+
+
+def test_each_role_needs_a_token_of_its_own() -> None:
+    with pytest.raises(ValueError, match="token of its own"):
+        Tokens({"user": "a", "rollout": "a", "policy": "b"})
+    with pytest.raises(ValueError, match="token of its own"):
+        Tokens({"user": "a", "rollout": "b", "policy": ""})

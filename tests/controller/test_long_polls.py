@@ -1,0 +1,158 @@
+"""Calls that are held open: they end when something changes, when their time is over, and at shutdown."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+import pytest
+
+from controller import api
+from schema.wire.messages import LeaseStatus
+from tests.controller.conftest import Stage
+from tests.support.served import ServedController
+
+T = TypeVar("T")
+LONG = 55.0
+SOON = 20.0
+
+
+def held_open(served: ServedController, call: Callable[[], T]) -> Future[T]:
+    """Start a call in a thread, and return when the controller waits inside of it."""
+    pool = ThreadPoolExecutor(1)
+    future = pool.submit(call)
+    pool.shutdown(wait=False)
+    job = served.job
+    give_up = time.monotonic() + SOON
+    while not any(s._waiters for s in (job.lease_signal, job.batch_signal, job.publication_signal)):
+        assert time.monotonic() < give_up
+        assert not future.done()
+        threading.Event().wait(0.005)
+    return future
+
+
+def test_a_throttled_lease_is_granted_when_a_step_is_committed(stage: Stage) -> None:
+    served = stage.serve()
+    trainer, rollout = stage.ready(served)
+    rollout.finish(rollout.lease(4).groups)
+    assert trainer.batch(0) is not None
+    refused = rollout.lease()
+    assert refused.status is LeaseStatus.THROTTLED
+    assert refused.reason
+    waiting = held_open(served, lambda: rollout.lease(1, LONG))
+    trainer.commit(0)
+    trainer.publish(1)
+    assert waiting.result(SOON).status is LeaseStatus.UPDATE
+
+
+def test_a_batch_is_there_when_its_last_sample_arrives(stage: Stage) -> None:
+    served = stage.serve()
+    trainer, rollout = stage.ready(served)
+    assert trainer.batch(0) is None
+    waiting = held_open(served, lambda: trainer.batch(0, LONG))
+    rollout.finish(rollout.lease(2).groups)
+    batch = waiting.result(SOON)
+    assert batch is not None
+    assert batch[0].n_samples == 4
+
+
+def test_a_publication_is_announced(stage: Stage) -> None:
+    served = stage.serve()
+    trainer, rollout = stage.ready(served)
+    assert rollout.client.send(api.latest_publication(1)) is None
+    waiting = held_open(served, lambda: rollout.client.send(api.latest_publication(1, LONG)))
+    trainer.publish(0)
+    publication = waiting.result(SOON)
+    assert publication is not None
+    assert publication.id == 2
+
+
+def test_a_dead_replicas_groups_reach_a_waiting_one(stage: Stage) -> None:
+    served = stage.serve()
+    _, first = stage.ready(served)
+    second = stage.rollout(served, "rollout-1")
+    second.register()
+    taken = {group.group_id for group in first.lease(4).groups}
+    waiting = held_open(served, lambda: second.lease(4, LONG))
+    stage.client(served).send(api.replica_exited("rollout-0", "killed"))
+    assert {group.group_id for group in waiting.result(SOON).groups} == taken
+
+
+def test_pause_and_resume(stage: Stage) -> None:
+    served = stage.serve()
+    trainer, rollout = stage.ready(served)
+    user = stage.client(served)
+    group, other = rollout.lease(2).groups
+    assert user.send(api.operate("pause")).phase == "paused"
+    assert rollout.lease().status is LeaseStatus.PAUSED
+    rollout.finish([group, other])
+    assert trainer.batch(0) is None
+    waiting = held_open(served, lambda: trainer.batch(0, LONG))
+    user.send(api.operate("resume"))
+    assert waiting.result(SOON) is not None
+    assert rollout.lease().status is LeaseStatus.GRANTED
+
+
+def test_waits_end_by_themselves(stage: Stage) -> None:
+    served = stage.serve()
+    trainer, rollout = stage.ready(served)
+    rollout.lease(4)
+    assert rollout.lease(1, 0.01).status is LeaseStatus.THROTTLED
+    assert trainer.batch(0, 0.01) is None
+    assert rollout.client.send(api.latest_publication(1, 0.01)) is None
+
+
+@pytest.mark.parametrize("call", ["lease", "batch", "publication"])
+def test_waits_end_at_shutdown(stage: Stage, call: str) -> None:
+    served = stage.serve()
+    trainer, rollout = stage.ready(served)
+    rollout.lease(4)
+    calls: dict[str, Callable[[], object]] = {
+        "lease": lambda: rollout.lease(1, LONG).groups,
+        "batch": lambda: trainer.batch(0, LONG),
+        "publication": lambda: rollout.client.send(api.latest_publication(1, LONG)),
+    }
+    waiting = held_open(served, calls[call])
+    served.stop()
+    assert not waiting.result(SOON)
+
+
+def test_stop_ends_the_job_for_everybody(stage: Stage) -> None:
+    served = stage.serve()
+    trainer, rollout = stage.ready(served)
+    user = stage.client(served)
+    rollout.lease(4)
+    waiting = held_open(served, lambda: rollout.lease(1, LONG))
+    assert user.send(api.operate("stop")).phase == "stopped"
+    assert waiting.result(SOON).status is LeaseStatus.FINISHED
+    assert trainer.beat().commands == rollout.beat().commands == ["stop"]
+    assert trainer.batch(0) is None
+    assert user.send(api.operate("stop")).phase == "stopped"
+
+
+def test_fail_ends_the_job_with_its_reason(stage: Stage) -> None:
+    served = stage.serve()
+    trainer, rollout = stage.ready(served)
+    waiting = held_open(served, lambda: trainer.batch(0, LONG))
+    user = stage.client(served)
+    status = user.send(api.fail("policy-0 died 4 times"))
+    assert (status.phase, status.last_error) == ("failed", "policy-0 died 4 times")
+    with pytest.raises(Exception, match="policy-0 died 4 times"):
+        waiting.result(SOON)
+    assert rollout.lease().status is LeaseStatus.FINISHED
+    with pytest.raises(Exception, match="job_failed"):
+        trainer.register()
+    with pytest.raises(Exception, match="cannot pause"):
+        user.send(api.operate("pause"))
+
+
+def test_the_checkpoint_command_reaches_the_trainer_once(stage: Stage) -> None:
+    served = stage.serve()
+    trainer, rollout = stage.ready(served)
+    stage.client(served).send(api.operate("checkpoint"))
+    assert rollout.beat().commands == []
+    assert trainer.beat().commands == ["checkpoint"]
+    assert trainer.beat().commands == []

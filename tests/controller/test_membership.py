@@ -1,0 +1,234 @@
+"""Replicas come, beat and go, over HTTP."""
+
+from __future__ import annotations
+
+import pytest
+
+from controller import api
+from controller.client import Refused
+from schema.wire import messages as m
+from schema.wire.messages import ErrorCode, LeaseStatus, Phase
+from tests.controller.conftest import Stage
+from tests.controller.drivers import Rollout, make_header, request_id, train_step
+from tests.support.controller import make_config
+from tests.support.served import ServedController
+
+
+def leased(served: ServedController) -> int:
+    ledger = served.job.require_ledger()
+    return served.call(lambda: ledger.status().states["leased"])
+
+
+def test_registration_tells_a_replica_all_it_needs(stage: Stage) -> None:
+    served = stage.serve()
+    trainer, rollout = stage.ready(served)
+    reply = rollout.reply
+    assert (reply.replica_id, reply.incarnation, reply.mode) == ("rollout-0.1", 1, "grpo")
+    assert reply.publication is not None
+    assert reply.config == served.job.config.to_dict()
+    assert reply.run_dir == str(served.job.run_dir)
+    assert reply.weight_store == str(served.job.run_dir / "weights")
+    assert reply.data_file == str(served.job.run_dir / "data" / "train.safetensors")
+    assert trainer.reply.policy_epoch == 1
+    assert trainer.reply.publication is None
+
+
+def test_a_repeated_registration_gets_the_same_answer(stage: Stage) -> None:
+    client = stage.client(stage.serve(), "rollout")
+    request = m.RegisterRequest(request_id=request_id(), role="rollout", name="r")
+    assert client.send(api.register(request)) == client.send(api.register(request))
+
+
+def test_an_older_incarnation_is_refused_everywhere(stage: Stage) -> None:
+    served = stage.serve()
+    _, old = stage.ready(served)
+    group = old.lease().groups[0]
+    new = stage.rollout(served)
+    new.register()
+    assert new.reply.incarnation == 2
+    for call in (old.lease, old.beat, old.leave, lambda: old.finish([group])):
+        with pytest.raises(Refused) as refused:
+            call()
+        assert refused.value.code is ErrorCode.STALE_INCARNATION
+    assert leased(served) == 0
+
+
+def test_a_replica_that_registers_again_keeps_the_leases_it_declares(stage: Stage) -> None:
+    served = stage.serve()
+    _, rollout = stage.ready(served)
+    kept, forgotten = rollout.lease(2).groups
+    rollout.register(held_leases=[{"group_id": kept.group_id, "lease_id": kept.lease_id}])
+    assert leased(served) == 1
+    assert all(result.accepted for result in rollout.finish([kept]).results)
+    late = rollout.push(forgotten, make_header(0, 0))
+    assert late.code is ErrorCode.LEASE_LOST
+
+
+def test_beats_keep_leases_and_forgotten_ones_go_to_others(stage: Stage) -> None:
+    served = stage.serve(make_config(controller={"lease_timeout": 30.0, "heartbeat_timeout": 1000.0}))
+    _, rollout = stage.ready(served)
+    kept, forgotten = rollout.lease(2).groups
+    rollout.beat({kept.lease_id})
+    assert leased(served) == 2
+    reply = rollout.beat({kept.lease_id, "invented"})
+    assert reply.lost_leases == ["invented"]
+    assert leased(served) == 1
+    assert rollout.beat({forgotten.lease_id, kept.lease_id}).lost_leases == [forgotten.lease_id]
+    served.skip(29.0)
+    rollout.beat({kept.lease_id})
+    served.skip(29.0)
+    assert leased(served) == 1
+    served.skip(2.0)
+    assert leased(served) == 0
+
+
+def test_a_silent_replica_is_lost_and_comes_back_with_its_next_beat(stage: Stage) -> None:
+    served = stage.serve(make_config(controller={"heartbeat_timeout": 15.0}))
+    _, rollout = stage.ready(served)
+    group = rollout.lease().groups[0]
+    served.skip(16.0)
+    user = stage.client(served)
+    state = {replica.name: replica.state for replica in user.send(api.replicas())}
+    assert state == {"policy-0": "lost", "rollout-0": "lost"}
+    assert leased(served) == 0
+    assert rollout.beat().lost_leases == [group.lease_id]
+    state = {replica.name: replica.state for replica in user.send(api.replicas())}
+    assert state["rollout-0"] == "live"
+
+
+def test_what_the_launcher_saw_end_is_released_at_once(stage: Stage) -> None:
+    served = stage.serve()
+    _, rollout = stage.ready(served)
+    rollout.lease(2)
+    user = stage.client(served)
+    user.send(api.replica_exited("rollout-0", "killed by signal 9"))
+    user.send(api.replica_exited("rollout-0", "killed by signal 9"))
+    assert leased(served) == 0
+    (info,) = [replica for replica in user.send(api.replicas()) if replica.role == "rollout"]
+    assert (info.state, info.status) == ("lost", "killed by signal 9")
+    with pytest.raises(Refused) as refused:
+        user.send(api.replica_exited("nobody", ""))
+    assert refused.value.code is ErrorCode.UNKNOWN_REPLICA
+
+
+def test_a_draining_replica_gets_nothing_more_and_leaves(stage: Stage) -> None:
+    served = stage.serve()
+    _, rollout = stage.ready(served)
+    group = rollout.lease().groups[0]
+    assert stage.client(served).send(api.drain(rollout.reply.replica_id)).draining
+    assert rollout.lease(wait_s=30.0).status is LeaseStatus.DRAINING
+    assert rollout.beat().commands == ["drain"]
+    assert rollout.finish([group]).results[0].accepted
+    rollout.leave()
+    rollout.leave()
+    with pytest.raises(Refused) as refused:
+        rollout.beat()
+    assert refused.value.code is ErrorCode.UNKNOWN_REPLICA
+
+
+def test_a_new_trainer_ends_the_epoch_of_the_old_one(stage: Stage) -> None:
+    served = stage.serve()
+    old, rollout = stage.ready(served)
+    rollout.finish(rollout.lease(2).groups)
+    assert old.batch(0) is not None
+    new = stage.trainer(served)
+    assert new.register(resume_step=0).policy_epoch == 2
+    for call in (lambda: old.batch(0), lambda: old.commit(0), lambda: old.publish(0), lambda: old.checkpoint(0)):
+        with pytest.raises(Refused) as refused:
+            call()
+        assert refused.value.code is ErrorCode.STALE_EPOCH
+    batch = new.batch(0)
+    assert batch is not None
+    assert batch[0].policy_epoch == 2
+    assert new.commit(0).committed_steps == 1
+
+
+def test_a_trainer_from_an_older_checkpoint_rewinds_the_job(stage: Stage) -> None:
+    served = stage.serve(make_config(train={"ckpt": {"enable_checkpoint": True}}))
+    trainer, rollout = stage.ready(served)
+    for step in range(2):
+        train_step(trainer, rollout, step)
+    assert trainer.checkpoint(2).durable_steps == 2
+    snapshot = trainer.client.send(api.ledger_snapshot(2))
+    assert (snapshot.committed_steps, snapshot.timeline) == (2, 0)
+    train_step(trainer, rollout, 2)
+    train_step(trainer, rollout, 3)
+    assert rollout.version == 4
+    reply = trainer.register(resume_step=2)
+    assert (reply.committed_steps, reply.timeline) == (2, 1)
+    user = stage.client(served)
+    assert [record.step for record in user.send(api.steps())] == [0, 1]
+    assert rollout.lease().status is LeaseStatus.UPDATE
+    published = trainer.publish(2).publication
+    assert (published.version, published.timeline) == (2, 1)
+    rollout.take(published)
+    for step in range(2, 6):
+        last = train_step(trainer, rollout, step)
+    assert last.finished
+    ledger = user.send(api.ledger())
+    assert sum(ledger.states.values()) == ledger.created == 12
+    assert ledger.states["trained"] + ledger.states["durable"] == 12
+
+
+def test_a_trainer_that_knows_nothing_of_its_weights_changes_nothing(stage: Stage) -> None:
+    served = stage.serve()
+    trainer, rollout = stage.ready(served)
+    train_step(trainer, rollout, 0)
+    reply = trainer.register(resume_step=None)
+    assert (reply.committed_steps, reply.timeline) == (1, 0)
+
+
+def test_a_trainer_ahead_of_the_job_is_refused(stage: Stage) -> None:
+    trainer = stage.trainer(stage.serve())
+    with pytest.raises(Refused) as refused:
+        trainer.register(resume_step=3)
+    assert refused.value.code is ErrorCode.CONFLICT
+    assert "3 committed steps" in refused.value.detail
+
+
+def test_the_job_fails_by_name_when_replicas_do_not_register(stage: Stage) -> None:
+    config = make_config(
+        controller={"start_timeout": 60.0}, rollout={"parallelism": {"n_init_replicas": 2}}
+    )
+    served = stage.serve(config)
+    rollout = stage.rollout(served)
+    rollout.register()
+    served.skip(61.0)
+    status = stage.client(served).send(api.job())
+    assert status.phase is Phase.FAILED
+    assert status.last_error is not None
+    assert "1 policy replica(s) and 1 rollout replica(s) did not register" in status.last_error
+    assert "registered: rollout-0" in status.last_error
+
+
+def test_replicas_that_registered_in_time_may_leave_later(stage: Stage) -> None:
+    served = stage.serve(make_config(controller={"start_timeout": 60.0, "heartbeat_timeout": 5.0}))
+    stage.ready(served)
+    served.skip(100.0)
+    assert stage.client(served).send(api.job()).phase is not Phase.FAILED
+
+
+def test_gauges_and_versions_are_shown(stage: Stage) -> None:
+    served = stage.serve()
+    trainer, rollout = stage.ready(served)
+    rollout.beat(gauges={"idle_fraction": 0.25}, status="generating")
+    train_step(trainer, rollout, 0)
+    rollout.finish(rollout.lease(2).groups)
+    assert trainer.batch(1) is not None
+    trainer.commit(1, idle_fraction=0.5, reward_mean=0.75, staleness_mean=1.0)
+    user = stage.client(served)
+    status = user.send(api.job())
+    assert status.idle == {"policy": 0.5, "rollout": 0.25}
+    assert (status.reward, status.staleness_mean) == (0.75, 1.0)
+    infos = {info.name: info for info in user.send(api.replicas())}
+    assert infos["rollout-0"].status == "generating"
+    assert infos["rollout-0"].gauges == {"idle_fraction": 0.25}
+
+
+def test_the_two_roles_do_not_share_a_name(stage: Stage) -> None:
+    served = stage.serve()
+    stage.trainer(served, "same").register()
+    rollout: Rollout = stage.rollout(served, "same")
+    with pytest.raises(Refused) as refused:
+        rollout.register()
+    assert refused.value.code is ErrorCode.CONFLICT

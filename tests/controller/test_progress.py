@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import pytest
+
+from controller.ledger import LedgerError
+from controller.progress import WINDOW_STEPS, StepCounter, StepLog
+from schema.wire.messages import ErrorCode, StepRecord
+
+
+def log_of(*times: float, samples: int = 10, tokens: int = 100) -> StepLog:
+    log = StepLog()
+    for step, at in enumerate(times):
+        log.add(StepRecord(step=step, at=at, metrics={}), samples, tokens)
+    return log
+
+
+def test_speed_counts_from_the_first_commit_on() -> None:
+    speed = log_of(100.0, 102.0, 104.0).overall()
+    assert (speed.samples_per_s, speed.tokens_per_s, speed.step_s) == (5.0, 50.0, 2.0)
+
+
+def test_one_step_has_no_speed() -> None:
+    assert log_of(100.0).recent().samples_per_s == 0.0
+    assert StepLog().recent().step_s is None
+
+
+def test_the_window_forgets_slow_old_steps() -> None:
+    log = log_of(*[float(1000 * i) for i in range(5)], *[5000.0 + i for i in range(80)])
+    assert log.recent().step_s == 1.0
+    overall = log.overall().step_s
+    assert overall is not None
+    assert overall > 10
+
+
+def test_the_window_holds_a_few_steps_however_slow() -> None:
+    recent = log_of(*[1000.0 * i for i in range(2 * WINDOW_STEPS)]).recent()
+    assert recent.step_s == 1000.0
+
+
+def test_a_rewind_forgets_steps_and_says_which_rows_go() -> None:
+    log = log_of(1.0, 2.0, 3.0)
+    log.take_changes()
+    log.rewind(1)
+    assert [record.step for record in log.since(0)] == [0]
+    assert log.take_changes() == {1: None, 2: None}
+    log.add(StepRecord(step=1, at=9.0, metrics={"loss": 1.0}), 5, 50)
+    (row,) = log.take_changes().values()
+    assert row is not None
+    restored = StepLog([row])
+    assert restored.last == StepRecord(step=1, at=9.0, metrics={"loss": 1.0})
+
+
+def test_the_counter_counts_each_step_once() -> None:
+    counter = StepCounter(2)
+    assert counter.commit(0).committed_steps == 1
+    assert counter.commit(0).duplicate
+    with pytest.raises(LedgerError) as refused:
+        counter.commit(2)
+    assert refused.value.code is ErrorCode.WRONG_STEP
+    counter.commit(1)
+    assert counter.finished
+    with pytest.raises(LedgerError):
+        counter.commit(2)
+    counter.checkpoint(1)
+    counter.rewind(1)
+    assert (counter.committed, counter.durable, counter.timeline) == (1, 1, 1)
+    assert StepCounter.restore(2, counter.header()).header() == counter.header()
+    with pytest.raises(LedgerError):
+        counter.rewind(2)

@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from controller.replicas import Registry, Replica, ReplicaError
+from schema.wire.messages import ErrorCode, RegisterRequest, Role
+
+TIMEOUT = 10.0
+
+
+def request(name: str = "rollout-0", number: int = 0, role: Role = "rollout") -> RegisterRequest:
+    return RegisterRequest(request_id=f"request-{number:04}", role=role, name=name)
+
+
+def refusal(call: object, *arguments: object, **named: object) -> ErrorCode:
+    with pytest.raises(ReplicaError) as refused:
+        call(*arguments, **named)  # type: ignore[operator]
+    return refused.value.code
+
+
+def test_a_repeated_registration_gets_the_same_incarnation() -> None:
+    registry = Registry(TIMEOUT)
+    first = registry.register(request(), 0.0)
+    again = registry.register(request(), 1.0)
+    assert again.repeated
+    assert again.replica is first.replica
+
+
+def test_only_the_newest_incarnation_is_heard() -> None:
+    registry = Registry(TIMEOUT)
+    old = registry.register(request(number=0), 0.0).replica
+    new = registry.register(request(number=1), 1.0)
+    assert (new.replica.incarnation, new.superseded) == (2, old.replica_id)
+    assert refusal(registry.check, old.replica_id, 1) is ErrorCode.STALE_INCARNATION
+    assert refusal(registry.check, new.replica.replica_id, 1) is ErrorCode.STALE_INCARNATION
+    assert refusal(registry.register, request(number=0), 2.0) is ErrorCode.STALE_INCARNATION
+    assert registry.check(new.replica.replica_id, 2) is new.replica
+
+
+def test_unknown_left_and_foreign_replicas_are_refused() -> None:
+    registry = Registry(TIMEOUT)
+    replica = registry.register(request(), 0.0).replica
+    assert refusal(registry.check, "nobody.1", 1) is ErrorCode.UNKNOWN_REPLICA
+    assert refusal(registry.check, "rollout-0.7", 7) is ErrorCode.UNKNOWN_REPLICA
+    assert refusal(registry.check, replica.replica_id, 1, "policy") is ErrorCode.FORBIDDEN
+    assert refusal(registry.register, request(number=5, role="policy"), 0.0) is ErrorCode.CONFLICT
+    registry.leave(replica)
+    assert refusal(registry.check, replica.replica_id, 1) is ErrorCode.UNKNOWN_REPLICA
+
+
+def test_there_is_one_trainer_at_a_time() -> None:
+    registry = Registry(TIMEOUT)
+    registry.register(request("a", 0, "policy"), 0.0)
+    assert refusal(registry.register, request("b", 1, "policy"), 0.0) is ErrorCode.CONFLICT
+    assert registry.register(request("a", 2, "policy"), 0.0).replica.incarnation == 2
+    registry.expire(TIMEOUT + 1)
+    assert registry.register(request("b", 3, "policy"), 20.0).replica.incarnation == 1
+
+
+def test_silence_loses_a_replica_and_a_beat_brings_it_back_as_it_was() -> None:
+    registry = Registry(TIMEOUT)
+    replica = registry.register(request(), 0.0).replica
+    registry.drain(replica)
+    assert registry.expire(TIMEOUT) == []
+    assert registry.expire(TIMEOUT + 0.1) == [replica]
+    assert registry.expire(TIMEOUT + 0.2) == []
+    registry.beat(replica, 20.0, version=3, status="", gauges={})
+    assert replica.state == "draining"
+
+
+def test_ids_of_different_names_differ_and_fit_into_a_path() -> None:
+    registry = Registry(TIMEOUT)
+    names = ["a.b", "a_b", "a/b", "a b", "ä", "a"]
+    ids = [registry.register(request(name, i), 0.0).replica.replica_id for i, name in enumerate(names)]
+    assert len(set(ids)) == len(names)
+    assert all(set(text) <= set("abcdefghijklmnopqrstuvwxyz0123456789-_.") for text in ids)
+
+
+class RegistryMachine(RuleBasedStateMachine):
+    """Random schedules: incarnations only rise, one id per name counts, restoring changes nothing."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.registry, self.now, self.number = Registry(TIMEOUT), 0.0, 0
+        self.newest: dict[str, Replica] = {}
+        self.old_ids: set[str] = set()
+        self.rows: dict[str, dict[str, object]] = {}
+
+    @rule(name=st.sampled_from("abc"), repeat=st.booleans())
+    def register(self, name: str, repeat: bool) -> None:
+        if not repeat:
+            self.number += 1
+        role: Role = "policy" if name == "c" else "rollout"
+        try:
+            registered = self.registry.register(request(name, self.number, role), self.now)
+        except ReplicaError as error:
+            assert error.code is ErrorCode.STALE_INCARNATION  # noqa: PT017
+            return
+        before = self.newest.get(name)
+        if registered.repeated:
+            assert before is registered.replica
+        else:
+            assert registered.replica.incarnation == (before.incarnation if before else 0) + 1
+            if before is not None:
+                self.old_ids.add(before.replica_id)
+        self.newest[name] = registered.replica
+
+    @rule(name=st.sampled_from("abc"), event=st.sampled_from(["beat", "drain", "leave", "gone"]))
+    def act(self, name: str, event: str) -> None:
+        replica = self.newest.get(name)
+        if replica is None or replica.state == "left":
+            return
+        if event == "beat":
+            self.registry.beat(replica, self.now, version=0, status="", gauges={})
+            assert replica.present
+        elif event == "drain":
+            self.registry.drain(replica)
+        elif event == "leave":
+            self.registry.leave(replica)
+        else:
+            self.registry.gone(replica, "killed")
+            assert not replica.present
+
+    @rule(seconds=st.floats(0.0, 15.0))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        for replica in self.registry.expire(self.now):
+            assert self.now - replica.last_seen > TIMEOUT
+
+    @invariant()
+    def newest_only(self) -> None:
+        for old in self.old_ids:
+            assert refusal(self.registry.find, old) is ErrorCode.STALE_INCARNATION
+        for replica in self.newest.values():
+            assert self.registry.find(replica.replica_id) is replica
+        assert all(
+            self.now - replica.last_seen <= TIMEOUT + 15.0 for replica in self.newest.values() if replica.present
+        )
+
+    @invariant()
+    def restored(self) -> None:
+        self.rows.update({replica.name: replica.to_record() for replica in self.registry.take_changes()})
+        again = {replica.name: replica for replica in Registry(TIMEOUT, self.rows.values())}
+        assert again.keys() == self.newest.keys()
+        for name, replica in self.newest.items():
+            stored = again[name]
+            assert (stored.replica_id, stored.incarnation) == (replica.replica_id, replica.incarnation)
+            assert (stored.state, stored.drain_asked) == (replica.state, replica.drain_asked)
+
+
+RegistryMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+test_random_schedules = RegistryMachine.TestCase

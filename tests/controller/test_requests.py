@@ -1,0 +1,300 @@
+"""What comes in over HTTP and is wrong: every answer is a problem with a code, never a 500."""
+
+from __future__ import annotations
+
+import json
+
+import httpx
+import pytest
+
+from controller import api
+from controller.client import Refused
+from schema.wire import messages as m
+from schema.wire.frame import encode_frame, pack_bundle
+from schema.wire.messages import ErrorCode, LeaseStatus
+from tests.controller.conftest import Stage
+from tests.controller.drivers import make_frame, make_header, request_id
+from tests.support.controller import TOKENS, make_config
+
+
+def send(stage: Stage, url: str, role: str, method: str, path: str, **options: object) -> m.Problem:
+    headers = {"authorization": f"Bearer {TOKENS[role]}"}
+    with httpx.Client(base_url=url, headers=headers, trust_env=False) as http:
+        answer = http.request(method, path, **options)  # type: ignore[arg-type]
+    assert answer.headers["content-type"] == "application/problem+json", answer.text
+    problem = m.Problem.model_validate_json(answer.content)
+    assert problem.status == answer.status_code
+    return problem
+
+
+def test_unknown_paths_and_methods_are_problems(stage: Stage) -> None:
+    url = stage.serve().url
+    assert send(stage, url, "user", "GET", "/v1/nothing").code is ErrorCode.NOT_FOUND
+    assert send(stage, url, "user", "PUT", "/v1/job").status == 405
+    assert send(stage, url, "user", "GET", "/v1/groups/e9-p9").code is ErrorCode.NOT_FOUND
+    assert send(stage, url, "user", "GET", "/v1/samples/e9-p9/0").code is ErrorCode.NOT_FOUND
+    assert send(stage, url, "user", "POST", "/v1/job/explode").status == 422
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"\xff\xfe",
+        b'{"request_id": "short"}',
+        json.dumps({"request_id": "long-enough", "role": "king", "name": "x"}).encode(),
+        json.dumps({"request_id": "long-enough", "role": "rollout", "name": "x", "more": 1}).encode(),
+    ],
+)
+def test_bodies_that_do_not_fit_name_the_field(stage: Stage, body: bytes) -> None:
+    problem = send(stage, stage.serve().url, "rollout", "POST", "/v1/replicas", content=body)
+    assert (problem.status, problem.code) == (422, ErrorCode.BAD_REQUEST)
+    assert problem.detail
+
+
+def test_numbers_that_are_none_are_refused(stage: Stage) -> None:
+    served = stage.serve()
+    trainer, _ = stage.ready(served)
+    mine = {"replica_id": trainer.reply.replica_id, "incarnation": 1, "policy_epoch": 1}
+    body = json.dumps({**mine, "request_id": request_id(), "metrics": {"loss": float("nan")}}).encode()
+    problem = send(stage, served.url, "policy", "POST", "/v1/steps/0/commit", content=body)
+    assert (problem.status, problem.code) == (422, ErrorCode.BAD_REQUEST)
+    assert "metrics.loss" in problem.detail
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_a_body_over_the_limit_is_refused_and_the_sender_gets_the_answer(stage: Stage, announced: bool) -> None:
+    url = stage.serve(make_config(controller={"max_request_bytes": 100_000})).url
+    body = b"x" * 5_000_000
+    content = body if announced else (body[i : i + 65536] for i in range(0, len(body), 65536))
+    problem = send(stage, url, "rollout", "POST", "/v1/samples", content=content)
+    assert (problem.status, problem.code) == (413, ErrorCode.TOO_LARGE)
+    assert "max_request_bytes = 100000" in problem.detail
+
+
+BAD_FRAMES = {
+    "empty": b"",
+    "short": b"\x00" * 7,
+    "length beyond the end": b"\xff" * 8,
+    "no json": (5).to_bytes(8, "little") + b"nojsn",
+    "no header": encode_frame({}, {}),
+    "truncated": make_frame(make_header(0, 0))[:-1],
+    "header of another shape": encode_frame({}, {"sample": '{"index": 0}'}),
+    "neither score nor error": make_frame(make_header(0, 0, score=None, rewards={})),
+    "generated tokens without a version": make_frame(
+        make_header(0, 0).model_copy(update={"oldest_version": -1, "newest_version": -1})
+    ),
+    "more response than tokens": make_frame(make_header(0, 0).model_copy(update={"response_tokens": 60})),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FRAMES)
+def test_bad_frames_are_refused_by_name_and_change_nothing(stage: Stage, name: str) -> None:
+    served = stage.serve()
+    _, rollout = stage.ready(served)
+    group = rollout.lease().groups[0]
+    result = rollout.push(group, make_header(0, 0), BAD_FRAMES[name])
+    assert (result.accepted, result.code) == (False, ErrorCode.BAD_FRAME)
+    assert result.detail
+    assert rollout.finish([group]).results[0].accepted
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"nothing",
+        pack_bundle([b"x"], {}),
+        pack_bundle([b"x"], {"pushes": "[]"}),
+        pack_bundle(
+            [],
+            {
+                "pushes": m.PushList(
+                    replica_id="r", pushes=[m.PushItem(group_id="g", lease_id="l", index=0)]
+                ).model_dump_json()
+            },
+        ),
+    ],
+)
+def test_bad_bundles_are_refused(stage: Stage, body: bytes) -> None:
+    problem = send(stage, stage.serve().url, "rollout", "POST", "/v1/samples", content=body)
+    assert (problem.status, problem.code) == (422, ErrorCode.BAD_FRAME)
+
+
+def test_a_future_version_is_a_refusal_of_that_sample_alone(stage: Stage) -> None:
+    served = stage.serve()
+    _, rollout = stage.ready(served)
+    group = rollout.lease().groups[0]
+    pushes, frames = rollout.bundle([group])
+    frames[0] = make_frame(make_header(0, 1))
+    reply = rollout.client.send(api.push_many(pushes, frames))
+    assert [result.code for result in reply.results] == [ErrorCode.FUTURE_VERSION, None]
+    assert rollout.push(group, make_header(0, 0)).accepted
+
+
+def test_versions_from_before_the_lease_are_refused(stage: Stage) -> None:
+    served = stage.serve()
+    trainer, rollout = stage.ready(served)
+    rollout.finish(rollout.lease(2).groups)
+    trainer.batch(0)
+    trainer.commit(0)
+    trainer.publish(1)
+    rollout.update()
+    group = rollout.lease().groups[0]
+    assert rollout.push(group, make_header(0, 0)).code is ErrorCode.CONFLICT
+
+
+def test_samples_of_nobody_and_of_groups_never_leased_are_refused(stage: Stage) -> None:
+    served = stage.serve()
+    _, rollout = stage.ready(served)
+    group = rollout.lease().groups[0]
+    frame = make_frame(make_header(0, 0))
+    with pytest.raises(Refused) as refused:
+        rollout.client.send(api.push(group.group_id, group.lease_id, 0, frame, "ghost.1"))
+    assert refused.value.code is ErrorCode.UNKNOWN_REPLICA
+    mine = rollout.reply.replica_id
+    (unknown,) = rollout.client.send(api.push("e0-p11", "invented", 0, frame, mine)).results
+    assert unknown.code is ErrorCode.NOT_FOUND
+    (stolen,) = rollout.client.send(api.push(group.group_id, "invented", 0, frame, mine)).results
+    assert stolen.code is ErrorCode.LEASE_LOST
+    (outside,) = rollout.client.send(
+        api.push(group.group_id, group.lease_id, 2, make_frame(make_header(2, 0)), mine)
+    ).results
+    assert outside.code is ErrorCode.BAD_REQUEST
+    (other,) = rollout.client.send(api.push(group.group_id, group.lease_id, 1, frame, mine)).results
+    assert other.code is ErrorCode.BAD_REQUEST
+
+
+def test_pushes_commits_and_leases_can_be_repeated(stage: Stage) -> None:
+    served = stage.serve()
+    trainer, rollout = stage.ready(served)
+    request = rollout.lease_request(2)
+    first = rollout.client.send(api.lease(request))
+    assert rollout.client.send(api.lease(request)) == first
+    call = api.push_many(*rollout.bundle(first.groups))
+    results = [rollout.client.send(call).results for _ in range(3)]
+    assert all(result.accepted for batch in results for result in batch)
+    assert [any(result.duplicate for result in batch) for batch in results] == [False, True, True]
+    assert trainer.batch(0) == trainer.batch(0)
+    replies = [trainer.commit(0) for _ in range(3)]
+    assert len({reply.model_dump_json() for reply in replies}) == 1
+    publish = trainer.publish_request(1)
+    assert trainer.client.send(api.publish(publish)) == trainer.client.send(api.publish(publish))
+    ledger = stage.client(served).send(api.ledger())
+    assert (ledger.duplicates, ledger.states["trained"]) == (8, 2)
+    assert rollout.client.send(call).results[0].duplicate
+
+
+def test_released_leases_keep_their_samples_for_the_next_holder(stage: Stage) -> None:
+    served = stage.serve()
+    _, rollout = stage.ready(served)
+    group = rollout.lease().groups[0]
+    assert rollout.push(group, make_header(1, 0)).accepted
+    assert rollout.client.send(api.release(group.lease_id)).released
+    assert not rollout.client.send(api.release(group.lease_id)).released
+    again = rollout.lease().groups[0]
+    assert (again.group_id, again.done, again.seeds) == (group.group_id, [1], group.seeds)
+    assert again.lease_id != group.lease_id
+
+
+def test_samples_longer_than_the_model_takes_are_overlong_and_counted(stage: Stage) -> None:
+    served = stage.serve(make_config(policy={"model_max_length": 64}))
+    _, rollout = stage.ready(served)
+    rollout.finish(rollout.lease().groups, tokens=65)
+    assert stage.client(served).send(api.ledger()).dropped == {"overlong": 1}
+
+
+def test_steps_out_of_order_are_refused(stage: Stage) -> None:
+    served = stage.serve()
+    trainer, _ = stage.ready(served)
+    for call in (lambda: trainer.batch(1), lambda: trainer.commit(0), lambda: trainer.commit(5)):
+        with pytest.raises(Refused) as refused:
+            call()
+        assert refused.value.code is ErrorCode.WRONG_STEP
+    with pytest.raises(Refused) as future:
+        trainer.publish(1)
+    assert future.value.code is ErrorCode.FUTURE_VERSION
+    path = "/v1/steps/0/batch?policy_epoch=1&samples=1,x"
+    assert send(stage, served.url, "policy", "GET", path).code is ErrorCode.BAD_REQUEST
+
+
+def test_rows_outside_of_the_batch_are_refused(stage: Stage) -> None:
+    trainer, rollout = stage.ready(stage.serve())
+    rollout.finish(rollout.lease(2).groups)
+    with pytest.raises(Refused) as refused:
+        trainer.client.send(api.step_batch(0, 1, samples=[4]))
+    assert refused.value.code is ErrorCode.BAD_REQUEST
+
+
+def test_weights_of_no_publication_must_be_replaced_before_leasing(stage: Stage) -> None:
+    served = stage.serve()
+    trainer, rollout = stage.ready(served)
+    rollout.publication_id = 0
+    reply = rollout.lease(wait_s=30.0)
+    assert (reply.status, reply.update_to) == (LeaseStatus.UPDATE, 1)
+    rollout.publication_id, rollout.version = 1, 7
+    assert rollout.lease().status is LeaseStatus.UPDATE
+
+
+@pytest.mark.parametrize(("size", "granted"), [(0, 0), (1, 1), (3, 2)])
+def test_outdated_replicas_lease_as_many_groups_as_the_config_says(
+    stage: Stage, size: int, granted: int
+) -> None:
+    policy = {"outdated_rollout_fetch_batch_size": size, "allowed_outdated_steps": 4}
+    trainer, rollout = stage.ready(stage.serve(make_config(train={"train_policy": policy})))
+    trainer.publish(0)
+    reply = rollout.lease(2)
+    assert len(reply.groups) == granted
+    assert granted or (reply.status, reply.update_to) == (LeaseStatus.UPDATE, 2)
+    rollout.update()
+    assert len(rollout.lease(2).groups) == 2
+
+
+def test_the_config_is_shown_without_secrets(stage: Stage) -> None:
+    config = make_config(
+        redis={"url": "redis://me:hidden@host:1"}, custom={"wandb_api_key": "hidden", "note": "shown"}
+    )
+    served = stage.serve(config)
+    _, rollout = stage.ready(served)
+    shown = stage.client(served).send(api.config())
+    assert "hidden" not in json.dumps(shown)
+    assert shown["custom"]["note"] == "shown"
+    assert rollout.reply.config["redis"]["url"] == "redis://host:1"
+    assert rollout.reply.config["custom"]["wandb_api_key"] == "hidden"
+
+
+def test_a_config_can_be_validated(stage: Stage) -> None:
+    served = stage.serve()
+    headers = {"authorization": f"Bearer {TOKENS['user']}"}
+    with httpx.Client(base_url=served.url, headers=headers, trust_env=False) as http:
+        verdict = http.post("/v1/config/validate", json={"train": {"epoch": 0}, "polcy": {}}).json()
+        assert not verdict["valid"]
+        assert {"train.epoch", "polcy"} <= {problem["key"] for problem in verdict["problems"]}
+        schema = http.get("/v1/config/schema").json()
+        assert {"train", "policy", "rollout"} <= set(schema["properties"])
+    assert send(stage, served.url, "user", "POST", "/v1/config/validate", content=b"[").status == 422
+
+
+def test_people_can_look_at_groups_and_samples(stage: Stage) -> None:
+    served = stage.serve()
+    _, rollout = stage.ready(served)
+    done, other = rollout.lease(2).groups
+    rollout.finish([done])
+    frame = make_frame(make_header(0, 0))
+    headers = {"authorization": f"Bearer {TOKENS['user']}"}
+    with httpx.Client(base_url=served.url, headers=headers, trust_env=False) as http:
+        groups = http.get("/v1/groups").json()
+        assert {group["id"]: group["state"] for group in groups} == {
+            done.group_id: "ready",
+            other.group_id: "leased",
+        }
+        assert [group["id"] for group in http.get("/v1/groups?state=ready").json()] == [done.group_id]
+        assert len(http.get("/v1/groups?limit=1&offset=1").json()) == 1
+        assert http.get(f"/v1/groups/{done.group_id}").json()["samples"]["1"]["score"] == 1.0
+        assert http.get(f"/v1/samples/{done.group_id}/0").content == frame
+        assert http.get(f"/v1/samples/{other.group_id}/0").status_code == 404
+        text = http.get("/metrics").text
+        job_id = served.job.job_id
+        assert f'cosmos_groups{{job="{job_id}",state="ready"}} 1.0' in text
+        assert f'cosmos_phase{{job="{job_id}",phase="training"}} 1.0' in text

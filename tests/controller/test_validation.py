@@ -1,0 +1,284 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from controller.validation import MAX_RESTARTS, Validation, ValidationGroup, ValidationParams
+from schema.wire.messages import ErrorCode
+from schema.wire.sample import SampleHeader
+from tests.controller.drivers import make_header
+
+PARAMS = ValidationParams(n_rows=4, n_samples=2, freq=5, before=True, max_replicas=1, lease_timeout=10.0)
+
+
+def make(**changes: object) -> Validation:
+    fields = {name: getattr(PARAMS, name) for name in PARAMS.__slots__}
+    return Validation(ValidationParams(**{**fields, **changes}))
+
+
+def lease(
+    validation: Validation, version: int, n: int = 8, replica: str = "a", now: float = 0.0, request: str = ""
+) -> list[ValidationGroup]:
+    name = request or f"request-{random.random()}"
+    return validation.lease(replica, name, version, version + 1, n, now).groups
+
+
+def finish(validation: Validation, groups: list[ValidationGroup], version: int, **changes: object) -> None:
+    for group in list(groups):
+        name, lease_id = validation.group_name(group), group.lease_id
+        for index in range(PARAMS.n_samples):
+            assert lease_id is not None
+            header = make_header(index, version, **changes)  # type: ignore[arg-type]
+            outcome = validation.push(name, lease_id, index, header, 1.0)
+            assert outcome.accepted, outcome
+
+
+@pytest.mark.parametrize(("before", "due"), [(True, 0), (False, None)])
+def test_the_initial_weights_are_validated_if_asked_for(before: bool, due: int | None) -> None:
+    validation = make(before=before)
+    validation.published(0, final=False)
+    assert validation.due == due
+
+
+def test_rounds_are_due_by_frequency_and_at_the_end() -> None:
+    validation = make(before=False)
+    found = []
+    for version in range(1, 13):
+        validation.published(version, final=version == 12)
+        if validation.due is not None:
+            found.append(version)
+            finish(validation, lease(validation, version), version)
+    assert found == [5, 10, 12]
+    assert list(validation.records) == [5, 10, 12]
+
+
+def test_a_due_version_that_was_never_published_is_validated_with_the_next_one() -> None:
+    validation = make(before=False)
+    validation.published(4, final=False)
+    validation.published(6, final=False)
+    assert validation.due == 5
+    assert lease(validation, 4) == []
+    finish(validation, lease(validation, 6), 6)
+    assert list(validation.records) == [6]
+
+
+def test_overtaken_rounds_become_one() -> None:
+    validation = make()
+    for version in (0, 5, 10):
+        validation.published(version, final=False)
+    assert lease(validation, 5) == []
+    finish(validation, lease(validation, 10), 10)
+    assert list(validation.records) == [10]
+    assert not validation.pending
+
+
+def test_the_final_version_is_validated_once() -> None:
+    validation = make(before=False)
+    validation.published(5, final=False)
+    finish(validation, lease(validation, 5), 5)
+    validation.published(5, final=True)
+    assert not validation.pending
+
+
+def test_a_final_round_that_is_running_already_is_not_due_again() -> None:
+    validation = make(before=False)
+    validation.published(5, final=False)
+    groups = lease(validation, 5)
+    validation.published(5, final=True)
+    validation.published(5, final=True)
+    finish(validation, groups, 5)
+    assert not validation.pending
+
+
+def test_other_versions_and_more_replicas_than_allowed_take_no_part() -> None:
+    validation = make(n_rows=6)
+    validation.published(0, final=False)
+    assert len(lease(validation, 0, n=2, replica="a")) == 2
+    assert lease(validation, 0, n=2, replica="b") == []
+    assert lease(validation, 1, n=2, replica="a") == []
+    assert len(lease(validation, 0, n=9, replica="a")) == 4
+    both = make(n_rows=6, max_replicas=2)
+    both.published(0, final=False)
+    assert len(lease(both, 0, n=2, replica="a")) == len(lease(both, 0, n=2, replica="b")) == 2
+    assert lease(both, 0, n=2, replica="c") == []
+
+
+def test_a_lease_is_as_large_as_the_batch_size_says() -> None:
+    validation = make(lease_size=3)
+    validation.published(0, final=False)
+    assert len(lease(validation, 0, n=99)) == 3
+
+
+def test_the_same_request_gets_the_same_groups() -> None:
+    validation = make()
+    validation.published(0, final=False)
+    first = lease(validation, 0, n=2, request="one-request")
+    assert lease(validation, 0, n=2, request="one-request") == first
+    assert len({group.position for group in (*first, *lease(validation, 0, n=2))}) == 4
+
+
+def test_samples_of_other_versions_are_refused() -> None:
+    validation = make()
+    validation.published(3, final=True)
+    group = lease(validation, 3)[0]
+    name, lease_id = validation.group_name(group), group.lease_id
+    assert lease_id is not None
+    wrong = validation.push(name, lease_id, 0, make_header(0, 2), 0.0)
+    assert wrong.code is ErrorCode.CONFLICT
+    mixed = make_header(0, 3).model_copy(update={"oldest_version": 2})
+    assert validation.push(name, lease_id, 0, mixed, 0.0).code is ErrorCode.CONFLICT
+    assert validation.push(name, "wrong", 0, make_header(0, 3), 0.0).code is ErrorCode.LEASE_LOST
+    assert validation.push(name, lease_id, 1, make_header(0, 3), 0.0).code is ErrorCode.BAD_REQUEST
+    assert validation.push(name, lease_id, 0, make_header(0, 3), 0.0).accepted
+    assert validation.push(name, lease_id, 0, make_header(0, 3), 0.0).duplicate
+
+
+def test_the_last_push_of_a_round_can_be_repeated() -> None:
+    validation = make(n_rows=1)
+    validation.published(0, final=False)
+    (group,) = lease(validation, 0)
+    name, lease_id = validation.group_name(group), group.lease_id
+    finish(validation, [group], 0)
+    assert lease_id is not None
+    assert validation.push(name, lease_id, 1, make_header(1, 0), 0.0).duplicate
+    assert validation.records[0].samples == 2
+
+
+def test_a_failed_reward_counts_as_an_error_and_not_as_zero() -> None:
+    validation = make(n_rows=2)
+    validation.published(0, final=False)
+    good, bad = lease(validation, 0)
+    finish(validation, [good], 0, score=1.0, rewards={"right": 1.0})
+    finish(validation, [bad], 0, score=None, error="timeout", rewards={})
+    record = validation.records[0]
+    assert (record.samples, record.errors, record.score_mean) == (2, 2, 1.0)
+    assert record.rewards_mean == {"right": 1.0}
+
+
+def test_without_any_score_there_is_no_mean() -> None:
+    validation = make(n_rows=1)
+    validation.published(0, final=False)
+    finish(validation, lease(validation, 0), 0, score=None, error="timeout", rewards={})
+    assert validation.records[0].score_mean is None
+
+
+def test_a_round_goes_on_at_another_replica_of_the_same_version() -> None:
+    validation = make()
+    validation.published(0, final=False)
+    groups = lease(validation, 0, n=4, replica="a")
+    finish(validation, groups[:2], 0)
+    assert validation.replica_gone("a", 1.0) == 2
+    rest = lease(validation, 0, replica="b")
+    assert [group.position for group in rest] == [2, 3]
+    finish(validation, rest, 0)
+    assert validation.records[0].samples == 8
+
+
+def test_a_round_whose_version_nobody_holds_begins_again_and_ends_in_the_end() -> None:
+    validation = make(before=False)
+    validation.published(5, final=False)
+    for version in range(5, 5 + MAX_RESTARTS):
+        finish(validation, lease(validation, version, n=1), version)
+    last = lease(validation, 9, n=1)
+    assert len(last) == PARAMS.n_rows
+    finish(validation, last, 9)
+    assert list(validation.records) == [9]
+
+
+def test_expired_leases_go_to_others_and_a_poison_prompt_ends_as_errors() -> None:
+    validation = make(n_rows=1, max_attempts=2)
+    validation.published(0, final=False)
+    assert len(lease(validation, 0, now=0.0)) == 1
+    assert validation.expire(10.0) == 0
+    assert validation.expire(10.1) == 1
+    assert len(lease(validation, 0, now=11.0)) == 1
+    validation.expire(30.0)
+    assert validation.records[0].errors == 2
+    assert not validation.pending
+
+
+def test_beats_renew_what_they_list_and_forget_what_they_miss_twice() -> None:
+    validation = make()
+    validation.published(0, final=False)
+    kept, forgotten = lease(validation, 0, n=2)
+    assert kept.lease_id is not None
+    forgotten_id = forgotten.lease_id
+    assert forgotten_id is not None
+    assert validation.renew("a", [kept.lease_id, "unknown"], 9.0) == ["unknown"]
+    assert forgotten.state == "leased"
+    validation.renew("a", [kept.lease_id], 9.0)
+    assert forgotten.state == "waiting"
+    assert validation.renew("a", [kept.lease_id, forgotten_id], 9.0) == [forgotten_id]
+    assert validation.expire(15.0) == 0
+
+
+def test_a_rewind_forgets_what_was_measured_on_later_versions() -> None:
+    validation = make()
+    validation.published(0, final=False)
+    finish(validation, lease(validation, 0), 0)
+    validation.published(5, final=False)
+    finish(validation, lease(validation, 5), 5)
+    validation.published(10, final=False)
+    lease(validation, 10)
+    validation.rewind(4)
+    assert list(validation.records) == [0]
+    assert not validation.pending
+    validation.published(5, final=False)
+    assert validation.due == 5
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_schedules(seed: int) -> None:
+    """Replicas come, go, update and repeat themselves: every round covers every row once, and restoring from
+    the written rows gives the same state after every event."""
+    chance = random.Random(seed)
+    validation = make(n_rows=5, max_replicas=chance.choice([1, 2]), max_attempts=100)
+    rows: dict[str, object] = {}
+    held: dict[str, list[tuple[str, str, int]]] = {"a": [], "b": [], "c": []}
+    version_of = dict.fromkeys(held, 0)
+    published, now = -1, 0.0
+    for _ in range(400):
+        now += chance.random()
+        name = chance.choice(sorted(held))
+        event = chance.random()
+        if event < 0.05:
+            published += 1
+            validation.published(published, final=False)
+        elif event < 0.2 and not held[name]:
+            version_of[name] = max(published, 0)
+        elif event < 0.5:
+            granted = validation.lease(
+                name, f"r{now}", version_of[name], version_of[name] + 1, chance.choice([1, 2, 5]), now
+            )
+            for group in granted.groups:
+                assert granted.version == version_of[name]
+                assert group.lease_id is not None
+                held[name].append((validation.group_name(group), group.lease_id, granted.version))
+        elif event < 0.9 and held[name]:
+            group_name, lease_id, version = held[name].pop(0)
+            for index in range(PARAMS.n_samples):
+                header: SampleHeader = make_header(index, version)
+                assert validation.push(group_name, lease_id, index, header, now).accepted
+                assert validation.push(group_name, lease_id, index, header, now).duplicate
+        elif event < 0.93:
+            validation.replica_gone(name, now)
+            held[name] = []
+        holders = {group.replica_id for group in validation.groups if group.state == "leased"}
+        assert len(holders) <= validation.params.max_replicas
+        assert all(
+            {header.newest_version for header in group.samples.values()} <= {validation.pinned}
+            for group in validation.groups
+            if validation.running
+        )
+        changed, removed = validation.take_changes()
+        rows.update({row: validation.row(row) for row in changed})
+        for row in removed:
+            rows.pop(row, None)
+        again = Validation.restore(validation.params, rows)
+        assert again.groups == validation.groups
+        assert again.records == validation.records
+        assert again.row("header") == validation.row("header")
+    for record in validation.records.values():
+        assert (record.samples, record.errors) == (10, 0)
+    assert seed or validation.records

@@ -1,0 +1,141 @@
+"""Validation rounds over HTTP, between training leases."""
+
+from __future__ import annotations
+
+from controller import api
+from schema.wire.messages import ErrorCode, LeaseReply, LeaseStatus, Phase
+from tests.controller.conftest import Stage
+from tests.controller.drivers import Rollout, make_header, train_step
+from tests.support.controller import make_config
+
+EVERY_4 = {"enable": True, "freq": 4, "before": True}
+
+
+def kinds(reply: LeaseReply) -> set[str]:
+    return {group.kind for group in reply.groups}
+
+
+def validate(rollout: Rollout) -> None:
+    """Work until no validation group is granted."""
+    while kinds(reply := rollout.lease(2)) == {"validation"}:
+        rollout.finish(reply.groups)
+    for group in reply.groups:
+        rollout.client.send(api.release(group.lease_id))
+
+
+def test_the_initial_weights_come_first_at_the_replica_that_takes_part(stage: Stage) -> None:
+    served = stage.serve(make_config(validation=EVERY_4))
+    _, rollout = stage.ready(served)
+    other = stage.rollout(served, "rollout-1")
+    other.register()
+    user = stage.client(served)
+    assert user.send(api.job()).phase is Phase.VALIDATING
+    first = rollout.lease(2)
+    assert kinds(first) == {"validation"}
+    assert [group.position for group in first.groups] == [0, 1]
+    assert {group.pinned_version for group in first.groups} == {0}
+    assert first.groups[0].row == {"prompt": "validation 0", "answer": "0"}
+    assert kinds(other.lease()) == {"train"}
+    assert kinds(rollout.lease(5)) == {"validation"}
+    assert user.send(api.validations()) == []
+    rollout.finish(first.groups)
+
+
+def test_a_round_becomes_a_record_and_outlives_the_controller(stage: Stage) -> None:
+    served = stage.serve(make_config(validation={**EVERY_4, "n_generation": 3}))
+    _, rollout = stage.ready(served)
+    reply = rollout.lease(2)
+    assert [len(group.seeds) for group in reply.groups] == [3, 3]
+    rollout.finish(reply.groups)
+    (last,) = rollout.lease(2).groups
+    rollout.finish([last])
+    (record,) = stage.client(served).send(api.validations())
+    assert (record.version, record.samples, record.errors) == (0, 9, 0)
+    assert record.score_mean is not None
+    assert abs(record.score_mean - 1 / 3) < 1e-9
+    assert record.response_tokens_mean == 3
+    status = stage.client(served).send(api.job())
+    assert status.validation == record
+    assert kinds(rollout.lease()) == {"train"}
+    assert stage.client(served).send(api.ledger()).created == 1
+
+
+def test_samples_of_another_version_are_refused(stage: Stage) -> None:
+    served = stage.serve(make_config(validation={**EVERY_4, "before": False, "freq": 1}))
+    trainer, rollout = stage.ready(served)
+    train_step(trainer, rollout, 0)
+    group = rollout.lease().groups[0]
+    assert (group.kind, group.pinned_version) == ("validation", 1)
+    assert rollout.push(group, make_header(0, 0)).code is ErrorCode.CONFLICT
+    assert rollout.push(group, make_header(0, 1)).accepted
+    assert rollout.push(group, make_header(0, 1)).duplicate
+
+
+def test_the_job_ends_after_the_validation_of_the_final_weights(stage: Stage) -> None:
+    served = stage.serve(make_config(validation=EVERY_4))
+    trainer, rollout = stage.ready(served)
+    validate(rollout)
+    for step in range(6):
+        train_step(trainer, rollout, step)
+        if step < 5:
+            validate(rollout)
+    user = stage.client(served)
+    trainer.leave("finished")
+    assert user.send(api.job()).phase is Phase.FINISHING
+    rollout.version, rollout.publication_id = 5, 6
+    behind = rollout.lease()
+    assert (behind.status, behind.update_to) == (LeaseStatus.UPDATE, 7)
+    rollout.update()
+    reply = rollout.lease(9)
+    assert kinds(reply) == {"validation"}
+    other = stage.rollout(served, "rollout-1")
+    other.register()
+    assert other.lease().status is LeaseStatus.THROTTLED
+    rollout.finish(reply.groups)
+    assert user.send(api.job()).phase is Phase.FINISHED
+    assert rollout.lease().status is other.lease().status is LeaseStatus.FINISHED
+    assert [record.version for record in user.send(api.validations())] == [0, 4, 6]
+
+
+def test_without_rollout_replicas_the_job_ends_without_its_last_round_and_says_so(stage: Stage) -> None:
+    config = make_config(
+        validation={**EVERY_4, "before": False},
+        train={"max_num_steps": 1},
+        controller={"start_timeout": 100.0, "heartbeat_timeout": 10.0},
+    )
+    served = stage.serve(config)
+    trainer, rollout = stage.ready(served)
+    train_step(trainer, rollout, 0)
+    trainer.leave("finished")
+    rollout.leave()
+    user = stage.client(served)
+    served.skip(50.0)
+    assert user.send(api.job()).phase is Phase.FINISHING
+    served.skip(101.0)
+    status = user.send(api.job())
+    assert status.phase is Phase.FINISHED
+    assert status.last_error is not None
+    assert "no final validation" in status.last_error
+
+
+def test_a_dead_replicas_validation_groups_go_to_another(stage: Stage) -> None:
+    served = stage.serve(make_config(validation=EVERY_4))
+    _, first = stage.ready(served)
+    second = stage.rollout(served, "rollout-1")
+    second.register()
+    taken = first.lease(3).groups
+    assert first.beat().lost_leases == []
+    stage.client(served).send(api.replica_exited("rollout-0", "killed"))
+    again = second.lease(3).groups
+    assert [group.group_id for group in again] == [group.group_id for group in taken]
+    assert [group.seeds for group in again] == [group.seeds for group in taken]
+    second.finish(again)
+    assert len(stage.client(served).send(api.validations())) == 1
+
+
+def test_a_failed_reward_is_an_error_and_not_a_zero(stage: Stage) -> None:
+    served = stage.serve(make_config(validation=EVERY_4), validation_rows=1)
+    _, rollout = stage.ready(served)
+    rollout.finish(rollout.lease().groups, score=None, rewards={}, error="reward timed out")
+    (record,) = stage.client(served).send(api.validations())
+    assert (record.samples, record.errors, record.score_mean) == (0, 1, None)

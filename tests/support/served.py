@@ -1,0 +1,119 @@
+"""A real controller served over HTTP by a thread of the test: starts in no time, and its clock can be moved."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import uvicorn
+
+from controller.app import create_app
+from controller.auth import Tokens
+from controller.client import Client
+from controller.job import Job
+from controller.serve import Settings
+from controller.service import Controller
+from controller.store import StateStore
+from tests.support.controller import TOKENS
+
+T = TypeVar("T")
+ANSWER_SECONDS = 30.0
+
+
+class ServedController:
+    """One controller in a thread. `skip` moves its clock, `call` runs something in its event loop."""
+
+    def __init__(self, run_dir: Path, redis_url: str) -> None:
+        self._run_dir, self._redis_url = run_dir, redis_url
+        self._skipped = 0.0
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self.controller: Controller
+
+    def start(self) -> None:
+        self._thread.start()
+        self.run(self._start())
+
+    async def _start(self) -> None:
+        environ = {f"COSMOS_TOKEN_{role.upper()}": token for role, token in TOKENS.items()}
+        environ["COSMOS_REDIS_URL"] = self._redis_url
+        settings = Settings.read(self._run_dir, None, 0, environ)
+        store, saved = await StateStore.open(
+            settings.redis_url, prefix=settings.config.redis.key_prefix, job_id=settings.job_id
+        )
+        job = Job(
+            settings.config,
+            job_id=settings.job_id,
+            run_dir=self._run_dir,
+            store=store,
+            saved=saved,
+            clock=lambda: time.time() + self._skipped,
+        )
+        await job.save()
+        self.controller = Controller.of(job, Tokens({"user": "user-token", "rollout": "rollout-token", "policy": "policy-token"}))
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        options = uvicorn.Config(
+            create_app(self.controller), lifespan="off", log_config=None, access_log=False,
+            timeout_graceful_shutdown=2,
+        )  # fmt: skip
+        self._server = uvicorn.Server(options)
+        self._serving = asyncio.create_task(self._server._serve([self._listener]))
+        while not self._server.started:
+            await asyncio.sleep(0.005)
+
+    def stop(self) -> None:
+        if not self._thread.is_alive():
+            return
+        self.run(self._stop())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(ANSWER_SECONDS)
+        self._loop.close()
+
+    async def _stop(self) -> None:
+        self.controller.job.close()
+        self._server.should_exit = True
+        await self._serving
+        await self.controller.job.store.close()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in the controller's loop."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(ANSWER_SECONDS)
+
+    def call(self, work: Callable[[], T]) -> T:
+        async def inside() -> T:
+            return work()
+
+        return self.run(inside())
+
+    def skip(self, seconds: float) -> None:
+        """Let time pass: the clock jumps, and what happens by itself happens."""
+        self._skipped += seconds
+        self.run(self.controller.upkeep.tick())
+
+    @property
+    def job(self) -> Job:
+        return self.controller.job
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+
+    def client(self, role: str = "user", patience: float = 0.0) -> Client:
+        return Client(self.url, TOKENS[role], patience=patience)
+
+
+@contextmanager
+def served_controller(run_dir: Path, redis_url: str) -> Iterator[ServedController]:
+    """A controller for the duration of a block."""
+    served = ServedController(run_dir, redis_url)
+    try:
+        served.start()
+        yield served
+    finally:
+        served.stop()
