@@ -79,7 +79,8 @@ def tensor_bytes(name: str, tensor: torch.Tensor) -> memoryview:
     plain = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
     if plain.numel() == 0:
         return memoryview(b"")
-    return memoryview(plain.reshape(-1).view(torch.uint8).numpy())
+    # Not reshape(-1): one element may count as contiguous and still have another stride.
+    return memoryview(plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy())
 
 
 def as_tensor(name: str, data: memoryview, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
