@@ -232,4 +232,4 @@ def test_manifest_says_what_is_stored(stored: tuple[Path, Publication]) -> None:
 def test_misaligned_tensors_are_usable(tmp_path: Path) -> None:
     odd = {"bytes": torch.arange(3, dtype=torch.uint8), "doubles": torch.arange(5, dtype=torch.float64)}
     found = fetch(tmp_path, put(DirectoryStore(tmp_path), odd))
-    assert float((found["doubles"] @ found["doubles"])) == 30.0
+    assert float(found["doubles"] @ found["doubles"]) == 30.0
