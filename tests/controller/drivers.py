@@ -54,7 +54,6 @@ def make_frame(header: SampleHeader) -> bytes:
     return encode_sample(sample)
 
 
-
 @dataclass
 class Trainer:
     """A policy replica that knows its registration."""
@@ -157,9 +156,7 @@ class Rollout:
             version = self.version if group.pinned_version is None else group.pinned_version
             for index in range(len(group.seeds)):
                 if index not in group.done:
-                    items.append(
-                        m.PushItem(group_id=group.group_id, lease_id=group.lease_id, index=index)
-                    )
+                    items.append(m.PushItem(group_id=group.group_id, lease_id=group.lease_id, index=index))
                     frames.append(make_frame(make_header(index, version, **changes)))  # type: ignore[arg-type]
         return m.PushList(replica_id=self.reply.replica_id, pushes=items), frames
 
@@ -194,4 +191,3 @@ def train_step(trainer: Trainer, rollout: Rollout, step: int, size: int = 8) -> 
         trainer.publish(step + 1)
         rollout.update()
     return committed
-

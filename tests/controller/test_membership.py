@@ -133,7 +133,12 @@ def test_a_new_trainer_ends_the_epoch_of_the_old_one(stage: Stage) -> None:
     assert old.batch(0) is not None
     new = stage.trainer(served)
     assert new.register(resume_step=0).policy_epoch == 2
-    for call in (lambda: old.batch(0), lambda: old.commit(0), lambda: old.publish(0), lambda: old.checkpoint(0)):
+    for call in (
+        lambda: old.batch(0),
+        lambda: old.commit(0),
+        lambda: old.publish(0),
+        lambda: old.checkpoint(0),
+    ):
         with pytest.raises(Refused) as refused:
             call()
         assert refused.value.code is ErrorCode.STALE_EPOCH
@@ -187,9 +192,7 @@ def test_a_trainer_ahead_of_the_job_is_refused(stage: Stage) -> None:
 
 
 def test_the_job_fails_by_name_when_replicas_do_not_register(stage: Stage) -> None:
-    config = make_config(
-        controller={"start_timeout": 60.0}, rollout={"parallelism": {"n_init_replicas": 2}}
-    )
+    config = make_config(controller={"start_timeout": 60.0}, rollout={"parallelism": {"n_init_replicas": 2}})
     served = stage.serve(config)
     rollout = stage.rollout(served)
     rollout.register()

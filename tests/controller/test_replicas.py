@@ -137,7 +137,9 @@ class RegistryMachine(RuleBasedStateMachine):
         for replica in self.newest.values():
             assert self.registry.find(replica.replica_id) is replica
         assert all(
-            self.now - replica.last_seen <= TIMEOUT + 15.0 for replica in self.newest.values() if replica.present
+            self.now - replica.last_seen <= TIMEOUT + 15.0
+            for replica in self.newest.values()
+            if replica.present
         )
 
     @invariant()

@@ -65,7 +65,9 @@ def test_numbers_that_are_none_are_refused(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("announced", [True, False])
-def test_a_body_over_the_limit_is_refused_and_the_sender_gets_the_answer(stage: Stage, announced: bool) -> None:
+def test_a_body_over_the_limit_is_refused_and_the_sender_gets_the_answer(
+    stage: Stage, announced: bool
+) -> None:
     url = stage.serve(make_config(controller={"max_request_bytes": 100_000})).url
     body = b"x" * 5_000_000
     content = body if announced else (body[i : i + 65536] for i in range(0, len(body), 65536))
@@ -228,8 +230,7 @@ def test_rows_outside_of_the_batch_are_refused(stage: Stage) -> None:
 
 
 def test_weights_of_no_publication_must_be_replaced_before_leasing(stage: Stage) -> None:
-    served = stage.serve()
-    trainer, rollout = stage.ready(served)
+    _, rollout = stage.ready(stage.serve())
     rollout.publication_id = 0
     reply = rollout.lease(wait_s=30.0)
     assert (reply.status, reply.update_to) == (LeaseStatus.UPDATE, 1)

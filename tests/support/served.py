@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 import uvicorn
 
 from controller.app import create_app
-from controller.auth import Tokens
 from controller.client import Client
 from controller.job import Job
 from controller.serve import Settings
@@ -56,7 +55,7 @@ class ServedController:
             clock=lambda: time.time() + self._skipped,
         )
         await job.save()
-        self.controller = Controller.of(job, Tokens({"user": "user-token", "rollout": "rollout-token", "policy": "policy-token"}))
+        self.controller = Controller.of(job, settings.tokens)
         self._listener = socket.create_server(("127.0.0.1", 0))
         options = uvicorn.Config(
             create_app(self.controller), lifespan="off", log_config=None, access_log=False,
@@ -64,7 +63,7 @@ class ServedController:
         )  # fmt: skip
         self._server = uvicorn.Server(options)
         self._serving = asyncio.create_task(self._server._serve([self._listener]))
-        while not self._server.started:
+        while not self._server.started:  # noqa: ASYNC110 - uvicorn has no event for it
             await asyncio.sleep(0.005)
 
     def stop(self) -> None:
