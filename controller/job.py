@@ -187,6 +187,15 @@ class Job:
         )
         self.wake_all()
 
+    def reopen(self) -> None:
+        """Leave the phase `stopped` or `failed`: everything else is as it was."""
+        log.info("the job was %s and goes on", self.facts.ended)
+        self.facts.ended, self.facts.last_error = None, None
+        self.facts.paused = False
+        self.opened_at = self.clock()
+        self.settle()
+        self.wake_all()
+
     def settle(self) -> None:
         """Draw the consequences of a change: close the stream, make the last round due, end the job."""
         if self.ended or not self.progress.finished:

@@ -1,7 +1,7 @@
 """What users do: look at the job and operate it.
 
 pause       no further leases and batches; what is leased or batched goes on
-resume      back to work
+resume      back to work; a stopped or failed job is opened again (the launcher does so with --resume)
 stop        ends the job: leases answer `finished`, replicas get the command `stop`
 checkpoint  the trainer saves one after the step it is at
 fail        ends the job as failed (the launcher does so when a restart budget is used up)
@@ -34,9 +34,11 @@ class Operations:
         """Do it, or refuse it in a job that has ended. Raises `ProblemError`."""
         job = self._job
         job.store.require()
-        if job.ended and action != "stop":
+        if action == "resume" and job.phase in (Phase.STOPPED, Phase.FAILED):
+            job.reopen()
+        elif job.ended and action != "stop":
             raise ProblemError(ErrorCode.CONFLICT, f"the job is {job.phase}: it cannot {action}")
-        if action == "stop":
+        elif action == "stop":
             job.end(Phase.STOPPED)
         elif action == "checkpoint":
             job.checkpoint_asked = True

@@ -20,33 +20,28 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from controller import api
-from controller.api import Call
-from controller.client import AsyncClient, ControllerError, ControllerLost, Unauthorized
+from controller.client import ControllerError, Unauthorized
 from launcher import placement, redis_server
+from launcher.contact import BRIEF, Contact
 from launcher.display import View, duration
 from launcher.logs import tail
 from launcher.placement import ProcessSpec, Replica
 from launcher.redis_server import RedisServer
 from launcher.report import Collected, Result
-from launcher.restarts import EXIT_FAILED, EXIT_OK, Budget, EndJob, Role
+from launcher.restarts import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, Budget, EndJob, Role, describe_exit
 from launcher.rundir import RunDir, Tokens, base_environment, environment
 from launcher.screen import Screen
 from launcher.supervisor import Ending, Exit, Setting, Situation, Supervised, Supervisor
 from schema.config import Config
 from schema.wire.messages import TERMINAL_PHASES, JobStatus, Phase
 
-T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 POLL, REDRAW = 0.5, 1.0
 """Seconds between looks at the controller, and between pictures of what it said."""
-READY_POLL = 0.05
-"""Seconds between looks at a controller that is starting."""
-EXIT_PATIENCE = 3.0
-"""Seconds to reach the controller when a replica has died: leases expire without it too, only later."""
 LEFT_PATIENCE = 60.0
 """Seconds to learn whether the job is over when a worker has left in order: a guess would restart it in vain."""
 HUNG_AFTER = 60.0
@@ -77,6 +72,8 @@ class Plan:
     redis: RedisServer
     workers: list[Replica]
     reuse_data: bool
+    continued: bool
+    """Whether an earlier start of this run left its state in Redis."""
     env: Mapping[str, str]
 
 
@@ -91,10 +88,11 @@ class Job:
         budget = Budget(launcher.max_restarts, launcher.restart_backoff, launcher.restart_backoff_max)
         setting = Setting(run.logs, run.locks, launcher.shutdown_timeout, budget, self._environment)
         self.supervisor = Supervisor(setting, self)
-        self.client = AsyncClient(plan.url, plan.tokens.user)
+        self.contact = Contact(plan.url, plan.tokens.user)
         self._started = time.monotonic()
         self._interrupts: asyncio.Queue[int] = asyncio.Queue()
-        self._controller_started = False
+        self._unseen = {replica.name for replica in plan.workers}
+        """Replicas that have not registered yet."""
 
     # ---- the whole ----------------------------------------------------------------------------------------
 
@@ -112,7 +110,7 @@ class Job:
             await self.supervisor.kill_all()
             if self.plan.redis.directory:
                 shutil.rmtree(self.plan.redis.directory, ignore_errors=True)
-            await self.client.close()
+            await self.contact.close()
             self.screen.close()
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 loop.remove_signal_handler(number)
@@ -171,15 +169,10 @@ class Job:
         plan, config = self.plan, self.plan.config
         if plan.redis.replica is not None:
             self.supervisor.launch(plan.redis.replica, after="controller", remove=plan.redis.directory)
-        data = (
-            None
-            if plan.reuse_data
-            else self.supervisor.launch(placement.data_preparation(str(plan.run.path)))
-        )
-        for replica in plan.workers:
-            self.supervisor.launch(replica)
-        if data is not None:
-            await self._prepare_data(data)
+        if not plan.continued:
+            self._launch_workers()
+        if not plan.reuse_data:
+            await self._prepare_data(self.supervisor.launch(placement.data_preparation(str(plan.run.path))))
         if plan.redis.replica is not None:
             self.view.stage = "waiting for redis"
             if not await redis_server.wait_ready(plan.redis.url, config.controller.start_timeout):
@@ -188,12 +181,28 @@ class Job:
         self.supervisor.launch(
             placement.controller(str(plan.run.path), config.controller.host, plan.port), after="workers"
         )
-        self._controller_started = True
-        if not await self._controller_ready(config.controller.start_timeout):
+        self.contact.started.set()
+        if not await self.contact.wait_ready(config.controller.start_timeout):
             return self._blame("controller", "the controller did not get ready (controller.start_timeout)")
         self.view.stage = "waiting for replicas"
+        if plan.continued and not await self._reopen():
+            return Outcome("finished", EXIT_OK, "it was finished before")
+        if plan.continued:
+            self._launch_workers()
         self._hint_join()
         return await self._watch()
+
+    def _launch_workers(self) -> None:
+        for replica in self.plan.workers:
+            self.supervisor.launch(replica)
+
+    async def _reopen(self) -> bool:
+        """A job that was stopped, or has failed, would send its workers away. False if there is nothing left to do."""
+        status = await self.contact.ask(api.job(), BRIEF)
+        if status.phase in (Phase.STOPPED, Phase.FAILED):
+            status = await self.contact.ask(api.operate("resume"), BRIEF)
+        self.event(f"going on after {status.step} of {status.total_steps} steps")
+        return status.phase is not Phase.FINISHED
 
     async def _prepare_data(self, data: Supervised) -> None:
         """Wait for the preparation; a failure ends the job through the supervisor."""
@@ -207,18 +216,6 @@ class Job:
                 continue
         if data.last_exit is None or data.last_exit.code != EXIT_OK:
             await asyncio.Future()  # `_until_over` sees the supervisor's verdict and abandons this
-
-    async def _controller_ready(self, timeout: float) -> bool:
-        # The client's own retries back off to seconds, which would be felt at every start.
-        give_up = time.monotonic() + timeout
-        while time.monotonic() < give_up:
-            try:
-                await self._ask(api.ready())
-            except ControllerLost:
-                await asyncio.sleep(READY_POLL)
-            else:
-                return True
-        return False
 
     def _hint_join(self) -> None:
         if self.plan.config.is_grpo:
@@ -237,14 +234,12 @@ class Job:
 
     async def _watch(self) -> Outcome:
         """Follow the controller until it says that the job is over."""
-        missing = {replica.name for replica in self.plan.workers}
-        give_up = time.monotonic() + self.plan.config.controller.start_timeout
         silent_since: float | None = None
         while True:
             try:
                 await self._look()
-                if missing:
-                    missing -= {replica.name for replica in await self._ask(api.replicas())}
+                if self._unseen:
+                    self._unseen -= {replica.name for replica in await self.contact.ask(api.replicas())}
                 silent_since = None
             except Unauthorized:
                 raise
@@ -252,7 +247,7 @@ class Job:
                 log.debug("no status: %s", error)
                 now = time.monotonic()
                 silent_since = silent_since or now
-                if now - silent_since > HUNG_AFTER and not await self._is_healthy():
+                if now - silent_since > HUNG_AFTER and not await self.contact.is_healthy():
                     self.event(
                         f"the controller has not answered for {now - silent_since:.0f} s: restarting it"
                     )
@@ -262,20 +257,15 @@ class Job:
             outcome = self._judge()
             if outcome is not None:
                 return outcome
-            if missing and time.monotonic() > give_up:
-                names, timeout = ", ".join(sorted(missing)), self.plan.config.controller.start_timeout
-                return self._blame(
-                    min(missing), f"{names} did not register within {timeout:g} s (controller.start_timeout)"
-                )
             await asyncio.sleep(POLL)
 
     async def _look(self) -> None:
-        status = await self._ask(api.job())
+        status = await self.contact.ask(api.job())
         before, view = self.view.status, self.view
         if status.reward is not None and (before is None or before.step != status.step):
             view.rewards.append(status.reward)
         if status.validation is not None and view.first_accuracy is None:
-            records = await self._ask(api.validations())
+            records = await self.contact.ask(api.validations())
             view.first_accuracy = records[0].score_mean if records else None
         if before is not None and status.last_error and status.last_error != before.last_error:
             self.event(f"error: {status.last_error}")
@@ -289,32 +279,14 @@ class Job:
             return Outcome("finished", EXIT_OK)
         if status.phase is Phase.STOPPED:
             return Outcome("stopped", 128 + signal.SIGINT, "by `cosmos-launch stop` or the API")
-        return self._blame("controller", status.last_error or "the controller says that the job has failed")
-
-    async def _is_healthy(self) -> bool:
-        """Whether the controller's process answers at all (it may only miss Redis)."""
-        try:
-            await self._ask(Call("GET", "/healthz", lambda _: None))
-        except ControllerError:
-            return False
-        return True
+        culprit = min(self._unseen, default="controller")  # one that did not register has written why
+        return self._blame(culprit, status.last_error or "the controller says that the job has failed")
 
     def _blame(self, process: str, reason: str) -> Outcome:
         """A failure that the end of a process's log explains."""
         logs = self.plan.run.logs
         log_file = next(iter(sorted(logs.glob(f"{process}*.log"))), logs / f"{process}.log")
         return Outcome("failed", EXIT_FAILED, reason, tuple(tail(log_file)), log_file)
-
-    async def _ask(self, call: Call[T], patience: float = 0.0) -> T:
-        """Send one call; the patience of the shared client is that of this call."""
-        client = (
-            AsyncClient(self.plan.url, self.plan.tokens.user, patience=patience) if patience else self.client
-        )
-        try:
-            return await client.send(call)
-        finally:
-            if client is not self.client:
-                await client.close()
 
     # ---- what the supervisor asks (Observer) --------------------------------------------------------------
 
@@ -324,22 +296,30 @@ class Job:
     async def exited(self, exit_: Exit) -> Situation:
         """Tell the controller of a replica that went down, and learn whether the job still needs it."""
         role, name = exit_.replica.role, exit_.replica.name
-        if role in (Role.POLICY, Role.ROLLOUT) and self._controller_started:
-            try:
-                reason = f"process ended with exit code {exit_.code}"
-                await self._ask(api.replica_exited(name, reason), EXIT_PATIENCE)
-            except ControllerError as error:
-                log.debug("the exit of %s could not be reported: %s", name, error)
-        status = await self._newest_status(LEFT_PATIENCE if exit_.code == EXIT_OK else EXIT_PATIENCE, role)
+        is_replica = role in (Role.POLICY, Role.ROLLOUT)
+        if is_replica and not self.contact.started.is_set() and exit_.code != EXIT_CONFIG:
+            return await self._too_early(exit_)
+        if is_replica:
+            await self.contact.tell(api.replica_exited(name, f"process ended with exit code {exit_.code}"))
+        status = await self._newest_status(LEFT_PATIENCE if exit_.code == EXIT_OK else BRIEF, role)
         if status is None:
             return Situation(over=False, needed=True)
         return Situation(over=status.phase in TERMINAL_PHASES, needed=self._needed(exit_, status))
 
+    async def _too_early(self, exit_: Exit) -> Situation:
+        """A worker gave up waiting for the controller while data is being prepared: not its fault."""
+        self.event(
+            f"{exit_.replica.name} ended ({describe_exit(exit_.code)}) before the controller was started; it is "
+            f"started again with it; its log: {exit_.log_file}"
+        )
+        await self.contact.started.wait()
+        return Situation(over=False, needed=True, counts=False)
+
     async def _newest_status(self, patience: float, role: Role) -> JobStatus | None:
-        if role not in (Role.POLICY, Role.ROLLOUT) or not self._controller_started:
+        if role not in (Role.POLICY, Role.ROLLOUT) or not self.contact.started.is_set():
             return self.view.status
         try:
-            self.view.status = await self._ask(api.job(), patience)
+            self.view.status = await self.contact.ask(api.job(), patience)
         except ControllerError as error:
             log.debug("no status: %s", error)
         return self.view.status
@@ -363,28 +343,24 @@ class Job:
         workers = [name for name, kept in self.supervisor.replicas.items() if _is_worker(kept.replica.role)]
         if outcome.name == "failed":
             self.event(f"failed: {outcome.reason}")
-            await self._tell(api.fail(outcome.reason))
+            await self.contact.tell(api.fail(outcome.reason))
         elif outcome.name == "stopped":
             self.event(f"stopping ({outcome.reason}); Ctrl-C again kills all processes at once")
-            await self._tell(api.operate("stop"))
+            await self.contact.tell(api.operate("stop"))
         else:
             self.view.notice = "finished; the workers are leaving"
             await self.supervisor.wait(workers, self.plan.config.launcher.shutdown_timeout)
         await self._stop(workers)
-        collected = await self._collect()
+        collected = Collected(status=self.view.status)
+        if self.supervisor.running(["controller"]):
+            collected = await self.contact.collect(self.view.status)
+        if collected.missing:
+            self.event(f"the summary is incomplete: {collected.missing}")
         self.view.status = collected.status
         self._show()
         await self._stop(["controller"])
         await self._stop(["redis"])
         return collected
-
-    async def _tell(self, call: Call[JobStatus]) -> None:
-        if not self._controller_started:
-            return
-        try:
-            self.view.status = await self._ask(call, EXIT_PATIENCE)
-        except ControllerError as error:
-            log.debug("the controller could not be told: %s", error)
 
     async def _stop(self, names: Iterable[str]) -> None:
         chosen = [kept.replica.name for kept in self.supervisor.running(names)]
@@ -404,22 +380,6 @@ class Job:
         finally:
             stopping.cancel()
             self.view.notice = ""
-
-    async def _collect(self) -> Collected:
-        """What the controller knows at the end; what it cannot say stays as it was last seen."""
-        found = Collected(status=self.view.status)
-        if not self._controller_started or not self.supervisor.running(["controller"]):
-            return found
-        patience = 3 * EXIT_PATIENCE
-        try:
-            found.status = await self._ask(api.job(), patience)
-            found.ledger = await self._ask(api.ledger())
-            found.steps = await self._ask(api.steps())
-            found.validations = await self._ask(api.validations())
-            found.replicas = await self._ask(api.replicas())
-        except ControllerError as error:
-            self.event(f"the summary is incomplete: {error}")
-        return found
 
     async def _tick(self) -> None:
         """Redraw once a second."""

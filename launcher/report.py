@@ -27,6 +27,7 @@ class Collected:
     steps: list[StepRecord] = field(default_factory=list)
     validations: list[ValidationRecord] = field(default_factory=list)
     replicas: list[ReplicaInfo] = field(default_factory=list)
+    missing: str = ""
 
 
 @dataclass(frozen=True, slots=True)

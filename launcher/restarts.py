@@ -56,7 +56,7 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """Start it again after `delay` seconds; the `attempt`-th of `limit` in this streak."""
+    """Start it again after `delay` seconds; the `attempt`-th of `limit` in this streak (0: it does not count)."""
 
     delay: float
     attempt: int
@@ -98,21 +98,24 @@ class Restarts:
     def started(self, now: float) -> None:
         self._started_at = now
 
-    def exited(self, now: float, code: int, *, over: bool, needed: bool) -> Verdict:
+    def exited(self, now: float, code: int, *, over: bool, needed: bool, counts: bool = True) -> Verdict:
         """Decide after an exit.
 
         over: the job has ended, or the process was told to end. needed: whether the job misses a process that
-        left with code 0 (a drained rollout replica is not missed while another one is there).
+        left with code 0 (a drained rollout replica is not missed while another one is there). counts: whether
+        this end is the process's own fault.
         """
         if over or (code == EXIT_OK and (not needed or self.role is Role.DATA)):
             return Left()
         final = self._final(code)
         if final is not None:
             return final
-        if now - self._started_at >= self.budget.healthy_after:
-            self.streak = 0
         how = describe_exit(code) if code != EXIT_OK else "it left although the job still needs it"
         limit = self.budget.max_restarts
+        if not counts:
+            return Restart(0.0, 0, limit, how)
+        if now - self._started_at >= self.budget.healthy_after:
+            self.streak = 0
         if self.streak >= limit:
             used = (
                 "launcher.max_restarts = 0 allows no restart"

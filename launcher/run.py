@@ -106,6 +106,7 @@ def _run(checked: Checked, run: RunDir, continued: bool, screen: Screen, env: Ma
         redis=redis_server.named(config.redis, env) or redis_server.embedded(run.redis),
         workers=place(config, checked.machine),
         reuse_data=continued and _same_data(before, written, run),
+        continued=continued,
         env=env,
     )
 

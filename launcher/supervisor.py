@@ -59,6 +59,7 @@ class Situation:
 
     over: bool
     needed: bool
+    counts: bool = True
 
 
 class Observer(Protocol):
@@ -177,12 +178,14 @@ class Supervisor:
                 supervised.last_exit = exit_
                 if supervised.stopping:
                     return
+                supervised.state = "waiting"
                 situation = await self.observer.exited(exit_)
                 verdict = restarts.exited(
                     time.monotonic(),
                     exit_.code,
                     over=situation.over or supervised.stopping,
                     needed=situation.needed,
+                    counts=situation.counts,
                 )
                 if isinstance(verdict, EndJob):
                     return self.end(verdict, exit_)
@@ -196,10 +199,11 @@ class Supervisor:
 
     async def _back_off(self, supervised: Supervised, verdict: Restart) -> None:
         supervised.state = "waiting"
-        self.observer.event(
-            f"{supervised.replica.name} ended ({verdict.reason}); restart {verdict.attempt} of {verdict.limit} "
-            f"in {verdict.delay:.1f} s; its log: {self._log_file(supervised.last_exit)}"
-        )
+        if verdict.attempt:
+            self.observer.event(
+                f"{supervised.replica.name} ended ({verdict.reason}); restart {verdict.attempt} of {verdict.limit} "
+                f"in {verdict.delay:.1f} s; its log: {self._log_file(supervised.last_exit)}"
+            )
         await asyncio.sleep(verdict.delay)
 
     async def _run_once(self, supervised: Supervised) -> Exit:

@@ -40,6 +40,7 @@ def main() -> int:
     path, script = Path(sys.argv[1]), sys.argv[2]
     settings = job_config(int(sys.argv[3]) if len(sys.argv) > 3 else 10)
     run = RunDir(path)
+    continued = run.config_json.exists()
     run.make()
     run.lock()
     run.wait_until_left(20.0)
@@ -60,6 +61,7 @@ def main() -> int:
         redis=redis_server.embedded(run.redis),
         workers=[Replica("policy-0", Role.POLICY, (spec,))],
         reuse_data=True,
+        continued=continued,
         env=dict(os.environ),
     )
     screen = PlainScreen()

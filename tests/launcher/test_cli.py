@@ -118,10 +118,17 @@ def test_wrong_configurations_end_with_one_clear_message(tmp_path: Path, name: s
         for part in (*expected, "run.toml:"):
             assert part in run.stderr, run.stderr
     assert not (tmp_path / "out").exists()
-    found = json.loads(cosmos("validate", path, "--json").stdout)
+
+
+def test_validate_tells_programs_where_the_mistakes_are(tmp_path: Path):
+    path = write_job(tmp_path)
+    replace(path, "compile = false", "compile = false\nepochs = 3")
+    run = cosmos("validate", path, "--json")
+    assert run.returncode == 2
+    found = json.loads(run.stdout)
     assert not found["valid"]
-    assert len(found["problems"]) == 1
-    assert found["problems"][0]["line"] is not None
+    (problem,) = found["problems"]
+    assert (problem["key"], problem["line"]) == ("train.epochs", 5)
 
 
 def test_several_mistakes_are_told_at_once(tmp_path: Path):

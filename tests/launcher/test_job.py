@@ -200,7 +200,7 @@ def test_ends_that_no_restart_can_help(drive: Drive, code: int, exit_code: int, 
     assert job.summary()["restarts"]["policy-0"] == 0
 
 
-def test_ctrl_c_ends_in_order_and_resume_goes_on(drive: Drive):
+def test_ctrl_c_ends_in_order(drive: Drive):
     job = drive(200, pause=0.03)
     job.reaches(3)
     family = job.family()
@@ -215,6 +215,25 @@ def test_ctrl_c_ends_in_order_and_resume_goes_on(drive: Drive):
     assert summary["outcome"] == "stopped"
     assert summary["status"]["phase"] == "stopped"
     assert not socket.parent.exists(), "the private directory of Valkey's socket"
+
+
+@pytest.mark.slow
+def test_a_stopped_and_a_failed_run_go_on(drive: Drive):
+    stopped = drive(40, pause=0.02, die_at=30, code=4)
+    stopped.reaches(3)
+    stopped.process.send_signal(signal.SIGINT)
+    assert stopped.wait() == 130, stopped.output()
+    (stopped.run_dir / "first_life").unlink()
+    failed = drive(40, pause=0.02, die_at=30, code=4)
+    assert failed.wait() == 1, failed.output()
+    assert "going on after" in failed.output()
+    assert failed.summary()["status"]["phase"] == "failed"
+    finished = drive(40, pause=0.02)
+    assert finished.wait() == 0, finished.output()
+    assert steps_of(finished.summary()) == list(range(40))
+    again = drive(40)
+    assert again.wait() == 0, again.output()
+    assert steps_of(again.summary()) == list(range(40)), "a finished run stays finished"
 
 
 @pytest.mark.slow

@@ -118,6 +118,16 @@ def test_a_streak_never_restarts_more_often_than_allowed(
     assert all(delay <= most for delay in delays)
 
 
+def test_an_end_that_is_nobodys_fault_costs_nothing():
+    restarts = Restarts("policy-0", Role.POLICY, Budget(0, 1.0, 1.0))
+    for _ in range(5):
+        restarts.started(0.0)
+        verdict = restarts.exited(0.0, 1, over=False, needed=True, counts=False)
+        assert verdict == Restart(0.0, 0, 0, "exit code 1")
+    assert restarts.total == 0
+    assert isinstance(restarts.exited(0.0, 2, over=False, needed=True, counts=False), EndJob)
+
+
 def test_delays_stay_finite_for_any_number_of_attempts():
     assert Budget(10**6, 1.0, 60.0).delay(100_000) == 60.0
     assert Budget(10**6, 0.0, 60.0).delay(100_000) == 0.0

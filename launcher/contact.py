@@ -1,0 +1,87 @@
+"""What the launcher and the controller say to each other, as the user."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import TypeVar
+
+from controller import api
+from controller.api import Call
+from controller.client import AsyncClient, ControllerError, ControllerLost
+from launcher.report import Collected
+from schema.wire.messages import JobStatus
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+READY_POLL = 0.05
+"""Seconds between looks at a controller that is starting: the client's own retries back off to seconds, which
+would be felt at every start."""
+BRIEF = 3.0
+"""Seconds of patience for what is only polite to say: the controller finds out by itself, later."""
+
+
+class Contact:
+    """The controller of one job, which may be away for a while."""
+
+    def __init__(self, url: str, token: str) -> None:
+        self.url = url
+        self._token = token
+        self._client = AsyncClient(url, token)
+        self.started = asyncio.Event()
+        """Set once the controller was started; before, nobody listens."""
+
+    async def ask(self, call: Call[T], patience: float = 0.0) -> T:
+        """Send one call; a lost controller is waited for `patience` seconds. Raises `ControllerError`."""
+        if not patience:
+            return await self._client.send(call)
+        async with AsyncClient(self.url, self._token, patience=patience) as client:
+            return await client.send(call)
+
+    async def tell(self, call: Call[T]) -> T | None:
+        """Send something that is only polite to say; None if the controller does not hear it."""
+        if not self.started.is_set():
+            return None
+        try:
+            return await self.ask(call, BRIEF)
+        except ControllerError as error:
+            log.debug("%s %s: %s", call.method, call.path, error)
+            return None
+
+    async def wait_ready(self, timeout: float) -> bool:
+        """Wait until the controller serves; False after `timeout` seconds."""
+        give_up = time.monotonic() + timeout
+        while time.monotonic() < give_up:
+            try:
+                await self.ask(api.ready())
+            except ControllerLost:
+                await asyncio.sleep(READY_POLL)
+            else:
+                return True
+        return False
+
+    async def is_healthy(self) -> bool:
+        """Whether the controller's process answers at all (it may only miss Redis)."""
+        try:
+            await self.ask(Call("GET", "/healthz", lambda _: None))
+        except ControllerError:
+            return False
+        return True
+
+    async def collect(self, last: JobStatus | None) -> Collected:
+        """What the controller knows at the end of a job. `last`: its status as it was seen last."""
+        found = Collected(status=last)
+        try:
+            found.status = await self.ask(api.job(), 3 * BRIEF)
+            found.ledger = await self.ask(api.ledger())
+            found.steps = await self.ask(api.steps())
+            found.validations = await self.ask(api.validations())
+            found.replicas = await self.ask(api.replicas())
+        except ControllerError as error:
+            found.missing = str(error)
+        return found
+
+    async def close(self) -> None:
+        await self._client.close()
