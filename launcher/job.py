@@ -197,7 +197,7 @@ class Job:
             self.supervisor.launch(replica)
 
     async def _reopen(self) -> bool:
-        """A job that was stopped, or has failed, would send its workers away. False if there is nothing left to do."""
+        """Open a stopped or failed job again: it would send its workers away. False if nothing is left to do."""
         status = await self.contact.ask(api.job(), BRIEF)
         if status.phase in (Phase.STOPPED, Phase.FAILED):
             status = await self.contact.ask(api.operate("resume"), BRIEF)
