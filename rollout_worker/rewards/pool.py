@@ -102,6 +102,10 @@ class RewardPool:
             self._work.set()
         return future
 
+    async def watch(self) -> None:
+        """Returns never; raises `RewardPoolError` when processes cannot be started any more."""
+        await asyncio.gather(*self._tasks)
+
     async def close(self) -> None:
         """End all processes; samples that are not done are cancelled."""
         for task in self._tasks:
@@ -124,6 +128,7 @@ class RewardPool:
                     process = await self._replace()
         except RewardPoolError as failure:
             self._fail(failure)
+            raise
         finally:
             await process.stop()
 

@@ -1,0 +1,110 @@
+"""`python -m rollout_worker`: one rollout replica.
+
+Environment: COSMOS_CONTROLLER_URL and COSMOS_TOKEN (the rollout role's); optional COSMOS_REPLICA_NAME,
+COSMOS_CPU_THREADS, COSMOS_PARENT_PID. Everything else comes with the registration.
+
+Exit codes: 0 the job is over, or this replica was asked to leave; 2 the settings cannot work; 1 anything else,
+to be restarted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+
+from controller.client import ControllerError, Unauthorized
+from rollout_worker.engines.base import EngineConfigError, EngineError
+from rollout_worker.rewards.pool import RewardPoolError
+from rollout_worker.rewards.registry import RewardConfigError
+from rollout_worker.session import JobOverError, SupersededError
+
+OK, FAILED, CONFIG = 0, 1, 2
+log = logging.getLogger("rollout_worker")
+
+
+class EnvironmentMissingError(Exception):
+    """A variable that this process needs is not set, or not usable."""
+
+
+def main() -> int:
+    _set_up_logging()
+    try:
+        url, token = _required("COSMOS_CONTROLLER_URL"), _required("COSMOS_TOKEN")
+        parent, threads = _number("COSMOS_PARENT_PID"), _number("COSMOS_CPU_THREADS")
+    except EnvironmentMissingError as error:
+        log.error("%s", error)
+        return CONFIG
+    name = os.environ.get("COSMOS_REPLICA_NAME") or f"{socket.gethostname()}-{os.getpid()}"
+    return _run(url, token, name, parent, threads)
+
+
+def _run(url: str, token: str, name: str, parent: int | None, threads: int | None) -> int:
+    _set_up_libraries(threads)
+    from rollout_worker.worker import Worker  # after the environment is known to be right: it takes seconds
+
+    async def work() -> None:
+        await Worker(url, token, name, parent).run()
+
+    try:
+        asyncio.run(work())
+    except (EngineConfigError, RewardConfigError) as error:
+        log.error("%s", error)
+        return CONFIG
+    except Unauthorized as error:
+        log.error("%s: COSMOS_TOKEN is not the rollout token of this job", error)
+        return CONFIG
+    except JobOverError as error:
+        log.info("%s", error)
+        return OK
+    except (ControllerError, EngineError, RewardPoolError, SupersededError) as error:
+        log.error("%s: %s", type(error).__name__, error)
+        return FAILED
+    except Exception:
+        log.exception("the rollout worker failed")
+        return FAILED
+    return OK
+
+
+def _required(name: str) -> str:
+    value = os.environ.get(name, "")
+    if not value:
+        raise EnvironmentMissingError(
+            f"{name} is not set: a rollout replica needs the controller's URL and the rollout token"
+        )
+    return value
+
+
+def _number(name: str) -> int | None:
+    value = os.environ.get(name, "")
+    if not value:
+        return None
+    if not value.isdigit() or int(value) < 1:
+        raise EnvironmentMissingError(f"{name} = {value!r} is not a positive number")
+    return int(value)
+
+
+def _set_up_logging() -> None:
+    logging.basicConfig(
+        level=logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+        force=True,
+    )
+    for noisy in ("httpx", "httpcore", "transformers"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+def _set_up_libraries(threads: int | None) -> None:
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if threads is not None:
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        import torch
+
+        torch.set_num_threads(threads)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

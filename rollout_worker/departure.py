@@ -1,0 +1,64 @@
+"""Why and how a replica leaves.
+
+finished  the job has ended: nothing of what it holds is needed
+stop      leave now: running samples are given up
+drain     lease no more, finish what can be finished in time
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from typing import Literal
+
+log = logging.getLogger(__name__)
+
+Kind = Literal["drain", "finished", "stop"]
+_URGENCY: dict[Kind, int] = {"drain": 0, "finished": 1, "stop": 2}
+
+
+class Departure:
+    """Asked for by signals, by the controller, or by the end of the job; a more urgent wish replaces another."""
+
+    def __init__(self) -> None:
+        self.kind: Kind | None = None
+        self.reason = ""
+        self._asked, self._urgent = asyncio.Event(), asyncio.Event()
+
+    def ask(self, kind: Kind, reason: str) -> None:
+        if self.kind is not None and _URGENCY[kind] <= _URGENCY[self.kind]:
+            return
+        log.info("leaving (%s): %s", kind, reason)
+        self.kind, self.reason = kind, reason
+        self._asked.set()
+        if kind != "drain":
+            self._urgent.set()
+
+    @property
+    def asked(self) -> bool:
+        return self.kind is not None
+
+    async def wait(self) -> None:
+        """Until anybody asks."""
+        await self._asked.wait()
+
+    async def wait_urgent(self) -> None:
+        """Until leaving cannot wait for running samples."""
+        await self._urgent.wait()
+
+    def install_signals(self) -> None:
+        """SIGTERM drains, SIGINT too (a terminal sends it to every process); the second one stops."""
+
+        def on_signal(number: signal.Signals) -> None:
+            self.ask("stop" if self.asked else "drain", f"{number.name} received")
+
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, on_signal, number)
+
+    def check_parent(self, parent: int | None) -> None:
+        """Leave when the launcher (its pid is in COSMOS_PARENT_PID) is not the parent any more."""
+        if parent is not None and os.getppid() != parent:
+            self.ask("stop", f"the launcher (pid {parent}) is gone")

@@ -1,0 +1,43 @@
+"""Numbers for the display: throughput over the last seconds, and how much of the time the engine was idle."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from rollout_worker.engines.base import EngineStats
+
+WINDOW = 10.0
+"""Seconds that rates look back: smooth enough to read, short enough to notice a stop."""
+
+
+class Gauges:
+    """Fed with the engine's totals at every heartbeat; time comes in as `now`."""
+
+    def __init__(self) -> None:
+        self._points: deque[tuple[float, EngineStats]] = deque()
+        self._first_lease: tuple[float, float] | None = None
+        self.extra: dict[str, float] = {}
+        """Further numbers, set by whoever measures them (seconds of the last update, say)."""
+
+    def training_began(self, now: float, stats: EngineStats) -> None:
+        """The first training lease: idle time counts from here. Later calls change nothing."""
+        if self._first_lease is None:
+            self._first_lease = (now, stats.idle_s)
+
+    def read(self, now: float, stats: EngineStats) -> dict[str, float]:
+        self._points.append((now, stats))
+        while len(self._points) > 2 and now - self._points[1][0] >= WINDOW:
+            self._points.popleft()
+        then, before = self._points[0]
+        seconds = now - then
+        values = {
+            "samples_per_s": (stats.samples - before.samples) / seconds if seconds > 0 else 0.0,
+            "tokens_per_s": (stats.tokens - before.tokens) / seconds if seconds > 0 else 0.0,
+            "running": float(stats.running),
+            "waiting": float(stats.waiting),
+            **self.extra,
+        }
+        if self._first_lease is not None and now > self._first_lease[0]:
+            began, idle = self._first_lease
+            values["idle_fraction"] = min(max((stats.idle_s - idle) / (now - began), 0.0), 1.0)
+        return values

@@ -1,0 +1,63 @@
+"""Heartbeats: leases are renewed, numbers reported; lost leases and commands come back."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from controller import api
+from rollout_worker.departure import Departure
+from rollout_worker.engines.base import Engine
+from rollout_worker.gauges import Gauges
+from rollout_worker.held import Held
+from rollout_worker.session import Session
+from schema.wire.messages import HeartbeatReply, HeartbeatRequest
+
+PARENT_CHECK_S = 0.5
+
+
+class Heartbeat:
+    """One loop from registration to leaving, even while the engine boots."""
+
+    def __init__(
+        self, session: Session, held: Held, gauges: Gauges, departure: Departure, parent: int | None
+    ) -> None:
+        self._session, self._held, self._gauges = session, held, gauges
+        self._departure, self._parent = departure, parent
+        self.status = "starting"
+        self.engine: Engine | None = None
+        self.on_lost: Callable[[list[str]], None] = lambda lease_ids: None
+
+    async def run(self) -> None:
+        """For ever. Raises `ControllerError`, `SupersededError`, `JobOverError`."""
+        while True:
+            self._obey(
+                await self._session.call(lambda session: api.heartbeat(session.replica_id, self._beat()))
+            )
+            await self._pause(self._session.reply.heartbeat_interval)
+
+    def _beat(self) -> HeartbeatRequest:
+        engine = self.engine
+        return HeartbeatRequest(
+            incarnation=self._session.incarnation,
+            leases=self._held.lease_ids,
+            version=-1 if engine is None else engine.version,
+            status=self.status,
+            gauges={} if engine is None else self._gauges.read(time.monotonic(), engine.stats()),
+        )
+
+    def _obey(self, reply: HeartbeatReply) -> None:
+        lost = [lease_id for lease_id in reply.lost_leases if self._held.get(lease_id) is not None]
+        if lost:
+            self.on_lost(lost)
+        if "stop" in reply.commands:
+            self._departure.ask("stop", "the controller asked for it")
+        elif "drain" in reply.commands:
+            self._departure.ask("drain", "the controller asked for it")
+
+    async def _pause(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            self._departure.check_parent(self._parent)
+            await asyncio.sleep(min(left, PARENT_CHECK_S))

@@ -1,0 +1,99 @@
+"""What this replica holds: groups under lease, and which of their samples are where. Pure bookkeeping.
+
+    leased ─▶ generating ─▶ scoring ─▶ pushing ─▶ done
+              (in the engine)
+
+A group leaves when its last sample is done, when its lease is lost, or when it is given back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from schema.wire.messages import HeldLease, LeasedGroup
+
+
+@dataclass(slots=True)
+class HeldGroup:
+    """One group under lease."""
+
+    lease: LeasedGroup
+    open: set[int]
+    """Samples that are not done."""
+    requests: set[str] = field(default_factory=set)
+    """Engine requests made for it."""
+
+
+class Held:
+    """All groups under lease, by lease id, and the engine requests made for them."""
+
+    def __init__(self) -> None:
+        self._groups: dict[str, HeldGroup] = {}
+        self._requests: dict[str, tuple[HeldGroup, tuple[int, ...]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def add(self, lease: LeasedGroup) -> HeldGroup | None:
+        """Take a leased group in; None if it is held already (a repeated answer) or has nothing left to do."""
+        missing = set(range(len(lease.seeds))) - set(lease.done)
+        if lease.lease_id in self._groups or not missing:
+            return None
+        group = HeldGroup(lease, missing)
+        self._groups[lease.lease_id] = group
+        return group
+
+    def get(self, lease_id: str) -> HeldGroup | None:
+        return self._groups.get(lease_id)
+
+    def ask(self, request_id: str, group: HeldGroup, indices: Sequence[int]) -> None:
+        """An engine request is made for these samples of a group, in this order."""
+        self._requests[request_id] = (group, tuple(indices))
+        group.requests.add(request_id)
+
+    def request(self, request_id: str) -> tuple[HeldGroup, tuple[int, ...]] | None:
+        """Group and sample indices of an engine request; None when nobody waits for it any more."""
+        return self._requests.get(request_id)
+
+    @property
+    def requests(self) -> list[str]:
+        """Engine requests of all groups that are held."""
+        return list(self._requests)
+
+    def done(self, lease_id: str, index: int) -> None:
+        """A sample is pushed, or will never be."""
+        group = self._groups.get(lease_id)
+        if group is not None:
+            group.open.discard(index)
+            if not group.open:
+                self.drop([lease_id])
+
+    def drop(self, lease_ids: Iterable[str]) -> set[str]:
+        """Forget groups; returns the engine requests that were made for them."""
+        gone = [group for lease_id in lease_ids if (group := self._groups.pop(lease_id, None)) is not None]
+        requests = {request for group in gone for request in group.requests}
+        for request in requests:
+            del self._requests[request]
+        return requests
+
+    @property
+    def lease_ids(self) -> list[str]:
+        return list(self._groups)
+
+    @property
+    def leases(self) -> list[HeldLease]:
+        return [
+            HeldLease(group_id=group.lease.group_id, lease_id=lease_id)
+            for lease_id, group in self._groups.items()
+        ]
+
+    @property
+    def samples(self) -> int:
+        """Samples that are not done."""
+        return sum(len(group.open) for group in self._groups.values())
+
+    @property
+    def pinned(self) -> bool:
+        """Whether any group needs the present weights to stay."""
+        return any(group.lease.pinned_version is not None for group in self._groups.values())

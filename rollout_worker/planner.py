@@ -1,0 +1,41 @@
+"""Decisions of the worker loop, as pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+MAX_GROUPS = 1024
+"""Groups per lease request: an answer of a few megabytes at most."""
+BACKLOG = 3
+"""Samples held in all (generated, scored and not pushed yet, too) may be this many times the capacity: when
+rewards or the controller cannot keep up, leasing more would only let it grow old here."""
+
+
+def groups_to_lease(*, in_engine: int, held: int, capacity: int, group_size: int, batch_size: int) -> int:
+    """How many groups to ask for now; 0: none.
+
+    in_engine: samples in the engine, running or waiting. held: samples leased and not pushed. Asks in multiples
+    of `batch_size` for all that fits beside what the engine has, so that it never runs dry; an empty engine gets
+    one batch even if that is more than it wants.
+    """
+    if held >= BACKLOG * max(capacity, group_size * batch_size):
+        return 0
+    batches = max(capacity - in_engine, 0) // (group_size * batch_size)
+    if batches == 0 and in_engine == 0:
+        batches = 1
+    return min(batches * batch_size, max(MAX_GROUPS // batch_size, 1) * batch_size)
+
+
+def cut_batch(sizes: Sequence[int], max_bytes: int, max_items: int) -> int:
+    """How many of the queued frames go into one request: at least one, no more than the limits allow."""
+    total = 0
+    for count, size in enumerate(sizes[:max_items]):
+        total += size
+        if total > max_bytes and count:
+            return count
+    return min(len(sizes), max_items)
+
+
+def drain_seconds(shutdown_timeout: float) -> float:
+    """How long running samples may go on when the replica leaves; the rest is for pushing and closing."""
+    return 0.6 * shutdown_timeout

@@ -1,0 +1,94 @@
+"""This replica's registration, and calls that renew it where the controller has forgotten it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Callable
+from typing import TypeVar
+
+from controller import api
+from controller.api import Call
+from controller.client import AsyncClient, Refused
+from rollout_worker.held import Held
+from schema.wire.messages import ErrorCode, RegisterReply, RegisterRequest
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+class SupersededError(Exception):
+    """Another process has registered under this replica's name: this one must end."""
+
+
+class JobOverError(Exception):
+    """The job has failed or was stopped: there is nothing to join."""
+
+
+class Session:
+    """Registration of one replica; `reply` is the newest answer to it."""
+
+    def __init__(self, client: AsyncClient, name: str, held: Held) -> None:
+        self._client, self._name, self._held = client, name, held
+        self._lock = asyncio.Lock()
+        self.reply: RegisterReply
+
+    @property
+    def replica_id(self) -> str:
+        return self.reply.replica_id
+
+    @property
+    def incarnation(self) -> int:
+        return self.reply.incarnation
+
+    async def register(self) -> RegisterReply:
+        """Register, declaring what is held. Raises `JobOverError`, `SupersededError`, `ControllerError`."""
+        request = RegisterRequest(
+            request_id=secrets.token_hex(12),
+            role="rollout",
+            name=self._name,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            held_leases=self._held.leases,
+        )
+        try:
+            self.reply = await self._client.send(api.register(request))
+        except Refused as error:
+            raise _meaning(error) from error
+        log.info("registered as %s", self.reply.replica_id)
+        return self.reply
+
+    async def call(self, make: Callable[[Session], Call[T]]) -> T:
+        """Send a call that names this replica, once more after registering again if it is not known.
+
+        Raises `JobOverError`, `SupersededError`, `ControllerError`.
+        """
+        seen = self.incarnation
+        try:
+            return await self._client.send(make(self))
+        except Refused as error:
+            if error.code != ErrorCode.UNKNOWN_REPLICA:
+                raise _meaning(error) from error
+        async with self._lock:
+            if self.incarnation == seen:
+                log.warning("the controller does not know this replica any more: registering again")
+                await self.register()
+        try:
+            return await self._client.send(make(self))
+        except Refused as error:
+            raise _meaning(error) from error
+
+    async def leave(self, reason: str) -> None:
+        """Deregister: the controller releases everything that is held. Raises `ControllerError`."""
+        await self._client.send(api.deregister(self.replica_id, self.incarnation, reason))
+
+
+def _meaning(error: Refused) -> Exception:
+    if error.code == ErrorCode.STALE_INCARNATION:
+        return SupersededError(f"another process took over the name of this replica: {error.detail}")
+    if error.code == ErrorCode.JOB_FAILED:
+        return JobOverError(error.detail)
+    return error

@@ -1,0 +1,78 @@
+"""The tokenizer of the model, the tokens that end an answer, and the text that rewards see."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rollout_worker.engines.base import EngineConfigError, Generation, SamplingSettings
+
+log = logging.getLogger(__name__)
+
+
+def load_tokenizer(path: str, revision: str | None) -> Any:
+    """The model's tokenizer. Raises `EngineConfigError`."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path, revision=revision)
+    except (OSError, ValueError, KeyError) as error:
+        raise EngineConfigError(
+            f"policy.model_name_or_path = {path!r} has no tokenizer that can be loaded: {error}"
+        ) from error
+
+
+def eos_token_ids(path: str, revision: str | None, tokenizer: Any) -> frozenset[int]:
+    """Tokens that end an answer: those of the generation config (else the model's), and the tokenizer's own."""
+    from transformers import AutoConfig, GenerationConfig
+
+    found: set[int] = set()
+    for kind in (GenerationConfig, AutoConfig):
+        try:
+            ids = getattr(kind.from_pretrained(path, revision=revision), "eos_token_id", None)
+        except (OSError, ValueError):
+            continue
+        if ids is not None:
+            found.update([ids] if isinstance(ids, int) else ids)
+            break
+    if tokenizer.eos_token_id is not None:
+        found.add(int(tokenizer.eos_token_id))
+    if not found:
+        log.warning("the model at %s names no end-of-text token: answers end at their maximal length", path)
+    return frozenset(found)
+
+
+def response_tokens(sample: Generation, settings: SamplingSettings) -> npt.NDArray[np.int32]:
+    """The tokens whose text is the answer: all, without the token that ended it unless that is to be kept.
+
+    This is about text alone: the sample that is trained on keeps every token.
+    """
+    ended_by_token = isinstance(sample.stop_reason, int)
+    if ended_by_token and not settings.include_stop_str_in_output:
+        return sample.token_ids[:-1]
+    return sample.token_ids
+
+
+def cut_stop_string(text: str, sample: Generation, settings: SamplingSettings) -> str:
+    """The text without the stop string that ended it (and what its last token held beyond it)."""
+    if not isinstance(sample.stop_reason, str):
+        return text
+    place = text.rfind(sample.stop_reason)
+    if place < 0:
+        return text
+    kept = len(sample.stop_reason) if settings.include_stop_str_in_output else 0
+    return text[: place + kept]
+
+
+def texts(tokenizer: Any, samples: Sequence[Generation], settings: Sequence[SamplingSettings]) -> list[str]:
+    """The answers as text, special tokens left out."""
+    ids = [response_tokens(sample, how) for sample, how in zip(samples, settings, strict=True)]
+    decoded: list[str] = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    return [
+        cut_stop_string(text, sample, how)
+        for text, sample, how in zip(decoded, samples, settings, strict=True)
+    ]

@@ -1,0 +1,184 @@
+"""The rollout replica as a whole: one asyncio program of a few loops around an engine.
+
+    controller ◀── Heartbeat ─── leases held, numbers                     everything below ends
+    controller ──▶ WeightFollower ─▶ engine.load_weights                  when one loop fails
+    controller ──▶ Leasing ─▶ engine.submit                               or Departure is asked
+    engine.collect ─▶ Generating ─▶ RewardPool ─▶ Pusher ─▶ controller
+
+The state between the loops is `Held`: the groups under lease. Leaving: no more leases; running samples may end
+if there is time (drain); what is finished is pushed; the controller is told, and takes back all that is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+from controller.client import AsyncClient, ControllerError
+from rollout_worker.departure import Departure
+from rollout_worker.engines import create_engine
+from rollout_worker.engines.base import Engine
+from rollout_worker.gauges import Gauges
+from rollout_worker.generation import Generating
+from rollout_worker.heartbeat import Heartbeat
+from rollout_worker.held import Held
+from rollout_worker.leasing import Leasing
+from rollout_worker.planner import drain_seconds
+from rollout_worker.pushing import Pusher
+from rollout_worker.rewards.pool import RewardPool
+from rollout_worker.session import Session
+from rollout_worker.tokens import eos_token_ids, load_tokenizer
+from rollout_worker.weights import WeightFollower
+from schema.config import Config
+
+log = logging.getLogger(__name__)
+
+REGISTER_PATIENCE = 60.0
+"""Seconds to wait for a controller that does not answer before its configuration says how long."""
+LEAVE_SECONDS = 5.0
+"""Seconds for the last pushes, and again for saying good-bye."""
+LOOK_S = 0.02
+"""How often a draining replica looks whether everything is pushed."""
+
+
+class Worker:
+    """One life of a replica, from registration to leaving."""
+
+    def __init__(self, url: str, token: str, name: str, parent: int | None) -> None:
+        self._client = AsyncClient(url, token, patience=REGISTER_PATIENCE)
+        self._parent = parent
+        self._held, self._gauges = Held(), Gauges()
+        self._departure = Departure()
+        self._session = Session(self._client, name, self._held)
+        self._heartbeat = Heartbeat(self._session, self._held, self._gauges, self._departure, parent)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._booted = False
+
+    async def run(self) -> None:
+        """Work until asked to leave. Raises what `__main__` gives exit codes to."""
+        self._departure.install_signals()
+        async with contextlib.AsyncExitStack() as stack:
+            stack.push_async_callback(self._client.close)
+            reply = await self._session.register()
+            try:
+                config = Config.model_validate(reply.config)
+                self._client.patience = config.controller.controller_lost_timeout
+                self._spawn(self._heartbeat.run(), "heartbeat")
+                await self._until_departure(self._work(config, stack))
+            finally:
+                for task in self._tasks:
+                    task.cancel()
+                await asyncio.gather(*self._tasks, return_exceptions=True)
+                await self._leave()
+
+    async def _work(self, config: Config, stack: contextlib.AsyncExitStack) -> None:
+        """Boot, then run all loops until asked to leave."""
+        engine, tokenizer = await self._boot(config, stack)
+        rewards = RewardPool(
+            sorted({*config.grpo.reward_weights, *config.validation_reward_weights}),
+            config.custom,
+            timeout=config.reward.timeout,
+            processes=config.reward.num_workers,
+        )
+        stack.push_async_callback(rewards.close)
+        await rewards.start()
+        pusher = Pusher(self._session, self._held, config.controller.max_request_bytes)
+        weights = WeightFollower(self._session, engine, self._held, self._gauges)
+        leasing = Leasing(
+            config, self._session, engine, self._held, weights, pusher, self._departure, self._gauges
+        )
+        generating = Generating(config, engine, tokenizer, self._held, leasing, rewards, pusher)
+        self._connect(weights, leasing, pusher)
+        for loop, name in (
+            (weights.follow(), "publications"),
+            (weights.update(), "weights"),
+            (generating.run(), "generating"),
+            (pusher.run(), "pushing"),
+            (rewards.watch(), "rewards"),
+        ):
+            self._spawn(loop, name)
+        self._heartbeat.status, self._booted = "waiting for weights", True
+        await leasing.run()
+        await self._finish(config, engine, pusher)
+
+    async def _boot(self, config: Config, stack: contextlib.AsyncExitStack) -> tuple[Engine, Any]:
+        began, model = time.monotonic(), config.policy
+        path, revision = model.model_name_or_path, model.model_revision
+        tokenizer = await asyncio.to_thread(load_tokenizer, path, revision)
+        ends = await asyncio.to_thread(eos_token_ids, path, revision, tokenizer)
+        engine = await asyncio.to_thread(create_engine, config, tokenizer, ends)
+        stack.push_async_callback(engine.close)
+        await engine.start()
+        self._heartbeat.engine = engine
+        log.info("%s is ready after %.1f s", engine.name, time.monotonic() - began)
+        return engine, tokenizer
+
+    def _connect(self, weights: WeightFollower, leasing: Leasing, pusher: Pusher) -> None:
+        """Who hears of what."""
+
+        def pushed() -> None:
+            weights.look_again()
+            leasing.look_again()
+
+        def changed() -> None:
+            if weights.current is not None:
+                self._heartbeat.status = f"generating at version {weights.current.version}"
+
+        pusher.on_pushed = pushed
+        pusher.on_lost = self._heartbeat.on_lost = leasing.forget
+        weights.on_change(changed)
+
+    # ---- the end ------------------------------------------------------------------------------------------
+
+    async def _until_departure(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run the work. The first loop that fails ends it; who is asked to leave while booting just leaves."""
+        main = self._spawn(work, "work")
+        asked = asyncio.create_task(self._departure.wait())
+        try:
+            while not main.done():
+                waiting = [*self._tasks] if asked.done() else [*self._tasks, asked]
+                await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                if asked.done() and not self._booted:
+                    return
+                for task in self._tasks:
+                    if task.done() and task is not main:
+                        task.result()
+                        raise RuntimeError(f"the loop {task.get_name()!r} ended by itself")
+        finally:
+            asked.cancel()
+        main.result()
+
+    async def _finish(self, config: Config, engine: Engine, pusher: Pusher) -> None:
+        """After the last lease: let samples end while there is time, then push what is finished."""
+        self._heartbeat.status = "draining"
+        if self._departure.kind == "drain":
+            urgent = asyncio.create_task(self._departure.wait_urgent())
+            give_up = time.monotonic() + drain_seconds(config.launcher.shutdown_timeout)
+            while len(self._held) and time.monotonic() < give_up and not urgent.done():
+                await asyncio.wait([urgent], timeout=LOOK_S)
+            urgent.cancel()
+        if len(self._held):
+            log.info("%d groups are given back unfinished", len(self._held))
+        engine.abort(self._held.requests)
+        if self._departure.kind != "finished":
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LEAVE_SECONDS):
+                    await pusher.flush()
+
+    async def _leave(self) -> None:
+        """Say good-bye, whatever happened; a controller that does not answer will notice by itself."""
+        reason = self._departure.reason or "error"
+        try:
+            async with asyncio.timeout(LEAVE_SECONDS):
+                await self._session.leave(reason)
+        except (ControllerError, TimeoutError) as error:
+            log.warning("the controller was not told that this replica leaves: %s", error)
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.append(task)
+        return task
