@@ -6,6 +6,22 @@ is its entry point, `transfer` loads weight versions and `proof` proves that the
 what vLLM's processes find in their environment, and ends them when the worker is gone.
 """
 
-from rollout_worker.engines.vllm.engine import VllmEngine, build
+from __future__ import annotations
 
-__all__ = ["VllmEngine", "build"]
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rollout_worker.engines.vllm.engine import VllmEngine
+    from schema.config import Config
+
+
+def build(config: Config, tokenizer: Any, eos_token_ids: frozenset[int]) -> VllmEngine:
+    """The engine of `rollout.backend = "vllm"`. vLLM reads the tokenizer itself, for stop strings.
+
+    Raises:
+        EngineConfigError: vLLM is not installed.
+    """
+    # Not above: vLLM's processes import this package for its plugin and need nothing of the engine.
+    from rollout_worker.engines.vllm.engine import VllmEngine
+
+    return VllmEngine(config, eos_token_ids)

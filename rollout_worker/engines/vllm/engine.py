@@ -20,7 +20,7 @@ import time
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -336,8 +336,3 @@ async def _located(weights: WeightSource, version: int) -> AsyncIterator[tuple[s
 
 def _temporary_directory() -> Path:
     return Path(tempfile.mkdtemp(prefix="cosmos-weights-"))
-
-
-def build(config: Config, tokenizer: Any, eos_token_ids: frozenset[int]) -> VllmEngine:
-    """The engine of `rollout.backend = "vllm"`. vLLM reads the tokenizer itself, for stop strings."""
-    return VllmEngine(config, eos_token_ids)

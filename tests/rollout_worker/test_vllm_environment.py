@@ -1,0 +1,105 @@
+"""What vLLM's processes find in their environment, and that they follow the worker into its end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import psutil
+import pytest
+
+from rollout_worker.engines.vllm.environment import PARENT, boot_environment, environment
+
+
+def test_everything_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COSMOS_TEST_KEPT", "before")
+    monkeypatch.setenv("COSMOS_TEST_GONE", "before")
+    monkeypatch.delenv("COSMOS_TEST_NEW", raising=False)
+    outside = dict(os.environ)
+    with environment({"COSMOS_TEST_KEPT": "inside", "COSMOS_TEST_GONE": None, "COSMOS_TEST_NEW": "inside"}):
+        assert os.environ["COSMOS_TEST_KEPT"] == os.environ["COSMOS_TEST_NEW"] == "inside"
+        assert "COSMOS_TEST_GONE" not in os.environ
+        os.environ["COSMOS_TEST_SET_BY_OTHERS"] = "1"
+    assert dict(os.environ) == outside
+
+
+def test_put_back_after_an_error() -> None:
+    outside = dict(os.environ)
+    with pytest.raises(RuntimeError), environment({"COSMOS_TEST_NEW": "1"}):
+        raise RuntimeError
+    assert dict(os.environ) == outside
+
+
+def test_secrets_do_not_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COSMOS_TOKEN", "secret")
+    monkeypatch.setenv("COSMOS_CONTROLLER_URL", "http://127.0.0.1:1")
+    with environment(boot_environment(os.getpid())):
+        assert "COSMOS_TOKEN" not in os.environ
+        assert "COSMOS_CONTROLLER_URL" not in os.environ
+        assert os.environ[PARENT] == str(os.getpid())
+    assert os.environ["COSMOS_TOKEN"] == "secret"
+
+
+@pytest.mark.parametrize("name", ["VLLM_LOGGING_LEVEL", "VLLM_CPU_OMP_THREADS_BIND"])
+def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.delenv(name, raising=False)
+    ours = boot_environment(1)[name]
+    monkeypatch.setenv(name, "theirs")
+    assert boot_environment(1)[name] == "theirs" != ours
+
+
+CHILD = """
+import os, time
+from rollout_worker.engines.vllm.environment import follow_parent
+follow_parent()
+print(os.getpid(), flush=True)
+time.sleep(60)
+"""
+
+PARENT_PROGRAM = """
+import os, subprocess, sys, time
+environment = {**os.environ, "COSMOS_VLLM_PARENT": str(os.getpid())}
+middle = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
+subprocess.Popen([sys.executable, "-c", middle, sys.argv[1]], env=environment)
+time.sleep(60)
+"""
+
+
+def test_a_process_ends_when_the_worker_is_killed() -> None:
+    """A grandchild, whose own parent lives on: as vLLM's workers below its engine process."""
+    program = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(PARENT_PROGRAM), CHILD], stdout=subprocess.PIPE, text=True
+    )
+    assert program.stdout is not None
+    child = psutil.Process(int(program.stdout.readline()))
+    assert child.is_running()
+    program.send_signal(signal.SIGKILL)
+    program.wait(10)
+    child.wait(10)
+    assert not child.is_running()
+    program.stdout.close()
+
+
+def test_a_process_whose_worker_is_gone_already_does_not_start() -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait(20)
+    child = [sys.executable, "-c", CHILD]
+    done = subprocess.run(child, env={**os.environ, PARENT: str(gone.pid)}, timeout=30, check=False)
+    assert done.returncode == 1
+
+
+@pytest.mark.parametrize("value", [None, "0"])
+def test_nothing_is_followed_elsewhere(value: str | None) -> None:
+    """vLLM started by somebody else loads the plugin too, and must not be ended by it."""
+    program = (
+        "from rollout_worker.engines.vllm.environment import follow_parent as f; import threading as t\n"
+    )
+    program += "f(); print(t.active_count())"
+    variables = {k: v for k, v in os.environ.items() if k != PARENT} | ({PARENT: value} if value else {})
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=variables, timeout=30, check=True, capture_output=True, text=True
+    )
+    assert done.stdout.strip() == "1"
