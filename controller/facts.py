@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Self
 
 from controller.ledger import LedgerParams
@@ -30,7 +30,7 @@ class JobFacts:
     """Mean score of the last trained batch."""
 
     def to_record(self) -> dict[str, Any]:
-        return asdict(self)
+        return {name: getattr(self, name) for name in self.__slots__}
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Self:

@@ -4,14 +4,17 @@ The job has an epoch key that each starting controller raises. This connection a
 the next transaction travels at the end of the one before, so a transaction costs a single round trip:
 
     ──▶ MULTI … EXEC  WATCH epoch  GET epoch  GET seq
-    ◀── EXEC is nil if the epoch changed after the last WATCH; the GETs prove what the next one relies on
+    ◀── EXEC is nil if the epoch changed after the last WATCH; the GETs tell whether it changed before that
 
 `seq` counts transactions. A server that comes back with an older count than was acknowledged has lost history.
 """
 
 from __future__ import annotations
 
+import asyncio
+import math
 from collections.abc import Sequence
+from typing import Any
 
 from redis.asyncio import ConnectionPool
 from redis.asyncio.connection import AbstractConnection
@@ -23,7 +26,7 @@ Argument = bytes | memoryview | str | int | float
 Command = tuple[Argument, ...]
 
 REPLY_TIMEOUT = 15.0
-"""Seconds for one reply (the pool's socket_timeout): a slow fsync takes one or two, a dead server forever."""
+"""Seconds for one transaction: a slow fsync takes one or two, a dead server forever."""
 
 
 class FencedConnection:
@@ -46,45 +49,43 @@ class FencedConnection:
             RedisError, OSError: nothing is known about the transaction; sending it again is right.
         """
         try:
-            connection = self._connection or await self._open()
-            done = await self._transact(connection, commands)
+            async with asyncio.timeout(REPLY_TIMEOUT):
+                connection = self._connection or await self._open()
+                await self._transact(connection, commands)
         except BaseException:
             await self.close()
             raise
-        if not done:
-            await self.close()
-            raise HistoryLost("the epoch of this job was touched by somebody else")
-        self.seq += 1
 
     async def _open(self) -> AbstractConnection:
         connection: AbstractConnection = await self._pool.get_connection()  # type: ignore[no-untyped-call]
         self._connection = connection
         await connection.send_packed_command(connection.pack_commands(self._tail))
-        await connection.read_response()
-        epoch, seq = await connection.read_response(), await connection.read_response()
-        self._check(epoch, seq, reopened=True)
+        _, epoch, seq = [await _reply(connection) for _ in self._tail]
+        self._check(epoch, seq)
+        self.seq = int(seq or 0)  # the last transaction may have been executed although its answer was lost
         return connection
 
-    async def _transact(self, connection: AbstractConnection, commands: Sequence[Command]) -> bool:
+    async def _transact(self, connection: AbstractConnection, commands: Sequence[Command]) -> None:
         following = self.seq + 1
         packed = connection.pack_commands(
             [("MULTI",), *commands, ("SET", self._seq_key, following), ("EXEC",), *self._tail]
         )
         await connection.send_packed_command(packed)
         for _ in range(len(commands) + 2):  # OK, then QUEUED for each
-            await connection.read_response()
-        result = await connection.read_response()
-        await connection.read_response()
-        epoch, seq = await connection.read_response(), await connection.read_response()
+            await _reply(connection)
+        result = await _reply(connection)
+        _, epoch, seq = [await _reply(connection) for _ in self._tail]
         if result is None:
-            self._check(epoch, seq, reopened=False)
-            return False
+            self._check(epoch, seq)
+            raise HistoryLost("the epoch of this job was touched by somebody else")
         for item in result:
             if isinstance(item, Exception):
                 raise ExecAbortError(f"a command of the transaction failed: {item}")
-        return True
+        self.seq = following
+        if int(epoch or 0) != self.epoch:  # changed between EXEC and WATCH, so the WATCH would not notice:
+            await self.close()  # this transaction counts, and the next one checks before it begins
 
-    def _check(self, epoch: bytes | None, seq: bytes | None, *, reopened: bool) -> None:
+    def _check(self, epoch: bytes | None, seq: bytes | None) -> None:
         found = int(epoch or 0)
         if found > self.epoch:
             raise Fenced(f"another controller took over this job (epoch {found}, this one has {self.epoch})")
@@ -94,11 +95,14 @@ class FencedConnection:
                 f"Redis came back with an older state (transaction {stored} of {self.seq}): "
                 "the controller must restart to rebuild from it"
             )
-        if reopened:
-            self.seq = stored  # the last transaction may have been executed although its answer was lost
 
     async def close(self) -> None:
+        """Disconnect; the next transaction opens a new connection and checks again."""
         connection, self._connection = self._connection, None
         if connection is not None:
             await connection.disconnect(nowait=True)
             await self._pool.release(connection)
+
+
+async def _reply(connection: AbstractConnection) -> Any:
+    return await connection.read_response(timeout=math.inf)  # `execute` limits the time of the whole

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 
 import pytest
+from redis.asyncio import ConnectionPool
 
 from controller.store import (
     Fenced,
@@ -18,6 +19,7 @@ from controller.store import (
     Table,
     UnsuitableServer,
 )
+from controller.store.fence import FencedConnection
 from controller.store.server import ServerFacts
 from tests.support.valkey import ValkeyServer, running_valkey
 
@@ -131,6 +133,26 @@ def test_a_successor_fences_its_predecessor(shared_valkey: ValkeyServer) -> None
         await new.flush()
         await old.close()
         await new.close()
+
+    run(scenario)
+
+
+def test_an_epoch_raised_just_before_it_is_watched_again_fences_too(shared_valkey: ValkeyServer) -> None:
+    """The gap between EXEC and the WATCH after it, hit exactly: the transaction raises the epoch itself."""
+
+    async def scenario() -> None:
+        pool = ConnectionPool.from_url(shared_valkey.url)
+        fence = FencedConnection(pool, "gap:epoch", "gap:seq")
+        with shared_valkey.client() as client:
+            client.set("gap:epoch", 1)
+        fence.epoch = 1
+        await fence.execute([("INCR", "gap:epoch")])
+        with pytest.raises(Fenced):
+            await fence.execute([("SET", "gap:late", 1)])
+        with shared_valkey.client() as client:
+            assert not client.exists("gap:late")
+        await fence.close()
+        await pool.disconnect()
 
     run(scenario)
 
