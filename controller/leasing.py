@@ -58,6 +58,8 @@ class Leasing:
         self._n_samples = job.config.rollout.n_generation
         self._sampling_seed = job.config.sampling_seed
         self._max_tokens = job.config.policy.model_max_length
+        self._open: dict[str, object] = {}
+        """The newest call of each request id that is under way."""
 
     # ---- lease --------------------------------------------------------------------------------------------
 
@@ -65,15 +67,22 @@ class Leasing:
         """Groups, or why not. Raises `ReplicaError`."""
         job, loop = self._job, asyncio.get_running_loop()
         give_up = loop.time() + request.wait_s
-        while True:
-            job.store.require()
-            seen = job.lease_signal.generation
-            reply = self._decide(request)
-            await job.save()
-            left = give_up - loop.time()
-            if reply.status not in HELD_OPEN or left <= 0 or job.closing:
-                return reply
-            await job.lease_signal.wait(seen, left)
+        me = self._open[request.request_id] = object()
+        try:
+            while True:
+                job.store.require()
+                seen = job.lease_signal.generation
+                reply = self._decide(request)
+                await job.save()
+                left = give_up - loop.time()
+                if reply.status not in HELD_OPEN or left <= 0 or job.closing:
+                    return reply
+                await job.lease_signal.wait(seen, left)
+                if self._open.get(request.request_id) is not me:
+                    return reply  # asked again meanwhile: nobody listens here, a grant would lie idle
+        finally:
+            if self._open.get(request.request_id) is me:
+                del self._open[request.request_id]
 
     def _decide(self, request: LeaseRequest) -> LeaseReply:
         job, now = self._job, self._job.clock()

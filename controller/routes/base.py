@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Coroutine
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Query
@@ -30,6 +32,24 @@ async def read(request: Request, kind: type[T]) -> T:
     except ValidationError as error:
         detail = describe_validation(error.errors(include_url=False))
         raise ProblemError(ErrorCode.BAD_REQUEST, detail) from None
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
+    """The result of `work`, or None, with `work` cancelled, when the caller hangs up before it is there."""
+    working = asyncio.create_task(work)
+    leaving = asyncio.create_task(_hung_up(request))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        return await working if working.done() else None
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _hung_up(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 def json_body(kind: type[BaseModel]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from controller.auth import ROLLOUT
-from controller.routes.base import json_body, read, reply
+from controller.routes.base import json_body, nothing, read, reply, unless_gone
 from controller.service import Controller
 from schema.wire import messages as m
 
@@ -18,7 +18,11 @@ def router(controller: Controller) -> APIRouter:
     @api.post("", responses={200: {"model": m.LeaseReply}}, openapi_extra=json_body(m.LeaseRequest))
     async def lease(request: Request) -> Response:
         tokens.require(request, ROLLOUT)
-        return reply(await leasing.lease(await read(request, m.LeaseRequest)))
+        body = await read(request, m.LeaseRequest)
+        if body.wait_s == 0:
+            return reply(await leasing.lease(body))
+        answer = await unless_gone(request, leasing.lease(body))
+        return nothing() if answer is None else reply(answer)  # nobody reads the former
 
     @api.delete("/{lease_id}", responses={200: {"model": m.ReleaseReply}})
     async def release(request: Request, lease_id: str) -> Response:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
+import httpx
 import pytest
 
 from controller import api
@@ -25,13 +26,21 @@ def held_open(served: ServedController, call: Callable[[], T]) -> Future[T]:
     pool = ThreadPoolExecutor(1)
     future = pool.submit(call)
     pool.shutdown(wait=False)
-    job = served.job
-    give_up = time.monotonic() + SOON
-    while not any(s._waiters for s in (job.lease_signal, job.batch_signal, job.publication_signal)):
-        assert time.monotonic() < give_up
-        assert not future.done()
-        threading.Event().wait(0.005)
+    wait_until(lambda: waiters(served) > 0 or future.done())
+    assert not future.done()
     return future
+
+
+def waiters(served: ServedController) -> int:
+    job = served.job
+    return sum(len(s._waiters) for s in (job.lease_signal, job.batch_signal, job.publication_signal))
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    give_up = time.monotonic() + SOON
+    while not condition():
+        assert time.monotonic() < give_up
+        threading.Event().wait(0.005)
 
 
 def test_a_throttled_lease_is_granted_when_a_step_is_committed(stage: Stage) -> None:
@@ -79,6 +88,43 @@ def test_a_dead_replicas_groups_reach_a_waiting_one(stage: Stage) -> None:
     waiting = held_open(served, lambda: second.lease(4, LONG))
     stage.client(served).send(api.replica_exited("rollout-0", "killed"))
     assert {group.group_id for group in waiting.result(SOON).groups} == taken
+
+
+def test_a_lease_request_that_was_withdrawn_is_granted_nothing(stage: Stage) -> None:
+    """A replica withdraws its question when it has loaded new weights: what it got then would lie idle."""
+    served = stage.serve()
+    _, first = stage.ready(served)
+    second = stage.rollout(served, "rollout-1")
+    second.register()
+    first.lease(4)
+    body = second.lease_request(4, LONG).model_dump_json()
+
+    def ask() -> None:
+        with served.client("rollout") as client, pytest.raises(httpx.ReadTimeout):
+            client._http.post("/v1/leases", content=body, timeout=0.3)
+
+    held_open(served, ask).result(SOON)
+    wait_until(lambda: waiters(served) == 0)
+    stage.client(served).send(api.replica_exited("rollout-0", "killed"))
+    assert second.beat().lost_leases == []
+    (_, info) = sorted(stage.client(served).send(api.replicas()), key=lambda info: info.name)[1:]
+    assert (info.name, info.leases) == ("rollout-1", 0)
+
+
+def test_a_request_that_is_sent_again_ends_its_predecessor(stage: Stage) -> None:
+    served = stage.serve()
+    _, first = stage.ready(served)
+    second = stage.rollout(served, "rollout-1")
+    second.register()
+    first.lease(4)
+    request = second.lease_request(4, LONG)
+    held = held_open(served, lambda: second.client.send(api.lease(request)))
+    with served.client("rollout") as again:
+        quick = request.model_copy(update={"wait_s": 0.0})
+        assert again.send(api.lease(quick)).status is LeaseStatus.THROTTLED
+    stage.client(served).send(api.replica_exited("rollout-0", "killed"))
+    assert held.result(SOON).status is LeaseStatus.THROTTLED
+    assert second.lease(4).status is LeaseStatus.GRANTED
 
 
 def test_pause_and_resume(stage: Stage) -> None:
