@@ -16,7 +16,7 @@ import sys
 from controller.client import ControllerError, Unauthorized
 from policy_worker.errors import PolicyError, SettingsError
 from policy_worker.parallel.group import RankEnvironment
-from policy_worker.process import Departure, Environment, install_signals, watch_parent
+from policy_worker.process import Departure, Environment, enforce, install_signals, watch_parent
 
 log = logging.getLogger("policy_worker")
 
@@ -33,15 +33,18 @@ def main() -> int:
         return error.exit_code
     departure = Departure()
     install_signals(departure)
+    enforce(departure)
     watch_parent(environment.parent, departure)
     return _run(environment, ranks, departure)
 
 
 def _run(environment: Environment, ranks: RankEnvironment, departure: Departure) -> int:
     import torch  # after the environment is known to be right: it takes seconds
+    from transformers.utils import logging as transformers_logging
 
     from policy_worker.worker import run_rank
 
+    transformers_logging.disable_progress_bar()
     if environment.threads is not None:
         torch.set_num_threads(environment.threads)
     try:

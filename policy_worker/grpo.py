@@ -23,9 +23,10 @@ from policy_worker.algorithms.aggregation import StepTotals
 from policy_worker.algorithms.objective import Objective, SampleFacts, mean_metrics, objective
 from policy_worker.algorithms.policy_loss import Clip, PolicyTokens
 from policy_worker.batching import MicroBatchRule, OptimizerStep, plan_step
+from policy_worker.ending import End
 from policy_worker.learner import Learner, ShareOfLoss, StepResult
 from policy_worker.logprobs import TokenOutputs
-from policy_worker.micro_batch import MicroBatch, TrainSample, collate
+from policy_worker.micro_batch import MicroBatch, TrainSample
 from policy_worker.process import Departure
 from policy_worker.step_batch import BatchSource, counts
 from schema.config import Config, GrpoConfig
@@ -46,12 +47,14 @@ class Grpo:
         self._first_batch_at: float | None = None
         self._waited = 0.0
 
-    def train(self, step: int) -> dict[str, float] | None:
-        """Wait for the batch of a step and train on it; the step's metrics. None: asked to leave meanwhile."""
+    def train(self, step: int) -> dict[str, float] | End:
+        """Wait for the batch of a step and train on it; the step's metrics, or why there was no step."""
         waiting_since = time.monotonic()
         table = self._wait(step)
         if table is None:
-            return None
+            return End.ASKED
+        if table.n_samples == 0:  # the last groups were dropped: no step follows after all
+            return End.NO_DATA
         began = time.monotonic()
         metrics = self.train_on(table)
         now = time.monotonic()
@@ -108,10 +111,7 @@ class Grpo:
         advantages: Sequence[float],
     ) -> StepResult:
         group = self._learner.group
-        batches = [
-            collate([samples[row] for row in rows], rows, self._rule.packed, group.device)
-            for rows in piece.ranks[group.rank]
-        ]
+        batches = [self._learner.micro_batch(samples, rows) for rows in piece.ranks[group.rank]]
         share = share_of_loss(self._objective, table, advantages, step_totals(table, piece.rows))
         return self._learner.optimizer_step(batches, share, step=table.step, temperature=self._temperature)
 

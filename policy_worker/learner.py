@@ -9,14 +9,14 @@ micro-batches; over ranks FSDP2 averages, hence the factor of the number of rank
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from policy_worker.logprobs import TokenOutputs
-from policy_worker.micro_batch import MicroBatch
+from policy_worker.micro_batch import Layout, MicroBatch, TrainSample, collate
 from policy_worker.model import PolicyModel
 from policy_worker.optim import Optimizer, OptimizerSettings
 from policy_worker.parallel.fsdp import apply_fsdp, needs_sharding, set_last_micro_batch
@@ -43,6 +43,7 @@ class Learner:
         train = config.train
         self.group, self.schedule = group, schedule
         self.sharded = needs_sharding(group.world, train)
+        self._layout = Layout(train.sequence_packing, model.vocabulary, group.device)
         self.model = apply_fsdp(model, group.mesh(), train) if self.sharded else model.to(group.device)
         self.optimizer = Optimizer(self.model.parameters(), OptimizerSettings.of_config(train))
 
@@ -72,6 +73,10 @@ class Learner:
                     sums[name] = torch.maximum(sums[name], value) if _is_max(name) else sums[name] + value
         grad_norm = self.optimizer.step(self.schedule.factor(step))
         return StepResult(self._over_ranks(sums), grad_norm)
+
+    def micro_batch(self, samples: Mapping[int, TrainSample], rows: Sequence[int]) -> MicroBatch:
+        """Tensors of these rows, on this rank's device."""
+        return collate([samples[row] for row in rows], rows, self._layout)
 
     def lr(self, step: int) -> float:
         """Learning rate of a training step."""

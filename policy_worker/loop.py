@@ -17,6 +17,7 @@ from typing import Protocol
 
 from controller import api
 from policy_worker.checkpoint import Checkpointer
+from policy_worker.ending import End
 from policy_worker.export import export_model
 from policy_worker.learner import Learner
 from policy_worker.process import Departure
@@ -31,8 +32,8 @@ log = logging.getLogger(__name__)
 class Algorithm(Protocol):
     """What differs between reinforcement learning and supervised training."""
 
-    def train(self, step: int) -> dict[str, float] | None:
-        """One training step on all ranks; its metrics, the same on each. None: asked to leave meanwhile."""
+    def train(self, step: int) -> dict[str, float] | End:
+        """One training step on all ranks; its metrics, the same on each, or why there was no step."""
 
 
 class Loop:
@@ -50,6 +51,7 @@ class Loop:
         self._config, self._reply, self._learner = config, reply, learner
         self._session, self._departure, self._checkpointer = session, departure, checkpointer
         self._publisher = Publisher(config, learner, session, reply)
+        self._published = -1
         self._publish_seconds = 0.0
 
     def run(self, algorithm: Algorithm, step: int) -> str:
@@ -58,26 +60,29 @@ class Loop:
         Raises:
             PolicyError, ControllerError, WeightError: training cannot go on.
         """
-        if self._reply.mode == "grpo":
-            self._publish(step)
+        self._publish(step)
         finished = step >= self._reply.total_steps
         while not finished:
             self._say(f"training step {step}")
             began = time.monotonic()
             metrics = algorithm.train(step)
-            if metrics is None:
+            if metrics is End.ASKED:
                 return self._leave_early(step)
+            if metrics is End.NO_DATA:
+                break
+            assert isinstance(metrics, dict)
             metrics["publish_seconds"] = self._publish_seconds
             metrics["step_seconds"] = time.monotonic() - began + self._publish_seconds
             reply = self._commit(step, metrics)
             step, finished = reply.committed_steps, reply.finished
-            if reply.publish or (finished and self._reply.mode == "grpo"):
+            if reply.publish or finished:
                 self._publish(step)
             if self._checkpointer.due(step, finished):
                 self._say(f"saving checkpoint {step}")
                 self._checkpointer.save(step)
             if not finished and self._learner.group.any(bool(self._departure)):
                 return self._leave_early(step)
+        self._publish(step)
         return self._finish()
 
     def _commit(self, step: int, metrics: dict[str, float]) -> m.CommitReply:
@@ -97,9 +102,12 @@ class Loop:
         return reply
 
     def _publish(self, version: int) -> None:
+        """Publish, once per version; a supervised job has nobody who would fetch it."""
+        if self._reply.mode == "sft" or version == self._published:
+            return
         began = time.monotonic()
         self._publisher.publish(version)
-        self._publish_seconds = time.monotonic() - began
+        self._published, self._publish_seconds = version, time.monotonic() - began
 
     def _finish(self) -> str:
         if self._config.launcher.export_final:

@@ -87,21 +87,30 @@ class MicroBatch:
         return len(self.rows)
 
 
-def collate(
-    samples: Sequence[TrainSample], rows: Sequence[int], packed: bool, device: torch.device | str = "cpu"
-) -> MicroBatch:
+@dataclass(frozen=True)
+class Layout:
+    """packed: the layout. vocabulary: token ids are below it. device: where the tensors go."""
+
+    packed: bool
+    vocabulary: int
+    device: torch.device | str = "cpu"
+
+
+def collate(samples: Sequence[TrainSample], rows: Sequence[int], layout: Layout) -> MicroBatch:
     """Lay samples out. Without any, it is an empty micro-batch: one position that predicts nothing.
 
     Raises:
-        SettingsError: a sample of several segments in the padded layout, whose size nobody could know beforehand.
+        SettingsError: a sample of several segments in the padded layout, whose size nobody could know beforehand;
+            a token id that the model has no embedding for.
     """
+    packed, device = layout.packed, layout.device
     owners = [number for number, sample in enumerate(samples) for _ in sample.segments]
     segments = [segment for sample in samples for segment in sample.segments]
     if not packed and len(segments) > len(samples):
         raise SettingsError("train.sequence_packing = false: samples of several segments need it to be true")
     lengths = np.array([len(segment.token_ids) - 1 for segment in segments], np.int64)
     width = int(lengths.max(initial=1))
-    starts = np.cumsum([0, *lengths[:-1]]) if packed else np.arange(len(segments)) * width
+    starts = np.cumsum(lengths) - lengths if packed else np.arange(len(segments)) * width
     shape = (1, max(int(lengths.sum()), 1)) if packed else (max(len(segments), 1), width)
     input_ids, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     if not packed:
@@ -117,6 +126,7 @@ def collate(
         labels.append(segment.token_ids[1:][picked])
         old.append(np.zeros(len(picked)) if segment.logprobs is None else segment.logprobs[1:][picked])
         owner.append(np.full(len(picked), number))
+    _check_ids(segments, layout.vocabulary)
     return MicroBatch(
         input_ids=_tensor(input_ids, device),
         position_ids=_tensor(positions, device),
@@ -126,6 +136,15 @@ def collate(
         sample=_tensor(_joined(owner, np.int64), device),
         rows=list(rows),
     )
+
+
+def _check_ids(segments: Sequence[Segment], vocabulary: int) -> None:
+    for segment in segments:
+        if segment.token_ids.min() < 0 or segment.token_ids.max() >= vocabulary:
+            raise SettingsError(
+                f"token ids {segment.token_ids.min()} to {segment.token_ids.max()} in a sample, and the model has "
+                f"embeddings for 0 to {vocabulary - 1}: policy.model_name_or_path has a tokenizer of another model"
+            )
 
 
 def _joined(parts: Sequence[npt.NDArray[np.generic]], dtype: type[np.generic]) -> npt.NDArray[np.generic]:

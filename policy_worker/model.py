@@ -6,6 +6,7 @@ import logging
 from typing import cast
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
@@ -46,6 +47,11 @@ class PolicyModel(nn.Module):
     def _head(self) -> Tensor:
         return cast(Tensor, self.lm.get_output_embeddings().weight)
 
+    @property
+    def vocabulary(self) -> int:
+        """Number of token ids that have an embedding. Asked before the model is sharded."""
+        return int(self.lm.get_input_embeddings().weight.shape[0])
+
     def decoder_layers(self) -> list[nn.Module]:
         """The repeated blocks, in order: what is sharded and recomputed as a unit.
 
@@ -72,9 +78,16 @@ def load_model(config: Config) -> PolicyModel:
     try:
         model_config = AutoConfig.from_pretrained(name, revision=revision)
         dropout = _disable_dropout(model_config)
-        lm = AutoModelForCausalLM.from_pretrained(name, revision=revision, config=model_config, dtype=dtype)
-    except (OSError, ValueError, KeyError) as error:
+        lm, loaded = AutoModelForCausalLM.from_pretrained(
+            name, revision=revision, config=model_config, dtype=dtype, output_loading_info=True
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise SettingsError(f"policy.model_name_or_path = {name!r} cannot be loaded: {error}") from error
+    missing = sorted(loaded["missing_keys"])
+    if missing:  # transformers would fill them with random numbers
+        raise SettingsError(
+            f"policy.model_name_or_path = {name!r} lacks weights: {', '.join(missing[:5])}, …"
+        )
     recompute = config.policy.model_gradient_checkpointing
     return prepare_model(PolicyModel(lm, dropout), packed=config.train.sequence_packing, recompute=recompute)
 
@@ -130,8 +143,7 @@ def _check_packing(model: PolicyModel) -> None:
 
 
 def _probe(model: PolicyModel, length: int) -> tuple[Tensor, Tensor]:
-    vocabulary = model.lm.get_input_embeddings().weight.shape[0]
-    ids = torch.arange(1, length + 1)[None] * 7919 % vocabulary
+    ids = torch.arange(1, length + 1)[None] * 7919 % model.vocabulary
     return ids, torch.arange(length)[None]
 
 

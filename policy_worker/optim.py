@@ -47,21 +47,9 @@ class Optimizer:
     def __init__(self, parameters: Iterable[nn.Parameter], settings: OptimizerSettings) -> None:
         self._settings = settings
         self.parameters = [p for p in parameters if p.requires_grad]
-        try:
-            self.adamw = torch.optim.AdamW(
-                self.parameters,
-                lr=settings.lr,
-                betas=settings.betas,
-                eps=settings.epsilon,
-                weight_decay=settings.weight_decay,
-                fused=settings.impl == "fused",
-                foreach=settings.impl == "foreach",
-            )
-        except RuntimeError as error:
-            raise SettingsError(
-                f'train.optm_impl = "{settings.impl}" is not possible for these parameters: {error}; '
-                f'write train.optm_impl = "foreach" or "for-loop"'
-            ) from error
+        for device, dtype in {(p.device, p.dtype) for p in self.parameters}:
+            _check_possible(settings, torch.zeros(1, device=device, dtype=dtype))
+        self.adamw = _adamw(self.parameters, settings)
 
     @property
     def peak_lr(self) -> float:
@@ -98,6 +86,31 @@ class Optimizer:
         self.adamw.step()
         self.adamw.zero_grad(set_to_none=True)
         return value
+
+
+def _adamw(parameters: list[nn.Parameter], settings: OptimizerSettings) -> torch.optim.AdamW:
+    return torch.optim.AdamW(
+        parameters,
+        lr=settings.lr,
+        betas=settings.betas,
+        eps=settings.epsilon,
+        weight_decay=settings.weight_decay,
+        fused=settings.impl == "fused",
+        foreach=settings.impl == "foreach",
+    )
+
+
+def _check_possible(settings: OptimizerSettings, like: Tensor) -> None:
+    """Try a step on one number: torch finds out at the first step, by then a batch would be lost."""
+    probe = nn.Parameter(like)
+    probe.grad = torch.zeros_like(like)
+    try:
+        _adamw([probe], settings).step()
+    except (RuntimeError, NotImplementedError) as error:
+        raise SettingsError(
+            f'train.optm_impl = "{settings.impl}" is not possible for {like.dtype} on {like.device}: {error}; '
+            f'write train.optm_impl = "foreach" or "for-loop"'
+        ) from error
 
 
 def _whole(norm: Tensor) -> Tensor:

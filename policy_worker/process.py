@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from dataclasses import dataclass
 from types import FrameType
 
@@ -54,10 +55,9 @@ def _number(name: str) -> int | None:
 
 
 class Departure:
-    """Whether this process should leave, and why; set once, by a signal, a command or the parent's death.
+    """Whether this process should leave, and why: asked for by a signal, a command or the parent's death.
 
-    Training ends at the next point where the run is consistent. If it does not get there within `grace` seconds
-    (a collective that hangs, a controller that is gone), the process ends itself: nobody waits for ever.
+    Training ends at the next point where the run is consistent. grace: seconds in which it should get there.
     """
 
     def __init__(self, grace: float = 30.0) -> None:
@@ -70,21 +70,28 @@ class Departure:
 
     def request(self, reason: str) -> None:
         """Ask to leave; safe from signal handlers and any thread, and only the first reason counts."""
-        if self._event.is_set():
-            return
-        self.reason = reason
-        self._event.set()
-        watchdog = threading.Timer(self.grace, self._give_up)
-        watchdog.daemon = True
-        watchdog.start()
+        if not self._event.is_set():
+            self.reason = reason
+            self._event.set()
 
-    def wait(self, seconds: float) -> bool:
-        """Sleep, but no longer than until a request. Whether there is one."""
+    def wait(self, seconds: float | None = None) -> bool:
+        """Sleep, but no longer than until a request; whether there is one. Not for the main thread, where a signal
+        handler could not set what its own thread holds."""
         return self._event.wait(seconds)
 
-    def _give_up(self) -> None:
-        log.error("asked to leave (%s), and still here after %.0f s: ending at once", self.reason, self.grace)
+
+def enforce(departure: Departure) -> None:
+    """End the process by force if it does not leave within the grace: a collective that hangs, a dead controller."""
+
+    def watch() -> None:
+        departure.wait()
+        time.sleep(departure.grace)
+        log.error(
+            "asked to leave (%s), still here after %.0f s: ending now", departure.reason, departure.grace
+        )
         os._exit(1)
+
+    threading.Thread(target=watch, name="leave-watch", daemon=True).start()
 
 
 def install_signals(departure: Departure) -> None:

@@ -14,11 +14,12 @@ import numpy as np
 from torch import Tensor
 
 from policy_worker.batching import plan_step
+from policy_worker.ending import End
 from policy_worker.errors import SettingsError
 from policy_worker.grpo import micro_batch_rule
 from policy_worker.learner import Learner, ShareOfLoss
 from policy_worker.logprobs import TokenOutputs
-from policy_worker.micro_batch import MicroBatch, Segment, TrainSample, collate
+from policy_worker.micro_batch import MicroBatch, Segment, TrainSample
 from policy_worker.process import Departure
 from schema.config import Config
 from schema.wire.prompts import PromptFile, PromptFileError
@@ -61,14 +62,16 @@ class Sft:
         shuffle = config.sft.dataloader_shuffle
         self._order = RowOrder(len(self._data), config.train.epoch, config.effective_seed, shuffle)
 
-    def train(self, step: int) -> dict[str, float] | None:
-        """Train on the batch of a step; its metrics. None: asked to leave."""
+    def train(self, step: int) -> dict[str, float] | End:
+        """Train on the batch of a step; its metrics, or why there was no step."""
         if self._learner.group.any(bool(self._departure)):
-            return None
+            return End.ASKED
         rows = self._order.rows(step * self._batch, (step + 1) * self._batch)
-        samples = [self._sample(row) for row in rows]
-        learned = [sample.learned_tokens for sample in samples]
-        tokens = [len(sample.segments[0].token_ids) for sample in samples]
+        if not rows:
+            return End.NO_DATA
+        samples = dict(enumerate(self._sample(row) for row in rows))
+        learned = [sample.learned_tokens for sample in samples.values()]
+        tokens = [len(sample.segments[0].token_ids) for sample in samples.values()]
         group = self._learner.group
         plan = plan_step(
             tokens,
@@ -80,10 +83,7 @@ class Sft:
         metrics = {"tokens": float(sum(tokens)), "samples": float(len(rows)), "lr": self._learner.lr(step)}
         n_tokens = sum(learned)
         for piece in plan:
-            batches = [
-                collate([samples[i] for i in micro], micro, self._rule.packed, group.device)
-                for micro in piece.ranks[group.rank]
-            ]
+            batches = [self._learner.micro_batch(samples, micro) for micro in piece.ranks[group.rank]]
             result = self._learner.optimizer_step(batches, likelihood_loss(n_tokens), step=step)
             metrics |= {
                 "loss": result.sums["loss"],

@@ -1,0 +1,12 @@
+"""Why an algorithm made no step."""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+
+
+class End(Enum):
+    """ASKED: this replica was asked to leave. NO_DATA: no step follows, the data has ended early."""
+
+    ASKED = auto()
+    NO_DATA = auto()

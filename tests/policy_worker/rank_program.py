@@ -1,0 +1,68 @@
+"""One rank of a replica that trains a fixed batch: `python -m tests.policy_worker.rank_program OUT OPTIONS`.
+
+OPTIONS is JSON: {grpo, train, samples, steps, resume, save}. Rank 0 writes gradients of the last step, weights and
+metrics to OUT as safetensors and JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from policy_worker.grpo import Grpo
+from policy_worker.learner import Learner
+from policy_worker.parallel.group import Group, RankEnvironment
+from policy_worker.process import Departure
+from policy_worker.schedule import Schedule
+from policy_worker.step_batch import BatchSource
+from schema.wire.batch import encode_batch
+from schema.wire.sample import encode_sample
+from tests.policy_worker.material import make_config, make_table, random_samples, tiny_model
+from weight_sync import hub_tensors
+
+
+def main(out: Path, options: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    group = Group(RankEnvironment.of_environ())
+    try:
+        config = make_config(options.get("grpo"), {"optm_grad_norm_clip": 0.5, **options.get("train", {})})
+        model = tiny_model(packed=config.train.sequence_packing)
+        learner = Learner(model, config, group, Schedule(10))
+        assert learner.sharded == (group.world > 1 or config.train.param_dtype != config.train.master_dtype)
+        gradients: dict[str, torch.Tensor] = {}
+
+        def keep(*_: object) -> None:
+            for name, parameter in learner.model.named_parameters():
+                grad = parameter.grad
+                gradients[name] = (grad.full_tensor() if hasattr(grad, "full_tensor") else grad).clone()
+
+        learner.optimizer.adamw.register_step_pre_hook(keep)
+        samples = random_samples(**options["samples"])
+
+        def answer(call: Any) -> bytes:
+            """What the controller sends: the table, and the payloads that were asked for."""
+            table = make_table(samples, step=int(call.path.split("/")[3]))
+            wanted = call.params["samples"]
+            rows = {"all": range(len(samples)), "none": ()}.get(wanted) or [
+                int(r) for r in wanted.split(",") if r != "none"
+            ]
+            return encode_batch(table, [encode_sample(samples[row]) for row in rows])
+
+        algorithm = Grpo(config, learner, BatchSource(group, answer, 1, 8), Departure())
+        metrics = [algorithm.train(step) for step in range(options.get("steps", 1))]
+        weights = dict(hub_tensors(learner.model.lm))
+        if group.leads:
+            save_file({f"grad.{n}": t for n, t in gradients.items()} | weights, out / "tensors.safetensors")
+            (out / "metrics.json").write_text(json.dumps(metrics))
+        group.barrier()
+    finally:
+        group.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))

@@ -1,0 +1,90 @@
+"""The loss of reinforcement learning written out naively: one sample at a time, one token at a time.
+
+It shares nothing with the trainer but the model, so it can be wrong only in its own way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from schema.config import GrpoConfig
+from schema.wire.sample import Sample
+
+
+def token_facts(
+    lm: PreTrainedModel, sample: Sample, temperature: float
+) -> list[tuple[Tensor, Tensor, float]]:
+    """(log-prob, entropy, behaviour log-prob) of each generated token."""
+    ids = torch.from_numpy(sample.token_ids.astype("int64"))
+    logits = lm(input_ids=ids[None], use_cache=False).logits[0] / temperature
+    facts = []
+    for position in range(1, len(ids)):
+        if sample.loss_mask[position]:
+            log_p = torch.log_softmax(logits[position - 1], dim=0)
+            entropy = -(log_p.exp() * log_p).sum()
+            facts.append((log_p[ids[position]], entropy, float(sample.logprobs[position])))
+    return facts
+
+
+def advantages(samples: Sequence[Sample], group_size: int, unbiased: bool) -> list[float]:
+    found: list[float] = []
+    for start in range(0, len(samples), group_size):
+        scores = [sample.header.score for sample in samples[start : start + group_size]]
+        known = [score for score in scores if score is not None]
+        mean = sum(known) / len(known) if len(known) > 1 else 0.0
+        std = math.sqrt(sum((s - mean) ** 2 for s in known) / (len(known) - 1)) if len(known) > 1 else 1.0
+        found += [0.0 if s is None else (s - mean) / (1.0 if unbiased else std + 1e-6) for s in scores]
+    return found
+
+
+def grpo_loss(
+    lm: PreTrainedModel,
+    samples: Sequence[Sample],
+    how: GrpoConfig,
+    group_size: int = 4,
+    temperature: float = 1.0,
+) -> Tensor:
+    """The loss of all samples as one optimizer step."""
+    values = advantages(samples, group_size, how.unbiased_advantage)
+    chosen = [(s, a) for s, a in zip(samples, values, strict=True) if s.header.score is not None]
+    n_tokens = sum(s.header.response_tokens for s, _ in chosen)
+    n_positive = sum(s.header.response_tokens for s, _ in chosen if s.header.score > 0)
+    total = torch.zeros(())
+    for sample, advantage in chosen:
+        facts = token_facts(lm, sample, temperature)
+        losses = [_token_loss(facts, i, advantage, how) for i in range(len(facts))]
+        losses = [
+            loss - how.entropy_coeff * entropy for loss, (_, entropy, _) in zip(losses, facts, strict=True)
+        ]
+        summed = torch.stack(losses).sum()
+        if how.variant == "gspo" or how.loss_type == "seq-mean-token-mean":
+            total = total + summed / (how.unbiased_loss_max_tokens or len(facts)) / len(chosen)
+        elif how.loss_type == "seq-mean-token-sum":
+            total = total + summed / len(chosen)
+        else:
+            total = total + summed / n_tokens
+        if how.positive_nll_coef and sample.header.score > 0:
+            nll = -torch.stack([logprob for logprob, _, _ in facts]).sum()
+            total = total + how.positive_nll_coef * nll / n_positive
+    return total
+
+
+def _token_loss(
+    facts: list[tuple[Tensor, Tensor, float]], i: int, advantage: float, how: GrpoConfig
+) -> Tensor:
+    logprob, _, old = facts[i]
+    low, high = 1 - how.epsilon_low, 1 + how.epsilon_high
+    if how.variant == "gspo":
+        mean = sum(float(lp.detach()) - o for lp, _, o in facts) / len(facts)
+        ratio = torch.exp(logprob - logprob.detach() + mean)
+    else:
+        ratio = torch.exp(logprob - old)
+    loss = -torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
+    if how.variant != "gspo" and advantage < 0:
+        loss = torch.minimum(loss, torch.tensor(-how.lower_bound_ratio * advantage))
+    return loss

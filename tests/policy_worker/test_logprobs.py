@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from policy_worker.logprobs import CHUNK_ELEMENTS, token_logprobs
+
+
+def plain(hidden, weight, labels, temperature):
+    log_p = torch.log_softmax((hidden @ weight.T) / temperature, dim=1)
+    logprobs = log_p.gather(1, labels[:, None])[:, 0]
+    return logprobs, -(log_p.exp() * log_p).sum(1)
+
+
+def material(k: int = 37, d: int = 16, v: int = 101, dtype: torch.dtype = torch.float64):
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(k, d, generator=generator, dtype=dtype)
+    weight = torch.randn(v, d, generator=generator, dtype=dtype) * 0.3
+    return hidden, weight, torch.randint(0, v, (k,), generator=generator)
+
+
+def gradients(outputs, inputs, with_entropy: bool, with_logprobs: bool = True):
+    generator = torch.Generator().manual_seed(2)
+    logprobs, entropy = outputs[0], outputs[1]
+    scale = torch.randn(2, len(logprobs), generator=generator, dtype=logprobs.dtype)
+    loss = (scale[0] * logprobs).sum() * with_logprobs + (scale[1] * entropy).sum() * with_entropy
+    return torch.autograd.grad(loss, inputs)
+
+
+@pytest.mark.parametrize("chunk_elements", [CHUNK_ELEMENTS, 101 * 5, 1])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("parts", [(True, False), (True, True), (False, True)])
+def test_equal_to_plain_log_softmax(chunk_elements: int, temperature: float, parts: tuple[bool, bool]):
+    hidden, weight, labels = material()
+    inputs = (hidden.requires_grad_(), weight.requires_grad_())
+    ours = token_logprobs(hidden, weight, labels, temperature, chunk_elements)
+    theirs = plain(hidden, weight, labels, temperature)
+    for found, expected in zip(ours[:2], theirs, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    with_logprobs, with_entropy = parts
+    found = gradients(ours, inputs, with_entropy, with_logprobs)
+    expected = gradients(theirs, inputs, with_entropy, with_logprobs)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+
+
+def test_only_the_log_probs_used():
+    hidden, weight, labels = material()
+    hidden.requires_grad_()
+    (found,) = torch.autograd.grad(token_logprobs(hidden, weight, labels).logprobs.sum(), [hidden])
+    (expected,) = torch.autograd.grad(plain(hidden, weight, labels, 1.0)[0].sum(), [hidden])
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_only_the_entropy_used():
+    hidden, weight, labels = material()
+    hidden.requires_grad_()
+    outputs = token_logprobs(hidden, weight, labels, chunk_elements=101 * 10)
+    (found,) = torch.autograd.grad(outputs.entropy.sum(), [hidden])
+    (expected,) = torch.autograd.grad(plain(hidden, weight, labels, 1.0)[1].sum(), [hidden])
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_correctness_is_whether_the_label_is_likeliest():
+    hidden, weight, labels = material()
+    best = (hidden @ weight.T).argmax(1)
+    labels[::2] = best[::2]
+    assert token_logprobs(hidden, weight, labels).correct.tolist() == (labels == best).tolist()
+
+
+def test_low_precision_is_computed_in_float32():
+    hidden, weight, labels = material(dtype=torch.bfloat16)
+    hidden.requires_grad_()
+    outputs = token_logprobs(hidden, weight, labels, 0.5)
+    assert outputs.logprobs.dtype == outputs.entropy.dtype == torch.float32
+    exact = torch.log_softmax((hidden @ weight.T).float() / 0.5, dim=1)
+    torch.testing.assert_close(outputs.logprobs, exact.gather(1, labels[:, None])[:, 0], rtol=1e-6, atol=1e-6)
+    outputs.logprobs.sum().backward()
+    assert hidden.grad is not None
+    assert hidden.grad.dtype == torch.bfloat16
+
+
+def test_no_tokens_still_reach_every_input():
+    hidden, weight, labels = material(k=0)
+    inputs = (hidden.requires_grad_(), weight.requires_grad_())
+    grads = torch.autograd.grad(token_logprobs(hidden, weight, labels).logprobs.sum(), inputs)
+    assert grads[0].shape == (0, 16)
+    assert not grads[1].any()
+
+
+def test_logits_are_never_whole_in_memory():
+    """Peak memory of forward and backward, measured: far below [tokens, vocab] in float32."""
+    k, v = 2048, 16384
+    hidden, weight, labels = material(k, 8, v, torch.float32)
+    hidden.requires_grad_()
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            for tensor in torch.utils._pytree.tree_leaves(out):
+                if isinstance(tensor, torch.Tensor):
+                    largest = max(largest, tensor.numel())
+            return out
+
+    with Watch():
+        token_logprobs(hidden, weight, labels, chunk_elements=v * 64).logprobs.sum().backward()
+    assert largest == v * 64
+    assert hidden.grad is not None

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from policy_worker.errors import BadBatchError, SettingsError
+from policy_worker.micro_batch import Layout, MicroBatch, Segment, TrainSample, collate
+from schema.wire.sample import Sample
+from tests.policy_worker.material import make_sample, tiny_model
+
+
+def sample_of(*segments: tuple[list[int], list[int]]) -> TrainSample:
+    return TrainSample(
+        [
+            Segment(np.array(ids, np.int32), np.array(mask, np.uint8), -np.arange(len(ids), dtype=np.float32))
+            for ids, mask in segments
+        ]
+    )
+
+
+LONG = sample_of(([11, 12, 13, 14], [0, 0, 1, 1]))
+SHORT = sample_of(([21, 22], [0, 1]))
+TWO = sample_of(([31, 32, 33], [0, 1, 0]), ([41, 42, 43], [0, 0, 1]))
+
+
+def test_padded_rows():
+    batch = collate([LONG, SHORT], [7, 3], Layout(False, 61))
+    assert batch.input_ids.tolist() == [[11, 12, 13], [21, 0, 0]]
+    assert batch.position_ids.tolist() == [[0, 1, 2], [0, 1, 2]]
+    assert batch.index.tolist() == [1, 2, 3]  # positions 1 and 2 of the first row, 0 of the second
+    assert batch.labels.tolist() == [13, 14, 22]
+    assert batch.old_logprobs.tolist() == [-2.0, -3.0, -1.0]
+    assert batch.sample.tolist() == [0, 0, 1]
+    assert batch.rows == [7, 3]
+
+
+def test_packed_row_with_several_segments():
+    batch = collate([LONG, TWO], [0, 1], Layout(True, 61))
+    assert batch.input_ids.tolist() == [[11, 12, 13, 31, 32, 41, 42]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1, 0, 1]]
+    assert batch.index.tolist() == [1, 2, 3, 6]
+    assert batch.labels.tolist() == [13, 14, 32, 43]
+    assert batch.sample.tolist() == [0, 0, 1, 1]
+
+
+def test_an_empty_micro_batch_predicts_nothing():
+    for packed in (False, True):
+        batch = collate([], [], Layout(packed, 61))
+        assert batch.input_ids.shape == batch.position_ids.shape == (1, 1)
+        assert batch.index.shape == batch.labels.shape == (0,)
+        assert batch.n_samples == 0
+
+
+def test_several_segments_need_packing():
+    with pytest.raises(SettingsError, match="sequence_packing"):
+        collate([TWO], [0], Layout(False, 61))
+
+
+@pytest.mark.parametrize("bad", [61, -1])
+def test_token_ids_that_the_model_does_not_know(bad: int):
+    with pytest.raises(SettingsError, match=r"embeddings for 0 to 60.*tokenizer of another model"):
+        collate([sample_of(([3, bad], [0, 1]))], [0], Layout(False, 61))
+
+
+def test_a_generated_token_needs_a_predecessor():
+    sample = make_sample(0, [5], [6, 7], [-1.0, -1.0], 1.0)
+    assert TrainSample.of_wire(sample).learned_tokens == 2
+    sample.loss_mask[0] = 1
+    with pytest.raises(BadBatchError, match="begins with a generated token"):
+        TrainSample.of_wire(sample)
+
+
+def test_a_sample_is_cut_at_its_segments():
+    sample = make_sample(0, [5, 6], [7, 8, 9], [-0.5, -0.25, -0.125], 1.0)
+    two = Sample(
+        sample.header, sample.token_ids, np.array([0, 0, 1, 0, 1], np.uint8), sample.logprobs,
+        sample.version_starts, sample.version_values, np.array([0, 3], np.int32),
+    )  # fmt: skip
+    cut = TrainSample.of_wire(two)
+    assert [segment.token_ids.tolist() for segment in cut.segments] == [[5, 6, 7], [8, 9]]
+    assert [segment.loss_mask.tolist() for segment in cut.segments] == [[0, 0, 1], [0, 1]]
+    assert cut.segments[1].logprobs.tolist() == [-0.25, -0.125]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_tokens_see_only_their_own_sequence(packed: bool):
+    """Log-probs of a sample are the same alone and in company, up to rounding."""
+    model = tiny_model(packed=packed)
+    rng = np.random.default_rng(0)
+    samples = [
+        sample_of((rng.integers(3, 60, n).tolist(), [0, *rng.integers(0, 2, n - 2).tolist(), 1]))
+        for n in (9, 4, 17)
+    ]
+
+    def logprobs(batch: MicroBatch) -> torch.Tensor:
+        with torch.no_grad():
+            return model(batch).logprobs
+
+    together = logprobs(collate(samples, [0, 1, 2], Layout(packed, 61)))
+    alone = torch.cat([logprobs(collate([sample], [0], Layout(packed, 61))) for sample in samples])
+    torch.testing.assert_close(together, alone, rtol=0, atol=5e-6)

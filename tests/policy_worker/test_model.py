@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, MambaConfig, Qwen2Config
+
+from policy_worker.errors import SettingsError
+from policy_worker.micro_batch import Layout, collate
+from policy_worker.model import PolicyModel, load_model, prepare_model
+from tests.policy_worker.material import make_config, tiny_lm, write_model
+from tests.policy_worker.test_micro_batch import LONG, SHORT
+
+SMALL = {
+    "vocab_size": 53, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2,
+}  # fmt: skip
+
+
+def from_config(config) -> PolicyModel:
+    torch.manual_seed(0)
+    return PolicyModel(AutoModelForCausalLM.from_config(config))
+
+
+@pytest.mark.parametrize(
+    "config", [LlamaConfig(**SMALL), Qwen2Config(**SMALL, tie_word_embeddings=True)], ids=["llama", "qwen2"]
+)
+@pytest.mark.parametrize("packed", [False, True])
+def test_log_probs_are_those_of_transformers(config, packed: bool):
+    model = prepare_model(from_config(config), packed=packed, recompute=False)
+    batch = collate([LONG, SHORT], [0, 1], Layout(packed, 53))
+    found = model(batch, 0.8)
+    expected = []
+    for sample in (LONG, SHORT):
+        ids = torch.from_numpy(sample.segments[0].token_ids.astype("int64"))[None]
+        log_p = torch.log_softmax(model.lm(input_ids=ids).logits[0].float() / 0.8, dim=-1)
+        picked = log_p[:-1].gather(1, ids[0, 1:, None])[:, 0]
+        expected.append(picked[torch.from_numpy(sample.segments[0].loss_mask[1:]) == 1])
+    torch.testing.assert_close(found.logprobs, torch.cat(expected), rtol=0, atol=2e-6)
+
+
+def test_an_architecture_that_caps_its_logits_is_refused():
+    config = Gemma2Config(**SMALL, head_dim=8, final_logit_softcapping=0.05)
+    with pytest.raises(SettingsError, match=r"Gemma2ForCausalLM.*not hidden states times output matrix"):
+        prepare_model(from_config(config), packed=False, recompute=False)
+
+
+def test_an_architecture_with_state_along_the_row_is_refused_for_packing_only():
+    config = MambaConfig(
+        vocab_size=53, hidden_size=16, state_size=4, num_hidden_layers=2, tie_word_embeddings=False
+    )
+    prepare_model(from_config(config), packed=False, recompute=False)
+    with pytest.raises(SettingsError, match="sequence_packing = false"):
+        prepare_model(from_config(config), packed=True, recompute=False)
+
+
+def test_loads_in_the_master_type_and_without_dropout(tmp_path: Path):
+    lm = tiny_lm()
+    lm.config.attention_dropout = 0.25
+    lm.save_pretrained(tmp_path)
+    model = load_model(make_config(policy={"model_name_or_path": str(tmp_path)}))
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert model.training
+    assert model.lm.model.layers[0].self_attn.attention_dropout == 0.0
+    assert model.dropout == {"attention_dropout": 0.25}
+    half = load_model(
+        make_config(policy={"model_name_or_path": str(tmp_path)}, train={"master_dtype": "bfloat16"})
+    )
+    assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
+
+
+def test_a_model_that_cannot_be_loaded_is_named(tmp_path: Path):
+    with pytest.raises(SettingsError, match=r"policy\.model_name_or_path = .*nowhere"):
+        load_model(make_config(policy={"model_name_or_path": str(tmp_path / "nowhere")}))
+    write_model(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"broken")
+    with pytest.raises(SettingsError, match="cannot be loaded"):
+        load_model(make_config(policy={"model_name_or_path": str(tmp_path)}))
+
+
+def test_a_model_that_lacks_weights_is_refused(tmp_path: Path):
+    lm = tiny_lm()
+    weights = {name: tensor for name, tensor in lm.state_dict().items() if "layers.1.mlp.up" not in name}
+    lm.save_pretrained(tmp_path, state_dict=weights)
+    with pytest.raises(SettingsError, match=r"lacks weights: model\.layers\.1\.mlp\.up_proj\.weight"):
+        load_model(make_config(policy={"model_name_or_path": str(tmp_path)}))
+
+
+def test_decoder_layers_are_found():
+    model = from_config(LlamaConfig(**SMALL))
+    assert [type(layer).__name__ for layer in model.decoder_layers()] == ["LlamaDecoderLayer"] * 2

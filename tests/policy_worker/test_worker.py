@@ -1,0 +1,260 @@
+"""`python -m policy_worker` against a real controller; the test plays the rollout replica."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from controller import api
+from controller.client import Client
+from schema.config import Config
+from schema.wire.messages import JobStatus
+from schema.wire.prompts import write_prompts
+from tests.policy_worker.material import make_config, sft_config, write_model
+from tests.policy_worker.player import Player
+from tests.policy_worker.ranks import start_ranks, wait_ranks
+from tests.support.controller import TOKENS, ControllerProcess, make_run_dir
+from tests.support.valkey import ValkeyServer, running_valkey
+
+
+@pytest.fixture(scope="module")
+def valkey() -> Iterator[ValkeyServer]:
+    with running_valkey() as server:
+        yield server
+
+
+class Job:
+    """A run directory with a model in it, and a controller."""
+
+    def __init__(self, directory: Path, config: Config, redis_url: str) -> None:
+        self.run_dir = make_run_dir(directory / "run", config, rows=40)
+        if not config.is_grpo:
+            _write_conversations(self.run_dir / "data" / "train.safetensors")
+        self.controller = ControllerProcess(self.run_dir, redis_url)
+
+    def start_policy(self, world: int = 1, **environment: str) -> list[subprocess.Popen[str]]:
+        settings = {
+            "COSMOS_CONTROLLER_URL": self.controller.url, "COSMOS_TOKEN": TOKENS["policy"],
+            "COSMOS_REPLICA_NAME": "policy-0", "COSMOS_CPU_THREADS": "1", **environment,
+        }  # fmt: skip
+        return start_ranks(world, ["policy_worker"], **settings)
+
+    def status(self) -> JobStatus:
+        with self.controller.client() as client:
+            return client.send(api.job())
+
+    def wait_for_step(self, step: int, seconds: float = 60.0) -> None:
+        give_up = time.monotonic() + seconds
+        while self.status().step < step:
+            assert time.monotonic() < give_up, f"step {step} was not reached"
+            time.sleep(0.02)
+
+    def final(self) -> dict[str, torch.Tensor]:
+        return load_file(self.run_dir / "final" / "model.safetensors")
+
+
+def _write_conversations(path: Path) -> None:
+    """Rows that can be learned: each is one token repeated, and the first names it."""
+    ids = [[1, token, *[token] * 6, 2] for token in range(3, 35)]
+    write_prompts(path, ids, [{}] * len(ids), [[0, 0, *[1] * 7]] * len(ids))
+
+
+@pytest.fixture
+def start(tmp_path: Path, valkey: ValkeyServer) -> Iterator[Any]:
+    """Starts a job with a config; ends its controller after the test."""
+    jobs: list[Job] = []
+
+    def starter(config: Config, name: str = "a") -> Job:
+        job = Job(tmp_path / name, config, valkey.url)
+        jobs.append(job)
+        job.controller.start()
+        return job
+
+    yield starter
+    for job in jobs:
+        job.controller.stop()
+
+
+def grpo_config(model: Path, steps: int, train: dict[str, Any] | None = None, **grpo: Any) -> Config:
+    return make_config(
+        {"allowed_outdated_steps": 1, **grpo}, {"max_num_steps": steps, **(train or {})},
+        policy={"model_name_or_path": str(model), "model_max_length": 64},
+        controller={"heartbeat_interval": 0.2},
+    )  # fmt: skip
+
+
+def check_ledger(client: Client, steps: int, groups_per_step: int) -> None:
+    ledger = client.send(api.ledger())
+    assert sum(ledger.states.values()) == ledger.created
+    assert ledger.states["trained"] + ledger.states["durable"] == steps * groups_per_step
+    assert (ledger.over_bound, ledger.max_staleness <= ledger.bound) == (0, True)
+
+
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_whole_job(tmp_path: Path, start: Any, world: int):
+    model = write_model(tmp_path / "model")
+    job = start(grpo_config(model, 4, {"optm_lr": 1e-2}))
+    ranks = job.start_policy(world)
+    with Player(job.controller.url, TOKENS["rollout"]) as player, job.controller.client() as client:
+        for code, output in wait_ranks(ranks):
+            assert code == 0, output
+        player.finish()
+        status = client.send(api.job())
+        steps = client.send(api.steps())
+        check_ledger(client, 4, 2)
+    assert (status.phase, status.step, status.version) == ("finished", 4, 4)
+    assert [record.step for record in steps] == [0, 1, 2, 3]
+    for record in steps:
+        assert record.metrics["samples"] == 8.0
+        assert {
+            "loss",
+            "grad_norm",
+            "lr",
+            "reward_mean",
+            "reward/right",
+            "publish_seconds",
+        } <= record.metrics.keys()
+    assert player.versions == sorted(set(player.versions))
+    assert player.versions[-1] == 4
+
+    exported = AutoModelForCausalLM.from_pretrained(job.run_dir / "final")
+    published = dict(player.weights)
+    for name, tensor in job.final().items():  # the export is the last published version, bit for bit
+        assert torch.equal(tensor, published.pop(name))
+    assert not published
+    before = AutoModelForCausalLM.from_pretrained(model)
+    assert any(not torch.equal(a, b) for a, b in zip(before.parameters(), exported.parameters(), strict=True))
+    stored = list((job.run_dir / "weights").iterdir())
+    assert len(stored) <= 4 + 1  # weight_sync.keep, and the one that was being replaced
+
+
+@pytest.mark.slow
+def test_asked_to_leave_while_it_waits(tmp_path: Path, start: Any):
+    job = start(grpo_config(write_model(tmp_path / "model"), 4))
+    ranks = job.start_policy()
+    with job.controller.client(patience=0.0) as client:
+        give_up = time.monotonic() + 60
+        while client.send(api.job()).version < 0:
+            assert time.monotonic() < give_up
+            time.sleep(0.05)
+        ranks[0].send_signal(signal.SIGTERM)
+        ((code, output),) = wait_ranks(ranks, 20)
+        assert code == 0, output
+        (replica,) = client.send(api.replicas())
+    assert (replica.state, replica.status) == ("left", "signal SIGTERM")
+    assert not (job.run_dir / "final").exists()
+
+
+@pytest.mark.slow
+def test_without_a_checkpoint_a_restarted_trainer_says_that_it_cannot_go_on(tmp_path: Path, start: Any):
+    job = start(grpo_config(write_model(tmp_path / "model"), 50))
+    with Player(job.controller.url, TOKENS["rollout"]):
+        ranks = job.start_policy()
+        job.wait_for_step(2)
+        ranks[0].kill()
+        wait_ranks(ranks)
+        ((code, output),) = wait_ranks(job.start_policy())
+    assert code == 4
+    assert "NoCheckpointError" in output
+    assert "enable_checkpoint" in output
+
+
+@pytest.mark.slow
+def test_reinforcement_goes_on_from_its_newest_checkpoint(tmp_path: Path, start: Any):
+    checkpoints = {"enable_checkpoint": True, "save_freq": 3, "save_mode": "sync", "max_keep": 2}
+    job = start(grpo_config(write_model(tmp_path / "model"), 10, {"ckpt": checkpoints}))
+    with Player(job.controller.url, TOKENS["rollout"]) as player, job.controller.client() as client:
+        ranks = job.start_policy()
+        job.wait_for_step(4)
+        ranks[0].kill()
+        wait_ranks(ranks)
+        ((code, output),) = wait_ranks(job.start_policy())
+        assert code == 0, output
+        player.finish()
+        status = client.send(api.job())
+        check_ledger(client, 10, 2)
+    assert "resumed from" in output
+    assert status.timeline >= 1
+    assert status.step == 10
+    kept = sorted(path.name for path in (job.run_dir / "checkpoints").iterdir())
+    assert kept == ["latest", "step-00000009", "step-00000010"]
+    exported = job.run_dir / "checkpoints" / "step-00000010" / "export"
+    for name, tensor in load_file(exported / "model.safetensors").items():
+        assert torch.equal(tensor, job.final()[name])
+
+
+def supervised(model: Path, **train: Any) -> Config:
+    settings = {"optm_lr": 5e-3, "train_batch_per_replica": 8, "epoch": 5, "max_num_steps": 18, **train}
+    policy = {"model_name_or_path": str(model), "model_max_length": 64}
+    return sft_config({"mini_batch": 8}, settings, policy=policy)
+
+
+@pytest.mark.slow
+def test_supervised_training_learns_and_resumes_bit_for_bit(tmp_path: Path, start: Any):
+    model = write_model(tmp_path / "model")
+    straight = start(supervised(model), "straight")
+    for code, output in wait_ranks(straight.start_policy()):
+        assert code == 0, output
+    with straight.controller.client() as client:
+        steps = client.send(api.steps())
+    losses = [record.metrics["loss"] for record in steps]
+    assert len(losses) == 18
+    assert losses[-1] < 0.5 * losses[0]
+    assert steps[-1].metrics["accuracy"] > steps[0].metrics["accuracy"]
+    AutoModelForCausalLM.from_pretrained(straight.run_dir / "final")
+
+    ckpt = {"enable_checkpoint": True, "save_freq": 5, "save_mode": "sync", "export_safetensors": False}
+    broken = start(supervised(model, ckpt=ckpt), "broken")
+    ranks = broken.start_policy()
+    broken.wait_for_step(7)
+    ranks[0].kill()
+    wait_ranks(ranks)
+    for code, output in wait_ranks(broken.start_policy()):
+        assert code == 0, output
+    assert "resumed from" in output
+    for name, tensor in straight.final().items():
+        assert torch.equal(tensor, broken.final()[name]), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("config", "environment", "message"),
+    [
+        ({}, {"COSMOS_TOKEN": "wrong"}, "policy token"),
+        ({"policy": {"model_name_or_path": "/nowhere"}}, {}, "policy.model_name_or_path"),
+        ({"policy": {"parallelism": {"tp_size": 1, "dp_shard_size": 3}}}, {}, "dp_shard_size = 3"),
+    ],
+    ids=["token", "model", "mesh"],
+)
+def test_settings_that_cannot_work_exit_with_two(start: Any, config: Any, environment: Any, message: str):
+    job = start(make_config(**config))
+    ((code, output),) = wait_ranks(job.start_policy(**environment))
+    assert code == 2, output
+    assert message in output
+    assert "Traceback" not in output
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({}, "COSMOS_CONTROLLER_URL and COSMOS_TOKEN"),
+        (
+            {"COSMOS_CONTROLLER_URL": "http://x", "COSMOS_TOKEN": "x", "COSMOS_CPU_THREADS": "many"},
+            "COSMOS_CPU_THREADS",
+        ),
+        ({"RANK": "2"}, "WORLD_SIZE"),
+    ],
+)  # fmt: skip
+def test_an_incomplete_environment_exits_with_two_at_once(environment: dict[str, str], message: str):
+    ((code, output),) = wait_ranks(start_ranks(1, ["policy_worker"], **environment))
+    assert code == 2
+    assert message in output
