@@ -16,7 +16,7 @@ from launcher.placement import ProcessSpec, Replica
 from launcher.report import Result
 from launcher.restarts import Role
 from launcher.rundir import RunDir, Tokens
-from launcher.screen import PlainScreen
+from launcher.screen import open_screen
 from launcher.supervisor import free_port
 from schema.config import Config
 from schema.wire.prompts import write_prompts
@@ -64,7 +64,7 @@ def main() -> int:
         continued=continued,
         env=dict(os.environ),
     )
-    screen = PlainScreen()
+    screen = open_screen()
 
     async def drive() -> Result:
         return await Job(plan, screen).run()
