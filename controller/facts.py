@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from controller.ledger import LedgerParams
-from controller.validation import ValidationParams
+from controller.validation_groups import ValidationParams
 from schema.config import Config
 from schema.wire.messages import Phase
 

@@ -22,7 +22,8 @@ from controller.ledger import PushOutcome
 from controller.replicas import ReplicaError
 from controller.store import PayloadKey
 from controller.store.payloads import Payload
-from controller.validation import PREFIX, ValidationLease
+from controller.validation import PREFIX
+from controller.validation_groups import ValidationLease
 from schema.wire.frame import FrameError
 from schema.wire.messages import (
     ErrorCode,
