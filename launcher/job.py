@@ -17,10 +17,8 @@ import logging
 import shutil
 import signal
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from collections.abc import Iterable
+from typing import Any
 
 from controller import api
 from controller.client import ControllerError, Unauthorized
@@ -28,14 +26,13 @@ from launcher import placement, redis_server
 from launcher.contact import BRIEF, Contact
 from launcher.display import View, duration
 from launcher.logs import tail
-from launcher.placement import ProcessSpec, Replica
-from launcher.redis_server import RedisServer
+from launcher.placement import ProcessSpec
+from launcher.plan import Outcome, Plan
 from launcher.report import Collected, Result
 from launcher.restarts import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, Budget, EndJob, Role, describe_exit
-from launcher.rundir import RunDir, Tokens, base_environment, environment
+from launcher.rundir import base_environment, environment
 from launcher.screen import Screen
 from launcher.supervisor import Ending, Exit, Setting, Situation, Supervised, Supervisor
-from schema.config import Config
 from schema.wire.messages import TERMINAL_PHASES, JobStatus, Phase
 
 log = logging.getLogger(__name__)
@@ -47,34 +44,6 @@ LEFT_PATIENCE = 60.0
 HUNG_AFTER = 60.0
 """Seconds without any answer after which a controller whose process lives is killed and restarted."""
 OVER = TERMINAL_PHASES | {Phase.FINISHING}
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """Why the job ended. `blame` is a log file whose last lines explain it."""
-
-    name: Literal["finished", "failed", "stopped"]
-    exit_code: int
-    reason: str = ""
-    lines: tuple[str, ...] = ()
-    blame: Path | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """Everything that was decided before the first process starts."""
-
-    config: Config
-    run: RunDir
-    tokens: Tokens
-    url: str
-    port: int
-    redis: RedisServer
-    workers: list[Replica]
-    reuse_data: bool
-    continued: bool
-    """Whether an earlier start of this run left its state in Redis."""
-    env: Mapping[str, str]
 
 
 class Job:
@@ -99,7 +68,7 @@ class Job:
     async def run(self) -> Result:
         """Run the job to its end, whatever that is; leaves no process behind."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in _stop_signals():
             loop.add_signal_handler(number, self._interrupts.put_nowait, int(number))
         ticker = asyncio.create_task(self._tick())
         try:
@@ -112,7 +81,7 @@ class Job:
                 shutil.rmtree(self.plan.redis.directory, ignore_errors=True)
             await self.contact.close()
             self.screen.close()
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            for number in _stop_signals():
                 loop.remove_signal_handler(number)
         return self._result(outcome, collected)
 
@@ -291,7 +260,10 @@ class Job:
     # ---- what the supervisor asks (Observer) --------------------------------------------------------------
 
     def event(self, text: str) -> None:
+        """Something happened: on the screen, and in a log file like those of the processes."""
         self.screen.event(text)
+        with (self.plan.run.logs / "launcher.log").open("a", encoding="utf-8") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
 
     async def exited(self, exit_: Exit) -> Situation:
         """Tell the controller of a replica that went down, and learn whether the job still needs it."""
@@ -348,7 +320,7 @@ class Job:
             self.event(f"stopping ({outcome.reason}); Ctrl-C again kills all processes at once")
             await self.contact.tell(api.operate("stop"))
         else:
-            self.view.notice = "finished; the workers are leaving"
+            self.event("finished; the workers are leaving")
             await self.supervisor.wait(workers, self.plan.config.launcher.shutdown_timeout)
         await self._stop(workers)
         collected = Collected(status=self.view.status)
@@ -393,6 +365,12 @@ class Job:
             name: _state(kept) for name, kept in self.supervisor.replicas.items() if name != "data"
         }
         self.screen.show(self.view)
+
+
+def _stop_signals() -> list[signal.Signals]:
+    """Signals that stop the job. Under `nohup` the end of the terminal is not one of them."""
+    hangs_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+    return [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hangs_up else [])]
 
 
 def _is_worker(role: Role) -> bool:

@@ -86,7 +86,8 @@ def launch(path: Path, overrides: Sequence[str], *, resume: bool, env: Mapping[s
 
 
 def _run(checked: Checked, run: RunDir, continued: bool, screen: Screen, env: Mapping[str, str]) -> int:
-    from launcher.job import Job, Plan
+    from launcher.job import Job
+    from launcher.plan import Plan
     from launcher.report import Result
     from launcher.supervisor import free_port
 

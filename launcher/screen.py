@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -23,8 +24,12 @@ class Screen:
         self.write(f"{time.strftime('%H:%M:%S')} {text}")
 
     def write(self, text: str) -> None:
-        sys.stdout.write(text + "\n")
-        sys.stdout.flush()
+        """Write lines. Nobody listening any more (a closed pipe or terminal) is no reason to end a training."""
+        try:
+            sys.stdout.write(text + "\n")
+            sys.stdout.flush()
+        except OSError:
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process
 
     def show(self, view: View) -> None:
         """Show the newest view, if it is time."""
@@ -64,15 +69,21 @@ class TerminalScreen(Screen):
     def write(self, text: str) -> None:
         from rich.text import Text
 
-        self._console.print(Text(text))
+        try:
+            self._console.print(Text(text))
+        except OSError:
+            self._console.file = open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process
 
     def show(self, view: View) -> None:
         from rich.live import Live
 
-        if self._live is None:
-            self._live = Live(panel(view), console=self._console, auto_refresh=False)
-            self._live.start()
-        self._live.update(panel(view), refresh=True)
+        try:
+            if self._live is None:
+                self._live = Live(panel(view), console=self._console, auto_refresh=False)
+                self._live.start()
+            self._live.update(panel(view), refresh=True)
+        except OSError:
+            self._console.file = open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process
 
     def table(self, summary: Mapping[str, Any]) -> None:
         from launcher.report import table

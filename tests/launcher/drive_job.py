@@ -11,8 +11,9 @@ import sys
 from pathlib import Path
 
 from launcher import redis_server
-from launcher.job import Job, Plan
+from launcher.job import Job
 from launcher.placement import ProcessSpec, Replica
+from launcher.plan import Plan
 from launcher.report import Result
 from launcher.restarts import Role
 from launcher.rundir import RunDir, Tokens

@@ -135,8 +135,34 @@ def test_a_job_runs_to_its_end(drive: Drive):
     assert "phase=finished step=10/10" in job.output()
     assert "steps     10 of 10" in job.output()
     assert {path.name for path in (job.run_dir / "logs").iterdir()} == {
-        "controller.log", "policy-0.log", "redis.log",
+        "controller.log", "launcher.log", "policy-0.log", "redis.log",
     }  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_reader_that_goes_away_does_not_end_the_job(tmp_path: Path):
+    """`cosmos-launch … | head -1`"""
+    command = [sys.executable, "-m", "tests.launcher.drive_job", str(tmp_path / "run"), "{}"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, env=env)
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(60) == 0
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["outcome"] == "finished"
+    assert "finished" in (tmp_path / "run" / "logs" / "launcher.log").read_text()
+
+
+@pytest.mark.slow
+def test_under_nohup_the_end_of_the_terminal_is_ignored(drive: Drive):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # inherited, as nohup does it
+    try:
+        job = drive(60, pause=0.03)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    job.reaches(2)
+    job.process.send_signal(signal.SIGHUP)
+    assert job.wait() == 0, job.output()
 
 
 def test_no_secret_is_written_but_for_people_who_need_it(drive: Drive):
