@@ -46,7 +46,9 @@ def _run(url: str, token: str, name: str, parent: int | None, threads: int | Non
     from rollout_worker.worker import Worker  # after the environment is known to be right: it takes seconds
 
     async def work() -> None:
-        await Worker(url, token, name, parent).run()
+        worker = Worker(url, token, name, parent)
+        worker.departure.install_signals()
+        await worker.run()
 
     try:
         asyncio.run(work())

@@ -46,21 +46,20 @@ LOOK_S = 0.02
 
 
 class Worker:
-    """One life of a replica, from registration to leaving."""
+    """One life of a replica, from registration to leaving. `departure` is how to ask it to leave."""
 
     def __init__(self, url: str, token: str, name: str, parent: int | None) -> None:
         self._client = AsyncClient(url, token, patience=REGISTER_PATIENCE)
         self._parent = parent
         self._held, self._gauges = Held(), Gauges()
-        self._departure = Departure()
+        self.departure = Departure()
         self._session = Session(self._client, name, self._held)
-        self._heartbeat = Heartbeat(self._session, self._held, self._gauges, self._departure, parent)
+        self._heartbeat = Heartbeat(self._session, self._held, self._gauges, self.departure, parent)
         self._tasks: list[asyncio.Task[None]] = []
         self._booted = False
 
     async def run(self) -> None:
         """Work until asked to leave. Raises what `__main__` gives exit codes to."""
-        self._departure.install_signals()
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(self._client.close)
             reply = await self._session.register()
@@ -89,7 +88,7 @@ class Worker:
         pusher = Pusher(self._session, self._held, config.controller.max_request_bytes)
         weights = WeightFollower(self._session, engine, self._held, self._gauges)
         leasing = Leasing(
-            config, self._session, engine, self._held, weights, pusher, self._departure, self._gauges
+            config, self._session, engine, self._held, weights, pusher, self.departure, self._gauges
         )
         generating = Generating(config, engine, tokenizer, self._held, leasing, rewards, pusher)
         self._connect(weights, leasing, pusher)
@@ -137,7 +136,7 @@ class Worker:
     async def _until_departure(self, work: Coroutine[Any, Any, None]) -> None:
         """Run the work. The first loop that fails ends it; who is asked to leave while booting just leaves."""
         main = self._spawn(work, "work")
-        asked = asyncio.create_task(self._departure.wait())
+        asked = asyncio.create_task(self.departure.wait())
         try:
             while not main.done():
                 waiting = [*self._tasks] if asked.done() else [*self._tasks, asked]
@@ -155,8 +154,8 @@ class Worker:
     async def _finish(self, config: Config, engine: Engine, pusher: Pusher) -> None:
         """After the last lease: let samples end while there is time, then push what is finished."""
         self._heartbeat.status = "draining"
-        if self._departure.kind == "drain":
-            urgent = asyncio.create_task(self._departure.wait_urgent())
+        if self.departure.kind == "drain":
+            urgent = asyncio.create_task(self.departure.wait_urgent())
             give_up = time.monotonic() + drain_seconds(config.launcher.shutdown_timeout)
             while len(self._held) and time.monotonic() < give_up and not urgent.done():
                 await asyncio.wait([urgent], timeout=LOOK_S)
@@ -164,14 +163,14 @@ class Worker:
         if len(self._held):
             log.info("%d groups are given back unfinished", len(self._held))
         engine.abort(self._held.requests)
-        if self._departure.kind != "finished":
+        if self.departure.kind != "finished":
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LEAVE_SECONDS):
                     await pusher.flush()
 
     async def _leave(self) -> None:
         """Say good-bye, whatever happened; a controller that does not answer will notice by itself."""
-        reason = self._departure.reason or "error"
+        reason = self.departure.reason or "error"
         try:
             async with asyncio.timeout(LEAVE_SECONDS):
                 await self._session.leave(reason)

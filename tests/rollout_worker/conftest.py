@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.rollout_worker.stage import Models, Stage
+from tests.support.valkey import ValkeyServer, running_valkey
+
+
+@pytest.fixture(scope="session")
+def shared_valkey() -> Iterator[ValkeyServer]:
+    """One server per test process: jobs have keys of their own."""
+    with running_valkey() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return Models(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def stage(tmp_path: Path, shared_valkey: ValkeyServer, models: Models) -> Iterator[Stage]:
+    with ExitStack() as stack:
+        yield Stage(tmp_path, shared_valkey, models, stack)

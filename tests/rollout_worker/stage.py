@@ -1,0 +1,278 @@
+"""What the worker's tests play on: a real controller, a trainer without optimizer that publishes real weights,
+and rollout workers in threads or as processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from controller import api
+from controller.client import Client
+from rollout_worker.departure import Kind
+from rollout_worker.worker import Worker
+from schema.config import Config
+from schema.wire import messages as m
+from schema.wire.prompts import write_prompts
+from schema.wire.sample import Sample, decode_sample
+from tests.controller.drivers import Trainer, request_id
+from tests.rollout_worker.tiny import publish_model, random_model, save_model, tokenizer
+from tests.support.controller import TOKENS, ControllerProcess, running_controller
+from tests.support.served import ServedController, served_controller
+from tests.support.valkey import ValkeyServer
+
+T = TypeVar("T")
+WAIT_S = 90.0
+MAX_LEN = 64
+
+REWARDS = """
+import pathlib
+import time
+
+def once(marker, kind):
+    path = pathlib.Path(marker + kind)
+    first = not path.exists()
+    path.touch()
+    return first
+
+def length(completion, row, unit=1.0, marker=""):
+    if row["answer"] == "hang" and once(marker, "hang"):
+        time.sleep(3600)
+    if row["answer"] == "raise" and once(marker, "raise"):
+        raise KeyError("no reward for this")
+    return len(completion) * unit
+"""
+# A user's reward: the text's length; for two answers the first call fails.
+
+
+def until(condition: Callable[[], T], what: str) -> T:
+    """Wait for something to become true; an error that says what did not."""
+    give_up = time.monotonic() + WAIT_S
+    while not (value := condition()):
+        if time.monotonic() > give_up:
+            raise AssertionError(f"waited {WAIT_S:.0f} s in vain for {what}")
+        time.sleep(0.01)
+    return value
+
+
+@dataclass
+class Models:
+    """Two random models that take turns as weight versions, on disk and in memory."""
+
+    folder: Path
+    models: list[Any] = field(default_factory=lambda: [random_model(1), random_model(2)])
+
+    def __post_init__(self) -> None:
+        torch.set_num_threads(1)
+        save_model(self.folder, self.models[0])
+
+    def of(self, version: int) -> Any:
+        return self.models[version % len(self.models)]
+
+
+@dataclass
+class Publisher(Trainer):
+    """A policy replica that publishes real weights instead of learning."""
+
+    models: Models = field(kw_only=True)
+
+    def publish(self, version: int) -> m.PublishReply:
+        store = Path(self.reply.weight_store)
+        publication = publish_model(store, self.models.of(version), version)
+        fields = publication.model_dump(include={"uri", "manifest_hash", "content_hash", "n_bytes"})
+        request = m.PublishRequest.model_validate({**self._mine(), **fields, "version": version})
+        return self.client.send(api.publish(request))
+
+    def begin(self) -> None:
+        self.register()
+        self.publish(0)
+
+    def step(self, t: int) -> list[Sample]:
+        """Take the batch of step t, commit, publish; returns its samples."""
+        found = until(lambda: self.batch(t, wait_s=5.0), f"the batch of step {t}")
+        samples = [decode_sample(frame) for frame in found[1]]
+        if self.commit(t).publish:
+            self.publish(t + 1)
+        return samples
+
+
+class WorkerThread:
+    """A rollout worker on an event loop of its own."""
+
+    def __init__(self, url: str, name: str) -> None:
+        self._url, self._name = url, name
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._made = threading.Event()
+        self._thread.start()
+        assert self._made.wait(WAIT_S)
+
+    def _run(self) -> None:
+        async def work() -> None:
+            self.worker = Worker(self._url, TOKENS["rollout"], self._name, None)
+            self._loop = asyncio.get_running_loop()
+            self._made.set()
+            await self.worker.run()
+
+        try:
+            asyncio.run(work())
+        except BaseException as error:
+            self.error = error
+
+    def ask(self, kind: Kind) -> None:
+        self._loop.call_soon_threadsafe(self.worker.departure.ask, kind, "the test asked for it")
+
+    def join(self) -> None:
+        """Wait for its end; raises what ended it."""
+        self._thread.join(WAIT_S)
+        assert not self._thread.is_alive(), "the worker does not end"
+        if self.error is not None:
+            raise self.error
+
+    def stop(self) -> None:
+        if self._thread.is_alive():
+            self.ask("stop")
+            self._thread.join(WAIT_S)
+
+
+class WorkerProcess:
+    """`python -m rollout_worker`."""
+
+    def __init__(self, url: str, name: str, log: Path, **environment: str) -> None:
+        self.log = log
+        fixed = {
+            "COSMOS_CONTROLLER_URL": url,
+            "COSMOS_TOKEN": TOKENS["rollout"],
+            "COSMOS_REPLICA_NAME": name,
+            "COSMOS_CPU_THREADS": "1",
+            "OMP_NUM_THREADS": "1",
+        }
+        command = [sys.executable, "-m", "rollout_worker"]
+        with log.open("ab") as out:
+            self.process = subprocess.Popen(command, env={**os.environ, **fixed, **environment}, stderr=out)
+
+    def wait(self) -> int:
+        return self.process.wait(WAIT_S)
+
+    def stop(self, how: signal.Signals = signal.SIGKILL) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(how)
+        return self.wait()
+
+
+@dataclass
+class Stage:
+    """Starts everything a test of the worker needs; all of it ends with the test."""
+
+    directory: Path
+    valkey: ValkeyServer
+    models: Models
+    stack: ExitStack
+
+    @property
+    def run_dir(self) -> Path:
+        return self.directory / "run"
+
+    def config(self, **changes: Any) -> Config:
+        """2 groups of 2 samples per step, S = 1. Keyword: dotted path with `__` for the dots."""
+        rewards = self.directory / "rewards.py"
+        rewards.write_text(REWARDS)
+        base: dict[str, Any] = {
+            "policy": {"model_name_or_path": str(self.models.folder), "model_max_length": MAX_LEN},
+            "train": {
+                "train_batch_per_replica": 4,
+                "param_dtype": "float32",
+                "max_num_steps": 4,
+                "seed": 5,
+                "train_policy": {
+                    "type": "grpo",
+                    "allowed_outdated_steps": 1,
+                    "reward_function": {f"{rewards}:length": 0.5},
+                },
+            },
+            "rollout": {
+                "backend": "transformers",
+                "dtype": "float32",
+                "n_generation": 2,
+                "max_response_length": 12,
+                "max_concurrent_samples": 16,
+                "parallelism": {"tp_size": 1},
+            },
+            "controller": {"heartbeat_interval": 0.2, "heartbeat_timeout": 3.0},
+            "launcher": {"shutdown_timeout": 20.0},
+        }
+        for path, value in changes.items():
+            *sections, key = path.split("__")
+            table = base
+            for section in sections:
+                table = table.setdefault(section, {})
+            table[key] = value
+        return Config.model_validate(base)
+
+    def prepare(self, config: Config, prompts: list[str], answers: list[str] | None = None) -> Path:
+        """Write the run directory as the launcher does; validation data are the first three prompts."""
+        self.run_dir.mkdir(parents=True)
+        (self.run_dir / "config.json").write_text(config.model_dump_json())
+        ids = [tokenizer()(prompt)["input_ids"] for prompt in prompts]
+        known = answers or [str(i) for i in range(len(prompts))]
+        rows = [{"prompt": prompt, "answer": answer} for prompt, answer in zip(prompts, known, strict=True)]
+        write_prompts(self.run_dir / "data" / "train.safetensors", ids, rows)
+        write_prompts(self.run_dir / "data" / "validation.safetensors", ids[:3], rows[:3])
+        return self.run_dir
+
+    def serve(self) -> ServedController:
+        """The controller in a thread of this process."""
+        return self.stack.enter_context(served_controller(self.run_dir, self.valkey.url))
+
+    def process(self) -> ControllerProcess:
+        """The controller as a process, which can be killed."""
+        return self.stack.enter_context(running_controller(self.run_dir, self.valkey.url))
+
+    def client(self, controller: ServedController | ControllerProcess, role: str) -> Client:
+        return self.stack.enter_context(controller.client(role, 20.0))
+
+    def trainer(self, controller: ServedController | ControllerProcess) -> Publisher:
+        return Publisher(self.client(controller, "policy"), models=self.models)
+
+    def worker(self, url: str, name: str = "rollout-0") -> WorkerThread:
+        worker = WorkerThread(url, name)
+        self.stack.callback(worker.stop)
+        return worker
+
+    def worker_process(self, url: str, name: str = "rollout-0", **environment: str) -> WorkerProcess:
+        worker = WorkerProcess(url, name, self.directory / f"{name}.log", **environment)
+        self.stack.callback(worker.stop)
+        return worker
+
+
+def plain_logprobs(model: Any, sample: Sample) -> np.ndarray:
+    """Log-probs [T] of a sample's tokens at temperature 1 by one forward without cache; 0 for the first."""
+    ids = torch.from_numpy(sample.token_ids.astype(np.int64))[None]
+    with torch.no_grad():
+        logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
+    found = torch.log_softmax(logits, -1).gather(1, ids[0, 1:, None])[:, 0].numpy()
+    return np.concatenate([np.zeros(1), found])  # type: ignore[no-any-return]
+
+
+__all__ = [
+    "REWARDS",
+    "Models",
+    "Publisher",
+    "Stage",
+    "WorkerProcess",
+    "plain_logprobs",
+    "request_id",
+    "until",
+]

@@ -1,0 +1,206 @@
+"""The worker loop against a real controller: what it pushes, how it follows weights, how it leaves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from controller import api
+from controller.client import Unauthorized
+from rollout_worker.engines.base import EngineConfigError
+from rollout_worker.rewards.registry import RewardConfigError
+from rollout_worker.session import SupersededError
+from schema.wire.messages import Phase
+from schema.wire.sample import Sample
+from tests.rollout_worker.stage import MAX_LEN, Models, Stage, plain_logprobs, until
+from tests.rollout_worker.tiny import tokenizer
+
+PROMPTS = [f"question {i}?" for i in range(16)]
+
+
+def check_sample(sample: Sample, models: Models) -> None:
+    """Log-probs are of the weights that each token's version names; the reward is the text's length."""
+    versions = sample.token_versions()
+    mask = sample.loss_mask == 1
+    for version in set(versions[mask].tolist()):
+        mine = mask & (versions == version)
+        expected = plain_logprobs(models.of(version), sample)
+        np.testing.assert_allclose(sample.logprobs[mine], expected[mine], atol=1e-4)
+    assert not sample.logprobs[~mask].any()
+    (reward,) = sample.header.rewards.values()
+    assert sample.text is not None
+    assert reward == len(sample.text)
+    assert sample.header.score == 0.5 * reward
+    response = sample.token_ids[mask]
+    assert sample.text == tokenizer().decode(response, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("bound", [0, 1, 3])
+def test_a_whole_job_within_its_staleness_bound(stage: Stage, bound: int) -> None:
+    config = stage.config(train__train_policy__allowed_outdated_steps=bound, train__max_num_steps=5)
+    stage.prepare(config, PROMPTS)
+    served = stage.serve()
+    trainer = stage.trainer(served)
+    trainer.begin()
+    worker = stage.worker(served.url)
+    for t in range(5):
+        for sample in trainer.step(t):
+            check_sample(sample, stage.models)
+            assert 0 <= t - sample.header.oldest_version <= bound
+    trainer.leave()
+    worker.join()
+    user = stage.client(served, "user")
+    status, ledger = user.send(api.job()), user.send(api.ledger())
+    assert status.phase == Phase.FINISHED
+    assert sum(ledger.states.values()) == ledger.created
+    assert ledger.max_staleness <= bound
+    assert (ledger.over_bound, ledger.states["leased"]) == (0, 0)
+    (replica,) = [one for one in user.send(api.replicas()) if one.role == "rollout"]
+    assert replica.state == "left"
+    assert 0.0 <= replica.gauges["idle_fraction"] <= 1.0
+
+
+def first_batches(stage: Stage, folder: str, **changes: object) -> dict[tuple[int, ...], list[list[int]]]:
+    """Tokens of the samples by prompt, of two batches that are all of version 0."""
+    own = replace(stage, directory=stage.directory / folder)
+    own.directory.mkdir()
+    own.prepare(own.config(train__sync_weight_interval=2, **changes), PROMPTS)
+    served = own.serve()
+    trainer = own.trainer(served)
+    trainer.begin()
+    worker = own.worker(served.url)
+    found: dict[tuple[int, ...], list[list[int]]] = {}
+    for t in range(2):
+        for sample in trainer.step(t):
+            prompt = tuple(sample.token_ids[sample.loss_mask == 0].tolist())
+            found.setdefault(prompt, []).append(sample.token_ids.tolist())
+    worker.stop()
+    return found
+
+
+def test_samples_follow_from_the_seed_whoever_makes_them_and_how(stage: Stage) -> None:
+    changes = {"train__train_policy__dataloader_shuffle": False}
+    together = first_batches(stage, "a", **changes)
+    apart = first_batches(stage, "b", rollout__n_generation_to_batch=True, rollout__batch_size=2, **changes)
+    other = first_batches(stage, "c", rollout__sampling_config={"seed": 99}, **changes)
+    assert len(together.keys() & apart.keys()) >= 2
+    for prompt in together.keys() & apart.keys():
+        assert together[prompt] == apart[prompt]
+        assert together[prompt][0] != together[prompt][1]
+    assert any(together[prompt] != other[prompt] for prompt in together.keys() & other.keys())
+
+
+def test_validation_samples_are_of_the_pinned_version(stage: Stage) -> None:
+    config = stage.config(
+        train__max_num_steps=3,
+        validation__enable=True,
+        validation__freq=2,
+        validation__n_generation=4,
+        validation__temperature=1.0,
+        validation__top_k=-1,
+    )
+    stage.prepare(config, PROMPTS)
+    served = stage.serve()
+    trainer = stage.trainer(served)
+    trainer.begin()
+    worker = stage.worker(served.url)
+    for t in range(3):
+        trainer.step(t)
+    trainer.leave()
+    worker.join()
+    records = stage.client(served, "user").send(api.validations())
+    assert {record.version for record in records} >= {0, 3}
+    for record in records:
+        assert (record.samples, record.errors) == (12, 0)
+
+
+def test_prompts_and_rewards_that_fail_are_errors_by_name(stage: Stage) -> None:
+    """One sample each of two groups fails and is masked; a group that cannot be generated is dropped."""
+    config = stage.config(
+        reward__timeout=1.0,
+        reward__on_error="mask",
+        train__max_num_steps=5,
+        train__train_batch_per_replica=8,
+        custom__marker=str(stage.directory / "marker-"),
+    )
+    prompts = ["hang", "raise", "x" * MAX_LEN, *PROMPTS, "last"]
+    stage.prepare(config, prompts, ["hang", "raise", "long", *map(str, range(17))])
+    served = stage.serve()
+    trainer = stage.trainer(served)
+    trainer.begin()
+    stage.worker(served.url)
+    headers = [sample.header for t in range(5) for sample in trainer.step(t)]
+    assert len(headers) == 38
+    told = sorted(header.error for header in headers if header.error is not None)
+    assert len(told) == 2
+    assert told[0].startswith("KeyError: 'no reward for this'")
+    assert told[1] == "RewardTimeout: the sample took longer than 1 s"
+    assert all((header.score is None) == (header.error is not None) for header in headers)
+    dropped = stage.client(served, "user").send(api.ledger()).dropped
+    assert dropped == {"reward_error": 1}
+
+
+def test_a_drained_worker_finishes_what_it_holds_and_leaves(stage: Stage) -> None:
+    stage.prepare(stage.config(train__train_policy__allowed_outdated_steps=3), PROMPTS)
+    served = stage.serve()
+    trainer = stage.trainer(served)
+    trainer.begin()
+    worker = stage.worker(served.url)
+    user = stage.client(served, "user")
+    until(
+        lambda: user.send(api.ledger()).states["leased"] or user.send(api.ledger()).states["ready"], "a lease"
+    )
+    (replica,) = [one for one in user.send(api.replicas()) if one.role == "rollout"]
+    user.send(api.drain(replica.replica_id))
+    worker.join()
+    ledger = user.send(api.ledger())
+    assert ledger.states["leased"] == 0
+    assert ledger.states["ready"] >= 1
+
+
+def test_a_second_process_of_the_same_name_takes_over(stage: Stage) -> None:
+    stage.prepare(stage.config(), PROMPTS)
+    served = stage.serve()
+    trainer = stage.trainer(served)
+    trainer.begin()
+    first = stage.worker(served.url)
+    trainer.step(0)
+    second = stage.worker(served.url)
+    with pytest.raises(SupersededError):
+        first.join()
+    for t in range(1, 4):
+        trainer.step(t)
+    trainer.leave()
+    second.join()
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"train__train_policy__reward_function": "/nowhere/r.py:f"}, RewardConfigError, "no file"),
+        ({"policy__model_name_or_path": "/nowhere/model"}, EngineConfigError, "/nowhere/model"),
+        ({"rollout__parallelism": {"tp_size": 2}}, EngineConfigError, "tp_size"),
+        ({"policy__model_max_length": 10**9}, EngineConfigError, "max_model_len"),
+    ],
+)
+def test_settings_that_cannot_work_are_named(
+    stage: Stage, changes: dict[str, object], error: type[Exception], words: str
+) -> None:
+    stage.prepare(stage.config(**changes), PROMPTS)
+    served = stage.serve()
+    worker = stage.worker(served.url)
+    with pytest.raises(error, match=words):
+        worker.join()
+
+
+def test_a_wrong_token_is_refused(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage.prepare(stage.config(), PROMPTS)
+    served = stage.serve()
+    monkeypatch.setitem(
+        __import__("tests.rollout_worker.stage", fromlist=["TOKENS"]).TOKENS, "rollout", "wrong"
+    )
+    worker = stage.worker(served.url)
+    with pytest.raises(Unauthorized):
+        worker.join()

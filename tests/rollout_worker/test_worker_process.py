@@ -1,0 +1,126 @@
+"""`python -m rollout_worker` as a process: exit codes, kill -9, SIGTERM, a controller that dies and comes back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from controller import api
+from schema.wire.messages import Phase
+from tests.rollout_worker.stage import Stage, until
+
+pytestmark = pytest.mark.slow
+
+PROMPTS = [f"question {i}?" for i in range(16)]
+
+
+def test_killed_in_the_middle_another_one_goes_on(stage: Stage) -> None:
+    stage.prepare(stage.config(train__train_policy__allowed_outdated_steps=2), PROMPTS)
+    served = stage.serve()
+    trainer = stage.trainer(served)
+    trainer.begin()
+    worker = stage.worker_process(served.url)
+    trainer.step(0)
+    user = stage.client(served, "user")
+    until(lambda: user.send(api.ledger()).states["leased"], "a lease to die with")
+    worker.stop(signal.SIGKILL)
+    again = stage.worker_process(served.url)
+    for t in range(1, 4):
+        trainer.step(t)
+    trainer.leave()
+    assert again.wait() == 0, again.log.read_text()
+    ledger = user.send(api.ledger())
+    assert user.send(api.job()).phase == Phase.FINISHED
+    assert sum(ledger.states.values()) == ledger.created
+    assert ledger.max_staleness <= 2
+    assert sum(ledger.staleness.values()) == 16
+
+
+def test_sigterm_drains(stage: Stage) -> None:
+    stage.prepare(stage.config(train__train_policy__allowed_outdated_steps=3), PROMPTS)
+    served = stage.serve()
+    trainer = stage.trainer(served)
+    trainer.begin()
+    worker = stage.worker_process(served.url)
+    user = stage.client(served, "user")
+    until(lambda: user.send(api.ledger()).states["ready"], "a finished group")
+    assert worker.stop(signal.SIGTERM) == 0, worker.log.read_text()
+    assert user.send(api.ledger()).states["leased"] == 0
+    (replica,) = [one for one in user.send(api.replicas()) if one.role == "rollout"]
+    assert replica.state == "left"
+
+
+def test_sigterm_while_it_boots(stage: Stage) -> None:
+    stage.prepare(stage.config(), PROMPTS)
+    served = stage.serve()
+    worker = stage.worker_process(served.url)
+    user = stage.client(served, "user")
+    until(lambda: user.send(api.replicas()), "the registration")
+    assert worker.stop(signal.SIGTERM) == 0, worker.log.read_text()
+
+
+def test_the_controller_dies_and_comes_back(stage: Stage) -> None:
+    stage.prepare(stage.config(train__train_policy__allowed_outdated_steps=2), PROMPTS)
+    controller = stage.process()
+    trainer = stage.trainer(controller)
+    trainer.begin()
+    worker = stage.worker_process(controller.url)
+    trainer.step(0)
+    controller.stop(signal.SIGKILL)
+    controller.start()
+    for t in range(1, 4):
+        trainer.step(t)
+    trainer.leave()
+    assert worker.wait() == 0, worker.log.read_text()
+    ledger = stage.client(controller, "user").send(api.ledger())
+    assert sum(ledger.states.values()) == ledger.created
+    assert sum(ledger.staleness.values()) == 16
+
+
+def test_it_leaves_when_its_launcher_is_gone(stage: Stage) -> None:
+    """COSMOS_PARENT_PID names a process that is not its parent."""
+    stage.prepare(stage.config(), PROMPTS)
+    served = stage.serve()
+    worker = stage.worker_process(served.url, COSMOS_PARENT_PID="1")
+    assert worker.wait() == 0, worker.log.read_text()
+    assert "is gone" in worker.log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"COSMOS_CONTROLLER_URL": "", "COSMOS_TOKEN": "x"}, "COSMOS_CONTROLLER_URL is not set"),
+        ({"COSMOS_CONTROLLER_URL": "http://127.0.0.1:1", "COSMOS_TOKEN": ""}, "COSMOS_TOKEN is not set"),
+        (
+            {
+                "COSMOS_CONTROLLER_URL": "http://127.0.0.1:1",
+                "COSMOS_TOKEN": "x",
+                "COSMOS_CPU_THREADS": "many",
+            },
+            "COSMOS_CPU_THREADS = 'many'",
+        ),
+    ],
+)
+def test_an_environment_that_cannot_work_is_exit_code_2(environment: dict[str, str], message: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "rollout_worker"],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+def test_settings_that_cannot_work_are_exit_code_2(stage: Stage) -> None:
+    stage.prepare(stage.config(train__train_policy__reward_function="/nowhere/r.py:f"), PROMPTS)
+    served = stage.serve()
+    worker = stage.worker_process(served.url)
+    assert worker.wait() == 2
+    assert "/nowhere/r.py" in worker.log.read_text()
