@@ -23,7 +23,9 @@ def test_nothing_is_older_than_the_bound(tmp_path: Path, model: Path, engine: st
     assert sum(ledger.staleness.values()) == 8 * 16, "every sample was trained once"
     if bound == 0:
         assert ledger.staleness == {0: 8 * 16}
-    assert [record["version"] for record in summary["validations"]] == [0, 4, 8]
+    versions = [record["version"] for record in summary["validations"]]
+    assert versions == sorted(versions)
+    assert (versions[0], versions[-1]) == (0, 8), "the middle one may be overtaken, these may not"
     assert all(record["samples"] == 8 for record in summary["validations"])
     first = summary["steps"][0]["metrics"]
     assert abs(first["behaviour_kl"]) < 1e-6, "on the first step trainer and engine agree"
