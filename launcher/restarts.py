@@ -117,11 +117,7 @@ class Restarts:
         if now - self._started_at >= self.budget.healthy_after:
             self.streak = 0
         if self.streak >= limit:
-            used = (
-                "launcher.max_restarts = 0 allows no restart"
-                if limit == 0
-                else f"all {limit} restarts are used up"
-            )
+            used = f"its restarts are used up (launcher.max_restarts = {limit})"
             return EndJob(EXIT_FAILED, f"{self.name} ended ({how}) and {used}")
         self.streak += 1
         self.total += 1

@@ -210,7 +210,10 @@ def test_a_used_up_budget_ends_the_job_with_the_culprits_last_lines(drive: Drive
     job = drive(10, die_at=0, code=7, every_life=True)
     assert job.wait() == 1, job.output()
     output, summary = job.output(), job.summary()
-    assert "failed: policy-0 ended (exit code 7) and all 2 restarts are used up" in output
+    assert (
+        "failed: policy-0 ended (exit code 7) and its restarts are used up (launcher.max_restarts = 2)"
+        in output
+    )
     assert "policy-0.log" in output
     assert "│ dying at step 0" in output
     assert summary["outcome"] == "failed"

@@ -92,7 +92,7 @@ def test_a_crashing_replica_is_restarted_until_its_budget_is_used_up(tmp_path: P
         ending = await supervisor.ended
         assert ending.verdict.exit_code == 1
         assert "rollout-0" in ending.verdict.reason
-        assert "2 restarts" in ending.verdict.reason
+        assert "launcher.max_restarts = 2" in ending.verdict.reason
         assert ending.exit is not None
         assert ending.exit.lines == ("loading", "cannot allocate"), "of the last start alone"
         assert supervisor.replicas["rollout-0"].restarts.total == 2
