@@ -117,7 +117,8 @@ def _job_id(run_dir: Path) -> str:
     return f"{run_dir.name}-{secrets.token_hex(4)}"
 
 
-def _write_address(settings: Settings, port: int) -> None:
+def write_address(settings: Settings, port: int) -> None:
+    """Say where the controller is, and keep the job id for the next start."""
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(settings.host, settings.host)  # noqa: S104
     host = f"[{host}]" if ":" in host and not host.startswith("[") else host
     content = {"url": f"http://{host}:{port}", "pid": os.getpid(), "job_id": settings.job_id}
@@ -176,7 +177,7 @@ async def serve(settings: Settings) -> int:
     port = listener.getsockname()[1]
 
     def started() -> None:
-        _write_address(settings, port)
+        write_address(settings, port)
         gc.collect()
         gc.freeze()  # what is alive now stays: the collector need not look at it again
         log.info("job %s is served on %s:%d (epoch of the store taken)", settings.job_id, settings.host, port)

@@ -39,6 +39,34 @@ def test_a_job_from_the_first_registration_to_the_end(stage: Stage) -> None:
     assert [record.step for record in user.send(api.steps(since=4))] == [4, 5]
 
 
+def test_payloads_go_when_nobody_can_need_them_any_more(stage: Stage) -> None:
+    served = stage.serve()
+    trainer, rollout = stage.ready(served)
+    pattern = f"cosmos:{served.job.job_id}:payload:*"
+    with stage.valkey.client() as redis:
+        rollout.finish(rollout.lease(2).groups)
+        assert len(redis.keys(pattern)) == 4
+        assert trainer.batch(0) is not None
+        trainer.commit(0)
+        assert redis.keys(pattern) == []
+
+
+def test_commits_and_checkpoints_wait_for_the_append_only_file(stage: Stage) -> None:
+    trainer, rollout = stage.ready(stage.serve())
+    with stage.valkey.client() as redis:
+
+        def waits() -> int:
+            return int(redis.info("commandstats").get("cmdstat_waitaof", {"calls": 0})["calls"])
+
+        before = waits()
+        train_step(trainer, rollout, 0)
+        assert waits() == before + 1
+        trainer.commit(0)
+        assert waits() == before + 2
+        trainer.checkpoint(1)
+        assert waits() == before + 3
+
+
 def test_the_batch_holds_the_pushed_frames_in_table_order(stage: Stage) -> None:
     trainer, rollout = stage.ready(stage.serve())
     rollout.finish(rollout.lease(2).groups)

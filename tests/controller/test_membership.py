@@ -11,7 +11,7 @@ from schema.wire.messages import ErrorCode, LeaseStatus, Phase
 from tests.controller.conftest import Stage
 from tests.controller.drivers import Rollout, make_header, request_id, train_step
 from tests.support.controller import make_config
-from tests.support.served import ServedController
+from tests.support.served import ServedController, served_controller
 
 
 def leased(served: ServedController) -> int:
@@ -82,6 +82,25 @@ def test_beats_keep_leases_and_forgotten_ones_go_to_others(stage: Stage) -> None
     assert leased(served) == 0
 
 
+def test_nobody_is_late_because_the_controller_was_away(stage: Stage) -> None:
+    timeouts = {"lease_timeout": 60.0, "heartbeat_timeout": 60.0}
+    config = make_config(controller=timeouts, validation={"enable": True})
+    with served_controller(run_dir := stage.run_dir(config), stage.valkey.url) as before:
+        _, rollout = stage.ready(before)
+        second = stage.rollout(before, "rollout-1")
+        second.register()
+        validating, training = rollout.lease().groups[0], second.lease().groups[0]
+        assert (validating.kind, training.kind) == ("validation", "train")
+        before.skip(0.0)
+    with served_controller(run_dir, stage.valkey.url, skipped=3600.0) as after:
+        after.skip(59.0)
+        first, other = stage.rollout(after), stage.rollout(after, "rollout-1")
+        first.reply, other.reply = rollout.reply, second.reply
+        assert first.beat({validating.lease_id}).lost_leases == []
+        assert other.beat({training.lease_id}).lost_leases == []
+        assert {info.state for info in stage.client(after).send(api.replicas())} == {"live"}
+
+
 def test_a_silent_replica_is_lost_and_comes_back_with_its_next_beat(stage: Stage) -> None:
     served = stage.serve(make_config(controller={"heartbeat_timeout": 15.0}))
     _, rollout = stage.ready(served)
@@ -133,6 +152,8 @@ def test_a_new_trainer_ends_the_epoch_of_the_old_one(stage: Stage) -> None:
     assert old.batch(0) is not None
     new = stage.trainer(served)
     assert new.register(resume_step=0).policy_epoch == 2
+    states = stage.client(served).send(api.ledger()).states
+    assert (states["ready"], states["batched"]) == (2, 0)
     for call in (
         lambda: old.batch(0),
         lambda: old.commit(0),

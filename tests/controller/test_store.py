@@ -102,13 +102,17 @@ def test_concurrent_writers_share_transactions(shared_valkey: ValkeyServer) -> N
 def test_a_repeat_without_changes_waits_for_the_write_it_repeats(shared_valkey: ValkeyServer) -> None:
     async def scenario() -> None:
         store, _ = await open_store(shared_valkey, "repeat")
-        put(store, "a", 1)
-        first = asyncio.create_task(store.flush())
-        await asyncio.sleep(0)
-        await store.flush()
         with shared_valkey.client() as client:
+            client.client_pause(20_000, all=False)  # writes wait
+            put(store, "a", 1)
+            first = asyncio.create_task(store.flush())
+            await asyncio.sleep(0.1)  # now it is on its way, and nothing is pending
+            repeat = asyncio.create_task(store.flush())
+            await asyncio.sleep(0.1)
+            assert not repeat.done()
+            client.client_unpause()
+            await asyncio.gather(first, repeat)
             assert client.hexists("test:repeat:steps", "a")
-        await first
         await store.close()
 
     run(scenario)

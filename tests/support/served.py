@@ -16,7 +16,7 @@ import uvicorn
 from controller.app import create_app
 from controller.client import Client
 from controller.job import Job
-from controller.serve import Settings
+from controller.serve import Settings, write_address
 from controller.service import Controller
 from controller.store import StateStore
 from tests.support.controller import TOKENS
@@ -28,9 +28,9 @@ ANSWER_SECONDS = 30.0
 class ServedController:
     """One controller in a thread. `skip` moves its clock, `call` runs something in its event loop."""
 
-    def __init__(self, run_dir: Path, redis_url: str) -> None:
+    def __init__(self, run_dir: Path, redis_url: str, skipped: float = 0.0) -> None:
         self._run_dir, self._redis_url = run_dir, redis_url
-        self._skipped = 0.0
+        self._skipped = skipped
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self.controller: Controller
@@ -54,7 +54,9 @@ class ServedController:
             saved=saved,
             clock=lambda: time.time() + self._skipped,
         )
+        job.forgive_downtime(await store.alive_at())
         await job.save()
+        write_address(settings, 0)
         self.controller = Controller.of(job, settings.tokens)
         self._listener = socket.create_server(("127.0.0.1", 0))
         options = uvicorn.Config(
@@ -108,9 +110,9 @@ class ServedController:
 
 
 @contextmanager
-def served_controller(run_dir: Path, redis_url: str) -> Iterator[ServedController]:
-    """A controller for the duration of a block."""
-    served = ServedController(run_dir, redis_url)
+def served_controller(run_dir: Path, redis_url: str, skipped: float = 0.0) -> Iterator[ServedController]:
+    """A controller for the duration of a block, with its clock `skipped` seconds ahead."""
+    served = ServedController(run_dir, redis_url, skipped)
     try:
         served.start()
         yield served
