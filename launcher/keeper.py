@@ -49,15 +49,13 @@ class Settings:
     hold: str = ""
     after: str = ""
     remove: str = ""
-    cpus: tuple[int, ...] = ()
 
     def to_json(self) -> str:
         return json.dumps(self.__dict__)
 
     @classmethod
     def from_json(cls, text: str) -> Settings:
-        values = json.loads(text)
-        return cls(**{**values, "cpus": tuple(values.get("cpus", ()))})
+        return cls(**json.loads(text))
 
 
 def prctl(option: int, value: int) -> None:
@@ -179,8 +177,6 @@ class Keeper:
             os.setpgid(0, 0)
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, signal.SIGHUP):
                 signal.signal(number, signal.SIG_DFL)
-            if self.settings.cpus and hasattr(os, "sched_setaffinity"):
-                os.sched_setaffinity(0, self.settings.cpus)
             os.execvpe(self.argv[0], self.argv, {**os.environ, "COSMOS_PARENT_PID": str(keeper)})  # noqa: S606
         except OSError as error:
             say(f"cannot start {self.argv[0]}: {error.strerror}")

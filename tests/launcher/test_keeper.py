@@ -171,5 +171,5 @@ def test_a_private_directory_is_removed_at_the_end_and_kept_for_a_restart(tmp_pa
 
 
 def test_settings_travel_whole():
-    settings = Settings(parent=7, grace=1.5, hold="/a", after="/b", remove="/c", cpus=(1, 3))
+    settings = Settings(parent=7, grace=1.5, hold="/a", after="/b", remove="/c")
     assert Settings.from_json(settings.to_json()) == settings
