@@ -28,10 +28,11 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from controller import api
-from policy_worker.errors import NoCheckpointError, SettingsError
+from policy_worker.errors import SettingsError
 from policy_worker.export import export_model
 from policy_worker.learner import Learner
 from policy_worker.session import Session
@@ -61,7 +62,7 @@ def find_checkpoint(config: Config, run_dir: Path) -> Found | None:
     newest of its neighbours in `train.output_dir`.
 
     Raises:
-        NoCheckpointError: the configured path holds no complete checkpoint.
+        SettingsError: the configured path holds no complete checkpoint.
     """
     own = newest_in(checkpoints_of(run_dir))
     if own is not None:  # a restarted trainer continues its own run, wherever that began
@@ -71,7 +72,7 @@ def find_checkpoint(config: Config, run_dir: Path) -> Found | None:
         path = Path(resume)
         found = _complete(path) or newest_in(path) or newest_in(checkpoints_of(path))
         if found is None:
-            raise NoCheckpointError(f"train.resume = {resume!r}: there is no complete checkpoint")
+            raise SettingsError(f"train.resume = {resume!r}: there is no complete checkpoint")
         return found
     if resume is True:
         others = [newest_in(checkpoints_of(run)) for run in run_dir.parent.iterdir() if run.is_dir()]
@@ -134,8 +135,7 @@ class Checkpointer:
             return
         group = self._learner.group
         beside = Path(group.lead(lambda: self._begin(step)))
-        dcp.save(self._state(), checkpoint_id=beside)
-        save_file(self._rng(), beside / f"rng-{group.rank:05d}.safetensors")
+        write_state(self._learner, beside)
         if self._settings.export_safetensors:
             export_model(self._learner, self._config, beside / "export")
         group.barrier()
@@ -195,38 +195,54 @@ class Checkpointer:
         Raises:
             SettingsError: the checkpoint is of another model.
         """
-        state = self._state()
-        try:
-            dcp.load(state, checkpoint_id=found.path)
-        except (RuntimeError, ValueError, KeyError) as error:
-            raise SettingsError(f"checkpoint {found.path} does not fit this model: {error}") from error
-        set_state_dict(
-            self._learner.model,
-            self._learner.optimizer.adamw,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-        )
-        self._learner.optimizer.apply_settings()
-        random = found.path / f"rng-{self._learner.group.rank:05d}.safetensors"
-        if random.exists():  # not if there are more ranks now
-            self._set_rng(load_file(random))
+        read_state(self._learner, found.path)
         self._saved = found.step
         log.info("resumed from %s (%d committed steps)", found.path, found.step)
 
-    def _state(self) -> dict[str, Any]:
-        model, optimizer = get_state_dict(self._learner.model, self._learner.optimizer.adamw)
-        return {"model": model, "optimizer": optimizer}
 
-    def _rng(self) -> dict[str, torch.Tensor]:
-        state = {"cpu": torch.get_rng_state()}
-        if self._learner.group.device.type == "cuda":
-            state["cuda"] = torch.cuda.get_rng_state(self._learner.group.device)
-        return state
+def write_state(learner: Learner, directory: Path) -> None:
+    """Model, optimizer and random state of all ranks into a directory that exists. A collective."""
+    dcp.save(_state(learner), checkpoint_id=directory)
+    rng = {"cpu": torch.get_rng_state()}
+    if learner.group.device.type == "cuda":
+        rng["cuda"] = torch.cuda.get_rng_state(learner.group.device)
+    save_file(rng, directory / _rng_file(learner))
 
-    def _set_rng(self, state: dict[str, torch.Tensor]) -> None:
-        torch.set_rng_state(state["cpu"])
-        if "cuda" in state and self._learner.group.device.type == "cuda":
-            torch.cuda.set_rng_state(state["cuda"], self._learner.group.device)
+
+def read_state(learner: Learner, directory: Path) -> None:
+    """Inverse of `write_state`, by any number of ranks. A collective.
+
+    Raises:
+        SettingsError: the state is of another model.
+    """
+    state = _state(learner)
+    try:
+        dcp.load(state, checkpoint_id=directory)
+    except (RuntimeError, ValueError, KeyError, CheckpointException) as error:
+        raise SettingsError(f"checkpoint {directory} does not fit this model: {error}") from error
+    optimizer = learner.optimizer
+    set_state_dict(
+        learner.model,
+        optimizer.adamw,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+    )
+    optimizer.apply_settings()
+    path = directory / _rng_file(learner)
+    if path.exists():  # not if there are more ranks now
+        rng = load_file(path)
+        torch.set_rng_state(rng["cpu"])
+        if "cuda" in rng and learner.group.device.type == "cuda":
+            torch.cuda.set_rng_state(rng["cuda"], learner.group.device)
+
+
+def _state(learner: Learner) -> dict[str, Any]:
+    model, optimizer = get_state_dict(learner.model, learner.optimizer.adamw)
+    return {"model": model, "optimizer": optimizer}
+
+
+def _rng_file(learner: Learner) -> str:
+    return f"rng-{learner.group.rank:05d}.safetensors"
 
 
 def _sync_tree(directory: Path) -> None:

@@ -73,7 +73,7 @@ class _TokenLogprobs(torch.autograd.Function):
         return logprobs, entropy, correct
 
     @staticmethod
-    def backward(  # type: ignore[override]
+    def backward(
         ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, _: None
     ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         if grad_logprobs is None and grad_entropy is None:
@@ -91,7 +91,10 @@ class _TokenLogprobs(torch.autograd.Function):
                 slope = (log_p + entropy[part, None]).mul_(grad_entropy[part, None])
                 grad.mul_(slope if grad_logprobs is None else slope.add_(grad_logprobs[part, None])).neg_()
             if grad_logprobs is not None:
-                grad.scatter_add_(1, labels[part, None], grad_logprobs[part, None])
+                rows = torch.arange(grad.shape[0], device=grad.device)
+                grad[rows, labels[part]] += grad_logprobs[
+                    part
+                ]  # deterministic on GPUs too, unlike scatter_add
             grad = (grad if ctx.temperature == 1.0 else grad.div_(ctx.temperature)).to(weight.dtype)
             grad_hidden[part] = grad @ weight
             grad_weight.add_(grad.T @ hidden[part])

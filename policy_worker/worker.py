@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
 from pathlib import Path
 
@@ -137,5 +138,8 @@ def _seed(config: Config) -> None:
     np.random.seed(seed)
     torch.manual_seed(seed)
     if config.train.deterministic:
+        os.environ.setdefault(
+            "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+        )  # cuBLAS refuses to be deterministic without
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False

@@ -115,7 +115,7 @@ class Group:
         payload = torch.frombuffer(bytearray(data), dtype=torch.uint8) if self.leads else None
         buffer = payload if payload is not None else torch.empty(int(size), dtype=torch.uint8)
         dist.broadcast(buffer, 0, group=self._control)
-        return buffer.numpy().tobytes()
+        return bytes(buffer.numpy())
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""

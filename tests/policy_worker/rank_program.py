@@ -1,7 +1,7 @@
 """One rank of a replica that trains a fixed batch: `python -m tests.policy_worker.rank_program OUT OPTIONS`.
 
-OPTIONS is JSON: {grpo, train, samples, steps, resume, save}. Rank 0 writes gradients of the last step, weights and
-metrics to OUT as safetensors and JSON.
+OPTIONS is JSON: {grpo, train, samples, steps, first_step, save, restore}. Rank 0 writes gradients of the last step,
+weights and metrics to OUT as safetensors and JSON.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from policy_worker.checkpoint import read_state, write_state
 from policy_worker.grpo import Grpo
 from policy_worker.learner import Learner
 from policy_worker.parallel.group import Group, RankEnvironment
@@ -26,38 +27,48 @@ from tests.policy_worker.material import make_config, make_table, random_samples
 from weight_sync import hub_tensors
 
 
+def train(group: Group, options: dict[str, Any]) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
+    """(gradients of the last step and weights, metrics of each step)."""
+    config = make_config(options.get("grpo"), {"optm_grad_norm_clip": 0.5, **options.get("train", {})})
+    learner = Learner(tiny_model(packed=config.train.sequence_packing), config, group, Schedule(10))
+    assert learner.sharded == (group.world > 1 or config.train.param_dtype != config.train.master_dtype)
+    gradients: dict[str, torch.Tensor] = {}
+
+    def keep(*_: object) -> None:
+        for name, parameter in learner.model.named_parameters():
+            grad = parameter.grad
+            gradients[f"grad.{name}"] = (grad.full_tensor() if hasattr(grad, "full_tensor") else grad).clone()
+
+    samples = random_samples(**options["samples"])
+
+    def answer(call: Any) -> bytes:
+        """What the controller sends: the table, and the payloads that were asked for."""
+        table = make_table(samples, step=int(call.path.split("/")[3]))
+        wanted = call.params["samples"]
+        named = {"all": list(range(len(samples))), "none": []}
+        rows = named[wanted] if wanted in named else [int(row) for row in wanted.split(",")]
+        return encode_batch(table, [encode_sample(samples[row]) for row in rows])
+
+    algorithm = Grpo(config, learner, BatchSource(group, answer, 1, 8), Departure())
+    if "restore" in options:
+        read_state(learner, Path(options["restore"]))
+    learner.optimizer.adamw.register_step_pre_hook(keep)
+    first, last = options.get("first_step", 0), options.get("steps", 1)
+    metrics = [algorithm.train(step) for step in range(first, last)]
+    if "save" in options:
+        Path(options["save"]).mkdir(exist_ok=True)
+        group.barrier()
+        write_state(learner, Path(options["save"]))
+    return {**gradients, **dict(hub_tensors(learner.model.lm))}, metrics
+
+
 def main(out: Path, options: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     group = Group(RankEnvironment.of_environ())
     try:
-        config = make_config(options.get("grpo"), {"optm_grad_norm_clip": 0.5, **options.get("train", {})})
-        model = tiny_model(packed=config.train.sequence_packing)
-        learner = Learner(model, config, group, Schedule(10))
-        assert learner.sharded == (group.world > 1 or config.train.param_dtype != config.train.master_dtype)
-        gradients: dict[str, torch.Tensor] = {}
-
-        def keep(*_: object) -> None:
-            for name, parameter in learner.model.named_parameters():
-                grad = parameter.grad
-                gradients[name] = (grad.full_tensor() if hasattr(grad, "full_tensor") else grad).clone()
-
-        learner.optimizer.adamw.register_step_pre_hook(keep)
-        samples = random_samples(**options["samples"])
-
-        def answer(call: Any) -> bytes:
-            """What the controller sends: the table, and the payloads that were asked for."""
-            table = make_table(samples, step=int(call.path.split("/")[3]))
-            wanted = call.params["samples"]
-            rows = {"all": range(len(samples)), "none": ()}.get(wanted) or [
-                int(r) for r in wanted.split(",") if r != "none"
-            ]
-            return encode_batch(table, [encode_sample(samples[row]) for row in rows])
-
-        algorithm = Grpo(config, learner, BatchSource(group, answer, 1, 8), Departure())
-        metrics = [algorithm.train(step) for step in range(options.get("steps", 1))]
-        weights = dict(hub_tensors(learner.model.lm))
+        tensors, metrics = train(group, options)
         if group.leads:
-            save_file({f"grad.{n}": t for n, t in gradients.items()} | weights, out / "tensors.safetensors")
+            save_file(tensors, out / "tensors.safetensors")
             (out / "metrics.json").write_text(json.dumps(metrics))
         group.barrier()
     finally:

@@ -10,15 +10,24 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from policy_worker.checkpoint import read_state
+from policy_worker.errors import SettingsError
+from policy_worker.learner import Learner
+from policy_worker.model import PolicyModel
+from policy_worker.parallel.group import Group
+from policy_worker.schedule import Schedule
+from tests.policy_worker.material import make_config, tiny_lm
+from tests.policy_worker.rank_program import train
 from tests.policy_worker.ranks import start_ranks, wait_ranks
 
 SAMPLES = {"n": 9, "n_masked": 1}
 GRPO = {"mini_batch": 2, "entropy_coeff": 0.02, "positive_nll_coef": 0.1}
 
 
-def run(
-    directory: Path, world: int, **options: Any
-) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
+Result = tuple[dict[str, torch.Tensor], list[dict[str, float]]]
+
+
+def run(directory: Path, world: int, **options: Any) -> Result:
     directory.mkdir()
     arguments = [
         "tests.policy_worker.rank_program",
@@ -30,6 +39,14 @@ def run(
     return load_file(directory / "tensors.safetensors"), json.loads((directory / "metrics.json").read_text())
 
 
+def run_here(group: Group, **options: Any) -> Result:
+    return train(group, {"samples": SAMPLES, **options})
+
+
+def gradients(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if name.startswith("grad.")}
+
+
 def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float) -> None:
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -37,45 +54,70 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         assert (found[name] - tensor).abs().max().item() <= tolerance * scale, name
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
-    return run(tmp_path_factory.mktemp("ranks") / "1", 1, grpo=GRPO)
-
-
-def test_two_ranks_equal_one(tmp_path: Path, alone: Any):
+def test_two_ranks_equal_one(tmp_path: Path, group: Group):
+    alone, expected = run_here(group, grpo=GRPO)
     tensors, metrics = run(tmp_path / "2", 2, grpo={**GRPO, "balance_dp_token": True})
-    assert_equal({n: t for n, t in tensors.items() if n.startswith("grad.")},
-                 {n: t for n, t in alone[0].items() if n.startswith("grad.")}, 2e-6)  # fmt: skip
-    assert_equal(tensors, alone[0], 2e-5)
+    assert_equal(gradients(tensors), gradients(alone), 2e-6)
+    assert_equal(tensors, alone, 2e-5)
     for name in ("loss", "grad_norm", "entropy", "behaviour_kl", "ratio_max", "clip_fraction"):
-        assert metrics[0][name] == pytest.approx(alone[1][0][name], rel=2e-5), name
+        assert metrics[0][name] == pytest.approx(expected[0][name], rel=2e-5), name
 
 
 @pytest.mark.slow
-def test_three_ranks_with_empty_micro_batches_and_packing_equal_one(tmp_path: Path, alone: Any):
+def test_three_ranks_with_empty_micro_batches_and_packing_equal_one(tmp_path: Path, group: Group):
+    alone, expected = run_here(group, grpo=GRPO)
     grpo = {**GRPO, "max_token_len_per_mini_batch": 25}
     tensors, metrics = run(tmp_path / "3", 3, grpo=grpo, train={"sequence_packing": True})
-    assert_equal({n: t for n, t in tensors.items() if n.startswith("grad.")},
-                 {n: t for n, t in alone[0].items() if n.startswith("grad.")}, 2e-6)  # fmt: skip
-    assert metrics[0]["loss"] == pytest.approx(alone[1][0]["loss"], rel=2e-6)
+    # packed attention is another kernel than padded attention: rounding differs a little more
+    assert_equal(gradients(tensors), gradients(alone), 6e-6)
+    assert metrics[0]["loss"] == pytest.approx(expected[0]["loss"], rel=2e-6)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reshard", ["always", "never"])
-@pytest.mark.parametrize("impl", ["fused", "for-loop"])
-def test_more_ranks_than_samples_over_several_steps(tmp_path: Path, reshard: str, impl: str):
+@pytest.mark.parametrize(("reshard", "impl"), [("always", "fused"), ("never", "for-loop")])
+def test_more_ranks_than_samples_over_several_steps(tmp_path: Path, group: Group, reshard: str, impl: str):
     options: dict[str, Any] = {"samples": {"n": 2}, "grpo": {"batch_size_per_optimize": 1}, "steps": 3}
-    train = {"optm_impl": impl, "fsdp_reshard_after_forward": reshard}
-    expected, _ = run(tmp_path / "1", 1, train=train, **options)
-    found, metrics = run(tmp_path / "3", 3, train=train, **options)
+    options["train"] = {"optm_impl": impl, "fsdp_reshard_after_forward": reshard}
+    expected, _ = run_here(group, **options)
+    found, metrics = run(tmp_path / "3", 3, **options)
     assert metrics[0]["optimizer_steps"] == 2.0
     assert_equal(found, expected, 1e-4)
 
 
-@pytest.mark.slow
-def test_bfloat16_parameters_and_float32_masters(tmp_path: Path, alone: Any):
-    tensors, metrics = run(tmp_path / "1", 1, grpo=GRPO, train={"param_dtype": "bfloat16"})
+def test_bfloat16_parameters_and_float32_masters(group: Group):
+    alone, expected = run_here(group, grpo=GRPO)
+    tensors, metrics = run_here(group, grpo=GRPO, train={"param_dtype": "bfloat16"})
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
-    assert metrics[0]["loss"] == pytest.approx(alone[1][0]["loss"], rel=0.1, abs=0.02)
-    assert metrics[0]["grad_norm"] == pytest.approx(alone[1][0]["grad_norm"], rel=0.1)
-    assert any(not torch.equal(tensors[name], alone[0][name]) for name in tensors)
+    assert metrics[0]["loss"] == pytest.approx(expected[0]["loss"], rel=0.1, abs=0.02)
+    assert metrics[0]["grad_norm"] == pytest.approx(expected[0]["grad_norm"], rel=0.1)
+    assert any(not torch.equal(tensors[name], alone[name]) for name in tensors)
+
+
+@pytest.mark.parametrize("train", [{}, {"param_dtype": "bfloat16"}], ids=str)
+@pytest.mark.parametrize("impl", ["foreach", "fused"])
+def test_state_restores_bit_for_bit(tmp_path: Path, group: Group, train: dict[str, Any], impl: str):
+    train = {**train, "optm_impl": impl}
+    straight, _ = run_here(group, train=train, steps=4)
+    run_here(group, train=train, steps=2, save=str(tmp_path / "s"))
+    again, _ = run_here(group, train=train, first_step=2, steps=4, restore=str(tmp_path / "s"))
+    assert_equal(again, straight, 0.0)
+
+
+@pytest.mark.slow
+def test_state_of_two_ranks_is_restored_by_one_and_by_three(tmp_path: Path, group: Group):
+    state = str(tmp_path / "state")
+    straight, _ = run_here(group, steps=3)
+    run(tmp_path / "2", 2, steps=2, save=state)
+    for found, _ in (
+        run_here(group, first_step=2, steps=3, restore=state),
+        run(tmp_path / "3", 3, first_step=2, steps=3, restore=state),
+    ):
+        assert_equal(found, straight, 1e-4)
+
+
+def test_state_of_another_model_is_refused(tmp_path: Path, group: Group):
+    run_here(group, steps=1, save=str(tmp_path / "s"))
+    lm = tiny_lm(layers=3)
+    learner = Learner(PolicyModel(lm), make_config(), group, Schedule(10))
+    with pytest.raises(SettingsError, match="does not fit this model"):
+        read_state(learner, tmp_path / "s")

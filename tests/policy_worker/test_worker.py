@@ -192,6 +192,47 @@ def test_reinforcement_goes_on_from_its_newest_checkpoint(tmp_path: Path, start:
         assert torch.equal(tensor, job.final()[name])
 
 
+@pytest.mark.slow
+def test_a_killed_controller_is_waited_for(tmp_path: Path, start: Any):
+    job = start(grpo_config(write_model(tmp_path / "model"), 12))
+    with Player(job.controller.url, TOKENS["rollout"]) as player:
+        ranks = job.start_policy()
+        job.wait_for_step(2)
+        job.controller.stop(signal.SIGKILL)
+        time.sleep(0.5)
+        job.controller.start()
+        ((code, output),) = wait_ranks(ranks)
+        assert code == 0, output
+        player.finish()
+    with job.controller.client() as client:
+        check_ledger(client, 12, 2)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_on_command_a_drain_and_a_return(tmp_path: Path, start: Any):
+    job = start(grpo_config(write_model(tmp_path / "model"), 40))
+    with Player(job.controller.url, TOKENS["rollout"]) as player, job.controller.client() as client:
+        ranks = job.start_policy()
+        job.wait_for_step(2)
+        client.send(api.operate("checkpoint"))
+        give_up = time.monotonic() + 30
+        while not (job.run_dir / "checkpoints" / "latest").exists():
+            assert time.monotonic() < give_up
+            time.sleep(0.05)
+        (policy,) = [r for r in client.send(api.replicas()) if r.role == "policy"]
+        client.send(api.drain(policy.replica_id))
+        ((code, output),) = wait_ranks(ranks, 30)
+        assert code == 0, output
+        (policy,) = [r for r in client.send(api.replicas()) if r.role == "policy"]
+        assert (policy.state, policy.status) == ("left", "command drain")
+        assert client.send(api.job()).step < 40
+        ((code, output),) = wait_ranks(job.start_policy())
+        assert code == 0, output
+        assert "resumed from" in output
+        player.finish()
+        check_ledger(client, 40, 2)
+
+
 def supervised(model: Path, **train: Any) -> Config:
     settings = {"optm_lr": 5e-3, "train_batch_per_replica": 8, "epoch": 5, "max_num_steps": 18, **train}
     policy = {"model_name_or_path": str(model), "model_max_length": 64}
