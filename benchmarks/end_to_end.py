@@ -111,7 +111,7 @@ class Bench:
         phase = self.cosmos(config, f"ours-{index}", self.warm_model, *settings)
         rewards = phase.metric("reward_mean")[1]
         return {
-            "samples_s": phase.rate("samples"),
+            "samples_s": phase.samples_s,
             "policy_idle": phase.idle("policy"),
             "rollout_idle": phase.idle("rollout"),
             "reward": statistics.fmean(rewards[-10:]),

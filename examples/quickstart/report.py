@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,10 +43,19 @@ class Phase:
         found = [(step["step"], step["metrics"][name]) for step in self.steps if name in step["metrics"]]
         return [step for step, _ in found], [value for _, value in found]
 
-    def rate(self, name: str) -> float:
-        """A counted metric per second in the steady state: between the first and the last commit."""
+    @property
+    def samples_s(self) -> float:
+        """Samples per second in the steady state: trained between the first and the last commit."""
+        return self._rate(lambda metrics: metrics["samples"])
+
+    @property
+    def tokens_s(self) -> float:
+        """Response tokens per second in the steady state."""
+        return self._rate(lambda metrics: metrics["samples"] * metrics["response_tokens_mean"])
+
+    def _rate(self, count: Callable[[dict[str, float]], float]) -> float:
         first, *rest = self.steps
-        return sum(step["metrics"][name] for step in rest) / (rest[-1]["at"] - first["at"])
+        return sum(count(step["metrics"]) for step in rest) / (rest[-1]["at"] - first["at"])
 
     def idle(self, role: str) -> float:
         """The share of the time since training began in which a role had nothing to do."""
@@ -81,7 +91,7 @@ class Story:
                 "response length",
                 f"{first['response_tokens_mean']:.1f} → {last['response_tokens_mean']:.1f} tokens",
             ),
-            ("speed", f"{self.grpo.rate('samples'):.0f} samples/s, {self.grpo.rate('tokens'):.0f} tokens/s"),
+            ("speed", f"{self.grpo.samples_s:.0f} samples/s, {self.grpo.tokens_s:.0f} response tokens/s"),
             ("idle", f"trainer {self.grpo.idle('policy'):.1%}, generator {self.grpo.idle('rollout'):.1%}"),
             ("staleness", f"at most {ledger['max_staleness']} steps, bound {ledger['bound']}"),
             ("first GRPO step", f"{self.seconds_to_first_step:.1f} s after the warm start"),

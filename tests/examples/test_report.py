@@ -68,7 +68,7 @@ def test_the_table_tells_the_run(story: Story):
     assert rows["  during reinforcement"] == "60% (step 2)"
     assert rows["  after reinforcement (GRPO)"] == "90.0%"
     assert rows["response length"] == "22.0 → 31.0 tokens"
-    assert rows["speed"] == "20 samples/s, 600 tokens/s", (
+    assert rows["speed"] == "20 samples/s, 600 response tokens/s", (
         "40 samples in the 2 s between first and last commit"
     )
     assert rows["idle"] == "trainer 5.0%, generator 20.0%"
