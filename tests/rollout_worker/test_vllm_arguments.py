@@ -11,7 +11,7 @@ from rollout_worker.engines.base import EngineConfigError, SamplingSettings
 from rollout_worker.engines.vllm import arguments
 from rollout_worker.engines.vllm.arguments import (
     IN_PROCESS_EXECUTOR,
-    check_sampling_extra,
+    check_sampling,
     engine_arguments,
     sampling_arguments,
 )
@@ -154,13 +154,22 @@ def test_the_longest_sequence_bounds_the_answer() -> None:
     assert (found["max_tokens"], found["min_tokens"]) == (10, 10)
 
 
-def test_a_temperature_that_vllm_would_change() -> None:
-    with pytest.raises(EngineConfigError, match=r"temperature = 0\.001 is below vLLM's smallest"):
-        sampling(replace(PLAIN, temperature=0.001))
-    assert sampling(replace(PLAIN, temperature=0.001, do_sample=False))["temperature"] == 0.0
-
-
 FIELDS = {"logit_bias", "bad_words", "allowed_token_ids", "n", "temperature", "_eos_token_id", "logprobs"}
+
+
+def test_a_temperature_that_vllm_would_change() -> None:
+    cold: dict[str, Any] = {"sampling_config": {"temperature": 0.001}}
+    with pytest.raises(EngineConfigError, match=r"sampling_config\.temperature = 0\.001 is below"):
+        check_sampling(config(rollout=cold), known=FIELDS)
+    greedy = {"sampling_config": {"temperature": 0.001, "do_sample": False}}
+    check_sampling(config(rollout=greedy), known=FIELDS)
+    for enable in (True, False):
+        asked = config(validation={"enable": enable, "temperature": 0.005})
+        if enable:
+            with pytest.raises(EngineConfigError, match=r"validation\.temperature = 0\.005 is below"):
+                check_sampling(asked, known=FIELDS)
+        else:
+            check_sampling(asked, known=FIELDS)
 
 
 @pytest.mark.parametrize(
@@ -175,5 +184,6 @@ FIELDS = {"logit_bias", "bad_words", "allowed_token_ids", "n", "temperature", "_
 )
 def test_sampling_fields_that_cannot_be_passed_through(name: str, message: str) -> None:
     with pytest.raises(EngineConfigError, match=message):
-        check_sampling_extra({name: 1}, FIELDS)
-    check_sampling_extra({"logit_bias": {1: 1.0}}, FIELDS)
+        check_sampling(config(rollout={"sampling_config": {"extra": {name: 1}}}), known=FIELDS)
+    allowed = {"extra": {"logit_bias": {"1": 1.0}}}
+    check_sampling(config(rollout={"sampling_config": allowed}), known=FIELDS)

@@ -14,25 +14,24 @@ import importlib.metadata
 import importlib.util
 import logging
 import os
-import time
-from collections.abc import Collection, Mapping, Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import psutil
+from pydantic import ValidationError
 
 from rollout_worker.engines.base import EngineConfigError, EngineFailed
-from rollout_worker.engines.vllm.arguments import check_sampling_extra, engine_arguments
-from rollout_worker.engines.vllm.environment import PARENT, boot_environment, environment
+from rollout_worker.engines.vllm import processes
+from rollout_worker.engines.vllm.arguments import check_sampling, engine_arguments
+from rollout_worker.engines.vllm.environment import boot_environment, environment
 from rollout_worker.engines.vllm.proof import ProofReport, report_from_dict
 from schema.config import Config
 
 log = logging.getLogger(__name__)
-
-SHUTDOWN_SECONDS = 5.0
-"""How long vLLM's processes may take to leave before they are killed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,62 +71,77 @@ def installed_version() -> str:
     return importlib.metadata.version(names[0])
 
 
-class VllmAdapter:
-    """A booted AsyncLLM and its processes. Made by `boot`; all coroutines run on one event loop."""
+class Boot:
+    """The start of vLLM's processes, in a thread; `cancel` ends it from another."""
 
-    def __init__(self, llm: Any, processes: list[psutil.Process]) -> None:
-        self._llm = llm
-        self._processes = processes
-        self.max_model_len = int(llm.vllm_config.model_config.max_model_len)
-        self.vocabulary = int(llm.vllm_config.model_config.get_vocab_size())
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._cancelled = threading.Event()
+        self._before: set[int] | None = None
 
-    # ---- life ---------------------------------------------------------------------------------------------
-
-    @classmethod
-    def boot(cls, config: Config, extras: Sequence[Mapping[str, Any]]) -> VllmAdapter:
-        """Start vLLM's processes and load the model. Blocks for about 10 to 60 seconds; run it in a thread.
-
-        Args:
-            config: the job's configuration.
-            extras: all `sampling_config.extra` that requests will carry, to be checked now.
+    def run(self) -> VllmAdapter:
+        """Start vLLM and load the model. Blocks for about 10 to 60 seconds.
 
         Raises:
             EngineConfigError: vLLM does not accept the settings.
             EngineFailed: its processes did not come up.
         """
         with environment(boot_environment(os.getpid())):
-            from vllm import SamplingParams
-            from vllm.engine.arg_utils import AsyncEngineArgs
-            from vllm.platforms import current_platform
+            vllm_config = self._vllm_config()
             from vllm.v1.engine.async_llm import AsyncLLM
 
-            on_cpu = bool(current_platform.is_cpu())
-            for extra in extras:
-                check_sampling_extra(extra, SamplingParams.__struct_fields__)
-            known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
-            arguments = engine_arguments(config, known=known, on_cpu=on_cpu)
+            self._before = before = processes.children()
             try:
-                vllm_config = AsyncEngineArgs(**arguments).create_engine_config()
-            except (ValueError, TypeError, NotImplementedError, AssertionError, OSError) as error:
-                raise EngineConfigError(f"vLLM refuses these settings: {error}") from error
-            if on_cpu and vllm_config.cache_config.kv_cache_memory_bytes is None:
-                vllm_config.cache_config.kv_cache_memory_bytes = _cpu_cache_bytes(vllm_config)
-            before = {child.pid for child in psutil.Process().children(recursive=True)}
-            try:
+                if self._cancelled.is_set():
+                    raise EngineFailed("closed while it was starting")
                 llm = AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True)
             except Exception as error:
-                _end(_children_beside(before))
+                processes.end(processes.started_by_vllm(before))
+                if isinstance(error, EngineFailed):
+                    raise
                 raise EngineFailed(f"vLLM did not start: {error} (its own messages are above)") from error
-        return cls(llm, _children_beside(before))
+        return VllmAdapter(llm)
+
+    def _vllm_config(self) -> Any:
+        from vllm import SamplingParams
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.platforms import current_platform
+
+        on_cpu = bool(current_platform.is_cpu())
+        check_sampling(self._config, known=SamplingParams.__struct_fields__)
+        known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+        arguments = engine_arguments(self._config, known=known, on_cpu=on_cpu)
+        try:
+            vllm_config = AsyncEngineArgs(**arguments).create_engine_config()
+        except (ValueError, TypeError, NotImplementedError, AssertionError, OSError) as error:
+            raise EngineConfigError(f"vLLM refuses these settings: {_in_short(error)}") from error
+        if on_cpu and vllm_config.cache_config.kv_cache_memory_bytes is None:
+            vllm_config.cache_config.kv_cache_memory_bytes = _cpu_cache_bytes(vllm_config)
+        return vllm_config
+
+    def cancel(self) -> None:
+        """Make `run` fail soon: what it has started is ended. Call it until `run` is over."""
+        self._cancelled.set()
+        if self._before is not None:
+            processes.end(processes.started_by_vllm(self._before), patience=0.0)
+
+
+class VllmAdapter:
+    """A booted AsyncLLM and its processes. Made by `Boot`; all coroutines run on one event loop."""
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+        engines = llm.engine_core.resources.engine_manager.processes
+        self._processes = processes.trees([engine.pid for engine in engines])
+        self.max_model_len = int(llm.vllm_config.model_config.max_model_len)
+        self.vocabulary = int(llm.vllm_config.model_config.get_vocab_size())
+
+    # ---- life ---------------------------------------------------------------------------------------------
 
     @property
     def dead(self) -> bool:
         """Whether vLLM's processes have failed or gone."""
-        return (
-            self._llm is None
-            or bool(self._llm.errored)
-            or any(not _alive(process) for process in self._processes)
-        )
+        return self._llm is None or bool(self._llm.errored) or not all(map(processes.alive, self._processes))
 
     async def shutdown(self) -> None:
         """End vLLM's processes, by force where they do not go. Idempotent."""
@@ -138,10 +152,10 @@ class VllmAdapter:
             llm.output_handler.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await llm.output_handler
-        await asyncio.to_thread(llm.shutdown, SHUTDOWN_SECONDS)
+        await asyncio.to_thread(llm.shutdown, processes.LEAVE_SECONDS)
         # Its __del__ shuts down once more, at the interpreter's end, when half of its modules are gone.
         llm.shutdown = _nothing
-        await asyncio.to_thread(_end, self._processes)
+        await asyncio.to_thread(processes.end, self._processes)
 
     # ---- requests -----------------------------------------------------------------------------------------
 
@@ -215,7 +229,7 @@ class VllmAdapter:
 def _sampling_params_type() -> Any:
     from vllm import SamplingParams
 
-    class OwnSamplingParams(SamplingParams):  # type: ignore[misc]
+    class OwnSamplingParams(SamplingParams):
         """Ends where it is told to: nothing is added from the model's files and the tokenizer.
 
         vLLM would also forbid their end-of-text token before `min_tokens`, even where it ends nothing.
@@ -266,38 +280,12 @@ def _cpu_cache_bytes(vllm_config: Any) -> int:
     return int(min(wanted, allowed))
 
 
-def _children_beside(before: Collection[int]) -> list[psutil.Process]:
-    found = psutil.Process().children(recursive=True)
-    return [process for process in found if process.pid not in before and _is_vllm(process)]
-
-
-def _is_vllm(process: psutil.Process) -> bool:
-    # The environment tells them from children that somebody else started meanwhile.
-    try:
-        helper = any("resource_tracker" in part for part in process.cmdline())  # multiprocessing's, it stays
-        return PARENT in process.environ() and not helper
-    except psutil.Error:
-        return False
+def _in_short(error: Exception) -> str:
+    """What vLLM says, without the frame that pydantic puts around it."""
+    if isinstance(error, ValidationError):
+        return "; ".join(problem["msg"].removeprefix("Value error, ") for problem in error.errors())
+    return str(error) or type(error).__name__
 
 
 def _nothing(timeout: float | None = None) -> None:
     return None
-
-
-def _alive(process: psutil.Process) -> bool:
-    try:
-        return bool(process.is_running()) and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False
-
-
-def _end(processes: list[psutil.Process]) -> None:
-    deadline = time.monotonic() + SHUTDOWN_SECONDS
-    for process in processes:
-        if _alive(process):
-            process.terminate()
-    _, left = psutil.wait_procs(processes, timeout=max(0.0, deadline - time.monotonic()))
-    for process in left:
-        log.warning("vLLM's process %d did not leave in time and was killed", process.pid)
-        process.kill()
-    psutil.wait_procs(left, timeout=SHUTDOWN_SECONDS)

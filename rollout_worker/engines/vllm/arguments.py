@@ -133,12 +133,33 @@ def _passed_through(extra: Mapping[str, Any], known: Collection[str]) -> dict[st
     return {name: value for name, value in extra.items() if value is not None}
 
 
-def check_sampling_extra(extra: Mapping[str, Any], known: Collection[str]) -> None:
-    """Refuse fields of `rollout.sampling_config.extra` that vLLM does not know or that are not free.
+def check_sampling(config: Config, *, known: Collection[str]) -> None:
+    """Refuse, before anything is started, sampling settings that vLLM cannot follow.
+
+    Args:
+        config: the job's configuration.
+        known: names of all sampling fields of the installed vLLM.
 
     Raises:
-        EngineConfigError: names the field, and a similar one where there is one.
+        EngineConfigError: a field of `rollout.sampling_config.extra` that vLLM does not know or that is not
+            free, or a temperature that it would replace by another.
     """
+    _check_extra(config.rollout.sampling_config.extra, known)
+    if config.rollout.sampling_config.do_sample:
+        _check_temperature("rollout.sampling_config.temperature", config.sampling_temperature)
+    if config.validation.enable:
+        _check_temperature("validation.temperature", config.validation.temperature)
+
+
+def _check_temperature(key: str, value: float) -> None:
+    if 0.0 < value < COLDEST:
+        raise EngineConfigError(
+            f"{key} = {value} is below vLLM's smallest, {COLDEST}: write 0.0 for the likeliest token, or "
+            f"{COLDEST} or more"
+        )
+
+
+def _check_extra(extra: Mapping[str, Any], known: Collection[str]) -> None:
     for name in extra:
         key = f"rollout.sampling_config.extra.{name}"
         if name in _SAMPLING_OWN:
@@ -162,15 +183,7 @@ def sampling_arguments(
 
     End-of-text tokens are ordinary stop tokens here, so that what ends a sample is what the worker says and
     not what vLLM finds in the model's files.
-
-    Raises:
-        EngineConfigError: a temperature that vLLM would replace by another.
     """
-    if 0.0 < settings.temperature < COLDEST and not settings.greedy:
-        raise EngineConfigError(
-            f"temperature = {settings.temperature} is below vLLM's smallest, {COLDEST}: write 0.0 for the "
-            f"likeliest token, or {COLDEST} or more"
-        )
     max_tokens = min(settings.max_tokens, max_model_len - prompt_tokens)
     ends = {*settings.stop_token_ids, *(() if settings.ignore_eos else eos_token_ids)}
     arguments: dict[str, Any] = {

@@ -35,7 +35,7 @@ from rollout_worker.engines.base import (
     WeightMismatch,
     WeightSource,
 )
-from rollout_worker.engines.vllm.adapter import Completion, VllmAdapter, installed_version
+from rollout_worker.engines.vllm.adapter import Boot, Completion, VllmAdapter, installed_version
 from rollout_worker.engines.vllm.arguments import sampling_arguments
 from rollout_worker.engines.vllm.proof import unread
 from schema.config import Config
@@ -46,6 +46,8 @@ log = logging.getLogger(__name__)
 
 WATCH_SECONDS = 1.0
 """How soon `collect` notices that vLLM died while nothing was running in it."""
+CANCEL_SECONDS = 0.2
+"""How often a start that is given up is told so: it may be about to start its next process."""
 NAMED_PROBLEMS = 5
 
 
@@ -59,7 +61,8 @@ class VllmEngine:
         self.version = -1
         self._keep_kv = config.weight_sync.update_mode == "keep_kv"
         self._adapter: VllmAdapter | None = None
-        self._boot: asyncio.Future[VllmAdapter] | None = None
+        self._boot = Boot(config)
+        self._booting: asyncio.Future[VllmAdapter] | None = None
         self._failure: EngineError | None = None
         self._closed = False
         self._gate = asyncio.Event()
@@ -78,11 +81,9 @@ class VllmEngine:
 
     async def start(self) -> None:
         """Boot vLLM in processes of its own. Raises `EngineConfigError` or `EngineFailed`."""
-        extras = [self._config.rollout.sampling_config.extra]
-        loop = asyncio.get_running_loop()
-        self._boot = loop.run_in_executor(None, VllmAdapter.boot, self._config, extras)
+        self._booting = asyncio.get_running_loop().run_in_executor(None, self._boot.run)
         # Shielded: a thread cannot be cancelled, and `close` must know what it has started.
-        adapter = await asyncio.shield(self._boot)
+        adapter = await asyncio.shield(self._booting)
         layers = await adapter.unsupported_layers()
         if layers:
             more = f" and {len(layers) - NAMED_PROBLEMS} more" if len(layers) > NAMED_PROBLEMS else ""
@@ -101,12 +102,13 @@ class VllmEngine:
         self._news.set()
         for request_id in list(self._tasks):
             self.abort([request_id])
-        if self._boot is not None:
-            try:
-                adapter = await asyncio.shield(self._boot)
-            except EngineError:
-                return  # `boot` has cleaned up after itself
-            await adapter.shutdown()
+        if self._booting is None:
+            return
+        while not self._booting.done():
+            await asyncio.to_thread(self._boot.cancel)
+            await asyncio.wait([self._booting], timeout=CANCEL_SECONDS)
+        if self._booting.exception() is None:  # else it has cleaned up after itself
+            await self._booting.result().shutdown()
 
     # ---- requests -----------------------------------------------------------------------------------------
 

@@ -30,6 +30,8 @@ def boot_environment(parent: int) -> dict[str, str | None]:
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         # Its own level where the user has set one; else its chatter at every boot hides what matters.
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+        # Standard output is for the program that runs the engine.
+        "VLLM_LOGGING_STREAM": os.environ.get("VLLM_LOGGING_STREAM", "ext://sys.stderr"),
         # A training job does not report to third parties.
         "VLLM_NO_USAGE_STATS": "1",
         # An engine has no business with the controller.

@@ -138,7 +138,8 @@ def report_from_dict(data: dict[str, Any]) -> ProofReport:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage().data_ptr())
+    address: int = tensor.untyped_storage().data_ptr()
+    return address
 
 
 def _region(tensor: torch.Tensor) -> Region:
@@ -161,7 +162,8 @@ def _same_bits(target: torch.Tensor, source: torch.Tensor) -> bool:
 
 def _unwritten(whole: torch.Tensor, parts: list[torch.Tensor]) -> int:
     """How many elements of a parameter no part covers. Parts are views of the parameter's storage."""
-    start, end = whole.storage_offset(), whole.storage_offset() + whole.numel()
+    start: int = whole.storage_offset()
+    end: int = start + whole.numel()
     if whole.is_contiguous() and all(part.is_contiguous() for part in parts):
         position, missing = start, 0
         for first, last in sorted((p.storage_offset(), p.storage_offset() + p.numel()) for p in parts):
@@ -172,4 +174,5 @@ def _unwritten(whole: torch.Tensor, parts: list[torch.Tensor]) -> int:
     for part in parts:
         written.as_strided(part.shape, part.stride(), part.storage_offset()).fill_(True)
     view = written.as_strided(whole.shape, whole.stride(), whole.storage_offset())
-    return view.numel() - int(view.count_nonzero())
+    left: int = (~view).sum().item()
+    return left

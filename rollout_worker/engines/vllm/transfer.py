@@ -26,6 +26,8 @@ from rollout_worker.engines.vllm.proof import LoadTrace, ProofReport
 from schema.wire.weights import Publication
 from weight_sync import WeightError, fetch
 
+PATIENCE = 1.0
+"""Seconds: the worker has fetched this version just now, only another host may see it later."""
 _PLAIN = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
 """Ways of vLLM's layers to compute that use the parameter itself."""
 
@@ -73,7 +75,7 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateI
         started = time.monotonic()
         try:
             publication = Publication.model_validate_json(update_info.publication)
-            weights = fetch(update_info.root, publication)
+            weights = fetch(update_info.root, publication, patience=PATIENCE)
             with disable_mtp_completeness_check(), torch.no_grad(), trace:
                 self.model.load_weights(trace.given(weights.tensors()))
         except (WeightError, ValidationError) as error:

@@ -1,0 +1,420 @@
+"""What vLLM promises beyond the common contract: real engines, each booted once for its group of tests."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from rollout_worker.engines import create_engine
+from rollout_worker.engines.base import (
+    EngineConfigError,
+    EngineFailed,
+    Generation,
+    SamplingSettings,
+    WeightMismatch,
+)
+from rollout_worker.engines.vllm.arguments import engine_arguments, sampling_arguments
+from schema.config import Config
+from tests.rollout_worker.engine_contract import (
+    EOS,
+    MAX_LEN,
+    TOLERANCE,
+    EngineContract,
+    Subject,
+    check_logprobs,
+    encode,
+    log_softmax,
+    plain_logits,
+    request,
+    token_versions,
+)
+from tests.rollout_worker.tiny import publish_model, random_model, save_model, tokenizer
+from weight_sync import fetch, hub_tensors
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+BOOT_S = 300.0
+"""Two ranks on two busy cores need a minute and more."""
+FREE = SamplingSettings(max_tokens=MAX_LEN, ignore_eos=True)
+
+
+class Vllm(EngineContract):
+    backend = "vllm"
+
+
+def config_of(root: Path, **sections: Any) -> Config:
+    return Vllm.config(save_model(root / "model", random_model(1)), **sections)
+
+
+@contextmanager
+def subject_of(root: Path, models: list[Any], rollout: dict[str, Any], **sections: Any) -> Iterator[Subject]:
+    torch.set_num_threads(1)
+    rollout = {
+        "backend": "vllm",
+        "dtype": "float32",
+        "max_num_seqs": 16,
+        "max_concurrent_samples": 16,
+        **rollout,
+    }
+    rollout.setdefault("parallelism", {"tp_size": 1})
+    config = Vllm.config(save_model(root / "model", models[0]), rollout=rollout, **sections)
+    publications = [publish_model(root / "store", model, i) for i, model in enumerate(models)]
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    engine = create_engine(config, tokenizer(), frozenset({EOS}))
+    subject = Subject(engine, models, [fetch(root / "store", one) for one in publications], loop)
+    try:
+        asyncio.run_coroutine_threadsafe(engine.start(), loop).result(BOOT_S)
+        subject.load(0, 0)
+        yield subject
+    finally:
+        subject.run(engine.close())
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(10)
+        loop.close()
+
+
+def children() -> list[psutil.Process]:
+    found = psutil.Process().children(recursive=True)
+    return [child for child in found if child.name().startswith("VLLM")]
+
+
+class TestUntied:
+    """An output layer of its own, and engine settings other than the defaults."""
+
+    ROLLOUT: ClassVar[dict[str, Any]] = {
+        "max_num_batched_tokens": 512,
+        "block_size": 32,
+        "seed": 5,
+        "load_format": "auto",
+        "engine_kwargs": {"enable_prefix_caching": True, "scheduling_policy": "priority"},
+    }
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def subject(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
+        models = [random_model(seed, tie_word_embeddings=False) for seed in (1, 2, 3)]
+        output_layer_only = random_model(1, tie_word_embeddings=False)
+        output_layer_only.lm_head.weight.data.copy_(models[1].lm_head.weight.data)
+        with subject_of(
+            tmp_path_factory.mktemp("untied"), [*models, output_layer_only], cls.ROLLOUT
+        ) as subject:
+            yield subject
+
+    def test_engine_settings_arrive(self, subject: Subject) -> None:
+        found = subject.engine._adapter._llm.vllm_config  # type: ignore[attr-defined]
+        assert found.scheduler_config.max_num_seqs == 16
+        assert found.scheduler_config.max_num_batched_tokens == 512
+        assert found.scheduler_config.enable_chunked_prefill is False
+        assert found.scheduler_config.policy == "priority"
+        assert found.cache_config.block_size == 32
+        assert found.cache_config.enable_prefix_caching is True
+        assert found.model_config.seed == 5
+        assert found.model_config.enforce_eager is True
+        assert found.model_config.max_model_len == MAX_LEN
+        assert found.model_config.dtype is torch.float32
+        assert found.model_config.logprobs_mode == "processed_logprobs"
+        assert found.cache_config.kv_cache_memory_bytes < 2**28, "not a share of the whole machine"
+
+    def test_every_version_is_exact(self, subject: Subject) -> None:
+        """The output layer alone, then everything, then back: nothing is ever left over."""
+        for version, which in enumerate([0, 3, 1, 2, 0]):
+            subject.load(which, version)
+            wanted = request("What is 1+1?", SamplingSettings(max_tokens=20), (1, 2))
+            found = subject.generate([wanted])
+            for i in range(2):
+                check_logprobs(subject.models[which], wanted, found[wanted.request_id, i])
+
+    def test_cached_prompts_of_older_versions_are_not_used(self, subject: Subject) -> None:
+        """The same prompt, longer than two blocks of the cache, before and after an update."""
+        prompt = encode("0123456789" * 7)
+        for version, which in ((10, 0), (11, 1), (12, 0)):
+            subject.load(which, version)
+            for _ in range(2):
+                wanted = request(prompt, SamplingSettings(max_tokens=6, ignore_eos=True))
+                check_logprobs(subject.models[which], wanted, subject.one(wanted))
+
+    def test_several_updates_under_one_sample(self, subject: Subject) -> None:
+        """Spans are exact to the token: each log-prob is that of the version its token names."""
+        subject.load(0, 20)
+        requests = [request("x", FREE, range(8)) for _ in range(2)]
+
+        async def swap() -> list[Generation]:
+            start = subject.engine.stats().tokens
+            subject.engine.submit(requests)
+            for i, which in enumerate((1, 2, 0)):
+                while subject.engine.stats().tokens < start + 250 * (i + 1):  # noqa: ASYNC110
+                    await asyncio.sleep(0.001)
+                await subject.engine.load_weights(subject.weights[which], 21 + i)
+            return await subject._collect(16)
+
+        found = subject.run(swap())
+        subject.version = 23
+        models = {20: 0, 21: 1, 22: 2, 23: 0}
+        assert max(len(sample.version_starts) for sample in found) >= 3
+        for sample in found:
+            tokens = sample.token_ids.tolist()
+            plain = [plain_logits(model, encode("x"), tokens) for model in subject.models]
+            for i, version in enumerate(token_versions(sample)):
+                expected = log_softmax(plain[models[version]][i])[tokens[i]]
+                assert abs(expected - sample.logprobs[i]) <= TOLERANCE, f"token {i} of version {version}"
+
+    def test_weights_without_a_store(self, subject: Subject) -> None:
+        class InMemory:
+            def tensors(self) -> Any:
+                return hub_tensors(subject.models[2])
+
+        subject.run(subject.engine.load_weights(InMemory(), 30))
+        subject.version = 30
+        wanted = request("Hello", SamplingSettings(max_tokens=10))
+        check_logprobs(subject.models[2], wanted, subject.one(wanted))
+
+    @pytest.mark.parametrize(
+        ("extra", "allowed"),
+        [
+            ({"allowed_token_ids": [65, 66, 67]}, {65, 66, 67}),
+            ({"logit_bias": {70: 100.0}}, {70}),
+            ({"bad_words": ["A"]}, set(range(258)) - {encode("A")[0]}),
+        ],
+    )
+    def test_passed_through_sampling_fields_act(
+        self, subject: Subject, extra: dict[str, Any], allowed: set[int]
+    ) -> None:
+        settings = SamplingSettings(max_tokens=40, ignore_eos=True, extra=extra)
+        wanted = request("x", settings, range(8))
+        drawn = {t for sample in subject.generate([wanted]).values() for t in sample.token_ids.tolist()}
+        assert drawn <= allowed
+        if len(allowed) < 10:
+            assert drawn == allowed
+
+    def test_a_collected_version_is_refused_and_the_next_one_helps(
+        self, subject: Subject, tmp_path: Path
+    ) -> None:
+        weights = fetch(tmp_path, publish_model(tmp_path, subject.models[1], 40))
+        file = next(tmp_path.rglob("*.safetensors"))
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+        with pytest.raises(WeightMismatch, match=r"00000\.safetensors does not have the hash"):
+            subject.run(subject.engine.load_weights(weights, 40))
+        assert subject.engine.version == -1
+        subject.load(1, 41)
+        wanted = request("Hello", SamplingSettings(max_tokens=5))
+        check_logprobs(subject.models[1], wanted, subject.one(wanted))
+
+    def test_no_secrets_in_its_processes(self, subject: Subject) -> None:
+        assert children()
+        for child in children():
+            variables = Path(f"/proc/{child.pid}/environ").read_bytes()
+            assert b"COSMOS_TOKEN" not in variables
+
+
+class TestKeepKv:
+    """Requests go on with the cache they have; computed in bfloat16 from float32 weights."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def subject(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
+        models = [random_model(seed) for seed in (1, 2)]
+        root, rollout = tmp_path_factory.mktemp("keep"), {"dtype": "bfloat16", "load_format": "dummy"}
+        with subject_of(root, models, rollout, weight_sync={"update_mode": "keep_kv"}) as subject:
+            yield subject
+
+    def test_the_cache_outlives_an_update_and_versions_say_so(self, subject: Subject) -> None:
+        wanted = request("x", FREE, range(16))
+
+        async def swap() -> list[Generation]:
+            subject.engine.submit([wanted])
+            while subject.engine.stats().tokens < 400:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            await subject.engine.load_weights(subject.weights[1], 1)
+            return await subject._collect(16)
+
+        found = subject.run(swap())
+        subject.version = 1
+        errors = []
+        for sample in found:
+            assert token_versions(sample) == [0] * len(sample.token_ids), "as old as its cache"
+            tokens = sample.token_ids.tolist()
+            plain = plain_logits(subject.models[1], encode("x"), tokens)
+            late = [log_softmax(plain[i])[tokens[i]] - sample.logprobs[i] for i in range(60, len(tokens))]
+            errors.append(np.abs(late).max(initial=0.0))
+        assert max(errors) > 0.5, "under the new weights alone the log-probs would be others"
+        after = subject.one(request("x", SamplingSettings(max_tokens=8)))
+        assert token_versions(after) == [1] * len(after.token_ids)
+
+    def test_the_published_weights_are_cast(self, subject: Subject) -> None:
+        model = random_model(2).to(torch.bfloat16).float()
+        wanted = request("Hello", SamplingSettings(max_tokens=12), range(4))
+        found = subject.generate([wanted])
+        for i in range(4):
+            sample = found[wanted.request_id, i]
+            tokens = sample.token_ids.tolist()
+            logits = plain_logits(model, encode("Hello"), tokens)
+            expected = [log_softmax(row)[token] for row, token in zip(logits, tokens, strict=True)]
+            np.testing.assert_allclose(sample.logprobs, expected, atol=0.3)
+
+    def test_a_killed_engine_is_an_error_with_a_name(self, subject: Subject) -> None:
+        """The last test of this engine."""
+        (engine,) = children()
+
+        async def kill() -> None:
+            subject.engine.submit([request("x", FREE, range(4))])
+            await asyncio.sleep(0.05)
+            engine.send_signal(signal.SIGKILL)
+            while True:
+                await subject.engine.collect()
+
+        with pytest.raises(EngineFailed, match="vLLM"):
+            subject.run(kill())
+        with pytest.raises(EngineFailed, match="vLLM"):
+            subject.run(subject.engine.load_weights(subject.weights[0], 2))
+        with pytest.raises(EngineFailed, match="vLLM"):
+            subject.run(subject.engine.collect())
+
+
+class TestTensorParallel:
+    def test_two_ranks_load_and_prove_their_shards(self, tmp_path: Path) -> None:
+        models = [random_model(seed, tie_word_embeddings=tied) for seed, tied in ((1, True), (2, True))]
+        with subject_of(tmp_path, models, {"parallelism": {"tp_size": 2}}) as subject:
+            for version, which in enumerate((0, 1, 0)):
+                subject.load(which, version)
+                wanted = request("What is 1+1?", SamplingSettings(max_tokens=16), (1, 2))
+                found = subject.generate([wanted])
+                for i in range(2):
+                    check_logprobs(subject.models[which], wanted, found[wanted.request_id, i])
+            wrong = fetch(tmp_path, publish_model(tmp_path, random_model(1, num_hidden_layers=1), 9))
+            with pytest.raises(WeightMismatch, match=r"layers\.1\."):
+                subject.run(subject.engine.load_weights(wrong, 9))
+        assert children() == []
+
+
+class TestRefusals:
+    """Settings that vLLM cannot work with end the start, and no process is left."""
+
+    def refused(self, root: Path, message: str, **sections: Any) -> None:
+        engine = create_engine(config_of(root, **sections), tokenizer(), frozenset({EOS}))
+
+        async def start() -> None:
+            try:
+                await engine.start()
+            finally:
+                await engine.close()
+
+        with pytest.raises(EngineConfigError, match=message):
+            asyncio.run(start())
+        assert children() == []
+
+    def test_unknown_engine_argument(self, tmp_path: Path) -> None:
+        rollout = {"backend": "vllm", "parallelism": {"tp_size": 1}, "engine_kwargs": {"max_num_batchd": 1}}
+        self.refused(tmp_path, r"engine_kwargs\.max_num_batchd: vLLM has no such", rollout=rollout)
+
+    def test_unknown_sampling_field(self, tmp_path: Path) -> None:
+        sampling = {"extra": {"allowed_tokens": [1]}}
+        rollout = {"backend": "vllm", "parallelism": {"tp_size": 1}, "sampling_config": sampling}
+        self.refused(tmp_path, r"allowed_tokens: .*did you mean allowed_token_ids\?", rollout=rollout)
+
+    def test_what_vllm_itself_refuses(self, tmp_path: Path) -> None:
+        rollout = {"backend": "vllm", "parallelism": {"tp_size": 1}, "max_num_batched_tokens": 16}
+        self.refused(tmp_path, "^vLLM refuses these settings: max_num_batched_tokens", rollout=rollout)
+
+    def test_a_quantised_engine(self, tmp_path: Path) -> None:
+        rollout = {"backend": "vllm", "parallelism": {"tp_size": 1}, "quantization": "no_such_method"}
+        self.refused(
+            tmp_path,
+            "^vLLM refuses these settings: Unknown quantization method: no_such_method",
+            rollout=rollout,
+        )
+
+
+def test_our_names_are_those_of_the_installed_vllm() -> None:
+    from vllm import SamplingParams
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    rollout = {
+        "parallelism": {"tp_size": 1},
+        "max_num_seqs": 1,
+        "max_num_batched_tokens": 1,
+        "block_size": 1,
+        "quantization": "fp8",
+        "vllm_use_flashinfer": True,
+    }
+    policy = {"model_name_or_path": "/m", "model_revision": "r"}
+    config = Config.model_validate({"rollout": rollout, "policy": policy})
+    for on_cpu in (False, True):
+        assert set(engine_arguments(config, known=known, on_cpu=on_cpu)) <= known
+    sampling = sampling_arguments(
+        SamplingSettings(max_tokens=4), seed=1, eos_token_ids={1}, prompt_tokens=1, max_model_len=9
+    )
+    assert set(sampling) <= set(SamplingParams.__struct_fields__)
+
+
+PROGRAM = """
+import asyncio, sys
+from pathlib import Path
+from schema.config import Config
+from rollout_worker.engines import create_engine
+
+async def main():
+    engine = create_engine(Config.model_validate_json(Path(sys.argv[1]).read_text()), None, frozenset({256}))
+    await engine.start()
+    print("started", flush=True)
+    await asyncio.sleep(100)
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+def test_nothing_outlives_a_killed_worker(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    (tmp_path / "config.json").write_text(config_of(tmp_path).model_dump_json())
+    command = [sys.executable, str(tmp_path / "program.py"), str(tmp_path / "config.json")]
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    worker = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables)
+    assert worker.stdout is not None
+    try:
+        assert worker.stdout.readline().strip() == "started"
+        below = psutil.Process(worker.pid).children(recursive=True)
+        assert any(child.name().startswith("VLLM") for child in below)
+    finally:
+        worker.kill()
+        worker.wait(10)
+        worker.stdout.close()
+    _, left = psutil.wait_procs(below, timeout=20)
+    assert left == []
+
+
+def test_closing_while_it_boots(tmp_path: Path) -> None:
+    engine = create_engine(config_of(tmp_path), tokenizer(), frozenset({EOS}))
+
+    async def work() -> None:
+        starting = asyncio.create_task(engine.start())
+        await asyncio.sleep(1.0)
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        await engine.close()
+
+    asyncio.run(work())
+    deadline = time.monotonic() + 10
+    while children() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert children() == []
