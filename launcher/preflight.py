@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from launcher import redis_server
+from launcher.engine_options import check_engine_options
 from launcher.machine import Machine, has_module
 from launcher.paths import absolute
 from launcher.placement import PlacementError, needs, place, shares_gpu
@@ -37,6 +38,7 @@ def check_machine(config: Config, machine: Machine) -> Findings:
     """Everything that can be found without the network; takes milliseconds."""
     findings = Findings()
     findings.problems += missing_packages(config, has_module)
+    findings.problems += check_engine_options(config)
     findings.problems += _port_problems(config.controller.host, config.controller.port)
     _check_gpus(config, machine, findings)
     _check_disk(config, findings)
