@@ -38,6 +38,9 @@ class Operations:
             job.reopen()
         elif job.ended and action != "stop":
             raise ProblemError(ErrorCode.CONFLICT, f"the job is {job.phase}: it cannot {action}")
+        elif action == "pause" and job.ledger is None:
+            detail = "a supervised trainer reads its own data and cannot be paused: stop it and resume later"
+            raise ProblemError(ErrorCode.CONFLICT, detail)
         elif action == "stop":
             job.end(Phase.STOPPED)
         elif action == "checkpoint":

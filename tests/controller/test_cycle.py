@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from controller import api
+from controller.client import Refused
 from schema.config import Config
 from schema.wire.messages import LeaseStatus, Phase
 from schema.wire.sample import decode_sample
@@ -166,6 +169,8 @@ def test_a_supervised_job_has_steps_and_no_groups(stage: Stage) -> None:
     reply = trainer.register()
     assert (reply.mode, reply.total_steps) == ("sft", 5)
     assert user.send(api.job()).phase is Phase.TRAINING
+    with pytest.raises(Refused, match="cannot be paused"):
+        user.send(api.operate("pause"))
     for step in range(5):
         last = trainer.commit(step, loss=1.0, samples=5.0, tokens=50.0)
     assert last.finished

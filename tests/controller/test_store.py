@@ -258,7 +258,7 @@ def test_a_row_that_cannot_be_written_ends_the_controller_instead_of_hanging(
 ) -> None:
     async def scenario() -> None:
         store, _ = await open_store(shared_valkey, "broken")
-        put(store, "a", float("nan"))
+        put(store, "a", object())
         with pytest.raises(StoreUnavailable):
             await store.flush()
         assert "cannot go on" in str(await store.fatal)
