@@ -34,8 +34,8 @@ log = logging.getLogger(__name__)
 
 CALL_TIMEOUT = 30.0
 """Seconds for one attempt beyond its long-poll: a 256 MiB push on a slow link takes about 20."""
-FIRST_PAUSE, MAX_PAUSE = 0.05, 5.0
-"""Back-off bounds: a restarted controller is found soon, a dead one is not flooded."""
+FIRST_PAUSE, MAX_PAUSE = 0.05, 1.0
+"""Back-off bounds: a restarted controller is found within a second, a dead one is not flooded."""
 
 
 class ControllerError(Exception):

@@ -25,7 +25,8 @@ def test_import_rules_hold() -> None:
     "module", ["schema.config", "schema.wire.messages", "controller.app", "controller.client", "launcher.cli"]
 )
 def test_light_packages_stay_torch_free(module: str) -> None:
-    code = f"import sys, {module}; heavy = {{'torch', 'transformers', 'vllm'}} & set(sys.modules); sys.exit(', '.join(heavy))"
+    heavy = "{'torch', 'transformers', 'vllm'} & set(sys.modules)"
+    code = f"import sys, {module}; sys.exit(', '.join({heavy}))"
     result = run(sys.executable, "-c", code)
     assert result.returncode == 0, result.stderr
 
