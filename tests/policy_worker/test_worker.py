@@ -156,7 +156,7 @@ def test_asked_to_leave_while_it_waits(tmp_path: Path, start: Any):
 
 @pytest.mark.slow
 def test_without_a_checkpoint_a_restarted_trainer_says_that_it_cannot_go_on(tmp_path: Path, start: Any):
-    job = start(grpo_config(write_model(tmp_path / "model"), 50))
+    job = start(grpo_config(write_model(tmp_path / "model"), 50, {"epoch": 5}))
     with Player(job.controller.url, TOKENS["rollout"]):
         ranks = job.start_policy()
         job.wait_for_step(2)
@@ -210,7 +210,7 @@ def test_a_killed_controller_is_waited_for(tmp_path: Path, start: Any):
 
 @pytest.mark.slow
 def test_a_checkpoint_on_command_a_drain_and_a_return(tmp_path: Path, start: Any):
-    job = start(grpo_config(write_model(tmp_path / "model"), 40))
+    job = start(grpo_config(write_model(tmp_path / "model"), 100, {"epoch": 5}))
     with Player(job.controller.url, TOKENS["rollout"]) as player, job.controller.client() as client:
         ranks = job.start_policy()
         job.wait_for_step(2)
@@ -225,12 +225,12 @@ def test_a_checkpoint_on_command_a_drain_and_a_return(tmp_path: Path, start: Any
         assert code == 0, output
         (policy,) = [r for r in client.send(api.replicas()) if r.role == "policy"]
         assert (policy.state, policy.status) == ("left", "command drain")
-        assert client.send(api.job()).step < 40
+        assert client.send(api.job()).step < 100
         ((code, output),) = wait_ranks(job.start_policy())
         assert code == 0, output
         assert "resumed from" in output
         player.finish()
-        check_ledger(client, 40, 2)
+        check_ledger(client, 100, 2)
 
 
 def supervised(model: Path, **train: Any) -> Config:
