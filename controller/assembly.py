@@ -56,7 +56,8 @@ def choose(
     """
     candidates = sorted(ready, key=order)
     if len(candidates) < groups_per_step and (more_to_come or leased):
-        return Waiting(f"step {step} has {len(candidates)} of {groups_per_step} groups ready")
+        due = sorted((group for group in leased if group.deadline <= step), key=order)
+        return Waiting(f"step {step} has {len(candidates)} of {groups_per_step} groups ready", due)
     if not candidates:
         return Waiting(f"step {step}: no data left")
     chosen, rest = candidates[:groups_per_step], candidates[groups_per_step:]

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 LINE_EVERY, SIGN_OF_LIFE = 2.0, 30.0
 BAR_WIDTH, SPARK_WIDTH = 30, 40
 _TICKS = "▁▂▃▄▅▆▇█"
+FAILED = "every reward failed"
+"""What stands in the place of a score where no sample could be scored."""
 
 _PHASE_STYLE = {
     Phase.TRAINING: "green", Phase.FINISHED: "bold green", Phase.FAILED: "bold red", Phase.PAUSED: "yellow",
@@ -50,9 +52,9 @@ def line(view: View) -> str:
     values: list[tuple[str, str | None]] = [
         ("phase", str(status.phase)),
         ("step", f"{status.step}/{status.total_steps}"),
-        ("loss", _number(status.metrics.get("loss")) if status.mode == "sft" else None),
-        ("reward", _number(status.reward)),
-        ("held_out", _number(accuracy)),
+        ("loss", number(status.metrics.get("loss")) if status.mode == "sft" else None),
+        ("reward", number(status.reward)),
+        ("held_out", number(accuracy)),
         ("staleness", _staleness(view) if status.mode == "grpo" else None),
         ("samples_per_s", f"{status.samples_per_s:.1f}"),
         ("tokens_per_s", f"{status.tokens_per_s:.0f}"),
@@ -134,12 +136,13 @@ def _training_rows(view: View, status: JobStatus) -> list[tuple[str, str]]:
     bar = "━" * filled + "╌" * (BAR_WIDTH - filled)
     rows = [("step", f"{bar} {status.step}/{status.total_steps}{eta}")]
     if status.mode == "sft":
-        rows.append(("loss", _number(status.metrics.get("loss")) or "–"))
+        rows.append(("loss", number(status.metrics.get("loss")) or "–"))
     else:
-        rows.append(("reward", f"{_number(status.reward) or '–'}  {sparkline(view.rewards, SPARK_WIDTH)}"))
+        rows.append(("reward", f"{number(status.reward) or '–'}  {sparkline(view.rewards, SPARK_WIDTH)}"))
     if status.validation:
         before = "" if view.first_accuracy is None else f"  (before: {view.first_accuracy:.3f})"
-        held_out = f"{status.validation.score_mean:.3f} at version {status.validation.version}{before}"
+        score = number(status.validation.score_mean) or FAILED
+        held_out = f"{score} at version {status.validation.version}{before}"
         rows.append(("held-out", held_out))
     if status.mode == "grpo":
         rows.append(("staleness", _staleness(view).replace("/", " · ") + "  (mean · max · bound)"))
@@ -182,5 +185,6 @@ def duration(seconds: float) -> str:
     return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
 
 
-def _number(value: float | None) -> str | None:
+def number(value: float | None) -> str | None:
+    """Three decimals; None for an unknown value."""
     return None if value is None else f"{value:.3f}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launcher.display import duration
+from launcher.display import FAILED, duration, number
 from launcher.rundir import write_text
 from schema.wire.messages import JobStatus, LedgerStatus, ReplicaInfo, StepRecord, ValidationRecord
 
@@ -108,9 +108,9 @@ def _learning(steps: list[dict[str, Any]], validations: list[dict[str, Any]]) ->
             found.append((name, f"{before:.3f} → {after:.3f} (mean of the first and last {edge} steps)"))
     if validations:
         first, last = validations[0], validations[-1]
-        change = f"{first['score_mean']:.3f} → " if len(validations) > 1 else ""
+        change = f"{number(first['score_mean']) or FAILED} → " if len(validations) > 1 else ""
         where = f"(version {first['version']} → {last['version']}, {last['samples']} samples)"
-        found.append(("held-out", f"{change}{last['score_mean']:.3f} {where}"))
+        found.append(("held-out", f"{change}{number(last['score_mean']) or FAILED} {where}"))
     return found
 
 

@@ -342,3 +342,18 @@ def test_a_snapshot_alone_resumes_the_job() -> None:
     status = resumed.status()
     assert (status.created, status.states["durable"], status.states["waiting"]) == (4, 2, 2)
     assert [group.id for group in lease(resumed, 4, version=1)] == ["e0-p2", "e0-p3", "e0-p4", "e0-p5"]
+
+
+def test_on_policy_a_hung_group_is_a_straggler_too() -> None:
+    """With S = 0 everything leased is due, and fewer than B groups are ready while one hangs."""
+    ledger = make(n_positions=20, staleness_bound=0, on_stale="drop", straggler_timeout=5.0)
+    done, hung = lease(ledger, 2)
+    fill(ledger, done)
+    waiting = ledger.assemble(now=0.0)
+    assert isinstance(waiting, Waiting)
+    assert waiting.stragglers == [hung]
+    assert isinstance(ledger.assemble(now=6.0), Waiting)
+    assert hung.reason is DropReason.STALE
+    (instead,) = lease(ledger, 1)
+    fill(ledger, instead)
+    assert train(ledger) == [done, instead]
