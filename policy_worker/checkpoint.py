@@ -118,12 +118,12 @@ class Checkpointer:
     def enabled(self) -> bool:
         return self._settings.enable_checkpoint
 
-    def due(self, step: int, finished: bool) -> bool:
+    def due(self, step: int, last: bool) -> bool:
         """Whether to save now: by frequency, at the end, or because the user asked for it. A collective."""
         asked = self._session is not None and self._session.checkpoint_wanted.is_set()
         if self._learner.group.any(asked):
             return True
-        return self.enabled and (finished or step % self._settings.save_freq == 0)
+        return self.enabled and (last or step % self._settings.save_freq == 0)
 
     def save(self, step: int) -> None:
         """Save after `step` committed steps, once. A collective.

@@ -4,19 +4,19 @@
                          └──────────────────── until the controller says finished ─────────┘
 
 A step counts when it is committed: whatever happens before is done again from the last commit. Publishing comes
-right after the commit, since rollout replicas wait for it.
+right after the commit, since rollout replicas wait for it. Supervised training publishes nothing, so its commits
+travel while the next step is trained.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import time
 from pathlib import Path
 from typing import Protocol
 
-from controller import api
 from policy_worker.checkpoint import Checkpointer
+from policy_worker.commits import Commits
 from policy_worker.ending import End
 from policy_worker.export import export_model
 from policy_worker.learner import Learner
@@ -51,6 +51,8 @@ class Loop:
         self._config, self._reply, self._learner = config, reply, learner
         self._session, self._departure, self._checkpointer = session, departure, checkpointer
         self._publisher = Publisher(config, learner, session, reply)
+        self._commits = Commits(learner.group, session)
+        self._overlaps = reply.mode == "sft"
         self._published = -1
         self._publish_seconds = 0.0
 
@@ -66,40 +68,34 @@ class Loop:
             self._say(f"training step {step}")
             began = time.monotonic()
             metrics = algorithm.train(step)
-            if metrics is End.ASKED:
-                return self._leave_early(step)
-            if metrics is End.NO_DATA:
+            if not isinstance(metrics, dict):
+                self._commits.wait()
+                if metrics is End.ASKED:
+                    return self._leave_early(step)
                 break
-            assert isinstance(metrics, dict)
             metrics["publish_seconds"] = self._publish_seconds
             metrics["step_seconds"] = time.monotonic() - began + self._publish_seconds
-            reply = self._commit(step, metrics)
-            step, finished = reply.committed_steps, reply.finished
-            if reply.publish or finished:
-                self._publish(step)
-            if self._checkpointer.due(step, finished):
+            self._commits.send(step, metrics)
+            log.info("step %d trained: %s", step, " ".join(f"{k}={v:.4g}" for k, v in metrics.items()))
+            step += 1
+            checkpoint = self._checkpointer.due(step, last=step >= self._reply.total_steps)
+            if self._overlaps and step < self._reply.total_steps and not checkpoint:
+                continue
+            finished = self._after_commit(step)
+            if checkpoint or (finished and self._checkpointer.enabled):
                 self._say(f"saving checkpoint {step}")
                 self._checkpointer.save(step)
-            if not finished and self._learner.group.any(bool(self._departure)):
-                return self._leave_early(step)
         self._publish(step)
         return self._finish()
 
-    def _commit(self, step: int, metrics: dict[str, float]) -> m.CommitReply:
-        """Tell the controller that step `step` is trained; its metrics must be finite to travel."""
-        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-
-        def send() -> dict[str, object]:
-            assert self._session is not None
-            self._session.gauges = {
-                name: finite[name] for name in ("idle_fraction", "step_seconds") if name in finite
-            }
-            request = m.CommitRequest(**self._session.identity(), metrics=finite)
-            return self._session.call(api.commit(step, request)).model_dump()
-
-        reply = m.CommitReply.model_validate(self._learner.group.lead(send))
-        log.info("step %d committed: %s", step, " ".join(f"{k}={v:.4g}" for k, v in finite.items()))
-        return reply
+    def _after_commit(self, step: int) -> bool:
+        """Wait until step `step` − 1 counts, publish if it is due; whether it was the last one."""
+        reply = self._commits.wait()
+        assert reply is not None
+        assert reply.committed_steps == step
+        if reply.publish:
+            self._publish(step)
+        return reply.finished
 
     def _publish(self, version: int) -> None:
         """Publish, once per version; a supervised job has nobody who would fetch it."""

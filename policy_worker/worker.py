@@ -46,6 +46,7 @@ def run_rank(environment: Environment, ranks: RankEnvironment, departure: Depart
         reason = f"{type(error).__name__}: {error}"[:500]
         raise
     finally:
+        departure.request(reason)  # whatever still tries to reach the controller gives up
         if session is not None:
             session.leave(reason)
         group.close()
