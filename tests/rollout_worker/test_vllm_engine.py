@@ -418,3 +418,48 @@ def test_closing_while_it_boots(tmp_path: Path) -> None:
     while children() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert children() == []
+
+
+class TestPlugin:
+    """vLLM's entry point: its one replacement, for CPUs, and its silence where somebody else runs vLLM."""
+
+    @pytest.fixture
+    def layer(self) -> torch.nn.Module:
+        return torch.nn.Linear(64, 32, bias=False).requires_grad_(False)
+
+    def test_the_trap_is_still_there(self, layer: torch.nn.Module) -> None:
+        """Where this fails, vLLM keeps the weights of its layers, and the replacement can go."""
+        from vllm.model_executor.layers import utils
+
+        utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+        assert layer.weight.numel() == 0
+
+    def test_layers_compute_from_their_weights(
+        self, layer: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from vllm.model_executor.layers import utils
+
+        from rollout_worker.engines.vllm.plugin import keep_cpu_weights_replaceable
+
+        original = utils.dispatch_cpu_unquantized_gemm
+        monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", original)
+        keep_cpu_weights_replaceable()
+        utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+        layer.weight.data.fill_(2.0)
+        found = utils.cpu_unquantized_gemm(layer, torch.ones(1, 64), layer.weight)
+        assert found.tolist() == [[128.0] * 32]
+
+    def test_it_is_registered_and_changes_nothing_for_others(self) -> None:
+        program = (
+            "from vllm.plugins import load_general_plugins\n"
+            "from vllm.model_executor.layers import utils\n"
+            "before = utils.dispatch_cpu_unquantized_gemm\n"
+            "load_general_plugins()\n"
+            "from vllm.distributed.weight_transfer import WeightTransferEngineFactory as factory\n"
+            "from rollout_worker.engines.vllm.plugin import register\n"
+            "register()\n"
+            "assert 'cosmos_store' in factory._registry\n"
+            "assert factory._registry['cosmos_store']().__name__ == 'StoreWeightTransferEngine'\n"
+            "assert utils.dispatch_cpu_unquantized_gemm is before\n"
+        )
+        subprocess.run([sys.executable, "-c", program], check=True, timeout=200)

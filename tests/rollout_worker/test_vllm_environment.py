@@ -103,3 +103,26 @@ def test_nothing_is_followed_elsewhere(value: str | None) -> None:
         [sys.executable, "-c", program], env=variables, timeout=30, check=True, capture_output=True, text=True
     )
     assert done.stdout.strip() == "1"
+
+
+def test_a_missing_vllm_is_named_with_its_extra() -> None:
+    program = """
+    import sys
+    sys.modules["vllm"] = None  # what `import vllm` finds where it is not installed
+    from rollout_worker.engines import create_engine
+    from rollout_worker.engines.base import EngineConfigError
+    from schema.config import Config
+    try:
+        create_engine(Config.model_validate({"rollout": {"backend": "vllm"}}), None, frozenset())
+    except EngineConfigError as error:
+        print(error)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        timeout=60,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert "not installed: install the extra `vllm`" in done.stdout
+    assert 'rollout.backend = "transformers"' in done.stdout

