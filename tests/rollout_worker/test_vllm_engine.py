@@ -44,7 +44,7 @@ from tests.rollout_worker.engine_contract import (
     token_versions,
 )
 from tests.rollout_worker.tiny import publish_model, random_model, save_model, tokenizer
-from weight_sync import fetch, hub_tensors
+from weight_sync import DirectoryStore, collect, fetch, hub_tensors
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -203,7 +203,17 @@ class TestUntied:
         if len(allowed) < 10:
             assert drawn == allowed
 
-    def test_a_collected_version_is_refused_and_the_next_one_helps(
+    def test_a_version_that_was_collected_after_it_was_fetched(
+        self, subject: Subject, tmp_path: Path
+    ) -> None:
+        weights = fetch(tmp_path, publish_model(tmp_path, subject.models[2], 39))
+        assert len(collect(DirectoryStore(tmp_path), [], name="test-39")) == 1
+        subject.run(subject.engine.load_weights(weights, 39))
+        subject.version = 39
+        wanted = request("Hello", SamplingSettings(max_tokens=5))
+        check_logprobs(subject.models[2], wanted, subject.one(wanted))
+
+    def test_files_that_changed_are_refused_and_the_next_version_helps(
         self, subject: Subject, tmp_path: Path
     ) -> None:
         weights = fetch(tmp_path, publish_model(tmp_path, subject.models[1], 40))
@@ -211,7 +221,7 @@ class TestUntied:
         content = bytearray(file.read_bytes())
         content[-1] ^= 1
         file.write_bytes(content)
-        with pytest.raises(WeightMismatch, match=r"00000\.safetensors does not have the hash"):
+        with pytest.raises(WeightMismatch, match="its files have changed since they were fetched"):
             subject.run(subject.engine.load_weights(weights, 40))
         assert subject.engine.version == -1
         subject.load(1, 41)

@@ -30,6 +30,7 @@ from rollout_worker.engines.vllm.arguments import check_sampling, engine_argumen
 from rollout_worker.engines.vllm.environment import boot_environment, environment
 from rollout_worker.engines.vllm.proof import ProofReport, report_from_dict
 from schema.config import Config
+from schema.wire.weights import Publication
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +52,8 @@ class Update:
     """What one weight update found, a proof for each of vLLM's ranks, and the slowest rank's seconds."""
 
     proofs: list[ProofReport]
+    unreadable: bool
+    """Whether a rank could not read the version at all; nothing was changed there."""
     apply_s: float
     verify_s: float
 
@@ -204,17 +207,18 @@ class VllmAdapter:
     async def resume(self) -> None:
         await self._llm.resume_generation()
 
-    async def update(self, root: str, publication: str, version: int) -> Update:
+    async def update(self, root: str, publication: Publication, version: int) -> Update:
         """Load a version from a directory store in all of vLLM's workers, and prove it. Pause before."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        info = {"root": root, "publication": publication}
+        info = {"root": root, "publication": publication.model_dump_json()}
         await self._llm.start_weight_update()
         await self._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
         await self._llm.finish_weight_update(weight_version=str(version))
         answers = await self._llm.collective_rpc("cosmos_last_update")
         return Update(
             [report_from_dict(answer["proof"]) for answer in answers],
+            unreadable=any(answer["unreadable"] for answer in answers),
             apply_s=max(answer["apply_s"] for answer in answers),
             verify_s=max(answer["verify_s"] for answer in answers),
         )

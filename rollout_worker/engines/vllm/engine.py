@@ -35,7 +35,7 @@ from rollout_worker.engines.base import (
     WeightMismatch,
     WeightSource,
 )
-from rollout_worker.engines.vllm.adapter import Boot, Completion, VllmAdapter, installed_version
+from rollout_worker.engines.vllm.adapter import Boot, Completion, Update, VllmAdapter, installed_version
 from rollout_worker.engines.vllm.arguments import sampling_arguments
 from rollout_worker.engines.vllm.proof import unread
 from schema.config import Config
@@ -215,32 +215,41 @@ class VllmEngine:
     async def load_weights(self, weights: WeightSource, version: int) -> LoadReport:
         """See the contract. The proof compares every parameter of vLLM with the files of the version."""
         adapter = self._running()
-        async with self._updating, _located(weights, version) as (root, publication):
+        async with self._updating, _located(weights, version) as place:
             started = time.monotonic()
             self._gate.clear()
             self._idle.suspend()
             try:
                 await adapter.pause(forget_cache=not self._keep_kv)
                 paused = time.monotonic()
-                update = await adapter.update(root, publication.model_dump_json(), version)
-                problems = [problem for proof in update.proofs for problem in proof.problems]
-                problems = problems or [
-                    f"vLLM ignored the published {name}" for name in unread(update.proofs)
-                ]
-                if problems:
-                    raise _mismatch(version, problems)
+                update = await self._apply(adapter, weights, version, place)
                 self.version = version
                 await adapter.resume()
                 self._gate.set()
-            except Exception as error:
+            except BaseException as error:
                 self.version = -1
-                self._running()  # where vLLM died, that is the news
-                if isinstance(error, EngineError):
+                if isinstance(error, EngineError) or not isinstance(error, Exception):
                     raise
+                self._running()  # where vLLM died, that is the news
                 raise EngineFailed(f"version {version} could not be loaded into vLLM: {error}") from error
             finally:
                 self._idle.go_on()
         return LoadReport(paused - started, update.apply_s, update.verify_s)
+
+    async def _apply(
+        self, adapter: VllmAdapter, weights: WeightSource, version: int, place: tuple[str, Publication]
+    ) -> Update:
+        """Load and prove. Raises `WeightMismatch`."""
+        update = await adapter.update(*place, version)
+        if update.unreadable and isinstance(weights, Weights):
+            log.info("version %d has left the store: loading it from what was fetched", version)
+            async with _copied(weights, version) as copy:
+                update = await adapter.update(*copy, version)
+        problems = [problem for proof in update.proofs for problem in proof.problems]
+        problems = problems or [f"vLLM ignored the published {name}" for name in unread(update.proofs)]
+        if problems:
+            raise _mismatch(version, problems)
+        return update
 
     def stats(self) -> EngineStats:
         inside = sum(map(len, self._tasks.values()))
@@ -322,12 +331,21 @@ async def _located(weights: WeightSource, version: int) -> AsyncIterator[tuple[s
     if isinstance(weights, Weights) and isinstance(weights.store, DirectoryStore):
         yield str(weights.store.root.absolute()), weights.publication
         return
+    async with _copied(weights, version) as place:
+        yield place
+
+
+@asynccontextmanager
+async def _copied(weights: WeightSource, version: int) -> AsyncIterator[tuple[str, Publication]]:
+    """A store of its own for these weights. Raises `WeightMismatch` where fetched ones are not as they were."""
     root = await asyncio.to_thread(_temporary_directory)
     try:
         store = DirectoryStore(root)
         done = await asyncio.to_thread(
             publish, store, version=max(version, 0), timeline=0, tensors=weights.tensors()
         )
+        if isinstance(weights, Weights) and done.content_hash != weights.publication.content_hash:
+            raise _mismatch(version, ["its files have changed since they were fetched and verified"])
         yield str(root), Publication(
             id=1, version=max(version, 0), timeline=0, uri=done.uri,
             manifest_hash=done.manifest_hash, content_hash=done.content_hash, n_bytes=done.n_bytes,

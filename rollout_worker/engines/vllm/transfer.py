@@ -54,6 +54,7 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateI
 
     _proof = ProofReport(["no version was loaded yet"], {}, {})
     _apply_s = _verify_s = 0.0
+    _unreadable = False
 
     def init_transfer_engine(self, init_info: StoreInitInfo) -> None:
         """Nothing to set up."""
@@ -72,6 +73,7 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateI
 
     def receive_weights(self, update_info: StoreUpdateInfo) -> None:
         trace = LoadTrace(self.model)
+        self._unreadable = False
         started = time.monotonic()
         try:
             publication = Publication.model_validate_json(update_info.publication)
@@ -79,6 +81,7 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateI
             with disable_mtp_completeness_check(), torch.no_grad(), trace:
                 self.model.load_weights(trace.given(weights.tensors()))
         except (WeightError, ValidationError) as error:
+            self._unreadable = True
             self._proof = ProofReport([str(error)], {}, {})
         except (
             Exception
@@ -95,7 +98,12 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateI
 
     def last_update(self) -> dict[str, Any]:
         """What the last update found, and its seconds (reading and hashing the files is part of applying)."""
-        return {"proof": self._proof.to_dict(), "apply_s": self._apply_s, "verify_s": self._verify_s}
+        return {
+            "proof": self._proof.to_dict(),
+            "unreadable": self._unreadable,
+            "apply_s": self._apply_s,
+            "verify_s": self._verify_s,
+        }
 
     def unsupported(self) -> list[str]:
         """Layers that compute from something other than their parameters."""
