@@ -9,11 +9,12 @@ to be restarted.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import socket
 import sys
+
+import uvloop
 
 from controller.client import ControllerError, Unauthorized
 from rollout_worker.engines.base import EngineConfigError, EngineError
@@ -51,7 +52,7 @@ def _run(url: str, token: str, name: str, parent: int | None, threads: int | Non
         await worker.run()
 
     try:
-        asyncio.run(work())
+        uvloop.run(work())
     except (EngineConfigError, RewardConfigError) as error:
         log.error("%s", error)
         return CONFIG

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 MAX_GROUPS = 1024
 """Groups per lease request: an answer of a few megabytes at most."""
+AHEAD = 0.25
+"""Share of the capacity that may stand empty for the sake of fewer, larger lease requests."""
 BACKLOG = 3
 """Samples held in all (generated, scored and not pushed yet, too) may be this many times the capacity: when
 rewards or the controller cannot keep up, leasing more would only let it grow old here."""
@@ -14,16 +16,17 @@ rewards or the controller cannot keep up, leasing more would only let it grow ol
 def groups_to_lease(*, in_engine: int, held: int, capacity: int, group_size: int, batch_size: int) -> int:
     """How many groups to ask for now; 0: none.
 
-    in_engine: samples in the engine, running or waiting. held: samples leased and not pushed. Asks in multiples
-    of `batch_size` for all that fits beside what the engine has, so that it never runs dry; an empty engine gets
-    one batch even if that is more than it wants.
+    in_engine: samples in the engine, running or waiting. held: samples leased and not pushed. Asks for all that
+    fits beside what the engine has, but not for less than `batch_size` groups at a time, unless that would let
+    more than AHEAD of the engine run dry first. An empty engine always gets at least one group.
     """
-    if held >= BACKLOG * max(capacity, group_size * batch_size):
+    if held >= BACKLOG * max(capacity, group_size):
         return 0
-    batches = max(capacity - in_engine, 0) // (group_size * batch_size)
-    if batches == 0 and in_engine == 0:
-        batches = 1
-    return min(batches * batch_size, max(MAX_GROUPS // batch_size, 1) * batch_size)
+    room = max(capacity - in_engine, 0) // group_size
+    if in_engine == 0:
+        room = max(room, 1)
+    least = min(batch_size, max(int(AHEAD * capacity) // group_size, 1))
+    return min(room, MAX_GROUPS) if room >= least else 0
 
 
 def cut_batch(sizes: Sequence[int], max_bytes: int, max_items: int) -> int:

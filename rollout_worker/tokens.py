@@ -70,9 +70,8 @@ def cut_stop_string(text: str, sample: Generation, settings: SamplingSettings) -
 
 def texts(tokenizer: Any, samples: Sequence[Generation], settings: Sequence[SamplingSettings]) -> list[str]:
     """The answers as text, special tokens left out."""
-    ids = [response_tokens(sample, how) for sample, how in zip(samples, settings, strict=True)]
-    decoded: list[str] = tokenizer.batch_decode(ids, skip_special_tokens=True)
-    return [
-        cut_stop_string(text, sample, how)
-        for text, sample, how in zip(decoded, samples, settings, strict=True)
-    ]
+    answers = []
+    for sample, how in zip(samples, settings, strict=True):
+        ids = response_tokens(sample, how).tolist()
+        answers.append(cut_stop_string(tokenizer.decode(ids, skip_special_tokens=True), sample, how))
+    return answers

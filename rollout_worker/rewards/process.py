@@ -16,6 +16,8 @@ import traceback
 from collections.abc import Iterator
 from typing import Any
 
+from rollout_worker.rewards import answers
+from rollout_worker.rewards.functions import BUILTIN
 from rollout_worker.rewards.protocol import Decoder, encode
 from rollout_worker.rewards.registry import RewardConfigError, RewardFunction, resolve
 
@@ -31,7 +33,7 @@ class RewardNotANumber(Exception):
 
 def main() -> int:
     _die_with_parent()
-    replies = os.dup(1)
+    replies = Replies(os.dup(1))
     os.dup2(2, 1)
     messages = _messages()
     try:
@@ -41,13 +43,36 @@ def main() -> int:
         functions = {name: resolve(name, setup["custom"]) for name in setup["functions"]}
         _warm_up(functions)
     except RewardConfigError as error:
-        _send(replies, {"fatal": str(error)})
+        replies.add({"fatal": str(error)})
+        replies.flush()
         return 2
-    _send(replies, {"ready": True})
+    answers.before_slow = replies.flush
+    replies.add({"ready": True})
+    replies.flush()
     for message in messages:
         for completion, row, names in message["samples"]:
-            _send(replies, score(completion, row, {name: functions[name] for name in names}))
+            if not BUILTIN.keys() >= set(names):
+                replies.flush()
+            replies.add(score(completion, row, {name: functions[name] for name in names}))
+        replies.flush()
     return 0
+
+
+class Replies:
+    """Replies on their way out. Flushed at the end of a message, and before anything that may take its time: a
+    user's function, math-verify. So the pool always knows which sample a process is busy with."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._buffer = bytearray()
+
+    def add(self, message: dict[str, Any]) -> None:
+        self._buffer += encode(message)
+
+    def flush(self) -> None:
+        data, self._buffer = memoryview(self._buffer), bytearray()
+        while data:
+            data = data[os.write(self._descriptor, data) :]
 
 
 def score(completion: str, row: dict[str, Any], functions: dict[str, RewardFunction]) -> dict[str, Any]:
@@ -88,12 +113,6 @@ def _messages() -> Iterator[dict[str, Any]]:
     decoder = Decoder()
     while data := os.read(0, 1 << 20):
         yield from decoder.feed(data)
-
-
-def _send(descriptor: int, message: dict[str, Any]) -> None:
-    data = memoryview(encode(message))
-    while data:
-        data = data[os.write(descriptor, data) :]
 
 
 def _die_with_parent() -> None:

@@ -3,10 +3,11 @@
     pool    ──▶ {"functions": [name, …], "custom": {…}}        once, at the start
     process ──▶ {"ready": true} or {"fatal": "why"}
     pool    ──▶ {"samples": [[completion, row, [name, …]], …]}
-    process ──▶ {"rewards": {name: value}, "error": null or "why"}   one for each sample, when it is done
+    process ──▶ {"rewards": {name: value}, "error": null or "why"}   one for each sample
 
-Replies come one by one, in order and unbuffered, so the pool always knows which sample a process is busy with:
-the one after its last reply. That is whom a missed deadline or a crash is charged to.
+Replies come in order, and before anything that could take long the process sends those that it has (see
+`process.Replies`). So the pool knows which sample a process is busy with: the one after its last reply. That is
+whom a missed deadline or a crash is charged to.
 """
 
 from __future__ import annotations

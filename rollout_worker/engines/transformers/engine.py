@@ -48,6 +48,9 @@ CPU_CACHE_SHARE = 0.25
 """Share of the free memory that the cache may take: trainer and other replicas live on the same machine."""
 GPU_CACHE_SHARE = 0.8
 """Share of a GPU's memory that model and cache may take together."""
+DELIVER_S = 0.01
+"""Finished samples are handed over at most this often: small models end some at every step, and waking the
+event loop each time would cost it more than the samples do."""
 JOIN_TIMEOUT = 60.0
 """Seconds that `close` waits for the thread: one forward of a large model on a CPU may take that long."""
 
@@ -103,6 +106,8 @@ class TransformersEngine:
         self._closing = False
         self._idle_s, self._idle_since = 0.0, 0.0
         self._samples = 0
+        self._outbox: list[Generation] = []
+        self._handed_over = 0.0
         self._step_speed, self._fill_speed = scheduler.Speed(), scheduler.Speed()
         self._capacity = scheduler.Capacity(settings.slots, 1)
         self._decoder: Decoder
@@ -285,11 +290,17 @@ class TransformersEngine:
             began = time.monotonic()
             finished = decoder.step()
             self._step_speed.observe(time.monotonic() - began)
-            if finished:
-                self._samples += len(finished)
-                self._call(self._deliver, finished)
+            self._samples += len(finished)
+            self._outbox += finished
+            self._hand_over()
             return
         self._sleep()
+
+    def _hand_over(self) -> None:
+        now = time.monotonic()
+        if self._outbox and (now - self._handed_over >= DELIVER_S or not self._decoder.rows):
+            outbox, self._outbox, self._handed_over = self._outbox, [], now
+            self._call(self._deliver, outbox)
 
     def _sleep(self) -> None:
         """Until a command arrives. Idle, unless samples wait for weights."""

@@ -1,0 +1,212 @@
+"""The pure parts of the worker loop: groups held, samples made, numbers shown, wishes to leave."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout_worker.departure import Departure
+from rollout_worker.engines.base import EngineStats, Generation
+from rollout_worker.gauges import Gauges
+from rollout_worker.held import Held
+from rollout_worker.samples import failed, finish_reason, scored
+from schema.wire.messages import LeasedGroup
+from schema.wire.sample import decode_sample, encode_sample
+
+
+def lease(name: str = "a", n: int = 4, **changes: Any) -> LeasedGroup:
+    fields: dict[str, Any] = {
+        "group_id": f"group-{name}",
+        "lease_id": f"lease-{name}",
+        "kind": "train",
+        "epoch": 0,
+        "position": 0,
+        "attempt": 1,
+        "prompt_token_ids": [5, 6, 7],
+        "row": {},
+        "seeds": list(range(n)),
+        "deadline": 3,
+    }
+    return LeasedGroup.model_validate({**fields, **changes})
+
+
+def generation(
+    n: int = 4, reason: str = "stop", starts: tuple[int, ...] = (0,), values: tuple[int, ...] = (2,)
+) -> Generation:
+    return Generation(
+        request_id="r",
+        index=0,
+        token_ids=np.arange(n, dtype=np.int32),
+        logprobs=np.full(n, -0.5, np.float32),
+        version_starts=np.array(starts, np.int32),
+        version_values=np.array(values, np.int32),
+        finish_reason=reason,  # type: ignore[arg-type]
+        stop_reason=None if reason == "length" else 256,
+    )
+
+
+# ---- held -----------------------------------------------------------------------------------------------------
+
+
+def test_a_group_is_held_until_its_last_sample_is_done() -> None:
+    held = Held()
+    group = held.add(lease(n=3, done=[1]))
+    assert group is not None
+    assert (held.samples, held.lease_ids, held.pinned) == (2, ["lease-a"], False)
+    held.ask("r1", group, [0, 2])
+    assert held.request("r1") == (group, (0, 2))
+    held.done("lease-a", 0)
+    assert len(held) == 1
+    held.done("lease-a", 2)
+    assert (len(held), held.requests, held.request("r1")) == (0, [], None)
+
+
+def test_a_group_twice_or_without_work_is_not_taken() -> None:
+    held = Held()
+    assert held.add(lease(n=2, done=[0, 1])) is None
+    assert held.add(lease()) is not None
+    assert held.add(lease()) is None
+
+
+def test_dropping_tells_which_requests_to_abort() -> None:
+    held = Held()
+    for name in "ab":
+        group = held.add(lease(name, pinned_version=2 if name == "a" else None))
+        assert group is not None
+        held.ask(f"r-{name}", group, [0, 1, 2, 3])
+    assert held.pinned
+    assert held.drop(["lease-a", "never heard of"]) == {"r-a"}
+    assert not held.pinned
+    assert held.requests == ["r-b"]
+    held.done("lease-a", 0)
+    assert [one.group_id for one in held.leases] == ["group-b"]
+
+
+@given(st.lists(st.tuples(st.sampled_from(["add", "done", "drop"]), st.integers(0, 4), st.integers(0, 3))))
+def test_requests_belong_to_groups_that_are_held(events: list[tuple[str, int, int]]) -> None:
+    held, number = Held(), 0
+    for kind, which, index in events:
+        if kind == "add":
+            group = held.add(lease(str(which)))
+            if group is not None:
+                number += 1
+                held.ask(f"r{number}", group, range(4))
+        elif kind == "done":
+            held.done(f"lease-{which}", index)
+        else:
+            held.drop([f"lease-{which}"])
+        groups = [found[0] for request in held.requests if (found := held.request(request)) is not None]
+        assert {group.lease.lease_id for group in groups} == set(held.lease_ids)
+        assert held.samples == sum(len(group.open) for group in groups)
+        assert all(group.open for group in groups)
+
+
+# ---- samples --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tokens", "reason", "prompt", "expected"),
+    [
+        (5, "stop", 3, "stop"),
+        (10, "stop", 3, "stop"),
+        (10, "length", 3, "length"),
+        (9, "length", 3, "overlong"),
+        (10, "stop", 11, "overlong"),
+        (10, "length", 11, "overlong"),
+        (10, "length", 10, "length"),
+    ],
+)
+def test_finish_reason(tokens: int, reason: str, prompt: int, expected: str) -> None:
+    """At most 10 tokens of response, 20 in all. Ended earlier by length: by the longest sequence, not by us."""
+    assert finish_reason(generation(tokens, reason), prompt, 10, 20) == expected
+
+
+@given(st.integers(1, 30), st.lists(st.integers(0, 9), min_size=1, max_size=4), st.data())
+def test_a_scored_sample_is_what_the_wire_checks(n: int, versions: list[int], data: st.DataObject) -> None:
+    runs = sorted(set(versions))[:n]
+    starts = sorted({0, *data.draw(st.sets(st.integers(0, n - 1), max_size=len(runs) - 1))})
+    runs = runs[: len(starts)]
+    starts = starts[: len(runs)]
+    made = scored(
+        lease(), 2, generation(n, "stop", tuple(starts), tuple(runs)), "stop", {"f": 1.0}, 0.5, None, "text ü"
+    )
+    sample = decode_sample(encode_sample(made))
+    assert sample.token_ids.tolist() == [5, 6, 7, *range(n)]
+    assert sample.loss_mask.tolist() == [0, 0, 0] + [1] * n
+    assert (sample.header.oldest_version, sample.header.newest_version) == (runs[0], runs[-1])
+    assert sample.text == "text ü"
+    assert sample.header.index == 2
+
+
+def test_an_error_takes_the_place_of_a_score() -> None:
+    made = scored(lease(), 0, generation(), "stop", {}, None, "X: " + "y" * 10_000, None)
+    header = decode_sample(encode_sample(made)).header
+    assert header.score is None
+    assert header.error is not None
+    assert header.error.startswith("X: y")
+
+
+def test_a_failed_sample_carries_its_prompt_and_why() -> None:
+    sample = decode_sample(encode_sample(failed(lease(), 1, "PromptTooLong: …")))
+    assert sample.token_ids.tolist() == [5, 6, 7]
+    assert not sample.loss_mask.any()
+    assert (sample.header.response_tokens, sample.header.oldest_version) == (0, -1)
+    assert sample.header.error == "PromptTooLong: …"
+
+
+# ---- gauges ---------------------------------------------------------------------------------------------------
+
+
+def stats(idle: float, samples: int, tokens: int) -> EngineStats:
+    return EngineStats(idle_s=idle, samples=samples, tokens=tokens, running=1, waiting=2)
+
+
+def test_rates_look_back_ten_seconds_and_idle_counts_from_the_first_lease() -> None:
+    gauges = Gauges()
+    assert "idle_fraction" not in gauges.read(0.0, stats(0.0, 0, 0))
+    gauges.training_began(100.0, stats(60.0, 0, 0))
+    gauges.training_began(101.0, stats(99.0, 0, 0))
+    values = gauges.read(104.0, stats(61.0, 40, 400))
+    assert values["idle_fraction"] == pytest.approx(0.25)
+    for second in range(105, 130):
+        values = gauges.read(float(second), stats(61.0, 40 + 10 * (second - 104), 400 + 100 * (second - 104)))
+    assert values["samples_per_s"] == pytest.approx(10.0)
+    assert values["tokens_per_s"] == pytest.approx(100.0)
+    assert values["idle_fraction"] == pytest.approx(1.0 / 29)
+
+
+# ---- departure ------------------------------------------------------------------------------------------------
+
+
+def test_a_more_urgent_wish_replaces_another() -> None:
+    async def work() -> None:
+        departure = Departure()
+        assert not departure.asked
+        departure.ask("drain", "first")
+        departure.ask("drain", "second")
+        await asyncio.wait_for(departure.wait(), 1)
+        assert (departure.kind, departure.reason) == ("drain", "first")
+        departure.ask("stop", "now")
+        departure.ask("finished", "too late")
+        await asyncio.wait_for(departure.wait_urgent(), 1)
+        assert (departure.kind, departure.reason) == ("stop", "now")
+
+    asyncio.run(work())
+
+
+def test_a_lost_parent_is_noticed() -> None:
+    async def work() -> None:
+        departure = Departure()
+        departure.check_parent(None)
+        departure.check_parent(os.getppid())
+        assert not departure.asked
+        departure.check_parent(1_000_000_000)
+        assert departure.kind == "stop"
+
+    asyncio.run(work())

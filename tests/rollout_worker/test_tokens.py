@@ -1,0 +1,67 @@
+"""The text of an answer, and the tokens that end it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rollout_worker.engines.base import EngineConfigError, Generation, SamplingSettings
+from rollout_worker.tokens import eos_token_ids, load_tokenizer, texts
+from tests.rollout_worker.tiny import random_model, save_model, tokenizer
+
+
+def answer(text: str, ended_by: int | str | None, *, eos: bool = False) -> Generation:
+    ids = [*tokenizer()(text)["input_ids"], *([256] if eos else [])]
+    return Generation(
+        request_id="r",
+        index=0,
+        token_ids=np.array(ids, np.int32),
+        logprobs=np.zeros(len(ids), np.float32),
+        version_starts=np.zeros(1, np.int32),
+        version_values=np.zeros(1, np.int32),
+        finish_reason="length" if ended_by is None else "stop",
+        stop_reason=ended_by,
+    )
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_the_text_ends_where_the_answer_does(include: bool) -> None:
+    stop = int(tokenizer()("!")["input_ids"][0])
+    settings = SamplingSettings(
+        max_tokens=9, stop=("END",), stop_token_ids=(stop,), include_stop_str_in_output=include
+    )
+    samples = [
+        answer("cut off", None),
+        answer("told", 256, eos=True),
+        answer("done!", stop),
+        answer("ok END", "END"),
+        answer("END ok END.", "END"),
+    ]
+    found = texts(tokenizer(), samples, [settings] * 5)
+    kept = ["done!", "ok END", "END ok END"] if include else ["done", "ok ", "END ok "]
+    assert found == ["cut off", "told", *kept]
+
+
+def test_answers_without_text() -> None:
+    settings = SamplingSettings(max_tokens=9)
+    assert texts(tokenizer(), [], []) == []
+    assert texts(tokenizer(), [answer("", 256, eos=True)], [settings]) == [""]
+
+
+def test_end_of_text_tokens_of_generation_config_and_tokenizer(tmp_path: Path) -> None:
+    folder = str(save_model(tmp_path, random_model(1)))
+    known = load_tokenizer(folder, None)
+    assert eos_token_ids(folder, None, known) == {256}
+    path = tmp_path / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": [7, 9]}))
+    assert eos_token_ids(folder, None, known) == {7, 9, 256}
+    path.unlink()
+    assert eos_token_ids(folder, None, known) == {256}
+
+
+def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:
+    with pytest.raises(EngineConfigError, match="no tokenizer"):
+        load_tokenizer(str(tmp_path), None)
