@@ -155,10 +155,13 @@ class VllmAdapter:
             llm.output_handler.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await llm.output_handler
+        segments = await asyncio.to_thread(processes.shared_segments, self._processes)
         await asyncio.to_thread(llm.shutdown, processes.LEAVE_SECONDS)
         # Its __del__ shuts down once more, at the interpreter's end, when half of its modules are gone.
         llm.shutdown = _nothing
         await asyncio.to_thread(processes.end, self._processes)
+        for segment in segments:
+            segment.unlink(missing_ok=True)
 
     # ---- requests -----------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Iterable
+from pathlib import Path
 
 import psutil
 
@@ -41,6 +42,17 @@ def _is_vllm(process: psutil.Process) -> bool:
         return PARENT in process.environ() and not helper
     except psutil.Error:
         return False
+
+
+def shared_segments(processes: Iterable[psutil.Process]) -> set[Path]:
+    """Shared memory that vLLM's ranks on a CPU exchange tensors through, and that they leave behind."""
+    found: set[Path] = set()
+    for process in processes:
+        try:
+            found.update(Path(entry.path) for entry in process.memory_maps())
+        except psutil.Error:
+            continue
+    return {path for path in found if path.match("/dev/shm/vllm_dist_*")}  # noqa: S108
 
 
 def alive(process: psutil.Process) -> bool:
