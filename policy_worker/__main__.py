@@ -15,8 +15,14 @@ import sys
 
 from controller.client import ControllerError, Unauthorized
 from policy_worker.errors import PolicyError, SettingsError
-from policy_worker.parallel.group import RankEnvironment
-from policy_worker.process import Departure, Environment, enforce, install_signals, watch_parent
+from policy_worker.process import (
+    Departure,
+    Environment,
+    RankEnvironment,
+    enforce,
+    install_signals,
+    watch_parent,
+)
 
 log = logging.getLogger("policy_worker")
 

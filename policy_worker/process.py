@@ -54,6 +54,32 @@ def _number(name: str) -> int | None:
     return int(text)
 
 
+@dataclass(frozen=True)
+class RankEnvironment:
+    """What torchrun and alike tell each rank."""
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+
+    @staticmethod
+    def of_environ() -> RankEnvironment:
+        """Raises `SettingsError` for values that are not whole numbers or contradict each other."""
+        try:
+            rank, world, local = (
+                int(os.environ.get(name, default))
+                for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
+            )
+        except ValueError as error:
+            raise SettingsError(f"RANK, WORLD_SIZE and LOCAL_RANK must be whole numbers: {error}") from None
+        if not 0 <= rank < world or local < 0:
+            raise SettingsError(f"RANK = {rank}, LOCAL_RANK = {local} do not fit WORLD_SIZE = {world}")
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if world > 1 and name not in os.environ]
+        if missing:
+            raise SettingsError(f"WORLD_SIZE = {world} needs {' and '.join(missing)} in the environment")
+        return RankEnvironment(rank, world, local)
+
+
 class Departure:
     """Whether this process should leave, and why: asked for by a signal, a command or the parent's death.
 

@@ -37,7 +37,7 @@ class Publisher:
         self._store = DirectoryStore(reply.weight_store)
         self._name = re.sub(r"[^A-Za-z0-9_-]", "-", reply.job_id).lstrip("-_")
         self._record = Path(reply.run_dir) / RECORD
-        self._uris = _read_record(self._record) if session is not None else {}
+        self._uris = read_record(self._record) if session is not None else {}
 
     def publish(self, version: int) -> None:
         """Make the current weights the newest version of the job. A collective.
@@ -79,7 +79,8 @@ class Publisher:
             log.warning("old weight versions could not be removed from %s: %s", self._store, error)
 
 
-def _read_record(path: Path) -> dict[int, str]:
+def read_record(path: Path) -> dict[int, str]:
+    """Publication id to URI, as far as the file is readable."""
     if not path.exists():
         return {}
     uris: dict[int, str] = {}

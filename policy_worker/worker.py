@@ -17,8 +17,8 @@ from policy_worker.grpo import Grpo
 from policy_worker.learner import Learner
 from policy_worker.loop import Algorithm, Loop
 from policy_worker.model import load_model
-from policy_worker.parallel.group import Group, RankEnvironment
-from policy_worker.process import Departure, Environment
+from policy_worker.parallel.group import Group
+from policy_worker.process import Departure, Environment, RankEnvironment
 from policy_worker.schedule import Schedule
 from policy_worker.session import Caller, Session
 from policy_worker.sft import Sft

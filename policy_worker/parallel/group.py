@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from policy_worker.errors import PolicyError, SettingsError
 from policy_worker.parallel.fsdp import DP_SHARD
+from policy_worker.process import RankEnvironment
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -28,32 +29,6 @@ T = TypeVar("T")
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 """Of training's collectives: far longer than any micro-batch, so its end means that a rank is gone."""
 CONTROL_MARGIN = timedelta(minutes=2)
-
-
-@dataclass(frozen=True)
-class RankEnvironment:
-    """What torchrun and alike tell each rank."""
-
-    rank: int = 0
-    world: int = 1
-    local_rank: int = 0
-
-    @staticmethod
-    def of_environ() -> RankEnvironment:
-        """Raises `SettingsError` for values that are not whole numbers or contradict each other."""
-        try:
-            rank, world, local = (
-                int(os.environ.get(name, default))
-                for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
-            )
-        except ValueError as error:
-            raise SettingsError(f"RANK, WORLD_SIZE and LOCAL_RANK must be whole numbers: {error}") from None
-        if not 0 <= rank < world or local < 0:
-            raise SettingsError(f"RANK = {rank}, LOCAL_RANK = {local} do not fit WORLD_SIZE = {world}")
-        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if world > 1 and name not in os.environ]
-        if missing:
-            raise SettingsError(f"WORLD_SIZE = {world} needs {' and '.join(missing)} in the environment")
-        return RankEnvironment(rank, world, local)
 
 
 @dataclass
@@ -88,10 +63,11 @@ class Group:
         return init_device_mesh(self.device.type, (self.world,), mesh_dim_names=(DP_SHARD,))
 
     def lead(self, decide: Callable[[], Any]) -> Any:
-        """Rank 0 decides, all ranks get the answer (a JSON value). An error of rank 0's is raised on all.
+        """Rank 0 decides, all ranks get the answer (a JSON value). An error of rank 0's ends all of them.
 
         Raises:
-            PolicyError: on the other ranks, if `decide` raised on rank 0 (which raises what it was).
+            PolicyError: on the other ranks, with the same exit code, if `decide` raised on rank 0 (which raises what
+                it was).
         """
         if self.world == 1:
             return decide()
@@ -101,13 +77,18 @@ class Group:
                 outcome.value = decide()
             except Exception as error:
                 outcome.error = error
-        failed = None if outcome.error is None else f"{type(outcome.error).__name__}: {outcome.error}"
-        message = json.loads(self._broadcast(json.dumps([failed, outcome.value]).encode()))
-        if outcome.error is not None:
-            raise outcome.error
-        if message[0] is not None:
-            raise PolicyError(f"rank 0 failed: {message[0]}")
-        return message[1]
+        error = outcome.error
+        failed = (
+            None if error is None else [f"{type(error).__name__}: {error}", getattr(error, "exit_code", 1)]
+        )
+        failed, value = json.loads(self._broadcast(json.dumps([failed, outcome.value]).encode()))
+        if error is not None:
+            raise error
+        if failed is not None:
+            elsewhere = PolicyError(f"rank 0 ended: {failed[0]}")
+            elsewhere.exit_code = failed[1]
+            raise elsewhere
+        return value
 
     def _broadcast(self, data: bytes) -> bytes:
         size = torch.tensor([len(data)])

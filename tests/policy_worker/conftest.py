@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from policy_worker.parallel.group import Group, RankEnvironment
+from policy_worker.parallel.group import Group
+from policy_worker.process import RankEnvironment
 
 
 @pytest.fixture(scope="session", autouse=True)

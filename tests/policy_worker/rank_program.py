@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from policy_worker.checkpoint import read_state, write_state
 from policy_worker.grpo import Grpo
 from policy_worker.learner import Learner
-from policy_worker.parallel.group import Group, RankEnvironment
-from policy_worker.process import Departure
+from policy_worker.parallel.group import Group
+from policy_worker.process import Departure, RankEnvironment
 from policy_worker.schedule import Schedule
 from policy_worker.step_batch import BatchSource
 from schema.wire.batch import encode_batch

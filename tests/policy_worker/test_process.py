@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from policy_worker.errors import SettingsError
+from policy_worker.process import Departure, Environment, RankEnvironment
+
+NAMES = (
+    "COSMOS_CONTROLLER_URL",
+    "COSMOS_TOKEN",
+    "COSMOS_REPLICA_NAME",
+    "COSMOS_CPU_THREADS",
+    "COSMOS_PARENT_PID",
+)
+
+
+@pytest.fixture
+def environ(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name in (*NAMES, "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+def test_environment(environ: pytest.MonkeyPatch):
+    environ.setenv("COSMOS_CONTROLLER_URL", "http://c:1")
+    environ.setenv("COSMOS_TOKEN", "t")
+    plain = Environment.of_environ()
+    assert (plain.url, plain.token, plain.threads, plain.parent) == ("http://c:1", "t", None, None)
+    assert plain.name.startswith("policy-")
+    environ.setenv("COSMOS_REPLICA_NAME", "p7")
+    environ.setenv("COSMOS_CPU_THREADS", "3")
+    environ.setenv("COSMOS_PARENT_PID", "42")
+    full = Environment.of_environ()
+    assert (full.name, full.threads, full.parent) == ("p7", 3, 42)
+    environ.setenv("COSMOS_CPU_THREADS", "0")
+    with pytest.raises(SettingsError, match="COSMOS_CPU_THREADS = '0'"):
+        Environment.of_environ()
+
+
+def test_rank_environment(environ: pytest.MonkeyPatch):
+    assert RankEnvironment.of_environ() == RankEnvironment(0, 1, 0)
+    environ.setenv("WORLD_SIZE", "4")
+    environ.setenv("RANK", "3")
+    with pytest.raises(SettingsError, match="needs MASTER_ADDR and MASTER_PORT"):
+        RankEnvironment.of_environ()
+    environ.setenv("MASTER_ADDR", "127.0.0.1")
+    environ.setenv("MASTER_PORT", "1")
+    environ.setenv("LOCAL_RANK", "1")
+    assert RankEnvironment.of_environ() == RankEnvironment(3, 4, 1)
+    environ.setenv("RANK", "4")
+    with pytest.raises(SettingsError, match="do not fit WORLD_SIZE = 4"):
+        RankEnvironment.of_environ()
+    environ.setenv("RANK", "one")
+    with pytest.raises(SettingsError, match="whole numbers"):
+        RankEnvironment.of_environ()
+
+
+def test_only_the_first_reason_counts():
+    departure = Departure()
+    assert not departure
+    departure.request("first")
+    departure.request("second")
+    assert departure
+    assert departure.reason == "first"
+    assert departure.wait(0.0)
+
+
+def test_a_request_wakes_who_waits():
+    departure = Departure()
+    woken = threading.Event()
+    thread = threading.Thread(target=lambda: departure.wait(30) and woken.set())
+    thread.start()
+    departure.request("now")
+    thread.join(10)
+    assert woken.is_set()
+
+
+PROGRAM = """
+import os, sys, threading, time
+from policy_worker.process import Departure, enforce, install_signals, watch_parent
+departure = Departure(grace=0.2)
+install_signals(departure)
+if sys.argv[1] == "stuck":
+    enforce(departure)
+if sys.argv[1] == "orphan":
+    watch_parent(int(sys.argv[2]), departure)
+print("ready", flush=True)
+give_up = time.monotonic() + 30
+while time.monotonic() < give_up and (sys.argv[1] == "stuck" or not departure):
+    time.sleep(0.02)
+print(departure.reason, flush=True)
+"""
+
+
+def run(*arguments: str, number: signal.Signals | None = None) -> tuple[int, str]:
+    process = subprocess.Popen([sys.executable, "-c", PROGRAM, *arguments], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    if number is not None:
+        process.send_signal(number)
+    output, _ = process.communicate(timeout=25)
+    return process.returncode, output
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_ask_to_leave(number: signal.Signals):
+    assert run("wait", number=number) == (0, f"signal {number.name}\n")
+
+
+def test_who_does_not_leave_is_ended():
+    assert run("stuck", number=signal.SIGTERM) == (1, "")
+
+
+def test_the_death_of_the_parent_asks_to_leave():
+    no_parent = os.getpid() + 1_000_000  # anything but the real one: as if that had ended
+    assert run("orphan", str(no_parent)) == (0, "the process that started this one has ended\n")
