@@ -11,6 +11,7 @@ What the controller answers, and what happens then:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import secrets
@@ -34,6 +35,8 @@ from schema.wire.weights import Publication
 log = logging.getLogger(__name__)
 
 POLL_S = 20.0
+PAUSE_S = 0.05
+"""Between two questions: a controller that cannot hold them open (it is closing) is not flooded."""
 LOOK_S = 1.0
 """How long to wait for an event that should come before looking again by oneself."""
 
@@ -93,12 +96,18 @@ class Leasing:
         )
 
     async def _wait(self) -> None:
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LOOK_S):
                 await self._look.wait()
-        except TimeoutError:
-            return
         self._look.clear()
+
+    async def _wait_for_weights(self, publication_id: int) -> None:
+        """Until newer weights are in use; not for ever, since a validation group may keep them from it."""
+        current = self._weights.current
+        if current is None or current.id < publication_id:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S):
+                    await self._interrupt.wait()
 
     async def _ask(self, publication: Publication, wanted: int) -> LeaseReply | None:
         """One lease request, held open by the controller until it has an answer; None when leaving.
@@ -141,18 +150,16 @@ class Leasing:
             await self._accept(reply.groups)
         elif reply.status is LeaseStatus.UPDATE:
             self._weights.look_again()
-            if self._weights.current is not None and self._weights.current.id < (reply.update_to or 0):
-                await self._wait()
+            await self._wait_for_weights(reply.update_to or 0)
         elif reply.status is LeaseStatus.DRAINING:
             self._departure.ask("drain", reply.reason or "the controller asked for it")
         elif reply.status is LeaseStatus.FINISHED:
             self._departure.ask("finished", reply.reason or "the job is finished")
         else:
             log.debug("%s: %s", reply.status.value, reply.reason)
-            await asyncio.sleep(0.01)  # a controller that does not hold questions open is not flooded
+            await asyncio.sleep(PAUSE_S)
 
     async def _accept(self, groups: list[LeasedGroup]) -> None:
-        requests: list[GenerationRequest] = []
         for lease in groups:
             if lease.pinned_version is not None and not self._weights.may_pin(lease.pinned_version):
                 log.info("group %s is given back: it needs version %d", lease.group_id, lease.pinned_version)
@@ -163,17 +170,24 @@ class Leasing:
                 continue
             if lease.kind == "train":
                 self._gauges.training_began(time.monotonic(), self._engine.stats())
-            requests += self._requests(group)
-        self._engine.submit(requests)
+            self._submit(group)
+
+    def _submit(self, group: HeldGroup) -> None:
+        """Put a group into the engine, or push it as errors if nothing can be generated from its prompt."""
+        lease = group.lease
+        fault = self._fault(lease)
+        if fault is None:
+            try:
+                self._engine.submit(self._requests(group))
+            except ValueError as error:
+                fault = f"PromptInvalid: {error}"
+        if fault is not None:
+            for index in sorted(group.open):
+                self._pusher.add(lease, failed(lease, index, fault))
 
     def _requests(self, group: HeldGroup) -> list[GenerationRequest]:
         """The engine requests of a group: one with all seeds, or one per sample (`n_generation_to_batch`)."""
         lease, settings = group.lease, self.settings[group.lease.kind]
-        fault = self._fault(lease)
-        if fault is not None:
-            for index in sorted(group.open):
-                self._pusher.add(lease, failed(lease, index, fault))
-            return []
         indices = sorted(group.open)
         parts = [[index] for index in indices] if self._config.rollout.n_generation_to_batch else [indices]
         requests = []

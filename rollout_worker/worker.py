@@ -91,7 +91,7 @@ class Worker:
             config, self._session, engine, self._held, weights, pusher, self.departure, self._gauges
         )
         generating = Generating(config, engine, tokenizer, self._held, leasing, rewards, pusher)
-        self._connect(weights, leasing, pusher)
+        self._connect(engine, weights, leasing, pusher)
         for loop, name in (
             (weights.follow(), "publications"),
             (weights.update(), "weights"),
@@ -116,7 +116,7 @@ class Worker:
         log.info("%s is ready after %.1f s", engine.name, time.monotonic() - began)
         return engine, tokenizer
 
-    def _connect(self, weights: WeightFollower, leasing: Leasing, pusher: Pusher) -> None:
+    def _connect(self, engine: Engine, weights: WeightFollower, leasing: Leasing, pusher: Pusher) -> None:
         """Who hears of what."""
 
         def pushed() -> None:
@@ -125,7 +125,7 @@ class Worker:
 
         def changed() -> None:
             if weights.current is not None:
-                self._heartbeat.status = f"generating at version {weights.current.version}"
+                self._heartbeat.status = f"{engine.name}, version {weights.current.version}"
 
         pusher.on_pushed = pushed
         pusher.on_lost = self._heartbeat.on_lost = leasing.forget

@@ -177,7 +177,8 @@ class Engine(Protocol):
         """Boot. Raises `EngineConfigError` when the settings cannot work, `EngineFailed` otherwise."""
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Queue requests, first come first served. Raises `ValueError` for one that no engine could serve."""
+        """Queue requests, first come first served. Raises `ValueError`, with none of them queued, if one of
+        them cannot be served at all (no tokens, unknown tokens, longer than the longest sequence)."""
 
     async def collect(self) -> list[Generation]:
         """All samples that finished since the last call; waits until there is at least one.

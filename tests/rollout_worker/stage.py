@@ -222,14 +222,15 @@ class Stage:
         return Config.model_validate(base)
 
     def prepare(self, config: Config, prompts: list[str], answers: list[str] | None = None) -> Path:
-        """Write the run directory as the launcher does; validation data are the first three prompts."""
+        """Write the run directory as the launcher does; validation data are the last three
+        prompts. The prompt "unknown" is a token that the model does not have."""
         self.run_dir.mkdir(parents=True)
         (self.run_dir / "config.json").write_text(config.model_dump_json())
-        ids = [tokenizer()(prompt)["input_ids"] for prompt in prompts]
+        ids = [tokenizer()(prompt)["input_ids"] if prompt != "unknown" else [999] for prompt in prompts]
         known = answers or [str(i) for i in range(len(prompts))]
         rows = [{"prompt": prompt, "answer": answer} for prompt, answer in zip(prompts, known, strict=True)]
         write_prompts(self.run_dir / "data" / "train.safetensors", ids, rows)
-        write_prompts(self.run_dir / "data" / "validation.safetensors", ids[:3], rows[:3])
+        write_prompts(self.run_dir / "data" / "validation.safetensors", ids[-3:], rows[-3:])
         return self.run_dir
 
     def serve(self) -> ServedController:

@@ -117,7 +117,7 @@ def test_validation_samples_are_of_the_pinned_version(stage: Stage) -> None:
 
 
 def test_prompts_and_rewards_that_fail_are_errors_by_name(stage: Stage) -> None:
-    """One sample each of two groups fails and is masked; a group that cannot be generated is dropped."""
+    """One sample each of two groups fails and is masked; groups that cannot be generated are dropped."""
     config = stage.config(
         reward__timeout=1.0,
         reward__on_error="mask",
@@ -125,21 +125,21 @@ def test_prompts_and_rewards_that_fail_are_errors_by_name(stage: Stage) -> None:
         train__train_batch_per_replica=8,
         custom__marker=str(stage.directory / "marker-"),
     )
-    prompts = ["hang", "raise", "x" * MAX_LEN, *PROMPTS, "last"]
-    stage.prepare(config, prompts, ["hang", "raise", "long", *map(str, range(17))])
+    prompts = ["hang", "raise", "x" * MAX_LEN, "unknown", *PROMPTS]
+    stage.prepare(config, prompts, ["hang", "raise", "long", "unknown", *map(str, range(16))])
     served = stage.serve()
     trainer = stage.trainer(served)
     trainer.begin()
     stage.worker(served.url)
     headers = [sample.header for t in range(5) for sample in trainer.step(t)]
-    assert len(headers) == 38
+    assert len(headers) == 36
     told = sorted(header.error for header in headers if header.error is not None)
     assert len(told) == 2
     assert told[0].startswith("KeyError: 'no reward for this'")
     assert told[1] == "RewardTimeout: the sample took longer than 1 s"
     assert all((header.score is None) == (header.error is not None) for header in headers)
     dropped = stage.client(served, "user").send(api.ledger()).dropped
-    assert dropped == {"reward_error": 1}
+    assert dropped == {"reward_error": 2}
 
 
 def test_a_drained_worker_finishes_what_it_holds_and_leaves(stage: Stage) -> None:
@@ -158,6 +158,23 @@ def test_a_drained_worker_finishes_what_it_holds_and_leaves(stage: Stage) -> Non
     ledger = user.send(api.ledger())
     assert ledger.states["leased"] == 0
     assert ledger.states["ready"] >= 1
+
+
+def test_work_whose_leases_are_lost_is_forgotten(stage: Stage) -> None:
+    """The clock jumps: every lease expires at once. The worker hears of it and goes on with new ones."""
+    stage.prepare(stage.config(train__train_policy__allowed_outdated_steps=3), PROMPTS)
+    served = stage.serve()
+    trainer = stage.trainer(served)
+    trainer.begin()
+    worker = stage.worker(served.url)
+    for t in range(4):
+        trainer.step(t)
+        served.skip(10_000.0)
+    trainer.leave()
+    worker.join()
+    ledger = stage.client(served, "user").send(api.ledger())
+    assert sum(ledger.states.values()) == ledger.created
+    assert sum(ledger.staleness.values()) == 16
 
 
 def test_a_second_process_of_the_same_name_takes_over(stage: Stage) -> None:

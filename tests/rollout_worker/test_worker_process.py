@@ -81,6 +81,18 @@ def test_the_controller_dies_and_comes_back(stage: Stage) -> None:
     assert sum(ledger.staleness.values()) == 16
 
 
+def test_a_controller_that_stays_away_is_the_end(stage: Stage) -> None:
+    stage.prepare(stage.config(controller__controller_lost_timeout=2.0), PROMPTS)
+    controller = stage.process()
+    trainer = stage.trainer(controller)
+    trainer.begin()
+    worker = stage.worker_process(controller.url)
+    trainer.step(0)
+    controller.stop(signal.SIGKILL)
+    assert worker.wait() == 1
+    assert "ControllerLost" in worker.log.read_text()
+
+
 def test_it_leaves_when_its_launcher_is_gone(stage: Stage) -> None:
     """COSMOS_PARENT_PID names a process that is not its parent."""
     stage.prepare(stage.config(), PROMPTS)

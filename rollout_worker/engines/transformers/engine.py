@@ -142,7 +142,7 @@ class TransformersEngine:
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         for request in requests:
             self._check(request)
-            self._expected[request.request_id] = len(request.seeds)
+        self._expected |= {request.request_id: len(request.seeds) for request in requests}
         self._post(lambda: self._queue.extend(_Queued(request) for request in requests))
 
     def _check(self, request: GenerationRequest) -> None:

@@ -34,7 +34,9 @@ def load_model(
 ) -> Any:
     """The model on its device, in evaluation mode. Raises `EngineConfigError` when it cannot be loaded here."""
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     attention.register()
     arguments: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention.NAME}
     try:
