@@ -77,13 +77,13 @@ class Group:
                 outcome.value = decide()
             except Exception as error:
                 outcome.error = error
-        error = outcome.error
+        cause = outcome.error
         failed = (
-            None if error is None else [f"{type(error).__name__}: {error}", getattr(error, "exit_code", 1)]
+            None if cause is None else [f"{type(cause).__name__}: {cause}", getattr(cause, "exit_code", 1)]
         )
         failed, value = json.loads(self._broadcast(json.dumps([failed, outcome.value]).encode()))
-        if error is not None:
-            raise error
+        if cause is not None:
+            raise cause
         if failed is not None:
             elsewhere = PolicyError(f"rank 0 ended: {failed[0]}")
             elsewhere.exit_code = failed[1]
