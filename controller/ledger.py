@@ -14,6 +14,9 @@ Invariants, asserted by the simulation in the tests after every event:
     3. Leased and ready groups are schedulable (see `controller.admission`): nothing is trained beyond the bound.
     4. Only the holder of the current lease id adds samples; what was added once is never counted again.
 
+Three layers, each a class on the one before: `controller.book` (groups by state and the only ways to change one),
+`controller.rewind` (checkpoints and the way back), and here what replicas do (lease, push, train).
+
 The ledger is synchronous and knows no clock, no network and no store: time comes in as `now` (seconds), and
 `take_changes` hands out what must be written before anybody is answered. User mistakes and late messages are
 answers or `LedgerError`, never exceptions of another kind.
@@ -21,176 +24,34 @@ answers or `LedgerError`, never exceptions of another kind.
 
 from __future__ import annotations
 
-import secrets
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, Self
+from collections.abc import Callable, Iterable, Sequence
 
 from controller.admission import Admission, Lag, Refusal
 from controller.assembly import Assembled, Waiting, choose
-from controller.groups import OUTSTANDING, DropReason, Group, SampleMeta, State, group_id
-from schema.wire.messages import ErrorCode, LedgerSnapshot, LedgerStatus
+from controller.groups import DropReason, Group, SampleMeta, State, group_id
+from controller.ledger_values import (
+    Changes,
+    CommitOutcome,
+    LeaseDecision,
+    LedgerError,
+    LedgerParams,
+    PushOutcome,
+)
+from controller.rewind import Rewindable
+from schema.wire.messages import ErrorCode
 from schema.wire.sample import SampleHeader
 
 MISSED_BEATS = 2
 """Heartbeats in a row that may fail to list a lease: one can cross the answer that granted it, two cannot."""
 
 
-@dataclass(frozen=True, slots=True)
-class LedgerParams:
-    """What of the config the ledger depends on."""
-
-    groups_per_step: int
-    n_samples: int
-    staleness_bound: int
-    n_positions: int
-    n_epochs: int = 1
-    max_steps: int | None = None
-    lease_timeout: float = 120.0
-    max_attempts: int = 5
-    oversample: float = 1.0
-    on_reward_error: Literal["retry", "mask", "drop"] = "retry"
-    on_stale: Literal["wait", "drop"] = "wait"
-    straggler_timeout: float | None = None
-    filter_metrics: tuple[str, ...] = ()
-    sync_interval: int = 1
-    keep_payloads: bool = False
-    """Whether payloads may be needed again after their commit: only if a checkpoint can be returned to."""
-
-    @property
-    def total_positions(self) -> int:
-        return self.n_positions * self.n_epochs
-
-
-class LedgerError(Exception):
-    """An operation that contradicts the ledger; `code` is for programs, the text for people."""
-
-    def __init__(self, code: ErrorCode, detail: str) -> None:
-        super().__init__(detail)
-        self.code, self.detail = code, detail
-
-
-@dataclass(frozen=True, slots=True)
-class LeaseDecision:
-    groups: list[Group]
-    refusal: Refusal | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class PushOutcome:
-    accepted: bool
-    duplicate: bool = False
-    code: ErrorCode | None = None
-    detail: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class CommitOutcome:
-    committed_steps: int
-    duplicate: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Changes:
-    """What must be written in one transaction."""
-
-    groups: list[Group]
-    dropped_payloads: list[tuple[str, int]]
-    header: dict[str, Any]
-
-
-@dataclass(slots=True)
-class Totals:
-    """Counters that only grow (within a timeline)."""
-
-    staleness: Counter[int] = field(default_factory=Counter)
-    duplicates: int = 0
-    over_bound: int = 0
-    trained_before: int = 0
-    dropped_before: Counter[str] = field(default_factory=Counter)
-
-
-class Ledger:
+class Ledger(Rewindable):
     """See the module's docstring. All methods are synchronous and never block."""
 
     def __init__(self, params: LedgerParams, new_lease_id: Callable[[], str] | None = None) -> None:
-        self.params = params
-        self.groups: dict[str, Group] = {}
-        self.committed = 0
-        self.durable = 0
-        self.timeline = 0
-        self.frontier = 0
-        self.closed: DropReason | None = None
-        self.totals = Totals()
-        self._new_lease_id = new_lease_id or (lambda: secrets.token_urlsafe(12))
-        self._by_state: dict[State, dict[str, Group]] = {state: {} for state in State}
-        self._deadlines: Counter[int] = Counter()
+        super().__init__(params, new_lease_id)
         self._lag = Lag()
-        self._missed: Counter[str] = Counter()
         self._waiting_since: tuple[int, float] | None = None
-        self._dirty: dict[str, Group] = {}
-        self._dropped_payloads: list[tuple[str, int]] = []
-
-    # ---- what others ask ----------------------------------------------------------------------------------
-
-    @property
-    def total_steps(self) -> int:
-        """Steps of the whole job; fewer may follow where groups are dropped."""
-        by_data = -(-self.params.total_positions // self.params.groups_per_step)
-        return by_data if self.params.max_steps is None else min(by_data, self.params.max_steps)
-
-    @property
-    def exhausted(self) -> bool:
-        """No position is left to lease."""
-        return self.frontier >= self.params.total_positions and not self._by_state[State.WAITING]
-
-    @property
-    def outstanding(self) -> int:
-        return sum(len(self._by_state[state]) for state in OUTSTANDING)
-
-    @property
-    def ready(self) -> int:
-        return len(self._by_state[State.READY])
-
-    @property
-    def finished(self) -> bool:
-        """No further step will be trained."""
-        if self._by_state[State.BATCHED]:
-            return False
-        if self.closed is not None or self.committed >= self.total_steps:
-            return True
-        return self.exhausted and self.outstanding == 0
-
-    @property
-    def first_step(self) -> int:
-        """b: the first step with free slots."""
-        return self.committed + (1 if self._by_state[State.BATCHED] else 0)
-
-    @property
-    def deadlines(self) -> Counter[int]:
-        """Deadlines of all leased and ready groups (a copy)."""
-        return +self._deadlines
-
-    def in_state(self, state: State) -> Iterable[Group]:
-        return self._by_state[state].values()
-
-    def status(self) -> LedgerStatus:
-        states = {state.value: len(groups) for state, groups in self._by_state.items()}
-        states[State.DURABLE.value] += self.totals.trained_before
-        dropped = Counter(group.reason.value for group in self.in_state(State.DROPPED) if group.reason)
-        dropped.update(self.totals.dropped_before)
-        states[State.DROPPED.value] += self.totals.dropped_before.total()
-        return LedgerStatus(
-            created=self.frontier,
-            states=states,
-            dropped=dict(dropped),
-            staleness=dict(sorted(self.totals.staleness.items())),
-            max_staleness=max(self.totals.staleness, default=0),
-            bound=self.params.staleness_bound,
-            over_bound=self.totals.over_bound,
-            duplicates=self.totals.duplicates,
-        )
 
     # ---- leasing ------------------------------------------------------------------------------------------
 
@@ -494,210 +355,6 @@ class Ledger:
         for group in rest:
             self._drop(group, reason)
         return len(rest)
-
-    # ---- checkpoints and rewind ---------------------------------------------------------------------------
-
-    def checkpoint(self, step: int) -> int:
-        """A checkpoint that contains `step` committed steps is complete: they are durable."""
-        if step > self.committed:
-            raise LedgerError(
-                ErrorCode.WRONG_STEP, f"checkpoint of step {step}, committed are {self.committed}"
-            )
-        for group in list(self.in_state(State.TRAINED)):
-            if group.step is not None and group.step < step:
-                self._drop_payloads(group)
-                self._move(group, State.DURABLE)
-        self.durable = max(self.durable, step)
-        return self.durable
-
-    def snapshot(self, step: int) -> LedgerSnapshot:
-        """What a checkpoint after `step` committed steps stores: enough to go on with an empty store."""
-        if step > self.committed:
-            raise LedgerError(
-                ErrorCode.WRONG_STEP, f"snapshot of step {step}, committed are {self.committed}"
-            )
-        done = (State.TRAINED, State.DURABLE)
-        untrained = [
-            group.epoch * self.params.n_positions + group.position
-            for group in self.groups.values()
-            if group.state is not State.DROPPED
-            and not (group.state in done and group.step is not None and group.step < step)
-        ]
-        return LedgerSnapshot(
-            committed_steps=step,
-            timeline=self.timeline,
-            frontier=self.frontier,
-            untrained=sorted(untrained),
-            dropped=self.status().dropped,
-        )
-
-    def rewind(self, step: int) -> None:
-        """Go back to the checkpoint after `step` steps; a new timeline begins.
-
-        Groups trained since, or waiting to be, are ready again if their payload is kept and every token is of a
-        version that the checkpoint contains; all others are generated again. Drops stay final.
-        """
-        if step > self.committed:
-            raise LedgerError(
-                ErrorCode.CONFLICT, f"cannot rewind to step {step}: only {self.committed} are done"
-            )
-        for group in list(self.groups.values()):
-            trained_since = group.state in (State.TRAINED, State.DURABLE) and (group.step or 0) >= step
-            if group.state is State.READY or group.state is State.BATCHED or trained_since:
-                if trained_since:
-                    self._forget_staleness(group)
-                self._take_back(group, step)
-            elif group.state is State.LEASED and group.lease_version > step:
-                self._requeue(group)
-            if group.state in (State.WAITING, State.LEASED):
-                for index, meta in list(group.samples.items()):
-                    if meta.header.newest_version > step:
-                        self._discard_sample(group, index)
-        self.committed = step
-        self.durable = min(self.durable, step)
-        self.timeline += 1
-        self.closed = None
-
-    def _take_back(self, group: Group, step: int) -> None:
-        reusable = group.payload_kept and group.newest_version() <= step
-        deadline = group.oldest_version() + self.params.staleness_bound
-        group.step = None
-        if reusable and deadline >= step:
-            self._move(group, State.READY, deadline=deadline)
-        else:
-            self._discard_samples(group)
-            self._move(group, State.WAITING)
-
-    def _forget_staleness(self, group: Group) -> None:
-        assert group.step is not None
-        for meta in group.samples.values():
-            if meta.usable:
-                self.totals.staleness[group.step - meta.oldest_version(group.step)] -= 1
-        self.totals.staleness = +self.totals.staleness
-
-    # ---- storing ------------------------------------------------------------------------------------------
-
-    def take_changes(self) -> Changes:
-        """Everything that changed since the last call; the caller writes it in one transaction."""
-        changes = Changes(list(self._dirty.values()), self._dropped_payloads, self.header())
-        self._dirty, self._dropped_payloads = {}, []
-        return changes
-
-    def header(self) -> dict[str, Any]:
-        """The ledger's own numbers, as plain values."""
-        return {
-            "committed": self.committed,
-            "durable": self.durable,
-            "timeline": self.timeline,
-            "frontier": self.frontier,
-            "closed": None if self.closed is None else self.closed.value,
-            "staleness": {str(k): v for k, v in self.totals.staleness.items()},
-            "duplicates": self.totals.duplicates,
-            "over_bound": self.totals.over_bound,
-            "trained_before": self.totals.trained_before,
-            "dropped_before": dict(self.totals.dropped_before),
-        }
-
-    @classmethod
-    def restore(
-        cls,
-        params: LedgerParams,
-        header: Mapping[str, Any],
-        records: Iterable[Mapping[str, Any]],
-        new_lease_id: Callable[[], str] | None = None,
-    ) -> Self:
-        """Rebuild from what `take_changes` handed out."""
-        ledger = cls(params, new_lease_id)
-        ledger.committed, ledger.durable = header["committed"], header["durable"]
-        ledger.timeline, ledger.frontier = header["timeline"], header["frontier"]
-        ledger.closed = None if header["closed"] is None else DropReason(header["closed"])
-        ledger.totals = Totals(
-            staleness=Counter({int(k): v for k, v in header["staleness"].items()}),
-            duplicates=header["duplicates"],
-            over_bound=header["over_bound"],
-            trained_before=header["trained_before"],
-            dropped_before=Counter(header["dropped_before"]),
-        )
-        for record in records:
-            ledger._insert(Group.from_record(record))
-        return ledger
-
-    @classmethod
-    def from_snapshot(
-        cls, params: LedgerParams, snapshot: LedgerSnapshot, new_lease_id: Callable[[], str] | None = None
-    ) -> Self:
-        """Go on from a checkpoint with an empty store: what it left untrained is waiting, a timeline begins."""
-        ledger = cls(params, new_lease_id)
-        ledger.committed = ledger.durable = snapshot.committed_steps
-        ledger.timeline, ledger.frontier = snapshot.timeline + 1, snapshot.frontier
-        ledger.totals.dropped_before = Counter(snapshot.dropped)
-        ledger.totals.trained_before = (
-            snapshot.frontier - len(snapshot.untrained) - ledger.totals.dropped_before.total()
-        )
-        for stream_index in snapshot.untrained:
-            epoch, position = divmod(stream_index, params.n_positions)
-            group = Group(epoch, position)
-            ledger._insert(group)
-            ledger._dirty[group.id] = group
-        return ledger
-
-    def _insert(self, group: Group) -> None:
-        self.groups[group.id] = group
-        self._by_state[group.state][group.id] = group
-        if group.state in (State.LEASED, State.READY):
-            self._deadlines[group.deadline] += 1
-
-    # ---- the only ways to change a group ------------------------------------------------------------------
-
-    def _move(self, group: Group, state: State, *, deadline: int | None = None) -> None:
-        counted = (State.LEASED, State.READY)
-        if group.state in counted:
-            self._deadlines[group.deadline] -= 1
-        del self._by_state[group.state][group.id]
-        group.state = state
-        if deadline is not None:
-            group.deadline = deadline
-        if state in counted:
-            self._deadlines[group.deadline] += 1
-        if state is not State.LEASED:
-            if group.lease_id is not None:
-                self._missed.pop(group.lease_id, None)
-            group.lease_id = group.replica_id = group.request_id = None
-        self._by_state[state][group.id] = group
-        self._dirty[group.id] = group
-
-    def _requeue(self, group: Group) -> None:
-        self._move(group, State.WAITING)
-
-    def _fail(self, group: Group, reason: DropReason) -> None:
-        group.failures += 1
-        if group.failures >= self.params.max_attempts:
-            self._drop(group, reason)
-        else:
-            self._requeue(group)
-
-    def _drop(self, group: Group, reason: DropReason) -> None:
-        self._discard_samples(group)
-        group.reason = reason
-        self._move(group, State.DROPPED)
-
-    def _discard_sample(self, group: Group, index: int) -> None:
-        del group.samples[index]
-        if group.payload_kept:
-            self._dropped_payloads.append((group.id, index))
-        self._dirty[group.id] = group
-
-    def _discard_samples(self, group: Group) -> None:
-        for index in list(group.samples):
-            self._discard_sample(group, index)
-        group.payload_kept = True
-
-    def _drop_payloads(self, group: Group) -> None:
-        """The bytes may go, what the ledger knows of the samples stays."""
-        if group.payload_kept:
-            group.payload_kept = False
-            self._dropped_payloads += [(group.id, index) for index in group.samples]
-            self._dirty[group.id] = group
 
 
 __all__ = [

@@ -1,0 +1,29 @@
+"""What the bound and the correction are for: learning curves at a fixed lag, in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.staleness import Case, accuracies, end, warm_model
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return warm_model(tmp_path_factory.mktemp("warm"))
+
+
+def test_four_steps_of_lag_cost_little_at_a_modest_rate(warm: Path) -> None:
+    fresh, stale = end(accuracies(Case(0, 3e-4), warm)), end(accuracies(Case(4, 3e-4), warm))
+    assert fresh > 0.85
+    assert stale > fresh - 0.07
+
+
+def test_a_trainer_that_ignores_staleness_collapses_where_ours_learns(warm: Path) -> None:
+    ignored = end(accuracies(Case(4, 1e-3, corrected=False), warm))
+    corrected = end(accuracies(Case(4, 1e-3), warm))
+    assert ignored < 0.2
+    assert corrected > 0.6
