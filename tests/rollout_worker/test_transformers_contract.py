@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rollout_worker.engines.base import Engine
-from rollout_worker.engines.transformers.engine import TransformersEngine, settings_of
+from rollout_worker.engines.transformers import TransformersEngine
+from rollout_worker.engines.transformers.settings import settings_of
 from schema.config import Config
 from tests.rollout_worker.engine_contract import EOS, EngineContract
 from tests.rollout_worker.tiny import tokenizer

@@ -11,6 +11,7 @@ time. An exception in it is the end of the engine: every `collect` and `load_wei
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
@@ -35,15 +36,13 @@ from rollout_worker.engines.base import (
 from rollout_worker.engines.transformers import model as models
 from rollout_worker.engines.transformers import scheduler
 from rollout_worker.engines.transformers.decoder import Decoder
-from schema.config.engine_rules import engine_can_do_it
+from rollout_worker.engines.transformers.settings import Settings, settings_of
 
 if TYPE_CHECKING:
     from schema.config import Config
 
 log = logging.getLogger(__name__)
 
-FILL_TOKENS = 8192
-"""Tokens of one forward that fills the cache: large enough for full speed, small enough for memory."""
 CPU_CACHE_SHARE = 0.25
 """Share of the free memory that the cache may take: trainer and other replicas live on the same machine."""
 GPU_CACHE_SHARE = 0.8
@@ -53,23 +52,6 @@ DELIVER_S = 0.01
 event loop each time would cost it more than the samples do."""
 JOIN_TIMEOUT = 60.0
 """Seconds that `close` waits for the thread: one forward of a large model on a CPU may take that long."""
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What the engine needs to know, taken from the configuration by `build`."""
-
-    model_path: str
-    revision: str | None
-    load_format: str
-    dtype: torch.dtype
-    max_model_len: int
-    slots: int
-    capacity: int
-    fill_tokens: int = FILL_TOKENS
-    keep_cache: bool = False
-    refill: float = scheduler.REFILL
-    patience: float = scheduler.PATIENCE
 
 
 @dataclass(slots=True)
@@ -100,11 +82,13 @@ class TransformersEngine:
         self._finished: list[Generation] = []
         self._arrived = asyncio.Event()
         self._failure: EngineFailed | None = None
+        self._loading: Future[LoadReport] | None = None
+        self._booted: Decoder | None = None  # only looked at from here
         # The thread's side.
         self._queue: deque[_Queued] = deque()
         self._pending: _Load | None = None
         self._closing = False
-        self._idle_s, self._idle_since = 0.0, 0.0
+        self._idle: tuple[float, float | None] = (0.0, None)  # total, since when; replaced as one
         self._samples = 0
         self._outbox: list[Generation] = []
         self._handed_over = 0.0
@@ -128,7 +112,7 @@ class TransformersEngine:
 
     @property
     def version(self) -> int:
-        return self._decoder.version if self._thread is not None else -1
+        return -1 if self._booted is None else self._booted.version
 
     # ---- called from the event loop -----------------------------------------------------------------------
 
@@ -138,6 +122,7 @@ class TransformersEngine:
         self._thread = threading.Thread(target=self._run, args=(booted,), name="engine", daemon=True)
         self._thread.start()
         await asyncio.wrap_future(booted)
+        self._booted = self._decoder
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         for request in requests:
@@ -146,7 +131,8 @@ class TransformersEngine:
         self._post(lambda: self._queue.extend(_Queued(request) for request in requests))
 
     def _check(self, request: GenerationRequest) -> None:
-        length, vocabulary = len(request.prompt_token_ids), self._decoder.vocabulary
+        assert self._booted is not None, "the engine is not started"
+        length, vocabulary = len(request.prompt_token_ids), self._booted.vocabulary
         if not 0 < length < self.max_model_len:
             raise ValueError(f"a prompt of {length} tokens does not fit into {self.max_model_len}")
         if not 0 <= min(request.prompt_token_ids) <= max(request.prompt_token_ids) < vocabulary:
@@ -177,17 +163,17 @@ class TransformersEngine:
             raise self._failure
         load = _Load(weights, version, time.monotonic(), Future())
         load.future.set_running_or_notify_cancel()  # a cancelled caller does not cancel the update
+        self._loading = load.future
         self._post(lambda: self._take_load(load))
         return await asyncio.wrap_future(load.future)
 
     def stats(self) -> EngineStats:
-        since = self._idle_since
-        idle = self._idle_s + (time.monotonic() - since if since else 0.0)
-        running = len(self._decoder.rows) if self._thread is not None else 0
+        decoder, (idle, since) = self._booted, self._idle
+        running = 0 if decoder is None else len(decoder.rows)
         return EngineStats(
-            idle_s=idle,
+            idle_s=idle if since is None else idle + time.monotonic() - since,
             samples=self._samples,
-            tokens=self._decoder.tokens_generated if self._thread is not None else 0,
+            tokens=0 if decoder is None else decoder.tokens_generated,
             running=running,
             waiting=max(sum(self._expected.values()) - running, 0),
         )
@@ -222,6 +208,8 @@ class TransformersEngine:
 
     def _fail(self, failure: EngineFailed) -> None:
         self._failure = self._failure or failure
+        if self._loading is not None and not self._loading.done():
+            self._loading.set_exception(failure)
         self._arrived.set()
 
     # ---- the engine thread --------------------------------------------------------------------------------
@@ -241,12 +229,11 @@ class TransformersEngine:
             log.exception("the engine thread died")
             failure = EngineFailed(f"the transformers engine died: {type(error).__name__}: {error}")
             self._call(self._fail, failure)
-            if self._pending is not None:
-                self._pending.future.set_exception(failure)
 
     def _call(self, function: Callable[..., None], *arguments: Any) -> None:
         """Run a function on the event loop, unless the loop has ended meanwhile."""
-        if self._loop is not None and not self._loop.is_closed():
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function, *arguments)
 
     def _boot(self) -> None:
@@ -305,12 +292,12 @@ class TransformersEngine:
     def _sleep(self) -> None:
         """Until a command arrives. Idle, unless samples wait for weights."""
         if not self._queue and not self._decoder.rows:
-            self._idle_since = time.monotonic()
+            self._idle = (self._idle[0], time.monotonic())
         self._wake.wait()
         self._wake.clear()
-        if self._idle_since:
-            self._idle_s += time.monotonic() - self._idle_since
-            self._idle_since = 0.0
+        idle, since = self._idle
+        if since is not None:
+            self._idle = (idle + time.monotonic() - since, None)
 
     def _admit(self) -> None:
         decoder = self._decoder
@@ -375,9 +362,6 @@ class TransformersEngine:
 
     def _stop(self) -> None:
         self._closing = True
-        if self._pending is not None:
-            self._pending.future.set_exception(EngineFailed("the engine is closed"))
-            self._pending = None
 
 
 def _cache_memory(device: torch.device) -> int:
@@ -391,33 +375,6 @@ def _cache_memory(device: torch.device) -> int:
     return int(available * CPU_CACHE_SHARE)
 
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
 def build(config: Config, tokenizer: Any, eos_token_ids: frozenset[int]) -> TransformersEngine:
     """The engine of this configuration. Raises `EngineConfigError` for keys that only vLLM knows."""
     return TransformersEngine(settings_of(config), tokenizer, eos_token_ids)
-
-
-def settings_of(config: Config) -> Settings:
-    """What the configuration means to this engine. Raises `EngineConfigError`."""
-    _refuse_foreign_keys(config)
-    rollout = config.rollout
-    dtype = config.train.effective_transfer_dtype if rollout.dtype == "auto" else rollout.dtype
-    return Settings(
-        model_path=config.policy.model_name_or_path,
-        revision=config.policy.model_revision,
-        load_format=rollout.load_format,
-        dtype=DTYPES[dtype],
-        max_model_len=config.engine_max_len,
-        slots=rollout.max_num_seqs or rollout.max_concurrent_samples,
-        capacity=rollout.max_concurrent_samples,
-        keep_cache=config.weight_sync.update_mode == "keep_kv",
-    )
-
-
-def _refuse_foreign_keys(config: Config) -> None:
-    """Options that only vLLM has must be at their neutral values: a key acts or is refused."""
-    problems = engine_can_do_it(config)
-    if problems:
-        raise EngineConfigError("\n".join(problem.render() for problem in problems))

@@ -1,0 +1,57 @@
+"""What the embedded engine needs to know, taken from the configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from rollout_worker.engines.base import EngineConfigError
+from rollout_worker.engines.transformers import scheduler
+from schema.config import Config
+from schema.config.engine_rules import engine_can_do_it
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+FILL_TOKENS = 8192
+"""Tokens of one forward that fills the cache: large enough for full speed, small enough for memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Made by `settings_of`."""
+
+    model_path: str
+    revision: str | None
+    load_format: str
+    dtype: torch.dtype
+    max_model_len: int
+    slots: int
+    capacity: int
+    fill_tokens: int = FILL_TOKENS
+    keep_cache: bool = False
+    refill: float = scheduler.REFILL
+    patience: float = scheduler.PATIENCE
+
+
+def settings_of(config: Config) -> Settings:
+    """What the configuration means to this engine. Raises `EngineConfigError`."""
+    _refuse_foreign_keys(config)
+    rollout = config.rollout
+    dtype = config.train.effective_transfer_dtype if rollout.dtype == "auto" else rollout.dtype
+    return Settings(
+        model_path=config.policy.model_name_or_path,
+        revision=config.policy.model_revision,
+        load_format=rollout.load_format,
+        dtype=DTYPES[dtype],
+        max_model_len=config.engine_max_len,
+        slots=rollout.max_num_seqs or rollout.max_concurrent_samples,
+        capacity=rollout.max_concurrent_samples,
+        keep_cache=config.weight_sync.update_mode == "keep_kv",
+    )
+
+
+def _refuse_foreign_keys(config: Config) -> None:
+    """Options that only vLLM has must be at their neutral values: a key acts or is refused."""
+    problems = engine_can_do_it(config)
+    if problems:
+        raise EngineConfigError("\n".join(problem.render() for problem in problems))
