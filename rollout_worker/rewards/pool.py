@@ -189,6 +189,7 @@ class _Process:
         process = cls(
             await asyncio.create_subprocess_exec(
                 sys.executable,
+                "-P",  # the current directory is not a place to import from
                 "-m",
                 "rollout_worker.rewards.process",
                 stdin=asyncio.subprocess.PIPE,
