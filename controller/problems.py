@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from controller.ledger import LedgerError
@@ -18,6 +19,9 @@ from schema.wire.frame import FrameError
 from schema.wire.messages import ErrorCode, Problem
 
 log = logging.getLogger(__name__)
+
+HUNG_UP = 499
+"""Nobody reads this answer; web servers' logs know the number."""
 
 STATUS: dict[ErrorCode, int] = {
     ErrorCode.BAD_REQUEST: 422,
@@ -110,6 +114,11 @@ def install(app: FastAPI) -> None:
         code = ErrorCode.NOT_FOUND if error.status_code == 404 else ErrorCode.BAD_REQUEST
         detail = f"{request.method} {request.url.path}: {error.detail}"
         return problem(code, detail, status=error.status_code, headers=dict(error.headers or {}))
+
+    @app.exception_handler(ClientDisconnect)
+    async def _hung_up(request: Request, _: ClientDisconnect) -> Response:
+        log.debug("%s %s: the caller hung up in the middle of its request", request.method, request.url.path)
+        return Response(status_code=HUNG_UP)
 
     @app.exception_handler(Exception)
     async def _bug(request: Request, error: Exception) -> Response:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
+import socket
+import time
 
 import httpx
 import pytest
@@ -299,3 +302,20 @@ def test_people_can_look_at_groups_and_samples(stage: Stage) -> None:
         job_id = served.job.job_id
         assert f'cosmos_groups{{job="{job_id}",state="ready"}} 1.0' in text
         assert f'cosmos_phase{{job="{job_id}",phase="training"}} 1.0' in text
+
+
+def test_a_caller_that_hangs_up_in_its_request_is_no_error(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = httpx.URL(stage.serve().url)
+    with caplog.at_level(logging.DEBUG, "controller"):
+        with socket.create_connection((url.host, url.port), timeout=10) as connection:
+            token = TOKENS["rollout"]
+            head = f"POST /v1/leases HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\n"
+            connection.sendall(f"{head}Content-Length: 1000\r\n\r\n{{".encode())
+            time.sleep(0.1)
+        give_up = time.monotonic() + 10
+        while "hung up" not in caplog.text:
+            assert time.monotonic() < give_up, caplog.text
+            time.sleep(0.01)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
