@@ -86,7 +86,8 @@ class PromptFile:
 
     def lengths(self) -> npt.NDArray[np.int64]:
         """Tokens of each row, [n]."""
-        return np.diff(self._offsets)
+        lengths: npt.NDArray[np.int64] = np.diff(self._offsets)
+        return lengths
 
     def token_ids(self, i: int) -> npt.NDArray[np.int32]:
         return self._token_ids[int(self._offsets[i]) : int(self._offsets[i + 1])]  # type: ignore[no-any-return]
