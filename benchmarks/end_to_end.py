@@ -168,10 +168,10 @@ def show(ours: list[dict[str, float]], theirs: list[dict[str, float]], threads: 
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title="GRPO, 16 prompts x 8 samples a step, 0.33M parameters")
-    for header in ("round", "ours samples/s", f"TRL samples/s ({threads} threads)", "ratio", "trainer idle",
-                   "generator idle", "reward ours", "reward TRL"):  # fmt: skip
-        table.add_column(header, justify="right")
+    table = Table(title=f"GRPO, 16 prompts x 8 samples a step; TRL with {threads} threads")
+    for header in ("round", "samples/s\nours", "samples/s\nTRL", "ratio", "idle\ntrainer", "idle\ngenerator",
+                   "reward\nours", "reward\nTRL"):  # fmt: skip
+        table.add_column(header, justify="right", no_wrap=True)
     for i, (a, b) in enumerate(zip(ours, theirs, strict=True), 1):
         table.add_row(
             str(i), f"{a['samples_s']:.0f}", f"{b['samples_s']:.0f}", f"{a['samples_s'] / b['samples_s']:.2f}",

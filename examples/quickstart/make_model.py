@@ -61,7 +61,9 @@ def make_model(out: Path, seed: int) -> int:
     """Save model and tokenizer where transformers and vLLM load them; answers the number of parameters."""
     import torch
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     vocabulary = make_tokenizer(out)
     end, pad = SPECIAL_TOKENS.index(END), SPECIAL_TOKENS.index(PAD)
     config = Qwen3Config(

@@ -9,6 +9,7 @@ set on the command line. Everything lands in one directory (default: outputs/qui
 from __future__ import annotations
 
 import argparse
+import json
 import signal
 import subprocess
 import sys
@@ -34,6 +35,16 @@ class Job:
     model: Path
     overrides: tuple[str, ...] = ()
 
+    def settings(self, out: Path, seed: int) -> list[str]:
+        """What is set on the command line: where things are, the seed, and what the user asked for."""
+        return [
+            f"policy.model_name_or_path={json.dumps(str(self.model))}",
+            f"train.output_dir={json.dumps(str(out))}",
+            f"train.timestamp={json.dumps(self.name)}",
+            f"train.seed={seed}",
+            *self.overrides,
+        ]
+
 
 def jobs(options: argparse.Namespace, out: Path) -> tuple[Job, Job]:
     """The warm start and the reinforcement that the options ask for."""
@@ -53,15 +64,8 @@ def jobs(options: argparse.Namespace, out: Path) -> tuple[Job, Job]:
 
 def launch(job: Job, out: Path, seed: int) -> Phase:
     """Run one job in the foreground with its own display; leaves with its exit code if it fails."""
-    settings = [
-        f'policy.model_name_or_path="{job.model}"',
-        f'train.output_dir="{out}"',
-        f'train.timestamp="{job.name}"',
-        f"train.seed={seed}",
-        *job.overrides,
-    ]
     command = [str(Path(sys.executable).with_name("cosmos-launch")), "--config", str(HERE / job.config)]
-    command += [part for setting in settings for part in ("--set", setting)]
+    command += [part for setting in job.settings(out, seed) for part in ("--set", setting)]
     print(f"\n$ cosmos-launch --config {job.config} …", flush=True)
     started = time.time()
     code = foreground(command)

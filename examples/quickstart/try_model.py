@@ -58,7 +58,9 @@ def ask(model_dir: Path, questions: Sequence[str], sample: bool = False) -> list
     """Answers of the model in `model_dir`, greedy unless `sample`."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     torch.manual_seed(0)
     tokenizer: Any = AutoTokenizer.from_pretrained(model_dir, padding_side="left")
     model: Any = AutoModelForCausalLM.from_pretrained(model_dir)
