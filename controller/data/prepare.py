@@ -33,7 +33,7 @@ from controller.data.tokenizer import Ids, Mask, PromptTokenizer
 from schema.config import Config
 from schema.wire.prompts import write_prompts
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("controller.data.prepare")  # run with -m, __name__ would say nothing
 
 BATCH = 256  # rows tokenised in one call: the tokenizer's own overhead is gone beyond this
 REPORT_EVERY_S = 2.0
@@ -274,11 +274,12 @@ def main(argv: list[str] | None = None) -> int:
     )
     run_dir = parser.parse_args(argv).run_dir
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("huggingface_hub").propagate = False  # it writes by a handler of its own
     try:
         config = Config.model_validate_json((run_dir / "config.json").read_text(encoding="utf-8"))
         prepare(config, run_dir)
     except (DataError, ValueError, OSError) as error:
-        logger.error("%s", error)
+        logger.error("%s", " ".join(str(error).split()))  # one line: it is what the launcher shows
         return 2
     return 0
 
