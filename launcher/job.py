@@ -97,6 +97,7 @@ class Job:
             except ControllerError as error:
                 return self._blame("controller", str(error))
         drive.cancel()
+        await asyncio.gather(drive, return_exceptions=True)
         if self.supervisor.ended.done():
             return _blamed(self.supervisor.ended.result())
         number = interrupt.result()
@@ -141,7 +142,9 @@ class Job:
         if not plan.continued:
             self._launch_workers()
         if not plan.reuse_data:
-            await self._prepare_data(self.supervisor.launch(placement.data_preparation(str(plan.run.path))))
+            data = self.supervisor.launch(placement.data_preparation(str(plan.run.path)))
+            if (failed := await self._prepare_data(data)) is not None:
+                return failed
         if plan.redis.replica is not None:
             self.view.stage = "waiting for redis"
             if not await redis_server.wait_ready(plan.redis.url, config.controller.start_timeout):
@@ -173,8 +176,8 @@ class Job:
         self.event(f"going on after {status.step} of {status.total_steps} steps")
         return status.phase is not Phase.FINISHED
 
-    async def _prepare_data(self, data: Supervised) -> None:
-        """Wait for the preparation; a failure ends the job through the supervisor."""
+    async def _prepare_data(self, data: Supervised) -> Outcome | None:
+        """Wait for the preparation; the supervisor's verdict if it failed, which ends the job."""
         log_file = self.plan.run.logs / "data.log"
         while not data.done.is_set():
             said = tail(log_file, 1)
@@ -184,7 +187,11 @@ class Job:
             except TimeoutError:
                 continue
         if data.last_exit is None or data.last_exit.code != EXIT_OK:
-            await asyncio.Future()  # `_until_over` sees the supervisor's verdict and abandons this
+            return _blamed(await self.supervisor.ended)
+        for text in tail(log_file):
+            if " WARNING " in text:  # rows left out: nobody should have to look into a log to learn that
+                self.event(f"data: {text.partition(' WARNING ')[2].partition(': ')[2]}")
+        return None
 
     def _hint_join(self) -> None:
         if self.plan.config.is_grpo:

@@ -18,6 +18,7 @@ from launcher import redis_server
 from launcher.machine import Machine, find_machine
 from launcher.placement import place
 from launcher.preflight import Findings, check_machine, check_redis
+from launcher.restarts import EXIT_CONFIG
 from launcher.rundir import RunDir, Tokens, choose
 from schema.config import Config, ConfigError, check_warnings, load_config
 
@@ -116,7 +117,7 @@ def _run(checked: Checked, run: RunDir, continued: bool, screen: Screen, env: Ma
 
     result = asyncio.run(main())
     screen.table(result.summary())
-    if result.outcome != "finished":
+    if result.outcome != "finished" and result.exit_code != EXIT_CONFIG:
         screen.write("The same command with --resume goes on from here.")
     return result.exit_code
 

@@ -34,6 +34,7 @@ from rollout_worker.session import Session
 from rollout_worker.tokens import eos_token_ids, load_tokenizer
 from rollout_worker.weights import WeightFollower
 from schema.config import Config
+from schema.wire.messages import RegisterReply
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +63,9 @@ class Worker:
         """Work until asked to leave. Raises what `__main__` gives exit codes to."""
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(self._client.close)
-            reply = await self._session.register()
+            reply = await self._register()
+            if reply is None:
+                return
             try:
                 config = Config.model_validate(reply.config)
                 self._client.patience = config.controller.controller_lost_timeout
@@ -73,6 +76,18 @@ class Worker:
                     task.cancel()
                 await asyncio.gather(*self._tasks, return_exceptions=True)
                 await self._leave()
+
+    async def _register(self) -> RegisterReply | None:
+        """Register; None when asked to leave while the controller does not answer yet."""
+        registering = asyncio.create_task(self._session.register())
+        asked = asyncio.create_task(self.departure.wait())
+        try:
+            await asyncio.wait((registering, asked), return_when=asyncio.FIRST_COMPLETED)
+            return await registering if registering.done() else None
+        finally:
+            for task in (registering, asked):
+                task.cancel()
+            await asyncio.gather(registering, asked, return_exceptions=True)
 
     async def _work(self, config: Config, stack: contextlib.AsyncExitStack) -> None:
         """Boot, then run all loops until asked to leave."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -143,3 +144,19 @@ def test_a_crashing_replica_ends_the_job_when_its_budget_is_used_up(tmp_path: Pa
         os.kill(second, signal.SIGKILL)
         assert program.process.wait(90) == 1
     assert "max_restarts" in program.output()
+
+
+def test_data_that_cannot_be_prepared_is_a_clear_error(tmp_path: Path, model: Path) -> None:
+    """A bad row is only found when all rows are read: exit code 2, the row by name, nobody left behind."""
+    rows = [{"prompt": "1 + 1 = ?", "answer": "2"}] * 5 + [{"prompt": None, "answer": "2"}]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    config = write_config(tmp_path, model, validation=False)
+    text = config.read_text().replace("synthetic:addition", str(tmp_path / "rows.jsonl"), 1)
+    config.write_text(text.replace("options = { n = 200, digits = 2, phrasings = 1 }", "", 1))
+    with Program(config) as program:
+        assert program.process.wait(90) == 2
+    output = program.output()
+    assert "row 5" in output, output
+    assert "`prompt`" in output
+    assert "--resume" not in output
+    assert "Task was destroyed" not in output

@@ -439,12 +439,19 @@ class TestPlugin:
     def layer(self) -> torch.nn.Module:
         return torch.nn.Linear(64, 32, bias=False).requires_grad_(False)
 
-    def test_the_trap_is_still_there(self, layer: torch.nn.Module) -> None:
-        """Where this fails, vLLM keeps the weights of its layers, and the replacement can go."""
-        from vllm.model_executor.layers import utils
+    def test_the_trap_is_still_there(self) -> None:
+        """Where this fails, vLLM keeps the weights of its layers, and the replacement can go.
 
-        utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
-        assert layer.weight.numel() == 0
+        In a process of its own: an engine that ran in this one may have replaced the function already.
+        """
+        program = (
+            "import torch\n"
+            "from vllm.model_executor.layers import utils\n"
+            "layer = torch.nn.Linear(64, 32, bias=False).requires_grad_(False)\n"
+            "utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)\n"
+            "assert layer.weight.numel() == 0\n"
+        )
+        subprocess.run([sys.executable, "-c", program], check=True, timeout=200)
 
     def test_layers_compute_from_their_weights(
         self, layer: torch.nn.Module, monkeypatch: pytest.MonkeyPatch

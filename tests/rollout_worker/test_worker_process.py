@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 
@@ -61,6 +62,15 @@ def test_sigterm_while_it_boots(stage: Stage) -> None:
     user = stage.client(served, "user")
     until(lambda: user.send(api.replicas()), "the registration")
     assert worker.stop(signal.SIGTERM) == 0, worker.log.read_text()
+
+
+def test_sigterm_while_no_controller_answers(stage: Stage) -> None:
+    """It waits a minute for a controller that may be starting, but not when it is asked to leave."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.settimeout(60)
+        worker = stage.worker_process(f"http://127.0.0.1:{silent.getsockname()[1]}")
+        with silent.accept()[0]:
+            assert worker.stop(signal.SIGTERM) == 0, worker.log.read_text()
 
 
 def test_the_controller_dies_and_comes_back(stage: Stage) -> None:
