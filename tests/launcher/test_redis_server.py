@@ -110,11 +110,9 @@ def test_an_unreachable_server_is_named():
 
 def test_a_server_that_accepts_and_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("launcher.redis_server.CONNECT_TIMEOUT", 0.2)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        start = time.monotonic()
-        with pytest.raises(RedisUnusableError, match="cannot be reached"):
-            check(RedisServer(f"redis://127.0.0.1:{listener.getsockname()[1]}"), False)
-        assert time.monotonic() - start < 20
+    listener = socket.create_server(("127.0.0.1", 0))
+    with listener, pytest.raises(RedisUnusableError, match="cannot be reached"):  # a hang is a time-out here
+        check(RedisServer(f"redis://127.0.0.1:{listener.getsockname()[1]}"), False)
 
 
 def test_a_wrong_password_is_told_apart(tmp_path: Path):

@@ -41,11 +41,11 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """Attention output [N, Q, H, Dv] of query [N, H, Q, D] over key [N, G, K, D], value [N, G, K, Dv].
 
-    Raises `NotImplementedError` for a kind of attention that it does not know (sinks, biases), so that a model
+    Raises `ValueError` for a kind of attention that it does not know (sinks, biases), so that a model
     that needs it is refused at start instead of computed wrongly.
     """
     if s_aux is not None or kwargs.get("position_bias") is not None or attention_mask is None:
-        raise NotImplementedError("attention sinks and position biases are unknown to this engine")
+        raise ValueError("attention sinks and position biases are unknown to this engine")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if query.shape[2] == 1:
         output = _attend_one(query, key, value, attention_mask, scale, sliding_window, softcap)
