@@ -37,6 +37,9 @@ from schema.wire.messages import TERMINAL_PHASES, JobStatus, Phase
 
 log = logging.getLogger(__name__)
 
+ABANDON_SECONDS = 5.0
+"""For the start-up to let go of what it waits for; whatever it does, the end of the job is not held up."""
+
 POLL, REDRAW = 0.5, 1.0
 """Seconds between looks at the controller, and between pictures of what it said."""
 LEFT_PATIENCE = 60.0
@@ -97,7 +100,7 @@ class Job:
             except ControllerError as error:
                 return self._blame("controller", str(error))
         drive.cancel()
-        await asyncio.gather(drive, return_exceptions=True)
+        await asyncio.wait({drive}, timeout=ABANDON_SECONDS)
         if self.supervisor.ended.done():
             return _blamed(self.supervisor.ended.result())
         number = interrupt.result()
