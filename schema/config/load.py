@@ -1,52 +1,69 @@
-"""From a TOML file to a `Config`, or to a `ConfigError` with everything that is wrong at once.
+"""From the layers of a configuration to a `Config`, or to a `ConfigError` with everything that is wrong at once.
 
-    text ─tomllib─▶ data ─overrides─▶ data ─pydantic─▶ Config ─rules, availability─▶ Config
-                                             │ faults: leave those keys out, go on with the rest
-                                             ▼
-                                        all problems, with file, line and column
+    files, environment, --set ─layers─▶ data ─pydantic─▶ Config ─rules, availability─▶ Config
+                                                │ faults: leave those keys out, go on with the rest
+                                                ▼
+                                           all problems, each with the place of the layer that wrote it
 
 A rule that speaks of a key already found faulty is not asked, so no problem is the echo of another.
 """
 
 from __future__ import annotations
 
-import re
-import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from schema.config.availability import check_available
+from schema.config.environment import without_effect
 from schema.config.explain import problems_of
-from schema.config.positions import Position, locate, nearest
+from schema.config.layers import Layers, read_layers
 from schema.config.problem import ConfigError, KeyPath, Problem, format_key
 from schema.config.root import Config
 from schema.config.rules import check_rules
+from schema.config.tomlread import dotted_path
 
-MAX_FILE_BYTES = 16 * 1024 * 1024  # a configuration is a few kilobytes; more is the wrong file
+Paths = Path | str | Sequence[Path | str]
 
 
-def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
-    """Read, override, validate and check a configuration.
+@dataclass(frozen=True)
+class Loaded:
+    """A sound configuration and who wrote what. warnings: what the environment seems to mean but does not say."""
 
-    overrides: `dotted.key=VALUE`, VALUE as TOML writes it; what is not TOML is taken as a string.
+    config: Config
+    layers: Layers
+    warnings: list[Problem]
+
+    def placed(self, problems: Iterable[Problem]) -> list[Problem]:
+        """Findings about this configuration with the places of the keys that they name."""
+        found = list(problems)
+        general = [problem for problem in found if not problem.key]
+        return general + self.layers.placed([(_path_of(p.key), p) for p in found if p.key])
+
+
+def load(paths: Paths, overrides: Sequence[str] = (), env: Mapping[str, str] | None = None) -> Loaded:
+    """Read all layers (`schema.config.layers`), validate and check; keeps the origin of each value.
+
+    paths: one file, or several, later ones over earlier ones. overrides: `dotted.key=VALUE`, VALUE as TOML
+    writes it; what is not TOML is taken as a string. env: variables `COSMOS_<SECTION>__<KEY>`; None: the
+    environment is left out of it.
     Raises ConfigError with all problems.
     """
-    path = Path(path)
-    text = _read(path)
-    data = _parse(text, str(path))
-    try:
-        positions = locate(text)
-    except (ValueError, IndexError, RecursionError):
-        positions = {}  # a place is a courtesy: without it the key still names the fault
-    sources, faults = _override(data, overrides)
-    config, problems = _check(data)
-    if config is not None and not problems and not faults:
-        return config
-    raise ConfigError(faults + _placed(problems, str(path), positions, sources))
+    files = [paths] if isinstance(paths, str | Path) else paths
+    layers = read_layers([Path(file) for file in files], overrides, env)
+    config, problems = _check(layers.data)
+    if config is None or problems or layers.problems:
+        raise ConfigError(layers.problems + layers.placed(problems))
+    return Loaded(config, layers, without_effect(env or {}))
+
+
+def load_config(paths: Paths, overrides: Sequence[str] = (), env: Mapping[str, str] | None = None) -> Config:
+    """The configuration alone; see `load`."""
+    return load(paths, overrides, env).config
 
 
 def check_config(data: Mapping[str, Any]) -> Config:
@@ -55,111 +72,6 @@ def check_config(data: Mapping[str, Any]) -> Config:
     if config is None or problems:
         raise ConfigError([problem for _, problem in problems])
     return config
-
-
-def _read(path: Path) -> str:
-    file = str(path)
-    try:
-        if path.is_file() and path.stat().st_size > MAX_FILE_BYTES:
-            raise ConfigError(
-                [Problem("", f"larger than {MAX_FILE_BYTES} bytes: not a configuration", file=file)]
-            )
-        return path.read_bytes().decode("utf-8-sig")
-    except FileNotFoundError:
-        hint = "give the path of a TOML file, relative to the current directory"
-        raise ConfigError([Problem("", "no such file", file=file, hint=hint)]) from None
-    except UnicodeDecodeError as error:
-        message = f"not a text in UTF-8 (byte {error.start})"
-        raise ConfigError([Problem("", message, file=file, hint="save the file as UTF-8")]) from None
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise ConfigError([Problem("", f"cannot be read: {reason}", file=file)]) from None
-
-
-def _parse(text: str, file: str) -> dict[str, Any]:
-    try:
-        return tomllib.loads(text)
-    except RecursionError:
-        raise ConfigError([Problem("", "broken TOML: nested too deeply", file=file)]) from None
-    except ValueError as error:
-        raise ConfigError([_broken(str(error), text, file)]) from None
-
-
-def _broken(message: str, text: str, file: str) -> Problem:
-    place = re.search(r" \(at line (\d+), column (\d+)\)$", message)
-    lines = text.split("\n")
-    if place:
-        line, column = int(place[1]), int(place[2])
-        message = message[: place.start()]
-    elif message.endswith(" (at end of document)"):
-        line, column = len(lines), len(lines[-1]) + 1
-        message = message.removesuffix(" (at end of document)") + " at the end of the file"
-    else:
-        return Problem("", f"broken TOML: {message}", file=file)
-    written = lines[line - 1] if line <= len(lines) else ""
-    return Problem(
-        "", f"broken TOML: {message}", hint=_toml_hint(written), file=file, line=line, column=column
-    )
-
-
-def _toml_hint(line: str) -> str:
-    """What people most often mean by a line that is not TOML."""
-    value = line.partition("=")[2].partition("#")[0].strip()
-    if value in ("True", "False"):
-        return f"TOML writes {value.lower()}"
-    if value.lower() in ("none", "null", "nil", "~"):
-        return "TOML has no null: leave the key out"
-    if ":" in line and "=" not in line:
-        return "TOML writes key = value, not key: value"
-    if value and re.match(r"^[A-Za-z./~]", value) and value not in ("true", "false"):
-        return f'a string needs quotes: "{value}"'
-    return ""
-
-
-def _override(data: dict[str, Any], overrides: Sequence[str]) -> tuple[dict[KeyPath, str], list[Problem]]:
-    """Write the overrides into `data`; returns where each key came from, and what cannot be written."""
-    sources: dict[KeyPath, str] = {}
-    faults: list[Problem] = []
-    for text in overrides:
-        source = f"--set {text}"
-        name, equals, written = text.partition("=")
-        path = _override_path(name)
-        if not equals or path is None:
-            faults.append(Problem("", "not of the form dotted.key=value", text, file=source))
-            continue
-        table: Any = data
-        for part in path[:-1]:
-            table = table.setdefault(part, {}) if isinstance(table, dict) else None
-        if not isinstance(table, dict):
-            message = f"{format_key(path[:-1])} is not a table"
-            faults.append(Problem(format_key(path), message, text, file=source))
-            continue
-        table[path[-1]] = _override_value(written.strip())
-        sources[path] = source
-    return sources, faults
-
-
-def _override_path(name: str) -> tuple[str, ...] | None:
-    """A dotted key, quoted parts allowed, as its parts."""
-    try:
-        value: Any = tomllib.loads(f"{name} = 0") if "\n" not in name else 0
-    except (ValueError, RecursionError):
-        return None
-    path: tuple[str, ...] = ()
-    while isinstance(value, dict):
-        if len(value) != 1:
-            return None
-        ((part, value),) = value.items()
-        path = (*path, part)
-    return path or None
-
-
-def _override_value(text: str) -> Any:
-    try:
-        parsed = tomllib.loads(f"value = {text}")
-    except (ValueError, RecursionError):
-        return text
-    return parsed["value"] if list(parsed) == ["value"] else text
 
 
 def _check(data: Mapping[str, Any]) -> tuple[Config | None, list[tuple[KeyPath, Problem]]]:
@@ -208,29 +120,4 @@ def _touches(key: str, other: str) -> bool:
 
 
 def _path_of(key: str) -> KeyPath:
-    return _override_path(key) or ()
-
-
-def _source(path: KeyPath, sources: dict[KeyPath, str]) -> str | None:
-    """The override that wrote a key, a table around it, or failing that something inside it."""
-    around = [path[:end] for end in range(len(path), 0, -1)]
-    inside = [written for written in sources if path and written[: len(path)] == path]
-    return next((sources[written] for written in [*around, *inside] if written in sources), None)
-
-
-def _placed(
-    problems: Sequence[tuple[KeyPath, Problem]],
-    file: str,
-    positions: dict[KeyPath, Position],
-    sources: dict[KeyPath, str],
-) -> list[Problem]:
-    """Problems with their place, in the order of the file; those of overrides after it."""
-    placed: list[Problem] = []
-    for path, problem in problems:
-        source = _source(path, sources)
-        place = nearest(positions, path)
-        if source is not None:
-            placed.append(problem.at(source))
-        else:
-            placed.append(problem.at(file, *place) if place else problem.at(file))
-    return sorted(placed, key=lambda problem: (problem.file != file, problem.line or 0, problem.column or 0))
+    return dotted_path(key) or ()

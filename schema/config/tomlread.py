@@ -1,0 +1,137 @@
+"""One TOML file: its values, and where each key stands. What cannot be read is a ConfigError with the remedy."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from schema.config.positions import Position, locate
+from schema.config.problem import ConfigError, KeyPath, Problem
+
+MAX_FILE_BYTES = 16 * 1024 * 1024  # a configuration is a few kilobytes; more is the wrong file
+
+
+@dataclass(frozen=True)
+class TomlFile:
+    """name: the path as it was given. positions: key path -> (line, column), both from 1."""
+
+    name: str
+    data: dict[str, Any]
+    positions: dict[KeyPath, Position]
+
+
+def read_toml(path: Path) -> TomlFile:
+    """Read and parse a file. Raises ConfigError: not there, no text, not TOML."""
+    text = _read(path)
+    data = _parse(text, str(path))
+    try:
+        positions = locate(text)
+    except (ValueError, IndexError, RecursionError):
+        positions = {}  # a place is a courtesy: without it the key still names the fault
+    return TomlFile(str(path), data, positions)
+
+
+def dotted_path(name: str) -> tuple[str, ...] | None:
+    """A dotted key, quoted parts allowed, as its parts; None for what is no key."""
+    try:
+        value: Any = tomllib.loads(f"{name} = 0") if "\n" not in name else 0
+    except (ValueError, RecursionError):
+        return None
+    path: tuple[str, ...] = ()
+    while isinstance(value, dict):
+        if len(value) != 1:
+            return None
+        ((part, value),) = value.items()
+        path = (*path, part)
+    return path or None
+
+
+def parse_value(text: str) -> Any:
+    """A value as TOML writes it; what is not TOML is a string."""
+    text = text.strip()
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):
+        return text
+    return parsed["value"] if list(parsed) == ["value"] else text
+
+
+def _read(path: Path) -> str:
+    file = str(path)
+    try:
+        if path.is_file() and path.stat().st_size > MAX_FILE_BYTES:
+            raise ConfigError(
+                [Problem("", f"larger than {MAX_FILE_BYTES} bytes: not a configuration", file=file)]
+            )
+        return path.read_bytes().decode("utf-8-sig")
+    except FileNotFoundError:
+        hint = "give the path of a TOML file, relative to the current directory"
+        raise ConfigError([Problem("", "no such file", file=file, hint=hint)]) from None
+    except IsADirectoryError:
+        hint = "give the path of a TOML file" + _one_inside(path)
+        message = "cannot be read: Is a directory"
+        raise ConfigError([Problem("", message, file=file, hint=hint)]) from None
+    except UnicodeDecodeError as error:
+        message = f"not a text in UTF-8 (byte {error.start})"
+        raise ConfigError([Problem("", message, file=file, hint="save the file as UTF-8")]) from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise ConfigError([Problem("", f"cannot be read: {reason}", file=file)]) from None
+
+
+def _one_inside(directory: Path) -> str:
+    found = sorted(directory.glob("*.toml"))
+    return f", such as {found[0]}" if found else ""
+
+
+def _parse(text: str, file: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ConfigError([Problem("", "broken TOML: nested too deeply", file=file)]) from None
+    except ValueError as error:
+        raise ConfigError([_broken(str(error), text, file)]) from None
+
+
+def _broken(message: str, text: str, file: str) -> Problem:
+    place = re.search(r" \(at line (\d+), column (\d+)\)$", message)
+    lines = text.split("\n")
+    if place:
+        line, column = int(place[1]), int(place[2])
+        message = message[: place.start()]
+    elif message.endswith(" (at end of document)"):
+        line, column = len(lines), len(lines[-1]) + 1
+        message = message.removesuffix(" (at end of document)") + " at the end of the file"
+    else:
+        return Problem("", f"broken TOML: {message}", file=file)
+    written = lines[line - 1] if line <= len(lines) else ""
+    hint = _foreign_hint(text) or _toml_hint(written)
+    return Problem("", f"broken TOML: {message}", hint=hint, file=file, line=line, column=column)
+
+
+def _foreign_hint(text: str) -> str:
+    """A whole file of another format, told by how its first line begins."""
+    first = next((line for line in text.splitlines() if line.strip() and not line.startswith("#")), "")
+    if first.lstrip().startswith("{"):
+        return "this is JSON; the configuration is TOML (cosmos-launch init writes one to start from)"
+    if re.match(r"^(---|[A-Za-z_][\w.-]*:(\s|$))", first):
+        convert = "cosmos-launch convert reads the YAML of verl and of ROLL"
+        return f"TOML writes key = value, not key: value; {convert}"
+    return ""
+
+
+def _toml_hint(line: str) -> str:
+    """What people most often mean by a line that is not TOML."""
+    value = line.partition("=")[2].partition("#")[0].strip()
+    if value in ("True", "False"):
+        return f"TOML writes {value.lower()}"
+    if value.lower() in ("none", "null", "nil", "~"):
+        return "TOML has no null: leave the key out"
+    if ":" in line and "=" not in line:
+        return "TOML writes key = value, not key: value"
+    if value and re.match(r"^[A-Za-z./~]", value) and value not in ("true", "false"):
+        return f'a string needs quotes: "{value}"'
+    return ""
