@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from schema.config.explain import all_fields, annotation_of, sections_in
+from schema.config.explain import all_fields, annotation_of, section_classes
 from schema.config.problem import KeyPath, Problem, format_key
 from schema.config.root import Config
 
@@ -76,7 +76,9 @@ def _schema_path(parts: list[str]) -> KeyPath:
     path: KeyPath = ()
     annotation: Any = Config
     for part in parts:
-        names = {name.lower(): name for section in sections_in(annotation) for name in section.model_fields}
+        names = {
+            name.lower(): name for section in section_classes(annotation) for name in section.model_fields
+        }
         path = (*path, names.get(part.lower(), part.lower()))
         annotation = annotation_of(path)
     return path

@@ -68,7 +68,7 @@ def field_path(path: KeyPath) -> KeyPath:
     for length in range(1, len(path) + 1):
         field = path[:length]
         annotation = annotation_of(field)
-        if annotation is None or not any(True for _ in sections_in(annotation)):
+        if annotation is None or not any(True for _ in section_classes(annotation)):
             break
     return field
 
@@ -78,7 +78,9 @@ def annotation_of(path: KeyPath) -> Any:
     annotation: Any = Config
     for part in path:
         found = [
-            model.model_fields[str(part)] for model in sections_in(annotation) if part in model.model_fields
+            model.model_fields[str(part)]
+            for model in section_classes(annotation)
+            if part in model.model_fields
         ]
         if not found:
             return None
@@ -86,13 +88,13 @@ def annotation_of(path: KeyPath) -> Any:
     return annotation
 
 
-def sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
+def section_classes(annotation: Any) -> Iterator[type[BaseModel]]:
     """The section classes that a type can be."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     elif get_origin(annotation) is Annotated or _is_union(annotation):
         for part in get_args(annotation):
-            yield from sections_in(part)
+            yield from section_classes(part)
 
 
 def _is_union(annotation: Any) -> bool:
@@ -264,7 +266,7 @@ def _wrong_choice(path: KeyPath, value: Any, choices: tuple[str, ...], expected:
 def _meaning(path: KeyPath) -> str:
     """The first sentence of a field's description, as a reminder of what the key is for."""
     model: Any = annotation_of(path[:-1]) if path[:-1] else Config
-    for section in sections_in(model):
+    for section in section_classes(model):
         info = section.model_fields.get(str(path[-1]))
         if info is not None and info.description:
             return f"{format_key(path)}: {info.description}"
@@ -282,14 +284,14 @@ def all_fields(model: type[BaseModel] = Config, path: tuple[str, ...] = ()) -> I
     """The path of every key of the schema, sections included; those of grpo before those of sft."""
     for name, info in model.model_fields.items():
         yield (*path, name)
-        for section in sections_in(info.annotation):
+        for section in section_classes(info.annotation):
             yield from all_fields(section, (*path, name))
 
 
 def suggest_key(path: KeyPath, data: Mapping[str, Any]) -> str:
     """What the writer of an unknown key may have meant."""
     section, name = path[:-1], str(path[-1])
-    models = list(sections_in(annotation_of(section) if section else Config))
+    models = list(section_classes(annotation_of(section) if section else Config))
     if section == ("train", "train_policy"):
         models = [_train_policy_model(data)]
         other = SFTDataConfig if models == [GrpoConfig] else GrpoConfig
