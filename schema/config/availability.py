@@ -13,8 +13,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from schema.config.autoscale import AutoscaleConfig
+from schema.config.base import Section
+from schema.config.critic import CriticConfig
+from schema.config.evaluation import EvaluationConfig
 from schema.config.problem import Problem
+from schema.config.reference import ReferenceConfig
+from schema.config.reward_model import RewardModelConfig
 from schema.config.root import Config
+from schema.config.train_policy import KlInRewardConfig, LogProbPassConfig, RolloutCorrectionConfig
 
 
 def _always(_: Config) -> bool:
@@ -54,11 +61,25 @@ def _unset(missing: str) -> Unavailable:
     return Unavailable((None,), missing)
 
 
+def _whole(prefix: str, section: type[Section], missing: str) -> dict[str, Unavailable]:
+    """A row for every key of a section of which nothing is built: its default is what needs nothing."""
+    rows: dict[str, Unavailable] = {}
+    for name, info in section.model_fields.items():
+        key, kind = f"{prefix}.{name}", info.annotation
+        if isinstance(kind, type) and issubclass(kind, Section):
+            rows |= _whole(key, kind, missing)
+        else:
+            rows[key] = Unavailable((info.get_default(call_default_factory=True),), missing)
+    return rows
+
+
 def _mesh(section: str, dimensions: dict[str, str], when: Callable[[Config], bool]) -> dict[str, Unavailable]:
     rows = {
         key: Unavailable((1,), f"{words} of a {section} replica", when) for key, words in dimensions.items()
     }
     rows["pp_dynamic_shape"] = Unavailable((False,), f"pipeline parallelism of a {section} replica", when)
+    rows["virtual_pp_size"] = Unavailable((1,), f"pipeline parallelism of a {section} replica", when)
+    rows["sequence_parallel"] = Unavailable((False,), f"sequence parallelism of a {section} replica", when)
     return {f"{section}.parallelism.{key}": row for key, row in rows.items()}
 
 
@@ -70,7 +91,23 @@ _DIMENSIONS = {
     "dp_replicate_size": "replicated data parallelism",
 }
 
+_KL = "a KL term against a reference model"
+_ESTIMATORS = "advantage estimators other than grpo's"
+_CORRECTION = "correction of the mismatch between engine and trainer"
+
 _TRAIN_POLICY = {
+    "variant": Unavailable(("grpo", "dapo", "gspo"), "that policy loss"),
+    "advantage_estimator": Unavailable(("grpo",), _ESTIMATORS),
+    "gamma": Unavailable((1.0,), _ESTIMATORS),
+    "gae_lambda": Unavailable((1.0,), _ESTIMATORS),
+    "kl_type": Unavailable(("k3",), _KL),
+    "unbiased_kl_estimate": _off(_KL),
+    "mini_batch_shuffle": _off("shuffling before each pass over a batch"),
+    "mini_batch_shuffle_seed": _unset("shuffling before each pass over a batch"),
+    "domain_column_name": Unavailable(("",), "shares of prompts by domain"),
+    "domain_shares": Unavailable(({},), "shares of prompts by domain"),
+    "dataset.image_column_name": Unavailable(("",), "prompts with images"),
+    "dataset.custom_class": Unavailable(("",), "dataset classes of your own"),
     "enable_dataset_cache": _off("a cache of processed rows"),
     "dataloader_num_workers": Unavailable((0,), "data preparation in several processes"),
     "dataloader_prefetch_factor": _unset("data preparation in several processes"),
@@ -84,8 +121,32 @@ _TRAIN_POLICY = {
     "min_filter_prefix_tokens": _unset("the filter of shared prefixes"),
 }
 
+_SCHEDULES = "learning-rate schedules beyond linear, cosine, sqrt and wsd with a cosine"
+_WRAPPING = "a choice of what FSDP shards"
+_RECOMPUTE = "a choice of what is recomputed"
+_CONTENTS = "a choice of what a checkpoint holds"
+
 _TRAIN = {
     "optm_name": Unavailable(("AdamW",), "an optimizer other than AdamW"),
+    "optm_weight_decay_ramp": Unavailable(("constant",), "a weight decay that changes"),
+    "optm_weight_decay_start": _unset("a weight decay that changes"),
+    "optm_decay_type": Unavailable(
+        (None, "none", "linear", "cosine", "sqrt", "wsd"), "the inverse square root schedule"
+    ),
+    "optm_decay_steps": _unset(_SCHEDULES),
+    "optm_num_cycles": Unavailable((0.5,), _SCHEDULES),
+    "optm_wsd_decay_type": Unavailable(("cosine",), _SCHEDULES),
+    "fsdp_gradient_offload": _off("gradient offload"),
+    "optimizer_offload": _off("optimizer offload"),
+    "fsdp_wrap_layers": Unavailable(([],), _WRAPPING),
+    "fsdp_wrap_min_params": Unavailable((0,), _WRAPPING),
+    "overlap_grad_reduce": Unavailable((True,), "gradient reduction after backward"),
+    "recompute_granularity": Unavailable(("full",), _RECOMPUTE),
+    "recompute_moe_layers": _off(_RECOMPUTE),
+    "ckpt.save_contents": Unavailable((["model", "optimizer", "extra"],), _CONTENTS),
+    "ckpt.load_contents": _unset(_CONTENTS),
+    "ckpt.load_schedule": Unavailable((True,), "a schedule that differs from the checkpoint's"),
+    "ckpt.delete_after_load": _off("deleting a checkpoint that was resumed from"),
     "master_dtype": Unavailable(("float32", "bfloat16"), "loss scaling, which float16 needs"),
     "param_dtype": Unavailable(("bfloat16", "float32"), "loss scaling, which float16 needs"),
     "fsdp_offload": _off("parameter offload"),
@@ -138,6 +199,11 @@ UNAVAILABLE: dict[str, Unavailable] = {
     "policy.parallelism.n_init_replicas": Unavailable((1,), "several policy replicas"),
     "policy.parallelism.tp_size": Unavailable((1,), "tensor parallelism of a policy replica"),
     **_mesh("policy", _DIMENSIONS, _always),
+    "policy.override_config": Unavailable(({},), "changes to a model's own configuration"),
+    "policy.freeze_moe_router": _off("options of mixtures of experts"),
+    "policy.moe_token_dispatcher": Unavailable(("alltoall",), "options of mixtures of experts"),
+    "policy.moe_grouped_gemm": _off("options of mixtures of experts"),
+    "policy.moe_shared_expert_overlap": _off("options of mixtures of experts"),
     "policy.lora": _unset("LoRA"),
     "policy.trainable_map": _unset("training of chosen parameters"),
     "policy.enable_liger_kernel": _off("Liger kernels"),
@@ -149,10 +215,32 @@ UNAVAILABLE: dict[str, Unavailable] = {
     "rollout.vllm_use_flashinfer": _off("flashinfer"),
     "rollout.sampling_config.use_flashinfer": _off("flashinfer"),
     **{f"rollout.multi_turn_config.{key}": row for key, row in _MULTI_TURN.items()},
+    "rollout.engine_class": Unavailable(("",), "inference engines of your own"),
+    "rollout.custom_server": Unavailable(("",), "generation servers of your own"),
     "validation.enable": Unavailable((False,), "validation of supervised training", _is_sft),
+    "validation.dataset.image_column_name": Unavailable(("",), "prompts with images"),
+    "validation.dataset.custom_class": Unavailable(("",), "dataset classes of your own"),
+    "controller.on_stale": Unavailable(("wait", "drop"), "masking of tokens that are too old"),
+    "placement.nodes": Unavailable((1,), "jobs on several machines"),
+    "placement.share": Unavailable(("none", "memory"), "sharing a GPU in turns"),
+    "placement.reference": Unavailable(([],), _KL),
+    "placement.critic": Unavailable(([],), "a critic"),
+    "placement.reward_model": Unavailable(([],), "a reward model"),
+    "weight_sync.transport": Unavailable(("store",), "weights sent from GPU to GPU"),
+    "weight_sync.encoding": Unavailable(("full",), "weight deltas"),
+    "weight_sync.anchor_interval": Unavailable((20,), "weight deltas"),
     "logging.logger": Unavailable((["console"], []), "a tracker other than the console"),
+    "logging.log_validation_samples": Unavailable((0,), "a tracker other than the console"),
     **{f"profiler.{key}": row for key, row in _PROFILER.items()},
     "weight_sync.update_mode": Unavailable(("recompute",), "updates that keep the KV cache"),
+    **_whole("train.train_policy.kl_in_reward", KlInRewardConfig, _KL),
+    **_whole("train.train_policy.rollout_correction", RolloutCorrectionConfig, _CORRECTION),
+    **_whole("train.train_policy.old_log_prob", LogProbPassConfig, "a pass for the old policy's log-probs"),
+    **_whole("reference", ReferenceConfig, _KL),
+    **_whole("critic", CriticConfig, "a critic"),
+    **_whole("reward_model", RewardModelConfig, "a reward model"),
+    **_whole("evaluation", EvaluationConfig, "scoring of answers from a file"),
+    **_whole("autoscale", AutoscaleConfig, "autoscaling"),
 }
 
 

@@ -13,6 +13,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 NonEmptyStr = Annotated[str, Field(min_length=1)]
+CustomCode = Annotated[str, Field(pattern=r"^[^:]+\.py:[A-Za-z_]\w*$")]
+"""The user's own code: `path/to/file.py:name`, relative to the current directory."""
 UnitFloat = Annotated[float, Field(ge=0.0, le=1.0)]
 BetaFloat = Annotated[float, Field(ge=0.0, lt=1.0)]
 RewardSpec = str | list[str] | dict[str, float]

@@ -39,10 +39,10 @@ class ControllerConfig(Section):
         description="Groups in the making per group needed, for dynamic sampling; more only within the "
         "staleness bound.",
     )
-    on_stale: Literal["wait", "drop"] = Field(
+    on_stale: Literal["wait", "drop", "mask_tokens"] = Field(
         default="wait",
-        description="When a step waits for groups that are due: `wait` for them, or `drop` them after "
-        "straggler_timeout.",
+        description="When a step waits for groups that are due: `wait` for them, `drop` them after "
+        "straggler_timeout, or train what is there and mask the tokens that are too old.",
     )
     straggler_timeout: float | None = Field(
         default=None,

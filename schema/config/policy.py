@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from schema.config.base import NonEmptyStr, Section, SizeOrAll, UnitFloat
+from schema.config.model_keys import CheckpointingKeys, ModelKeys
 
 
 class ParallelismConfig(Section):
@@ -30,6 +31,13 @@ class ParallelismConfig(Section):
     )
     dp_replicate_size: int = Field(
         default=1, ge=1, description="Copies of the sharded model inside one replica (HSDP)."
+    )
+    virtual_pp_size: int = Field(
+        default=1, ge=1, description="Pipeline stages that each rank holds (interleaved schedule)."
+    )
+    sequence_parallel: bool = Field(
+        default=False,
+        description="Whether tensor parallelism also splits norms and dropout along the sequence.",
     )
 
 
@@ -64,7 +72,7 @@ class LoraConfig(Section):
     )
 
 
-class PolicyConfig(Section):
+class PolicyConfig(CheckpointingKeys, ModelKeys):
     """`[policy]`: the model that is trained and how one replica is sharded."""
 
     parallelism: ParallelismConfig = Field(
@@ -75,15 +83,11 @@ class PolicyConfig(Section):
         description="Model: a local directory (relative to the current directory) or a Hugging Face model "
         "name.",
     )
-    model_revision: str | None = Field(default=None, description="Revision of a model on the hub.")
     model_max_length: int = Field(
         default=4096,
         ge=2,
         description="Longest training sequence in tokens (prompt and response). Longer samples are dropped "
         "as `overlong` and counted, never cut.",
-    )
-    model_gradient_checkpointing: bool = Field(
-        default=True, description="Whether activations are recomputed in backward to save memory."
     )
     lora: LoraConfig | None = Field(
         default=None, description="Low-rank adapters. Unset: all weights are trained."
@@ -93,4 +97,13 @@ class PolicyConfig(Section):
     )
     enable_liger_kernel: bool = Field(
         default=False, description="Whether Liger kernels replace the model's own."
+    )
+    moe_token_dispatcher: Literal["allgather", "alltoall"] = Field(
+        default="alltoall", description="How tokens reach the experts of other ranks."
+    )
+    moe_grouped_gemm: bool = Field(
+        default=False, description="Whether the experts of a rank run as one grouped matrix product."
+    )
+    moe_shared_expert_overlap: bool = Field(
+        default=False, description="Whether the shared expert computes while tokens travel to the others."
     )

@@ -8,7 +8,22 @@ from pydantic import Field
 
 from schema.config.base import Section
 
-BUILTIN_REWARDS = ("boxed_math", "format", "gsm8k", "single_choice")
+BUILTIN_REWARDS = ("boxed_math", "by_source", "format", "gsm8k", "single_choice")
+
+SOURCE_SCORERS = {
+    "openai/gsm8k": "gsm8k",
+    "gsm8k": "gsm8k",
+    "lighteval/MATH": "boxed_math",
+    "DigitalLearningGmbH/MATH-lighteval": "boxed_math",
+    "HuggingFaceH4/MATH-500": "boxed_math",
+    "HuggingFaceH4/aime_2024": "boxed_math",
+    "math_dapo": "boxed_math",
+    "agentica-org/DeepScaleR-Preview-Dataset": "boxed_math",
+    "cais/mmlu": "single_choice",
+    "allenai/ai2_arc": "single_choice",
+    "synthetic:addition": "boxed_math",
+}
+"""`by_source`: the built-in reward function for the rows of each known data source."""
 
 
 class RewardConfig(Section):
@@ -22,4 +37,10 @@ class RewardConfig(Section):
         default="retry",
         description="When a reward fails or takes too long: `retry` the group (up to "
         "controller.max_attempts), `mask` the sample, or `drop` the group. Never a reward of 0.",
+    )
+    prompt_forms: list[Literal["raw_prompt_ids", "full_prompt"]] = Field(
+        default=[],
+        description="What rewards get of the prompt beside the row: its token ids without the chat template "
+        '(`row["raw_prompt_ids"]`), its text with it (`row["full_prompt"]`). The raw chat is always '
+        '`row["prompt"]`.',
     )

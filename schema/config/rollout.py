@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from schema.config.base import FreeTable, Section, SizeOrAll, UnitFloat
+from schema.config.base import CustomCode, FreeTable, Section, SizeOrAll, UnitFloat
 from schema.config.policy import ParallelismConfig
 
 
@@ -141,4 +141,10 @@ class RolloutConfig(Section):
         ge=1,
         description="Samples in flight in one replica: how far it leases ahead, and how many the "
         "transformers engine decodes at once.",
+    )
+    engine_class: CustomCode | Literal[""] = Field(
+        default="", description='Your own engine in place of `backend`: "path/to/file.py:Class".'
+    )
+    custom_server: CustomCode | Literal[""] = Field(
+        default="", description='Your own generation server (agents): "path/to/file.py:Class".'
     )

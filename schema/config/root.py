@@ -1,10 +1,11 @@
 """The whole configuration of a job, and the values that follow from several sections.
 
-Config ─┬─ train ── train_policy (grpo | sft) ── dataset, overlong_reward
+Config ─┬─ train ── train_policy (grpo | sft) ── dataset, overlong_reward, kl_in_reward, rollout_correction
         │         └ ckpt, fp8, fp4
-        ├─ policy ─ parallelism, lora          ├─ controller, redis, weight_sync, launcher
+        ├─ policy ─ parallelism, lora          ├─ reference, critic, reward_model
         ├─ rollout ─ parallelism, sampling_config, multi_turn_config
-        ├─ validation, reward                  └─ logging, profiler, custom
+        ├─ validation, evaluation, reward      ├─ controller, redis, weight_sync
+        ├─ placement, autoscale, launcher      └─ logging, profiler, custom
 """
 
 from __future__ import annotations
@@ -13,15 +14,21 @@ from typing import Any
 
 from pydantic import Field
 
+from schema.config.autoscale import AutoscaleConfig
 from schema.config.base import Section
 from schema.config.controller import ControllerConfig
+from schema.config.critic import CriticConfig
 from schema.config.custom import CustomConfig
+from schema.config.evaluation import EvaluationConfig
 from schema.config.launcher import LauncherConfig
 from schema.config.logging import LoggingConfig
+from schema.config.placement import PlacementConfig
 from schema.config.policy import PolicyConfig
 from schema.config.profiler import ProfilerConfig
 from schema.config.redis import RedisConfig
+from schema.config.reference import ReferenceConfig
 from schema.config.reward import RewardConfig
+from schema.config.reward_model import RewardModelConfig
 from schema.config.rollout import RolloutConfig
 from schema.config.tomlwrite import dumps
 from schema.config.train import TrainingConfig
@@ -38,8 +45,18 @@ class Config(Section):
     train: TrainingConfig = Field(default_factory=TrainingConfig, description="Training.")
     policy: PolicyConfig = Field(default_factory=PolicyConfig, description="The model that is trained.")
     rollout: RolloutConfig = Field(default_factory=RolloutConfig, description="Generation of answers.")
+    reference: ReferenceConfig = Field(
+        default_factory=ReferenceConfig, description="The frozen model of the KL terms."
+    )
+    critic: CriticConfig = Field(default_factory=CriticConfig, description="The value model.")
+    reward_model: RewardModelConfig = Field(
+        default_factory=RewardModelConfig, description="A model that scores answers."
+    )
     validation: ValidationConfig = Field(
         default_factory=ValidationConfig, description="Scoring on held-out data."
+    )
+    evaluation: EvaluationConfig = Field(
+        default_factory=EvaluationConfig, description="Scoring answers that a file already holds."
     )
     reward: RewardConfig = Field(default_factory=RewardConfig, description="How reward functions run.")
     controller: ControllerConfig = Field(default_factory=ControllerConfig, description="The controller.")
@@ -47,6 +64,12 @@ class Config(Section):
         default_factory=RedisConfig, description="The store of the controller's state."
     )
     weight_sync: WeightSyncConfig = Field(default_factory=WeightSyncConfig, description="How weights travel.")
+    placement: PlacementConfig = Field(
+        default_factory=PlacementConfig, description="Which devices each role gets."
+    )
+    autoscale: AutoscaleConfig = Field(
+        default_factory=AutoscaleConfig, description="How many rollout replicas there are."
+    )
     launcher: LauncherConfig = Field(default_factory=LauncherConfig, description="How processes are run.")
     logging: LoggingConfig = Field(default_factory=LoggingConfig, description="Where metrics go.")
     profiler: ProfilerConfig = Field(default_factory=ProfilerConfig, description="Traces of the trainer.")

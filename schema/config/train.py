@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field
 
-from schema.config.base import BetaFloat, Dtype, NonEmptyStr, Section, SizeOrAll, UnitFloat
+from schema.config.base import Dtype, NonEmptyStr, Section, SizeOrAll
+from schema.config.optimizer import OptimizerKeys, PrecisionKeys
 from schema.config.train_policy import GrpoConfig, TrainPolicy
 
-OptimizerImpl = Literal["fused", "foreach", "for-loop"]
-LearningRate = Annotated[float, Field(ge=0.0)]
+Content = Literal["model", "optimizer", "extra"]
 
 
 class CheckpointConfig(Section):
@@ -31,6 +31,24 @@ class CheckpointConfig(Section):
         default=True,
         description="Whether each checkpoint carries a safetensors export (with config and tokenizer) that "
         "transformers loads.",
+    )
+    save_contents: list[Content] = Field(
+        default=["model", "optimizer", "extra"],
+        min_length=1,
+        description="What a checkpoint holds: weights, optimizer state, and `extra` (schedule, random states, "
+        "position in the data). The export for transformers is export_safetensors.",
+    )
+    load_contents: list[Content | Literal["hf_model"]] | None = Field(
+        default=None,
+        description="What is read on resume; `hf_model` takes the weights from the export. Unset: all that was "
+        "saved.",
+    )
+    load_schedule: bool = Field(
+        default=True,
+        description="On resume: whether the learning-rate schedule is the checkpoint's (true) or the config's.",
+    )
+    delete_after_load: bool = Field(
+        default=False, description="Whether a local checkpoint is deleted once it has been resumed from."
     )
     upload_hf: bool = Field(
         default=False, description="Whether the export is uploaded to the Hugging Face hub."
@@ -67,60 +85,12 @@ class FP4Config(Section):
     )
 
 
-class TrainingConfig(Section):
+class TrainingConfig(PrecisionKeys, OptimizerKeys):
     """`[train]`: optimizer, precision, checkpoints and length of the run."""
 
     train_policy: TrainPolicy = Field(default_factory=GrpoConfig, description="The algorithm and its data.")
-    optm_name: Literal["AdamW", "Adam", "Muon"] = Field(default="AdamW", description="Optimizer.")
-    optm_lr: LearningRate | list[LearningRate] = Field(
-        default=1e-6, description="Peak learning rate; a list gives one for each optimizer."
-    )
-    optm_impl: OptimizerImpl | list[OptimizerImpl] = Field(
-        default="fused", description="Implementation of the optimizer; a list gives one for each optimizer."
-    )
-    optm_weight_decay: float = Field(default=0.01, ge=0.0, description="Decoupled weight decay.")
-    optm_betas: list[BetaFloat] = Field(
-        default=[0.9, 0.999], min_length=2, max_length=2, description="Betas of Adam: two numbers in [0, 1)."
-    )
-    optm_warmup_steps: int | float = Field(
-        default=20,
-        ge=0,
-        description="Linear warm-up: an integer is a number of steps, a float in [0.0, 1.0] a share of all "
-        "steps.",
-    )
-    optm_warmup_start_factor: UnitFloat = Field(
-        default=0.0, description="The learning rate of warm-up starts at this share of optm_lr."
-    )
-    optm_decay_ratio: UnitFloat | None = Field(
-        default=None,
-        description="Share of all steps, at the end, over which the rate decays. Unset or 0: no decay.",
-    )
-    optm_decay_type: Literal["linear", "cosine", "sqrt", "none", "wsd"] | None = Field(
-        default=None, description="Shape of the decay; `wsd`: stable, then cosine. Unset or `none`: constant."
-    )
-    optm_min_lr_factor: UnitFloat = Field(
-        default=0.0, description="The rate decays to this share of optm_lr and stays there."
-    )
-    optm_grad_norm_clip: float = Field(
-        default=1.0, ge=0.0, description="Gradients are scaled down to this global norm; 0: no clipping."
-    )
-    epsilon: float = Field(default=1e-6, gt=0.0, description="Epsilon of the optimizer.")
-    master_dtype: Dtype = Field(
-        default="float32",
-        description="Type of the master weights that the optimizer updates. bfloat16 loses small updates.",
-    )
-    param_dtype: Dtype = Field(
-        default="bfloat16",
-        description="Type of parameters in forward and backward; outside they are in master_dtype.",
-    )
     transfer_dtype: Dtype | None = Field(
         default=None, description="Type of the weights sent from policy to rollout. Unset: param_dtype."
-    )
-    fsdp_reduce_dtype: Dtype = Field(default="float32", description="Type in which gradients are reduced.")
-    fsdp_offload: bool = Field(default=False, description="Whether FSDP keeps parameters in host memory.")
-    fsdp_reshard_after_forward: Literal["default", "always", "never"] = Field(
-        default="default",
-        description="Whether parameters are sharded again after forward: `default` does so unless pipelined.",
     )
     train_batch_per_replica: int = Field(
         default=16,
@@ -149,16 +119,12 @@ class TrainingConfig(Section):
     async_tp_enabled: bool = Field(
         default=False, description="Whether tensor parallelism overlaps its communication."
     )
-    compile: bool = Field(default=True, description="Whether the model is compiled with torch.compile.")
     sync_weight_interval: int = Field(
         default=1,
         ge=1,
         description="Weights are published every so many steps. Needs allowed_outdated_steps >= this - 1.",
     )
     deterministic: bool = Field(default=False, description="Deterministic kernels and a fixed seed; slower.")
-    activation_offload: bool = Field(
-        default=False, description="Whether activations are kept in host memory."
-    )
     fa_version: int | None = Field(
         default=None, ge=2, le=4, description="FlashAttention version. Unset: the default."
     )
@@ -188,13 +154,3 @@ class TrainingConfig(Section):
     def effective_transfer_dtype(self) -> Dtype:
         """The type in which weights are published."""
         return self.transfer_dtype or self.param_dtype
-
-    @property
-    def learning_rate(self) -> float:
-        """The peak learning rate of the one optimizer."""
-        return self.optm_lr[0] if isinstance(self.optm_lr, list) else self.optm_lr
-
-    @property
-    def optimizer_impl(self) -> OptimizerImpl:
-        """The implementation of the one optimizer."""
-        return self.optm_impl[0] if isinstance(self.optm_impl, list) else self.optm_impl

@@ -6,7 +6,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from schema.config.base import FreeTable, NonEmptyStr, RewardSpec, Section, reward_weights
+from schema.config.base import (
+    CustomCode,
+    FreeTable,
+    NonEmptyStr,
+    RewardSpec,
+    Section,
+    UnitFloat,
+    reward_weights,
+)
 
 
 class DatasetConfig(Section):
@@ -17,6 +25,11 @@ class DatasetConfig(Section):
         description="Dataset: a local parquet, jsonl or json file, a directory of such files, "
         "`synthetic:addition` for the built-in generator, or a Hugging Face dataset name. A relative path "
         "is relative to the current directory. Empty: no dataset.",
+    )
+    files: list[str] = Field(
+        default=[],
+        description="Local data files read one after the other, in place of `name`; relative paths are relative "
+        "to the current directory.",
     )
     subset: str | None = Field(
         default="", description="Subset (configuration) of a Hugging Face dataset, if any."
@@ -34,6 +47,20 @@ class DatasetConfig(Section):
         ge=0,
         description="Rows held out for validation: a float in [0.0, 1.0] is a share of the dataset, an "
         "integer a number of rows. Unset: nothing is held out.",
+    )
+    max_prompt_length: int | None = Field(
+        default=None,
+        ge=1,
+        description="Longest prompt in tokens, chat template included. Unset: what the longest answer leaves.",
+    )
+    overlong_prompts: Literal["drop", "error", "left", "right"] = Field(
+        default="drop",
+        description="Prompts that are too long: `drop` leaves them out and counts them, `error` refuses the "
+        "dataset, `left` and `right` cut tokens on that side.",
+    )
+    image_column_name: str = Field(default="", description="Column of the images of a prompt. Empty: none.")
+    custom_class: CustomCode | Literal[""] = Field(
+        default="", description='Your own dataset: "path/to/file.py:Class". Empty: none.'
     )
     options: FreeTable = Field(
         default={},
@@ -75,6 +102,58 @@ class OverlongRewardConfig(Section):
     )
 
 
+KlEstimator = Literal["k1", "abs", "k2", "k3", "full"]
+
+
+class KlInRewardConfig(Section):
+    """`[train.train_policy.kl_in_reward]`: the KL to the reference model as a part of the reward."""
+
+    beta: float = Field(
+        default=0.0, ge=0.0, description="Coefficient (the first one, if adaptive); 0: no KL in the reward."
+    )
+    type: KlEstimator = Field(default="k1", description="How the KL of a token is estimated; see kl_type.")
+    controller: Literal["fixed", "adaptive"] = Field(
+        default="fixed", description="Whether the coefficient stays, or follows the measured KL to `target`."
+    )
+    target: float = Field(default=0.1, gt=0.0, description="Adaptive: the KL that is aimed at.")
+    horizon: int = Field(
+        default=10000, ge=1, description="Adaptive: samples over which the coefficient adapts."
+    )
+
+
+class RolloutCorrectionConfig(Section):
+    """`[train.train_policy.rollout_correction]`: what engine and trainer disagree about, corrected."""
+
+    weights: Literal["none", "token", "sequence"] = Field(
+        default="none",
+        description="Importance weights between the trainer's old policy and the engine's, per token or per "
+        "sequence.",
+    )
+    cap: float = Field(default=2.0, gt=0.0, description="Weights are truncated at this value.")
+    reject: Literal["none", "token", "sequence", "geometric"] = Field(
+        default="none",
+        description="What is left out of the loss when its ratio is out of bounds: single tokens, or sequences by "
+        "their product or geometric mean.",
+    )
+    reject_below: float | None = Field(
+        default=None, gt=0.0, description="Lower bound of the ratio. Unset: none."
+    )
+    reject_above: float | None = Field(
+        default=None, gt=0.0, description="Upper bound of the ratio. Unset: none."
+    )
+
+
+class LogProbPassConfig(Section):
+    """`[train.train_policy.old_log_prob]`: the trainer's own pass for the log-probs of the old policy."""
+
+    mini_batch: int | None = Field(
+        default=None, ge=1, description="Samples per micro-batch of the pass. Unset: as in training."
+    )
+    max_token_len_per_mini_batch: int | None = Field(
+        default=None, ge=1, description="Hard cap on the tokens of a micro-batch. Unset: as in training."
+    )
+
+
 class _DataloaderConfig(Section):
     """Keys that every algorithm shares."""
 
@@ -112,11 +191,32 @@ class GrpoConfig(_DataloaderConfig):
     type: Literal["grpo"] = Field(
         default="grpo", description="The algorithm: reinforcement learning on groups."
     )
-    variant: Literal["grpo", "dapo", "gspo"] = Field(
+    variant: Literal["grpo", "dapo", "gspo", "cispo", "reinforce"] | CustomCode = Field(
         default="grpo",
         description="Policy loss: `grpo` and `dapo` clip per token, `gspo` clips the ratio of the whole "
-        "sequence.",
+        "sequence, `cispo` clips the weight and keeps every gradient, `reinforce` has no ratio. Your own: "
+        '"path/to/file.py:function".',
     )
+    advantage_estimator: (
+        Literal[
+            "grpo",
+            "rloo",
+            "reinforce_plus_plus",
+            "reinforce_plus_plus_baseline",
+            "opo",
+            "remax",
+            "gpg",
+            "pass_at_k",
+            "gae",
+        ]
+        | CustomCode
+    ) = Field(
+        default="grpo",
+        description="How rewards become advantages. `gae` needs the critic. Your own: "
+        '"path/to/file.py:function".',
+    )
+    gamma: UnitFloat = Field(default=1.0, description="Discount of later rewards (gae, reinforce_plus_plus).")
+    gae_lambda: UnitFloat = Field(default=1.0, description="gae: trade-off between bias and variance.")
     dataloader_batch_size: int | None = Field(
         default=1, ge=1, description="Prompts that the controller's data loader prepares per iteration."
     )
@@ -127,8 +227,19 @@ class GrpoConfig(_DataloaderConfig):
     reward_function: RewardSpec = Field(
         default={"single_choice": 1.0},
         description="Reward functions: a name, a list of names, or a table name = weight. Built in: "
-        'single_choice, boxed_math, gsm8k, format. Your own: "path/to/file.py:function" (relative to the '
-        "current directory).",
+        "single_choice, boxed_math, gsm8k, format, and by_source (chosen by the row's data source). Your own: "
+        '"path/to/file.py:function" (relative to the current directory).',
+    )
+    data_source_column_name: NonEmptyStr = Field(
+        default="data_source",
+        description="Column that names a row's source, for the reward function by_source.",
+    )
+    domain_column_name: str = Field(
+        default="", description="Column that names a row's domain, for domain_shares. Empty: none."
+    )
+    domain_shares: dict[str, float] = Field(
+        default={},
+        description="Share of each domain among the prompts: domain = share. Empty: as in the data.",
     )
     filter_reward_metric: str | list[str] = Field(
         default=[],
@@ -184,6 +295,24 @@ class GrpoConfig(_DataloaderConfig):
         ge=0.0,
         description="Coefficient of the KL term against the reference model; 0: no reference model.",
     )
+    kl_type: KlEstimator = Field(
+        default="k3",
+        description="How the KL to the reference is estimated in the loss: k1, abs, k2 (mse), k3 (low variance), "
+        "or full (over the whole vocabulary).",
+    )
+    unbiased_kl_estimate: bool = Field(
+        default=False, description="Whether the KL term is weighted by the importance ratio."
+    )
+    kl_in_reward: KlInRewardConfig = Field(
+        default_factory=KlInRewardConfig, description="The KL to the reference model inside the reward."
+    )
+    rollout_correction: RolloutCorrectionConfig = Field(
+        default_factory=RolloutCorrectionConfig,
+        description="Correction of the mismatch between inference engine and trainer.",
+    )
+    old_log_prob: LogProbPassConfig = Field(
+        default_factory=LogProbPassConfig, description="Budget of the pass for the old policy's log-probs."
+    )
     aipo_rho: float | None = Field(
         default=None,
         gt=0.0,
@@ -196,6 +325,12 @@ class GrpoConfig(_DataloaderConfig):
         ge=1,
         description="Samples per optimizer step: the batch of a training step is cut into pieces of this "
         "size, one optimizer step each. Unset: one optimizer step for the whole batch.",
+    )
+    mini_batch_shuffle: bool = Field(
+        default=False, description="Whether samples are shuffled (seeded) before each pass of mu_iterations."
+    )
+    mini_batch_shuffle_seed: int | None = Field(
+        default=None, ge=0, lt=2**32, description="Seed of that shuffle. Unset: the seed of the job."
     )
     entropy_coeff: float = Field(default=0.0, description="Coefficient of the entropy bonus (with gradient).")
     allowed_outdated_steps: int = Field(
@@ -278,6 +413,13 @@ class SFTDataConfig(_DataloaderConfig):
     conversation_column_name: NonEmptyStr = Field(
         default="conversations",
         description="Column of the conversation: a list of {role, content} or its JSON text.",
+    )
+    prompt_column_name: str = Field(
+        default="",
+        description="Column of the question, in place of a conversation; with response_column_name.",
+    )
+    response_column_name: str = Field(
+        default="", description="Column of the answer to learn, in place of a conversation."
     )
     system_prompt: str = Field(
         default="", description="System prompt put before each conversation. Empty: none."

@@ -12,8 +12,19 @@ from schema.config.base import Section
 class WeightSyncConfig(Section):
     """`[weight_sync]`: how weight versions travel."""
 
-    transport: Literal["store"] = Field(
-        default="store", description="How weights travel: `store`, through a directory that all replicas see."
+    transport: Literal["store", "collective"] = Field(
+        default="store",
+        description="How weights travel: `store`, through a directory that all replicas see; `collective`, from "
+        "GPU to GPU.",
+    )
+    encoding: Literal["full", "delta"] = Field(
+        default="full",
+        description="What a publication holds: `full`, all weights; `delta`, what changed, bit for bit.",
+    )
+    anchor_interval: int = Field(
+        default=20,
+        ge=1,
+        description="With `delta`: every so many publications are full, for replicas that join.",
     )
     store: str = Field(
         default="",

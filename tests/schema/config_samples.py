@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
-from typing import Any
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+
+from schema.config import Config
+from schema.config.explain import annotation_of
 
 GRPO: dict[str, Any] = {
     "train": {
@@ -44,3 +50,50 @@ def write(data: dict[str, Any], path: list[str] | tuple[str, ...], value: Any) -
     for part in path[:-1]:
         data = data.setdefault(part, {})
     data[path[-1]] = value
+
+
+def other_value(key: str, known: Sequence[Any]) -> Any:
+    """A value that the schema accepts for a key and that is none of the known ones."""
+    for value in _candidates(annotation_of(tuple(key.split(".")))):
+        if any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in known):
+            continue
+        try:
+            Config.model_validate(nested(key, value))
+        except ValidationError:
+            continue
+        return value
+    raise AssertionError(f"no other value is known for {key}")
+
+
+def nested(key: str, value: Any) -> dict[str, Any]:
+    """One key as a mapping; `train.train_policy` with the tag that knows it."""
+    data: dict[str, Any] = {}
+    write(data, key.split("."), value)
+    return data
+
+
+def _candidates(annotation: Any) -> Iterator[Any]:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        yield from _candidates(arguments[0])
+    elif origin is Literal:
+        yield from arguments
+    elif origin is list:
+        for item in _candidates(arguments[0]):
+            yield [item]
+            yield [item, item]
+    elif origin is dict:
+        for item in _candidates(arguments[1]) if arguments else [1]:
+            yield {"name": item}
+    elif arguments:
+        for part in arguments:
+            yield from _candidates(part)
+    elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield {}
+    else:
+        yield from {
+            bool: (True, False),
+            int: (1, 2, 7),
+            float: (0.5, 0.25, 2.0),
+            str: ("other", "x.py:f"),
+        }.get(annotation, (1,))

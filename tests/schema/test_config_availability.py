@@ -9,7 +9,7 @@ import pytest
 
 from schema.config import UNAVAILABLE, Config, check_available
 from schema.config.explain import all_fields
-from tests.schema.config_samples import GRPO, SFT, write
+from tests.schema.config_samples import GRPO, SFT, other_value, write
 
 # Defaults that a bare machine cannot honour: refused until the user writes what fits.
 DEFAULTS_REFUSED = {
@@ -50,10 +50,7 @@ EXAMPLES: dict[str, Any] = {
 
 def example(key: str) -> Any:
     """A value that is not neutral."""
-    neutral = UNAVAILABLE[key].neutral[0]
-    if key in EXAMPLES:
-        return EXAMPLES[key]
-    return (not neutral) if isinstance(neutral, bool) else neutral + 2
+    return EXAMPLES[key] if key in EXAMPLES else other_value(key, UNAVAILABLE[key].neutral)
 
 
 def config_with(key: str, value: Any) -> Config:
