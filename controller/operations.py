@@ -71,6 +71,7 @@ class Operations:
         return m.JobStatus(
             job_id=job.job_id,
             name=job.config.logging.experiment_name or job.run_dir.name,
+            project=job.config.logging.project_name,
             mode="grpo" if job.config.is_grpo else "sft",
             phase=job.phase,
             step=progress.committed,

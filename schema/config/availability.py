@@ -119,6 +119,7 @@ _TRAIN_POLICY = {
     "use_decoupled_loss": _off("the decoupled loss"),
     "behav_imp_weight_cap": _unset("the decoupled loss"),
     "min_filter_prefix_tokens": _unset("the filter of shared prefixes"),
+    "max_retry_for_on_policy": Unavailable((10, 0, -1), "a limit on the refills of dynamic sampling"),
 }
 
 _SCHEDULES = "learning-rate schedules beyond linear, cosine, sqrt and wsd with a cosine"
@@ -152,6 +153,7 @@ _TRAIN = {
     "fsdp_offload": _off("parameter offload"),
     "activation_offload": _off("activation offload"),
     "async_tp_enabled": _off("asynchronous tensor parallelism"),
+    "local_dataset": Unavailable((True, None), "a choice of who reads the rows (they come with each lease)"),
     "compile": _off("torch.compile"),
     "fa_version": _unset("a choice of the FlashAttention version"),
     "fp8.enable_fp8": _off("fp8 training"),
@@ -229,7 +231,7 @@ UNAVAILABLE: dict[str, Unavailable] = {
     "weight_sync.transport": Unavailable(("store",), "weights sent from GPU to GPU"),
     "weight_sync.encoding": Unavailable(("full",), "weight deltas"),
     "weight_sync.anchor_interval": Unavailable((20,), "weight deltas"),
-    "logging.logger": Unavailable((["console"], []), "a tracker other than the console"),
+    "logging.logger": Unavailable((["console"],), "a tracker other than the console"),
     "logging.log_validation_samples": Unavailable((0,), "a tracker other than the console"),
     **{f"profiler.{key}": row for key, row in _PROFILER.items()},
     "weight_sync.update_mode": Unavailable(("recompute",), "updates that keep the KV cache"),

@@ -332,6 +332,7 @@ class LedgerStatus(Message):
 class JobStatus(Message):
     job_id: str
     name: str
+    project: str = Field(default="", description="`logging.project_name`: what runs are grouped by.")
     mode: Literal["grpo", "sft"]
     phase: Phase
     step: int
