@@ -21,13 +21,14 @@ def _table(path: tuple[str, ...], table: Mapping[str, Any]) -> list[str]:
     lines: list[str] = []
     if path and (plain or not tables):
         lines += ["", f"[{format_key(path)}]"]
-    lines += [f"{format_key((key,))} = {_value(value)}" for key, value in plain.items()]
+    lines += [f"{format_key((key,))} = {toml_value(value)}" for key, value in plain.items()]
     for key, value in tables.items():
         lines += _table((*path, key), value)
     return lines
 
 
-def _value(value: Any) -> str:
+def toml_value(value: Any) -> str:
+    """A value as TOML writes it on one line; None inside tables is left out."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, int | float):
@@ -35,8 +36,8 @@ def _value(value: Any) -> str:
     if isinstance(value, str):
         return quote(value)
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(_value(item) for item in value) + "]"
+        return "[" + ", ".join(toml_value(item) for item in value) + "]"
     if isinstance(value, Mapping):
-        items = (f"{format_key((key,))} = {_value(item)}" for key, item in value.items() if item is not None)
+        items = (f"{format_key((key,))} = {toml_value(item)}" for key, item in value.items() if item is not None)
         return "{ " + ", ".join(items) + " }" if value else "{}"
     raise TypeError(f"TOML has no {type(value).__name__}")

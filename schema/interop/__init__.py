@@ -1,0 +1,51 @@
+"""Configurations of other systems, read and turned into ours: verl, ROLL and cosmos-rl's own TOML.
+
+    conversion = convert(Path("ppo_trainer.yaml"))
+    text = to_toml(conversion)             # ours, with comments
+    print(to_report(conversion))           # what became of every key
+
+How it is built, from the bottom: `keys`, `yamlfile`, `interpolation`, `source` read a file; `model` says what
+a conversion is; `rows` is the language of the tables; `engine` applies them; `fallback` knows what only
+changes speed; `none` is the closed list of what has no counterpart; `write` makes text of it; `detect` and
+`registry` find the reader. A reader is a module with a `READER`: `verl`, `roll`, `cosmos`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from schema.interop.model import Conversion
+
+SYSTEMS = ("verl", "roll", "cosmos-rl")
+
+
+def convert(path: Path | str, system: str | None = None, env: Mapping[str, str] | None = None) -> Conversion:
+    """Convert a file. system: one of SYSTEMS, or None to find out. env: for `${oc.env:…}`; None: empty.
+
+    Raises ConfigError (`schema.config`) where the file cannot be read, is no configuration of a known
+    system, or refers to what is not there. Keys it cannot place are entries of the result, not errors.
+    """
+    from schema.interop.source import read_file
+
+    return convert_text(read_file(Path(path)), str(path), system, env)
+
+
+def convert_text(
+    text: str, name: str = "input", system: str | None = None, env: Mapping[str, str] | None = None
+) -> Conversion:
+    """Convert a text; `name` is what errors and comments call it, and its ending tells YAML from TOML."""
+    from schema.interop.detect import detect, kind_of
+    from schema.interop.engine import convert_source
+    from schema.interop.registry import reader, readers
+    from schema.interop.source import read_source
+
+    source = read_source(text, name)
+    if system is None:
+        chosen, kind = detect(source, readers())
+    else:
+        chosen = reader(system)
+        kind = kind_of(source, chosen)
+    return convert_source(source, chosen, kind, {} if env is None else env)

@@ -1,0 +1,37 @@
+"""Which system a file belongs to, and which of its files it is, by the keys that only that system has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from schema.config.problem import ConfigError, Problem
+from schema.interop.rows import Reader
+from schema.interop.source import Source
+
+
+def detect(source: Source, readers: Sequence[Reader]) -> tuple[Reader, str]:
+    """The reader and the kind of a file; raises ConfigError that lists what was looked for."""
+    found = [(reader, kind) for reader in readers if (kind := reader.detect(source)) is not None]
+    if len(found) == 1:
+        return found[0]
+    names = ", ".join(reader.system for reader in readers)
+    if found:
+        both = " and ".join(reader.title for reader, _ in found)
+        hint = f"say which: --from {' or --from '.join(reader.system for reader, _ in found)}"
+        raise ConfigError([Problem("", f"has keys of {both}", hint=hint, file=source.name)])
+    looked = "; ".join(f"{reader.title}: {', '.join(reader.signs)}" for reader in readers)
+    written = ", ".join(list(source.data)[:8]) or "none"
+    message = f"no configuration of {' or '.join(reader.title for reader in readers)} (its keys: {written})"
+    hint = f"looked for {looked}. If it is one, say which: --from {names}"
+    raise ConfigError([Problem("", message, hint=hint, file=source.name)])
+
+
+def kind_of(source: Source, reader: Reader) -> str:
+    """The kind of a file that is said to be of this system; raises ConfigError where nothing fits."""
+    kind = reader.detect(source)
+    if kind is None:
+        hint = f"looked for {', '.join(reader.signs)}"
+        raise ConfigError(
+            [Problem("", f"has no key of {reader.title}'s configurations", hint=hint, file=source.name)]
+        )
+    return kind

@@ -1,0 +1,287 @@
+"""From a file to a `Conversion`: detect, resolve, apply the rows, add their defaults, fall back.
+
+    text ─▶ Source ─detect─▶ Reader ─interpolate─▶ leaves ─rows─▶ entries ─┐
+                                        rows whose key is absent ─▶ additions ─┴▶ config ─fallback─▶ Conversion
+
+The order of precedence where several things write one key of ours: the file's first entry, then what the
+reader adds, then defaults. Two entries that want different values are a warning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from schema.config.explain import closest
+from schema.config.root import Config
+from schema.config.train_policy import SFTDataConfig
+from schema.interop.fallback import nearest
+from schema.interop.interpolation import resolve
+from schema.interop.keys import dotted, leaves, lookup, split_key, store
+from schema.interop.model import Addition, Conversion, Entry, Outcome, Target
+from schema.interop.none import reason_for
+from schema.interop.rows import (
+    ABSENT,
+    BadValue,
+    Leaf,
+    Reader,
+    Reading,
+    Result,
+    Row,
+    defaults_of,
+    implicit,
+    nothing,
+    shown,
+    unknown,
+)
+from schema.interop.source import Source
+
+
+def convert_source(source: Source, reader: Reader, kind: str, env: Mapping[str, str]) -> Conversion:
+    """Convert one file that is known to be of this system and kind.
+
+    Raises ConfigError where an interpolation cannot be resolved; whatever else is wrong with the file is in
+    the entries.
+    """
+    rows = reader.rows(kind)
+    if reader.interpolates:
+        data = resolve(source.data, source.lines, source.name, env, defaults_of(rows))
+        source = source.with_data(data)
+    reading = Reading(reader.system, reader.title, kind, source, rows)
+    found = [(path, dotted(path), value) for path, value in leaves(source.data)]
+    reading.values = {key: value for _, key, value in found}
+    entries = [
+        _entry(reading, reader, Leaf(key, value, line=source.line(path))) for path, key, value in found
+    ]
+    reader.finish(reading)
+    final, added, config = _assemble(reading, entries, _additions(reading, entries))
+    keys = tuple(key for _, key, _ in found)
+    conversion = Conversion(
+        reader.system, kind, source.name, keys, final, added, config, tuple(reading.warnings)
+    )
+    assert not conversion.missing_leaves
+    assert not conversion.repeated_leaves
+    return conversion
+
+
+# --- one entry ----------------------------------------------------------------------------------------------
+
+
+def _entry(reading: Reading, reader: Reader, leaf: Leaf) -> Entry:
+    result = _decide(reading, reader, leaf)
+    return Entry(leaf.key, leaf.value, result.outcome, result.targets, result.note, leaf.line)
+
+
+def _decide(reading: Reading, reader: Reader, leaf: Leaf) -> Result:
+    artefact = reader.artefacts(leaf.key, leaf.value)
+    if artefact is not None:
+        return artefact
+    row, rest = _row_of(reading, leaf.key)
+    if row is None:
+        return _without_row(reading, leaf)
+    repeated = _repeats(reading, row, leaf)
+    if repeated is not None:
+        return repeated
+    return _apply(reading, row, Leaf(leaf.key, leaf.value, rest, leaf.line))
+
+
+def _apply(reading: Reading, row: Row, leaf: Leaf) -> Result:
+    try:
+        idle = row.when(reading) if row.when is not None else ""
+        return implicit(idle) if idle else row.how.run(reading, leaf)
+    except BadValue as error:
+        return unknown(str(error))
+
+
+def _row_of(reading: Reading, key: str) -> tuple[Row | None, str]:
+    """The row of a key and what its wildcard stands for; the longest wildcard wins."""
+    if key in reading.by_key:
+        return reading.by_key[key], ""
+    parts = split_key(key)
+    for end in range(len(parts) - 1, 0, -1):
+        row = reading.by_key.get(f"{dotted(parts[:end])}.*")
+        if row is not None:
+            return row, dotted(parts[end:])
+    return None, ""
+
+
+def _repeats(reading: Reading, row: Row, leaf: Leaf) -> Result | None:
+    """A second spelling of a key that is written too: the main spelling wins."""
+    written = [
+        name
+        for name in row.spellings
+        if name != leaf.key and reading.values.get(name) is not None and "*" not in name
+    ]
+    if not written or leaf.key == row.key or (leaf.value is not None and row.key not in written):
+        return None
+    other = written[0]
+    if leaf.value is None or leaf.value == reading.values[other]:
+        return implicit(f"another name of `{other}`, which is written too")
+    reading.warn(
+        f"`{leaf.key}` = {shown(leaf.value)} and `{other}` = {shown(reading.values[other])} are two names "
+        f"of one key and contradict each other; `{other}` is taken"
+    )
+    return implicit(
+        f"another name of `{other}`, whose different value {shown(reading.values[other])} is taken"
+    )
+
+
+def _without_row(reading: Reading, leaf: Leaf) -> Result:
+    """A key that no row knows: without a counterpart, an empty or null table, or unknown."""
+    reason = reason_for(reading.system, leaf.key)
+    if reason is not None:
+        return nothing(reason)
+    inside = leaf.key + "."
+    if any(key.startswith(inside) for key in reading.by_key):
+        if leaf.value is None or leaf.value == {}:
+            return implicit("an empty table: nothing is set")
+        return unknown(f"expected a table of keys, got {shown(leaf.value)}")
+    parts = split_key(leaf.key)
+    for end in range(len(parts) - 1, 0, -1):
+        around = dotted(parts[:end])
+        if around in reading.by_key:
+            return unknown(f"`{around}` is a single value there, not a table")
+    known = [key for key in reading.by_key if not key.endswith(".*")]
+    close = closest(leaf.key, known)
+    hint = f"; did you mean `{close}`?" if close else ""
+    return unknown(f"not a key of {reading.title} that this converter knows{hint}")
+
+
+# --- what the file leaves out -------------------------------------------------------------------------------
+
+
+def _additions(reading: Reading, entries: list[Entry]) -> list[Addition]:
+    """What the reader adds, then their defaults where the file is silent and ours differ."""
+    written = {key for entry in entries for key, _ in entry.targets}
+    chosen: dict[str, Addition] = {}
+    for addition in reading.additions:
+        if addition.key not in written:
+            chosen.setdefault(addition.key, addition)
+    for row in reading.rows:
+        if row.default is ABSENT or reading.has(row.key):
+            continue
+        result = _apply(reading, row, Leaf(row.key, row.default))
+        for key, value in result.targets:
+            note = f"{reading.title}'s default: {row.key} = {yaml_value(row.default)}"
+            if result.note:
+                note += f"; {result.note}"
+            if key not in written and key not in chosen:
+                chosen[key] = Addition(key, value, note)
+    job = _job_type(entries, chosen)
+    return [
+        addition
+        for addition in chosen.values()
+        if addition in reading.additions or not _is_our_default(addition.key, addition.value, job)
+    ]
+
+
+def _job_type(entries: list[Entry], chosen: Mapping[str, Addition]) -> str:
+    tag = "train.train_policy.type"
+    for entry in entries:
+        for key, value in entry.targets:
+            if key == tag:
+                return str(value)
+    return str(chosen[tag].value) if tag in chosen else "grpo"
+
+
+def _is_our_default(key: str, value: Any, job: str) -> bool:
+    default = our_default(key, job)
+    return (type(default) is not bool and default == value) or default is value
+
+
+def our_default(key: str, job: str = "grpo") -> Any:
+    """Our default of a dotted key in a job of this type; ABSENT where the schema has no such key."""
+    return lookup(_our_defaults(job), split_key(key), ABSENT)
+
+
+@cache
+def _our_defaults(job: str) -> dict[str, Any]:
+    data = Config().model_dump()
+    if job == "sft":
+        data["train"]["train_policy"] = SFTDataConfig(type="sft").model_dump()
+    return data
+
+
+# --- the configuration --------------------------------------------------------------------------------------
+
+
+def _assemble(
+    reading: Reading, entries: list[Entry], additions: list[Addition]
+) -> tuple[tuple[Entry, ...], tuple[Addition, ...], dict[str, Any]]:
+    """The nested configuration, with what the build lacks replaced where that changes speed only."""
+    entries = _without_contradictions(reading, entries)
+    lacking = nearest(_nested(entries, additions))
+    entries = [_fallen_back(entry, lacking) for entry in entries]
+    touched = {key for entry in entries for key, _ in entry.faithful}
+    additions = [_addition_fallen_back(addition, lacking) for addition in additions]
+    present = {addition.key for addition in additions}
+    for key, (value, missing) in lacking.items():
+        if key not in touched and key not in present:
+            note = f"our default needs {missing}, which this build does not have yet"
+            additions.append(Addition(key, value, note, faithful=our_default(key)))
+    return tuple(entries), tuple(additions), _nested(entries, additions)
+
+
+def _without_contradictions(reading: Reading, entries: list[Entry]) -> list[Entry]:
+    """The first entry that writes a key has it; a later one with another value says so and writes nothing."""
+    first: dict[str, tuple[Any, str]] = {}
+    kept: list[Entry] = []
+    for entry in entries:
+        targets: list[Target] = []
+        note = entry.note
+        for key, value in entry.targets:
+            taken, by = first.setdefault(key, (value, entry.source))
+            if taken == value and isinstance(taken, bool) == isinstance(value, bool):
+                targets.append((key, taken))
+                continue
+            reading.warn(
+                f"`{by}` and `{entry.source}` both set {key}, to {shown(taken)} and {shown(value)}: "
+                f"{shown(taken)} is written"
+            )
+            note = "; ".join(filter(None, (note, f"{key} is already set by `{by}`, which wins")))
+        outcome = entry.outcome
+        if entry.targets and not targets:
+            outcome = Outcome.IMPLICIT
+        kept.append(replace(entry, targets=tuple(targets), note=note, outcome=outcome))
+    return kept
+
+
+def _fallen_back(entry: Entry, lacking: Mapping[str, tuple[Any, str]]) -> Entry:
+    hit = [key for key, _ in entry.targets if key in lacking]
+    if not hit:
+        return entry
+    targets = tuple((key, lacking[key][0] if key in lacking else value) for key, value in entry.targets)
+    missing = " and ".join(dict.fromkeys(lacking[key][1] for key in hit))
+    note = "; ".join(filter(None, (entry.note, f"this build has no {missing} yet, which changes speed only")))
+    return replace(entry, outcome=Outcome.FALLBACK, targets=targets, note=note, faithful=entry.targets)
+
+
+def _addition_fallen_back(addition: Addition, lacking: Mapping[str, tuple[Any, str]]) -> Addition:
+    if addition.key not in lacking:
+        return addition
+    value, missing = lacking[addition.key]
+    note = f"{addition.note}; this build has no {missing} yet, which changes speed only"
+    return Addition(addition.key, value, note, faithful=addition.value)
+
+
+def _nested(entries: list[Entry], additions: list[Addition]) -> dict[str, Any]:
+    config: dict[str, Any] = {}
+    targets = [target for entry in entries for target in entry.targets]
+    for key, value in [*targets, *((addition.key, addition.value) for addition in additions)]:
+        if value is not None:
+            store(config, split_key(key), value)
+    return config
+
+
+def yaml_value(value: Any) -> str:
+    """A value of the other system as its file would write it."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, list):
+        return "[" + ", ".join(yaml_value(item) for item in value) + "]"
+    if isinstance(value, Mapping):
+        items = ", ".join(f"{key}: {yaml_value(item)}" for key, item in value.items())
+        return "{" + items + "}"
+    return str(value)

@@ -1,0 +1,35 @@
+"""The one closed list of what has no counterpart here: system -> key -> reason.
+
+A key that ends in `.*` stands for everything below it, one with `=value` for that value of the key only.
+Whatever is not in this list maps to a key that acts, is always so here, or is reported as unknown.
+"""
+
+from __future__ import annotations
+
+_RAY = "starts and places Ray's actors; there is no Ray here, cosmos-launch starts plain processes"
+_HDFS = "verl's own HDFS client; here any path of the machine works, and checkpoints go to S3 by train.ckpt"
+
+NO_COUNTERPART: dict[str, dict[str, str]] = {
+    "verl": {
+        "ray_init.*": _RAY,
+        "ray_kwargs.*": _RAY,
+        "trainer.ray_wait_register_center_timeout": _RAY
+        + "; controller.start_timeout is how long they may take to register",
+        "trainer.default_hdfs_dir": _HDFS,
+    },
+    "roll": {},
+    "cosmos-rl": {},
+}
+
+
+def reason_for(system: str, key: str) -> str | None:
+    """Why a key has no counterpart; None where the list does not have it."""
+    table = NO_COUNTERPART.get(system, {})
+    if key in table:
+        return table[key]
+    parts = key.split(".")
+    for end in range(len(parts) - 1, 0, -1):
+        wildcard = ".".join(parts[:end]) + ".*"
+        if wildcard in table:
+            return table[wildcard]
+    return None

@@ -1,0 +1,90 @@
+"""One file of another system as a `Source`: its values, where each stands, and its name."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path as FilePath
+from typing import Any
+
+from schema.config.positions import locate
+from schema.config.problem import ConfigError, Problem
+from schema.interop.keys import Path, leaves, lookup
+from schema.interop.yamlfile import MAX_BYTES, read_yaml
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file as it was read. lines: the line (from 1) of each key. syntax: `yaml` or `toml`."""
+
+    name: str
+    data: dict[str, Any]
+    lines: Mapping[Path, int] = field(default_factory=dict)
+    syntax: str = "yaml"
+
+    def line(self, path: Path) -> int | None:
+        """The line of a key, or else of the nearest table around it that has one."""
+        for end in range(len(path), 0, -1):
+            if path[:end] in self.lines:
+                return self.lines[path[:end]]
+        return None
+
+    def leaf_paths(self) -> list[Path]:
+        """Every leaf key, in the order of the file."""
+        return [path for path, _ in leaves(self.data)]
+
+    def has(self, *path: str) -> bool:
+        """Whether the file has a key or table at this path (null counts)."""
+        absent = object()
+        return lookup(self.data, path, absent) is not absent
+
+    def with_data(self, data: dict[str, Any]) -> Source:
+        """The same file with other values, after interpolation."""
+        return Source(self.name, data, self.lines, self.syntax)
+
+
+def read_file(path: FilePath) -> str:
+    """The text of a file; raises ConfigError with the reason where it cannot be read."""
+    try:
+        if path.is_file() and path.stat().st_size > MAX_BYTES:
+            message = f"larger than {MAX_BYTES} bytes: not a configuration"
+            raise ConfigError([Problem("", message, file=str(path))])
+        return path.read_bytes().decode("utf-8-sig")
+    except FileNotFoundError:
+        hint = "give the path of a YAML or TOML file, relative to the current directory"
+        raise ConfigError([Problem("", "no such file", file=str(path), hint=hint)]) from None
+    except UnicodeDecodeError as error:
+        message = f"not a text in UTF-8 (byte {error.start})"
+        raise ConfigError([Problem("", message, file=str(path), hint="save the file as UTF-8")]) from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise ConfigError([Problem("", f"cannot be read: {reason}", file=str(path))]) from None
+
+
+def read_source(text: str, name: str) -> Source:
+    """A text as TOML where it is TOML (or its name ends in .toml), else as YAML. Raises ConfigError."""
+    if name.endswith(".toml"):
+        return _toml(text, name)
+    if not name.endswith((".yaml", ".yml")):
+        try:
+            return _toml(text, name)
+        except ConfigError:
+            pass  # then it is YAML, or YAML's error says what is wrong
+    data, lines = read_yaml(text, name)
+    return Source(name, data, lines)
+
+
+def _toml(text: str, name: str) -> Source:
+    try:
+        data = tomllib.loads(text)
+    except RecursionError:
+        raise ConfigError([Problem("", "broken TOML: nested too deeply", file=name)]) from None
+    except ValueError as error:
+        raise ConfigError([Problem("", f"broken TOML: {error}", file=name)]) from None
+    try:
+        positions = locate(text)
+    except (ValueError, IndexError, RecursionError):
+        positions = {}  # a place is a courtesy: without it the key still names the entry
+    lines = {tuple(str(part) for part in path): position[0] for path, position in positions.items() if path}
+    return Source(name, data, lines, "toml")

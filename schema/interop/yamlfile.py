@@ -1,0 +1,186 @@
+"""YAML files, read safely: plain values only, with the line of every key, and bounded in size.
+
+PyYAML's node graph is walked by hand rather than constructed, because that gives line numbers, refuses
+duplicate keys, bounds what aliases may expand to, and reads numbers as OmegaConf does (`1e-6` is a number
+there, while YAML 1.1 calls it a string).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from schema.config.problem import ConfigError, Problem
+from schema.interop.keys import Path
+
+if TYPE_CHECKING:
+    import yaml  # type: ignore[import-untyped,unused-ignore]
+
+MAX_BYTES = 4 * 1024 * 1024  # a configuration is a few kilobytes; more is the wrong file
+MAX_VALUES = 100_000  # after aliases are expanded: a few hundred keys are usual, a billion laughs are not
+MAX_DEPTH = 64  # deeper than any configuration, shallower than Python's stack
+
+_INTEGER = re.compile(r"[-+]?(0|[1-9][0-9_]*)")
+_HEXADECIMAL = re.compile(r"[-+]?0[xX][0-9a-fA-F_]+")
+_FLOAT = re.compile(r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9_]+|[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?")
+_WORDS: dict[str, Any] = {
+    **dict.fromkeys(("", "~", "null", "Null", "NULL"), None),
+    **dict.fromkeys(("true", "True", "TRUE", "yes", "Yes", "YES", "on", "On", "ON"), True),
+    **dict.fromkeys(("false", "False", "FALSE", "no", "No", "NO", "off", "Off", "OFF"), False),
+    **dict.fromkeys((".inf", ".Inf", ".INF", "+.inf", "inf"), float("inf")),
+    **dict.fromkeys(("-.inf", "-.Inf", "-.INF", "-inf"), float("-inf")),
+    **dict.fromkeys((".nan", ".NaN", ".NAN", "nan"), float("nan")),
+}
+_STRING, _MERGE = "tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"
+
+
+def read_yaml(text: str, name: str) -> tuple[dict[str, Any], dict[Path, int]]:
+    """The mapping that a YAML text holds, and the line (from 1) of each of its keys by path.
+
+    Keys that are not strings become their text. Raises ConfigError with the line where the text is no YAML,
+    holds something else than a mapping at the top, repeats a key, uses tags, or is too large.
+    """
+    import yaml  # type: ignore[import-untyped,unused-ignore]  # 30 ms that only conversions pay for
+
+    if len(text.encode("utf-8", "surrogatepass")) > MAX_BYTES:
+        raise _error(f"larger than {MAX_BYTES} bytes: not a configuration", name)
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    try:
+        documents = [node for node in yaml.compose_all(text, Loader=loader) if node is not None]
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = None if mark is None else mark.line + 1
+        message = " ".join(part for part in (error.context, error.problem) if part)
+        raise _error(f"not YAML: {message}", name, line, _hint(text, line)) from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise _error(f"not YAML: {' '.join(str(error).split())}", name) from None
+    except RecursionError:
+        raise _error("not a configuration: nested too deeply", name) from None
+    if len(documents) != 1:
+        what = "nothing" if not documents else f"{len(documents)} documents"
+        raise _error(f"holds {what}, expected one mapping of keys", name)
+    if not isinstance(documents[0], yaml.MappingNode):
+        line = documents[0].start_mark.line + 1
+        raise _error("expected keys and values at the top", name, line, _hint(text, line))
+    walk = _Walk(name)
+    data = walk.mapping(documents[0], ())
+    return data, walk.lines
+
+
+class _Walk:
+    """One walk over a node graph. Aliases are expanded, so what they cost is counted like written values."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.lines: dict[Path, int] = {}
+        self._values = 0
+
+    def mapping(self, node: yaml.MappingNode, path: Path) -> dict[str, Any]:
+        """A mapping; `<<` merges others into it, written keys first."""
+        self._count(node, path)
+        table: dict[str, Any] = {}
+        merged: list[yaml.Node] = []
+        for key_node, value_node in node.value:
+            line = key_node.start_mark.line + 1
+            if key_node.tag == _MERGE:
+                merged.append(value_node)
+                continue
+            key = self._key(key_node, line)
+            if key in table:
+                raise _error(f"the key `{key}` stands here a second time", self.name, line)
+            self.lines[(*path, key)] = line
+            table[key] = self._value(value_node, (*path, key))
+        for source in self._merge_sources(merged):
+            for key, value in self._value_of_merge(source, path).items():
+                if key not in table:
+                    self.lines.setdefault((*path, key), source.start_mark.line + 1)
+                    table[key] = value
+        return table
+
+    def _merge_sources(self, nodes: list[yaml.Node]) -> Iterator[yaml.Node]:
+        for node in nodes:
+            if type(node).__name__ == "SequenceNode":
+                yield from node.value
+            else:
+                yield node
+
+    def _value_of_merge(self, node: yaml.Node, path: Path) -> dict[str, Any]:
+        if type(node).__name__ != "MappingNode":
+            raise _error("`<<` can merge mappings only", self.name, node.start_mark.line + 1)
+        kept = dict(self.lines)
+        value = self.mapping(node, path)
+        self.lines = {**self.lines, **kept}
+        return value
+
+    def _key(self, node: yaml.Node, line: int) -> str:
+        if type(node).__name__ != "ScalarNode":
+            raise _error("a key must be plain text", self.name, line, "quote it where it is meant as text")
+        return str(node.value)
+
+    def _value(self, node: yaml.Node, path: Path) -> Any:
+        if type(node).__name__ == "MappingNode":
+            return self.mapping(node, path)
+        self._count(node, path)
+        if type(node).__name__ == "SequenceNode":
+            return [self._value(item, (*path, str(index))) for index, item in enumerate(node.value)]
+        return self._scalar(node)
+
+    def _scalar(self, node: yaml.ScalarNode) -> Any:
+        text = str(node.value)
+        explicit_text = node.tag == _STRING and node.style is None and not _looks_plain(text)
+        if node.style is not None or explicit_text:
+            return text
+        if not node.tag.startswith("tag:yaml.org,2002:"):
+            line = node.start_mark.line + 1
+            raise _error(f"the tag {node.tag} makes objects, which is not read", self.name, line)
+        return scalar(text)
+
+    def _count(self, node: yaml.Node, path: Path) -> None:
+        self._values += 1
+        line = node.start_mark.line + 1
+        if self._values > MAX_VALUES:
+            raise _error(f"more than {MAX_VALUES} values after aliases are expanded", self.name, line)
+        if len(path) > MAX_DEPTH:
+            raise _error(f"nested more than {MAX_DEPTH} deep", self.name, line)
+
+
+def _looks_plain(text: str) -> bool:
+    return text in _WORDS or _FLOAT.fullmatch(text) is not None or _HEXADECIMAL.fullmatch(text) is not None
+
+
+def scalar(text: str) -> Any:
+    """An unquoted scalar as a value: null, booleans, integers, numbers (`1e-6` too), else text."""
+    if text in _WORDS:
+        return _WORDS[text]
+    digits = text.replace("_", "")
+    if len(digits) > 400:
+        return text  # no number of a configuration; Python refuses to parse thousands of digits
+    if _INTEGER.fullmatch(text):
+        return int(digits)
+    if _HEXADECIMAL.fullmatch(text):
+        return int(digits, 16)
+    if _FLOAT.fullmatch(text) and re.search(r"[0-9]", text):
+        return float(digits)
+    return text
+
+
+def _error(message: str, name: str, line: int | None = None, hint: str = "") -> ConfigError:
+    return ConfigError([Problem("", message, hint=hint, file=name, line=line)])
+
+
+def _hint(text: str, line: int | None) -> str:
+    """What people most often mean by a line that is not YAML: a page of documentation copied with it."""
+    lines = text.splitlines()
+    near = lines[max(0, (line or 1) - 2) : (line or 1)]
+    for written in near or lines[:1]:
+        bare = written.strip()
+        if bare.startswith(("•", "* ", "- ``")):
+            return "this line is the list of a documentation page: keep only the lines of the configuration"
+        if bare.startswith(("```", ".. code", "~~~", "===", "---|")):
+            return "this line is markup of a documentation page: keep only what stands inside the code block"
+        if "\t" in written:
+            return "YAML indents with blanks, not with tabs"
+        if re.match(r"\[[^\]]+\]\s*$", bare) or re.match(r"[\w.]+\s*=", bare):
+            return "this looks like TOML: give the file the ending .toml"
+    return "check the indentation: keys of one table begin in the same column"
