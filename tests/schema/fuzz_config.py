@@ -1,0 +1,143 @@
+"""A hundred thousand spoiled configurations: always a clean verdict, never a traceback.
+
+    python -m tests.schema.fuzz_config                        100,000 configurations, progress on stderr
+    python -m tests.schema.fuzz_config --examples 2000 --seed 7
+
+Each one is checked as data and, in turn, as a file; the verdict is a `Config` that survives writing and reading,
+or a `ConfigError` whose problems name a key or a file. Every tenth is shown to a stock JSON-schema validator too:
+what pydantic refuses in structure the schema must refuse, what the tree accepts the schema must accept. A failure is
+shrunk by hypothesis and printed with the data; exit code 1. The unit tests run the same with fewer examples.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from schema.config import Config, ConfigError, check_config, load_config
+from schema.config.export import json_schema
+from schema.config.tomlwrite import dumps
+from tests.schema.mutations import bases, changes, mutate
+
+VALIDATOR = jsonschema.Draft202012Validator(json_schema())
+REPORT_EVERY_S = 10.0
+
+
+def verdict(check: Any) -> Config | None:
+    """The configuration, or None for a refusal, which must be one that a user can act on."""
+    try:
+        return check()  # type: ignore[no-any-return]
+    except ConfigError as error:
+        refusal = error
+    assert refusal.render()
+    json.dumps([str(problem.value) for problem in refusal.problems])
+    assert all(problem.message and (problem.key or problem.file) for problem in refusal.problems)
+    return None
+
+
+def check_data(data: dict[str, Any]) -> bool:
+    """Check as data; an accepted configuration must come back unchanged from its own TOML. Whether accepted."""
+    config = verdict(lambda: check_config(data))
+    if config is not None:
+        json.dumps(config.to_dict(), allow_nan=False)
+        Path("again.toml").write_text(config.to_toml(), encoding="utf-8")
+        assert load_config("again.toml").to_dict() == config.to_dict()
+    return config is not None
+
+
+def check_file(data: dict[str, Any]) -> None:
+    """Check as a file, and that its problems stand inside it."""
+    text = dumps(data)
+    Path("run.toml").write_bytes(text.encode("utf-8", "surrogatepass"))
+    lines = text.split("\n")
+    try:
+        load_config("run.toml")
+    except ConfigError as error:
+        for problem in error.problems:
+            assert problem.line is None or 1 <= problem.line <= len(lines)
+
+
+def check_schema(data: dict[str, Any]) -> None:
+    """Tree and JSON schema agree about structure, but for what JSON cannot say (see below)."""
+    try:
+        Config.model_validate(data)
+        structural = True
+    except ValidationError:
+        structural = False
+    if structural != VALIDATOR.is_valid(data):
+        assert _beyond_json(data), (
+            f"pydantic {'accepts' if structural else 'refuses'}, the schema does not agree"
+        )
+
+
+def _beyond_json(value: Any) -> bool:
+    """Whether JSON schema cannot see the fault: 3.0 is an integer there, NaN and infinity are no JSON."""
+    if isinstance(value, dict):
+        return any(map(_beyond_json, value.values()))
+    if isinstance(value, list):
+        return any(map(_beyond_json, value))
+    if isinstance(value, float):
+        return value != value or value in (float("inf"), float("-inf")) or value.is_integer()
+    return isinstance(value, str) and not value.isascii()
+
+
+def fuzz(examples: int, first: int | None = None, report: bool = False) -> Counter[str]:
+    """Run in the current directory; raises AssertionError with the shrunken data. Counts of the verdicts."""
+    counts: Counter[str] = Counter()
+    started = reported = time.monotonic()
+
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+        phases=(Phase.generate, Phase.shrink),
+    )
+    @given(base=st.sampled_from(bases()), steps=changes)
+    def one(base: dict[str, Any], steps: Any) -> None:
+        nonlocal reported
+        data = mutate(base, steps)
+        counts["all"] += 1
+        counts["accepted" if check_data(data) else "refused"] += 1
+        if counts["all"] % 2 == 0:
+            check_file(data)
+        if counts["all"] % 10 == 0:
+            check_schema(data)
+        if report and time.monotonic() - reported > REPORT_EVERY_S:
+            reported = time.monotonic()
+            rate = counts["all"] / (reported - started)
+            print(f"{counts['all']} of {examples}, {rate:.0f} a second, {dict(counts)}", file=sys.stderr)
+
+    (seed(first)(one) if first is not None else one)()
+    return counts
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--examples", type=int, default=100_000, help="configurations to try (100,000)")
+    parser.add_argument("--seed", type=int, default=None, help="repeat a certain run")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        os.chdir(directory)
+        counts = fuzz(arguments.examples, arguments.seed, report=True)
+        os.chdir("/")
+    print(json.dumps(counts))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

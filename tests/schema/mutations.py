@@ -1,0 +1,172 @@
+"""Ways to spoil a configuration: what a hurried, mistaken or hostile writer of a TOML file may do.
+
+base ─ drop | retype | rename | nest | unnest | repeat | deep | move ─▶ some other data, one to four times over
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+from hypothesis import strategies as st
+
+from schema.config import Config
+from schema.config.explain import all_fields
+from tests.schema.config_samples import GRPO, SFT, changed
+
+Path_ = tuple[str, ...]
+KEYS = list(dict.fromkeys(all_fields()))
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples").rglob("*.toml"))
+
+
+def _without_none(value: Any) -> Any:
+    """What TOML can write."""
+    if isinstance(value, dict):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    return value
+
+
+def bases() -> list[dict[str, Any]]:
+    """Configurations to start from: small ones, every key written, and all examples."""
+    everything = [_without_none(Config.model_validate(data).to_dict()) for data in (GRPO, SFT)]
+    adapters = changed(GRPO, policy__lora={"r": 4, "target_modules": ["q_proj"]}, critic__lora={"r": 2})
+    examples = [tomllib.loads(path.read_text(encoding="utf-8")) for path in EXAMPLES]
+    return [{}, GRPO, SFT, adapters, *everything, *examples]
+
+
+def paths(data: Any, path: Path_ = ()) -> Iterator[Path_]:
+    """Every key that is written, tables included."""
+    if isinstance(data, dict):
+        for key, value in data.items():
+            yield (*path, key)
+            yield from paths(value, (*path, key))
+
+
+scalars = st.one_of(
+    st.booleans(),
+    st.integers(min_value=-3, max_value=9),
+    st.integers(min_value=-(10**400), max_value=10**400),
+    st.sampled_from(
+        [0, -1, 2**31, 2**63, 2**64, 1e308, -0.0, 5e-324, float("inf"), float("-inf"), float("nan")]
+    ),
+    st.floats(),
+    st.text(max_size=12),
+    st.sampled_from(
+        [
+            *[
+                "",
+                " ",
+                "grpo",
+                "sft",
+                "none",
+                "None",
+                "null",
+                "true",
+                "float32",
+                "auto",
+                "x" * 5000,
+                "\u202e",
+                "🦙",
+            ],
+            *[
+                "x.py:f",
+                "../nope",
+                "~",
+                "~nobody/x",
+                "/",
+                "/dev/null",
+                "nul\0",
+                "synthetic:addition",
+                "synthetic:",
+            ],
+            *[
+                "s3://bucket",
+                "redis://",
+                "redis://:secret@h:1/0",
+                "file.parquet",
+                "a/b",
+                "a/b/c",
+                "${train.epoch}",
+            ],
+            *["list(range(0,8))", "__import__('os').getcwd()", "(a+)+$", "[", "\ud800"],
+        ]
+    ),
+)
+names = st.one_of(st.text(max_size=6), st.sampled_from(sorted({path[-1] for path in KEYS})))
+values = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=3),
+    max_leaves=6,
+)
+operators = st.sampled_from(
+    [
+        "drop",
+        "retype",
+        "retype",
+        "retype",
+        "write",
+        "write",
+        "rename",
+        "typo",
+        "nest",
+        "unnest",
+        "repeat",
+        "deep",
+        "move",
+    ]
+)
+changes = st.lists(st.tuples(operators, st.integers(0, 10**6), names, values), min_size=1, max_size=4)
+
+
+def mutate(base: dict[str, Any], steps: list[tuple[str, int, str, Any]]) -> dict[str, Any]:
+    """The base after all steps; a step that finds nothing to do does nothing."""
+    data = deepcopy(base)
+    for operator, index, name, value in steps:
+        written = list(paths(data))
+        if operator == "write" or not written:
+            _write(data, KEYS[index % len(KEYS)], value)
+            continue
+        path = written[index % len(written)]
+        parent = _table(data, path[:-1])
+        old = parent.pop(path[-1])
+        if operator == "retype":
+            parent[path[-1]] = value
+        elif operator == "rename":
+            parent[name] = old
+        elif operator == "typo":
+            at = index % (len(path[-1]) + 1)
+            parent[path[-1][:at] + path[-1][at + 1 :] or "x"] = old
+        elif operator == "nest":
+            parent[path[-1]] = {name: old}
+        elif operator == "unnest" and isinstance(old, dict):
+            parent.update(old)
+        elif operator == "repeat":
+            parent[path[-1]] = [old, value]
+        elif operator == "deep":
+            parent[path[-1]] = _deep(old, 5 + index % 60, name)
+        elif operator == "move":
+            data[name] = old
+    return data
+
+
+def _table(data: dict[str, Any], path: Path_) -> dict[str, Any]:
+    for part in path:
+        data = data[part]
+    return data
+
+
+def _write(data: dict[str, Any], path: Path_, value: Any) -> None:
+    for part in path[:-1]:
+        if not isinstance(data.get(part), dict):
+            data[part] = {}
+        data = data[part]
+    data[path[-1]] = value
+
+
+def _deep(value: Any, levels: int, name: str) -> Any:
+    for level in range(levels):
+        value = [value] if level % 3 == 0 else {name: value}
+    return value
