@@ -92,12 +92,7 @@ class Worker:
     async def _work(self, config: Config, stack: contextlib.AsyncExitStack) -> None:
         """Boot, then run all loops until asked to leave."""
         engine, tokenizer = await self._boot(config, stack)
-        rewards = RewardPool(
-            sorted({*config.grpo.reward_weights, *config.validation_reward_weights}),
-            config.custom,
-            timeout=config.reward.timeout,
-            processes=config.reward.num_workers,
-        )
+        rewards = reward_pool(config)
         stack.push_async_callback(rewards.close)
         await rewards.start()
         pusher = Pusher(self._session, self._held, config.controller.max_request_bytes)
@@ -196,3 +191,13 @@ class Worker:
         task = asyncio.create_task(work, name=name)
         self._tasks.append(task)
         return task
+
+
+def reward_pool(config: Config) -> RewardPool:
+    """The processes that run the reward functions of training and validation, not started yet."""
+    return RewardPool(
+        sorted({*config.grpo.reward_weights, *config.validation_reward_weights}),
+        config.custom,
+        timeout=config.reward.timeout,
+        processes=config.reward.num_workers,
+    )
