@@ -22,10 +22,13 @@ def resolved(config: Config) -> dict[str, Any]:
     """
     data = config.to_dict()
     train, policy = data["train"], data["train"]["train_policy"]
-    data["policy"]["model_name_or_path"] = _source(data["policy"]["model_name_or_path"])
+    model = data["policy"]
+    model["model_name_or_path"] = _source(model["model_name_or_path"])
+    model["tokenizer_name_or_path"] = _source(model["tokenizer_name_or_path"])
     for dataset in (policy["dataset"], data["validation"]["dataset"]):
         if not dataset["name"].startswith("synthetic:"):
             dataset["name"] = _source(dataset["name"])
+        dataset["files"] = [absolute(file) for file in dataset["files"]]
     train["output_dir"] = absolute(train["output_dir"])
     if isinstance(train["resume"], str):
         train["resume"] = absolute(train["resume"])
@@ -53,7 +56,7 @@ def without_password(url: str) -> str:
     return f"{shown}?{urlencode(query)}" if query else shown
 
 
-def _source(name: str) -> str:
+def _source(name: str | None) -> str | None:
     path = local_path(name) if name else None
     return name if path is None else absolute(str(path))
 

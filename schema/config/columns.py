@@ -1,10 +1,16 @@
-"""The columns of a local dataset, from its metadata or its first row: nothing is loaded whole."""
+"""The columns of a local dataset, from its metadata or its first row: nothing is loaded whole.
+
+A struct's fields count as columns, with dots (`reward_model.ground_truth`): fields of a parquet struct, keys of a
+JSON object, and keys of the JSON object that a text holds, as far as they can be seen from here.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from schema.config.paths import DATA_SUFFIXES, data_files, exists, home_hint
 
@@ -19,8 +25,40 @@ class UnreadableDataError(ValueError):
         self.hint = hint
 
 
-def columns_of(path: Path, splits: Sequence[str], default_splits: Sequence[str]) -> set[str] | None:
-    """Column names of a parquet, jsonl or json file, or of a directory's first such file of the splits.
+@dataclass(frozen=True)
+class Columns:
+    """Names of columns, or of the fields of one; None in place of fields: they cannot be told from here."""
+
+    fields: dict[str, Columns | None] = field(default_factory=dict)
+
+    def has(self, name: str) -> bool:
+        """Whether a row may have this column, dots reaching into structs; an exact name comes first."""
+        if name in self.fields:
+            return True
+        columns: Columns | None = self
+        for part in name.split("."):
+            if columns is None:
+                return True
+            if part not in columns.fields:
+                return False
+            columns = columns.fields[part]
+        return True
+
+    def names(self) -> Iterator[str]:
+        """All columns, each followed by its fields with dots."""
+        for name, fields in self.fields.items():
+            yield name
+            if fields is not None:
+                yield from (f"{name}.{inner}" for inner in fields.names())
+
+
+def flat(names: Sequence[str]) -> Columns:
+    """Columns that hold no structs."""
+    return Columns(dict.fromkeys(names, Columns()))
+
+
+def columns_of(path: Path, splits: Sequence[str], default_splits: Sequence[str]) -> Columns | None:
+    """Columns of a parquet, jsonl or json file, or of a directory's first such file of the splits.
 
     None where they cannot be told cheaply. Raises UnreadableDataError for what is missing, empty or broken.
     """
@@ -42,7 +80,7 @@ def columns_of(path: Path, splits: Sequence[str], default_splits: Sequence[str])
     raise UnreadableDataError(f"{path} is not a dataset", f"a data file ends in {', '.join(DATA_SUFFIXES)}")
 
 
-def _parquet_columns(path: Path) -> set[str] | None:
+def _parquet_columns(path: Path) -> Columns | None:
     with path.open("rb") as file:  # a clear system error before pyarrow's
         if file.read(4) != b"PAR1":
             raise UnreadableDataError(f"{path} is not a parquet file")
@@ -56,10 +94,19 @@ def _parquet_columns(path: Path) -> set[str] | None:
         raise UnreadableDataError(f"{path} is a broken parquet file: {error}") from None
     if metadata.num_rows == 0:
         raise UnreadableDataError(f"{path} has no rows")
-    return set(metadata.schema.to_arrow_schema().names)
+    return Columns({item.name: _arrow_fields(item.type) for item in metadata.schema.to_arrow_schema()})
 
 
-def _json_columns(path: Path) -> set[str] | None:
+def _arrow_fields(kind: Any) -> Columns | None:
+    from pyarrow import types
+
+    if types.is_struct(kind):
+        return Columns({item.name: _arrow_fields(item.type) for item in kind})
+    is_open = types.is_string(kind) or types.is_large_string(kind) or types.is_null(kind)
+    return None if is_open else Columns()  # a text may hold JSON
+
+
+def _json_columns(path: Path) -> Columns | None:
     """Keys of the first object of a list, or of the first line."""
     with path.open("rb") as file:
         head = file.read(FIRST_ROW_BYTES)
@@ -69,10 +116,21 @@ def _json_columns(path: Path) -> set[str] | None:
     text = text[1:].lstrip() if text.startswith("[") else text
     try:
         row, _ = json.JSONDecoder().raw_decode(text)
+        if isinstance(row, dict):
+            return Columns({name: _json_fields(value) for name, value in row.items()})
     except (ValueError, RecursionError) as error:
         if len(head) == FIRST_ROW_BYTES:
             return None
         raise UnreadableDataError(f"{path} does not begin with a JSON object: {error}") from None
-    if not isinstance(row, dict):
-        raise UnreadableDataError(f"{path} does not begin with a JSON object")
-    return set(row)
+    raise UnreadableDataError(f"{path} does not begin with a JSON object")
+
+
+def _json_fields(value: Any) -> Columns | None:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return Columns()
+    if isinstance(value, dict):
+        return Columns({name: _json_fields(inner) for name, inner in value.items()})
+    return None if value is None else Columns()

@@ -1,25 +1,29 @@
-"""Rules of what the user brings: datasets and their columns, models, reward functions, places to write."""
+"""Rules of the datasets that the user names: what is read, which columns, how long a prompt may be; and of the
+places where the job writes. Models and rewards have rules of their own (`model_rules`, `reward_rules`).
+"""
 
 from __future__ import annotations
 
-import ast
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from schema.config.columns import UnreadableDataError, columns_of
+from schema.config.columns import Columns, UnreadableDataError, columns_of, flat
 from schema.config.explain import closest
+from schema.config.model_rules import MODEL_RULES
 from schema.config.paths import DATA_SUFFIXES, exists, home_hint, is_file, local_path
 from schema.config.problem import Problem
-from schema.config.reward import BUILTIN_REWARDS
+from schema.config.reward_rules import REWARD_RULES
 from schema.config.root import Config
 from schema.config.train_policy import DatasetConfig
 
 _POLICY = "train.train_policy"
+_TRAIN, _VALIDATION = f"{_POLICY}.dataset", "validation.dataset"
 _TRAIN_SPLITS = ("train",)
 _VALIDATION_SPLITS = ("validation", "valid", "val", "dev", "test")
 _SYNTHETIC = "synthetic:addition"
 _SYNTHETIC_SPLITS = ("train", "held_out")
-_SYNTHETIC_COLUMNS = frozenset({"prompt", "answer", "a", "b"})
+_SYNTHETIC_COLUMNS = frozenset({"prompt", "answer", "a", "b", "data_source"})
 _SYNTHETIC_OPTIONS: dict[str, tuple[type, float, float]] = {  # type, least, most
     "n": (int, 1, 5_000_000),
     "digits": (int, 1, 12),
@@ -30,24 +34,31 @@ _SYNTHETIC_OPTIONS: dict[str, tuple[type, float, float]] = {  # type, least, mos
 }
 
 
+def _validates(config: Config) -> bool:
+    return config.is_grpo and config.validation.enable
+
+
+# ---- what is read -----------------------------------------------------------------------------------------
+
+
 def dataset_is_named(config: Config) -> list[Problem]:
     """There is something to train on, and to validate on."""
     problems, dataset = [], config.train.train_policy.dataset
-    if not dataset.name:
-        key = f"{_POLICY}.dataset.name"
+    if not dataset.is_named:
+        key = f"{_TRAIN}.name"
         hint = f'write {key} = "path/to/data.parquet", or "synthetic:addition" to try it out'
-        problems.append(Problem(key, "no dataset is named", "", hint))
+        problems.append(Problem(key, "no dataset is named", "", hint, related=(f"{_TRAIN}.files",)))
     if dataset.test_size is not None and isinstance(dataset.test_size, float) and dataset.test_size >= 1.0:
-        key = f"{_POLICY}.dataset.test_size"
+        key = f"{_TRAIN}.test_size"
         hint = f"write {key} = {int(dataset.test_size)} for rows, or a share below 1.0"
         message = f"a float is a share of the dataset, below 1.0, got {dataset.test_size}"
         problems.append(Problem(key, message, dataset.test_size, hint))
-    validation = config.validation
-    if validation.dataset.test_size is not None:
-        key = "validation.dataset.test_size"
-        hint = f"write {_POLICY}.dataset.test_size to hold out training rows"
-        problems.append(Problem(key, "has no effect here", validation.dataset.test_size, hint))
-    if config.is_grpo and validation.enable and not validation.dataset.name and dataset.name:
+    validation = config.validation.dataset
+    if validation.test_size is not None:
+        key = f"{_VALIDATION}.test_size"
+        hint = f"write {_TRAIN}.test_size to hold out training rows"
+        problems.append(Problem(key, "has no effect here", validation.test_size, hint))
+    if _validates(config) and not validation.is_named and dataset.is_named:
         problems += _nothing_held_out(dataset)
     return problems
 
@@ -57,59 +68,221 @@ def _nothing_held_out(dataset: DatasetConfig) -> list[Problem]:
     if dataset.test_size:
         return []
     own = f'"{_SYNTHETIC}" for its held-out pairs' if dataset.is_synthetic else '"path/to/heldout.parquet"'
-    hint = f"write validation.dataset.name = {own}, or {_POLICY}.dataset.test_size = 0.1"
-    related = (f"{_POLICY}.dataset", "validation.enable")
+    hint = f"write {_VALIDATION}.name = {own}, or {_TRAIN}.test_size = 0.1"
+    related = (_TRAIN, "validation.enable", f"{_VALIDATION}.files")
     message = "no dataset is named and the training data holds nothing out"
-    return [Problem("validation.dataset.name", message, "", hint, related=related)]
+    return [Problem(f"{_VALIDATION}.name", message, "", hint, related=related)]
 
 
 def dataset_can_be_read(config: Config) -> list[Problem]:
     """Local data exists and has the named columns; the built-in generator knows its options."""
-    problems = _dataset_problems(
-        config, f"{_POLICY}.dataset", config.train.train_policy.dataset, _TRAIN_SPLITS
-    )
-    if config.is_grpo and config.validation.enable:
-        key, dataset = "validation.dataset", config.validation.dataset
-        problems += _dataset_problems(config, key, dataset, _VALIDATION_SPLITS)
+    problems = _dataset_problems(config, _TRAIN, config.train.train_policy.dataset, _TRAIN_SPLITS)
+    if _validates(config):
+        problems += _dataset_problems(config, _VALIDATION, config.validation.dataset, _VALIDATION_SPLITS)
     return problems
 
 
 def _dataset_problems(
     config: Config, key: str, dataset: DatasetConfig, default_splits: tuple[str, ...]
 ) -> list[Problem]:
-    path = None if dataset.is_synthetic or not dataset.name else local_path(dataset.name)
-    problems = _idle_keys(key, dataset, is_local=path is not None or dataset.is_synthetic)
-    columns: set[str] | None = None
+    problems = _idle_keys(key, dataset)
+    if dataset.files:
+        return problems + _file_problems(config, key, dataset)
     if dataset.is_synthetic:
+        demonstrated = ["conversations"] if dataset.options.get("demonstrations") is True else []
+        columns = flat([*sorted(_SYNTHETIC_COLUMNS), *demonstrated])
         problems += _synthetic_problems(key, dataset)
-        columns = set(_SYNTHETIC_COLUMNS)
-        if dataset.options.get("demonstrations") is True:
-            columns.add("conversations")
-    elif path is not None:
-        try:
-            columns = columns_of(path, dataset.splits, default_splits)
-        except UnreadableDataError as error:
-            endings = ", ".join(DATA_SUFFIXES)
-            hint = error.hint or f"paths are relative to the current directory; files end in {endings}"
-            problems.append(Problem(f"{key}.name", str(error), dataset.name, hint, related=(f"{key}.split",)))
-        if is_file(path) and default_splits == _TRAIN_SPLITS and dataset.splits not in ([], ["train"]):
-            message = f"{path} is one file and has no splits"
-            problems.append(Problem(f"{key}.split", message, dataset.split, "leave it out"))
-    return problems + ([] if columns is None else _column_problems(config, key, dataset, columns))
-
-
-def _idle_keys(key: str, dataset: DatasetConfig, is_local: bool) -> list[Problem]:
-    """Keys that mean nothing for this kind of dataset."""
-    related, hint, problems = (f"{key}.name",), "leave it out", []
-    if dataset.options and dataset.name and not dataset.is_synthetic:
-        message = f"only the built-in generator ({_SYNTHETIC}) takes options"
-        problems.append(Problem(f"{key}.options", message, dataset.options, hint, related=related))
-    for name in ("subset", "revision"):
-        value = getattr(dataset, name)
-        if value and is_local:
-            message = f"only a dataset on the hub has a {name}"
-            problems.append(Problem(f"{key}.{name}", message, value, hint, related=related))
+        return problems + _column_problems(config, key, dataset, dataset.name, columns)
+    path = local_path(dataset.name) if dataset.name else None
+    if path is None:
+        return problems
+    try:
+        found = columns_of(path, dataset.splits, default_splits)
+        if found is not None:
+            problems += _column_problems(config, key, dataset, dataset.name, found)
+    except UnreadableDataError as error:
+        hint = error.hint or _PATH_HINT
+        problems.append(Problem(f"{key}.name", str(error), dataset.name, hint, related=(f"{key}.split",)))
+    if is_file(path) and default_splits == _TRAIN_SPLITS and dataset.splits not in ([], ["train"]):
+        message = f"{path} is one file and has no splits"
+        problems.append(Problem(f"{key}.split", message, dataset.split, "leave it out"))
     return problems
+
+
+_PATH_HINT = f"paths are relative to the current directory; files end in {', '.join(DATA_SUFFIXES)}"
+
+
+def _file_problems(config: Config, key: str, dataset: DatasetConfig) -> list[Problem]:
+    """Each of the files is there and has the columns."""
+    problems = []
+    for file in dict.fromkeys(dataset.files):
+        path = Path(file)
+        if exists(path) and path.is_dir():
+            hint = f'name its files, or the directory alone: {key}.name = "{file}"'
+            problems.append(Problem(f"{key}.files", f"{file} is a directory", file, hint))
+            continue
+        try:
+            columns = columns_of(path, (), ())
+        except UnreadableDataError as error:
+            problems.append(Problem(f"{key}.files", str(error), file, error.hint or _PATH_HINT))
+            continue
+        if columns is not None:
+            problems += _column_problems(config, key, dataset, file, columns)
+    return problems
+
+
+def _idle_keys(key: str, dataset: DatasetConfig) -> list[Problem]:
+    """Keys that mean nothing for this kind of dataset."""
+    problems = []
+
+    def idle(name: str, message: str, *related: str) -> None:
+        value = getattr(dataset, name)
+        if value:
+            others = tuple(f"{key}.{other}" for other in related)
+            problems.append(Problem(f"{key}.{name}", message, value, "leave it out", related=others))
+
+    if dataset.files:
+        idle("name", "the data is named twice: by its name and by its files", "files")
+        idle("split", "files have no splits", "files")
+    if dataset.files or (dataset.name and not dataset.is_synthetic):
+        idle("options", f"only the built-in generator ({_SYNTHETIC}) takes options", "name", "files")
+    if dataset.files or dataset.is_synthetic or (dataset.name and local_path(dataset.name) is not None):
+        for name in ("subset", "revision"):
+            idle(name, f"only a dataset on the hub has a {name}", "name", "files")
+    return problems
+
+
+# ---- columns ----------------------------------------------------------------------------------------------
+
+
+def _column_problems(
+    config: Config, key: str, dataset: DatasetConfig, source: str, columns: Columns
+) -> list[Problem]:
+    problems = []
+    for column_key, column, is_default in _wanted_columns(config, key):
+        if columns.has(column):
+            continue
+        close = closest(column, columns.names())
+        message = f"{source} does not have the {'default ' if is_default else ''}column `{column}`"
+        hint = (
+            f'write {column_key} = "{close}"'
+            if close
+            else f"its columns: {', '.join(sorted(columns.fields))}"
+        )
+        if dataset.is_synthetic and column == "conversations":
+            hint = f"write {key}.options.demonstrations = true"
+        related = (f"{key}.name", f"{key}.files", f"{key}.options")
+        problems.append(Problem(column_key, message, column, hint, related=related))
+    return problems
+
+
+def _wanted_columns(config: Config, dataset_key: str) -> Iterator[tuple[str, str, bool]]:
+    """(key, column, whether it is the default) of each column that is read of a dataset."""
+    if not config.is_grpo:
+        sft = config.sft
+        if sft.has_pairs:
+            yield f"{_POLICY}.prompt_column_name", sft.prompt_column_name, False
+            yield f"{_POLICY}.response_column_name", sft.response_column_name, False
+        else:
+            name = sft.conversation_column_name
+            yield f"{_POLICY}.conversation_column_name", name, name == "conversations"
+        return
+    policy = config.grpo
+    yield f"{_POLICY}.prompt_column_name", policy.prompt_column, not policy.prompt_column_name
+    if policy.response_column_name:
+        yield f"{_POLICY}.response_column_name", policy.response_column_name, False
+    source, is_default = policy.data_source_column_name, policy.data_source_column_name == "data_source"
+    if not is_default or _scored_by_source(config, dataset_key):
+        yield f"{_POLICY}.data_source_column_name", source, is_default
+
+
+def _scored_by_source(config: Config, dataset_key: str) -> bool:
+    """Whether rewards of the dataset's rows are chosen by their source; held-out rows are validated too."""
+    roles = [config.grpo.reward_weights] if dataset_key == _TRAIN else []
+    if _validates(config) and (dataset_key == _VALIDATION or not config.validation.dataset.is_named):
+        roles.append(config.validation_reward_weights)
+    return any("by_source" in weights for weights in roles)
+
+
+def pairs_are_whole(config: Config) -> list[Problem]:
+    """Supervised rows are conversations, or a prompt and a response; not half of it, not both."""
+    if config.is_grpo:
+        return []
+    sft, problems = config.sft, []
+    prompt, response = f"{_POLICY}.prompt_column_name", f"{_POLICY}.response_column_name"
+    for key, value, other, missing in (
+        (prompt, sft.prompt_column_name, response, sft.response_column_name),
+        (response, sft.response_column_name, prompt, sft.prompt_column_name),
+    ):
+        if value and not missing:
+            hint = f"write {other} too, or {_POLICY}.conversation_column_name in place of both"
+            problems.append(Problem(key, f"needs {other}", value, hint, related=(other,)))
+    if sft.has_pairs and "conversation_column_name" in sft.model_fields_set:
+        key, name = f"{_POLICY}.conversation_column_name", sft.conversation_column_name
+        message = f"{prompt} and {response} are read in place of a conversation"
+        problems.append(Problem(key, message, name, "leave it out, or those two", related=(prompt, response)))
+    return problems
+
+
+# ---- lengths ----------------------------------------------------------------------------------------------
+
+
+def prompts_fit(config: Config) -> list[Problem]:
+    """The longest prompt and the longest answer fit into a sequence."""
+    dataset = config.train.train_policy.dataset
+    if not config.is_grpo:
+        if dataset.max_prompt_length is None:
+            return []
+        key = f"{_TRAIN}.max_prompt_length"
+        message = "supervised training reads whole conversations"
+        hint = "write policy.model_max_length for the longest of them"
+        return [Problem(key, message, dataset.max_prompt_length, hint, related=(f"{_POLICY}.type",))]
+    answer = ("rollout.max_response_length", config.rollout.max_response_length)
+    problems = _prompt_problem(config, _TRAIN, dataset, *answer)
+    if _validates(config):
+        own, validation = config.validation.max_response_length, config.validation.dataset
+        if own is not None:
+            answer = ("validation.max_response_length", own)
+        if validation.is_named:
+            problems += _prompt_problem(config, _VALIDATION, validation, *answer)
+        elif own is not None:
+            problems += _prompt_problem(config, _TRAIN, dataset, *answer)
+        problems += _idle_validation(validation)
+    return problems
+
+
+def _prompt_problem(
+    config: Config, section: str, dataset: DatasetConfig, answer_key: str, answer: int
+) -> list[Problem]:
+    key, longest = f"{section}.max_prompt_length", dataset.max_prompt_length
+    limits = [("policy.model_max_length", config.policy.model_max_length)]
+    if config.rollout.max_model_len is not None:
+        limits.append(("rollout.max_model_len", config.rollout.max_model_len))
+    limit_key, limit = min(limits, key=lambda item: item[1])
+    if longest is None or answer >= limit or longest + answer <= limit:  # no room at all: said elsewhere
+        return []
+    message = f"{longest} tokens and {answer_key} = {answer} are more than {limit_key} = {limit}"
+    hint = f"write {key} = {limit - answer}, or {limit_key} = {longest + answer}"
+    return [Problem(key, message, longest, hint, related=(answer_key, limit_key))]
+
+
+def _idle_validation(dataset: DatasetConfig) -> list[Problem]:
+    """Without data of its own, validation takes held-out training rows, prepared as those are."""
+    if dataset.is_named:
+        return []
+    problems, default = [], DatasetConfig()
+    for name in ("subset", "revision", "split", "options", "max_prompt_length", "overlong_prompts"):
+        value = getattr(dataset, name)
+        if value != getattr(default, name):
+            message = "has no effect on rows that the training data holds out"
+            hint = f"write {_TRAIN}.{name}, or name the data: {_VALIDATION}.name"
+            problems.append(
+                Problem(f"{_VALIDATION}.{name}", message, value, hint, related=(f"{_VALIDATION}.name",))
+            )
+    return problems
+
+
+# ---- the built-in generator -------------------------------------------------------------------------------
 
 
 def _synthetic_problems(key: str, dataset: DatasetConfig) -> list[Problem]:
@@ -142,120 +315,7 @@ def _is_number(value: Any, kind: type) -> bool:
     return not isinstance(value, bool) and isinstance(value, int if kind is int else int | float)
 
 
-def _column_problems(config: Config, key: str, dataset: DatasetConfig, columns: set[str]) -> list[Problem]:
-    problems = []
-    for column_key, column, is_default in _wanted_columns(config):
-        # A dotted name may reach into a struct; only its first part is a column.
-        if not column or column in columns or ("." in column and column.partition(".")[0] in columns):
-            continue
-        close = closest(column, columns)
-        message = f"{dataset.name} does not have the {'default ' if is_default else ''}column `{column}`"
-        hint = f'write {column_key} = "{close}"' if close else f"its columns: {', '.join(sorted(columns))}"
-        if dataset.is_synthetic and column == "conversations":
-            hint = f"write {key}.options.demonstrations = true"
-        problems.append(Problem(column_key, message, column, hint, related=(f"{key}.name", f"{key}.options")))
-    return problems
-
-
-def _wanted_columns(config: Config) -> list[tuple[str, str, bool]]:
-    """(key, column, whether it is the default) of each column that training reads."""
-    if not config.is_grpo:
-        name = config.sft.conversation_column_name
-        return [(f"{_POLICY}.conversation_column_name", name, name == "conversations")]
-    policy = config.grpo
-    return [
-        (f"{_POLICY}.prompt_column_name", policy.prompt_column, not policy.prompt_column_name),
-        (f"{_POLICY}.response_column_name", policy.response_column_name, False),
-    ]
-
-
-def model_is_there(config: Config) -> list[Problem]:
-    """A local model is a directory with a config.json; anything else is a name on the hub."""
-    key, name = "policy.model_name_or_path", config.policy.model_name_or_path
-    path = local_path(name)
-    if path is None:
-        return []
-    if not exists(path):
-        relative = "paths are relative to the current directory; a name on the hub has the form owner/name"
-        hint = home_hint(name) or relative
-        return [Problem(key, f"{name} does not exist", name, hint)]
-    if not path.is_dir():
-        return [
-            Problem(
-                key, f"{name} is a file, not a model's directory", name, "name the directory of the model"
-            )
-        ]
-    if not exists(path / "config.json"):
-        hint = "name the directory that `save_pretrained` wrote"
-        return [Problem(key, f"{name} is no model: it has no config.json", name, hint)]
-    if config.policy.model_revision:
-        message = "a local model has no revisions"
-        return [
-            Problem(
-                "policy.model_revision", message, config.policy.model_revision, "leave it out", related=(key,)
-            )
-        ]
-    return []
-
-
-def rewards_are_known(config: Config) -> list[Problem]:
-    """Every reward function is built in, or a function in a file that exists."""
-    if not config.is_grpo:
-        return []
-    key, weights = f"{_POLICY}.reward_function", config.grpo.reward_weights
-    problems = [_reward_problem(key, name) for name in weights]
-    if not weights:
-        hint = f'write {key} = "boxed_math", or another of {", ".join(BUILTIN_REWARDS)}'
-        problems.append(Problem(key, "no reward function is named", config.grpo.reward_function, hint))
-    elif not any(weights.values()):
-        message, hint = "all weights are 0: no sample is better than another", "give one of them a weight"
-        problems.append(Problem(key, message, weights, hint))
-    for name in config.grpo.filter_metrics:
-        if name not in weights:
-            hint = f"write one of {', '.join(weights)}"
-            message = f"`{name}` is not among the reward functions"
-            problems.append(Problem(f"{_POLICY}.filter_reward_metric", message, name, hint, related=(key,)))
-    problems += [
-        _reward_problem("validation.reward_function", name) for name in config.validation.reward_weights
-    ]
-    return [problem for problem in problems if problem is not None]
-
-
-def _reward_problem(key: str, name: str) -> Problem | None:
-    if name in BUILTIN_REWARDS:
-        return None
-    file, colon, function = name.rpartition(":")
-    if not colon:
-        close = closest(name, BUILTIN_REWARDS)
-        known = f'built in: {", ".join(BUILTIN_REWARDS)}; your own: "path/to/file.py:function"'
-        return Problem(
-            key, f"unknown reward function `{name}`", name, f"did you mean `{close}`?" if close else known
-        )
-    try:
-        tree = ast.parse(Path(file).read_bytes(), filename=file)
-    except OSError as error:
-        hint = home_hint(file) or "paths are relative to the current directory"
-        return Problem(key, f"reward file {file} cannot be read: {error.strerror}", name, hint)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        line = f" at line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
-        return Problem(key, f"reward file {file} is not valid Python{line}: {error}", name)
-    functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    if function in functions or function in _bound_names(tree):
-        return None
-    close = closest(function, functions)
-    hint = f"did you mean `{file}:{close}`?" if close else f"its functions: {', '.join(functions) or 'none'}"
-    return Problem(key, f"{file} has no function `{function}`", name, hint)
-
-
-def _bound_names(tree: ast.Module) -> set[str]:
-    """Names that a module binds without `def`: assigned or imported callables."""
-    names: set[str] = set()
-    for node in tree.body:
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            names |= {alias.asname or alias.name for alias in node.names}
-        elif isinstance(node, ast.Assign):
-            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
-    return names
+# ---- places -----------------------------------------------------------------------------------------------
 
 
 def places_can_be_used(config: Config) -> list[Problem]:
@@ -283,7 +343,9 @@ def places_can_be_used(config: Config) -> list[Problem]:
 DATA_RULES = (
     dataset_is_named,
     dataset_can_be_read,
-    model_is_there,
-    rewards_are_known,
+    pairs_are_whole,
+    prompts_fit,
+    *MODEL_RULES,
+    *REWARD_RULES,
     places_can_be_used,
 )

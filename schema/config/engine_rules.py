@@ -47,6 +47,8 @@ _ENGINE_ARGUMENTS = {
     "revision": "policy.model_revision",
     "seed": "rollout.seed",
     "tensor_parallel_size": "rollout.parallelism.tp_size",
+    "tokenizer": "policy.tokenizer_name_or_path",
+    "trust_remote_code": "policy.trust_remote_code",
 }
 
 # What only vLLM has, and the value that asks for nothing of it.

@@ -107,3 +107,10 @@ class PolicyConfig(CheckpointingKeys, ModelKeys):
     moe_shared_expert_overlap: bool = Field(
         default=False, description="Whether the shared expert computes while tokens travel to the others."
     )
+
+    @property
+    def tokenizer(self) -> tuple[str, str | None]:
+        """Where the tokenizer is, and its revision: one of its own has none, a hub's default branch is taken."""
+        if self.tokenizer_name_or_path is not None:
+            return self.tokenizer_name_or_path, None
+        return self.model_name_or_path, self.model_revision

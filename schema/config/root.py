@@ -161,6 +161,8 @@ class Config(Section):
             data["train"]["train_policy"]["allowed_outdated_steps"] = self.staleness_bound
             data["train"]["train_policy"]["temperature"] = self.sampling_temperature
             data["rollout"]["sampling_config"]["temperature"] = self.sampling_temperature
+        elif self.sft.has_pairs:
+            del data["train"]["train_policy"]["conversation_column_name"]  # those two stand in for it
         return data
 
     def to_toml(self) -> str:

@@ -70,6 +70,11 @@ class DatasetConfig(Section):
     )
 
     @property
+    def is_named(self) -> bool:
+        """Whether there is a dataset at all."""
+        return bool(self.name or self.files)
+
+    @property
     def splits(self) -> list[str]:
         """The splits as a list; empty when none is named."""
         if isinstance(self.split, list):
@@ -429,6 +434,11 @@ class SFTDataConfig(_DataloaderConfig):
         description="Whether samples are dealt to data-parallel ranks so that their token counts are "
         "balanced. It never changes the gradient.",
     )
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether rows are a prompt and a response instead of a conversation."""
+        return bool(self.prompt_column_name and self.response_column_name)
 
 
 def _tag(value: Any) -> str:

@@ -77,3 +77,21 @@ def test_supervised_training_has_fewer_paths():
 )
 def test_passwords_are_not_written_down(url: str, shown: str):
     assert without_password(url) == shown
+
+
+def test_files_and_the_tokenizer_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "words").mkdir()
+    data = resolved(
+        config(
+            train={"train_policy": {"dataset": {"name": "", "files": ["a.jsonl", "~/b.jsonl"]}}},
+            policy={"tokenizer_name_or_path": "words"},
+            validation={"dataset": {"files": ["sub/../c.parquet"]}},
+        )
+    )
+    dataset = data["train"]["train_policy"]["dataset"]
+    assert dataset["files"] == [f"{tmp_path}/a.jsonl", os.path.expanduser("~/b.jsonl")]
+    assert (dataset["name"], data["validation"]["dataset"]["files"]) == ("", [f"{tmp_path}/c.parquet"])
+    assert data["policy"]["tokenizer_name_or_path"] == f"{tmp_path}/words"
+    hub = resolved(config(policy={"tokenizer_name_or_path": "Qwen/Qwen3-0.6B"}))
+    assert hub["policy"]["tokenizer_name_or_path"] == "Qwen/Qwen3-0.6B"

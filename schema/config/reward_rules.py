@@ -1,0 +1,86 @@
+"""Rules of rewards: every function is built in or stands in a file, and what rewards are given is used."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+from schema.config.explain import closest
+from schema.config.paths import home_hint
+from schema.config.problem import Problem
+from schema.config.reward import BUILTIN_REWARDS
+from schema.config.root import Config
+
+_POLICY = "train.train_policy"
+
+
+def rewards_are_known(config: Config) -> list[Problem]:
+    """Every reward function is built in, or a function in a file that exists."""
+    if not config.is_grpo:
+        return []
+    key, weights = f"{_POLICY}.reward_function", config.grpo.reward_weights
+    problems = [_reward_problem(key, name) for name in weights]
+    if not weights:
+        hint = f'write {key} = "boxed_math", or another of {", ".join(BUILTIN_REWARDS)}'
+        problems.append(Problem(key, "no reward function is named", config.grpo.reward_function, hint))
+    elif not any(weights.values()):
+        message, hint = "all weights are 0: no sample is better than another", "give one of them a weight"
+        problems.append(Problem(key, message, weights, hint))
+    for name in config.grpo.filter_metrics:
+        if name not in weights:
+            hint = f"write one of {', '.join(weights)}"
+            message = f"`{name}` is not among the reward functions"
+            problems.append(Problem(f"{_POLICY}.filter_reward_metric", message, name, hint, related=(key,)))
+    problems += [
+        _reward_problem("validation.reward_function", name) for name in config.validation.reward_weights
+    ]
+    return [problem for problem in problems if problem is not None]
+
+
+def _reward_problem(key: str, name: str) -> Problem | None:
+    if name in BUILTIN_REWARDS:
+        return None
+    file, colon, function = name.rpartition(":")
+    if not colon:
+        close = closest(name, BUILTIN_REWARDS)
+        known = f'built in: {", ".join(BUILTIN_REWARDS)}; your own: "path/to/file.py:function"'
+        return Problem(
+            key, f"unknown reward function `{name}`", name, f"did you mean `{close}`?" if close else known
+        )
+    try:
+        tree = ast.parse(Path(file).read_bytes(), filename=file)
+    except OSError as error:
+        hint = home_hint(file) or "paths are relative to the current directory"
+        return Problem(key, f"reward file {file} cannot be read: {error.strerror}", name, hint)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        line = f" at line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+        return Problem(key, f"reward file {file} is not valid Python{line}: {error}", name)
+    functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    if function in functions or function in _bound_names(tree):
+        return None
+    close = closest(function, functions)
+    hint = f"did you mean `{file}:{close}`?" if close else f"its functions: {', '.join(functions) or 'none'}"
+    return Problem(key, f"{file} has no function `{function}`", name, hint)
+
+
+def _bound_names(tree: ast.Module) -> set[str]:
+    """Names that a module binds without `def`: assigned or imported callables."""
+    names: set[str] = set()
+    for node in tree.body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Assign):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return names
+
+
+def prompt_forms_are_used(config: Config) -> list[Problem]:
+    """Supervised training has no rewards to hand a prompt to."""
+    forms = config.reward.prompt_forms
+    if config.is_grpo or not forms:
+        return []
+    message, related = "supervised training has no rewards", (f"{_POLICY}.type",)
+    return [Problem("reward.prompt_forms", message, list(forms), "leave it out", related=related)]
+
+
+REWARD_RULES = (rewards_are_known, prompt_forms_are_used)
