@@ -16,6 +16,10 @@ NVIDIA_SMI_TIMEOUT = 20.0
 """Seconds: the first call after boot loads the driver, which takes up to ten on a large machine."""
 
 
+Capability = tuple[int, int]
+"""Compute capability of a GPU, its generation: (9, 0) is Hopper."""
+
+
 @dataclass(frozen=True, slots=True)
 class Machine:
     """What placement needs to know. `gpus` are values for CUDA_VISIBLE_DEVICES."""
@@ -24,13 +28,26 @@ class Machine:
     gpus: tuple[str, ...] = ()
     unused_gpus: int = 0
     """GPUs that are there but that the installed torch cannot use."""
+    capabilities: tuple[Capability | None, ...] = ()
+    """The generation of each of `gpus`, None where it is unknown; empty where nothing is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuFacts:
+    """What the driver says of one GPU."""
+
+    index: str
+    uuid: str
+    capability: Capability | None
 
 
 def find_machine(env: Mapping[str, str]) -> Machine:
     """Look around. CUDA_VISIBLE_DEVICES in `env` limits the GPUs as usual."""
-    gpus = visible_gpus(_count_gpus(), env.get("CUDA_VISIBLE_DEVICES"))
-    usable = torch_has_cuda()
-    return Machine(count_cores(), gpus if usable else (), 0 if usable else len(gpus))
+    listed = _ask_driver()
+    gpus = visible_gpus(len(listed) or _count_device_files(), env.get("CUDA_VISIBLE_DEVICES"))
+    if not torch_has_cuda():
+        return Machine(count_cores(), unused_gpus=len(gpus))
+    return Machine(count_cores(), gpus, capabilities=tuple(_capability_of(name, listed) for name in gpus))
 
 
 def visible_gpus(count: int, visible: str | None) -> tuple[str, ...]:
@@ -46,16 +63,39 @@ def visible_gpus(count: int, visible: str | None) -> tuple[str, ...]:
     return tuple(chosen)
 
 
-def _count_gpus() -> int:
+def _ask_driver() -> list[GpuFacts]:
+    """All GPUs of the machine; empty without an NVIDIA driver that answers."""
     tool = shutil.which("nvidia-smi")
-    if tool:
-        try:
-            listed = subprocess.run(
-                [tool, "-L"], capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT, check=True
-            )
-            return len(re.findall(r"^GPU \d+:", listed.stdout, re.MULTILINE))
-        except (OSError, subprocess.SubprocessError):
-            pass  # the device files below tell the same
+    if not tool:
+        return []
+    query = [tool, "--query-gpu=index,uuid,compute_cap", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []  # the device files tell how many there are
+    return parse_driver(answer.stdout)
+
+
+def parse_driver(text: str) -> list[GpuFacts]:
+    """nvidia-smi's table `index, uuid, compute_cap`; a generation that it does not know is None."""
+    facts = []
+    for line in text.splitlines():
+        parts = [part.strip() for part in line.split(",")]
+        if len(parts) != 3 or not parts[0].isdigit():
+            continue
+        found = re.fullmatch(r"(\d+)\.(\d+)", parts[2])
+        facts.append(GpuFacts(parts[0], parts[1], (int(found[1]), int(found[2])) if found else None))
+    return facts
+
+
+def _capability_of(name: str, listed: list[GpuFacts]) -> Capability | None:
+    """Of the GPU that a value of CUDA_VISIBLE_DEVICES means: an index or the beginning of a UUID."""
+    return next(
+        (fact.capability for fact in listed if fact.index == name or fact.uuid.startswith(name)), None
+    )
+
+
+def _count_device_files() -> int:
     return sum(1 for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name))
 
 

@@ -17,9 +17,10 @@ from pathlib import Path
 
 from launcher import redis_server
 from launcher.engine_options import check_engine_options
+from launcher.hardware import check_hardware
 from launcher.machine import Machine, has_module
 from launcher.paths import absolute
-from launcher.placement import PlacementError, needs, place, shares_gpu
+from launcher.placement import PlacementError, place, usable_gpus
 from schema.config import Config, Problem, local_path
 
 MIN_FREE_BYTES = 64 * 1024 * 1024
@@ -122,24 +123,19 @@ def _port_problems(host: str, port: int) -> list[Problem]:
 
 
 def _check_gpus(config: Config, machine: Machine, findings: Findings) -> None:
-    wanted = needs(config, len(machine.gpus))
     try:
         place(config, machine)
     except PlacementError as error:
-        hint = (
-            "lower policy.parallelism or rollout.parallelism (n_init_replicas, dp_shard_size), "
-            "or look at CUDA_VISIBLE_DEVICES"
-        )
-        key = "rollout.parallelism" if wanted.rollout_replicas else "policy.parallelism"
-        findings.problems.append(Problem(key, str(error), wanted.gpus, hint))
+        findings.problems.append(error.problem)
+    else:
+        if config.placement.share != "none" and not usable_gpus(config, machine):
+            message = "has no effect on this machine: there is no GPU to share"
+            warning = Problem("placement.share", message, config.placement.share, "leave it out here")
+            findings.warnings.append(warning)
+    findings.problems += check_hardware(config, machine)
     if machine.unused_gpus:
         message = f"the installed torch is built without CUDA: {machine.unused_gpus} GPUs stay unused"
         findings.warnings.append(Problem("", message, hint="install a CUDA build of torch"))
-    if shares_gpu(wanted, len(machine.gpus)):
-        share = config.rollout.gpu_memory_utilization
-        message = f"trainer and rollouts share the only GPU, and rollouts take {share:.0%} of its memory"
-        hint = "lower it if the trainer runs out of memory"
-        findings.warnings.append(Problem("rollout.gpu_memory_utilization", message, share, hint))
 
 
 # ---- disk -------------------------------------------------------------------------------------------------

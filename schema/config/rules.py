@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from schema.config.data_rules import DATA_RULES
 from schema.config.engine_rules import ENGINE_RULES
+from schema.config.placement_rules import PLACEMENT_RULES, PLACEMENT_WARNINGS
 from schema.config.problem import Problem
 from schema.config.root import Config
 
@@ -261,6 +262,7 @@ RULES: tuple[Rule, ...] = (
     timeouts_are_ordered,
     *ENGINE_RULES,
     *DATA_RULES,
+    *PLACEMENT_RULES,
 )
 
 
@@ -275,4 +277,4 @@ def check_warnings(config: Config) -> list[Problem]:
         message = "without checkpoints the loss of all policy replicas ends the job"
         hint = 'write train.ckpt.enable_checkpoint = true and train.ckpt.save_mode = "sync"'
         warnings.append(Problem("train.ckpt.enable_checkpoint", message, False, hint))
-    return warnings
+    return warnings + [warning for rule in PLACEMENT_WARNINGS for warning in rule(config)]

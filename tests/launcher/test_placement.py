@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.machine import Machine, visible_gpus
+from launcher.machine import GpuFacts, Machine, parse_driver, visible_gpus
 from launcher.placement import PlacementError, controller, needs, place
 from launcher.restarts import Role
+from schema.config import Config, Problem
 from tests.launcher.samples import config
 
 
@@ -63,9 +64,115 @@ def test_several_ranks_run_on_cpu_too():
     assert {spec.env["WORLD_SIZE"] for spec in ranks} == {"2"}
 
 
-def test_the_only_gpu_is_shared():
-    replicas = place(config(), Machine(cores=8, gpus=("0",)))
+def shown(job: Config, count: int) -> dict[str, tuple[int, ...]]:
+    return {replica.name: replica.devices for replica in place(job, Machine(cores=8, gpus=gpus(count)))}
+
+
+def refusal(job: Config, count: int) -> Problem:
+    with pytest.raises(PlacementError) as caught:
+        place(job, Machine(cores=8, gpus=gpus(count)))
+    assert str(caught.value) == caught.value.problem.message
+    return caught.value.problem
+
+
+def test_the_only_gpu_is_shared_when_that_is_asked_for():
+    replicas = place(config(placement={"share": "memory"}), Machine(cores=8, gpus=("0",)))
     assert {replica.processes[0].env["CUDA_VISIBLE_DEVICES"] for replica in replicas} == {"0"}
+    assert {replica.devices for replica in replicas} == {(0,)}
+
+
+def test_the_only_gpu_is_not_shared_in_silence():
+    problem = refusal(config(rollout={"backend": "vllm"}), 1)
+    assert problem.key == "placement.share"
+    assert "needs 2 GPUs" in problem.message
+    assert "has 1, and none is shared" in problem.message
+    assert problem.hint.startswith(
+        'write placement.share = "memory": both stay in the memory of the same GPUs'
+    )
+    assert "vLLM takes 80% of it (write rollout.gpu_memory_utilization = 0.5)" in problem.hint
+
+
+def test_several_gpus_can_be_shared_too():
+    job = config(
+        policy={"parallelism": {"dp_shard_size": -1}},
+        rollout={"parallelism": {"n_init_replicas": 3}},
+        placement={"share": "memory"},
+    )
+    assert shown(job, 4) == {
+        "policy-0": (0, 1, 2, 3),
+        "rollout-0": (0,),
+        "rollout-1": (1,),
+        "rollout-2": (2,),
+    }
+    assert "needs 3 GPUs" in refusal(job, 2).message
+
+
+def test_lists_are_dealt_in_order():
+    job = config(
+        policy={"parallelism": {"n_init_replicas": 2, "dp_shard_size": -1}},
+        rollout={"parallelism": {"n_init_replicas": 2}},
+        placement={"policy": [5, 4, 1, 0], "rollout": [2, 3]},
+    )
+    assert shown(job, 6) == {"policy-0": (5, 4), "policy-1": (1, 0), "rollout-0": (2,), "rollout-1": (3,)}
+    first = place(job, Machine(cores=8, gpus=("7", "GPU-b", "2", "3", "5", "6")))[0]
+    assert first.processes[0].env["CUDA_VISIBLE_DEVICES"] == "6,5"
+    assert [spec.env["WORLD_SIZE"] for spec in first.processes] == ["2", "2"]
+
+
+def test_a_list_of_lists_names_the_devices_of_each_replica():
+    job = config(
+        rollout={"parallelism": {"n_init_replicas": 2, "tp_size": 2}},
+        placement={"policy": [[4]], "rollout": [[0, 2], [1, 3]]},
+    )
+    assert shown(job, 5) == {"policy-0": (4,), "rollout-0": (0, 2), "rollout-1": (1, 3)}
+
+
+@pytest.mark.parametrize(
+    ("placement", "expected"),
+    [
+        ({"policy": [1]}, {"policy-0": (1,), "rollout-0": (0,)}),
+        ({"rollout": [0]}, {"policy-0": (1, 2), "rollout-0": (0,)}),
+        ({"rollout": [2], "share": "memory"}, {"policy-0": (2, 0, 1), "rollout-0": (2,)}),
+        ({"gpus_per_node": 2}, {"policy-0": (0,), "rollout-0": (1,)}),
+    ],
+)
+def test_the_rest_goes_to_the_other_role(placement: dict, expected: dict):
+    job = config(policy={"parallelism": {"dp_shard_size": -1}}, placement=placement)
+    assert shown(job, 3) == expected
+
+
+def test_a_list_that_leaves_too_little_is_named():
+    job = config(rollout={"parallelism": {"n_init_replicas": 2}}, placement={"policy": [0]})
+    problem = refusal(job, 2)
+    assert "placement.policy leaves 1" in problem.message
+
+
+def test_devices_that_are_not_there_are_named():
+    job = config(placement={"policy": [0], "rollout": [5]})
+    problem = refusal(job, 2)
+    assert (problem.key, problem.value) == ("placement.rollout", [5])
+    assert "names device 5, and this machine has 2 GPUs for this job (0 to 1)" in problem.message
+    problem = refusal(job, 0)
+    assert problem.key == "placement.policy"
+    assert "no GPU that the installed torch can use" in problem.message
+
+
+@pytest.mark.parametrize(("found", "words"), [(2, "this machine has 2 GPUs"), (0, "this machine has no GPU")])
+def test_more_gpus_than_there_are_is_refused(found: int, words: str):
+    problem = refusal(config(placement={"gpus_per_node": 8}), found)
+    assert problem.key == "placement.gpus_per_node"
+    assert "8 GPUs are asked for" in problem.message
+    assert words in problem.message
+
+
+def test_no_gpus_per_node_means_the_cpu():
+    assert shown(config(placement={"gpus_per_node": 0}), 4) == {"policy-0": (), "rollout-0": ()}
+    processes = [r.processes[0] for r in place(config(placement={"gpus_per_node": 0}), Machine(8, gpus(4)))]
+    assert {process.env["CUDA_VISIBLE_DEVICES"] for process in processes} == {""}
+
+
+def test_what_the_rules_refuse_is_not_placed():
+    assert refusal(config(placement={"policy": [0, 0], "rollout": [1]}), 2).key == "placement.policy"
 
 
 def test_too_few_gpus_are_refused_with_numbers():
@@ -130,3 +237,9 @@ def test_the_controller_gets_its_directory_and_address():
 )
 def test_visible_devices_are_read_as_cuda_does(count: int, visible: str | None, expected: tuple[str, ...]):
     assert visible_gpus(count, visible) == expected
+
+
+def test_the_driver_tells_the_generation():
+    table = "0, GPU-8f2a, 9.0\n1, GPU-77c1, [N/A]\nNo devices were found\n"
+    assert parse_driver(table) == [GpuFacts("0", "GPU-8f2a", (9, 0)), GpuFacts("1", "GPU-77c1", None)]
+    assert parse_driver("") == []

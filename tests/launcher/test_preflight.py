@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from launcher.hardware import check_hardware
 from launcher.machine import Machine, count_cores, find_machine, has_module
 from launcher.preflight import check_machine, check_redis, missing_packages
 from schema.config import Config
@@ -73,12 +74,48 @@ def test_too_few_gpus(tmp_path: Path):
     assert "CUDA_VISIBLE_DEVICES" in problem.hint
 
 
-def test_a_shared_or_unused_gpu_is_a_warning(tmp_path: Path):
-    (shared,) = check_machine(job(tmp_path), Machine(8, ("0",))).warnings
-    assert shared.key == "rollout.gpu_memory_utilization"
-    assert "80%" in shared.message
+def test_a_gpu_is_not_shared_in_silence(tmp_path: Path):
+    (problem,) = check_machine(job(tmp_path), Machine(8, ("0",))).problems
+    assert problem.key == "placement.share"
+    shared = job(tmp_path, placement={"share": "memory"})
+    found = check_machine(shared, Machine(8, ("0",)))
+    assert (found.problems, found.warnings) == ([], [])
+    (idle,) = check_machine(shared, Machine(8)).warnings
+    assert idle.key == "placement.share"
+    assert "no GPU to share" in idle.message
+
+
+def test_gpus_that_torch_cannot_use_are_a_warning(tmp_path: Path):
     (unused,) = check_machine(job(tmp_path), Machine(8, (), unused_gpus=2)).warnings
     assert "without CUDA" in unused.message
+
+
+HOPPER, AMPERE, BLACKWELL = (9, 0), (8, 0), (10, 0)
+
+
+@pytest.mark.parametrize(
+    ("train", "able", "unable"),
+    [
+        ({"fp8": {"enable_fp8": True}}, [HOPPER, (8, 9), BLACKWELL], [AMPERE, (7, 5)]),
+        ({"fp4": {"enable_fp4": True}}, [BLACKWELL, (12, 0)], [HOPPER]),
+        ({"fa_version": 2}, [AMPERE, HOPPER], [(7, 5)]),
+        ({"fa_version": 3}, [HOPPER], [AMPERE, BLACKWELL]),
+        ({"fa_version": 4}, [HOPPER, BLACKWELL], [AMPERE]),
+    ],
+)
+def test_numerics_need_their_hardware(train: dict, able: list, unable: list):
+    wanted = config(train=train)
+    (without,) = check_hardware(wanted, Machine(8))
+    assert "needs a GPU, and this machine has none" in without.message
+    assert without.hint
+    for found in able:
+        assert check_hardware(wanted, Machine(8, ("0", "1"), capabilities=(found, None))) == []
+    for found in unable:
+        (problem,) = check_hardware(wanted, Machine(8, ("0", "1"), capabilities=(None, found)))
+        assert problem.key == without.key
+        assert f"{found[0]}.{found[1]}" in problem.message
+    assert check_hardware(wanted, Machine(8, ("0",))) == []  # unknown: left to the worker
+    assert check_hardware(config(), Machine(8)) == []
 
 
 def test_output_below_a_file_is_refused(tmp_path: Path):

@@ -1,0 +1,85 @@
+"""How many devices each role takes, and which of them `[placement]` names: arithmetic without a machine.
+
+    devices of a role = replicas * unit * shards        unit = tp * cp * pp * dp_replicate
+    shards: dp_shard_size; None while it is -1, which takes what there is
+
+Expert parallelism spreads over these devices and needs none of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from schema.config.placement import Devices
+from schema.config.policy import ParallelismConfig
+from schema.config.root import Config
+
+
+@dataclass(frozen=True, slots=True)
+class RoleLayout:
+    """What one role asks for. `name` is that of its key in `[placement]` and of its section."""
+
+    name: str
+    replicas: int
+    unit: int
+    shards: int | None
+    listed: Devices
+
+    @property
+    def key(self) -> str:
+        """The key of its device list."""
+        return f"placement.{self.name}"
+
+    @property
+    def size(self) -> int | None:
+        """Devices of one replica; None while dp_shard_size = -1 leaves it open."""
+        return None if self.shards is None else self.unit * self.shards
+
+    @property
+    def nested(self) -> bool:
+        """Whether the list names the devices of each replica."""
+        return any(isinstance(item, list) for item in self.listed)
+
+    @property
+    def devices(self) -> list[int]:
+        """Every listed device, in order."""
+        flat: list[int] = []
+        for item in self.listed:
+            flat += item if isinstance(item, list) else [item]
+        return flat
+
+    def dealt(self, devices: Sequence[int]) -> list[tuple[int, ...]]:
+        """Devices by replica: equal parts in order. Their number has been checked."""
+        part = len(devices) // self.replicas
+        return [tuple(devices[i * part : (i + 1) * part]) for i in range(self.replicas)]
+
+
+def policy_layout(config: Config) -> RoleLayout:
+    """The policy replicas."""
+    mesh = config.policy.parallelism
+    shards = None if mesh.dp_shard_size == -1 else mesh.dp_shard_size
+    return RoleLayout("policy", mesh.n_init_replicas, _unit(mesh), shards, config.placement.policy)
+
+
+def rollout_layout(config: Config) -> RoleLayout:
+    """The rollout replicas; -1 means one there."""
+    mesh = config.rollout.parallelism
+    shards = max(1, mesh.dp_shard_size)
+    return RoleLayout("rollout", mesh.n_init_replicas, _unit(mesh), shards, config.placement.rollout)
+
+
+def layouts(config: Config) -> list[RoleLayout]:
+    """The roles that this job has: policy, and rollout unless it is supervised."""
+    return [policy_layout(config), *([rollout_layout(config)] if config.is_grpo else [])]
+
+
+def _unit(mesh: ParallelismConfig) -> int:
+    return mesh.tp_size * mesh.cp_size * mesh.pp_size * mesh.dp_replicate_size
+
+
+def mesh_text(mesh: ParallelismConfig) -> str:
+    """`tp_size 2 * dp_shard_size 4`: the factors of a replica's size that are not 1."""
+    names = ("tp_size", "cp_size", "pp_size", "dp_replicate_size", "dp_shard_size")
+    factors = [f"{name} {getattr(mesh, name)}" for name in names if getattr(mesh, name) not in (1, -1)]
+    return " * ".join(factors) or "one device"

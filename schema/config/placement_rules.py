@@ -1,0 +1,241 @@
+"""Rules of `[placement]`: every device has one owner unless sharing is asked for, and no role has more or fewer
+than its replicas take. What the machine itself has is another matter (`launcher.preflight`).
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+
+from schema.config.layout import RoleLayout, layouts, mesh_text
+from schema.config.loss_rules import has_kl
+from schema.config.problem import Problem
+from schema.config.root import Config
+
+SHARE_KEY = "rollout.gpu_memory_utilization"
+MOST_SHARE = 0.9
+"""Above it nothing is left for a trainer beside the engine: CUDA contexts and NCCL take some GiB alone."""
+COMFORTABLE_SHARE = 0.6
+"""A trainer holds weights, gradients, two moments and activations: seldom less than 40 % of what serving takes."""
+_SHOWN = 8  # devices named in a message
+
+
+def roles_exist(config: Config) -> list[Problem]:
+    """Devices are for roles that this job has."""
+    placement, problems = config.placement, []
+    absent: list[tuple[str, str, str, str]] = []
+    if not config.is_grpo:
+        other = ("train.train_policy.type", '"sft"', 'train.train_policy.type = "grpo"')
+        absent += [("rollout", *other), ("reference", *other), ("critic", *other), ("reward_model", *other)]
+    else:
+        if not has_kl(config):
+            kl = "train.train_policy.kl_beta"
+            absent.append(("reference", kl, "0.0", f"{kl} = 0.001"))
+        if not config.critic.enable:
+            absent.append(("critic", "critic.enable", "false", "critic.enable = true"))
+        if not config.reward_model.enable:
+            absent.append(("reward_model", "reward_model.enable", "false", "reward_model.enable = true"))
+    for role, key, value, remedy in absent:
+        devices = getattr(placement, role)
+        if devices:
+            name = f"placement.{role}"
+            message = f"{devices} are devices of a role that this job does not have ({key} = {value})"
+            hint = f"write {name} = [], or {remedy}"
+            problems.append(Problem(name, message, devices, hint, related=(key,)))
+    return problems
+
+
+def devices_are_distinct(config: Config) -> list[Problem]:
+    """A device stands once in a role: two replicas or two ranks of one role cannot have the same GPU."""
+    problems = []
+    for role in layouts(config):
+        devices = role.devices
+        twice = sorted({device for device in devices if devices.count(device) > 1})
+        if twice:
+            message = f"device {_names(twice)} stands more than once in {role.key} = {role.listed}"
+            problems.append(Problem(role.key, message, role.listed, "name each device once"))
+    return problems
+
+
+def sharing_is_asked_for(config: Config) -> list[Problem]:
+    """Roles meet on a device exactly when `share` says so."""
+    share, key = config.placement.share, "placement.share"
+    policy, *others = layouts(config)
+    if not others:
+        if share == "none":
+            return []
+        message = f'is "{share}", but train.train_policy.type = "sft" has no rollout replicas to share with'
+        hint = f'write {key} = "none"'
+        return [Problem(key, message, share, hint, related=("train.train_policy.type",))]
+    rollout = others[0]
+    if not policy.listed or not rollout.listed:
+        return []
+    both = sorted(set(policy.devices) & set(rollout.devices))
+    lists = f"placement.policy = {policy.listed} and placement.rollout = {rollout.listed}"
+    related = (policy.key, rollout.key)
+    if both and share == "none":
+        message = f'{lists} have device {_names(both)} in common, and {key} = "none"'
+        hint = f'write {key} = "memory" (both roles stay in its memory), or lists without common devices'
+        return [Problem(rollout.key, message, rollout.listed, hint, related=(policy.key, key))]
+    if not both and share != "none":
+        message = f'is "{share}", but {lists} have no device in common'
+        return [Problem(key, message, share, f'write {key} = "none"', related=related)]
+    return []
+
+
+def devices_are_there(config: Config) -> list[Problem]:
+    """A device number is below nodes * gpus_per_node, where that is stated."""
+    placement, problems = config.placement, []
+    per_node, nodes = placement.gpus_per_node, placement.nodes
+    related = ("placement.gpus_per_node", "placement.nodes")
+    for role in (role for role in layouts(config) if role.listed):
+        if per_node is None:
+            if nodes > 1:
+                message = f"device numbers over placement.nodes = {nodes} need to know the GPUs of each"
+                hint = "write placement.gpus_per_node = 8, or as many as each node has"
+                problems.append(Problem(role.key, message, role.listed, hint, related=related))
+            continue
+        beyond = sorted({device for device in role.devices if device >= nodes * per_node})
+        if beyond:
+            message = (
+                f"names device {_names(beyond)}, but placement.nodes = {nodes} * placement.gpus_per_node = "
+                f"{per_node} are {nodes * per_node} devices"
+            )
+            enough = -(-(beyond[-1] + 1) // nodes)
+            hint = f"write placement.gpus_per_node = {enough} if there are as many, or smaller numbers"
+            problems.append(Problem(role.key, message, role.listed, hint, related=related))
+    return problems
+
+
+def lists_fit_replicas(config: Config) -> list[Problem]:
+    """A list has exactly the devices that the replicas of its role take; -1 takes what the list gives."""
+    return [problem for role in layouts(config) if role.listed for problem in _misfit(config, role)]
+
+
+def _misfit(config: Config, role: RoleLayout) -> list[Problem]:
+    section = f"{role.name}.parallelism"
+    replicas, given = f"{section}.n_init_replicas", len(role.devices)
+    related = (section,)
+    if role.nested and len(role.listed) != role.replicas:
+        message = f"names the devices of {len(role.listed)} replicas, but {replicas} = {role.replicas}"
+        hint = f"write {replicas} = {len(role.listed)}"
+        return [Problem(role.key, message, role.listed, hint, related=related)]
+    parts = [len(item) for item in role.listed if isinstance(item, list)]
+    mesh = mesh_text(config.policy.parallelism if role.name == "policy" else config.rollout.parallelism)
+    if len(set(parts)) > 1:
+        message = f"gives its replicas {_names(parts)} devices, but each takes as many as the others ({mesh})"
+        return [Problem(role.key, message, role.listed, "give each as many devices", related=related)]
+    unit = role.unit * (role.shards or 1)
+    if given == role.replicas * unit or (
+        role.shards is None and given and given % (role.replicas * unit) == 0
+    ):
+        return []
+    open_size = " or a multiple" if role.shards is None else ""
+    message = (
+        f"names {given} devices, but {replicas} = {role.replicas} of {unit} ({mesh}) take "
+        f"{role.replicas * unit}{open_size}"
+    )
+    return [Problem(role.key, message, role.listed, _fitting(config, role, given), related=related)]
+
+
+def _fitting(config: Config, role: RoleLayout, given: int) -> str:
+    """What to change so that a role takes the devices that its list names."""
+    section, unit = f"{role.name}.parallelism", role.unit * (role.shards or 1)
+    hint = f"name {role.replicas * unit} devices"
+    if given and given % (role.replicas * role.unit) == 0 and role.name == "policy":
+        return f"write {section}.dp_shard_size = {given // (role.replicas * role.unit)}, or {hint}"
+    if given and given % unit == 0 and not role.nested:
+        return f"write {section}.n_init_replicas = {given // unit}, or {hint}"
+    if role.name == "rollout" and config.rollout.backend == "vllm" and given and given % role.replicas == 0:
+        others = unit // config.rollout.parallelism.tp_size
+        if given % (role.replicas * others) == 0:
+            return f"write {section}.tp_size = {given // (role.replicas * others)}, or {hint}"
+    return hint
+
+
+def devices_suffice(config: Config) -> list[Problem]:
+    """Where the machines' GPUs are stated, the roles fit upon them together."""
+    placement, roles = config.placement, layouts(config)
+    if not placement.gpus_per_node or all(role.listed for role in roles):
+        return []
+    total = placement.nodes * placement.gpus_per_node
+    takes = {role.name: len(role.devices) or role.replicas * role.unit * (role.shards or 1) for role in roles}
+    needed = max(takes.values()) if placement.share != "none" else sum(takes.values())
+    if needed <= total:
+        return []
+    key = "placement.gpus_per_node"
+    parts = ", ".join(f"{name} {count}" for name, count in takes.items())
+    nodes = (
+        f"placement.nodes = {placement.nodes} * {placement.gpus_per_node}" if placement.nodes > 1 else total
+    )
+    message = f"{nodes} GPUs are fewer than the {needed} that the roles take ({parts})"
+    hint = f"write {key} = {-(-needed // placement.nodes)}, or fewer replicas or smaller ones"
+    if len(roles) > 1 and placement.share == "none" and max(takes.values()) <= total:
+        hint += ', or placement.share = "memory"'
+    related = tuple(f"{role.name}.parallelism" for role in roles)
+    return [Problem(key, message, placement.gpus_per_node, hint, related=related)]
+
+
+def no_device_is_idle(config: Config) -> list[Problem]:
+    """Where all devices are stated and all roles are listed, a device that nobody has is a mistake."""
+    placement, roles = config.placement, layouts(config)
+    if placement.gpus_per_node is None or not all(role.listed for role in roles):
+        return []
+    total, used = placement.nodes * placement.gpus_per_node, {d for role in roles for d in role.devices}
+    count = total - sum(1 for device in used if device < total)
+    if count <= 0:
+        return []
+    idle = list(islice((device for device in range(total) if device not in used), _SHOWN))
+    names = _names(idle) + (f" and {count - len(idle)} more" if count > len(idle) else "")
+    lists = " nor ".join(f"{role.key} = {role.listed}" for role in roles)
+    message = (
+        f"device {names} of {total} is in neither {lists}"
+        if len(roles) > 1
+        else (f"device {names} of {total} is not in {lists}")
+    )
+    key, hint = "placement.gpus_per_node", "leave it out if these devices are for somebody else"
+    if placement.nodes == 1 and used == set(range(len(used))):
+        hint = f"write {key} = {len(used)}, or name them"
+    return [Problem(key, message, placement.gpus_per_node, hint, related=tuple(role.key for role in roles))]
+
+
+def memory_is_divided(config: Config) -> list[Problem]:
+    """An engine beside a trainer leaves it a part of the memory."""
+    share = config.rollout.gpu_memory_utilization
+    if not _engine_beside_trainer(config) or share <= MOST_SHARE:
+        return []
+    message = f'{share} leaves no memory to the trainer on the same GPU (placement.share = "memory")'
+    hint = f"write {SHARE_KEY} = 0.5"
+    return [Problem(SHARE_KEY, message, share, hint, related=("placement.share",))]
+
+
+def memory_is_tight(config: Config) -> list[Problem]:
+    """Warning: an engine beside a trainer that takes more than most trainers can spare."""
+    share = config.rollout.gpu_memory_utilization
+    if not _engine_beside_trainer(config) or not COMFORTABLE_SHARE < share <= MOST_SHARE:
+        return []
+    message = (
+        f'the engine takes {share:.0%} of GPUs that it shares with the trainer (placement.share = "memory")'
+    )
+    hint = f"write {SHARE_KEY} = 0.5 if the trainer runs out of memory"
+    return [Problem(SHARE_KEY, message, share, hint, related=("placement.share",))]
+
+
+def _engine_beside_trainer(config: Config) -> bool:
+    return config.is_grpo and config.placement.share == "memory" and config.rollout.backend == "vllm"
+
+
+def _names(devices: list[int]) -> str:
+    return ", ".join(map(str, devices))
+
+
+PLACEMENT_RULES = (
+    roles_exist,
+    devices_are_distinct,
+    sharing_is_asked_for,
+    devices_are_there,
+    lists_fit_replicas,
+    devices_suffice,
+    no_device_is_idle,
+    memory_is_divided,
+)
+PLACEMENT_WARNINGS = (memory_is_tight,)

@@ -1,0 +1,83 @@
+"""What every rule owes its reader, checked the same way for all of them.
+
+A message names the fields and values that disagree. A remedy is true: each `key = value` that a hint tells to
+write, written into the faulty configuration, makes the fault go away, and so does leaving a key out where the
+hint says that.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+from schema.config import Config, Problem
+from tests.schema.config_samples import write
+
+Rule = Callable[[Config], list[Problem]]
+
+_ASSIGNMENT = re.compile(
+    r"(?P<key>[a-z_][a-z0-9_]*(?:\.[a-z_][a-z0-9_]*)+) = (?P<value>\[[^\]]*\]|\"[^\"]*\"|-?[\w.]*\w)"
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One fault: the dotted keys that make it, the key that is blamed, and words that the message must hold."""
+
+    rule: Rule
+    values: dict[str, Any]
+    key: str
+    words: tuple[str, ...] = ()
+    base: dict[str, Any] | None = None
+
+    def __str__(self) -> str:
+        return f"{self.rule.__name__}-{self.key}"
+
+
+def written(base: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """A copy of a configuration with dotted keys written."""
+    data = deepcopy(base)
+    for key, value in values.items():
+        write(data, key.split("."), value)
+    return data
+
+
+def assignments(hint: str) -> list[tuple[str, Any]]:
+    """Every `key = value` of a hint."""
+    return [
+        (found["key"], tomllib.loads(f"value = {found['value']}")["value"])
+        for found in _ASSIGNMENT.finditer(hint)
+    ]
+
+
+def without(data: dict[str, Any], key: str) -> dict[str, Any]:
+    """A copy with a key left out."""
+    data, (*parents, name) = deepcopy(data), key.split(".")
+    table = data
+    for part in parents:
+        table = table.get(part, {})
+    table.pop(name, None)
+    return data
+
+
+def check_case(case: Case, base: dict[str, Any]) -> Problem:
+    """Hold one rule to what it owes. Returns its problem."""
+    data = written(case.base or base, case.values)
+    found = case.rule(Config.model_validate(data))
+    assert [problem.key for problem in found] == [case.key]
+    (problem,) = found
+    text = problem.message
+    for word in case.words:
+        assert word in text, f"{word!r} is not in: {text}"
+    assert problem.hint, "every fault comes with a remedy"
+    remedies = [written(data, {key: value}) for key, value in assignments(problem.hint)]
+    if "leave it out" in problem.hint:
+        remedies.append(without(data, problem.key))
+    for remedy in remedies:
+        again = case.rule(Config.model_validate(remedy))
+        assert problem.key not in [other.key for other in again], f"still there after: {problem.hint}"
+    return problem
