@@ -51,6 +51,15 @@ def read_messages(value: Any, where: str) -> list[Message]:
     return [_message(turn, f"{where}, turn {i}") for i, turn in enumerate(value)]
 
 
+def read_pair(prompt: Any, response: Any, where: str) -> list[Message]:
+    """A prompt and the answer to learn as one conversation. Raises `DataError`."""
+    question = read_prompt(prompt, where)
+    if not isinstance(response, str):
+        raise DataError(f"{where}: the response must be text, not {type(response).__name__}")
+    before: list[Message] = [{"role": "user", "content": question}] if isinstance(question, str) else question
+    return [*before, {"role": "assistant", "content": response}]
+
+
 def _json_list(text: str) -> list[Any] | None:
     """The list of objects that a text is the JSON of, else None: a question may well begin with a bracket."""
     if not text.lstrip().startswith("["):

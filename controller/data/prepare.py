@@ -3,11 +3,12 @@
     DIR/config.json  ->  DIR/data/train.safetensors, and DIR/data/validation.safetensors if validation is on
 
 A prepared row is {"key", "prompt", "answer", ...}: a stable name of where it came from, the prompt as text or
-messages, the reference answer (if `response_column_name` is set), and every other column that JSON can hold.
+messages, the reference answer (if `response_column_name` is set), its `data_source` (if something asks for it), the
+prompt in the `reward.prompt_forms`, and every other column that JSON can hold.
 For supervised training it is {"key", ...} and the file has a loss mask.
 
-Invariant: a row is written whole or left out, counted and reported; nothing is ever cut. Exit code 2: the
-config or the data is at fault, and the last line of stderr says how.
+Invariant: a row is written whole, or left out, or (where `overlong_prompts` says so) its tokens are cut; the last two
+are counted and reported. Exit code 2: the config or the data is at fault, and the last line of stderr says how.
 """
 
 from __future__ import annotations
@@ -17,63 +18,44 @@ import json
 import logging
 import math
 import sys
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from controller.data.conversations import read_messages, read_prompt
+from controller.data.conversations import Message, read_messages, read_pair, read_prompt
 from controller.data.errors import DataError
-from controller.data.sources import Role, Source, column, open_source, require_column
-from controller.data.tokenizer import Ids, Mask, PromptTokenizer
-from schema.config import Config
+from controller.data.rows import Bound, Keep, Prepared, Row, batches, extras, jsonable, value
+from controller.data.sources import Role, Source, open_source, require_column
+from controller.data.tokenizer import PromptTokenizer
+from schema.config import SOURCE_SCORERS, Config
+from schema.config.modules import ExternalModuleError, import_external
 from schema.wire.prompts import write_prompts
+
+__all__ = ["held_out_rows", "jsonable", "main", "prepare", "prepare_conversations", "prepare_prompts"]
 
 logger = logging.getLogger("controller.data.prepare")  # run with -m, __name__ would say nothing
 
-BATCH = 256  # rows tokenised in one call: the tokenizer's own overhead is gone beyond this
-REPORT_EVERY_S = 2.0
-Row = dict[str, Any]
-Keep = Callable[[int], bool]
-
-
-@dataclass
-class Prepared:
-    """Rows of one file, and how many were left out for which reason."""
-
-    token_ids: list[Ids] = field(default_factory=list)
-    masks: list[Mask] = field(default_factory=list)
-    rows: list[Row] = field(default_factory=list)
-    left_out: Counter[str] = field(default_factory=Counter)
-
-    def add(self, ids: Ids, row: Row, mask: Mask | None = None) -> None:
-        self.token_ids.append(ids)
-        self.rows.append(row)
-        if mask is not None:
-            self.masks.append(mask)
+_POLICY = "train.train_policy"
 
 
 def prepare(config: Config, run_dir: Path) -> dict[str, int]:
     """Write the data files of a run; answers rows by file. Raises `DataError`."""
     dataset = config.train.train_policy.dataset
-    if not dataset.name:
-        raise DataError("train.train_policy.dataset.name is empty: a job needs training data")
+    if not dataset.is_named:
+        raise DataError(f"{_POLICY}.dataset.name is empty: a job needs training data")
     if dataset.is_synthetic and dataset.test_size:
         raise DataError(
             "train.train_policy.dataset.test_size: synthetic:addition holds out pairs of operands, not rows; "
             "name it in validation.dataset.name instead"
         )
     source = open_source(dataset, "train", config.effective_seed)
-    _check_columns(config, source, "train.train_policy")
+    _check_columns(config, source, "train")
     held_out = held_out_rows(len(source), dataset.test_size, config.effective_seed)
     jobs: list[tuple[Role, Source, Keep]] = [("train", source, lambda i: i not in held_out)]
     if config.validation.enable and config.is_grpo:
         jobs.append(("validation", *_validation_source(config, source, held_out)))
-    tokenizer = PromptTokenizer(config.policy.model_name_or_path, config.policy.model_revision)
+    tokenizer = _tokenizer(config)
     counts: dict[str, int] = {}
     for role, rows, keep in jobs:
         if config.is_grpo:
@@ -82,6 +64,14 @@ def prepare(config: Config, run_dir: Path) -> dict[str, int]:
             prepared = prepare_conversations(config, tokenizer, rows, keep)
         counts[role] = _write(run_dir / "data" / f"{role}.safetensors", prepared, rows.name, role)
     return counts
+
+
+def _tokenizer(config: Config) -> PromptTokenizer:
+    policy = config.policy
+    import_external(policy.external_modules)
+    if policy.trust_remote_code:
+        logger.warning("policy.trust_remote_code = true: code of %s may run here", policy.tokenizer[0])
+    return PromptTokenizer.of_policy(policy)
 
 
 def held_out_rows(n: int, test_size: float | int | None, seed: int) -> frozenset[int]:
@@ -103,7 +93,7 @@ def held_out_rows(n: int, test_size: float | int | None, seed: int) -> frozenset
 
 def _validation_source(config: Config, train: Source, held_out: frozenset[int]) -> tuple[Source, Keep]:
     dataset = config.validation.dataset
-    if dataset.name:
+    if dataset.is_named:
         source = open_source(dataset, "validation", config.effective_seed)
         _check_columns(config, source, "validation")
         return source, lambda _: True
@@ -115,22 +105,37 @@ def _validation_source(config: Config, train: Source, held_out: frozenset[int]) 
     )
 
 
-def _check_columns(config: Config, source: Source, section: str) -> None:
+def _check_columns(config: Config, source: Source, role: Role) -> None:
     if not config.is_grpo:
-        name = config.sft.conversation_column_name
-        require_column(source, name, "train.train_policy.conversation_column_name")
+        sft = config.sft
+        names = (
+            ["prompt_column_name", "response_column_name"] if sft.has_pairs else ["conversation_column_name"]
+        )
+        for name in names:
+            require_column(source, getattr(sft, name), f"{_POLICY}.{name}")
         return
-    where = "" if section == "train.train_policy" else f" (dataset of [{section}])"
-    require_column(source, config.grpo.prompt_column, f"train.train_policy.prompt_column_name{where}")
-    if config.grpo.response_column_name:
-        key = f"train.train_policy.response_column_name{where}"
-        require_column(source, config.grpo.response_column_name, key)
+    grpo, where = config.grpo, "" if role == "train" else " (dataset of [validation])"
+    require_column(source, grpo.prompt_column, f"{_POLICY}.prompt_column_name{where}")
+    if grpo.response_column_name:
+        require_column(source, grpo.response_column_name, f"{_POLICY}.response_column_name{where}")
     elif "answer" in source.columns:
         logger.warning(
             "%s has a column `answer`, but train.train_policy.response_column_name is empty: rewards get no "
             "reference answer",
             source.name,
         )
+    if _wants_source(config, role):
+        require_column(source, grpo.data_source_column_name, f"{_POLICY}.data_source_column_name{where}")
+
+
+def _wants_source(config: Config, role: Role) -> bool:
+    """Whether a row needs its `data_source`: a reward asks for it, or its column is named."""
+    return config.grpo.data_source_column_name != "data_source" or _scored_by_source(config, role)
+
+
+def _scored_by_source(config: Config, role: Role) -> bool:
+    weights = config.grpo.reward_weights if role == "train" else config.validation_reward_weights
+    return "by_source" in weights
 
 
 # ---- prompts ----------------------------------------------------------------------------------------------
@@ -140,30 +145,82 @@ def prepare_prompts(
     config: Config, tokenizer: PromptTokenizer, source: Source, keep: Keep, role: Role
 ) -> Prepared:
     """Prompts of reinforcement, each with room for a whole answer."""
-    grpo, out = config.grpo, Prepared()
-    answer_tokens = config.rollout.max_response_length
-    if role == "validation":
-        answer_tokens = config.validation.max_response_length or answer_tokens
-    room = min(config.engine_max_len, config.policy.model_max_length) - answer_tokens
-    reserved = {grpo.prompt_column, grpo.response_column_name, "key", "prompt", "answer"}
-    for batch in _batches(source, keep):
-        prompts = [
-            read_prompt(_value(raw, grpo.prompt_column, source, i), _where(source, i)) for i, raw in batch
-        ]
-        for (i, raw), prompt, ids in zip(batch, prompts, tokenizer.prompts(prompts), strict=True):
+    column, out = config.grpo.prompt_column, Prepared()
+    bound = _prompt_bound(config, role)
+    for batch in batches(source, keep):
+        prompts = [read_prompt(value(raw, column, source, i), source.where(i)) for i, raw in batch]
+        texts = tokenizer.texts(prompts)
+        forms = _prompt_forms(config, tokenizer, prompts, texts)
+        for (i, raw), prompt, ids, more in zip(batch, prompts, tokenizer.encode(texts), forms, strict=True):
             if not prompt or not len(ids):
                 out.left_out["an empty prompt"] += 1
-            elif len(ids) > room:
-                out.left_out[
-                    f"a prompt that leaves no room: more than {room} tokens (policy.model_max_length or "
-                    f"rollout.max_model_len, less max_response_length = {answer_tokens})"
-                ] += 1
-            else:
-                row: Row = {"key": f"{role}/{i}", "prompt": prompt}
-                if grpo.response_column_name:
-                    row["answer"] = jsonable(_value(raw, grpo.response_column_name, source, i))
-                out.add(ids, row | _extras(raw, reserved))
+                continue
+            kept = bound.fit(len(ids), source.where(i), out)
+            if kept is not None:
+                out.add(ids[kept], _prompt_row(config, role, source, i, raw, prompt) | more)
     return out
+
+
+def _prompt_bound(config: Config, role: Role) -> Bound:
+    """The longest prompt: what the longest answer leaves, or `max_prompt_length` where that is less.
+
+    Rows that training holds out for validation keep the training data's rule.
+    """
+    answer, section = config.rollout.max_response_length, f"{_POLICY}.dataset"
+    dataset = config.train.train_policy.dataset
+    if role == "validation":
+        answer = config.validation.max_response_length or answer
+        if config.validation.dataset.is_named:
+            section, dataset = "validation.dataset", config.validation.dataset
+    room = min(config.engine_max_len, config.policy.model_max_length) - answer
+    longest = dataset.max_prompt_length
+    if longest is not None and longest <= room:
+        return Bound(longest, "a prompt", f"{section}.max_prompt_length", section, dataset.overlong_prompts)
+    reason = f"policy.model_max_length or rollout.max_model_len, less max_response_length = {answer}"
+    return Bound(room, "a prompt", reason, section, dataset.overlong_prompts)
+
+
+def _prompt_forms(
+    config: Config, tokenizer: PromptTokenizer, prompts: list[str | list[Message]], texts: list[str]
+) -> list[Row]:
+    """What `reward.prompt_forms` adds to each row: the prompt's own tokens, its text in the template. Never cut."""
+    rows: list[Row] = [{} for _ in prompts]
+    forms = config.reward.prompt_forms
+    found: dict[str, list[Any]] = {
+        "raw_prompt_ids": tokenizer.raw_ids(prompts) if "raw_prompt_ids" in forms else [],
+        "full_prompt": texts,
+    }
+    for form in forms:
+        for row, item in zip(rows, found[form], strict=True):
+            row[form] = item
+    return rows
+
+
+def _prompt_row(
+    config: Config, role: Role, source: Source, i: int, raw: Row, prompt: str | list[Message]
+) -> Row:
+    grpo = config.grpo
+    row: Row = {"key": f"{role}/{i}", "prompt": prompt}
+    reserved = {grpo.prompt_column, grpo.response_column_name, "key", "prompt", "answer"}
+    if grpo.response_column_name:
+        row["answer"] = jsonable(value(raw, grpo.response_column_name, source, i))
+    if _wants_source(config, role):
+        name = value(raw, grpo.data_source_column_name, source, i)
+        if _scored_by_source(config, role):
+            _check_source(name, source.where(i))
+        row["data_source"] = jsonable(name)
+        reserved.add("data_source")
+    return row | extras(raw, reserved)
+
+
+def _check_source(name: Any, where: str) -> None:
+    """Refuse a row that `by_source` could not score. Raises `DataError`."""
+    if not isinstance(name, str) or name not in SOURCE_SCORERS:
+        raise DataError(
+            f"{where}: no built-in reward function is known for the data source {name!r}; by_source knows "
+            f"{', '.join(SOURCE_SCORERS)}; for other data name a function of your own in {_POLICY}.reward_function: "
+            '"path/to/file.py:function"'
+        )
 
 
 # ---- conversations ----------------------------------------------------------------------------------------
@@ -172,92 +229,54 @@ def prepare_prompts(
 def prepare_conversations(config: Config, tokenizer: PromptTokenizer, source: Source, keep: Keep) -> Prepared:
     """Conversations of supervised training, with the loss on the assistant's tokens alone."""
     sft, out = config.sft, Prepared()
-    longest = config.policy.model_max_length
-    system = [{"role": "system", "content": sft.system_prompt}] if sft.system_prompt else []
-    for batch in _batches(source, keep):
-        conversations = [
-            system + read_messages(_value(raw, sft.conversation_column_name, source, i), _where(source, i))
-            for i, raw in batch
-        ]
-        encoded = tokenizer.conversations(conversations)
+    longest, rule = config.policy.model_max_length, sft.dataset.overlong_prompts
+    bound = Bound(longest, "a conversation", "policy.model_max_length", f"{_POLICY}.dataset", rule)
+    reserved = {"key"} | (
+        {sft.prompt_column_name, sft.response_column_name}
+        if sft.has_pairs
+        else {sft.conversation_column_name}
+    )
+    for batch in batches(source, keep):
+        encoded = tokenizer.conversations([_conversation(config, source, i, raw) for i, raw in batch])
         for (i, raw), (ids, mask) in zip(batch, encoded, strict=True):
-            if not mask.any():
-                out.left_out["nothing that the assistant says"] += 1
-            elif len(ids) > longest:
-                out.left_out[f"more than policy.model_max_length = {longest} tokens"] += 1
+            kept = bound.fit(len(ids), source.where(i), out) if mask.any() else slice(None)
+            if kept is None:
+                continue
+            if mask[kept].any():
+                out.add(ids[kept], {"key": f"train/{i}"} | extras(raw, reserved), mask[kept])
             else:
-                out.add(
-                    ids, {"key": f"train/{i}"} | _extras(raw, {sft.conversation_column_name, "key"}), mask
-                )
+                out.left_out["nothing that the assistant says"] += 1
     return out
 
 
-# ---- rows -------------------------------------------------------------------------------------------------
+def _conversation(config: Config, source: Source, i: int, raw: Row) -> list[Message]:
+    sft, where = config.sft, source.where(i)
+    if sft.has_pairs:
+        question = value(raw, sft.prompt_column_name, source, i)
+        turns = read_pair(question, value(raw, sft.response_column_name, source, i), where)
+    else:
+        turns = read_messages(value(raw, sft.conversation_column_name, source, i), where)
+    return ([{"role": "system", "content": sft.system_prompt}] if sft.system_prompt else []) + turns
 
 
-def _batches(source: Source, keep: Keep) -> Iterator[list[tuple[int, Row]]]:
-    """Kept rows with their index in the source, in batches; says how far it is on long work."""
-    total, reported = len(source), time.monotonic()
-    batch: list[tuple[int, Row]] = []
-    for i, row in enumerate(source.rows()):
-        if keep(i):
-            batch.append((i, row))
-        if len(batch) == BATCH:
-            yield batch
-            batch = []
-            if time.monotonic() - reported > REPORT_EVERY_S:
-                reported = time.monotonic()
-                logger.info("%s: %s of %s rows", source.name, f"{i + 1:,}", f"{total:,}")
-    if batch:
-        yield batch
-
-
-def _value(row: Row, name: str, source: Source, i: int) -> Any:
-    try:
-        value = column(row, name)
-    except KeyError:
-        raise DataError(f"{_where(source, i)} has no `{name}`; it has {', '.join(row)}") from None
-    if value is None:
-        raise DataError(f"{_where(source, i)}: `{name}` is empty; remove the row or give it a value")
-    return value
-
-
-def _where(source: Source, i: int) -> str:
-    return f"{source.name}, row {i}"
-
-
-def _extras(row: Row, reserved: set[str]) -> Row:
-    """The other columns, without what JSON cannot hold (bytes, images)."""
-    extras = {name: value for name, value in row.items() if name not in reserved}
-    return {name: value for name, value in ((n, jsonable(v)) for n, v in extras.items()) if value is not None}
-
-
-def jsonable(value: Any) -> Any:
-    """The value as JSON holds it, or None if it cannot: dates become text, NaN and bytes nothing."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
-    if isinstance(value, dict):
-        return {str(name): jsonable(inner) for name, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [jsonable(inner) for inner in value]
-    if hasattr(value, "isoformat"):
-        return value.isoformat()
-    if isinstance(value, np.generic):
-        return jsonable(value.item())
-    return None
+# ---- files ------------------------------------------------------------------------------------------------
 
 
 def _write(path: Path, prepared: Prepared, name: str, role: Role) -> int:
     for reason, count in prepared.left_out.items():
         logger.warning("%s: %s of %s rows left out: %s", role, count, name, reason)
+    for reason, count in prepared.cut.items():
+        logger.warning("%s: %s of %s rows: %s", role, count, name, reason)
     if not prepared.rows:
         reasons = "; ".join(f"{count} with {reason}" for reason, count in prepared.left_out.items())
         raise DataError(
             f"{role}: no row of {name} is left" + (f": {reasons}" if reasons else ": it is empty")
         )
-    metadata = {"source": name, "left_out": json.dumps(prepared.left_out)}
+    metadata = {
+        "source": name,
+        "left_out": json.dumps(prepared.left_out),
+        "cut": json.dumps(prepared.cut),
+    }
     write_prompts(path, prepared.token_ids, prepared.rows, prepared.masks or None, metadata)  # type: ignore[arg-type]
     tokens = sum(map(len, prepared.token_ids))
     logger.info("%s: %s rows of %s prepared, %s tokens", role, f"{len(prepared.rows):,}", name, f"{tokens:,}")
@@ -278,7 +297,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         config = Config.model_validate_json((run_dir / "config.json").read_text(encoding="utf-8"))
         prepare(config, run_dir)
-    except (DataError, ValueError, OSError) as error:
+    except (DataError, ValueError, OSError, ExternalModuleError) as error:
         logger.error("%s", " ".join(str(error).split()))  # one line: it is what the launcher shows
         return 2
     return 0

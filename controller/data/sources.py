@@ -1,9 +1,9 @@
 """Datasets as streams of rows: local parquet, JSONL and JSON files, directories of them, the hub, synthetic.
 
-    open_source(config, role, seed) -> Source: `name`, `columns`, `len()`, `rows()`
+    open_source(config, role, seed) -> Source: `name`, `columns`, `len()`, `rows()`, `where(i)`
 
 A source knows its length without reading the rows into memory, gives the same rows in the same order every
-time, and says in its errors which file or split is at fault.
+time, and says in its errors which file or split is at fault, and which row of it, counted from 1.
 """
 
 from __future__ import annotations
@@ -39,9 +39,15 @@ class Source(Protocol):
 
     def rows(self) -> Iterator[dict[str, Any]]: ...
 
+    def where(self, i: int) -> str:
+        """How an error names the row at position i (from 0): its file or split, and its number there (from 1)."""
+        ...
+
 
 def open_source(config: DatasetConfig, role: Role, seed: int) -> Source:
     """Open the dataset that `config` names. Raises `DataError`; reads no rows yet (but counts JSON lines)."""
+    if config.files:
+        return _open_files(config)
     if config.is_synthetic:
         return _open_synthetic(config, role, seed)
     if config.options:
@@ -56,6 +62,15 @@ def open_source(config: DatasetConfig, role: Role, seed: int) -> Source:
     if path.suffix in SUFFIXES or config.name.startswith((".", "/", "~")):
         raise DataError(f"dataset file {path} does not exist")
     return open_hub(config, role)
+
+
+def _open_files(config: DatasetConfig) -> Source:
+    if config.name or config.options or config.splits:
+        raise DataError("dataset files stand alone: leave `name`, `split` and `options` out")
+    for file in config.files:
+        if not Path(file).is_file():
+            raise DataError(f"dataset file {file} does not exist, or is not a file")
+    return Chain([FileSource(Path(file)) for file in config.files])
 
 
 def _open_synthetic(config: DatasetConfig, role: Role, seed: int) -> Source:
@@ -91,6 +106,9 @@ class FileSource:
 
     def __len__(self) -> int:
         return self._length
+
+    def where(self, i: int) -> str:
+        return _row(self.name, i)
 
     def rows(self) -> Iterator[dict[str, Any]]:
         if self._path.suffix != ".parquet":
@@ -130,7 +148,7 @@ def _json_rows(path: Path) -> Iterator[dict[str, Any]]:
             file.seek(0)
             if first.lstrip().startswith("["):
                 values = enumerate(json.load(file))
-                yield from (_object(value, f"{path}, row {i}") for i, value in values)
+                yield from (_object(value, _row(path, i)) for i, value in values)
                 return
             for number, line in enumerate(file, 1):
                 if line.strip():
@@ -139,6 +157,10 @@ def _json_rows(path: Path) -> Iterator[dict[str, Any]]:
         raise DataError(f"{path} is not valid JSON: {error}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read: {error}") from None
+
+
+def _row(name: Path | str, i: int) -> str:
+    return f"{name}, row {i + 1}"
 
 
 def _parse(line: str, where: str) -> Any:
@@ -194,6 +216,9 @@ class HubSource:
     def __len__(self) -> int:
         return len(self._dataset)
 
+    def where(self, i: int) -> str:
+        return _row(self.name, i)
+
     def rows(self) -> Iterator[dict[str, Any]]:
         yield from self._dataset
 
@@ -231,23 +256,26 @@ def _default_split(name: str, splits: Sequence[str], role: Role) -> str:
 
 
 class Chain:
-    """Several sources, one after the other. All must have the columns of the first."""
+    """Several sources, one after the other. Its columns are those that all of them have."""
 
     def __init__(self, sources: Sequence[Source]) -> None:
         self.name = ", ".join(source.name for source in sources)
-        self.columns = sources[0].columns
-        self._sources = sources
-        for source in sources[1:]:
-            if missing := set(self.columns) - set(source.columns):
-                raise DataError(
-                    f"{source.name} lacks the columns {', '.join(sorted(missing))} that {sources[0].name} has"
-                )
+        first, *others = sources
+        self.columns = [name for name in first.columns if all(name in other.columns for other in others)]
+        self.sources = list(sources)
 
     def __len__(self) -> int:
-        return sum(map(len, self._sources))
+        return sum(map(len, self.sources))
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        return itertools.chain.from_iterable(source.rows() for source in self._sources)
+        return itertools.chain.from_iterable(source.rows() for source in self.sources)
+
+    def where(self, i: int) -> str:
+        for source in self.sources:
+            if i < len(source):
+                return source.where(i)
+            i -= len(source)
+        raise IndexError(i)
 
 
 def column(row: dict[str, Any], name: str) -> Any:
@@ -275,9 +303,10 @@ def _struct(text: str) -> Any:
 
 
 def require_column(source: Source, name: str, key: str) -> None:
-    """Refuse a column that the source does not have. `key` is the config key that names it."""
-    if name in source.columns or ("." in name and name.partition(".")[0] in source.columns):
-        return
-    raise DataError(
-        f"{key} = {name!r}: {source.name} has no such column; it has {', '.join(source.columns) or 'none'}"
-    )
+    """Refuse a column that the source, or one of several, does not have. `key` is the config key that names it."""
+    for part in source.sources if isinstance(source, Chain) else [source]:
+        if name in part.columns or ("." in name and name.partition(".")[0] in part.columns):
+            continue
+        raise DataError(
+            f"{key} = {name!r}: {part.name} has no such column; it has {', '.join(part.columns) or 'none'}"
+        )

@@ -25,7 +25,8 @@ from controller.data.errors import DataError
 
 PHRASINGS = ("What is {a} + {b}?", "Compute {a} + {b}.", "Add {a} and {b}.", "{a} + {b} = ?")
 SPLITS = ("train", "held_out")
-COLUMNS = ("prompt", "answer", "a", "b")
+NAME = "synthetic:addition"
+COLUMNS = ("prompt", "answer", "a", "b", "data_source")
 
 # The sloppy demonstrator. With these it leaves a warm-started model at about a third of the sums right:
 # enough right answers for groups to differ, and every habit that reinforcement has to unlearn.
@@ -79,7 +80,7 @@ class AdditionSource:
             raise DataError(
                 "synthetic:addition has no held-out pairs: dataset option `held_out` is 0; set it to e.g. 0.1"
             )
-        self.name = f"synthetic:addition/{split}"
+        self.name = f"{NAME}/{split}"
         self.columns = [*COLUMNS, *(["conversations"] if options.demonstrations else [])]
         self._options = options
         self._split = split
@@ -88,6 +89,10 @@ class AdditionSource:
     def __len__(self) -> int:
         return self._options.n
 
+    def where(self, i: int) -> str:
+        """How an error names row i."""
+        return f"{self.name}, row {i + 1}"
+
     def rows(self) -> Iterator[dict[str, Any]]:
         """All rows in order."""
         options = self._options
@@ -95,7 +100,9 @@ class AdditionSource:
         for _ in range(options.n):
             a, b = self._pair(rng)
             prompt = PHRASINGS[rng.randrange(options.phrasings)].format(a=a, b=b)
-            row: dict[str, Any] = {"prompt": prompt, "answer": str(a + b), "a": a, "b": b}
+            row: dict[str, Any] = {
+                "prompt": prompt, "answer": str(a + b), "a": a, "b": b, "data_source": NAME,
+            }  # fmt: skip
             if options.demonstrations:
                 row["conversations"] = [
                     {"role": "user", "content": prompt},

@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from controller.data.conversations import Message
 from controller.data.errors import DataError
+from schema.config import PolicyConfig
 
 logger = logging.getLogger(__name__)
 
@@ -31,22 +32,57 @@ Ids = npt.NDArray[np.int32]
 Mask = npt.NDArray[np.uint8]
 
 GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+TRUST = "if you trust that code, write policy.trust_remote_code = true"
+_CANNOT_LOAD = (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError, SyntaxError)
 _MARKER = "\u2063§\u2063"  # nothing that a template would strip, split at, or contain itself
 
 
 class PromptTokenizer:
     """The tokenizer of a model, with what preparation needs of it."""
 
-    def __init__(self, model: str, revision: str | None = None) -> None:
-        self._tokenizer = _load(model, revision)
+    def __init__(
+        self,
+        name: str,
+        revision: str | None = None,
+        *,
+        trust_remote_code: bool = False,
+        key: str = "policy.model_name_or_path",
+    ) -> None:
+        """key: the config key that names it, for errors."""
+        try:
+            self._tokenizer = _load(name, revision, trust_remote_code)
+        except _CANNOT_LOAD as error:
+            remedy = f"; {TRUST}" if "trust_remote_code" in str(error) else ""
+            raise DataError(f"{key} = {name!r}: its tokenizer cannot be loaded: {error}{remedy}") from error
+        if not self._tokenizer.is_fast:
+            raise DataError(f"{key} = {name!r}: its tokenizer has no tokenizer.json form")
         self._template: str | None = self._tokenizer.chat_template
         if self._template is None:
-            logger.warning("the tokenizer of %s has no chat template: contents are used as plain text", model)
+            logger.warning("the tokenizer of %s has no chat template: contents are used as plain text", name)
+
+    @classmethod
+    def of_policy(cls, policy: PolicyConfig) -> PromptTokenizer:
+        """The tokenizer of `[policy]`: its own, or the model's. Raises `DataError`."""
+        own = policy.tokenizer_name_or_path is not None
+        key = "policy.tokenizer_name_or_path" if own else "policy.model_name_or_path"
+        return cls(*policy.tokenizer, trust_remote_code=policy.trust_remote_code, key=key)
 
     def prompts(self, prompts: Sequence[str | list[Message]]) -> list[Ids]:
         """Token ids of prompts, up to where the model's answer begins."""
-        texts = [self._prompt_text(prompt) for prompt in prompts]
+        return self.encode(self.texts(prompts))
+
+    def texts(self, prompts: Sequence[str | list[Message]]) -> list[str]:
+        """Prompts in the chat template, up to where the model's answer begins."""
+        return [self._prompt_text(prompt) for prompt in prompts]
+
+    def encode(self, texts: Sequence[str]) -> list[Ids]:
+        """Token ids of what `texts` made."""
         return [np.asarray(ids, np.int32) for ids in self._encode(texts)["input_ids"]]
+
+    def raw_ids(self, prompts: Sequence[str | list[Message]]) -> list[list[int]]:
+        """Token ids of the prompts' contents alone, one after the other, without the chat template."""
+        encoded = self._tokenizer([_contents(prompt) for prompt in prompts], add_special_tokens=False)
+        return [list(map(int, ids)) for ids in encoded["input_ids"]]
 
     def conversations(self, conversations: Sequence[list[Message]]) -> list[tuple[Ids, Mask]]:
         """Token ids and loss mask of whole conversations."""
@@ -67,7 +103,7 @@ class PromptTokenizer:
 
     def _prompt_text(self, prompt: str | list[Message]) -> str:
         if self._template is None:
-            return prompt if isinstance(prompt, str) else "".join(turn["content"] for turn in prompt)
+            return _contents(prompt)
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         return self._render(messages, add_generation_prompt=True)
 
@@ -164,35 +200,32 @@ class PromptTokenizer:
         return mask
 
 
-def _load(model: str, revision: str | None) -> Any:
+def _contents(prompt: str | list[Message]) -> str:
+    return prompt if isinstance(prompt, str) else "".join(turn["content"] for turn in prompt)
+
+
+def _load(name: str, revision: str | None, trust_remote_code: bool) -> Any:
     """The tokenizer, without torch where `tokenizer.json` says everything."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    directory = Path(model)
     try:
-        if _is_generic(directory):
-            from transformers import PreTrainedTokenizerFast
-
-            return PreTrainedTokenizerFast.from_pretrained(model)
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(model, revision=revision)
+        import transformers
     except ImportError as error:
         raise DataError(
             f"preparing data needs transformers ({error}): pip install 'cosmos-launch[rollout]'"
         ) from error
-    except (OSError, ValueError, KeyError) as error:
-        raise DataError(
-            f"policy.model_name_or_path = {model!r}: its tokenizer cannot be loaded: {error}"
-        ) from error
-    if not tokenizer.is_fast:
-        raise DataError(f"policy.model_name_or_path = {model!r}: its tokenizer has no tokenizer.json form")
-    return tokenizer
+    if _is_generic(Path(name), trust_remote_code):
+        return transformers.PreTrainedTokenizerFast.from_pretrained(name)
+    return transformers.AutoTokenizer.from_pretrained(
+        name, revision=revision, trust_remote_code=trust_remote_code
+    )
 
 
-def _is_generic(directory: Path) -> bool:
+def _is_generic(directory: Path, trust_remote_code: bool) -> bool:
     """Whether AutoTokenizer would take the generic class anyway, so that its 3 s of imports can be spared."""
     try:
         config = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    return (directory / "tokenizer.json").is_file() and config.get("tokenizer_class") in GENERIC_CLASSES
+    own_code = trust_remote_code and "auto_map" in config
+    is_generic = config.get("tokenizer_class") in GENERIC_CLASSES and not own_code
+    return is_generic and (directory / "tokenizer.json").is_file()

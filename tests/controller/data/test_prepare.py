@@ -135,7 +135,7 @@ def test_rows_too_long_are_left_out_counted_and_reported(
     with caplog.at_level(logging.WARNING):
         assert prepare(config(model_dir, path, {}), tmp_path) == {"train": 1}
     assert "2 of" in caplog.text
-    assert "leaves no room: more than 88 tokens" in caplog.text
+    assert "a prompt of more than 88 tokens (policy.model_max_length" in caplog.text
     assert "1 of" in caplog.text
     assert "an empty prompt" in caplog.text
     left_out = json.loads(PromptFile(tmp_path / "data" / "train.safetensors").metadata["left_out"])
@@ -143,7 +143,7 @@ def test_rows_too_long_are_left_out_counted_and_reported(
 
     assert prepare(config(model_dir, path, {"type": "sft"}), tmp_path) == {"train": 3}
     assert "1 of" in caplog.text
-    assert "more than policy.model_max_length = 128 tokens" in caplog.text
+    assert "a conversation of more than 128 tokens (policy.model_max_length)" in caplog.text
     lengths = PromptFile(tmp_path / "data" / "train.safetensors").lengths()
     assert max(lengths) <= 128
 
@@ -161,13 +161,13 @@ def _talk(text: str) -> list[dict[str, str]]:
             {},
             "train.train_policy.response_column_name = 'truth'",
         ),
-        ({**COLUMNS, "response_column_name": "solution.truth"}, {}, "row 0 has no `solution.truth`"),
+        ({**COLUMNS, "response_column_name": "solution.truth"}, {}, "row 1 has no `solution.truth`"),
         ({"type": "sft", "conversation_column_name": "talk"}, {}, "conversation_column_name = 'talk'"),
         (COLUMNS, {"validation": {"enable": True}}, "validation has no rows"),
         (
             COLUMNS,
             {"rollout": {"max_response_length": 127}},
-            "no row of .* is left: 20 with a prompt that leaves",
+            "no row of .* is left: 20 with a prompt of more than 1 tokens",
         ),
         (
             {**COLUMNS, "prompt_column_name": "level"},
@@ -188,7 +188,7 @@ def test_a_reference_that_is_missing_is_not_silence(
 ):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "a", "answer": "1"}\n{"prompt": "b", "answer": null}\n')
-    with pytest.raises(DataError, match="row 1: `answer` is empty"):
+    with pytest.raises(DataError, match="row 2: `answer` is empty"):
         prepare(config(model_dir, path, {"response_column_name": "answer"}), tmp_path)
     with caplog.at_level(logging.WARNING):
         prepare(config(model_dir, path, {}), tmp_path)

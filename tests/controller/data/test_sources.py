@@ -100,7 +100,7 @@ def test_the_synthetic_dataset_by_its_splits():
     [
         ("rows.jsonl", '{"a": 1}\n{"a": \n', "rows.jsonl, line 2 is not valid JSON"),
         ("rows.jsonl", '{"a": 1}\n3\n', "rows.jsonl, line 2 is not an object of columns but int"),
-        ("rows.json", "[1]", "rows.json, row 0 is not an object"),
+        ("rows.json", "[1]", "rows.json, row 1 is not an object"),
         ("rows.json", "[{", "rows.json is not valid JSON"),
         ("rows.parquet", "text", "rows.parquet is not a readable parquet file"),
         ("rows.csv", "a,b", "only .parquet, .jsonl, .json can be read"),
@@ -121,6 +121,7 @@ def test_broken_files_are_named(tmp_path: Path, name: str, text: str, message: s
         ({"name": "synthetic:addition", "split": "test"}, "it has train, held_out"),
         ({"name": "synthetic:addition", "revision": "main"}, "neither subset nor revision"),
         ({"name": "some/name", "options": {"n": 1}}, "takes no options"),
+        ({"name": "some/name", "files": ["a.jsonl"]}, "dataset files stand alone"),
     ],
 )
 def test_what_cannot_be_opened_is_named(config: dict, message: str):
@@ -133,11 +134,31 @@ def test_an_empty_directory_is_named(tmp_path: Path):
         read(tmp_path)
 
 
-def test_files_of_one_directory_must_agree_on_columns(tmp_path: Path):
+def test_a_column_is_one_that_every_file_has(tmp_path: Path):
     write(tmp_path / "a.jsonl", ROWS)
     write(tmp_path / "b.jsonl", [{"prompt": "x", "extra": {}}])
-    with pytest.raises(DataError, match=r"b\.jsonl lacks the columns answer"):
-        read(tmp_path)
+    source = open_source(DatasetConfig(name=str(tmp_path)), "train", 0)
+    assert source.columns == ["prompt", "extra"]
+    require_column(source, "extra.level", "key")
+    with pytest.raises(
+        DataError, match=r"key = 'answer': .*b\.jsonl has no such column; it has prompt, extra"
+    ):
+        require_column(source, "answer", "key")
+
+
+def test_files_come_in_the_order_named_and_rows_know_their_file(tmp_path: Path):
+    b, a = write(tmp_path / "b.parquet", ROWS[:3]), write(tmp_path / "a.jsonl", ROWS[3:])
+    source = open_source(DatasetConfig(files=[str(b), str(a), str(b)]), "train", 0)
+    assert list(source.rows()) == ROWS + ROWS[:3]
+    assert [source.where(i) for i in (0, 2, 3, 7)] == [
+        f"{b}, row 1",
+        f"{b}, row 3",
+        f"{a}, row 1",
+        f"{b}, row 3",
+    ]
+    for wrong in (tmp_path, tmp_path / "nope.jsonl"):
+        with pytest.raises(DataError, match="does not exist, or is not a file"):
+            open_source(DatasetConfig(files=[str(b), str(wrong)]), "train", 0)
 
 
 def test_dots_reach_into_structs_and_exact_names_win():

@@ -1,0 +1,292 @@
+"""What single keys of the data change in the prepared file: bounds, pairs, sources, forms, tokenizers, modules."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from controller.data.errors import DataError
+from controller.data.prepare import prepare
+from controller.data.tokenizer import PromptTokenizer
+from schema.config import SOURCE_SCORERS, Config
+from schema.wire.prompts import PromptFile
+from tests.controller.data.conftest import save_tokenizer
+from tests.controller.data.test_prepare import config
+
+LONG = "a" * 30
+BEFORE, AFTER = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def prepared(cfg: Config, run_dir: Path, role: str = "train") -> PromptFile:
+    prepare(cfg, run_dir)
+    return PromptFile(run_dir / "data" / f"{role}.safetensors")
+
+
+def rows_of(file: PromptFile) -> list[dict[str, Any]]:
+    return [file.row(i) for i in range(len(file))]
+
+
+def text(model_dir: Path, ids: Any) -> str:
+    return str(PromptTokenizer(str(model_dir))._tokenizer.decode(ids))
+
+
+def with_policy(cfg: Config, **keys: Any) -> Config:
+    data = cfg.model_dump(mode="json")
+    data["policy"] |= keys
+    return Config.model_validate(data)
+
+
+# ---- files and bounds -------------------------------------------------------------------------------------
+
+
+def test_files_are_read_one_after_the_other(model_dir: Path, tmp_path: Path):
+    names = [str(write(tmp_path / f"{name}.jsonl", [{"prompt": name}])) for name in "ba"]
+    file = prepared(config(model_dir, "", {"dataset": {"files": names}}), tmp_path)
+    assert [row["prompt"] for row in rows_of(file)] == ["b", "a"]
+    assert [row["key"] for row in rows_of(file)] == ["train/0", "train/1"]
+
+
+@pytest.mark.parametrize(
+    ("rule", "kept"),
+    [("left", LONG[:10] + AFTER), ("right", BEFORE + LONG[:10]), ("drop", None), ("error", None)],
+)
+def test_prompts_that_are_too_long(
+    model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, rule: str, kept: str | None
+):
+    path = write(tmp_path / "rows.jsonl", [{"prompt": "a"}, {"prompt": LONG}])
+    if kept is None:
+        bound = len(PromptTokenizer(str(model_dir)).prompts(["a"])[0])
+    else:
+        bound = len(PromptTokenizer(str(model_dir)).encode([kept])[0])
+        path.write_text(path.read_text().replace('"a"', '""'))
+    cfg = config(model_dir, path, {"dataset": {"max_prompt_length": bound, "overlong_prompts": rule}})
+    if rule == "error":
+        message = (
+            rf"rows\.jsonl, row 2: \d+ tokens, and a prompt may have {bound} "
+            r"\(train\.train_policy\.dataset\.max_prompt_length\); .*overlong_prompts = \"drop\""
+        )
+        with pytest.raises(DataError, match=message):
+            prepare(cfg, tmp_path)
+        return
+    with caplog.at_level(logging.WARNING):
+        file = prepared(cfg, tmp_path)
+    if kept is None:
+        assert [row["prompt"] for row in rows_of(file)] == ["a"]
+        assert f"1 of {path} rows left out: a prompt of more than {bound} tokens" in caplog.text
+        assert list(json.loads(file.metadata["left_out"]).values()) == [1]
+    else:
+        assert text(model_dir, file.token_ids(0)) == kept
+        assert file.row(0)["prompt"] == LONG, "the text stays whole"
+        assert f"1 of {path} rows: a prompt cut on the {rule} to {bound} tokens" in caplog.text
+        assert list(json.loads(file.metadata["cut"]).values()) == [1]
+
+
+def test_held_out_rows_keep_the_rule_of_the_training_data(model_dir: Path, tmp_path: Path):
+    path = write(tmp_path / "rows.jsonl", [{"prompt": LONG}] * 4)
+    held = {"dataset": {"test_size": 2, "max_prompt_length": 9, "overlong_prompts": "right"}}
+    file = prepared(config(model_dir, path, held, validation={"enable": True}), tmp_path, "validation")
+    assert file.lengths().tolist() == [9, 9]
+    own = {"name": str(path), "max_prompt_length": 5, "overlong_prompts": "left"}
+    both = config(model_dir, path, held, validation={"enable": True, "dataset": own})
+    assert prepared(both, tmp_path, "validation").lengths().tolist() == [5] * 4
+    assert PromptFile(tmp_path / "data" / "train.safetensors").lengths().tolist() == [9, 9]
+
+
+def test_long_conversations_may_be_cut_too(model_dir: Path, tmp_path: Path):
+    turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "x" * 200}]
+    path = write(tmp_path / "rows.jsonl", [{"conversations": turns}])
+
+    def file(rule: str) -> PromptFile:
+        return prepared(
+            config(model_dir, path, {"type": "sft", "dataset": {"overlong_prompts": rule}}), tmp_path
+        )
+
+    assert text(model_dir, file("right").token_ids(0)).startswith(BEFORE + "Hello")
+    left = file("left")
+    assert text(model_dir, left.token_ids(0)).endswith("xxx<|im_end|>\n")
+    assert (len(left.token_ids(0)), len(left.loss_mask(0))) == (128, 128)
+    with pytest.raises(DataError, match=r"row 1: \d+ tokens, and a conversation may have 128"):
+        file("error")
+
+
+# ---- columns ----------------------------------------------------------------------------------------------
+
+
+def test_pairs_are_learnt_like_conversations(model_dir: Path, tmp_path: Path):
+    pair = {"q": {"text": "1+1?"}, "a": "2"}
+    talk = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
+    system = {"type": "sft", "system_prompt": "Add."}
+    written = prepared(
+        config(model_dir, write(tmp_path / "talk.jsonl", [{"conversations": talk}]), system), tmp_path
+    )
+    columns = {"prompt_column_name": "q.text", "response_column_name": "a"}
+    pairs = write(tmp_path / "pairs.jsonl", [pair])
+    file = prepared(config(model_dir, pairs, {**system, **columns}), tmp_path)
+    assert file.token_ids(0).tolist() == written.token_ids(0).tolist()
+    assert file.loss_mask(0).tolist() == written.loss_mask(0).tolist()
+    assert file.row(0) == {"key": "train/0", "q": {"text": "1+1?"}}
+    turns = [{"role": "system", "content": "Add."}, talk[0]]
+    chat = write(tmp_path / "pairs.jsonl", [{"q": turns, "a": "2"}])
+    file = prepared(config(model_dir, chat, {"type": "sft", **columns, "prompt_column_name": "q"}), tmp_path)
+    assert file.token_ids(0).tolist() == written.token_ids(0).tolist(), "a prompt may be messages"
+    with pytest.raises(DataError, match=r"row 1: the response must be text, not int"):
+        prepare(config(model_dir, write(pairs, [{**pair, "a": 2}]), {**system, **columns}), tmp_path)
+    with pytest.raises(DataError, match=r"response_column_name = 'b'"):
+        prepare(config(model_dir, pairs, {**system, **columns, "response_column_name": "b"}), tmp_path)
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
+def test_rows_as_verl_writes_them(model_dir: Path, tmp_path: Path, suffix: str):
+    row = {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": "1+1?"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "2"},
+        "extra_info": {"split": "train", "index": 0},
+    }
+    path = tmp_path / f"rows{suffix}"
+    if suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist([row]), path)
+    else:
+        write(path, [row])
+    columns = {"response_column_name": "reward_model.ground_truth", "reward_function": "by_source"}
+    file = prepared(config(model_dir, path, columns), tmp_path)
+    assert file.row(0) == {**row, "key": "train/0", "answer": "2"}
+    assert text(model_dir, file.token_ids(0)) == f"{BEFORE}1+1?{AFTER}"
+
+
+SOURCED = {"prompt": "1+1?", "answer": "2", "info": {"origin": "math_dapo"}, "data_source": "mine"}
+
+
+def test_the_source_of_a_row_is_known_to_its_rewards(model_dir: Path, tmp_path: Path):
+    path = write(tmp_path / "rows.jsonl", [SOURCED])
+    column = {"data_source_column_name": "info.origin"}
+    assert prepared(config(model_dir, path, column), tmp_path).row(0)["data_source"] == "math_dapo"
+    by_source = {**column, "reward_function": ["by_source"]}
+    assert prepared(config(model_dir, path, by_source), tmp_path).row(0)["data_source"] == "math_dapo"
+    with pytest.raises(DataError) as caught:
+        prepare(config(model_dir, path, {"reward_function": "by_source"}), tmp_path)
+    message = str(caught.value)
+    assert f"{path}, row 1: no built-in reward function is known for the data source 'mine'" in message
+    assert all(source in message for source in SOURCE_SCORERS)
+    assert "path/to/file.py:function" in message
+    with pytest.raises(DataError, match=r"data_source_column_name = 'nope': .* has no such column"):
+        prepare(config(model_dir, path, {"data_source_column_name": "nope"}), tmp_path)
+    with pytest.raises(DataError, match=r"row 1 has no `info\.nope`"):
+        prepare(config(model_dir, path, {"data_source_column_name": "info.nope"}), tmp_path)
+
+
+def test_the_source_is_checked_where_it_scores(model_dir: Path, tmp_path: Path):
+    known = write(tmp_path / "known.jsonl", [{**SOURCED, "data_source": "gsm8k"}])
+    mine = write(tmp_path / "mine.jsonl", [SOURCED])
+    validation = {"enable": True, "dataset": {"name": str(known)}, "reward_function": "by_source"}
+    assert prepare(config(model_dir, mine, {}, validation=validation), tmp_path)["validation"] == 1
+    validation["dataset"] = {"name": str(mine)}
+    with pytest.raises(DataError, match=r"mine\.jsonl, row 1: .* data source 'mine'"):
+        prepare(config(model_dir, known, {}, validation=validation), tmp_path)
+
+
+def test_generated_rows_can_be_scored_by_source(model_dir: Path, tmp_path: Path):
+    policy = {"reward_function": "by_source", "dataset": {"options": {"n": 5}}}
+    file = prepared(config(model_dir, "synthetic:addition", policy), tmp_path)
+    assert {row["data_source"] for row in rows_of(file)} == {"synthetic:addition"}
+
+
+def test_forms_of_the_prompt(model_dir: Path, tmp_path: Path):
+    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
+    path = write(tmp_path / "rows.jsonl", [{"prompt": "1+1?"}, {"prompt": turns}])
+
+    def rows(forms: list[str]) -> list[dict[str, Any]]:
+        dataset = {"dataset": {"max_prompt_length": 4, "overlong_prompts": "left"}}
+        return rows_of(prepared(config(model_dir, path, dataset, reward={"prompt_forms": forms}), tmp_path))
+
+    assert [row.keys() for row in rows([])] == [{"key", "prompt"}] * 2
+    plain, chat = rows(["raw_prompt_ids", "full_prompt"])
+    assert text(model_dir, plain["raw_prompt_ids"]) == "1+1?"
+    assert text(model_dir, chat["raw_prompt_ids"]) == "Be brief.1+1?"
+    assert plain["full_prompt"] == f"{BEFORE}1+1?{AFTER}"
+    assert chat["full_prompt"] == f"<|im_start|>system\nBe brief.<|im_end|>\n{BEFORE}1+1?{AFTER}"
+    assert chat["prompt"] == turns
+    assert rows(["full_prompt"])[0].keys() == {"key", "prompt", "full_prompt"}
+
+
+# ---- tokenizer and modules --------------------------------------------------------------------------------
+
+OWN_CLASS = """
+from transformers import PreTrainedTokenizerFast
+
+class Shouting(PreTrainedTokenizerFast):
+    def _encode_plus(self, text, *args, **kwargs):
+        return super()._encode_plus(
+            [part.upper() for part in text] if isinstance(text, list) else text.upper(), *args, **kwargs
+        )
+"""
+
+
+@pytest.fixture
+def shouting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A tokenizer whose class comes with it."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    directory = save_tokenizer(tmp_path / "shouting", None)
+    (directory / "shouting.py").write_text(OWN_CLASS)
+    settings = json.loads((directory / "tokenizer_config.json").read_text())
+    settings |= {"tokenizer_class": "Shouting", "auto_map": {"AutoTokenizer": [None, "shouting.Shouting"]}}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    return directory
+
+
+def test_a_tokenizer_of_its_own(model_dir: Path, tmp_path: Path):
+    path = write(tmp_path / "rows.jsonl", [{"prompt": "1+1?"}])
+    plain = save_tokenizer(tmp_path / "plain", None)
+    cfg = config(Path("nowhere/no-model"), path, {})
+    cfg = with_policy(cfg, tokenizer_name_or_path=str(plain))
+    assert text(model_dir, prepared(cfg, tmp_path).token_ids(0)) == "1+1?"
+    with pytest.raises(DataError, match=r"policy\.tokenizer_name_or_path = .*nope"):
+        prepare(with_policy(cfg, tokenizer_name_or_path=str(tmp_path / "nope")), tmp_path)
+
+
+def test_code_of_a_tokenizer_runs_only_where_it_is_trusted(
+    shouting: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    path = write(tmp_path / "rows.jsonl", [{"prompt": "hello"}])
+    cfg = config(shouting, path, {})
+    with pytest.raises(DataError, match=r"if you trust that code, write policy\.trust_remote_code = true"):
+        prepare(cfg, tmp_path)
+    with caplog.at_level(logging.WARNING):
+        file = prepared(with_policy(cfg, trust_remote_code=True), tmp_path)
+    assert "policy.trust_remote_code = true" in caplog.text
+    plain = PromptTokenizer(str(save_tokenizer(tmp_path / "plain", None)))
+    assert plain._tokenizer.decode(file.token_ids(0)) == "HELLO"
+
+
+def test_external_modules_are_imported_first(model_dir: Path, tmp_path: Path):
+    path = write(tmp_path / "rows.jsonl", [{"prompt": "hello"}])
+    (tmp_path / "cosmos_test_noisy.py").write_text("print('imported')\n")
+
+    def run(module: str) -> subprocess.CompletedProcess[str]:
+        cfg = with_policy(config(model_dir, path, {}), external_modules=[module])
+        (tmp_path / "config.json").write_text(json.dumps(cfg.to_dict()))
+        command = [sys.executable, "-m", "controller.data.prepare", "--run-dir", str(tmp_path)]
+        python_path = os.pathsep.join([str(tmp_path), os.getcwd()])
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path}
+        return subprocess.run(command, capture_output=True, check=False, text=True, timeout=60, env=env)
+
+    good, bad = run("cosmos_test_noisy"), run("cosmos_test_missing")
+    assert (good.returncode, good.stdout) == (0, "imported\n"), good.stderr
+    assert bad.returncode == 2
+    assert "policy.external_modules: `cosmos_test_missing` cannot be imported" in bad.stderr.splitlines()[-1]
