@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -10,23 +9,40 @@ from typing import Annotated
 
 import typer
 
+from launcher.commands import check, learn, operate
+from launcher.commands.options import Overrides, print_json, print_problems
 from launcher.errors import LaunchError
-from launcher.restarts import EXIT_CONFIG, EXIT_FAILED
+from launcher.restarts import EXIT_CONFIG
 
 HELP = """
 Train a language model by asynchronous reinforcement learning, from one file.
 
 \b
-Start
-  cosmos-launch --config run.toml                         run the job, with a live display
-  cosmos-launch --config run.toml --set train.epoch=2     change a key for this run
-  cosmos-launch --config run.toml --resume                go on with the newest run
-  cosmos-launch --config run.toml --dry-run               show which processes would start
+Begin
+  cosmos-launch init                                      list the recipes to start from
+  cosmos-launch init addition-sft                         one that runs at once, without a GPU
+  cosmos-launch init grpo -o run.toml                     a commented file that fits this machine
+  cosmos-launch explain train.optm_lr                     what a key does; explain 'rollout.*_len*' finds keys
 
 \b
 Check
   cosmos-launch validate run.toml                         every mistake at once, with line and remedy
+  cosmos-launch show run.toml --changed                   what was written, and where; without it everything
+  cosmos-launch --config run.toml --dry-run               processes, commands and memory; starts nothing
   cosmos-launch schema -o config.schema.json              the JSON schema, for editors
+
+\b
+Run
+  cosmos-launch --config run.toml                         run the job, with a live display
+  cosmos-launch --config run.toml --set train.epoch=2     change a key for this run
+  cosmos-launch --config base.toml --config mine.toml     several files, later ones over earlier ones
+  COSMOS_TRAIN__EPOCH=2 cosmos-launch --config run.toml   a key from the environment
+  cosmos-launch --config run.toml --resume                go on with the newest run
+
+\b
+Precedence
+  default < first --config < last --config < environment (COSMOS_<SECTION>__<KEY>) < --set
+  Tables of files are merged; lists and single values are replaced.
 
 \b
 Look and operate (from another terminal)
@@ -53,151 +69,62 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Change a key, VALUE as in TOML; may be repeated."),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+# Commands of the same meaning share a module.
+app.command()(check.validate)
+app.command()(check.show)
+app.command()(learn.explain)
+app.command()(learn.init)
+app.command()(learn.schema)
+app.command()(operate.status)
+app.command()(operate.stop)
 
 
 @app.callback(invoke_without_command=True)
 def run(
     context: typer.Context,
     config: Annotated[
-        Path | None, typer.Option("--config", "-c", metavar="FILE", help="The job to run, a TOML file.")
+        list[Path] | None,
+        typer.Option(
+            "--config", "-c", metavar="FILE", help="The job, a TOML file; of several, later ones win."
+        ),
     ] = None,
     set_: Overrides = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the newest run of train.output_dir.")
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check everything, show the processes, start nothing.")
+        bool,
+        typer.Option("--dry-run", help="Check everything, show processes and memory, start nothing."),
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="With --dry-run: print JSON, for programs.")
     ] = False,
 ) -> None:
     """Run a job (without a command)."""
     if context.invoked_subcommand is not None:
-        if config is not None or set_ or resume or dry_run:
+        if config or set_ or resume or dry_run or as_json:
             raise LaunchError(
-                f"--config, --set, --resume and --dry-run go without the command {context.invoked_subcommand!r}",
-                "see cosmos-launch --help",
+                f"the options of a run go without the command {context.invoked_subcommand!r}",
+                f"put --set and --json behind it: cosmos-launch {context.invoked_subcommand} run.toml --set …",
             )
         return
-    if config is None:
+    if not config:
         raise LaunchError("no job is named", "cosmos-launch --config run.toml (see cosmos-launch --help)")
-    from launcher.run import check, launch, plan_text
+    if as_json and not dry_run:
+        raise LaunchError("--json needs --dry-run", "a run writes summary.json at its end")
+    from launcher.run import check as check_job
+    from launcher.run import launch
 
-    if dry_run:
-        typer.echo(plan_text(check(config, set_ or [], os.environ)))
-        return
-    raise typer.Exit(launch(config, set_ or [], resume=resume, env=os.environ))
+    if not dry_run:
+        raise typer.Exit(launch(config, set_ or [], resume=resume, env=os.environ))
+    from launcher.dryrun import plan, plan_lines
 
-
-@app.command()
-def validate(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The TOML file to check.")],
-    set_: Overrides = None,
-    as_json: AsJson = False,
-) -> None:
-    """Check a configuration: every mistake at once. Exit code 0 if it is sound, else 2."""
-    from launcher.machine import Machine, count_cores
-    from launcher.preflight import check_machine
-    from schema.config import ConfigError, Problem, check_warnings, load_config
-
-    problems: tuple[Problem, ...] = ()
-    warnings: list[Problem] = []
-    try:
-        loaded = load_config(config, set_ or [])
-    except ConfigError as error:
-        problems = error.problems
-    else:
-        # The job may be meant for another machine: what this one lacks is a warning.
-        here = check_machine(loaded, Machine(count_cores()))
-        warnings = check_warnings(loaded) + here.warnings + here.problems
+    planned = plan(check_job(config, set_ or [], os.environ), resume=resume, env=os.environ)
     if as_json:
-        found = {
-            "valid": not problems,
-            "problems": [_as_dict(problem) for problem in problems],
-            "warnings": [_as_dict(warning) for warning in warnings],
-        }
-        typer.echo(json.dumps(found, indent=2, default=str))
+        print_json(planned.as_dict())
     else:
-        for problem in problems:
-            typer.echo("error: " + problem.render(), err=True)
-        for warning in warnings:
-            typer.echo("warning: " + warning.render(), err=True)
-        if not problems:
-            typer.echo(f"{config} is valid")
-    raise typer.Exit(EXIT_CONFIG if problems else 0)
-
-
-@app.command()
-def schema(
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write to a file instead.")
-    ] = None,
-) -> None:
-    """Print the JSON schema of the configuration."""
-    from schema.config.export import schema_text
-
-    if output is None:
-        typer.echo(schema_text(), nl=False)
-        return
-    try:
-        output.write_text(schema_text(), encoding="utf-8")
-    except OSError as error:
-        raise LaunchError(f"{output} cannot be written: {error.strerror}") from None
-
-
-@app.command()
-def status(
-    target: Annotated[
-        str | None, typer.Argument(metavar="[RUN_DIR|CONFIG|URL]", help="The job. Default: ./outputs.")
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Show a job that runs, or how it ended. Exit code 1 if it was killed without a summary."""
-    from launcher import remote
-    from launcher.report import rows
-
-    found = remote.find(target, os.environ)
-    if isinstance(found, remote.Live):
-        data = remote.inspect(found)
-        typer.echo(json.dumps(data, indent=2) if as_json else "\n".join(remote.status_lines(data)))
-        return
-    if as_json:
-        typer.echo(
-            json.dumps({"alive": False, "run_dir": str(found.run_dir), "summary": found.summary}, indent=2)
-        )
-    elif found.summary is not None:
-        typer.echo(f"{found.run_dir} has ended")
-        typer.echo("\n".join(f"  {name}: {value}" for name, value in rows(found.summary)))
-    if found.summary is None:
-        raise LaunchError(
-            f"{found.run_dir} is not running and left no summary: its launcher was killed",
-            "start it again with --resume",
-            EXIT_FAILED,
-        )
-
-
-@app.command()
-def stop(
-    target: Annotated[
-        str | None, typer.Argument(metavar="[RUN_DIR|CONFIG|URL]", help="The job. Default: ./outputs.")
-    ] = None,
-) -> None:
-    """End a job in order; `--resume` can go on with it later."""
-    from launcher import remote
-
-    found = remote.find(target, os.environ)
-    if isinstance(found, remote.Dead):
-        raise LaunchError(f"{found.run_dir} is not running", "there is nothing to stop", EXIT_FAILED)
-    typer.echo(f"{found.run_dir or found.url}: {remote.stop(found)}")
-
-
-def _as_dict(problem: object) -> dict[str, object]:
-    from dataclasses import asdict
-
-    return asdict(problem)  # type: ignore[call-overload,no-any-return]
+        typer.echo("\n".join(plan_lines(planned)))
+        print_problems("warning", planned.warnings)
 
 
 def main() -> None:
@@ -214,8 +141,7 @@ def main() -> None:
 
         if not isinstance(error, ConfigError):
             raise
-        for problem in error.problems:
-            typer.echo("error: " + problem.render(), err=True)
+        print_problems("error", error.problems)
         sys.exit(EXIT_CONFIG)
 
 

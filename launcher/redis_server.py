@@ -55,14 +55,9 @@ def named(config: RedisConfig, env: Mapping[str, str]) -> RedisServer | None:
     return RedisServer(config.url, env.get("COSMOS_REDIS_PASSWORD", "")) if config.url else None
 
 
-def embedded(data_dir: Path) -> RedisServer:
-    """A Valkey of the job's own that keeps its files in `data_dir`. Makes the directory of its socket."""
-    directory = tempfile.mkdtemp(prefix="cosmos-", dir=_short_directory())
-    socket = os.path.join(directory, "redis.sock")
-    binary = valkey_binary()
-    if binary is None:
-        raise RedisUnusableError("the embedded Valkey is missing", MISSING_HINT)
-    argv = (
+def command(binary: Path, socket: str, data_dir: Path) -> tuple[str, ...]:
+    """The command line of the embedded server."""
+    return (
         str(binary),
         "--port", "0",
         "--unixsocket", socket,
@@ -75,6 +70,16 @@ def embedded(data_dir: Path) -> RedisServer:
         "--maxmemory-policy", "noeviction",
         "--daemonize", "no",
     )  # fmt: skip
+
+
+def embedded(data_dir: Path) -> RedisServer:
+    """A Valkey of the job's own that keeps its files in `data_dir`. Makes the directory of its socket."""
+    directory = tempfile.mkdtemp(prefix="cosmos-", dir=_short_directory())
+    socket = os.path.join(directory, "redis.sock")
+    binary = valkey_binary()
+    if binary is None:
+        raise RedisUnusableError("the embedded Valkey is missing", MISSING_HINT)
+    argv = command(binary, socket, data_dir)
     spec = ProcessSpec("redis", Role.REDIS, argv)
     return RedisServer(f"unix://{socket}", "", Replica("redis", Role.REDIS, (spec,)), directory)
 

@@ -1,12 +1,13 @@
 """Finding a job that runs, or ran: what `cosmos-launch status` and `stop` speak to.
 
-A target is a run directory, a directory of runs (the newest counts), a configuration (its `train.output_dir`), or
-the URL of a controller, for which the user token comes from COSMOS_TOKEN.
+A target is a run directory, a directory of runs (the newest counts), the files of a configuration (their
+`train.output_dir`; the environment and --set count as in the run), or the URL of a controller, for which the user
+token comes from COSMOS_TOKEN.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,14 +41,17 @@ class Dead:
     summary: dict[str, Any] | None
 
 
-def find(target: str | None, env: Mapping[str, str]) -> Live | Dead:
+def find(targets: Sequence[str], overrides: Sequence[str], env: Mapping[str, str]) -> Live | Dead:
     """Find the job. Raises LaunchError (nothing there, no token) or ConfigError (a broken configuration)."""
-    if target is not None and target.startswith(("http://", "https://")):
+    target = targets[0] if targets else None
+    is_url = target is not None and target.startswith(("http://", "https://"))
+    _check_targets(targets, overrides, are_files=not is_url and all(Path(name).is_file() for name in targets))
+    if target is not None and is_url:
         token = env.get("COSMOS_TOKEN", "")
         if not token:
             raise LaunchError(f"COSMOS_TOKEN is not set: {target} answers only to a token", HOW_TO_GET_IN)
         return Live(target, token)
-    run = _run_dir(target)
+    run = _run_dir(targets, overrides, env)
     if not run.is_alive():
         return Dead(run.path, read_json(run.summary_json))
     address, user = read_json(run.controller_json), run.read_token()
@@ -65,15 +69,24 @@ def find(target: str | None, env: Mapping[str, str]) -> Live | Dead:
     return Live(str(address["url"]), token, run.path)
 
 
-def _run_dir(target: str | None) -> RunDir:
-    path = Path(DEFAULT_OUTPUT if target is None else target)
+def _check_targets(targets: Sequence[str], overrides: Sequence[str], are_files: bool) -> None:
+    """Several targets, and --set, mean a configuration."""
+    if len(targets) > 1 and not are_files:
+        wrong = next((name for name in targets if not Path(name).is_file()), targets[0])
+        raise LaunchError(f"{wrong} is not a file", "of several targets each must be a configuration")
+    if overrides and not (targets and are_files):
+        raise LaunchError("--set changes a configuration, and none is named", "name its file too")
+
+
+def _run_dir(targets: Sequence[str], overrides: Sequence[str], env: Mapping[str, str]) -> RunDir:
+    path = Path(targets[0] if targets else DEFAULT_OUTPUT)
     if path.is_file():
-        config = load_config(path)
+        config = load_config([Path(name) for name in targets], overrides, env)
         path = Path(config.train.output_dir).expanduser()
         if config.train.timestamp:
             path /= config.train.timestamp
     if not path.is_dir():
-        what = f"{path} does not exist" if target is not None else f"there is no {DEFAULT_OUTPUT} here"
+        what = f"{path} does not exist" if targets else f"there is no {DEFAULT_OUTPUT} here"
         raise LaunchError(what, "name a run directory, a configuration or the URL of a controller")
     path = path.absolute()
     if (path / "config.json").is_file() and (path / "logs").is_dir():

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 from launcher import redis_server
 from launcher.machine import Machine, find_machine
 from launcher.placement import place
-from launcher.preflight import Findings, check_machine, check_redis
+from launcher.preflight import check_machine, check_redis
 from launcher.restarts import EXIT_CONFIG
 from launcher.rundir import RunDir, Tokens, choose
-from schema.config import Config, ConfigError, check_warnings, load_config
+from schema.config import Config, ConfigError, Problem, check_warnings
+from schema.config.load import load
 
 if TYPE_CHECKING:
     from launcher.screen import Screen
@@ -34,46 +35,33 @@ class Checked:
 
     config: Config
     machine: Machine
-    findings: Findings
+    warnings: list[Problem]
 
 
-def check(path: Path, overrides: Sequence[str], env: Mapping[str, str]) -> Checked:
+def check(paths: Sequence[Path], overrides: Sequence[str], env: Mapping[str, str]) -> Checked:
     """Load and check everything that can be checked before a process starts. Raises ConfigError."""
-    config = load_config(path, overrides)
-    machine = find_machine(env)
-    findings = check_machine(config, machine)
-    redis = check_redis(config, env)
-    findings.problems += redis.problems
-    findings.warnings += check_warnings(config) + redis.warnings
-    if findings.problems:
-        raise ConfigError(findings.problems)
-    return Checked(config, machine, findings)
+    loaded = load(paths, overrides, env)
+    config, machine = loaded.config, find_machine(env)
+    findings, redis = check_machine(config, machine), check_redis(config, env)
+    problems = findings.problems + redis.problems
+    if problems:
+        raise ConfigError(loaded.placed(problems))
+    warnings = check_warnings(config) + findings.warnings + redis.warnings
+    return Checked(config, machine, loaded.warnings + loaded.placed(warnings))
 
 
-def plan_text(checked: Checked) -> str:
-    """The processes that would be started, for `--dry-run`."""
-    machine = checked.machine
-    lines = [f"machine: {machine.cores} cores, {len(machine.gpus)} GPUs"]
-    for replica in place(checked.config, machine):
-        for spec in replica.processes:
-            gpus = spec.env["CUDA_VISIBLE_DEVICES"] or "none"
-            module = spec.argv[spec.argv.index("-m") + 1]
-            lines.append(f"{spec.name}: {module}, GPUs {gpus}, CPU threads {spec.env['COSMOS_CPU_THREADS']}")
-    return "\n".join(lines)
-
-
-def launch(path: Path, overrides: Sequence[str], *, resume: bool, env: Mapping[str, str]) -> int:
+def launch(paths: Sequence[Path], overrides: Sequence[str], *, resume: bool, env: Mapping[str, str]) -> int:
     """Run a job to its end and return the exit code. Raises ConfigError, LaunchError before anything starts."""
     from launcher.screen import open_screen
 
-    checked = check(path, overrides, env)
+    checked = check(paths, overrides, env)
     wants_resume = resume or checked.config.train.resume is True
     run, continued = choose(checked.config, wants_resume, time.time())
     run.make()
     run.lock()
     screen = open_screen()
     try:
-        for warning in checked.findings.warnings:
+        for warning in checked.warnings:
             screen.event("warning: " + warning.render().replace("\n    ", "; "))
         if wants_resume and not continued:
             screen.event(f"nothing to resume in {checked.config.train.output_dir}: starting afresh")

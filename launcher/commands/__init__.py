@@ -1,0 +1,1 @@
+"""The commands of `cosmos-launch`, by meaning. Imports are inside the functions: each loads only what it needs."""

@@ -1,0 +1,67 @@
+"""Commands that look at a configuration: validate, show."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated
+
+import typer
+
+from launcher.commands.options import AsJson, Configs, Overrides, as_dicts, print_json, print_problems
+from launcher.restarts import EXIT_CONFIG
+
+
+def validate(config: Configs, set_: Overrides = None, as_json: AsJson = False) -> None:
+    """Check a configuration: every mistake at once. Exit code 0 if it is sound, else 2."""
+    from launcher.machine import Machine, count_cores
+    from launcher.preflight import check_machine
+    from schema.config import ConfigError, Problem, check_warnings
+    from schema.config.load import load
+
+    problems: tuple[Problem, ...] = ()
+    warnings: list[Problem] = []
+    try:
+        loaded = load(config, set_ or [], os.environ)
+    except ConfigError as error:
+        problems = error.problems
+    else:
+        # The job may be meant for another machine: what this one lacks is a warning.
+        here = check_machine(loaded.config, Machine(count_cores()))
+        found = check_warnings(loaded.config) + here.warnings + here.problems
+        warnings = loaded.warnings + loaded.placed(found)
+    if as_json:
+        found_json = {
+            "valid": not problems,
+            "problems": as_dicts(problems),
+            "warnings": as_dicts(warnings),
+        }
+        print_json(found_json)
+    else:
+        print_problems("error", problems)
+        print_problems("warning", warnings)
+        names = " + ".join(map(str, config))
+        if problems:
+            count = "1 mistake" if len(problems) == 1 else f"{len(problems)} mistakes"
+            typer.echo(f"{names}: {count}", err=True)
+        else:
+            typer.echo(f"{names} is valid" if len(config) == 1 else f"{names} are valid together")
+    raise typer.Exit(EXIT_CONFIG if problems else 0)
+
+
+def show(
+    config: Configs,
+    set_: Overrides = None,
+    changed: Annotated[
+        bool, typer.Option("--changed", help="Only what a file, a variable or --set has written.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show the resolved configuration, and where each value comes from. The output is TOML again."""
+    from launcher.shown import lines, values
+    from schema.config.load import load
+
+    found = values(load(config, set_ or [], os.environ), changed_only=changed)
+    if as_json:
+        print_json([value.as_dict() for value in found])
+    else:
+        typer.echo("\n".join(lines(found)))

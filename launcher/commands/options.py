@@ -1,0 +1,44 @@
+"""Arguments and options that several commands share, and how they print."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from schema.config import Problem
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Change a key, VALUE as in TOML; may be repeated."),
+]
+Configs = Annotated[
+    list[Path], typer.Argument(metavar="CONFIG...", help="The TOML file; of several, later ones win.")
+]
+Targets = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[RUN_DIR|CONFIG...|URL]", help="The job. Default: ./outputs."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+
+
+def print_json(value: Any) -> None:
+    """JSON on standard output; what JSON has no word for (a date in a TOML file) becomes a string."""
+    typer.echo(json.dumps(value, indent=2, default=str))
+
+
+def print_problems(kind: str, problems: Iterable[Problem]) -> None:
+    """One block per problem on standard error; bytes of the environment that are no text are escaped."""
+    for problem in problems:
+        text = f"{kind}: {problem.render()}"
+        typer.echo(text.encode("utf-8", "backslashreplace").decode(), err=True)
+
+
+def as_dicts(problems: Iterable[Problem]) -> list[dict[str, Any]]:
+    """Problems for a program."""
+    return [asdict(problem) for problem in problems]

@@ -1,0 +1,178 @@
+"""A model that is on this machine: how many parameters, of which shapes, without loading it.
+
+    directory ─▶ headers of its safetensors files ─▶ every tensor's shape      (exact)
+              └▶ config.json alone ─▶ shapes of a decoder of the Llama family   (exact for those)
+
+A name on the hub is looked up in the local cache of Hugging Face; nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from schema.config import local_path
+
+MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+PLAIN_DECODERS = {"llama", "mistral", "qwen2", "qwen3"}
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What activations and the KV cache depend on; counts of numbers."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocabulary: int
+
+    @property
+    def kv_numbers_per_token(self) -> int:
+        """Keys and values of one token in all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class LocalModel:
+    """parameters: tied weights count once. layer, rest: parameters of the largest layer, and outside the layers.
+
+    source: what they were counted from. shape: None where config.json does not tell it.
+    """
+
+    path: Path
+    parameters: int
+    layer: int
+    rest: int
+    source: str
+    shape: Shape | None
+
+
+class UnknownModelError(Exception):
+    """The parameters cannot be counted here; the text says why."""
+
+
+def find_model(name: str, revision: str | None, env: Mapping[str, str]) -> LocalModel:
+    """The model of a path or of a hub name. Raises UnknownModelError: not here, or not readable."""
+    path = local_path(name) or _cached(name, revision or "main", env)
+    if path is None:
+        raise UnknownModelError(f"{name} is not on this machine (a download would fill its cache)")
+    config = _read_config(path)
+    text = config.get("text_config", config)
+    shape = _shape(text if isinstance(text, dict) else config)
+    sizes = _tensor_sizes(path)
+    if sizes:
+        if config.get("tie_word_embeddings") and "lm_head.weight" in sizes:
+            del sizes["lm_head.weight"]  # an alias of the embeddings
+        return _counted(path, sizes, "its safetensors files", shape)
+    if shape is not None and config.get("model_type") in PLAIN_DECODERS:
+        return _counted(path, _decoder_sizes(config, shape), "its config.json", shape)
+    raise UnknownModelError(f"{path} has no safetensors files, and its architecture is not a plain decoder")
+
+
+def _cached(name: str, revision: str, env: Mapping[str, str]) -> Path | None:
+    """The snapshot of a hub model in the local cache."""
+    home = env.get("HF_HOME") or os.path.join(env.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    cache = Path(env.get("HF_HUB_CACHE") or os.path.join(home, "hub")).expanduser()
+    folder = cache / f"models--{name.replace('/', '--')}"
+    try:
+        commit = (folder / "refs" / revision).read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        commit = revision
+    snapshot = folder / "snapshots" / commit
+    return snapshot if (snapshot / "config.json").is_file() else None
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UnknownModelError(f"{path / 'config.json'} cannot be read: {error}") from None
+    if not isinstance(config, dict):
+        raise UnknownModelError(f"{path / 'config.json'} is not an object")
+    return config
+
+
+def _shape(config: Mapping[str, Any]) -> Shape | None:
+    def number(key: str, default: int = 0) -> int:
+        value = config.get(key)
+        return value if isinstance(value, int) and value > 0 else default
+
+    hidden, heads = number("hidden_size"), number("num_attention_heads")
+    layers, vocabulary = number("num_hidden_layers"), number("vocab_size")
+    if not (hidden and heads and layers and vocabulary):
+        return None
+    return Shape(
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=number("num_key_value_heads", heads),
+        head_dim=number("head_dim", hidden // heads),
+        intermediate=number("intermediate_size", 4 * hidden),
+        vocabulary=vocabulary,
+    )
+
+
+def _tensor_sizes(path: Path) -> dict[str, int]:
+    """Numbers in each tensor, from the headers; empty without safetensors files."""
+    sizes: dict[str, int] = {}
+    try:
+        for file in sorted(path.glob("*.safetensors")):
+            if not file.name.startswith(("adapter", "optimizer")):
+                sizes |= {name: math.prod(shape) for name, shape in _header(file).items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        raise UnknownModelError(f"a safetensors file in {path} cannot be read: {error}") from None
+    return sizes
+
+
+def _header(file: Path) -> dict[str, list[int]]:
+    """Tensor names and shapes: eight bytes of length, then JSON."""
+    with file.open("rb") as stream:
+        (length,) = struct.unpack("<Q", stream.read(8))
+        if length > MAX_HEADER_BYTES:
+            raise ValueError(f"{file.name} is no safetensors file")
+        header = json.loads(stream.read(length))
+    return {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
+
+
+def _counted(path: Path, sizes: Mapping[str, int], source: str, shape: Shape | None) -> LocalModel:
+    layers: dict[str, int] = {}
+    for name, size in sizes.items():
+        if match := _LAYER.search(name):
+            layers[name[: match.end()]] = layers.get(name[: match.end()], 0) + size
+    total = sum(sizes.values())
+    return LocalModel(
+        path, total, max(layers.values(), default=0), total - sum(layers.values()), source, shape
+    )
+
+
+def _decoder_sizes(config: Mapping[str, Any], shape: Shape) -> dict[str, int]:
+    """The tensors of a plain decoder with a gated MLP and RMS norms."""
+    kind = config["model_type"]
+    wide, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    has_bias = kind == "qwen2" or bool(config.get("attention_bias"))
+    layer = {
+        "attention": shape.hidden * (2 * wide + 2 * narrow),
+        "mlp": 3 * shape.hidden * shape.intermediate,
+        "norms": 2 * shape.hidden + (2 * shape.head_dim if kind == "qwen3" else 0),
+        "bias": (wide + 2 * narrow) if has_bias else 0,
+        "output_bias": shape.hidden if has_bias and kind != "qwen2" else 0,
+        "mlp_bias": (2 * shape.intermediate + shape.hidden) if config.get("mlp_bias") else 0,
+    }
+    sizes = {
+        f"layers.{number}.{name}": size for number in range(shape.layers) for name, size in layer.items()
+    }
+    sizes |= {"embed_tokens": shape.vocabulary * shape.hidden, "norm": shape.hidden}
+    if not config.get("tie_word_embeddings", False):
+        sizes["lm_head"] = shape.vocabulary * shape.hidden
+    return sizes

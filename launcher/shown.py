@@ -1,0 +1,139 @@
+"""What `cosmos-launch show` prints: every value of the resolved configuration, and who wrote it.
+
+The lines are TOML again. Passwords are masked; a masked value is never valid where it would be used.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from launcher.paths import resolved
+from schema.config.keys import leaf_keys, section_keys
+from schema.config.layers import Origin
+from schema.config.load import Loaded
+from schema.config.problem import KeyPath, format_key
+from schema.config.tomlwrite import toml_value
+
+MASK = "***"
+_SECRET_KEY = re.compile(r"(^|_)(token|password|passwd|secret|api_?key|credentials?)s?$", re.IGNORECASE)
+_CREDENTIALS = re.compile(r"(?P<head>[A-Za-z][A-Za-z0-9+.-]*://(?:[^/@:\s]*:)?)[^/@\s]*@")
+_IN_QUERY = re.compile(r"(?P<head>[?&](?:password|token|secret)=)[^&\s]*", re.IGNORECASE)
+_STANDS_IN = {
+    "train.train_policy.allowed_outdated_steps": "train.train_policy.on_policy",
+    "train.train_policy.temperature": "rollout.sampling_config.temperature",
+    "rollout.sampling_config.temperature": "train.train_policy.temperature",
+}
+"""Keys that follow another one when only that is written (`Config.to_dict`)."""
+WIDEST_VALUE = 60
+
+
+@dataclass(frozen=True)
+class Value:
+    """One key: its value (None: unset) and where it comes from.
+
+    origin: default, file, environment or set. where: file:line:column, the variable, or empty.
+    """
+
+    key: str
+    value: Any
+    origin: str
+    where: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """For a program."""
+        return asdict(self)
+
+    @property
+    def source(self) -> str:
+        """The origin for people."""
+        return {"file": self.where, "environment": self.where, "set": "--set"}.get(self.origin, self.origin)
+
+
+def values(loaded: Loaded, *, changed_only: bool = False) -> list[Value]:
+    """Every key that this job has, in the order of the schema; paths are absolute as the processes get them."""
+    data = resolved(loaded.config)
+    data["redis"]["url"] = loaded.config.redis.url
+    found = []
+    for key in leaf_keys():
+        path = tuple(key.split("."))
+        present, value = _get(data, path)
+        if not present:
+            continue
+        origin = _origin(loaded, path)
+        if origin is None and not changed_only:
+            found.append(Value(key, masked(path, value), "default"))
+        elif origin is not None:
+            found.append(Value(key, masked(path, value), origin.kind, _where(origin)))
+    return found
+
+
+def masked(path: KeyPath, value: Any) -> Any:
+    """The same value without secrets: keys that sound like one, and passwords in addresses."""
+    if isinstance(value, dict):
+        return {key: masked((*path, key), item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [masked(path, item) for item in value]
+    if not isinstance(value, str) or not value:
+        return value
+    if path and _SECRET_KEY.search(str(path[-1])):
+        return MASK
+    return _IN_QUERY.sub(rf"\g<head>{MASK}", _CREDENTIALS.sub(rf"\g<head>{MASK}@", value))
+
+
+def lines(found: list[Value]) -> list[str]:
+    """TOML, one line per key, with the origin as a comment; unset keys are comments as a whole."""
+    return list(_lines(found)) or ["# nothing is written: every key has its default"]
+
+
+def _lines(found: list[Value]) -> Iterator[str]:
+    sections: dict[str, list[Value]] = {}
+    for value in found:
+        sections.setdefault(value.key.rpartition(".")[0], []).append(value)
+    order = {name: number for number, name in enumerate(section_keys())}
+    for number, section in enumerate(sorted(sections, key=lambda name: order.get(name, len(order)))):
+        members = sections[section]
+        if section:
+            yield from [""] if number else []
+            yield f"[{section}]"
+        texts = [_assignment(value) for value in members]
+        size = min(max(map(len, texts)), WIDEST_VALUE)
+        for text, value in zip(texts, members, strict=True):
+            yield f"{text:<{size}}  # {value.source}"
+
+
+def _assignment(value: Value) -> str:
+    name = value.key.rpartition(".")[2]
+    if value.value is None:
+        return f"# {name} is unset"
+    return f"{format_key((name,))} = {toml_value(value.value)}"
+
+
+def _get(data: Any, path: KeyPath) -> tuple[bool, Any]:
+    for part in path:
+        if not isinstance(data, dict) or part not in data:
+            return False, None
+        data = data[part]
+    return True, data
+
+
+def _origin(loaded: Loaded, path: tuple[str, ...]) -> Origin | None:
+    """Who wrote a key; of a key that follows another one, who wrote that."""
+    origins = loaded.layers.origins
+    if path in origins:
+        return origins[path]
+    other = _STANDS_IN.get(".".join(path))
+    if other is None:
+        return None
+    written = loaded.layers.origin(tuple(other.split(".")))
+    plain: Any = loaded.config.model_dump(mode="json")
+    return written if _get(plain, path) != _get(loaded.config.to_dict(), path) else None
+
+
+def _where(origin: Origin) -> str:
+    if origin.kind == "set":  # its text may hold a password
+        return ""
+    known = [str(part) for part in (origin.name, origin.line, origin.column) if part is not None]
+    return ":".join(known)

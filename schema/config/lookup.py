@@ -1,0 +1,282 @@
+"""What the schema knows of a key, for somebody who asks: `look_up("train.optm_lr")`.
+
+    question ─▶ a key | a section | the keys of a pattern or of a part of a name | ConfigError, "did you mean"
+
+Everything is read off the sections, `availability`, `deviations` and `observables`: nothing is told twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from schema.config.availability import UNAVAILABLE
+from schema.config.deviations import DEVIATIONS
+from schema.config.environment import PREFIX, SEPARATOR, variable_of
+from schema.config.examples import example_value
+from schema.config.explain import closest, describe, section_classes
+from schema.config.keys import fields_of, leaf_keys, models_at, section_keys
+from schema.config.observables import observable, refused_by
+from schema.config.problem import ConfigError, Problem
+from schema.config.tomlwrite import toml_value
+
+UNSET, MUST = "unset", "must be written"
+
+
+@dataclass(frozen=True)
+class KeyInfo:
+    """One key. Texts are for people; `default` is the value itself, "unset" where there is none.
+
+    when: the jobs that have the key, where not all do. bounds: `at least 0`, one each. choices: values, where
+    only some are allowed. limits: what this build takes, where that is less. read_in: files of the project.
+    """
+
+    key: str
+    description: str
+    type: str
+    default: Any
+    bounds: tuple[str, ...] = ()
+    choices: tuple[Any, ...] = ()
+    when: str = ""
+    deviation: str = ""
+    limits: str = ""
+    kind: str = ""
+    effect: str = ""
+    read_in: tuple[str, ...] = ()
+    example: str = ""
+    variable: str = ""
+
+
+@dataclass(frozen=True)
+class SectionInfo:
+    """One section: what it is, and the keys and sections directly in it."""
+
+    key: str
+    description: str
+    optional: bool
+    keys: tuple[KeyInfo, ...]
+    sections: tuple[tuple[str, str], ...]
+    """(key, description) of each."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """An answer. Of `keys` there are several where grpo and sft differ, or where a pattern matched."""
+
+    question: str
+    keys: tuple[KeyInfo, ...] = ()
+    section: SectionInfo | None = None
+    is_list: bool = False
+
+    def as_dict(self) -> dict[str, Any]:
+        """For a program."""
+        return asdict(self)
+
+
+def look_up(question: str) -> Found:
+    """Answer a question; the empty one is the list of sections. Raises ConfigError for what is not there."""
+    name = _normal(question)
+    if name == "" or name in section_keys():
+        return Found(question, section=_section(name))
+    if name in leaf_keys():
+        return Found(question, tuple(_variants(name)))
+    found = [key for key in leaf_keys() if _matches(key, name)]
+    sections = [key for key in section_keys() if key.rpartition(".")[2] == name]
+    if not found and len(sections) == 1:
+        return Found(question, section=_section(sections[0]))
+    if not found:
+        raise ConfigError([_unknown(question, name)])
+    if len(found) == 1 and "*" not in name and "?" not in name:
+        return Found(question, tuple(_variants(found[0])))
+    return Found(question, tuple(info for key in found for info in _variants(key)), is_list=True)
+
+
+def _normal(question: str) -> str:
+    """The question as a dotted key, however it was written: `[train]`, a variable, an item of a list."""
+    name = question.strip()
+    if name.upper().startswith(PREFIX) and SEPARATOR in name:
+        name = name[len(PREFIX) :].replace(SEPARATOR, ".").lower()
+    name = name.removeprefix("--set ").partition("=")[0].strip()
+    if name.startswith("[") and name.endswith("]") and "*" not in name:
+        name = name.strip("[] ")
+    known = {*leaf_keys(), *section_keys()}
+    if name in known:
+        return name
+    name = name.partition("[")[0].rstrip(".") or name
+    return name if name in known else name.lower().replace("-", "_")
+
+
+def _matches(key: str, name: str) -> bool:
+    """A pattern of the whole key or of its last parts, the beginning of a key, or its last part."""
+    if any(sign in name for sign in "*?["):
+        return fnmatchcase(key, name) or fnmatchcase(key, f"*.{name}")
+    return key.startswith(name) or f".{key}".endswith(f".{name}")
+
+
+def _unknown(question: str, name: str) -> Problem:
+    """The nearest names: as a whole, else by the last part; free-form tables name themselves."""
+    known = [*leaf_keys(), *section_keys()]
+    parts = name.split(".")
+    for end in range(len(parts) - 1, 0, -1):
+        table = ".".join(parts[:end])
+        if table in leaf_keys() and "table" in _variants_first(table).type:
+            hint = f"the keys of {table} are not ours: cosmos-launch explain {table}"
+            return Problem(question, "no such key", hint=hint)
+    last = {key.rpartition(".")[2]: key for key in reversed(known)}
+    near, by_last = closest(name, known), closest(parts[-1], last)
+    guess = near or (last[by_last] if by_last else None)
+    inside = [key for key in known if parts[-1] and parts[-1] in key.rpartition(".")[2]][:5]
+    hint = "cosmos-launch explain lists the sections, and takes patterns: cosmos-launch explain '*_size'"
+    if guess:
+        hint = f"did you mean `{guess}`?"
+    elif inside:
+        hint = "keys with that in their name: " + ", ".join(inside)
+    return Problem(question, "no such key", hint=hint)
+
+
+def _variants_first(key: str) -> KeyInfo:
+    return next(_variants(key))
+
+
+def _section(key: str) -> SectionInfo:
+    description, optional = "A job.", False
+    if key:
+        _, info = fields_of(key)[0]
+        description = info.description or ""
+        optional = type(None) in get_args(info.annotation)
+        documents = [(model.__doc__ or "").split("\n")[0] for model in models_at(key)]
+        description += "".join(f"\n{text}" for text in documents if text and text != description)
+    names = list(dict.fromkeys(name for model in models_at(key) for name in model.model_fields))
+    inner = [f"{key}.{name}" if key else name for name in names]
+    keys = [info for name in inner if name in leaf_keys() for info in _variants(name)]
+    sections = [(name, fields_of(name)[0][1].description or "") for name in inner if name in section_keys()]
+    return SectionInfo(key, description, optional, tuple(keys), tuple(sections))
+
+
+def _variants(key: str) -> Iterator[KeyInfo]:
+    """A key as each kind of job has it; one where they agree."""
+    fields = fields_of(key)
+    infos = [_info(key, info) for _, info in fields]
+    if all(info == infos[0] for info in infos):
+        in_one = len(fields) < len(list(models_at(key.rpartition(".")[0])))
+        yield KeyInfo(**{**vars(infos[0]), "when": _when(fields[0][0]) if in_one else ""})
+        return
+    for (model, _), info in zip(fields, infos, strict=True):
+        yield KeyInfo(**{**vars(info), "when": _when(model)})
+
+
+def _when(model: type[BaseModel]) -> str:
+    (tag,) = get_args(model.model_fields["type"].annotation)
+    return f'type = "{tag}"'
+
+
+def _info(key: str, info: FieldInfo) -> KeyInfo:
+    section, _, name = key.rpartition(".")
+    seen = observable(key)
+    value = example_value(key, info)
+    line = f"{name} = {toml_value(value)}"
+    example = f"[{section}]\n{line}" if section else f"[{name}]\nmine = 1"
+    return KeyInfo(
+        key=key,
+        description=info.description or "",
+        type=describe(info.annotation),
+        default=default_of(info),
+        bounds=tuple(dict.fromkeys(_bounds(info.annotation, info.metadata))),
+        choices=tuple(dict.fromkeys(_choices(info.annotation))),
+        deviation=_deviation(key),
+        limits=_limits(key),
+        kind=seen.kind,
+        effect=seen.sentence,
+        read_in=seen.read_in,
+        example=example,
+        variable=f"{variable_of(tuple(key.split('.')))}={toml_value(value)}" if section else "",
+    )
+
+
+def default_of(info: FieldInfo) -> Any:
+    """A key's default, "unset" for None; a key that must be written has none and says so."""
+    value = info.get_default(call_default_factory=True)
+    if value is PydanticUndefined:
+        return MUST
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
+    return UNSET if value is None else value
+
+
+def _deviation(key: str) -> str:
+    known = DEVIATIONS.get(key)
+    if known is None:
+        return ""
+    theirs = known.theirs if isinstance(known.theirs, str) else toml_value(known.theirs)
+    return f"cosmos-rl's default is {theirs}. {known.reason}"
+
+
+def _limits(key: str) -> str:
+    """What this build takes, if it does not take everything."""
+    row = refused_by(key)
+    if row is None:
+        return ""
+    unavailable = UNAVAILABLE[row]
+    taken = [value for value in unavailable.neutral if value is not None]
+    words = " or ".join(toml_value(value) for value in taken) or "nothing"
+    unset = " or unset" if None in unavailable.neutral and taken else ""
+    if not taken:
+        words, unset = "it must stay unset", ""
+    else:
+        words = f"it takes {words}"
+    where = "" if row == key else f"{row}: "
+    return f"{where}this build cannot do {unavailable.missing} yet; {words}{unset}."
+
+
+_WORDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
+
+
+def _bounds(annotation: Any, metadata: list[Any]) -> Iterator[str]:
+    """The bounds of a type in words; those of the items of a list too."""
+    for item in metadata:
+        yield from _bound(item)
+    if get_origin(annotation) is Annotated:
+        inner, *further = get_args(annotation)
+        for item in further:
+            yield from _bounds(None, item.metadata) if isinstance(item, FieldInfo) else _bound(item)
+        yield from _bounds(inner, [])
+    elif not any(True for _ in section_classes(annotation)):
+        for part in get_args(annotation):
+            yield from _bounds(part, [])
+
+
+def _bound(item: Any) -> Iterator[str]:
+    for name, words in _WORDS.items():
+        if (limit := getattr(item, name, None)) is not None:
+            yield f"{words} {limit}"
+    least, most = getattr(item, "min_length", None), getattr(item, "max_length", None)
+    if least == 1:
+        yield "not empty"
+    elif least is not None:
+        yield f"at least {least} items"
+    if most is not None:
+        yield f"at most {most} items"
+    if pattern := getattr(item, "pattern", None):
+        yield f"of the form {pattern}"
+    if getattr(getattr(item, "func", None), "__name__", "") == "_not_zero":
+        yield "not 0"
+
+
+def _choices(annotation: Any) -> Iterator[Any]:
+    if get_origin(annotation) is Literal:
+        yield from get_args(annotation)
+    else:
+        for part in get_args(annotation):
+            yield from _choices(part)
+
+
+def all_infos() -> Iterator[KeyInfo]:
+    """Every key of the schema, in its order."""
+    for key in leaf_keys():
+        yield from _variants(key)
