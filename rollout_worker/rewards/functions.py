@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 from rollout_worker.rewards.answers import (
@@ -94,8 +95,29 @@ def chosen_letter(completion: str) -> str | None:
     return alone[1].upper() if alone else None
 
 
+def by_source(completion: str, row: Mapping[str, Any]) -> float:
+    """What the built-in function for the row's `data_source` says (`schema.config.SOURCE_SCORERS`)."""
+    source = row.get("data_source")
+    name = source_scorers().get(source) if isinstance(source, str) else None
+    if name is None:
+        raise ValueError(
+            f"no built-in reward function is known for the row's data_source {source!r}: name a function of your own "
+            "in train.train_policy.reward_function"
+        )
+    return BUILTIN[name](completion, row)
+
+
+@cache
+def source_scorers() -> dict[str, str]:
+    """Data source -> built-in function. Imported on first use: most reward processes never need the schema."""
+    from schema.config import SOURCE_SCORERS
+
+    return SOURCE_SCORERS
+
+
 BUILTIN: dict[str, Callable[[str, Mapping[str, Any]], float]] = {
     "boxed_math": boxed_math,
+    "by_source": by_source,
     "format": format_,
     "gsm8k": gsm8k,
     "single_choice": single_choice,

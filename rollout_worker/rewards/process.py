@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rollout_worker.rewards import answers
-from rollout_worker.rewards.functions import BUILTIN
+from rollout_worker.rewards.functions import BUILTIN, source_scorers
 from rollout_worker.rewards.protocol import Decoder, encode
 from rollout_worker.rewards.registry import RewardConfigError, RewardFunction, resolve
 
@@ -105,8 +105,10 @@ def _describe(name: str, error: Exception) -> str:
 
 def _warm_up(functions: dict[str, RewardFunction]) -> None:
     """Import now what the first sample would otherwise pay for out of its deadline."""
-    if "boxed_math" in functions:
+    if functions.keys() & {"boxed_math", "by_source"}:
         import math_verify  # noqa: F401
+    if "by_source" in functions:
+        source_scorers()
 
 
 def _messages() -> Iterator[dict[str, Any]]:

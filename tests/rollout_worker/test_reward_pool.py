@@ -206,6 +206,23 @@ def test_several_functions_of_one_sample(word: str) -> None:
     assert result.error is not None
 
 
+def test_samples_are_scored_by_the_source_of_their_row() -> None:
+    async def work() -> list[Result]:
+        pool = RewardPool(["by_source"], {}, timeout=30.0)
+        try:
+            await pool.start()
+            rows = [{"data_source": source, "answer": "7"} for source in ("gsm8k", "math_dapo", "mine")]
+            tasks = [pool.submit(Task("#### 7", row, ("by_source",))) for row in rows]
+            return await asyncio.gather(*tasks)
+        finally:
+            await pool.close()
+
+    gsm8k, dapo, mine = run(work())
+    assert (gsm8k.rewards, dapo.rewards) == ({"by_source": 1.0}, {"by_source": 0.0})
+    assert mine.rewards == {}
+    assert "data_source 'mine'" in (mine.error or "")
+
+
 def test_messages_survive_being_cut_anywhere() -> None:
     messages = [{"a": 1}, {"b": "ü" * 50}, {}, {"c": [1.5, None]}]
     data = b"".join(protocol.encode(message) for message in messages)

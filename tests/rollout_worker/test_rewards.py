@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rollout_worker.rewards import answers, functions
 from rollout_worker.rewards.registry import RewardConfigError, resolve
 from rollout_worker.rewards.scoring import OVERLONG, overlong_penalty, total
-from schema.config import OverlongRewardConfig
+from schema.config import BUILTIN_REWARDS, SOURCE_SCORERS, OverlongRewardConfig
 
 
 @pytest.mark.parametrize(
@@ -100,6 +100,26 @@ def test_boxed_math() -> None:
     assert functions.boxed_math(r"\boxed{0.5}", {"answer": r"the answer is \boxed{\frac{1}{2}}"}) == 1.0
     assert functions.boxed_math(r"\boxed{72}", {"answer": "48/2 = 24\n48+24 = 72\n#### 72"}) == 1.0
     assert functions.boxed_math(r"\boxed{5}", {"answer": 5}) == 1.0
+
+
+def test_the_built_in_functions_are_those_that_the_configuration_knows() -> None:
+    assert tuple(functions.BUILTIN) == BUILTIN_REWARDS
+    assert set(SOURCE_SCORERS.values()) <= set(functions.BUILTIN) - {"by_source"}
+
+
+@pytest.mark.parametrize("source", SOURCE_SCORERS)
+def test_rows_are_scored_by_their_source(source: str) -> None:
+    right = {"gsm8k": "#### 7", "boxed_math": r"\boxed{7}", "single_choice": "<answer>B</answer>"}
+    scorer = SOURCE_SCORERS[source]
+    row = {"data_source": source, "answer": "B" if scorer == "single_choice" else "7"}
+    for form, completion in right.items():
+        assert functions.by_source(completion, row) == float(form == scorer)
+
+
+@pytest.mark.parametrize("row", [{}, {"data_source": "mine"}, {"data_source": ["gsm8k"]}])
+def test_an_unknown_source_is_an_error(row: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=r"data_source .*train\.train_policy\.reward_function"):
+        functions.by_source("#### 7", {**row, "answer": "7"})
 
 
 @pytest.mark.parametrize("row", [{}, {"answer": None}, {"answer": ""}])
