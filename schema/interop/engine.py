@@ -9,6 +9,7 @@ reader adds, then defaults. Two entries that want different values are a warning
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
@@ -37,6 +38,8 @@ from schema.interop.rows import (
     unknown,
 )
 from schema.interop.source import Source
+
+_SECRET = re.compile(r"(api_key|apikey|token|password|secret|access_key)$", re.IGNORECASE)
 
 
 def convert_source(source: Source, reader: Reader, kind: str, env: Mapping[str, str]) -> Conversion:
@@ -71,7 +74,10 @@ def convert_source(source: Source, reader: Reader, kind: str, env: Mapping[str, 
 
 def _entry(reading: Reading, reader: Reader, leaf: Leaf) -> Entry:
     result = _decide(reading, reader, leaf)
-    return Entry(leaf.key, leaf.value, result.outcome, result.targets, result.note, leaf.line)
+    value = leaf.value
+    if not result.targets and _SECRET.search(leaf.key) and isinstance(value, str):
+        value = "***"  # the report and the comments of the result must not spread it
+    return Entry(leaf.key, value, result.outcome, result.targets, result.note, leaf.line)
 
 
 def _decide(reading: Reading, reader: Reader, leaf: Leaf) -> Result:
@@ -254,7 +260,7 @@ def _fallen_back(entry: Entry, lacking: Mapping[str, tuple[Any, str]]) -> Entry:
         return entry
     targets = tuple((key, lacking[key][0] if key in lacking else value) for key, value in entry.targets)
     missing = " and ".join(dict.fromkeys(lacking[key][1] for key in hit))
-    note = "; ".join(filter(None, (entry.note, f"this build has no {missing} yet, which changes speed only")))
+    note = "; ".join(filter(None, (entry.note, f"this build lacks {missing}, which changes speed only")))
     return replace(entry, outcome=Outcome.FALLBACK, targets=targets, note=note, faithful=entry.targets)
 
 
@@ -262,7 +268,7 @@ def _addition_fallen_back(addition: Addition, lacking: Mapping[str, tuple[Any, s
     if addition.key not in lacking:
         return addition
     value, missing = lacking[addition.key]
-    note = f"{addition.note}; this build has no {missing} yet, which changes speed only"
+    note = f"{addition.note}; this build lacks {missing}, which changes speed only"
     return Addition(addition.key, value, note, faithful=addition.value)
 
 

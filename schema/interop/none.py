@@ -6,6 +6,8 @@ Whatever is not in this list maps to a key that acts, is always so here, or is r
 
 from __future__ import annotations
 
+from schema.interop.roll_none import ROLL_NONE
+
 _RAY = "starts and places Ray's actors; there is no Ray here, cosmos-launch starts plain processes"
 _HDFS = "verl's own HDFS client; here any path of the machine works, and checkpoints go to S3 by train.ckpt"
 
@@ -17,7 +19,7 @@ NO_COUNTERPART: dict[str, dict[str, str]] = {
         + "; controller.start_timeout is how long they may take to register",
         "trainer.default_hdfs_dir": _HDFS,
     },
-    "roll": {},
+    "roll": ROLL_NONE,
     "cosmos-rl": {},
 }
 

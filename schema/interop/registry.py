@@ -8,6 +8,7 @@ from schema.interop.rows import Reader
 
 MODULES = {
     "verl": "schema.interop.verl",
+    "roll": "schema.interop.roll",
 }
 
 

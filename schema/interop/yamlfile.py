@@ -128,8 +128,9 @@ class _Walk:
 
     def _scalar(self, node: yaml.ScalarNode) -> Any:
         text = str(node.value)
-        explicit_text = node.tag == _STRING and node.style is None and not _looks_plain(text)
-        if node.style is not None or explicit_text:
+        is_quoted = bool(node.style)  # a plain scalar has None, or from the C parser ""
+        explicit_text = node.tag == _STRING and not is_quoted and not _looks_plain(text)
+        if is_quoted or explicit_text:
             return text
         if not node.tag.startswith("tag:yaml.org,2002:"):
             line = node.start_mark.line + 1

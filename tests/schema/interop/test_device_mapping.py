@@ -104,11 +104,10 @@ def test_nothing_is_evaluated(tmp_path: Path) -> None:
 def test_any_text_is_devices_or_an_error(text: str) -> None:
     try:
         devices = parse_device_mapping(text)
-    except DeviceMappingError as error:
-        assert str(error)
-    else:
-        assert devices
-        assert len(set(devices)) == len(devices)
+    except DeviceMappingError:
+        return
+    assert devices
+    assert len(set(devices)) == len(devices)
 
 
 @given(st.integers(0, 50), st.integers(1, 50), st.integers(1, 5))

@@ -1,0 +1,99 @@
+"""ROLL: RLVR and agent pipelines (`rlvr_config.yaml`, `agentic_*.yaml`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from schema.interop.roll_actor_infer import ACTOR_INFER_ROWS, VALIDATION_ROWS
+from schema.interop.roll_actor_train import ACTOR_TRAIN_ROWS
+from schema.interop.roll_algorithm import ALGORITHM_ROWS, notice_whitening
+from schema.interop.roll_facts import engine_size, engines, has_critic, is_agentic, mesh
+from schema.interop.roll_hows import POLICY
+from schema.interop.roll_pipeline import PIPELINE_ROWS
+from schema.interop.roll_rewards import REWARD_ROWS, scorers
+from schema.interop.roll_roles import ROLE_ROWS
+from schema.interop.rows import BadValue, Reader, Reading, Row
+from schema.interop.source import Source
+
+_ROLES = ("actor_train", "actor_infer")
+_PIPELINE = ("rollout_batch_size", "num_return_sequences_in_group")
+_AGENT = ("train_env_manager", "custom_envs", "custom_env", "env_manager_cls")
+
+_ROWS: tuple[Row, ...] = (
+    *PIPELINE_ROWS,
+    *ALGORITHM_ROWS,
+    *ACTOR_TRAIN_ROWS,
+    *ACTOR_INFER_ROWS,
+    *VALIDATION_ROWS,
+    *ROLE_ROWS,
+    *REWARD_ROWS,
+)
+
+
+def _detect(source: Source) -> str | None:
+    if not any(source.has(key) for key in (*_ROLES, *_PIPELINE)):
+        return None
+    return "agentic" if any(source.has(key) for key in _AGENT) else "rlvr"
+
+
+def _rows(kind: str) -> Sequence[Row]:
+    return _ROWS
+
+
+def _finish(reading: Reading) -> None:
+    """What ROLL does without a key for it, and sizes that our defaults would set otherwise."""
+    reading.add("train.compile", False, "ROLL does not compile the policy")
+    _add_meshes(reading)
+    _add_data(reading)
+    notice_whitening(reading)
+    if has_critic(reading) and not reading.has("adv_estimator"):
+        reading.warn("adv_estimator is not set, and ROLL's default is gae: a critic is trained")
+
+
+def _add_meshes(reading: Reading) -> None:
+    try:
+        for name, size in mesh(reading).sizes().items():
+            reading.add(f"policy.parallelism.{name}", size, "follows from actor_train's devices")
+        tp, pp = engine_size(reading)
+        reading.add("rollout.parallelism.tp_size", tp, "follows from actor_infer's engine")
+        if pp > 1:
+            reading.add("rollout.parallelism.pp_size", pp, "follows from actor_infer's engine")
+        _check_agreement(reading)
+    except BadValue:
+        return  # the entries of the keys that contradict each other say so
+
+
+def _check_agreement(reading: Reading) -> None:
+    groups = engines(reading)
+    written = reading.integer("actor_infer.num_gpus_per_worker", None)
+    tp, pp = engine_size(reading)
+    if groups and written not in (None, tp * pp):
+        reading.warn(
+            f"num_gpus_per_worker = {written}, but the engine is of {tp} · {pp} devices, which ROLL takes"
+        )
+
+
+def _add_data(reading: Reading) -> None:
+    if is_agentic(reading):
+        reading.warn(
+            "the environments of an agent pipeline have no keys here yet: the data must be named by hand"
+        )
+        return
+    if not reading.has("actor_train.data_args.response"):
+        note = "the column that ROLL's rule rewards read"
+        reading.add(f"{POLICY}.response_column_name", "ground_truth", note)
+    if not any(scorers(reading).values()):
+        note = "no reward of the file has a function here: write one"
+        reading.add(f"{POLICY}.reward_function", "path/to/reward.py:function", note)
+        reading.warn(f"{POLICY}.reward_function must be written by hand")
+
+
+READER = Reader(
+    system="roll",
+    title="ROLL",
+    kinds={"rlvr": "reinforcement learning with verifiable rewards", "agentic": "an agent pipeline"},
+    detect=_detect,
+    signs=(*_ROLES, *_PIPELINE),
+    rows=_rows,
+    finish=_finish,
+)

@@ -1,0 +1,92 @@
+"""Ways to convert a value that only ROLL's tables need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from schema.interop.none import reason_for
+from schema.interop.rows import BadValue, How, Leaf, Reading, Result, Row, implicit, mapped, nothing, shown
+
+POLICY = "train.train_policy"
+NEUTRAL = (None, False, 0, 0.0, "", "null")
+
+DTYPES = {
+    "fp32": "float32",
+    "float32": "float32",
+    "float": "float32",
+    "bf16": "bfloat16",
+    "bfloat16": "bfloat16",
+    "fp16": "float16",
+    "float16": "float16",
+    "half": "float16",
+}
+
+
+def reason(key: str) -> str:
+    """Why a key of ROLL has no counterpart, from the closed list."""
+    found = reason_for("roll", key)
+    if found is None:
+        raise LookupError(f"{key} is not in the closed list")
+    return found
+
+
+def lost(key: str, *neutral: Any) -> How:
+    """No counterpart, unless the value asks for nothing (null, false, 0 or one of `neutral`)."""
+    why = reason(key)
+
+    def run(reading: Reading, leaf: Leaf) -> Result:
+        asks_nothing = any(
+            leaf.value == value and isinstance(leaf.value, bool) == isinstance(value, bool)
+            for value in (*NEUTRAL, *neutral)
+        )
+        return implicit("asks for nothing") if asks_nothing else nothing(why)
+
+    return How(run, (), "no counterpart")
+
+
+def dtype(ours: str) -> How:
+    """A type by any of its names; null is the default."""
+
+    def run(reading: Reading, leaf: Leaf) -> Result:
+        if leaf.value is None:
+            return implicit("null: the default")
+        if not isinstance(leaf.value, str) or leaf.value not in DTYPES:
+            raise BadValue(f"expected one of {', '.join(DTYPES)}, got {shown(leaf.value)}")
+        return mapped((ours, DTYPES[leaf.value]))
+
+    return How(run, (ours,), "`bf16` → `bfloat16`, `fp16` → `float16`, `fp32` → `float32`")
+
+
+def repeats(other: Callable[[Reading], Any], same: str, differs: Callable[[Leaf, Any], Result]) -> How:
+    """A key that only repeats another one: implicit where it says the same, else `differs`."""
+
+    def run(reading: Reading, leaf: Leaf) -> Result:
+        expected = other(reading)
+        if leaf.value is None or leaf.value == expected:
+            return implicit(same)
+        return differs(leaf, expected)
+
+    return How(run, (), same)
+
+
+def wins(what: str) -> Callable[[Leaf, Any], Result]:
+    """What ROLL does where two keys disagree: the other one is taken."""
+    return lambda leaf, expected: implicit(
+        f"ROLL takes {what}" + ("" if expected is None else f" ({shown(expected)})") + " instead"
+    )
+
+
+def under(prefix: str, rows: tuple[Row, ...]) -> tuple[Row, ...]:
+    """The same rows below a table."""
+    return tuple(
+        Row(
+            f"{prefix}.{row.key}",
+            row.how,
+            row.default,
+            tuple(f"{prefix}.{name}" for name in row.also),
+            row.when,
+            row.words,
+        )
+        for row in rows
+    )
