@@ -125,10 +125,11 @@ _DATASET = {
 
 _POLICY = {
     "model_name_or_path": _e("engine argument", "`model` of the engine; the weights that are trained.",
-                             f"{_MODEL} {_VLLM} {_EMBEDDED} {_PREPARE}"),
+                             f"{_MODEL} {_VLLM} {_EMBEDDED}"),
     "model_revision": _e("engine argument", "`revision` of the engine, and of the trained model.",
-                         f"{_MODEL} {_VLLM} {_EMBEDDED} {_PREPARE}"),
-    "tokenizer_name_or_path": _e("engine argument", "`tokenizer` of the engine; tokens of the data.", _PREPARE),
+                         f"{_MODEL} {_VLLM} {_EMBEDDED}"),
+    "tokenizer_name_or_path": _e("engine argument", "`tokenizer` of the engine; tokens of the data.",
+                                 "controller/data/tokenizer.py"),
     "trust_remote_code": _e("engine argument", "`trust_remote_code` of the engine and of every load.", _PREPARE),
     "external_modules": _e("process", "Modules that a process has imported.", _PREPARE),
     "model_max_length": _e("engine argument", "`max_model_len` of the engine; rows left out of the data.",
@@ -141,7 +142,7 @@ _ENGINE = {
     "parallelism.n_init_replicas": _e("process", "How many rollout processes are started.",
                                       f"{_PLACEMENT} {_MEMBERS}"),
     "parallelism.tp_size": _e("engine argument", "`tensor_parallel_size`; GPUs of a rollout process.",
-                              f"{_VLLM} {_PLACEMENT}"),
+                              f"{_VLLM} schema/config/layout.py"),
     "backend": _e("engine argument", "Which engine is loaded.", "rollout_worker/engines/__init__.py"),
     "enforce_eager": _e("engine argument", "`enforce_eager`.", _VLLM),
     "gpu_memory_utilization": _e("engine argument", "`gpu_memory_utilization`.", _VLLM),

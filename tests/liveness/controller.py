@@ -1,0 +1,387 @@
+"""Probes of the controller: what a real one, served over HTTP, grants, answers, keeps and gives up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from controller import api
+from controller.client import Client, ControllerError
+from controller.facts import ledger_params
+from controller.ledger import Ledger
+from controller.serve import Settings, StartError, _open_job
+from schema.config import Config
+from schema.wire import messages as m
+from tests.controller.drivers import Rollout, Trainer, make_header, train_step
+from tests.liveness.probe import Made, Place, With, changed, grpo, sft, watch
+from tests.support.controller import TOKENS, make_run_dir
+from tests.support.served import ServedController, served_controller
+from tests.support.valkey import running_valkey
+
+POLICY = "train.train_policy"
+BUSY = {"train.train_batch_per_replica": 8, "rollout.n_generation": 4}  # two groups of four samples per step
+
+
+# ---- the ledger -----------------------------------------------------------------------------------------------
+
+
+def groups_granted_ahead(config: Config, place: Place) -> int:
+    """How many groups are leased before anything is trained."""
+    ledger = Ledger(ledger_params(config, 100))
+    return len(ledger.lease("replica", "request", 0, 0, 100, 0.0).groups)
+
+
+def steps_of_the_job(config: Config, place: Place) -> int:
+    """How many steps a job of 24 prompts has."""
+    return Ledger(ledger_params(config, 24)).total_steps
+
+
+def leases_that_expire(config: Config, place: Place) -> int:
+    """How many of two leases have expired after 60 seconds without a heartbeat."""
+    ledger = Ledger(ledger_params(config, 24))
+    ledger.lease("replica", "request", 0, 0, 2, 0.0)
+    return ledger.expire(60.0)
+
+
+def attempts_at_a_group(config: Config, place: Place) -> int:
+    """How often a group is leased whose replica dies each time."""
+    ledger = Ledger(ledger_params(config, 24))
+    first, attempts = None, 0
+    while attempts < 20:
+        (group,) = ledger.lease("replica", f"request-{attempts}", 0, 0, 1, 0.0).groups
+        first = first or group.id
+        if group.id != first:
+            break
+        attempts += 1
+        ledger.replica_gone("replica", failed=True)
+    return attempts
+
+
+watch(
+    groups_granted_ahead,
+    changed(grpo, BUSY),
+    {
+        f"{POLICY}.allowed_outdated_steps": (4, 2),
+        f"{POLICY}.on_policy": (False, True),
+        "train.train_batch_per_replica": (8, 16),
+        "rollout.n_generation": (4, 2),
+    },
+)
+watch(groups_granted_ahead, changed(grpo, {"train.max_num_steps": 2}), {"controller.oversample": (1.0, 2.0)})
+watch(
+    steps_of_the_job,
+    changed(grpo, BUSY),
+    {"train.epoch": (1, 2), "train.max_num_steps": (3, 5), "train.train_batch_per_replica": (8, 16)},
+)
+watch(leases_that_expire, grpo, {"controller.lease_timeout": (120.0, 30.0)})
+watch(attempts_at_a_group, grpo, {"controller.max_attempts": (5, 2)})
+
+# ---- a controller ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Stage:
+    """A controller with a trainer that has published version 0, and a rollout replica that holds it."""
+
+    served: ServedController
+    trainer: Trainer
+    rollout: Rollout
+    user: Client
+
+    def states(self) -> dict[str, int]:
+        """Groups by state and by why they were dropped."""
+        ledger = self.user.send(api.ledger())
+        return {**ledger.states, **ledger.dropped}
+
+
+@contextmanager
+def staged(config: Config, place: Place, register: bool = True) -> Iterator[Stage]:
+    """The stage of a job, ended with the block."""
+    run_dir = make_run_dir(place.directory() / "run", config)
+    with served_controller(run_dir, place.valkey.url) as served:
+        clients = [served.client(role) for role in ("policy", "rollout", "user")]
+        stage = Stage(served, Trainer(clients[0]), Rollout(clients[1]), clients[2])
+        try:
+            if register:
+                stage.trainer.register()
+                stage.trainer.publish(0)
+                stage.rollout.register()
+            yield stage
+        finally:
+            for client in clients:
+                client.close()
+
+
+def registration(config: Config, place: Place) -> dict[str, Any]:
+    """What a replica is told when it comes."""
+    with staged(config, place) as stage:
+        reply = stage.rollout.reply
+        told = {"heartbeat_interval", "heartbeat_timeout", "job_seed", "mode"}
+        store = reply.weight_store.removeprefix(reply.run_dir)
+        return {**reply.model_dump(include=told), "store": store}
+
+
+def supervised_registration(config: Config, place: Place) -> tuple[str, int]:
+    """What a supervised trainer is told when it comes."""
+    with staged(config, place, register=False) as stage:
+        reply = stage.trainer.register()
+        return reply.mode, reply.total_steps
+
+
+def status(config: Config, place: Place) -> tuple[str, str]:
+    """Under which names the job is shown."""
+    with staged(config, place, register=False) as stage:
+        shown = stage.user.send(api.job())
+        return shown.project, shown.name
+
+
+def lost_after_a_silence(config: Config, place: Place) -> list[str]:
+    """States of the replicas after ten seconds without a heartbeat."""
+    with staged(config, place) as stage:
+        stage.served.skip(10.0)
+        return [replica.state for replica in stage.user.send(api.replicas())]
+
+
+def phase_without_replicas(config: Config, place: Place) -> m.Phase:
+    """The phase of a job to which nobody has come for a minute."""
+    with staged(config, place, register=False) as stage:
+        stage.served.skip(60.0)
+        return stage.user.send(api.job()).phase
+
+
+watch(
+    registration,
+    grpo,
+    {
+        "controller.heartbeat_interval": (2.0, 1.0),
+        "controller.heartbeat_timeout": (15.0, 20.0),
+        "train.seed": (1, 2),
+        "weight_sync.store": ("", Made(lambda place: str(place.root / "weights"))),
+    },
+)
+watch(
+    supervised_registration,
+    changed(sft, {"train.max_num_steps": 2}),
+    {"train.max_num_steps": (1, 2)},
+)
+watch(supervised_registration, sft, {"train.epoch": (1, 2), "train.train_batch_per_replica": (8, 4)})
+watch(
+    status,
+    grpo,
+    {"logging.project_name": ("cosmos_rl", "mine"), "logging.experiment_name": ("first", "second")},
+)
+watch(lost_after_a_silence, grpo, {"controller.heartbeat_timeout": (15.0, 5.0)})
+watch(phase_without_replicas, grpo, {"controller.start_timeout": (600.0, 30.0)})
+
+# ---- leases ---------------------------------------------------------------------------------------------------
+
+
+def leased_groups(config: Config, place: Place) -> list[tuple[str, list[int]]]:
+    """Which rows are leased first, and with which seeds for their samples."""
+    with staged(config, place) as stage:
+        return [(group.row["prompt"], group.seeds) for group in stage.rollout.lease(4).groups]
+
+
+def leased_to_old_weights(config: Config, place: Place) -> int:
+    """How many groups a replica gets that still holds version 0 when there is version 1."""
+    with staged(config, place) as stage:
+        _make_batch(stage, 0)
+        stage.trainer.commit(0)
+        stage.trainer.publish(1)
+        return len(stage.rollout.lease(4).groups)
+
+
+def published_after(config: Config, place: Place) -> list[bool]:
+    """After which of four commits the trainer is told to publish."""
+    with staged(config, place) as stage:
+        return [train_step(stage.trainer, stage.rollout, step).publish for step in range(4)]
+
+
+def after_a_failed_reward(config: Config, place: Place) -> dict[str, int]:
+    """States of the groups when a sample of the only one came with an error."""
+    with staged(config, place) as stage:
+        (group,) = stage.rollout.lease(1).groups
+        for index in range(len(group.seeds)):
+            failed = {"score": None, "error": "TimeoutError: too slow", "rewards": {}} if index == 0 else {}
+            stage.rollout.push(group, make_header(index, 0, **failed))
+        return stage.states()
+
+
+def after_equal_rewards(config: Config, place: Place) -> dict[str, int]:
+    """States of the groups when all samples of the only one were worth the same."""
+    with staged(config, place) as stage:
+        (group,) = stage.rollout.lease(1).groups
+        stage.rollout.finish([group], score=1.0, rewards={"boxed_math": 1.0})
+        return stage.states()
+
+
+def after_waiting_for_a_late_group(config: Config, place: Place) -> dict[str, int]:
+    """States of the groups when one of the two of a step has not come for a minute."""
+    with staged(config, place) as stage:
+        groups = stage.rollout.lease(2).groups
+        stage.rollout.finish(groups[:1])
+        stage.trainer.batch(0)
+        stage.served.call(partial(setattr, stage.served, "_skipped", 60.0))
+        stage.trainer.beat()
+        stage.rollout.beat()
+        stage.trainer.batch(0)
+        return stage.states()
+
+
+watch(
+    leased_groups,
+    grpo,
+    {
+        "train.seed": (1, 2),
+        "rollout.seed": (1, 2),
+        "rollout.sampling_config.seed": (1, 2),
+        "rollout.n_generation": (4, 2),
+        f"{POLICY}.dataloader_shuffle": (True, False),
+    },
+)
+watch(leased_to_old_weights, changed(grpo, BUSY), {f"{POLICY}.outdated_rollout_fetch_batch_size": (2, 1)})
+watch(published_after, grpo, {"train.sync_weight_interval": (1, 2)})
+watch(after_a_failed_reward, grpo, {"reward.on_error": ("mask", "drop")})
+watch(
+    after_equal_rewards,
+    grpo,
+    {f"{POLICY}.filter_reward_metric": ([], ["boxed_math"])},
+)
+synchronous = changed(grpo, {**BUSY, f"{POLICY}.on_policy": True, "controller.heartbeat_timeout": 300.0})
+patient = changed(synchronous, {"controller.lease_timeout": 300.0})
+watch(
+    after_waiting_for_a_late_group,
+    patient,
+    {"controller.on_stale": ("wait", With("drop", {"controller.straggler_timeout": 30.0}))},
+)
+watch(
+    after_waiting_for_a_late_group,
+    changed(patient, {"controller.on_stale": "drop", "controller.straggler_timeout": 90.0}),
+    {"controller.straggler_timeout": (90.0, 30.0)},
+)
+
+# ---- weights and validation -----------------------------------------------------------------------------------
+
+
+def publications_that_may_go(config: Config, place: Place) -> list[int]:
+    """Which of six publications the trainer is told to remove."""
+    with staged(config, place) as stage:
+        gone: set[int] = set()
+        for step in range(5):
+            _make_batch(stage, step)
+            stage.trainer.commit(step)
+            gone |= set(stage.trainer.publish(step + 1).collectable)
+            stage.rollout.update()
+        return sorted(gone)
+
+
+def _make_batch(stage: Stage, step: int) -> None:
+    while stage.trainer.batch(step) is None:
+        groups = stage.rollout.lease(2).groups
+        stage.rollout.finish(groups) if groups else stage.rollout.update()
+
+
+def validated_versions(config: Config, place: Place) -> list[int]:
+    """Which of the first four versions are scored."""
+    with staged(config, place) as stage:
+        for step in range(3):
+            _make_batch(stage, step)
+            stage.trainer.commit(step)
+            stage.trainer.publish(step + 1)
+            stage.rollout.update()
+        return [record.version for record in stage.user.send(api.validations())]
+
+
+def validation_leases(config: Config, place: Place) -> list[tuple[int, list[int]]]:
+    """Validation groups that each of two replicas gets, with the samples of each."""
+    with staged(config, place) as stage:
+        other = Rollout(stage.rollout.client, "rollout-1")
+        other.register()
+        leases = [replica.lease(3).groups for replica in (stage.rollout, other)]
+        scored = [[group for group in groups if group.kind == "validation"] for groups in leases]
+        return [(len(groups), [len(group.seeds) for group in groups]) for groups in scored]
+
+
+watch(publications_that_may_go, grpo, {"weight_sync.keep": (2, 3)})
+validating = changed(grpo, {"validation.enable": True, "validation.dataset.name": "synthetic:addition"})
+watch(
+    validated_versions,
+    validating,
+    {"validation.freq": (20, 2), "validation.before": (True, False), "validation.enable": (True, False)},
+)
+watch(
+    validation_leases,
+    changed(validating, {"validation.batch_size": 1}),
+    {
+        "validation.batch_size": (1, 2),
+        "validation.n_generation": (1, 2),
+        "validation.max_replicas": (1, 2),
+    },
+)
+
+# ---- the process ----------------------------------------------------------------------------------------------
+
+
+def large_request(config: Config, place: Place) -> str:
+    """What becomes of a sample of four thousand tokens."""
+    with staged(config, place) as stage:
+        (group,) = stage.rollout.lease(1).groups
+        try:
+            header = {"prompt_tokens": 3, "response_tokens": 60, "total_tokens": 63}
+            stage.rollout.finish([group], tokens=63, **header)
+        except ControllerError as error:
+            return type(error).__name__
+        return "taken"
+
+
+def keys_in_redis(config: Config, place: Place) -> set[str]:
+    """How the names of the job's keys begin."""
+    with staged(config, place) as stage, place.valkey.client() as client:
+        job = stage.trainer.reply.job_id
+        return {key.decode().partition(job)[0] for key in client.keys(f"*{job}*")}
+
+
+def settings(config: Config, place: Place) -> tuple[str, int, str]:
+    """Where the process listens, and which server it uses."""
+    found = Settings.read(make_run_dir(place.directory() / "run", config), None, None, _tokens(config))
+    return found.host, found.port, found.redis_url
+
+
+def _tokens(config: Config) -> dict[str, str]:
+    named = {} if config.redis.url else {"COSMOS_REDIS_URL": "unix:///nowhere"}
+    return named | {f"COSMOS_TOKEN_{role.upper()}": token for role, token in TOKENS.items()}
+
+
+def a_server_without_a_file(config: Config, place: Place) -> str:
+    """What the process says of a Redis server that keeps nothing."""
+    with running_valkey("--appendonly", "no") as server:
+        environ = {**_tokens(config), "COSMOS_REDIS_URL": server.url}
+        found = Settings.read(make_run_dir(place.directory() / "run", config), None, None, environ)
+
+        async def open_job() -> str:
+            try:
+                job = await _open_job(found)
+            except StartError:
+                return "refused"
+            await job.store.close()
+            return "taken"
+
+        return asyncio.run(open_job())
+
+
+watch(large_request, grpo, {"controller.max_request_bytes": (1 << 20, 1024)})
+watch(keys_in_redis, grpo, {"redis.key_prefix": ("cosmos", "mine")})
+watch(
+    settings,
+    grpo,
+    {
+        "controller.host": ("127.0.0.1", "0.0.0.0"),
+        "controller.port": (0, 7777),
+        "redis.url": ("redis://first:6379", "redis://second:6379"),
+    },
+)
+watch(a_server_without_a_file, grpo, {"controller.require_durable_redis": (False, True)})

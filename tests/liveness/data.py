@@ -1,0 +1,284 @@
+"""Probes of the data: what the preparation writes, from which source, with which tokenizer."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from transformers import dynamic_module_utils
+
+from controller.data.errors import DataError
+from controller.data.prepare import prepare
+from schema.config import Config
+from schema.wire.prompts import PromptFile
+from tests.liveness.probe import UNSET, Made, Place, With, changed, grpo, sft, watch
+
+POLICY = "train.train_policy"
+
+
+def prepared(config: Config, place: Place) -> dict[str, Any]:
+    """Every row of every file, or the error in place of them."""
+    run_dir = place.directory()
+    try:
+        prepare(config, run_dir)
+    except DataError as error:
+        return {"error": str(error)}
+    return {path.stem: _rows(PromptFile(path)) for path in sorted((run_dir / "data").iterdir())}
+
+
+def _rows(file: PromptFile) -> list[tuple[list[int], dict[str, Any]]]:
+    return [(file.token_ids(i).tolist(), file.row(i)) for i in range(len(file))]
+
+
+def _own_rows(count: int, *, first: int = 0) -> list[dict[str, Any]]:
+    """Rows with two columns of each kind; the prompts grow longer."""
+    return [
+        {
+            "prompt": "p" * (8 + 2 * number),
+            "question": f"q{number}",
+            "answer": "1",
+            "solution": "2",
+            "data_source": "gsm8k",
+            "origin": "cais/mmlu",
+            "conversations": _conversation(f"c{number}" * (number + 1)),
+            "messages": _conversation(f"m{number}"),
+        }
+        for number in range(first, first + count)
+    ]
+
+
+def _conversation(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}, {"role": "assistant", "content": text * 2}]
+
+
+FIRST = Made(lambda place: str(place.rows("first.jsonl", _own_rows(6))))
+SECOND = Made(lambda place: str(place.rows("second.jsonl", _own_rows(4, first=6))))
+
+
+def _folder(place: Place) -> str:
+    """A directory with two splits."""
+    for split, rows in (("train", _own_rows(3)), ("test", _own_rows(2, first=3))):
+        place.rows(f"{split}.jsonl", rows)
+        target = place.root / "splits" / f"{split}.jsonl"
+        target.parent.mkdir(exist_ok=True)
+        target.write_text(place.rows(f"{split}.jsonl", rows).read_text())
+    return str(place.root / "splits")
+
+
+def from_file(place: Place) -> dict[str, Any]:
+    """Reinforcement learning on a file of one's own."""
+    data = grpo(place)
+    data["train"]["train_policy"]["dataset"] = {"name": FIRST.make(place)}
+    data["policy"]["model_max_length"] = 128
+    return data
+
+
+def conversations_from_file(place: Place) -> dict[str, Any]:
+    """Supervised training on the same file."""
+    data = sft(place)
+    data["train"]["train_policy"]["dataset"] = {"name": FIRST.make(place)}
+    return data
+
+
+unnamed = changed(from_file, {f"{POLICY}.dataset": {}})
+watch(
+    prepared,
+    from_file,
+    {
+        f"{POLICY}.dataset.name": (FIRST, SECOND),
+        f"{POLICY}.dataset.max_prompt_length": (60, 30),
+        f"{POLICY}.prompt_column_name": ("prompt", "question"),
+        f"{POLICY}.response_column_name": ("answer", "solution"),
+        "policy.model_max_length": (128, 48),
+        "rollout.max_response_length": (16, 96),
+        "rollout.max_model_len": (128, 48),
+        "policy.tokenizer_name_or_path": (UNSET, Made(lambda place: str(_other_tokenizer(place)))),
+        "reward.prompt_forms": ([], ["full_prompt"]),
+    },
+)
+watch(
+    prepared,
+    unnamed,
+    {
+        f"{POLICY}.dataset.files": (
+            Made(lambda place: [FIRST.make(place)]),
+            Made(lambda place: [FIRST.make(place), SECOND.make(place)]),
+        )
+    },
+)
+watch(
+    prepared,
+    changed(from_file, {f"{POLICY}.dataset.name": Made(_folder)}),
+    {f"{POLICY}.dataset.split": ("train", ["train", "test"])},
+)
+watch(
+    prepared,
+    changed(from_file, {f"{POLICY}.dataset.max_prompt_length": 30}),
+    {f"{POLICY}.dataset.overlong_prompts": ("drop", "left")},
+)
+watch(
+    prepared,
+    changed(from_file, {f"{POLICY}.reward_function": "by_source"}),
+    {f"{POLICY}.data_source_column_name": ("data_source", "origin")},
+)
+watch(prepared, grpo, {f"{POLICY}.dataset.options": ({"n": 24}, {"n": 12})})
+watch(
+    prepared,
+    conversations_from_file,
+    {
+        f"{POLICY}.conversation_column_name": ("conversations", "messages"),
+        f"{POLICY}.system_prompt": ("", "Be brief."),
+        f"{POLICY}.prompt_column_name": (
+            UNSET,
+            With("question", {f"{POLICY}.response_column_name": "answer"}),
+        ),
+        "policy.model_max_length": (128, 30),
+    },
+)
+watch(
+    prepared,
+    changed(conversations_from_file, {"policy.model_max_length": 30}),
+    {f"{POLICY}.dataset.overlong_prompts": ("drop", "left")},
+)
+pairs = changed(conversations_from_file, {f"{POLICY}.prompt_column_name": "question"})
+watch(prepared, pairs, {f"{POLICY}.response_column_name": ("answer", "solution")})
+
+# ---- held-out data --------------------------------------------------------------------------------------------
+
+held_out = changed(from_file, {"validation.enable": True, f"{POLICY}.dataset.test_size": 2})
+validated = changed(from_file, {"validation.enable": True, "validation.dataset.name": SECOND})
+watch(
+    prepared,
+    held_out,
+    {
+        f"{POLICY}.dataset.test_size": (2, 3),
+        "train.seed": (1, 2),
+        "validation.enable": (True, False),
+        "validation.max_response_length": (16, 96),
+    },
+)
+watch(
+    prepared,
+    validated,
+    {"validation.dataset.name": (SECOND, FIRST), "validation.dataset.max_prompt_length": (100, 42)},
+)
+watch(
+    prepared,
+    changed(validated, {"validation.dataset.name": Made(_folder)}),
+    {"validation.dataset.split": ("train", "test")},
+)
+watch(
+    prepared,
+    changed(validated, {"validation.dataset.max_prompt_length": 42}),
+    {"validation.dataset.overlong_prompts": ("drop", "right")},
+)
+watch(
+    prepared,
+    changed(from_file, {"validation.enable": True}),
+    {
+        "validation.dataset.files": (
+            Made(lambda place: [FIRST.make(place)]),
+            Made(lambda place: [FIRST.make(place), SECOND.make(place)]),
+        )
+    },
+)
+watch(
+    prepared,
+    changed(from_file, {"validation.enable": True, "validation.dataset.name": "synthetic:addition"}),
+    {"validation.dataset.options": ({"n": 24}, {"n": 12})},
+)
+
+
+def nothing(config: Config, place: Place) -> float | int | None:
+    """What is refused before anybody reads it."""
+    return config.validation.dataset.test_size
+
+
+watch(nothing, validated, {"validation.dataset.test_size": (UNSET, 2)}, refused=True)
+
+# ---- the hub --------------------------------------------------------------------------------------------------
+
+
+def asked_of_the_hub(config: Config, place: Place) -> list[tuple[Any, ...]]:
+    """What the library that loads datasets of the hub is asked for."""
+    asked: list[tuple[Any, ...]] = []
+
+    def load_dataset(*arguments: Any, **named: Any) -> Any:
+        asked.append((*arguments, *sorted(named.items())))
+        return datasets.DatasetDict({"train": datasets.Dataset.from_list(_own_rows(6))})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets, "load_dataset", load_dataset)
+        prepare(config, place.directory())
+    return asked
+
+
+hub = changed(from_file, {f"{POLICY}.dataset.name": "owner/questions"})
+watch(
+    asked_of_the_hub,
+    hub,
+    {f"{POLICY}.dataset.subset": ("", "main"), f"{POLICY}.dataset.revision": ("", "v2")},
+)
+watch(
+    asked_of_the_hub,
+    changed(from_file, {"validation.enable": True, "validation.dataset.name": "owner/questions"}),
+    {"validation.dataset.subset": ("", "main"), "validation.dataset.revision": ("", "v2")},
+)
+
+# ---- tokenizer and code of others -----------------------------------------------------------------------------
+
+
+def _other_tokenizer(place: Place) -> Path:
+    from tests.controller.data.conftest import PLAIN_TEMPLATE, save_tokenizer
+
+    path = place.root / "other-tokenizer"
+    return path if path.exists() else save_tokenizer(path, PLAIN_TEMPLATE.replace("assistant", "helper"))
+
+
+OWN_CODE = """
+from transformers import PreTrainedTokenizerFast
+
+class Own(PreTrainedTokenizerFast):
+    pass
+"""
+
+
+def _tokenizer_with_code(place: Place) -> Path:
+    """A tokenizer whose class is in a file of its own directory."""
+    from tests.controller.data.conftest import PLAIN_TEMPLATE, save_tokenizer
+
+    path = place.root / "own-tokenizer"
+    if not path.exists():
+        save_tokenizer(path, PLAIN_TEMPLATE)
+        (path / "own_tokenizer.py").write_text(OWN_CODE)
+        settings = json.loads((path / "tokenizer_config.json").read_text())
+        settings |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own_tokenizer.Own"]}}
+        (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    return path
+
+
+def code_that_has_run(config: Config, place: Place) -> tuple[bool, bool]:
+    """Whether the preparation imported a user's module, and whether it ran the tokenizer's own code."""
+    for name in [name for name in sys.modules if name == USER_MODULE or name.endswith(".own_tokenizer")]:
+        del sys.modules[name]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(place.root / "modules"))
+        patch.setattr(sys, "path", list(sys.path))
+        found = prepared(config, place)
+    own = any(name.endswith(".own_tokenizer") for name in sys.modules)
+    return USER_MODULE in sys.modules, own and "error" not in found
+
+
+USER_MODULE = "tabnanny"  # of the standard library, and imported by nobody
+watch(code_that_has_run, from_file, {"policy.external_modules": ([], [USER_MODULE])})
+watch(
+    code_that_has_run,
+    changed(
+        from_file, {"policy.tokenizer_name_or_path": Made(lambda place: str(_tokenizer_with_code(place)))}
+    ),
+    {"policy.trust_remote_code": (False, True)},
+)

@@ -1,0 +1,316 @@
+"""Probes of the rollout replica: engine arguments, sampling, leases, rewards."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Future
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from rollout_worker.engines import create_engine
+from rollout_worker.engines.base import Generation
+from rollout_worker.engines.transformers.settings import settings_of
+from rollout_worker.engines.vllm.arguments import engine_arguments, sampling_arguments
+from rollout_worker.gauges import Gauges
+from rollout_worker.generation import Generating
+from rollout_worker.held import Held
+from rollout_worker.leasing import Leasing
+from rollout_worker.pushing import Pusher
+from rollout_worker.rewards.pool import Result, Task
+from rollout_worker.sampling import training_settings, validation_settings
+from rollout_worker.weights import WeightFollower
+from rollout_worker.worker import reward_pool
+from schema.config import Config
+from schema.wire.messages import LeasedGroup
+from schema.wire.sample import decode_sample
+from tests.liveness.probe import Made, Place, With, changed, grpo, vllm, watch
+from tests.rollout_worker.tiny import tokenizer
+
+KNOWN = {"swap_space", "enable_prefix_caching"}
+"""Engine arguments without a key of their own; `test_vllm` asks the installed vLLM."""
+
+
+# ---- engines --------------------------------------------------------------------------------------------------
+
+
+def vllm_arguments(config: Config, place: Place) -> dict[str, Any]:
+    """What vLLM is started with."""
+    return engine_arguments(config, known=KNOWN, on_cpu=False)
+
+
+ENGINE_ARGUMENTS: dict[str, tuple[Any, Any]] = {
+    "policy.model_name_or_path": (Made(lambda place: str(place.model)), Made(lambda p: str(p.other_model))),
+    "policy.model_max_length": (128, 96),
+    "rollout.enforce_eager": (True, False),
+    "rollout.gpu_memory_utilization": (0.8, 0.5),
+    "rollout.enable_chunked_prefill": (False, True),
+    "rollout.max_num_seqs": (8, 16),
+    "rollout.max_num_batched_tokens": (512, 1024),
+    "rollout.max_model_len": (128, 64),
+    "rollout.block_size": (16, 32),
+    "rollout.dtype": ("auto", "float16"),
+    "rollout.load_format": ("auto", "dummy"),
+    "rollout.engine_kwargs": ({}, {"enable_prefix_caching": False}),
+    "rollout.seed": (1, 2),
+    "rollout.parallelism.tp_size": (1, 2),
+    "train.transfer_dtype": ("float32", "bfloat16"),
+    "train.seed": (1, 2),
+}
+watch(vllm_arguments, vllm, ENGINE_ARGUMENTS)
+watch(
+    vllm_arguments,
+    changed(vllm, {"policy.model_name_or_path": "owner/name"}),
+    {"policy.model_revision": ("main", "v2")},
+)
+
+
+def embedded_settings(config: Config, place: Place) -> dict[str, Any]:
+    """What the engine without vLLM is started with."""
+    return {name: str(value) for name, value in asdict(settings_of(config)).items()}
+
+
+watch(
+    embedded_settings,
+    grpo,
+    {
+        "policy.model_max_length": (128, 96),
+        "rollout.max_num_seqs": (8, 16),
+        "rollout.max_model_len": (128, 64),
+        "rollout.dtype": ("auto", "float16"),
+        "rollout.load_format": ("auto", "dummy"),
+        "rollout.max_concurrent_samples": (64, 32),
+        "train.transfer_dtype": ("float32", "bfloat16"),
+    },
+)
+
+
+def engine_and_capacity(config: Config, place: Place) -> tuple[str, int]:
+    """Which engine is made, and how many samples it holds."""
+    engine = create_engine(config, tokenizer(), frozenset({256}))
+    return type(engine).__name__, engine.capacity
+
+
+watch(
+    engine_and_capacity,
+    vllm,
+    {"rollout.backend": ("vllm", "transformers"), "rollout.max_concurrent_samples": (64, 32)},
+)
+
+# ---- sampling -------------------------------------------------------------------------------------------------
+
+
+def _sampling(settings: Any, config: Config) -> dict[str, Any]:
+    return sampling_arguments(
+        settings, seed=1, eos_token_ids={256}, prompt_tokens=4, max_model_len=config.engine_max_len
+    )
+
+
+def training_sampling(config: Config, place: Place) -> dict[str, Any]:
+    """What vLLM is asked for in training."""
+    return _sampling(training_settings(config), config)
+
+
+def validation_sampling(config: Config, place: Place) -> dict[str, Any]:
+    """What vLLM is asked for in validation."""
+    return _sampling(validation_settings(config), config)
+
+
+SAMPLING = "rollout.sampling_config"
+watch(
+    training_sampling,
+    vllm,
+    {
+        "train.train_policy.temperature": (0.9, 0.7),
+        "rollout.max_response_length": (16, 24),
+        "rollout.include_stop_str_in_output": (False, True),
+        f"{SAMPLING}.temperature": (0.9, 0.7),
+        f"{SAMPLING}.ignore_eos": (False, True),
+        f"{SAMPLING}.stop": ([], ["\n"]),
+        f"{SAMPLING}.stop_token_ids": ([], [10]),
+        f"{SAMPLING}.extra": ({}, {"skip_reading_prefix_cache": True}),
+    },
+)
+watch(
+    training_sampling,
+    vllm,
+    {
+        f"{SAMPLING}.top_p": (1.0, 0.9),
+        f"{SAMPLING}.top_k": (-1, 20),
+        f"{SAMPLING}.min_p": (0.0, 0.1),
+        f"{SAMPLING}.repetition_penalty": (1.0, 1.1),
+        f"{SAMPLING}.presence_penalty": (0.0, 0.5),
+        f"{SAMPLING}.frequency_penalty": (0.0, 0.5),
+        f"{SAMPLING}.min_tokens": (0, 3),
+        f"{SAMPLING}.do_sample": (True, False),
+    },
+    refused=True,
+)
+VALIDATION = {"validation.enable": True, "validation.dataset.name": "synthetic:addition"}
+watch(
+    validation_sampling,
+    changed(vllm, {**VALIDATION, "validation.temperature": 0.5}),
+    {
+        "validation.temperature": (0.5, 0.9),
+        "validation.top_p": (0.9, 0.5),
+        "validation.top_k": (5, 10),
+        "validation.repetition_penalty": (1.0, 1.2),
+        "validation.max_response_length": (16, 24),
+        "rollout.include_stop_str_in_output": (False, True),
+        f"{SAMPLING}.stop": ([], ["\n"]),
+    },
+)
+
+# ---- leases and samples -----------------------------------------------------------------------------------------
+
+
+def _leasing(config: Config, held: Held) -> Leasing:
+    engine = create_engine(config, tokenizer(), frozenset({256}))
+    weights = WeightFollower(None, engine, held, Gauges())  # type: ignore[arg-type]
+    return Leasing(config, None, engine, held, weights, None, None, Gauges())  # type: ignore[arg-type]
+
+
+def _lease(kind: str) -> LeasedGroup:
+    fields: dict[str, Any] = {
+        "group_id": "g", "lease_id": "l", "kind": kind, "epoch": 0, "position": 0, "attempt": 1,
+        "prompt_token_ids": [5, 6, 7], "row": {}, "seeds": [1, 2, 3, 4], "deadline": 3,
+    }  # fmt: skip
+    return LeasedGroup.model_validate(fields)
+
+
+def engine_requests(config: Config, place: Place) -> list[int]:
+    """How many samples each engine request of a leased group asks for."""
+    held = Held()
+    leasing = _leasing(config, held)
+    group = held.add(_lease("train"))
+    assert group is not None
+    return [len(request.seeds) for request in leasing._requests(group)]
+
+
+def groups_wanted(config: Config, place: Place) -> list[int]:
+    """Groups asked for, by how many samples the replica holds already (as far as the loop counts them)."""
+    held = Held()
+    leasing = _leasing(config, held)
+    engine = leasing._engine
+    wanted = []
+    for running in (0, 40, 52, 60):
+        engine._expected = {str(number): 1 for number in range(running)}  # type: ignore[attr-defined]
+        wanted.append(leasing._wanted())
+    return wanted
+
+
+watch(engine_requests, grpo, {"rollout.n_generation_to_batch": (False, True)})
+watch(
+    groups_wanted,
+    changed(grpo, {"rollout.max_concurrent_samples": 64}),
+    {
+        "rollout.batch_size": (1, 4),
+        "rollout.n_generation": (4, 8),
+        "rollout.max_concurrent_samples": (64, 96),
+    },
+)
+
+
+def _pushed(config: Config, kind: str) -> dict[str, Any]:
+    """What is sent of a sample of 12 tokens whose functions all answer 0.5."""
+    held = Held()
+    leasing, pusher = _leasing(config, held), Pusher(None, held, 1 << 20)  # type: ignore[arg-type]
+    generating = Generating(config, None, tokenizer(), held, leasing, None, pusher)  # type: ignore[arg-type]
+    group = held.add(_lease(kind))
+    assert group is not None
+    tokens = np.arange(40, 52, dtype=np.int32)
+    sample = Generation(
+        request_id="r", index=0, token_ids=tokens, logprobs=np.full(12, -0.5, np.float32),
+        version_starts=np.array([0], np.int32), version_values=np.array([0], np.int32),
+        finish_reason="length", stop_reason=None,
+    )  # fmt: skip
+    scored: Future[Result] = Future()
+    scored.set_result(Result(dict.fromkeys(generating._names[kind], 0.5)))
+    generating._push(group, 0, sample, "text", scored)  # type: ignore[arg-type]
+    found = decode_sample(pusher._queue[0].frame)
+    return {**found.header.model_dump(), "text": found.text}
+
+
+def pushed_sample(config: Config, place: Place) -> dict[str, Any]:
+    """A training sample as it reaches the controller."""
+    return _pushed(config, "train")
+
+
+def pushed_validation(config: Config, place: Place) -> dict[str, Any]:
+    """A validation sample as it reaches the controller."""
+    return _pushed(config, "validation")
+
+
+OVERLONG = "train.train_policy.overlong_reward"
+watch(
+    pushed_sample,
+    grpo,
+    {
+        "train.train_policy.rollout_as_token_ids": (False, True),
+        "train.train_policy.reward_function": ("boxed_math", {"boxed_math": 0.7, "format": 0.2}),
+        f"{OVERLONG}.enable_overlong_penalty": (False, With(True, {f"{OVERLONG}.buffer_length": 8})),
+    },
+)
+watch(
+    pushed_sample,
+    changed(grpo, {f"{OVERLONG}.enable_overlong_penalty": True, f"{OVERLONG}.buffer_length": 8}),
+    {f"{OVERLONG}.buffer_length": (8, 6), f"{OVERLONG}.penalty_factor": (1.0, 0.5)},
+)
+watch(
+    pushed_validation,
+    changed(grpo, VALIDATION),
+    {"validation.reward_function": ({}, {"format": 0.3})},
+)
+
+# ---- rewards ----------------------------------------------------------------------------------------------------
+
+FUNCTIONS = """
+import os, time
+
+def told(completion, row, bonus=0.0):
+    return bonus
+
+def slow(completion, row):
+    time.sleep(0.4)
+    return 1.0
+
+def process(completion, row):
+    time.sleep(0.02)
+    return float(os.getpid())
+"""
+
+
+def _reward(name: str) -> dict[str, Any]:
+    return {
+        "train.train_policy.reward_function": Made(lambda place: f"{place.file('own.py', FUNCTIONS)}:{name}")
+    }
+
+
+def _scored(config: Config, samples: int) -> list[Result]:
+    async def score() -> list[Result]:
+        pool = reward_pool(config)
+        await pool.start()
+        try:
+            names = tuple(config.grpo.reward_weights)
+            return list(await asyncio.gather(*(pool.submit(Task("a", {}, names)) for _ in range(samples))))
+        finally:
+            await pool.close()
+
+    return asyncio.run(score())
+
+
+def reward_of_a_sample(config: Config, place: Place) -> tuple[list[float], bool]:
+    """The reward of one sample, or whether there is an error instead."""
+    (result,) = _scored(config, 1)
+    return sorted(result.rewards.values()), result.error is None
+
+
+def reward_processes(config: Config, place: Place) -> int:
+    """How many processes score forty samples."""
+    return len({value for result in _scored(config, 40) for value in result.rewards.values()})
+
+
+watch(reward_of_a_sample, changed(grpo, _reward("told")), {"custom": ({"bonus": 0.25}, {"bonus": 0.75})})
+watch(reward_of_a_sample, changed(grpo, _reward("slow")), {"reward.timeout": (30.0, 0.1)})
+watch(reward_processes, changed(grpo, _reward("process")), {"reward.num_workers": (1, 2)})

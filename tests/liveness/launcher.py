@@ -1,0 +1,123 @@
+"""Probes of the launcher: which processes with which devices, where the run is, how processes are kept alive."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from launcher import redis_server
+from launcher.job import Job
+from launcher.machine import Machine
+from launcher.placement import PlacementError
+from launcher.placement import place as placed
+from launcher.plan import Plan
+from launcher.restarts import EndJob, Restart, Restarts, Role
+from launcher.rundir import RunDir, Tokens, choose
+from launcher.screen import PlainScreen
+from schema.config import Config
+from tests.liveness.probe import UNSET, Made, Place, Whole, changed, grpo, sft, vllm, watch
+
+MACHINE = Machine(cores=8, gpus=("0", "1", "2", "3"))
+
+
+def processes(config: Config, place: Place) -> list[tuple[Any, ...]] | str:
+    """Every process of the job on a machine of four GPUs: its program and its environment."""
+    try:
+        replicas = placed(config, MACHINE)
+    except PlacementError as error:
+        return str(error)
+    specs = [spec for replica in replicas for spec in replica.processes]
+    return [(spec.name, spec.argv[-1], sorted(spec.env.items())) for spec in specs]
+
+
+def run_directory(config: Config, place: Place) -> tuple[str, bool]:
+    """Where the run is kept, and whether it continues another one."""
+    run, continued = choose(config, config.train.resume is True, 0.0)
+    return str(run.path), continued
+
+
+def _older_run(place: Place) -> str:
+    path = place.root / "runs" / "older"
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text("{}")
+    return str(path.parent)
+
+
+def restarts(config: Config, place: Place) -> tuple[list[float], float]:
+    """When a process that always crashes is started again, and how long one may take to end."""
+    setting = _job(config, place).supervisor.setting
+    kept, delays = Restarts("policy-0", Role.POLICY, setting.budget), []
+    while isinstance(verdict := kept.exited(0.0, 1, over=False, needed=True), Restart):
+        delays.append(verdict.delay)
+    assert isinstance(verdict, EndJob)
+    return delays, setting.grace
+
+
+def _job(config: Config, place: Place) -> Job:
+    run = RunDir(place.directory())
+    server = redis_server.RedisServer("unix:///nowhere")
+    plan = Plan(
+        config=config, run=run, tokens=Tokens.fresh(), url="http://127.0.0.1:1", port=1, redis=server, workers=[],
+        reuse_data=False, continued=False, env={},
+    )  # fmt: skip
+
+    async def make() -> Job:
+        return Job(plan, PlainScreen())
+
+    return asyncio.run(make())
+
+
+def named_server(config: Config, place: Place) -> str:
+    """The Redis server that the job uses; empty: its own."""
+    server = redis_server.named(config.redis, {})
+    return "" if server is None else server.url
+
+
+watch(
+    processes,
+    vllm,
+    {
+        "rollout.parallelism.n_init_replicas": (1, 2),
+        "rollout.parallelism.tp_size": (1, 2),
+        "policy.parallelism.dp_shard_size": (1, 2),
+        "launcher.cpu_threads": (1, 2),
+        "train.train_policy.type": (Whole(grpo), Whole(sft)),
+        "placement.policy": ([0], [1]),
+        "placement.rollout": ([2], [3]),
+    },
+)
+watch(
+    processes,
+    changed(vllm, {"policy.parallelism.dp_shard_size": -1}),
+    {"placement.gpus_per_node": (2, 4)},
+)
+watch(
+    processes,
+    changed(vllm, {"placement.policy": [0], "placement.rollout": [0]}),
+    {"placement.share": ("memory", "none")},
+    refused=True,
+)
+watch(
+    run_directory,
+    grpo,
+    {
+        "train.output_dir": ("first", "second"),
+        "train.timestamp": ("first", "second"),
+    },
+)
+watch(
+    run_directory,
+    changed(grpo, {"train.output_dir": Made(_older_run)}),
+    {"train.resume": (False, True)},
+)
+watch(
+    restarts,
+    grpo,
+    {
+        "launcher.max_restarts": (3, 5),
+        "launcher.restart_backoff": (1.0, 2.0),
+        "launcher.restart_backoff_max": (60.0, 1.5),
+        "launcher.shutdown_timeout": (30.0, 20.0),
+    },
+)
+watch(named_server, grpo, {"redis.url": (UNSET, "redis://named:6379")})

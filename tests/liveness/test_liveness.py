@@ -1,0 +1,60 @@
+"""Every key of the schema acts, or is refused by name; a new key without a probe fails here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from schema.config import UNAVAILABLE, Config, ConfigError, check_config
+from schema.config.keys import leaf_keys
+from schema.config.observables import OBSERVABLES, refused_by
+from tests.liveness import controller, data, generation, launcher, trainer
+from tests.liveness.probe import PROBES, Place, Probe, same
+
+MODULES = (controller, data, generation, launcher, trainer)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    with ExitStack() as stack:
+        yield Place(tmp_path_factory.mktemp("liveness"), stack)
+
+
+@pytest.mark.parametrize("probe", PROBES, ids=str)
+def test_flipping_the_key_is_seen(probe: Probe, place: Place) -> None:
+    first, second = (probe.data(number, place) for number in (0, 1))
+    check_config(first)
+    if probe.refused:
+        with pytest.raises(ConfigError) as refusal:
+            check_config(second)
+        named = {key for problem in refusal.value.problems for key in (problem.key, *problem.related)}
+        assert probe.key in named
+    else:
+        check_config(second)
+    configs = [Config.model_validate(data) for data in (first, second)]
+    before, again = place.twice(probe.observe, configs[0])
+    after = probe.observe(configs[1], place)
+    assert same(before, again), "one configuration has two observations"
+    assert not same(before, after), f"{probe.key} changes nothing: {before}"
+
+
+def test_every_key_has_a_probe_or_is_refused() -> None:
+    probed = {probe.key for probe in PROBES}
+    assert probed <= set(leaf_keys())
+    dead = [key for key in leaf_keys() if key not in probed and refused_by(key) is None]
+    assert dead == [], "register a probe for these keys in tests/liveness"
+
+
+def test_every_observable_is_probed() -> None:
+    """What the documentation says can be seen is seen here."""
+    assert {probe.key for probe in PROBES} == OBSERVABLES.keys()
+
+
+def test_modules_of_probes_are_all_there() -> None:
+    found = {path.stem for path in Path(__file__).parent.glob("*.py")}
+    helpers = {"__init__", "probe", "test_liveness", "test_refusals", "test_vllm"}
+    assert found - helpers == {module.__name__.rpartition(".")[2] for module in MODULES}
+    assert UNAVAILABLE

@@ -1,0 +1,406 @@
+"""Probes of the trainer: loss and gradient, optimizer and schedule, precision, batches, checkpoints, exports."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+
+from policy_worker.batching import micro_batches
+from policy_worker.checkpoint import Checkpointer, find_checkpoint
+from policy_worker.export import export_model
+from policy_worker.grpo import Grpo, micro_batch_rule
+from policy_worker.learner import Learner
+from policy_worker.loop import Loop
+from policy_worker.micro_batch import TrainSample
+from policy_worker.model import load_model
+from policy_worker.parallel.fsdp import apply_fsdp
+from policy_worker.process import Departure, Environment
+from policy_worker.schedule import Schedule
+from policy_worker.session import Session
+from policy_worker.sft import Sft
+from policy_worker.step_batch import BatchSource
+from policy_worker.worker import _schedule, _seed
+from schema.config import Config
+from schema.wire import messages as m
+from schema.wire.prompts import write_prompts
+from tests.liveness.probe import Made, Place, changed, grpo, sft, watch
+from tests.policy_worker.material import encode_step, random_samples, tiny_model
+from tests.support.controller import TOKENS, make_run_dir
+from tests.support.served import ServedController, served_controller
+
+POLICY = "train.train_policy"
+
+
+# ---- loss and gradient ----------------------------------------------------------------------------------------
+
+
+def _learner(config: Config, place: Place) -> Learner:
+    torch.manual_seed(0)
+    return Learner(tiny_model(packed=config.train.sequence_packing), config, place.group, Schedule(10))
+
+
+def _grpo(config: Config, place: Place, world: int = 1) -> tuple[Grpo, dict[str, np.ndarray]]:
+    """The algorithm on twelve fixed samples, and where the gradients of its next step will be."""
+    learner = _learner(config, place)
+    answer = encode_step(random_samples(12))
+    if world > 1:
+        learner.group = copy(place.group)
+        learner.group.world = world  # this rank's share of the batch of two
+    source = BatchSource(place.group, lambda call: answer, 1, config.staleness_bound)
+    found: dict[str, np.ndarray] = {}
+
+    def keep(*_: Any) -> None:
+        for name, parameter in learner.model.named_parameters():
+            found.setdefault(name, parameter.grad.numpy().copy())
+
+    learner.optimizer.adamw.register_step_pre_hook(keep)
+    return Grpo(config, learner, source, Departure()), found
+
+
+def gradient(config: Config, place: Place) -> dict[str, np.ndarray]:
+    """The first gradient of a step on fixed samples, before clipping."""
+    algorithm, found = _grpo(config, place)
+    assert isinstance(algorithm.train(0), dict)
+    return found
+
+
+def gradient_of_half(config: Config, place: Place) -> dict[str, np.ndarray]:
+    """The gradient of the first of two ranks."""
+    algorithm, found = _grpo(config, place, world=2)
+    assert isinstance(algorithm.train(0), dict)
+    return found
+
+
+def step_metrics(config: Config, place: Place) -> dict[str, float]:
+    """What a step reports."""
+    metrics = _grpo(config, place)[0].train(0)
+    assert isinstance(metrics, dict)
+    return {name: value for name, value in metrics.items() if name == "optimizer_steps"}
+
+
+unclipped = changed(
+    grpo, {"train.optm_grad_norm_clip": 0.0, f"{POLICY}.epsilon_low": 0.1, f"{POLICY}.epsilon_high": 0.1}
+)
+watch(
+    gradient,
+    unclipped,
+    {
+        f"{POLICY}.variant": ("grpo", "gspo"),
+        f"{POLICY}.temperature": (1.0, 0.7),
+        f"{POLICY}.epsilon_low": (0.1, 0.3),
+        f"{POLICY}.epsilon_high": (0.1, 0.3),
+        f"{POLICY}.positive_nll_coef": (0.1, 0.5),
+        f"{POLICY}.lower_bound_ratio": (3.0, 1.05),
+        f"{POLICY}.loss_type": ("token-mean", "seq-mean-token-sum"),
+        f"{POLICY}.unbiased_advantage": (False, True),
+        f"{POLICY}.entropy_coeff": (0.0, 0.1),
+        "rollout.sampling_config.temperature": (1.0, 0.7),
+    },
+)
+watch(
+    gradient,
+    changed(unclipped, {f"{POLICY}.loss_type": "seq-mean-token-mean"}),
+    {f"{POLICY}.unbiased_loss_max_tokens": (17, 5)},
+)
+watch(
+    gradient_of_half,
+    changed(unclipped, {f"{POLICY}.mini_batch": 12}),
+    {f"{POLICY}.balance_dp_token": (False, True)},
+)
+watch(
+    step_metrics,
+    grpo,
+    {f"{POLICY}.mu_iterations": (1, 2), f"{POLICY}.batch_size_per_optimize": (8, 4)},
+)
+
+# ---- micro-batches --------------------------------------------------------------------------------------------
+
+
+def rows_of_micro_batches(config: Config, place: Place) -> list[list[int]]:
+    """How twelve samples are cut."""
+    lengths = [int(sample.header.total_tokens) for sample in random_samples(12)]
+    return micro_batches(list(range(12)), lengths, micro_batch_rule(config))
+
+
+def shape_of_a_micro_batch(config: Config, place: Place) -> list[int]:
+    """Rows and columns of two samples side by side."""
+    samples = {row: TrainSample.of_wire(sample) for row, sample in enumerate(random_samples(2))}
+    return list(_learner(config, place).micro_batch(samples, [0, 1]).input_ids.shape)
+
+
+watch(rows_of_micro_batches, sft, {f"{POLICY}.mini_batch": (2, 3)})
+watch(
+    rows_of_micro_batches,
+    changed(grpo, {"policy.model_max_length": 24}),
+    {f"{POLICY}.mini_batch": (2, 3), f"{POLICY}.max_token_len_per_mini_batch": (24, 48)},
+)
+watch(shape_of_a_micro_batch, grpo, {"train.sequence_packing": (False, True)})
+
+# ---- optimizer and schedule -----------------------------------------------------------------------------------
+
+
+def optimizer_settings(config: Config, place: Place) -> dict[str, Any]:
+    """What torch's optimizer is made with."""
+    optimizer = _learner(config, place).optimizer
+    (group,) = optimizer.adamw.param_groups
+    names = ("lr", "betas", "eps", "weight_decay", "fused", "foreach")
+    return {name: group[name] for name in names}
+
+
+def applied_norm(config: Config, place: Place) -> float:
+    """The norm of the gradients that the optimizer gets."""
+    found = gradient(config, place)
+    return float(np.sqrt(sum(float((value**2).sum()) for value in found.values())))
+
+
+def learning_rates(config: Config, place: Place) -> list[float]:
+    """The rate of each of forty steps."""
+    learner = _learner(config, place)
+    learner.schedule = _schedule(config, 40)
+    return [learner.lr(step) for step in range(40)]
+
+
+watch(
+    optimizer_settings,
+    grpo,
+    {
+        "train.optm_lr": (1e-3, 1e-4),
+        "train.optm_impl": ("foreach", "for-loop"),
+        "train.optm_weight_decay": (0.01, 0.1),
+        "train.optm_betas": ([0.9, 0.999], [0.8, 0.95]),
+        "train.epsilon": (1e-6, 1e-8),
+    },
+)
+watch(applied_norm, grpo, {"train.optm_grad_norm_clip": (0.5, 0.01)})
+decaying = changed(grpo, {"train.optm_decay_ratio": 0.5, "train.optm_decay_type": "linear"})
+watch(learning_rates, grpo, {"train.optm_warmup_steps": (0, 5), "train.optm_lr": (1e-3, 1e-4)})
+watch(
+    learning_rates,
+    decaying,
+    {
+        "train.optm_decay_ratio": (0.5, 0.25),
+        "train.optm_decay_type": ("linear", "cosine"),
+        "train.optm_min_lr_factor": (0.0, 0.2),
+    },
+)
+watch(
+    learning_rates,
+    changed(grpo, {"train.optm_warmup_steps": 5}),
+    {"train.optm_warmup_start_factor": (0.0, 0.3)},
+)
+
+# ---- model and precision --------------------------------------------------------------------------------------
+
+
+def loaded_model(config: Config, place: Place) -> tuple[str, bool, float]:
+    """Type, recomputation and a weight of the model that is trained."""
+    lm = load_model(config).lm
+    weight = next(iter(lm.parameters()))
+    return str(weight.dtype), lm.is_gradient_checkpointing, weight.detach().flatten()[0].item()
+
+
+def sharding(config: Config, place: Place) -> list[tuple[str, str, bool]]:
+    """How FSDP treats each of its modules: type of parameters, type of the reduction, sharded after forward."""
+    model = apply_fsdp(tiny_model(), place.group.mesh(), config.train)
+    states = [module._get_fsdp_state() for module in model.modules() if hasattr(module, "_get_fsdp_state")]
+    groups = [state._fsdp_param_group for state in states]
+    return [
+        (
+            str(one.mp_policy.param_dtype),
+            str(one.mp_policy.reduce_dtype),
+            one.post_forward_mesh_info is not None,
+        )
+        for one in groups
+    ]
+
+
+watch(
+    loaded_model,
+    grpo,
+    {
+        "train.master_dtype": ("float32", "bfloat16"),
+        "policy.model_gradient_checkpointing": (False, True),
+        "policy.model_name_or_path": (Made(lambda p: str(p.model)), Made(lambda p: str(p.other_model))),
+    },
+)
+watch(
+    sharding,
+    grpo,
+    {
+        "train.param_dtype": ("bfloat16", "float32"),
+        "train.fsdp_reduce_dtype": ("float32", "bfloat16"),
+        "train.fsdp_reshard_after_forward": ("default", "never"),
+    },
+)
+
+
+def randomness(config: Config, place: Place) -> tuple[float, float, float, bool]:
+    """The random state that training begins with, and whether torch is deterministic."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        _seed(config)
+        chosen = torch.are_deterministic_algorithms_enabled()
+        return random.random(), float(np.random.rand()), float(torch.rand(1)), chosen
+    finally:
+        torch.use_deterministic_algorithms(False)
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+
+
+watch(randomness, grpo, {"train.seed": (1, 2), "train.deterministic": (False, True)})
+
+# ---- supervised training --------------------------------------------------------------------------------------
+
+
+def supervised_rows(config: Config, place: Place) -> tuple[list[int], float]:
+    """The order of the rows of all epochs, and how many of them the first step trains on."""
+    path = place.directory() / "train.safetensors"
+    ids = [[3, 4, 5 + row] for row in range(24)]
+    write_prompts(path, ids, [{"key": str(row)} for row in range(24)], [[0, 1, 1]] * 24)
+    algorithm = Sft(config, _learner(config, place), path, Departure())
+    metrics = algorithm.train(0)
+    assert isinstance(metrics, dict)
+    return algorithm._order.rows(0, 1000), metrics["samples"]
+
+
+watch(
+    supervised_rows,
+    sft,
+    {
+        "train.seed": (1, 2),
+        "train.epoch": (1, 2),
+        "train.train_batch_per_replica": (8, 4),
+        f"{POLICY}.dataloader_shuffle": (True, False),
+    },
+)
+
+# ---- checkpoints and exports ----------------------------------------------------------------------------------
+
+
+@contextmanager
+def _registered(config: Config, place: Place) -> Iterator[tuple[ServedController, Session]]:
+    """A real controller of this job, and a policy replica that has registered with it."""
+    run_dir = make_run_dir(place.directory() / "run", config)
+    with served_controller(run_dir, place.valkey.url) as served:
+        session = Session(Environment(served.url, TOKENS["policy"], "policy-0", None, None), Departure(), 1)
+        session.register()
+        try:
+            yield served, session
+        finally:
+            session.leave("done")
+
+
+def files_of_a_checkpoint(config: Config, place: Place) -> list[str]:
+    """What is in the directory of checkpoints after one is saved."""
+    with _registered(config, place) as (_, session):
+        learner = _learner(config, place)
+        checkpointer = Checkpointer(config, session.reply, learner, session)
+        checkpointer.save(0)
+        root = Path(session.reply.run_dir) / "checkpoints"
+        return sorted(str(path.relative_to(root).parent) for path in root.rglob("*.safetensors"))
+
+
+def steps_that_are_saved(config: Config, place: Place) -> list[int]:
+    """Of forty steps, those after which a checkpoint is due."""
+    checkpointer = Checkpointer(config, _reply(config, place), _learner(config, place), None)
+    return [step for step in range(1, 41) if checkpointer.due(step, last=False)]
+
+
+def checkpoints_that_stay(config: Config, place: Place) -> list[str]:
+    """Of four old checkpoints, those that are there when another one is complete."""
+    reply = _reply(config, place)
+    root = Path(reply.run_dir) / "checkpoints"
+    for step in range(1, 6):
+        path = root / f"step-{step:08d}"
+        path.mkdir(parents=True)
+        (path / "trainer.json").write_text(json.dumps({"format": 1, "step": step}))
+    Checkpointer(config, reply, _learner(config, place), None)._prune(root / "step-00000005")
+    return sorted(path.name for path in root.iterdir())
+
+
+def what_is_resumed(config: Config, place: Place) -> str:
+    """The checkpoint from which a fresh run goes on."""
+    run = Path(config.train.output_dir) / "fresh"
+    run.mkdir(parents=True, exist_ok=True)
+    found = find_checkpoint(config, run)
+    return "" if found is None else str(found.path)
+
+
+def _reply(config: Config, place: Place) -> m.RegisterReply:
+    return m.RegisterReply(
+        replica_id="policy-0.1", incarnation=1, job_id="job", config=config.to_dict(), job_seed=1,
+        mode="grpo" if config.is_grpo else "sft", timeline=0, committed_steps=0, total_steps=10, policy_epoch=1,
+        heartbeat_interval=1.0, heartbeat_timeout=5.0, run_dir=str(place.directory()),
+        weight_store=str(place.directory()), data_file="", publication=None,
+    )  # fmt: skip
+
+
+def _older_run(place: Place) -> Path:
+    path = place.root / "outputs" / "older" / "checkpoints" / "step-00000003"
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "trainer.json").write_text(json.dumps({"format": 1, "step": 3}))
+    return path
+
+
+saving = changed(grpo, {"train.ckpt.enable_checkpoint": True, "train.ckpt.save_mode": "sync"})
+watch(files_of_a_checkpoint, saving, {"train.ckpt.export_safetensors": (True, False)})
+watch(
+    steps_that_are_saved,
+    saving,
+    {"train.ckpt.enable_checkpoint": (True, False), "train.ckpt.save_freq": (20, 7)},
+)
+watch(checkpoints_that_stay, saving, {"train.ckpt.max_keep": (3, -1)})
+watch(
+    what_is_resumed,
+    changed(grpo, {"train.output_dir": Made(lambda place: str(_older_run(place).parents[2]))}),
+    {"train.resume": (False, True)},
+)
+watch(
+    what_is_resumed,
+    changed(grpo, {"train.output_dir": Made(lambda place: str(place.root / "elsewhere"))}),
+    {"train.resume": (False, Made(lambda place: str(_older_run(place))))},
+)
+
+
+def exported_type(config: Config, place: Place) -> set[str]:
+    """The type of the exported tensors."""
+    target = place.directory() / "final"
+    export_model(_learner(config, place), config, target)
+    with safe_open(target / "model.safetensors", framework="pt") as file:
+        return {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+
+
+def files_at_the_end(config: Config, place: Place) -> bool:
+    """Whether a finished run leaves a model."""
+    reply = _reply(config, place)
+    learner = _learner(config, place)
+    checkpointer = Checkpointer(config, reply, learner, None)
+    Loop(config, reply, learner, None, Departure(), checkpointer)._finish()
+    return (Path(reply.run_dir) / "final" / "config.json").exists()
+
+
+watch(exported_type, sft, {"train.transfer_dtype": ("float32", "bfloat16")})
+watch(files_at_the_end, sft, {"launcher.export_final": (True, False)})
+
+
+def patience_of_a_trainer(config: Config, place: Place) -> tuple[float, float]:
+    """How long it looks for a lost controller, and how long it may take to leave."""
+    with _registered(config, place) as (_, session):
+        return session.patience, session.departure.grace
+
+
+watch(
+    patience_of_a_trainer,
+    grpo,
+    {"controller.controller_lost_timeout": (60.0, 90.0), "launcher.shutdown_timeout": (10.0, 20.0)},
+)
