@@ -22,6 +22,7 @@ from transformers import AutoTokenizer
 from policy_worker.learner import Learner
 from policy_worker.model import DTYPES, PolicyModel
 from schema.config import Config
+from schema.config.modules import CANNOT_LOAD
 from weight_sync import hub_tensors
 
 log = logging.getLogger(__name__)
@@ -103,10 +104,12 @@ def _write_settings(model: PolicyModel, dtype: torch.dtype, directory: Path) -> 
 
 
 def _write_tokenizer(config: Config, directory: Path) -> None:
-    name, revision = config.policy.model_name_or_path, config.policy.model_revision
+    name, revision = config.policy.tokenizer
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
-    except (OSError, ValueError) as error:
+        tokenizer = AutoTokenizer.from_pretrained(
+            name, revision=revision, trust_remote_code=config.policy.trust_remote_code
+        )
+    except CANNOT_LOAD as error:
         log.warning("exported without a tokenizer: %s has none that loads (%s)", name, error)
         return
     tokenizer.save_pretrained(directory)

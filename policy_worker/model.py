@@ -14,6 +14,7 @@ from policy_worker.errors import SettingsError
 from policy_worker.logprobs import TokenOutputs, token_logprobs
 from policy_worker.micro_batch import MicroBatch
 from schema.config import Config
+from schema.config.modules import CANNOT_LOAD, ExternalModuleError, import_external, remedy
 
 log = logging.getLogger(__name__)
 
@@ -74,15 +75,24 @@ def load_model(config: Config) -> PolicyModel:
         SettingsError: it cannot be loaded, or is of an architecture that this trainer would get wrong.
     """
     name, revision = config.policy.model_name_or_path, config.policy.model_revision
+    trust = config.policy.trust_remote_code
     dtype = DTYPES[config.train.master_dtype]
+    _import_modules(config)
     try:
-        model_config = AutoConfig.from_pretrained(name, revision=revision)
+        model_config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust)
         dropout = _disable_dropout(model_config)
         lm, loaded = AutoModelForCausalLM.from_pretrained(
-            name, revision=revision, config=model_config, dtype=dtype, output_loading_info=True
+            name,
+            revision=revision,
+            trust_remote_code=trust,
+            config=model_config,
+            dtype=dtype,
+            output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise SettingsError(f"policy.model_name_or_path = {name!r} cannot be loaded: {error}") from error
+    except (*CANNOT_LOAD, RuntimeError, SafetensorError) as error:
+        raise SettingsError(
+            f"policy.model_name_or_path = {name!r} cannot be loaded: {error}{remedy(error)}"
+        ) from error
     missing = sorted(loaded["missing_keys"])
     if missing:  # transformers would fill them with random numbers
         raise SettingsError(
@@ -90,6 +100,17 @@ def load_model(config: Config) -> PolicyModel:
         )
     recompute = config.policy.model_gradient_checkpointing
     return prepare_model(PolicyModel(lm, dropout), packed=config.train.sequence_packing, recompute=recompute)
+
+
+def _import_modules(config: Config) -> None:
+    try:
+        import_external(config.policy.external_modules)
+    except ExternalModuleError as error:
+        raise SettingsError(str(error)) from error
+    if config.policy.trust_remote_code:
+        log.warning(
+            "policy.trust_remote_code = true: code of %s may run here", config.policy.model_name_or_path
+        )
 
 
 def prepare_model(model: PolicyModel, *, packed: bool, recompute: bool) -> PolicyModel:

@@ -10,30 +10,51 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout_worker.engines.base import EngineConfigError, Generation, SamplingSettings
+from schema.config import PolicyConfig
+from schema.config.modules import CANNOT_LOAD, ExternalModuleError, import_external, remedy
 
 log = logging.getLogger(__name__)
 
 
-def load_tokenizer(path: str, revision: str | None) -> Any:
-    """The model's tokenizer. Raises `EngineConfigError`."""
+def import_modules(policy: PolicyConfig) -> None:
+    """Import `policy.external_modules`, and say so where code of the model may run. Raises `EngineConfigError`."""
+    try:
+        import_external(policy.external_modules)
+    except ExternalModuleError as error:
+        raise EngineConfigError(str(error)) from error
+    if policy.trust_remote_code:
+        log.warning("policy.trust_remote_code = true: code of %s may run here", policy.model_name_or_path)
+
+
+def load_tokenizer(policy: PolicyConfig) -> Any:
+    """The policy's tokenizer: its own, or the model's. Raises `EngineConfigError`."""
     from transformers import AutoTokenizer
 
+    path, revision = policy.tokenizer
     try:
-        return AutoTokenizer.from_pretrained(path, revision=revision)
-    except (OSError, ValueError, KeyError) as error:
+        return AutoTokenizer.from_pretrained(
+            path, revision=revision, trust_remote_code=policy.trust_remote_code
+        )
+    except CANNOT_LOAD as error:
+        own = policy.tokenizer_name_or_path is not None
+        key = "policy.tokenizer_name_or_path" if own else "policy.model_name_or_path"
         raise EngineConfigError(
-            f"policy.model_name_or_path = {path!r} has no tokenizer that can be loaded: {error}"
+            f"{key} = {path!r} has no tokenizer that can be loaded: {error}{remedy(error)}"
         ) from error
 
 
-def eos_token_ids(path: str, revision: str | None, tokenizer: Any) -> frozenset[int]:
+def eos_token_ids(policy: PolicyConfig, tokenizer: Any) -> frozenset[int]:
     """Tokens that end an answer: those of the generation config (else the model's), and the tokenizer's own."""
     from transformers import AutoConfig, GenerationConfig
 
     found: set[int] = set()
-    for kind in (GenerationConfig, AutoConfig):
+    path, revision = policy.model_name_or_path, policy.model_revision
+    for kind, trust in (
+        (GenerationConfig, {}),
+        (AutoConfig, {"trust_remote_code": policy.trust_remote_code}),
+    ):
         try:
-            ids = getattr(kind.from_pretrained(path, revision=revision), "eos_token_id", None)
+            ids = getattr(kind.from_pretrained(path, revision=revision, **trust), "eos_token_id", None)
         except (OSError, ValueError):
             continue
         if ids is not None:

@@ -31,7 +31,7 @@ from rollout_worker.planner import drain_seconds
 from rollout_worker.pushing import Pusher
 from rollout_worker.rewards.pool import RewardPool
 from rollout_worker.session import Session
-from rollout_worker.tokens import eos_token_ids, load_tokenizer
+from rollout_worker.tokens import eos_token_ids, import_modules, load_tokenizer
 from rollout_worker.weights import WeightFollower
 from schema.config import Config
 from schema.wire.messages import RegisterReply
@@ -116,9 +116,9 @@ class Worker:
 
     async def _boot(self, config: Config, stack: contextlib.AsyncExitStack) -> tuple[Engine, Any]:
         began, model = time.monotonic(), config.policy
-        path, revision = model.model_name_or_path, model.model_revision
-        tokenizer = await asyncio.to_thread(load_tokenizer, path, revision)
-        ends = await asyncio.to_thread(eos_token_ids, path, revision, tokenizer)
+        await asyncio.to_thread(import_modules, model)
+        tokenizer = await asyncio.to_thread(load_tokenizer, model)
+        ends = await asyncio.to_thread(eos_token_ids, model, tokenizer)
         engine = await asyncio.to_thread(create_engine, config, tokenizer, ends)
         stack.push_async_callback(engine.close)
         await engine.start()

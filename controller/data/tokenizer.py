@@ -25,6 +25,7 @@ import numpy.typing as npt
 from controller.data.conversations import Message
 from controller.data.errors import DataError
 from schema.config import PolicyConfig
+from schema.config.modules import CANNOT_LOAD, remedy
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +33,6 @@ Ids = npt.NDArray[np.int32]
 Mask = npt.NDArray[np.uint8]
 
 GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
-TRUST = "if you trust that code, write policy.trust_remote_code = true"
-_CANNOT_LOAD = (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError, SyntaxError)
 _MARKER = "\u2063§\u2063"  # nothing that a template would strip, split at, or contain itself
 
 
@@ -51,9 +50,10 @@ class PromptTokenizer:
         """key: the config key that names it, for errors."""
         try:
             self._tokenizer = _load(name, revision, trust_remote_code)
-        except _CANNOT_LOAD as error:
-            remedy = f"; {TRUST}" if "trust_remote_code" in str(error) else ""
-            raise DataError(f"{key} = {name!r}: its tokenizer cannot be loaded: {error}{remedy}") from error
+        except CANNOT_LOAD as error:
+            raise DataError(
+                f"{key} = {name!r}: its tokenizer cannot be loaded: {error}{remedy(error)}"
+            ) from error
         if not self._tokenizer.is_fast:
             raise DataError(f"{key} = {name!r}: its tokenizer has no tokenizer.json form")
         self._template: str | None = self._tokenizer.chat_template

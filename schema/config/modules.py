@@ -1,10 +1,13 @@
-"""The user's own Python modules (`external_modules`): found without running them, and imported by name."""
+"""Code of others: `external_modules` are found without running them and imported by name; models bring their own."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 from collections.abc import Sequence
+
+CANNOT_LOAD = (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError, SyntaxError)
+"""What transformers raises where files are missing, contradict each other, or come with code that does not fit."""
 
 
 class ExternalModuleError(ImportError):
@@ -29,3 +32,10 @@ def import_external(names: Sequence[str]) -> None:
                 f"policy.external_modules: `{name}` cannot be imported: {type(error).__name__}: {error}; install "
                 "what it needs, put its directory into PYTHONPATH, or leave it out"
             ) from error
+
+
+def remedy(error: Exception) -> str:
+    """What to add to a message about a model or tokenizer that did not load: the key for code that comes with it."""
+    if "trust_remote_code" not in str(error):
+        return ""
+    return "; if you trust that code, write policy.trust_remote_code = true"

@@ -10,6 +10,7 @@ import pytest
 
 from rollout_worker.engines.base import EngineConfigError, Generation, SamplingSettings
 from rollout_worker.tokens import eos_token_ids, load_tokenizer, texts
+from schema.config import PolicyConfig
 from tests.rollout_worker.tiny import random_model, save_model, tokenizer
 
 
@@ -53,15 +54,16 @@ def test_answers_without_text() -> None:
 
 def test_end_of_text_tokens_of_generation_config_and_tokenizer(tmp_path: Path) -> None:
     folder = str(save_model(tmp_path, random_model(1)))
-    known = load_tokenizer(folder, None)
-    assert eos_token_ids(folder, None, known) == {256}
+    policy = PolicyConfig(model_name_or_path=folder)
+    known = load_tokenizer(policy)
+    assert eos_token_ids(policy, known) == {256}
     path = tmp_path / "generation_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": [7, 9]}))
-    assert eos_token_ids(folder, None, known) == {7, 9, 256}
+    assert eos_token_ids(policy, known) == {7, 9, 256}
     path.unlink()
-    assert eos_token_ids(folder, None, known) == {256}
+    assert eos_token_ids(policy, known) == {256}
 
 
 def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:
     with pytest.raises(EngineConfigError, match="no tokenizer"):
-        load_tokenizer(str(tmp_path), None)
+        load_tokenizer(PolicyConfig(model_name_or_path=str(tmp_path)))

@@ -240,7 +240,12 @@ class TransformersEngine:
         settings = self._settings
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         model = models.load_model(
-            settings.model_path, settings.revision, settings.load_format, settings.dtype, device
+            settings.model_path,
+            settings.revision,
+            settings.load_format,
+            settings.dtype,
+            device,
+            trust_remote_code=settings.trust_remote_code,
         )
         self._decoder = Decoder(
             model,

@@ -21,6 +21,7 @@ from rollout_worker.engines.base import (
 )
 from rollout_worker.engines.transformers import attention
 from rollout_worker.engines.transformers.decoder import Decoder
+from schema.config.modules import CANNOT_LOAD, remedy
 from weight_sync import hub_tensors
 
 _REMEDY = 'set rollout.backend = "vllm", or use another model'
@@ -32,7 +33,13 @@ mask or position is off by about 1 in the mean."""
 
 
 def load_model(
-    path: str, revision: str | None, load_format: str, dtype: torch.dtype, device: torch.device
+    path: str,
+    revision: str | None,
+    load_format: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    trust_remote_code: bool = False,
 ) -> Any:
     """The model on its device, in evaluation mode. Raises `EngineConfigError` when it cannot be loaded here."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -41,14 +48,17 @@ def load_model(
     disable_progress_bar()
     attention.register()
     arguments: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention.NAME}
+    trust = {"trust_remote_code": trust_remote_code}
     try:
         if load_format == "dummy":
-            config = AutoConfig.from_pretrained(path, revision=revision)
-            model = AutoModelForCausalLM.from_config(config, **arguments)
+            config = AutoConfig.from_pretrained(path, revision=revision, **trust)
+            model = AutoModelForCausalLM.from_config(config, **arguments, **trust)
         else:
-            model = AutoModelForCausalLM.from_pretrained(path, revision=revision, **arguments)
-    except (OSError, ValueError, ImportError, KeyError) as error:
-        raise EngineConfigError(f"policy.model_name_or_path = {path!r} cannot be loaded: {error}") from error
+            model = AutoModelForCausalLM.from_pretrained(path, revision=revision, **arguments, **trust)
+    except CANNOT_LOAD as error:
+        raise EngineConfigError(
+            f"policy.model_name_or_path = {path!r} cannot be loaded: {error}{remedy(error)}"
+        ) from error
     _check_structure(model)
     model = model.to(device).eval()
     model.requires_grad_(False)

@@ -27,6 +27,7 @@ class Settings:
     max_model_len: int
     slots: int
     capacity: int
+    trust_remote_code: bool = False
     fill_tokens: int = FILL_TOKENS
     keep_cache: bool = False
     refill: float = scheduler.REFILL
@@ -46,6 +47,7 @@ def settings_of(config: Config) -> Settings:
         max_model_len=config.engine_max_len,
         slots=rollout.max_num_seqs or rollout.max_concurrent_samples,
         capacity=rollout.max_concurrent_samples,
+        trust_remote_code=config.policy.trust_remote_code,
         keep_cache=config.weight_sync.update_mode == "keep_kv",
     )
 

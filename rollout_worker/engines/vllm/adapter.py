@@ -89,7 +89,8 @@ class Boot:
             EngineConfigError: vLLM does not accept the settings.
             EngineFailed: its processes did not come up.
         """
-        with environment(boot_environment(os.getpid())):
+        modules = self._config.policy.external_modules
+        with environment(boot_environment(os.getpid(), modules)):
             vllm_config = self._vllm_config()
             from vllm.v1.engine.async_llm import AsyncLLM
 

@@ -49,6 +49,9 @@ _KEYS: dict[str, str] = {
     "tensor_parallel_size": "rollout.parallelism.tp_size",
     "pipeline_parallel_size": "rollout.parallelism.pp_size",
     "enable_expert_parallel": "rollout.parallelism.ep_size",
+    "tokenizer": "policy.tokenizer_name_or_path",
+    "tokenizer_revision": "policy.tokenizer_name_or_path",
+    "trust_remote_code": "policy.trust_remote_code",
 }
 """Engine arguments that have a key of their own."""
 
@@ -81,6 +84,7 @@ def engine_arguments(config: Config, *, known: Collection[str], on_cpu: bool) ->
     rollout = config.rollout
     arguments: dict[str, Any] = {
         "model": config.policy.model_name_or_path,
+        "trust_remote_code": config.policy.trust_remote_code,
         "dtype": config.train.effective_transfer_dtype if rollout.dtype == "auto" else rollout.dtype,
         "seed": config.engine_seed,
         "load_format": rollout.load_format,
@@ -92,8 +96,12 @@ def engine_arguments(config: Config, *, known: Collection[str], on_cpu: bool) ->
         "pipeline_parallel_size": rollout.parallelism.pp_size,
         "enable_expert_parallel": rollout.parallelism.ep_size > 1,
     }
+    tokenizer = config.policy.tokenizer_name_or_path
     optional = {
         "revision": config.policy.model_revision,
+        "tokenizer": tokenizer,
+        # vLLM would ask the tokenizer's repository for the model's revision.
+        "tokenizer_revision": "main" if tokenizer and config.policy.model_revision else None,
         "max_num_seqs": rollout.max_num_seqs,
         "max_num_batched_tokens": rollout.max_num_batched_tokens,
         "block_size": rollout.block_size,

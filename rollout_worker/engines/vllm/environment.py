@@ -10,11 +10,14 @@ import os
 import select
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 PARENT = "COSMOS_VLLM_PARENT"
 """Process id of the rollout worker, for the processes that vLLM starts."""
+
+MODULES = "COSMOS_VLLM_MODULES"
+"""Modules, with commas, that each of those processes imports before it loads the model."""
 
 _SECRETS = ("COSMOS_TOKEN", "COSMOS_CONTROLLER_URL")
 
@@ -22,10 +25,11 @@ _EXIT_ORPHANED = 1
 _POLL_SECONDS = 0.5
 
 
-def boot_environment(parent: int) -> dict[str, str | None]:
+def boot_environment(parent: int, modules: Sequence[str] = ()) -> dict[str, str | None]:
     """Variables to set (or, with None, to remove) while vLLM starts its processes."""
     return {
         PARENT: str(parent),
+        MODULES: ",".join(modules) or None,
         # A forked copy of a process with threads and an event loop may deadlock.
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         # Its own level where the user has set one; else its chatter at every boot hides what matters.

@@ -1,7 +1,8 @@
 """The entry point `vllm.general_plugins`: what vLLM runs in each of its processes before it builds an engine.
 
 It must be harmless where vLLM runs without us, so it only adds a name to a registry there. In processes
-started by our adapter it also ties their life to ours, and, on a CPU, makes weights replaceable.
+started by our adapter it also imports `policy.external_modules`, ties their life to ours, and, on a CPU, makes
+weights replaceable.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import functools
 import os
 
 from rollout_worker.engines.vllm.arguments import TRANSFER_BACKEND
-from rollout_worker.engines.vllm.environment import PARENT, follow_parent
+from rollout_worker.engines.vllm.environment import MODULES, PARENT, follow_parent
+from schema.config.modules import import_external
 
 
 @functools.cache
@@ -22,6 +24,7 @@ def register() -> None:
         TRANSFER_BACKEND, "rollout_worker.engines.vllm.transfer", "StoreWeightTransferEngine"
     )
     if PARENT in os.environ:
+        import_external([name for name in os.environ.get(MODULES, "").split(",") if name])
         follow_parent()
         keep_cpu_weights_replaceable()
 
