@@ -70,10 +70,10 @@ app = typer.Typer(
 )
 
 # Commands of the same meaning share a module.
+app.command()(learn.init)
+app.command()(learn.explain)
 app.command()(check.validate)
 app.command()(check.show)
-app.command()(learn.explain)
-app.command()(learn.init)
 app.command()(learn.schema)
 app.command()(operate.status)
 app.command()(operate.stop)
@@ -127,9 +127,18 @@ def run(
         print_problems("warning", planned.warnings)
 
 
+def _refuse_bare_file(arguments: list[str]) -> None:
+    """`cosmos-launch run.toml` does not say what to do with it."""
+    first = arguments[0] if arguments else ""
+    if first.endswith(".toml"):
+        hint = f"cosmos-launch --config {first} runs it, cosmos-launch validate {first} checks it"
+        raise LaunchError(f"{first} is a file, not a command", hint)
+
+
 def main() -> None:
     """The console script: errors that the user can put right are messages, not tracebacks."""
     try:
+        _refuse_bare_file(sys.argv[1:])
         app()
     except LaunchError as error:
         typer.echo("error: " + error.render(), err=True)

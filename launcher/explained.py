@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import textwrap
 from collections.abc import Iterator
@@ -46,10 +47,9 @@ def _key(info: KeyInfo, width: int) -> Iterator[str]:
     for number, line in enumerate(info.example.split("\n")):
         yield f"  {'example' if number == 0 else '':<{LABEL}}{line}"
     if info.variable:
-        value = info.variable.partition("=")[2]
-        quote = "" if value.replace(".", "").replace("-", "").isalnum() else "'"
-        yield f"  {'':<{LABEL}}--set {quote}{info.key}={value}{quote}"
-        yield f"  {'':<{LABEL}}{info.variable.partition('=')[0]}={quote}{value}{quote}"
+        yield f"  {'':<{LABEL}}--set {shlex.quote(info.override)}"
+        name, _, value = info.variable.partition("=")
+        yield f"  {'':<{LABEL}}{name}={shlex.quote(value)}"
 
 
 def _labelled(label: str, text: str, width: int) -> list[str]:
@@ -81,7 +81,7 @@ def _section(section: SectionInfo, width: int) -> Iterator[str]:
             yield from _row(name, size, description, width)
     yield ""
     inner = next((info.key for info in section.keys), "train.optm_lr")
-    yield f"cosmos-launch explain {inner if section.key else 'train'}"
+    yield f"more: cosmos-launch explain {inner if section.key else 'train'}"
 
 
 def _list(infos: tuple[KeyInfo, ...], width: int, cut: str = "") -> Iterator[str]:

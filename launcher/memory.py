@@ -86,7 +86,7 @@ def trainer(config: Config, model: LocalModel, shards: int, data_ranks: int) -> 
         if _micro_batches(config, data_ranks) > 1:
             reduce = BYTES[train.fsdp_reduce_dtype]
             parts.append(Part("gradients before reduction", n * reduce, f"{n:,} x {reduce} B"))
-    return Estimate((*parts, *_activations(config, model, param)))
+    return Estimate((*parts, *_activations(config, model, param, data_ranks)))
 
 
 def _gathered(config: Config, model: LocalModel, param: int) -> Part:
@@ -96,29 +96,32 @@ def _gathered(config: Config, model: LocalModel, param: int) -> Part:
     return Part("gathered weights", held * param, f"(outside the layers + two layers) {held:,} x {param} B")
 
 
-def micro_batch_tokens(config: Config) -> int:
-    """The most tokens of one micro-batch."""
-    policy = config.train.train_policy
-    return policy.max_token_len_per_mini_batch or policy.mini_batch * config.policy.model_max_length
+def micro_batch_tokens(config: Config, data_ranks: int) -> int:
+    """The most tokens of one micro-batch, if all samples are as long as they may be."""
+    policy, longest = config.train.train_policy, config.policy.model_max_length
+    most = policy.max_token_len_per_mini_batch or policy.mini_batch * longest
+    return min(most, _samples_of_rank(config, data_ranks) * longest)
+
+
+def _samples_of_rank(config: Config, data_ranks: int) -> int:
+    """Samples of one optimizer step on one rank."""
+    samples = config.train.train_batch_per_replica
+    if config.is_grpo and config.grpo.batch_size_per_optimize is not None:
+        samples = config.grpo.batch_size_per_optimize
+    return -(-samples // data_ranks)
 
 
 def _micro_batches(config: Config, data_ranks: int) -> int:
-    """Micro-batches of an optimizer step on one rank, at least."""
-    train = config.train
-    samples = train.train_batch_per_replica
-    if config.is_grpo and config.grpo.batch_size_per_optimize is not None:
-        samples = config.grpo.batch_size_per_optimize
-    mine = -(-samples // data_ranks)
-    if train.train_policy.max_token_len_per_mini_batch is not None:
-        return -(-mine * config.policy.model_max_length // train.train_policy.max_token_len_per_mini_batch)
-    return -(-mine // train.train_policy.mini_batch)
+    """Micro-batches of an optimizer step on one rank, if all samples are as long as they may be."""
+    tokens = _samples_of_rank(config, data_ranks) * config.policy.model_max_length
+    return -(-tokens // micro_batch_tokens(config, data_ranks))
 
 
-def _activations(config: Config, model: LocalModel, param: int) -> list[Part]:
+def _activations(config: Config, model: LocalModel, param: int, data_ranks: int) -> list[Part]:
     shape = model.shape
     if shape is None:
         return []
-    tokens = micro_batch_tokens(config)
+    tokens = micro_batch_tokens(config, data_ranks)
     layer = 4 * shape.hidden + 2 * shape.head_dim * (shape.heads + shape.kv_heads) + 3 * shape.intermediate
     if config.policy.model_gradient_checkpointing:
         numbers, words = shape.layers * shape.hidden + layer, f"({shape.layers} x {shape.hidden} + {layer})"
@@ -155,12 +158,10 @@ def rollout_cache(
         return None
     rollout, size = config.rollout, BYTES[engine_dtype(config)]
     per_token = max(1, model.shape.kv_numbers_per_token // min(ranks, model.shape.kv_heads) * size)
-    if rollout.backend == "vllm":
-        room = int(rollout.gpu_memory_utilization * memory)
-        sequences = rollout.max_num_seqs or rollout.max_concurrent_samples
-    else:
-        room = int((GPU_CACHE_SHARE if on_gpu else CPU_CACHE_SHARE) * memory)
-        sequences = rollout.max_num_seqs or rollout.max_concurrent_samples
+    share = rollout.gpu_memory_utilization
+    if rollout.backend != "vllm":
+        share = GPU_CACHE_SHARE if on_gpu else CPU_CACHE_SHARE
+    room, sequences = int(share * memory), rollout.max_num_seqs or rollout.max_concurrent_samples
     if on_gpu:
         room -= rollout_weights(config, model, ranks).bytes
     return Cache(per_token, max(0, room), sequences, config.engine_max_len)

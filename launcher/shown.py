@@ -34,7 +34,8 @@ WIDEST_VALUE = 60
 class Value:
     """One key: its value (None: unset) and where it comes from.
 
-    origin: default, file, environment or set. where: file:line:column, the variable, or empty.
+    origin: default, file, environment or set, the last where several wrote into a table. where: file:line:column,
+    the variable, --set, or empty.
     """
 
     key: str
@@ -49,7 +50,7 @@ class Value:
     @property
     def source(self) -> str:
         """The origin for people."""
-        return {"file": self.where, "environment": self.where, "set": "--set"}.get(self.origin, self.origin)
+        return self.where or self.origin
 
 
 def values(loaded: Loaded, *, changed_only: bool = False) -> list[Value]:
@@ -62,11 +63,12 @@ def values(loaded: Loaded, *, changed_only: bool = False) -> list[Value]:
         present, value = _get(data, path)
         if not present:
             continue
-        origin = _origin(loaded, path)
-        if origin is None and not changed_only:
+        origins = _origins(loaded, path)
+        if origins:
+            where = ", ".join(dict.fromkeys(filter(None, map(_where, origins))))
+            found.append(Value(key, masked(path, value), origins[-1].kind, where))
+        elif not changed_only:
             found.append(Value(key, masked(path, value), "default"))
-        elif origin is not None:
-            found.append(Value(key, masked(path, value), origin.kind, _where(origin)))
     return found
 
 
@@ -92,8 +94,10 @@ def _lines(found: list[Value]) -> Iterator[str]:
     sections: dict[str, list[Value]] = {}
     for value in found:
         sections.setdefault(value.key.rpartition(".")[0], []).append(value)
-    order = {name: number for number, name in enumerate(section_keys())}
-    for number, section in enumerate(sorted(sections, key=lambda name: order.get(name, len(order)))):
+    order = {
+        name: number for number, name in enumerate(("", *section_keys()))
+    }  # keys before the first header
+    for number, section in enumerate(sorted(sections, key=order.__getitem__)):
         members = sections[section]
         if section:
             yield from [""] if number else []
@@ -119,21 +123,23 @@ def _get(data: Any, path: KeyPath) -> tuple[bool, Any]:
     return True, data
 
 
-def _origin(loaded: Loaded, path: tuple[str, ...]) -> Origin | None:
-    """Who wrote a key; of a key that follows another one, who wrote that."""
-    origins = loaded.layers.origins
-    if path in origins:
-        return origins[path]
+def _origins(loaded: Loaded, path: tuple[str, ...]) -> list[Origin]:
+    """Who wrote a key, and what is in its table, in the order of the layers; empty: it is a default."""
+    known, end = loaded.layers.origins, len(path)
+    if path in known:
+        inside = (origin for inner, origin in known.items() if inner[:end] == path)
+        writers = {(origin.layer, origin.name): origin for origin in (*inside, known[path])}
+        return [writers[rank] for rank in sorted(writers)]
     other = _STANDS_IN.get(".".join(path))
-    if other is None:
-        return None
-    written = loaded.layers.origin(tuple(other.split(".")))
-    plain: Any = loaded.config.model_dump(mode="json")
-    return written if _get(plain, path) != _get(loaded.config.to_dict(), path) else None
+    written = loaded.layers.origin(tuple(other.split("."))) if other else None
+    if written is None:
+        return []
+    plain = loaded.config.model_dump(mode="json")
+    return [written] if _get(plain, path) != _get(loaded.config.to_dict(), path) else []
 
 
 def _where(origin: Origin) -> str:
     if origin.kind == "set":  # its text may hold a password
-        return ""
+        return "--set"
     known = [str(part) for part in (origin.name, origin.line, origin.column) if part is not None]
     return ":".join(known)

@@ -31,7 +31,7 @@ def schema(output: Output = None) -> None:
 
 def explain(
     key: Annotated[
-        str | None, typer.Argument(metavar="[KEY]", help="A key, a section, a part of a name or a pattern.")
+        str | None, typer.Argument(metavar="KEY", help="A key, a section, a part of a name or a pattern.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -48,7 +48,7 @@ def explain(
 
 def init(
     recipe: Annotated[
-        str | None, typer.Argument(metavar="[RECIPE]", help="Which one; without it they are listed.")
+        str | None, typer.Argument(metavar="RECIPE", help="Which one; without it they are listed.")
     ] = None,
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="FILE", help="The file to write; - prints it.")

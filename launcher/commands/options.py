@@ -18,11 +18,11 @@ Overrides = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="Change a key, VALUE as in TOML; may be repeated."),
 ]
 Configs = Annotated[
-    list[Path], typer.Argument(metavar="CONFIG...", help="The TOML file; of several, later ones win.")
+    list[Path], typer.Argument(metavar="CONFIG", help="The TOML file; of several, later ones win.")
 ]
 Targets = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[RUN_DIR|CONFIG...|URL]", help="The job. Default: ./outputs."),
+    typer.Argument(metavar="RUN_DIR|CONFIG|URL", help="The job. Default: ./outputs."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 

@@ -7,7 +7,8 @@ Everything is read off the sections, `availability`, `deviations` and `observabl
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -24,9 +25,14 @@ from schema.config.explain import closest, describe, section_classes
 from schema.config.keys import fields_of, leaf_keys, models_at, section_keys
 from schema.config.observables import observable, refused_by
 from schema.config.problem import ConfigError, Problem
+from schema.config.tomlread import parse_value
 from schema.config.tomlwrite import toml_value
 
 UNSET, MUST = "unset", "must be written"
+
+
+_TITLE = re.compile(r"^`\[[^`]*`(?:[^:]*)?: ")
+"""How the docstring of a section begins: its name, which is known."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,7 @@ class KeyInfo:
 
     when: the jobs that have the key, where not all do. bounds: `at least 0`, one each. choices: values, where
     only some are allowed. limits: what this build takes, where that is less. read_in: files of the project.
+    example, override, variable: how it is written in a file, after --set, and in the environment.
     """
 
     key: str
@@ -50,6 +57,7 @@ class KeyInfo:
     effect: str = ""
     read_in: tuple[str, ...] = ()
     example: str = ""
+    override: str = ""
     variable: str = ""
 
 
@@ -108,7 +116,7 @@ def _normal(question: str) -> str:
     known = {*leaf_keys(), *section_keys()}
     if name in known:
         return name
-    name = name.partition("[")[0].rstrip(".") or name
+    name = re.sub(r"\[\d+\]", "", name).rstrip(".")
     return name if name in known else name.lower().replace("-", "_")
 
 
@@ -137,7 +145,17 @@ def _unknown(question: str, name: str) -> Problem:
         hint = f"did you mean `{guess}`?"
     elif inside:
         hint = "keys with that in their name: " + ", ".join(inside)
+    elif told := _telling(parts[-1].replace("_", " ")):
+        hint = "keys that speak of it: " + ", ".join(told)
     return Problem(question, "no such key", hint=hint)
+
+
+def _telling(words: str) -> list[str]:
+    """The first keys whose description has these words."""
+    found = (
+        key for key in leaf_keys() for _, info in fields_of(key) if words in (info.description or "").lower()
+    )
+    return list(dict.fromkeys(found))[:5] if words.strip() else []
 
 
 def _variants_first(key: str) -> KeyInfo:
@@ -150,8 +168,10 @@ def _section(key: str) -> SectionInfo:
         _, info = fields_of(key)[0]
         description = info.description or ""
         optional = type(None) in get_args(info.annotation)
-        documents = [(model.__doc__ or "").split("\n")[0] for model in models_at(key)]
-        description += "".join(f"\n{text}" for text in documents if text and text != description)
+        for model in models_at(key):
+            document = _TITLE.sub("", (model.__doc__ or "").split("\n")[0])
+            if document and document.casefold() not in description.casefold():
+                description += f"\n{document[0].upper()}{document[1:]}"
     names = list(dict.fromkeys(name for model in models_at(key) for name in model.model_fields))
     inner = [f"{key}.{name}" if key else name for name in names]
     keys = [info for name in inner if name in leaf_keys() for info in _variants(name)]
@@ -181,13 +201,14 @@ def _info(key: str, info: FieldInfo) -> KeyInfo:
     seen = observable(key)
     value = example_value(key, info)
     line = f"{name} = {toml_value(value)}"
+    bare = value if isinstance(value, str) and parse_value(value) == value else toml_value(value)
     example = f"[{section}]\n{line}" if section else f"[{name}]\nmine = 1"
     return KeyInfo(
         key=key,
         description=info.description or "",
         type=describe(info.annotation),
         default=default_of(info),
-        bounds=tuple(dict.fromkeys(_bounds(info.annotation, info.metadata))),
+        bounds=_joined(dict.fromkeys(_bounds(info.annotation, info.metadata))),
         choices=tuple(dict.fromkeys(_choices(info.annotation))),
         deviation=_deviation(key),
         limits=_limits(key),
@@ -195,7 +216,8 @@ def _info(key: str, info: FieldInfo) -> KeyInfo:
         effect=seen.sentence,
         read_in=seen.read_in,
         example=example,
-        variable=f"{variable_of(tuple(key.split('.')))}={toml_value(value)}" if section else "",
+        override=f"{key}={bare}" if section else "",
+        variable=f"{variable_of(tuple(key.split('.')))}={bare}" if section else "",
     )
 
 
@@ -249,6 +271,17 @@ def _bounds(annotation: Any, metadata: list[Any]) -> Iterator[str]:
     elif not any(True for _ in section_classes(annotation)):
         for part in get_args(annotation):
             yield from _bounds(part, [])
+
+
+def _joined(bounds: Iterable[str]) -> tuple[str, ...]:
+    """`at least 2 items` and `at most 2 items` are one bound."""
+    found = list(bounds)
+    for most in [bound for bound in found if bound.startswith("at most") and bound.endswith("items")]:
+        least = most.replace("at most", "at least")
+        if least in found:
+            found.remove(least)
+            found[found.index(most)] = most.replace("at most", "exactly")
+    return tuple(found)
 
 
 def _bound(item: Any) -> Iterator[str]:
