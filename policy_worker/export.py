@@ -1,4 +1,4 @@
-"""The trained model as a directory that `transformers` loads: safetensors shards, config, tokenizer.
+"""The trained model as a directory that `transformers` loads: safetensors shards, config, tokenizer, its own code.
 
 Exported weights are bit for bit those of the last published version: same names, same type
 (`train.transfer_dtype`). Written beside and renamed, so a directory of this name is always whole.
@@ -12,12 +12,15 @@ import logging
 import os
 import secrets
 import shutil
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from transformers import AutoTokenizer
+from transformers.dynamic_module_utils import get_relative_import_files
+from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
 from policy_worker.learner import Learner
 from policy_worker.model import DTYPES, PolicyModel
@@ -48,6 +51,7 @@ def export_model(learner: Learner, config: Config, target: Path) -> None:
     try:
         write_shards(tensors, beside)
         _write_settings(learner.model, dtype, beside)
+        _write_code(learner.model, beside)
         _write_tokenizer(config, beside)
         _replace(beside, target)
     finally:
@@ -101,6 +105,16 @@ def _write_settings(model: PolicyModel, dtype: torch.dtype, directory: Path) -> 
     lm_config.save_pretrained(directory)
     if model.lm.can_generate():
         model.lm.generation_config.save_pretrained(directory)
+
+
+def _write_code(model: PolicyModel, directory: Path) -> None:
+    """Put the code that came with the model beside it: `auto_map` in its config names these files."""
+    for kind in type(model.lm).__mro__:
+        if kind.__module__.startswith(f"{TRANSFORMERS_DYNAMIC_MODULE_NAME}."):
+            file = str(sys.modules[kind.__module__].__file__)
+            for source in (file, *get_relative_import_files(file)):
+                shutil.copy(source, directory)
+            return
 
 
 def _write_tokenizer(config: Config, directory: Path) -> None:

@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from schema.config import SOURCE_SCORERS, Config
 from schema.wire.prompts import PromptFile
 from tests.controller.data.conftest import save_tokenizer
 from tests.controller.data.test_prepare import config
+from tests.support.own_code import code_kept_in
 
 LONG = "a" * 30
 BEFORE, AFTER = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
@@ -238,16 +240,15 @@ class Shouting(PreTrainedTokenizerFast):
 
 
 @pytest.fixture
-def shouting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def shouting(tmp_path: Path) -> Iterator[Path]:
     """A tokenizer whose class comes with it."""
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.setattr(sys, "path", [*sys.path])
     directory = save_tokenizer(tmp_path / "shouting", None)
     (directory / "shouting.py").write_text(OWN_CLASS)
     settings = json.loads((directory / "tokenizer_config.json").read_text())
     settings |= {"tokenizer_class": "Shouting", "auto_map": {"AutoTokenizer": [None, "shouting.Shouting"]}}
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
-    return directory
+    with code_kept_in(tmp_path / "modules"):
+        yield directory
 
 
 def test_a_tokenizer_of_its_own(model_dir: Path, tmp_path: Path):
