@@ -6,6 +6,7 @@ Whatever is not in this list maps to a key that acts, is always so here, or is r
 
 from __future__ import annotations
 
+from schema.interop.cosmos_none import COSMOS_NONE
 from schema.interop.roll_none import ROLL_NONE
 
 _RAY = "starts and places Ray's actors; there is no Ray here, cosmos-launch starts plain processes"
@@ -20,7 +21,7 @@ NO_COUNTERPART: dict[str, dict[str, str]] = {
         "trainer.default_hdfs_dir": _HDFS,
     },
     "roll": ROLL_NONE,
-    "cosmos-rl": {},
+    "cosmos-rl": COSMOS_NONE,
 }
 
 

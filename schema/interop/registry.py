@@ -9,6 +9,7 @@ from schema.interop.rows import Reader
 MODULES = {
     "verl": "schema.interop.verl",
     "roll": "schema.interop.roll",
+    "cosmos-rl": "schema.interop.cosmos",
 }
 
 
