@@ -36,6 +36,11 @@ ENGINE_KEYS: dict[str, tuple[dict[str, Any], str, Any, Any]] = {
     # name of the case: (sections, engine argument, value without them, value with them)
     "model": ({"policy": {"model_name_or_path": "/n"}}, "model", "/models/m", "/n"),
     "revision": ({"policy": {"model_revision": "abc"}}, "revision", ABSENT, "abc"),
+    "tokenizer": ({"policy": {"tokenizer_name_or_path": "/t"}}, "tokenizer", ABSENT, "/t"),
+    "tokenizer_revision": (
+        {"policy": {"tokenizer_name_or_path": "/t", "model_revision": "abc"}}, "tokenizer_revision", ABSENT, "main",
+    ),
+    "trust_remote_code": ({"policy": {"trust_remote_code": True}}, "trust_remote_code", False, True),
     "dtype": ({"rollout": {"dtype": "float16"}}, "dtype", "bfloat16", "float16"),
     "dtype auto": ({"train": {"param_dtype": "float32"}}, "dtype", "bfloat16", "float32"),
     "transfer_dtype": ({"train": {"transfer_dtype": "float32"}}, "dtype", "bfloat16", "float32"),
@@ -83,6 +88,8 @@ def test_what_the_worker_needs_is_always_set() -> None:
         ("max_num_seq", r"engine_kwargs\.max_num_seq: .*did you mean max_num_seqs\?"),
         ("zzz", r"engine_kwargs\.zzz: vLLM has no such engine argument$"),
         ("tensor_parallel_size", r"write it as rollout\.parallelism\.tp_size"),
+        ("tokenizer", r"write it as policy\.tokenizer_name_or_path"),
+        ("trust_remote_code", r"write it as policy\.trust_remote_code"),
         ("logprobs_mode", "is set by the rollout worker"),
     ],
 )

@@ -368,7 +368,7 @@ def test_our_names_are_those_of_the_installed_vllm() -> None:
         "quantization": "fp8",
         "vllm_use_flashinfer": True,
     }
-    policy = {"model_name_or_path": "/m", "model_revision": "r"}
+    policy = {"model_name_or_path": "/m", "model_revision": "r", "tokenizer_name_or_path": "/t"}
     config = Config.model_validate({"rollout": rollout, "policy": policy})
     for on_cpu in (False, True):
         assert set(engine_arguments(config, known=known, on_cpu=on_cpu)) <= known

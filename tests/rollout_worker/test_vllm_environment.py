@@ -11,7 +11,7 @@ import textwrap
 import psutil
 import pytest
 
-from rollout_worker.engines.vllm.environment import PARENT, boot_environment, environment
+from rollout_worker.engines.vllm.environment import MODULES, PARENT, boot_environment, environment
 
 
 def test_everything_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,6 +31,11 @@ def test_put_back_after_an_error() -> None:
     with pytest.raises(RuntimeError), environment({"COSMOS_TEST_NEW": "1"}):
         raise RuntimeError
     assert dict(os.environ) == outside
+
+
+def test_modules_to_import_are_named_for_the_engine() -> None:
+    assert boot_environment(1)[MODULES] is None
+    assert boot_environment(1, ["a.b", "c"])[MODULES] == "a.b,c"
 
 
 def test_secrets_do_not_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
