@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from launcher.commands import check, learn, operate
+from launcher.commands import check, convert, learn, operate
 from launcher.commands.options import Overrides, print_json, print_problems
 from launcher.errors import LaunchError
 from launcher.restarts import EXIT_CONFIG
@@ -23,6 +23,7 @@ Begin
   cosmos-launch init addition-sft                         one that runs at once, without a GPU
   cosmos-launch init grpo -o run.toml                     a commented file that fits this machine
   cosmos-launch explain train.optm_lr                     what a key does; explain 'rollout.*_len*' finds keys
+  cosmos-launch convert verl.yaml -o run.toml             a file of verl, ROLL or cosmos-rl, every key accounted for
 
 \b
 Check
@@ -72,6 +73,7 @@ app = typer.Typer(
 # Commands of the same meaning share a module.
 app.command()(learn.init)
 app.command()(learn.explain)
+app.command()(convert.convert)
 app.command()(check.validate)
 app.command()(check.show)
 app.command()(learn.schema)

@@ -17,12 +17,12 @@ def detect(source: Source, readers: Sequence[Reader]) -> tuple[Reader, str]:
     names = ", ".join(reader.system for reader in readers)
     if found:
         both = " and ".join(reader.title for reader, _ in found)
-        hint = f"say which: --from {' or --from '.join(reader.system for reader, _ in found)}"
+        hint = f"say which: --system {' or --system '.join(reader.system for reader, _ in found)}"
         raise ConfigError([Problem("", f"has keys of {both}", hint=hint, file=source.name)])
     looked = "; ".join(f"{reader.title}: {', '.join(reader.signs)}" for reader in readers)
     written = ", ".join(list(source.data)[:8]) or "none"
     message = f"no configuration of {' or '.join(reader.title for reader in readers)} (its keys: {written})"
-    hint = f"looked for {looked}. If it is one, say which: --from {names}"
+    hint = f"looked for {looked}. If it is one, say which: --system {names}"
     raise ConfigError([Problem("", message, hint=hint, file=source.name)])
 
 

@@ -66,8 +66,11 @@ def to_json(conversion: Conversion) -> dict[str, Any]:
     }
 
 
-def to_report(conversion: Conversion) -> str:
-    """A plain-text report: counts, then whatever is not simply mapped, with its line and reason."""
+def to_report(conversion: Conversion, mapped: bool = True) -> str:
+    """A plain-text report: counts, warnings, then every key with its line and reason.
+
+    mapped: whether keys that are simply mapped are listed too; they stand in the TOML beside their values.
+    """
     counts = ", ".join(
         f"{len(conversion.of(outcome))} {outcome.value}" for outcome in Outcome if conversion.of(outcome)
     )
@@ -78,7 +81,7 @@ def to_report(conversion: Conversion) -> str:
     lines += [f"! {_clean(warning)}" for warning in conversion.warnings]
     for outcome in (Outcome.UNKNOWN, Outcome.NONE, Outcome.FALLBACK, Outcome.IMPLICIT, Outcome.MAPPED):
         entries = conversion.of(outcome)
-        if entries:
+        if entries and (mapped or outcome is not Outcome.MAPPED):
             lines += ["", f"{outcome.value}:"]
             lines += [f"  {_entry_line(entry, conversion.name)}" for entry in entries]
     if conversion.additions:

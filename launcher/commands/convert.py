@@ -1,0 +1,138 @@
+"""The command `convert`: another system's configuration as ours, and an account of every key of it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from launcher.commands.options import AsJson, as_dicts, print_json, print_problems
+from launcher.errors import LaunchError
+from launcher.restarts import EXIT_CONFIG
+
+if TYPE_CHECKING:
+    from schema.config import Problem
+    from schema.interop.model import Conversion
+
+_ALIASES = {"cosmos": "cosmos-rl"}
+
+
+def convert(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="A YAML of verl or ROLL, or a TOML of cosmos-rl.")
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="The file to write. Default: standard output."),
+    ] = None,
+    system: Annotated[
+        str | None,
+        typer.Option(metavar="verl|roll|cosmos", help="Whose file it is. Default: seen from its keys."),
+    ] = None,
+    strict: Annotated[
+        bool,
+        typer.Option("--strict", help="Exit code 2 if a key is not understood or a nearest value was taken."),
+    ] = False,
+    as_json: AsJson = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
+) -> None:
+    """Turn a configuration of verl, ROLL or cosmos-rl into ours, and say what became of every key.
+
+    The TOML goes to standard output or to -o, the account of the keys to standard error, or with --json to
+    standard output. `${oc.env:NAME}` reads this environment; nothing in the file is evaluated.
+    """
+    from schema.interop import convert as convert_file
+    from schema.interop.write import to_toml
+
+    if output is not None and not force and output.exists():
+        raise LaunchError(f"{output} is there already", "give another name, or --force to replace it")
+    conversion = convert_file(file, _system(system), os.environ)
+    text = to_toml(conversion)
+    if output is not None:
+        _write(output, text)
+    problems = _problems(conversion, output)
+    if as_json:
+        print_json(_account(conversion, text, problems))
+    else:
+        if output is None:
+            _print(text)
+        _explain(conversion, output, problems)
+    raise typer.Exit(EXIT_CONFIG if strict and _falls_short(conversion) else 0)
+
+
+def _system(name: str | None) -> str | None:
+    from schema.interop import SYSTEMS
+
+    if name is None:
+        return None
+    chosen = _ALIASES.get(name.lower(), name.lower())
+    if chosen not in SYSTEMS:
+        raise LaunchError(f"--system {name}: no such system", f"one of {', '.join(SYSTEMS)}")
+    return chosen
+
+
+def _write(output: Path, text: str) -> None:
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise LaunchError(f"{output} cannot be written: {error.strerror}") from None
+
+
+def _problems(conversion: Conversion, output: Path | None) -> tuple[Problem, ...]:
+    """What our own loader says of the result; with its places, where it is a file."""
+    from schema.config import ConfigError, check_config, load_config
+
+    try:
+        if output is None:
+            check_config(conversion.config)
+        else:
+            load_config(output)
+    except ConfigError as error:
+        return tuple(error.problems)
+    return ()
+
+
+def _falls_short(conversion: Conversion) -> bool:
+    """Whether something is not understood, or stands there as the nearest value only."""
+    from schema.interop.model import Outcome
+
+    nearest = any(addition.faithful is not None for addition in conversion.additions)
+    return nearest or bool(conversion.of(Outcome.UNKNOWN) or conversion.of(Outcome.FALLBACK))
+
+
+def _account(conversion: Conversion, text: str, problems: tuple[Problem, ...]) -> dict[str, Any]:
+    from schema.interop.write import to_json
+
+    return {
+        **to_json(conversion),
+        "toml": text,
+        "valid": not problems,
+        "problems": as_dicts(problems),
+    }
+
+
+def _explain(conversion: Conversion, output: Path | None, problems: tuple[Problem, ...]) -> None:
+    from schema.interop.write import to_report
+
+    typer.echo(_printable(to_report(conversion, mapped=False)), err=True)
+    typer.echo("", err=True)
+    print_problems("error", problems)
+    name = "the result" if output is None else str(output)
+    if problems:
+        count = "1 thing" if len(problems) == 1 else f"{len(problems)} things"
+        typer.echo(f"{name} needs {count} changed before it runs here", err=True)
+    else:
+        typer.echo(f"{name} is valid", err=True)
+
+
+def _print(text: str) -> None:
+    """TOML is UTF-8, whatever the terminal's encoding is."""
+    sys.stdout.flush()
+    typer.echo(text.encode("utf-8", "backslashreplace"), nl=False)
+
+
+def _printable(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode()
