@@ -1,0 +1,100 @@
+"""Rules of checkpoints: where they go, and that what is read has been written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from schema.config.problem import Problem
+from schema.config.root import Config
+from schema.config.train import CheckpointConfig
+
+_CKPT = "train.ckpt"
+
+
+def uploads_have_a_place(config: Config) -> list[Problem]:
+    """An upload to S3 has a bucket and a checkpoint to upload; a bucket has an upload."""
+    ckpt, problems = config.train.ckpt, []
+    key, bucket_key, save_key = f"{_CKPT}.upload_s3", f"{_CKPT}.s3_bucket", f"{_CKPT}.enable_checkpoint"
+    wanted = "true" if ckpt.upload_s3 is True else f'"{ckpt.upload_s3}"'
+    if ckpt.upload_s3 is not False and not ckpt.s3_bucket:
+        message = f"{wanted} uploads checkpoints to a bucket, and {bucket_key} is unset"
+        hint = f'write {bucket_key} = "name-of-your-bucket", or {key} = false'
+        problems.append(Problem(key, message, ckpt.upload_s3, hint, related=(bucket_key,)))
+    elif ckpt.upload_s3 is not False and not ckpt.enable_checkpoint:
+        message = f"{wanted} uploads checkpoints, and {save_key} = false saves none"
+        hint = f"write {save_key} = true, or {key} = false"
+        problems.append(Problem(key, message, ckpt.upload_s3, hint, related=(save_key,)))
+    if ckpt.s3_bucket and ckpt.upload_s3 is False:
+        message = f'"{ckpt.s3_bucket}" gets nothing: {key} = false'
+        hint = f'write {key} = "final" or "all", or leave it out'
+        problems.append(Problem(bucket_key, message, ckpt.s3_bucket, hint, related=(key,)))
+    return problems
+
+
+def hub_uploads_are_complete(config: Config) -> list[Problem]:
+    """An upload to the hub has a repository of the user's and an export to upload."""
+    ckpt, problems = config.train.ckpt, []
+    if not ckpt.upload_hf:
+        return []
+    key, name_key, export_key = f"{_CKPT}.upload_hf", f"{_CKPT}.hf_repo_name", f"{_CKPT}.export_safetensors"
+    default = type(ckpt).model_fields["hf_repo_name"].default
+    if ckpt.hf_repo_name in ("", default):
+        named = f'the default "{default}"' if ckpt.hf_repo_name else "empty"
+        message = f"true uploads to a repository of yours, and {name_key} is {named}"
+        hint = f'write {name_key} = "owner/name", or {key} = false'
+        problems.append(Problem(key, message, True, hint, related=(name_key,)))
+    if not ckpt.export_safetensors:
+        message = f"true uploads the export, and {export_key} = false makes none"
+        hint = f"write {export_key} = true, or {key} = false"
+        problems.append(Problem(key, message, True, hint, related=(export_key,)))
+    return problems
+
+
+def loads_what_was_saved(config: Config) -> list[Problem]:
+    """What is read on resume is among what checkpoints hold, and the weights come from one place."""
+    ckpt = config.train.ckpt
+    if ckpt.load_contents is None:
+        return []
+    loaded, key, saved_key = ckpt.load_contents, f"{_CKPT}.load_contents", f"{_CKPT}.save_contents"
+    problems, shown = [], _names(loaded)
+    missing = [name for name in loaded if name != "hf_model" and name not in ckpt.save_contents]
+    if missing:
+        message = (
+            f"{shown} asks for {_names(missing)}, which {saved_key} = {_names(ckpt.save_contents)} leaves out"
+        )
+        both = [name for name in ("model", "optimizer", "extra") if name in {*ckpt.save_contents, *missing}]
+        hint = f"write {saved_key} = {_names(both)}, or leave it out"
+        problems.append(Problem(key, message, loaded, hint, related=(saved_key,)))
+    elif not {"model", "hf_model"} & set(loaded):
+        message = f"{shown} loads no weights: training would go on from the initial ones"
+        hint = f"leave it out, or write {key} = {_names(['model', *loaded])}"
+        problems.append(Problem(key, message, loaded, hint))
+    elif {"model", "hf_model"} <= set(loaded):
+        message = f'{shown} loads the weights twice: "model" from the shards and "hf_model" from the export'
+        hint = f"write {key} = {_names([name for name in loaded if name != 'hf_model'])}"
+        problems.append(Problem(key, message, loaded, hint))
+    elif "hf_model" in loaded and not ckpt.export_safetensors:
+        export = f"{_CKPT}.export_safetensors"
+        message = f"{shown} takes the weights from an export, and {export} = false makes none"
+        hint = f"write {export} = true, or leave it out"
+        problems.append(Problem(key, message, loaded, hint, related=(export,)))
+    return problems + _schedule_source(ckpt, loaded)
+
+
+def _schedule_source(ckpt: CheckpointConfig, loaded: Sequence[str]) -> list[Problem]:
+    """The schedule is a part of `extra`."""
+    if not ckpt.load_schedule or "extra" in loaded:
+        return []
+    key, other = f"{_CKPT}.load_schedule", f"{_CKPT}.load_contents"
+    message = (
+        f'true takes the schedule from the checkpoint, and {other} = {_names(loaded)} leaves out "extra"'
+    )
+    hint = f"write {key} = false, or {other} = {_names([*loaded, 'extra'])}"
+    return [Problem(key, message, True, hint, related=(other,))]
+
+
+def _names(values: Sequence[str]) -> str:
+    return "[" + ", ".join(f'"{value}"' for value in values) + "]"
+
+
+CHECKPOINT_RULES = (uploads_have_a_place, hub_uploads_are_complete, loads_what_was_saved)

@@ -1,0 +1,158 @@
+"""Rules of meshes that need no model: which sizes go together, and what an inference engine does not have.
+
+A trainer's mesh has dp_replicate * dp_shard * cp * tp ranks in each of pp stages; experts are spread over the ranks
+of one stage. vLLM's engine has tp * dp ranks in each of pp stages and spreads experts over all of a stage or not at
+all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from schema.config.policy import ParallelismConfig
+from schema.config.problem import Problem
+from schema.config.root import Config
+
+_POLICY = "train.train_policy"
+
+
+def _trainer_meshes(config: Config) -> Iterator[tuple[str, ParallelismConfig, str, int]]:
+    """Each training mesh that is written: section, mesh, key and size of its micro-batch."""
+    data = config.train.train_policy
+    yield "policy.parallelism", config.policy.parallelism, f"{_POLICY}.mini_batch", data.mini_batch
+    if config.is_grpo and config.critic.enable and config.critic.parallelism is not None:
+        yield "critic.parallelism", config.critic.parallelism, "critic.mini_batch", config.critic.mini_batch
+
+
+def stages_have_a_pipeline(config: Config) -> list[Problem]:
+    """Options of the pipeline need one, and its micro-batches come out whole."""
+    problems = []
+    for section, mesh, batch_key, batch in _trainer_meshes(config):
+        size_key = f"{section}.pp_size"
+        if mesh.pp_size == 1:
+            for name, neutral in (
+                ("virtual_pp_size", 1),
+                ("pp_micro_batch_size", 1),
+                ("pp_dynamic_shape", False),
+            ):
+                value = getattr(mesh, name)
+                if value != neutral:
+                    shown = "true" if value is True else value
+                    message = f"{shown} belongs to a pipeline, and {size_key} = 1 has none"
+                    hint = f"leave it out, or choose a larger {size_key}"
+                    problems.append(Problem(f"{section}.{name}", message, value, hint, related=(size_key,)))
+        elif config.train.train_policy.max_token_len_per_mini_batch is None:
+            problems += _pipeline_batches(section, mesh, batch_key, batch)
+    return problems
+
+
+def _pipeline_batches(section: str, mesh: ParallelismConfig, batch_key: str, batch: int) -> list[Problem]:
+    piece_key, size_key, piece = (
+        f"{section}.pp_micro_batch_size",
+        f"{section}.pp_size",
+        mesh.pp_micro_batch_size,
+    )
+    if batch % piece == 0 and (batch // piece) % mesh.pp_size == 0:
+        return []
+    unit = piece * mesh.pp_size
+    message = (
+        f"{batch_key} = {batch} samples cannot be cut into pieces of {piece}, a multiple of {size_key} = "
+        f"{mesh.pp_size} in number"
+    )
+    hint = f"write {batch_key} = {max(batch // unit, 1) * unit}, or a smaller {piece_key}"
+    return [Problem(piece_key, message, piece, hint, related=(batch_key, size_key))]
+
+
+def sequences_are_split_by_tensors(config: Config) -> list[Problem]:
+    """Sequence parallelism is a part of tensor parallelism."""
+    problems = []
+    for section, mesh, _, _ in _trainer_meshes(config):
+        if mesh.sequence_parallel and mesh.tp_size == 1:
+            key, size_key = f"{section}.sequence_parallel", f"{section}.tp_size"
+            message = f"true splits sequences over tensor-parallel ranks, and {size_key} = 1 has one"
+            hint = f"write {key} = false, or {size_key} = 2"
+            problems.append(Problem(key, message, True, hint, related=(size_key,)))
+    return problems
+
+
+def experts_fill_a_stage(config: Config) -> list[Problem]:
+    """Experts are spread over ranks of a stage: their number divides the ranks."""
+    problems = []
+    for section, mesh, _, _ in _trainer_meshes(config):
+        if mesh.ep_size == 1 or mesh.dp_shard_size == -1:
+            continue
+        ranks = mesh.tp_size * mesh.cp_size * mesh.dp_replicate_size * mesh.dp_shard_size
+        if ranks % mesh.ep_size:
+            key = f"{section}.ep_size"
+            message = (
+                f"{mesh.ep_size} does not divide the {ranks} ranks of a stage ({section}: tp_size {mesh.tp_size} * "
+                f"cp_size {mesh.cp_size} * dp_replicate_size {mesh.dp_replicate_size} * dp_shard_size "
+                f"{mesh.dp_shard_size})"
+            )
+            hint = f"write {key} = {ranks}, or {section}.dp_shard_size = {mesh.ep_size}"
+            related = tuple(f"{section}.{name}" for name in ("tp_size", "dp_shard_size"))
+            problems.append(Problem(key, message, mesh.ep_size, hint, related=related))
+    return problems
+
+
+def dispatch_has_ranks(config: Config) -> list[Problem]:
+    """How tokens travel between experts matters when experts are on several ranks."""
+    policy, size_key, problems = config.policy, "policy.parallelism.ep_size", []
+    dispatcher = policy.moe_token_dispatcher
+    if policy.parallelism.ep_size > 1:
+        if policy.moe_shared_expert_overlap and dispatcher == "allgather":
+            key, other = "policy.moe_shared_expert_overlap", "policy.moe_token_dispatcher"
+            message = f'true overlaps with an all-to-all, and {other} = "{dispatcher}"'
+            hint = f'write {other} = "alltoall", or {key} = false'
+            problems.append(Problem(key, message, True, hint, related=(other,)))
+        return problems
+    for name, neutral in (("moe_token_dispatcher", "alltoall"), ("moe_shared_expert_overlap", False)):
+        value = getattr(policy, name)
+        if value != neutral:
+            shown = "true" if value is True else f'"{value}"'
+            message = f"{shown} has no effect: {size_key} = 1 keeps all experts on each rank"
+            hint = f"write {size_key} = 2, or leave it out"
+            problems.append(Problem(f"policy.{name}", message, value, hint, related=(size_key,)))
+    return problems
+
+
+def engines_have_such_a_mesh(config: Config) -> list[Problem]:
+    """Sizes that an inference engine does not have, whatever a trainer can do."""
+    if not config.is_grpo:
+        return []
+    mesh, section, problems = config.rollout.parallelism, "rollout.parallelism", []
+    never = {
+        "dp_replicate_size": (1, f"copies of an engine are replicas of their own: {section}.n_init_replicas"),
+        "cp_size": (1, "an inference engine is not split along the sequence"),
+        "pp_micro_batch_size": (1, "an inference engine cuts its own micro-batches"),
+        "virtual_pp_size": (1, "an inference engine has one stage per rank"),
+        "pp_dynamic_shape": (False, "an inference engine takes any shape"),
+        "sequence_parallel": (False, "an inference engine splits what it can by itself"),
+    }
+    for name, (neutral, reason) in never.items():
+        value = getattr(mesh, name)
+        if value != neutral:
+            key, shown = f"{section}.{name}", "true" if value is True else value
+            wanted = "false" if neutral is False else neutral
+            problems.append(
+                Problem(key, f"{shown} is not possible: {reason}", value, f"write {key} = {wanted}")
+            )
+    ranks = mesh.tp_size * max(1, mesh.dp_shard_size)
+    if mesh.ep_size not in (1, ranks):
+        key, sizes = f"{section}.ep_size", (f"{section}.tp_size", f"{section}.dp_shard_size")
+        message = (
+            f"{mesh.ep_size} is not possible: the engine spreads experts over all {ranks} ranks of a stage "
+            f"({sizes[0]} = {mesh.tp_size} * {sizes[1]} = {max(1, mesh.dp_shard_size)}) or not at all"
+        )
+        hint = f"write {key} = {ranks}" + ("" if ranks == 1 else ", or 1")
+        problems.append(Problem(key, message, mesh.ep_size, hint, related=sizes))
+    return problems
+
+
+MESH_RULES = (
+    stages_have_a_pipeline,
+    sequences_are_split_by_tensors,
+    experts_fill_a_stage,
+    dispatch_has_ranks,
+    engines_have_such_a_mesh,
+)
