@@ -40,10 +40,10 @@ def _key(info: KeyInfo, width: int) -> Iterator[str]:
     yield from _labelled("default", shown_default(info), width)
     if info.deviation:
         yield from _labelled("deviation", info.deviation, width)
-    if info.effect and info.kind != "refusal":
+    if info.read_in:
         yield from _labelled("seen in", f"{info.effect} ({info.kind})", width)
     yield from _labelled("this build", info.limits or "does it", width)
-    yield from _labelled("read in", ", ".join(info.read_in) or "nothing yet: it is refused", width)
+    yield from _labelled("read in", ", ".join(info.read_in) or "nothing yet", width)
     for number, line in enumerate(info.example.split("\n")):
         yield f"  {'example' if number == 0 else '':<{LABEL}}{line}"
     if info.variable:
@@ -90,9 +90,9 @@ def _list(infos: tuple[KeyInfo, ...], width: int, cut: str = "") -> Iterator[str
     name_size = min(max(len(name) for name, _, _ in rows) + 2, 60)
     value_size = min(max(len(value) for _, value, _ in rows) + 2, 24)
     for name, value, info in rows:
-        refused = "(not in this build) " if info.kind == "refusal" else ""
+        so_far = f"(only {' or '.join(info.taken)} so far) " if info.taken else ""
         when = f"({info.when}) " if info.when else ""
-        text = f"{value:<{value_size}}{refused}{when}{_first_sentence(info.description)}"
+        text = f"{value:<{value_size}}{so_far}{when}{_first_sentence(info.description)}"
         yield from _row(name, name_size, text, width, further=value_size)
 
 

@@ -40,8 +40,8 @@ class KeyInfo:
     """One key. Texts are for people; `default` is the value itself, "unset" where there is none.
 
     when: the jobs that have the key, where not all do. bounds: `at least 0`, one each. choices: values, where
-    only some are allowed. limits: what this build takes, where that is less. read_in: files of the project.
-    example, override, variable: how it is written in a file, after --set, and in the environment.
+    only some are allowed. limits, taken: what this build takes, where that is less. read_in: files of the
+    project. example, override, variable: how it is written in a file, after --set, and in the environment.
     """
 
     key: str
@@ -53,6 +53,7 @@ class KeyInfo:
     when: str = ""
     deviation: str = ""
     limits: str = ""
+    taken: tuple[str, ...] = ()
     kind: str = ""
     effect: str = ""
     read_in: tuple[str, ...] = ()
@@ -212,6 +213,7 @@ def _info(key: str, info: FieldInfo) -> KeyInfo:
         choices=tuple(dict.fromkeys(_choices(info.annotation))),
         deviation=_deviation(key),
         limits=_limits(key),
+        taken=_taken(key),
         kind=seen.kind,
         effect=seen.sentence,
         read_in=seen.read_in,
@@ -239,21 +241,25 @@ def _deviation(key: str) -> str:
     return f"cosmos-rl's default is {theirs}. {known.reason}"
 
 
+def _taken(key: str) -> tuple[str, ...]:
+    """The values that this build takes, as one writes them; empty: all of them."""
+    row = refused_by(key)
+    if row is None:
+        return ()
+    if row != key:
+        return (UNSET,)
+    return tuple(UNSET if value is None else toml_value(value) for value in UNAVAILABLE[row].neutral)
+
+
 def _limits(key: str) -> str:
     """What this build takes, if it does not take everything."""
     row = refused_by(key)
     if row is None:
         return ""
-    unavailable = UNAVAILABLE[row]
-    taken = [value for value in unavailable.neutral if value is not None]
-    words = " or ".join(toml_value(value) for value in taken) or "nothing"
-    unset = " or unset" if None in unavailable.neutral and taken else ""
-    if not taken:
-        words, unset = "it must stay unset", ""
-    else:
-        words = f"it takes {words}"
     where = "" if row == key else f"{row}: "
-    return f"{where}this build cannot do {unavailable.missing} yet; {words}{unset}."
+    taken = _taken(key)
+    words = "it must stay unset" if taken == (UNSET,) else f"it takes {' or '.join(taken)}"
+    return f"{where}cannot do {UNAVAILABLE[row].missing} yet; {words}"
 
 
 _WORDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}

@@ -1,0 +1,257 @@
+"""Several layers: who wins, who is named as the writer, and where faults are said to be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schema.config import ConfigError, Problem, load_config
+from schema.config.environment import variable_of, without_effect, written_in
+from schema.config.keys import leaf_keys
+from schema.config.load import Loaded, load
+
+BASE = """\
+[train]
+compile = false
+epoch = 2
+optm_betas = [0.8, 0.9]
+
+[train.train_policy]
+reward_function = "boxed_math"
+response_column_name = "answer"
+dataset.name = "synthetic:addition"
+
+[policy]
+model_name_or_path = "Qwen/Qwen3-0.6B"
+parallelism.tp_size = 1
+
+[rollout]
+backend = "transformers"
+parallelism.tp_size = 1
+
+[custom]
+table = { a = 1, b = [1, 2] }
+"""
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    return write(tmp_path, "base.toml", BASE)
+
+
+def write(directory: Path, name: str, text: str) -> Path:
+    path = directory / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def faults(*arguments: object) -> list[Problem]:
+    with pytest.raises(ConfigError) as caught:
+        load(*arguments)  # type: ignore[arg-type]
+    return list(caught.value.problems)
+
+
+def source(loaded: Loaded, key: str) -> tuple[str, str, int | None] | None:
+    origin = loaded.layers.origin(tuple(key.split(".")))
+    return None if origin is None else (origin.kind, origin.name, origin.line)
+
+
+def test_precedence_of_all_layers(tmp_path: Path, base: Path) -> None:
+    over = write(tmp_path, "over.toml", "[train]\nepoch = 3\nseed = 1\nmax_num_steps = 5\ntimestamp = 'f'\n")
+    last = write(tmp_path, "last.toml", "[train]\nseed = 2\nmax_num_steps = 6\n")
+    env = {"COSMOS_TRAIN__MAX_NUM_STEPS": "7", "COSMOS_TRAIN__TIMESTAMP": "env", "COSMOS_TOKEN": "secret"}
+    loaded = load([base, over, last], ["train.timestamp=set"], env)
+    train = loaded.config.train
+    assert (train.epoch, train.seed, train.max_num_steps, train.timestamp) == (3, 2, 7, "set")
+    assert (train.sync_weight_interval, train.optm_betas) == (1, [0.8, 0.9])
+    assert source(loaded, "train.sync_weight_interval") is None
+    assert source(loaded, "train.compile") == ("file", str(base), 2)
+    assert source(loaded, "train.epoch") == ("file", str(over), 2)
+    assert source(loaded, "train.seed") == ("file", str(last), 2)
+    assert source(loaded, "train.max_num_steps") == ("environment", "COSMOS_TRAIN__MAX_NUM_STEPS", None)
+    assert source(loaded, "train.timestamp") == ("set", "train.timestamp=set", None)
+
+
+def test_tables_merge_lists_and_values_are_replaced(tmp_path: Path, base: Path) -> None:
+    over = write(tmp_path, "over.toml", "[custom.table]\nb = [3]\nc = 4\n[train]\noptm_betas = [0.5, 0.6]\n")
+    loaded = load([base, over])
+    assert loaded.config.custom == {"table": {"a": 1, "b": [3], "c": 4}}
+    assert loaded.config.train.optm_betas == [0.5, 0.6]
+    assert (loaded.config.train.epoch, loaded.config.train.compile) == (2, False)
+    assert source(loaded, "custom.table.a") == ("file", str(base), 20)
+    assert source(loaded, "custom.table.b") == ("file", str(over), 2)
+    assert (*("custom", "table", "b"), 1) not in loaded.layers.origins, "the item of the list that is gone"
+
+
+def test_a_table_gives_way_to_a_value_and_back(tmp_path: Path, base: Path) -> None:
+    plain = write(tmp_path, "plain.toml", "[custom]\ntable = 5\n")
+    loaded = load([base, plain])
+    assert loaded.config.custom == {"table": 5}
+    assert ("custom", "table", "a") not in loaded.layers.origins
+    assert load([plain, base]).config.custom["table"]["a"] == 1
+
+
+def test_one_variable_and_one_set_replace_a_table(base: Path) -> None:
+    assert load(base, ["custom.table={z=1}"]).config.custom == {"table": {"z": 1}}
+    assert load(base, [], {"COSMOS_CUSTOM__TABLE": "{z=1}"}).config.custom == {"table": {"z": 1}}
+    env = {"COSMOS_CUSTOM__TABLE__A": "5", "COSMOS_CUSTOM__TABLE": "{a=1, d=2}"}
+    assert load(base, [], env).config.custom == {"table": {"a": 5, "d": 2}}, "the narrower one counts"
+
+
+def test_a_single_file_and_the_old_call_still_work(base: Path) -> None:
+    assert load_config(base, ["train.epoch=9"]).train.epoch == 9
+    assert load_config(str(base)).train.epoch == 2
+    assert load_config([base]).to_dict() == load_config(base).to_dict()
+
+
+def test_the_environment_counts_only_when_it_is_passed(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COSMOS_TRAIN__EPOCH", "7")
+    assert load_config(base).train.epoch == 2
+    assert load_config(base, env={}).train.epoch == 2
+    assert load_config(base, env={"COSMOS_TRAIN__EPOCH": "7"}).train.epoch == 7
+
+
+# ---- places -----------------------------------------------------------------------------------------------
+
+
+def test_faults_are_placed_where_they_were_written_and_sorted_by_layer(tmp_path: Path, base: Path) -> None:
+    over = write(tmp_path, "over.toml", "\n[train]\nepoch = 0\n\n[rollout]\nn_generation = 7\nzzz = 1\n")
+    env = {"COSMOS_TRAIN__OPTM_LR": "fast", "COSMOS_TRAIN__MAX_STEPS": "3"}
+    found = faults([base, over], ["train.seed=x"], env)
+    assert [(p.key, p.where) for p in found] == [
+        ("train.train_batch_per_replica", f"{over}:2:1"),  # is not written: its table was, last there
+        ("train.epoch", f"{over}:3:1"),
+        ("rollout.zzz", f"{over}:7:1"),
+        ("train.optm_lr", "environment variable COSMOS_TRAIN__OPTM_LR"),
+        ("train.max_steps", "environment variable COSMOS_TRAIN__MAX_STEPS"),
+        ("train.seed", "--set train.seed=x"),
+    ]
+    assert found[4].hint == "did you mean `max_num_steps`?"
+    assert (
+        found[3].render().startswith("environment variable COSMOS_TRAIN__OPTM_LR: train.optm_lr: expected a")
+    )
+
+
+def test_every_broken_file_is_named(tmp_path: Path, base: Path) -> None:
+    broken = write(tmp_path, "broken.toml", "[train\n")
+    found = faults([broken, base, tmp_path / "absent.toml"])
+    assert [p.where for p in found] == [f"{broken}:1:7", str(tmp_path / "absent.toml")]
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("actor:\n  model: x\n", "cosmos-launch convert reads the YAML"),
+        ("---\na: 1\n", "cosmos-launch convert reads the YAML"),
+        ('{"train": {}}', "this is JSON"),
+    ],
+)
+def test_files_of_other_formats_are_recognised(tmp_path: Path, text: str, hint: str) -> None:
+    (problem,) = faults(write(tmp_path, "x.yaml", text))
+    assert hint in problem.hint
+
+
+def test_a_directory_names_a_file_in_it(tmp_path: Path, base: Path) -> None:
+    (problem,) = faults(tmp_path)
+    assert str(base) in problem.hint
+
+
+# ---- the environment --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "key", "value"),
+    [
+        ("COSMOS_TRAIN__OPTM_LR", "1e-5", "train.optm_lr", 1e-5),
+        ("cosmos_train__Optm_Lr", "1e-5", "train.optm_lr", 1e-5),
+        ("COSMOS_TRAIN__OUTPUT_DIR", "runs/a", "train.output_dir", "runs/a"),
+        ("COSMOS_TRAIN__OUTPUT_DIR", "'12'", "train.output_dir", "12"),
+        ("COSMOS_TRAIN__TIMESTAMP", "", "train.timestamp", ""),
+        ("COSMOS_TRAIN__OPTM_BETAS", "[0.1, 0.2]", "train.optm_betas", [0.1, 0.2]),
+        ("COSMOS_TRAIN__CKPT__SAVE_FREQ", "3", "train.ckpt.save_freq", 3),
+        (
+            "COSMOS_TRAIN__TRAIN_POLICY__DATASET__OPTIONS__N",
+            "9",
+            "train.train_policy.dataset.options",
+            {"n": 9},
+        ),
+        (
+            "COSMOS_CUSTOM__Deep__KEY",
+            "true",
+            "custom",
+            {"table": {"a": 1, "b": [1, 2]}, "deep": {"key": True}},
+        ),
+    ],
+)
+def test_variables(base: Path, name: str, text: str, key: str, value: object) -> None:
+    found: object = load(base, [], {name: text}).config.model_dump()
+    for part in key.split("."):
+        found = found[part]  # type: ignore[index]
+    assert found == value
+
+
+@pytest.mark.parametrize(
+    ("name", "message", "hint"),
+    [
+        ("COSMOS_TRIAN__EPOCH", "unknown section", "did you mean `train`?"),
+        ("COSMOS_DB__HOST", "unknown section", "unset the variable"),
+        ("COSMOS_TRAIN__", "an empty part", "COSMOS_TRAIN__OPTM_LR"),
+        ("COSMOS___EPOCH", "an empty part", "COSMOS_TRAIN__OPTM_LR"),
+        ("COSMOS_TRAIN__EPOC", "unknown key", "did you mean `epoch`?"),
+        ("COSMOS_TRAIN__EPOCH__X", "train.epoch is not a table", ""),
+    ],
+)
+def test_variables_that_name_nothing(base: Path, name: str, message: str, hint: str) -> None:
+    (problem,) = faults(base, [], {name: "3"})
+    assert message in problem.message
+    assert hint in problem.hint
+    assert problem.file == f"environment variable {name}"
+
+
+def test_variables_of_processes_are_left_alone(base: Path) -> None:
+    env = {"COSMOS_TOKEN": "x", "COSMOS_REDIS_PASSWORD": "x", "COSMOS_LOG_LEVEL": "x", "TRAIN__EPOCH": "0"}
+    loaded = load(base, [], env)
+    assert loaded.warnings == []
+    assert loaded.config.to_dict() == load(base).config.to_dict()
+
+
+def test_a_single_underscore_is_a_warning(base: Path) -> None:
+    (warning,) = load(base, [], {"COSMOS_TRAIN_OPTM_LR": "3"}).warnings
+    assert warning.hint == "write COSMOS_TRAIN__OPTM_LR"
+    assert "train.optm_lr" in warning.message
+    assert [w.hint for w in without_effect({"COSMOS_REDIS_URL": "x"})] == ["write COSMOS_REDIS__URL"]
+
+
+def test_every_key_has_a_variable_that_writes_it() -> None:
+    for key in leaf_keys():
+        path = tuple(key.split("."))
+        if len(path) == 1:  # a table of the user's own keys
+            path = (*path, "mine")
+        (found,) = written_in({variable_of(path): "1"}).variables
+        assert found.path == path
+
+
+@given(
+    st.dictionaries(
+        st.from_regex(r"COSMOS_[A-Za-z_]{0,30}", fullmatch=True), st.text(max_size=20), max_size=4
+    )
+)
+def test_any_environment_gets_a_clean_verdict(env: dict[str, str]) -> None:
+    path = Path(__file__).parent / "absent.toml"
+    with pytest.raises(ConfigError):
+        load(path, [], env)
+    found = written_in(env)
+    assert all(variable.path for variable in found.variables)
+    assert all(problem.file for problem in found.problems)
+    without_effect(env)
+
+
+def test_findings_are_placed_like_faults(tmp_path: Path, base: Path) -> None:
+    loaded = load(base, ["controller.port=80"])
+    places = loaded.placed(
+        [Problem("controller.port", "in use"), Problem("", "no vllm"), Problem("redis.url", "x")]
+    )
+    assert [p.where for p in places] == ["", str(base), "--set controller.port=80"]
