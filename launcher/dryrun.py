@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from launcher import memory, placement, redis_server
+from launcher import evaluation, memory, placement, redis_server
 from launcher.capacity import Capacity, find_capacity
 from launcher.machine import Machine
 from launcher.memory import Cache, Part, size_text
@@ -28,9 +28,11 @@ HOST = "host"
 SECRETS = Tokens(MASK, MASK, MASK)
 FREE_PORT, FREE_SOCKET = "<a free port>", "<a temporary directory>/redis.sock"
 WHAT = {
-    Role.DATA: "tokenises the data and ends",
-    Role.REDIS: "embedded Valkey, the store of the controller's state",
-    Role.CONTROLLER: "controller",
+    "data": "tokenises the data and ends",
+    "answers": "reads the answers of the file and ends",
+    "scores": "scores them by the reward functions and ends",
+    "redis": "embedded Valkey, the store of the controller's state",
+    "controller": "controller",
 }
 
 
@@ -79,8 +81,8 @@ def plan(checked: Checked, *, resume: bool, env: Mapping[str, str]) -> Planned:
     """Decide everything that a start decides. Raises LaunchError where a start would be refused."""
     config = checked.config
     run, continued = choose(config, resume or config.train.resume is True, time.time())
-    model, no_model = _model(config, env)
-    workers = place(config, checked.machine)
+    model, no_model = (None, "an evaluation loads none") if config.is_evaluation else _model(config, env)
+    workers = [] if config.is_evaluation else place(config, checked.machine)
     capacity = find_capacity(checked.machine.gpus)
     estimator = _Estimator(config, model, capacity)
     processes = [
@@ -107,6 +109,9 @@ def _model(config: Config, env: Mapping[str, str]) -> tuple[LocalModel | None, s
 
 def _services(config: Config, run: RunDir) -> Iterator[Replica]:
     """The processes around the workers, in the order of their start."""
+    if config.is_evaluation:
+        yield from evaluation.steps(str(run.path))
+        return
     binary = redis_server.valkey_binary()
     if not config.redis.url and binary is not None:
         argv = redis_server.command(binary, FREE_SOCKET, run.redis)
@@ -186,7 +191,7 @@ def _process(
         own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": FREE_PORT}
     threads = spec.env.get("COSMOS_CPU_THREADS")
     gpus = _gpus(spec)
-    what = WHAT.get(spec.role) or spec.argv[spec.argv.index("-m") + 1]
+    what = WHAT.get(spec.name) or spec.argv[spec.argv.index("-m") + 1]
     return PlannedProcess(
         name=spec.name,
         role=str(spec.role),

@@ -25,7 +25,7 @@ def resolved(config: Config) -> dict[str, Any]:
     model = data["policy"]
     model["model_name_or_path"] = _source(model["model_name_or_path"])
     model["tokenizer_name_or_path"] = _source(model["tokenizer_name_or_path"])
-    for dataset in (policy["dataset"], data["validation"]["dataset"]):
+    for dataset in (policy["dataset"], data["validation"]["dataset"], data["evaluation"]["dataset"]):
         if not dataset["name"].startswith("synthetic:"):
             dataset["name"] = _source(dataset["name"])
         dataset["files"] = [absolute(file) for file in dataset["files"]]
@@ -37,7 +37,7 @@ def resolved(config: Config) -> dict[str, Any]:
     template = data["rollout"]["multi_turn_config"]["custom_chat_template_path"]
     if template:
         data["rollout"]["multi_turn_config"]["custom_chat_template_path"] = absolute(template)
-    for section in (policy, data["validation"]):
+    for section in (policy, data["validation"], data["evaluation"]):
         for key in ("reward_function", "filter_reward_metric"):
             if key in section:
                 section[key] = _rewards(section[key])

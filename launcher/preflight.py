@@ -39,6 +39,9 @@ def check_machine(config: Config, machine: Machine) -> Findings:
     """Everything that can be found without the network; takes milliseconds."""
     findings = Findings()
     findings.problems += missing_packages(config, has_module)
+    if config.is_evaluation:  # reads a file and runs reward functions: no port, GPU or Redis
+        _check_disk(config, findings)
+        return findings
     findings.problems += check_engine_options(config)
     findings.problems += _port_problems(config.controller.host, config.controller.port)
     _check_gpus(config, machine, findings)
@@ -52,7 +55,7 @@ def check_machine(config: Config, machine: Machine) -> Findings:
 def check_redis(config: Config, env: Mapping[str, str]) -> Findings:
     """Whether the named server answers and keeps what it is given. May take `CONNECT_TIMEOUT` seconds."""
     findings, server = Findings(), redis_server.named(config.redis, env)
-    if server is None:
+    if server is None or config.is_evaluation:
         return findings
     try:
         warnings = redis_server.check(server, config.controller.require_durable_redis)
@@ -71,11 +74,15 @@ def missing_packages(config: Config, installed: Callable[[str], bool]) -> list[P
     """What the chosen parts need and is not installed, with the extra that brings it."""
     problems = []
     wanted = [("torch", "policy"), ("transformers", "policy")]
-    if config.is_grpo:
+    if config.is_evaluation:
+        scorers = {"boxed_math", "by_source"} & config.evaluation.reward_weights.keys()
+        wanted = [("math_verify", "rollout")] if scorers else []
+    elif config.is_grpo:
         wanted += [("transformers", "rollout")]
         if config.rollout.backend == "transformers":
             wanted.append(("torch", "rollout"))
-        if "boxed_math" in config.grpo.reward_weights.keys() | config.validation.reward_weights.keys():
+        rewards = config.grpo.reward_weights.keys() | config.validation.reward_weights.keys()
+        if {"boxed_math", "by_source"} & rewards:
             wanted.append(("math_verify", "rollout"))
     missing: dict[str, str] = {}
     for module, extra in wanted:
@@ -152,7 +159,7 @@ def _check_disk(config: Config, findings: Findings) -> None:
         hint = "choose another directory, or change its permissions"
         findings.problems.append(Problem(key, f"{existing} cannot be written to", str(target), hint))
         return
-    model = _model_bytes(config.policy.model_name_or_path)
+    model = 0 if config.is_evaluation else _model_bytes(config.policy.model_name_or_path)
     free = shutil.disk_usage(existing).free
     least, roomy = MIN_FREE_BYTES + 2 * model, MIN_FREE_BYTES + (config.weight_sync.keep + 2) * model
     if free < roomy:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher import redis_server
+from launcher.errors import LaunchError
 from launcher.machine import Machine, find_machine
 from launcher.placement import place
 from launcher.preflight import check_machine, check_redis
@@ -55,7 +56,11 @@ def launch(paths: Sequence[Path], overrides: Sequence[str], *, resume: bool, env
     from launcher.screen import open_screen
 
     checked = check(paths, overrides, env)
-    wants_resume = resume or checked.config.train.resume is True
+    if checked.config.is_evaluation and resume:
+        raise LaunchError(
+            "an evaluation has nothing to resume", "leave --resume out: it is quick to run again"
+        )
+    wants_resume = not checked.config.is_evaluation and (resume or checked.config.train.resume is True)
     run, continued = choose(checked.config, wants_resume, time.time())
     run.make()
     run.lock()
@@ -68,6 +73,10 @@ def launch(paths: Sequence[Path], overrides: Sequence[str], *, resume: bool, env
         if continued:
             run.wait_until_left(checked.config.launcher.shutdown_timeout)
         screen.event(f"{'continuing' if continued else 'run directory'} {run.path}")
+        if checked.config.is_evaluation:
+            from launcher.evaluation import run_evaluation
+
+            return run_evaluation(checked.config, run, env, screen)
         return _run(checked, run, continued, screen, env)
     finally:
         screen.close()

@@ -207,18 +207,18 @@ def _prompt_row(
     if _wants_source(config, role):
         name = value(raw, grpo.data_source_column_name, source, i)
         if _scored_by_source(config, role):
-            _check_source(name, source.where(i))
+            check_source(name, source.where(i), f"{_POLICY}.reward_function")
         row["data_source"] = jsonable(name)
         reserved.add("data_source")
     return row | extras(raw, reserved)
 
 
-def _check_source(name: Any, where: str) -> None:
-    """Refuse a row that `by_source` could not score. Raises `DataError`."""
+def check_source(name: Any, where: str, key: str) -> None:
+    """Refuse a row that `by_source` could not score; `key` names the rewards. Raises `DataError`."""
     if not isinstance(name, str) or name not in SOURCE_SCORERS:
         raise DataError(
             f"{where}: no built-in reward function is known for the data source {name!r}; by_source knows "
-            f"{', '.join(SOURCE_SCORERS)}; for other data name a function of your own in {_POLICY}.reward_function: "
+            f"{', '.join(SOURCE_SCORERS)}; for other data name a function of your own in {key}: "
             '"path/to/file.py:function"'
         )
 

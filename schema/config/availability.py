@@ -16,7 +16,6 @@ from typing import Any
 from schema.config.autoscale import AutoscaleConfig
 from schema.config.base import Section
 from schema.config.critic import CriticConfig
-from schema.config.evaluation import EvaluationConfig
 from schema.config.problem import Problem
 from schema.config.reference import ReferenceConfig
 from schema.config.reward_model import RewardModelConfig
@@ -221,6 +220,8 @@ UNAVAILABLE: dict[str, Unavailable] = {
     "rollout.custom_server": Unavailable(("",), "generation servers of your own"),
     "validation.enable": Unavailable((False,), "validation of supervised training", _is_sft),
     "validation.dataset.image_column_name": Unavailable(("",), "prompts with images"),
+    "evaluation.dataset.image_column_name": Unavailable(("",), "prompts with images"),
+    "evaluation.dataset.custom_class": Unavailable(("",), "dataset classes of your own"),
     "validation.dataset.custom_class": Unavailable(("",), "dataset classes of your own"),
     "controller.on_stale": Unavailable(("wait", "drop"), "masking of tokens that are too old"),
     "placement.nodes": Unavailable((1,), "jobs on several machines"),
@@ -241,7 +242,6 @@ UNAVAILABLE: dict[str, Unavailable] = {
     **_whole("reference", ReferenceConfig, _KL),
     **_whole("critic", CriticConfig, "a critic"),
     **_whole("reward_model", RewardModelConfig, "a reward model"),
-    **_whole("evaluation", EvaluationConfig, "scoring of answers from a file"),
     **_whole("autoscale", AutoscaleConfig, "autoscaling"),
 }
 
@@ -250,6 +250,8 @@ def check_available(config: Config) -> list[Problem]:
     """Every key that asks for a part which this build does not have."""
     problems = []
     for key, row in UNAVAILABLE.items():
+        if config.is_evaluation and not key.startswith("evaluation."):
+            continue  # nothing else is used
         section, name = _owner(config, key)
         if section is None or not row.when(config):
             continue

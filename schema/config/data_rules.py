@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from schema.config.columns import Columns, UnreadableDataError, columns_of, flat
+from schema.config.evaluation import EvaluationConfig
 from schema.config.explain import closest
 from schema.config.model_rules import MODEL_RULES
 from schema.config.paths import DATA_SUFFIXES, exists, home_hint, is_file, local_path
@@ -76,15 +77,16 @@ def _nothing_held_out(dataset: DatasetConfig) -> list[Problem]:
 
 def dataset_can_be_read(config: Config) -> list[Problem]:
     """Local data exists and has the named columns; the built-in generator knows its options."""
-    problems = _dataset_problems(config, _TRAIN, config.train.train_policy.dataset, _TRAIN_SPLITS)
+    problems = dataset_problems(config, _TRAIN, config.train.train_policy.dataset, _TRAIN_SPLITS)
     if _validates(config):
-        problems += _dataset_problems(config, _VALIDATION, config.validation.dataset, _VALIDATION_SPLITS)
+        problems += dataset_problems(config, _VALIDATION, config.validation.dataset, _VALIDATION_SPLITS)
     return problems
 
 
-def _dataset_problems(
+def dataset_problems(
     config: Config, key: str, dataset: DatasetConfig, default_splits: tuple[str, ...]
 ) -> list[Problem]:
+    """What is wrong with one dataset: `key` is its section."""
     problems = _idle_keys(key, dataset)
     if dataset.files:
         return problems + _file_problems(config, key, dataset)
@@ -178,6 +180,9 @@ def _column_problems(
 
 def _wanted_columns(config: Config, dataset_key: str) -> Iterator[tuple[str, str, bool]]:
     """(key, column, whether it is the default) of each column that is read of a dataset."""
+    if dataset_key == "evaluation.dataset":
+        yield from _evaluation_columns(config.evaluation)
+        return
     if not config.is_grpo:
         sft = config.sft
         if sft.has_pairs:
@@ -194,6 +199,19 @@ def _wanted_columns(config: Config, dataset_key: str) -> Iterator[tuple[str, str
     source, is_default = policy.data_source_column_name, policy.data_source_column_name == "data_source"
     if not is_default or _scored_by_source(config, dataset_key):
         yield f"{_POLICY}.data_source_column_name", source, is_default
+
+
+def _evaluation_columns(section: EvaluationConfig) -> Iterator[tuple[str, str, bool]]:
+    default = EvaluationConfig()
+    names = ["prompt_column_name", "responses_column_name", "reference_column_name"]
+    if "by_source" in section.reward_weights or (
+        section.data_source_column_name != default.data_source_column_name
+    ):
+        names.append("data_source_column_name")
+    for name in names:
+        value = getattr(section, name)
+        if value:
+            yield f"evaluation.{name}", value, value == getattr(default, name)
 
 
 def _scored_by_source(config: Config, dataset_key: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from schema.config.base import NonEmptyStr, RewardSpec, Section
+from schema.config.base import NonEmptyStr, RewardSpec, Section, reward_weights
 from schema.config.train_policy import DatasetConfig
 
 
@@ -25,3 +25,13 @@ class EvaluationConfig(Section):
     reward_function: RewardSpec = Field(
         default="by_source", description="Reward functions, written as in train.train_policy.reward_function."
     )
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether this configuration is an evaluation: a file with answers is named."""
+        return bool(self.dataset.name or self.dataset.files)
+
+    @property
+    def reward_weights(self) -> dict[str, float]:
+        """Reward function -> weight, however it was written."""
+        return reward_weights(self.reward_function)

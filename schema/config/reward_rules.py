@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Mapping
 from pathlib import Path
 
+from schema.config.base import RewardSpec
 from schema.config.explain import closest
 from schema.config.paths import home_hint
 from schema.config.problem import Problem
@@ -19,22 +21,29 @@ def rewards_are_known(config: Config) -> list[Problem]:
     if not config.is_grpo:
         return []
     key, weights = f"{_POLICY}.reward_function", config.grpo.reward_weights
-    problems = [_reward_problem(key, name) for name in weights]
-    if not weights:
-        hint = f'write {key} = "boxed_math", or another of {", ".join(BUILTIN_REWARDS)}'
-        problems.append(Problem(key, "no reward function is named", config.grpo.reward_function, hint))
-    elif not any(weights.values()):
-        message, hint = "all weights are 0: no sample is better than another", "give one of them a weight"
-        problems.append(Problem(key, message, weights, hint))
+    problems = reward_problems(key, config.grpo.reward_function, weights)
     for name in config.grpo.filter_metrics:
         if name not in weights:
             hint = f"write one of {', '.join(weights)}"
             message = f"`{name}` is not among the reward functions"
             problems.append(Problem(f"{_POLICY}.filter_reward_metric", message, name, hint, related=(key,)))
-    problems += [
-        _reward_problem("validation.reward_function", name) for name in config.validation.reward_weights
-    ]
-    return [problem for problem in problems if problem is not None]
+    own = config.validation.reward_weights
+    return problems + (
+        reward_problems("validation.reward_function", config.validation.reward_function, own) if own else []
+    )
+
+
+def reward_problems(key: str, written: RewardSpec, weights: Mapping[str, float]) -> list[Problem]:
+    """What is wrong with the reward functions that a key names."""
+    if not weights:
+        hint = f'write {key} = "boxed_math", or another of {", ".join(BUILTIN_REWARDS)}'
+        return [Problem(key, "no reward function is named", written, hint)]
+    found = [_reward_problem(key, name) for name in weights]
+    problems = [problem for problem in found if problem is not None]
+    if not any(weights.values()):
+        message, hint = "all weights are 0: no answer is better than another", "give one of them a weight"
+        problems.append(Problem(key, message, dict(weights), hint))
+    return problems
 
 
 def _reward_problem(key: str, name: str) -> Problem | None:

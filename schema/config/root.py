@@ -78,6 +78,11 @@ class Config(Section):
     )
 
     @property
+    def is_evaluation(self) -> bool:
+        """Whether the job scores answers of a file (`[evaluation]` names one) and trains nothing."""
+        return self.evaluation.is_wanted
+
+    @property
     def is_grpo(self) -> bool:
         """Whether the job learns by reinforcement (it has rollout replicas)."""
         return isinstance(self.train.train_policy, GrpoConfig)

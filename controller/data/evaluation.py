@@ -1,0 +1,125 @@
+"""Read the answers that an evaluation scores: `python -m controller.data.evaluation --run-dir DIR`.
+
+    DIR/config.json  ->  DIR/data/evaluation.jsonl
+
+One line per prompt: {"key", "prompt", "answer", "data_source", "responses": [text, …], …}, the other columns beside,
+as training rewards get them. A row is written whole or it is an error that names it: nothing is left out, for a
+score over fewer answers than the file holds is another score. Exit code 2: the config or the data is at fault, and
+the last line of stderr says how.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from controller.data.errors import DataError
+from controller.data.prepare import check_source
+from controller.data.rows import extras, jsonable, value
+from controller.data.sources import Source, column, open_source, require_column
+from schema.config import Config, EvaluationConfig
+
+logger = logging.getLogger("controller.data.evaluation")  # run with -m, __name__ would say nothing
+
+REPORT_EVERY_S = 2.0
+_SECTION = "evaluation"
+
+
+def prepare(config: Config, run_dir: Path) -> int:
+    """Write the file; answers its rows. Raises `DataError`."""
+    section = config.evaluation
+    source = open_source(section.dataset, "validation", config.effective_seed)
+    columns = {
+        "prompt_column_name": section.prompt_column_name,
+        "responses_column_name": section.responses_column_name,
+        "reference_column_name": section.reference_column_name,
+    }
+    by_source = "by_source" in section.reward_weights
+    if by_source:
+        columns["data_source_column_name"] = section.data_source_column_name
+    for key, name in columns.items():
+        if name:
+            require_column(source, name, f"{_SECTION}.{key}")
+    path = run_dir / "data" / "evaluation.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    rows, reported = 0, time.monotonic()
+    with beside.open("w", encoding="utf-8") as file:
+        for i, row in enumerate(source.rows()):
+            rows = i + 1
+            line = read_row(config, source, i, row)
+            file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
+            if time.monotonic() - reported > REPORT_EVERY_S:
+                reported = time.monotonic()
+                logger.info("%s: %s of %s rows", source.name, f"{rows:,}", f"{len(source):,}")
+    if not rows:
+        raise DataError(f"{_SECTION}.dataset: {source.name} has no rows")
+    os.replace(beside, path)
+    logger.info("%s rows of %s read", f"{rows:,}", source.name)
+    return rows
+
+
+def read_row(config: Config, source: Source, i: int, row: dict[str, Any]) -> dict[str, Any]:
+    """One line of the file. Raises `DataError` for a row without answers, reference or known source."""
+    section = config.evaluation
+    line = extras(row, {section.responses_column_name})
+    line["key"] = f"evaluation/{i + 1}"
+    line["prompt"] = jsonable(value(row, section.prompt_column_name, source, i))
+    answers = value(row, section.responses_column_name, source, i)
+    line["responses"] = _responses(answers, section, source.where(i))
+    if section.reference_column_name:
+        line["answer"] = jsonable(value(row, section.reference_column_name, source, i))
+    line["data_source"] = _source_of(row, section, source, i)
+    return line
+
+
+def _source_of(row: dict[str, Any], section: EvaluationConfig, source: Source, i: int) -> str | None:
+    """The row's source, by which scores are told apart; None without such a column. `by_source` must know it."""
+    if "by_source" in section.reward_weights:
+        name = value(row, section.data_source_column_name, source, i)
+        check_source(name, source.where(i), f"{_SECTION}.reward_function")
+        return str(name)
+    try:
+        found = column(row, section.data_source_column_name)
+    except KeyError:
+        return None
+    return None if found is None else str(found)
+
+
+def _responses(written: Any, section: EvaluationConfig, where: str) -> list[str]:
+    answers = [written] if isinstance(written, str) else written
+    if not isinstance(answers, list) or not answers or not all(isinstance(text, str) for text in answers):
+        raise DataError(
+            f"{where}: `{section.responses_column_name}` must be a text or a list of texts, "
+            f"got {type(written).__name__}"
+        )
+    return answers
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line; answers the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m controller.data.evaluation", description="Read the answers that are scored."
+    )
+    parser.add_argument(
+        "--run-dir", type=Path, required=True, help="directory of the run, with its config.json"
+    )
+    run_dir = parser.parse_args(argv).run_dir
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        config = Config.model_validate_json((run_dir / "config.json").read_text(encoding="utf-8"))
+        prepare(config, run_dir)
+    except (DataError, ValueError, OSError) as error:
+        logger.error("%s", " ".join(str(error).split()))  # one line: it is what the launcher shows
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

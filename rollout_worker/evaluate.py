@@ -1,0 +1,188 @@
+"""Score answers that a file holds: `python -m rollout_worker.evaluate --run-dir DIR`.
+
+    DIR/data/evaluation.jsonl ─▶ reward processes ─▶ DIR/scores.jsonl, then DIR/evaluation.json
+
+The same reward functions, processes and deadlines as in training. A reward that fails is an error with a name and
+is counted, never a 0: means are over the answers that could be scored. Exit codes: 0 done, 1 some answers could not
+be scored, 2 a reward function cannot be had.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import sys
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from rollout_worker.rewards.pool import Result, RewardPool, RewardPoolError, Task
+from rollout_worker.rewards.registry import RewardConfigError
+from rollout_worker.rewards.scoring import total
+from schema.config import Config
+
+log = logging.getLogger("rollout_worker.evaluate")  # run with -m, __name__ would say nothing
+
+ALL = "all"
+IN_FLIGHT = 512
+"""Answers waiting for their rewards: enough for many processes, few enough to hold the file's rows in memory."""
+REPORT_EVERY_S = 2.0
+MAX_ERRORS_SHOWN = 5
+
+
+@dataclass(slots=True)
+class Tally:
+    """Sums over the prompts of one data source."""
+
+    prompts: int = 0
+    responses: int = 0
+    errors: int = 0
+    scored_prompts: int = 0
+    mean_sum: float = 0.0
+    best_sum: float = 0.0
+    rewards: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    rewarded: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+
+    def add(self, scores: list[float], rewards: Iterable[Mapping[str, float]], failed: int) -> None:
+        """One prompt: the scores of its answers (those that have one) and the single rewards."""
+        self.prompts += 1
+        self.responses += len(scores) + failed
+        self.errors += failed
+        for values in rewards:
+            for name, value in values.items():
+                self.rewards[name] += value
+                self.rewarded[name] += 1
+        if scores:
+            self.scored_prompts += 1
+            self.mean_sum += sum(scores) / len(scores)
+            self.best_sum += max(scores)
+
+    def summary(self) -> dict[str, Any]:
+        """`score`: mean over prompts of the mean over their answers; `best`: of their best answer."""
+        scored = self.scored_prompts
+        return {
+            "prompts": self.prompts,
+            "responses": self.responses,
+            "errors": self.errors,
+            "score": self.mean_sum / scored if scored else None,
+            "best": self.best_sum / scored if scored else None,
+            "rewards": {name: self.rewards[name] / self.rewarded[name] for name in sorted(self.rewards)},
+        }
+
+
+def rows_of(path: Path) -> Iterator[dict[str, Any]]:
+    """The prepared rows, one at a time."""
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            yield json.loads(line)
+
+
+async def evaluate(config: Config, run_dir: Path) -> dict[str, Any]:
+    """Score all answers; writes both files and answers what evaluation.json holds.
+
+    Raises `RewardConfigError` when a function cannot be had, `RewardPoolError` when its processes keep dying.
+    """
+    weights = config.evaluation.reward_weights
+    settings = config.reward
+    pool = RewardPool(
+        sorted(weights), config.custom, timeout=settings.timeout, processes=settings.num_workers
+    )
+    await pool.start()
+    try:
+        return await _score_all(run_dir, pool, weights)
+    finally:
+        await pool.close()
+
+
+async def _score_all(run_dir: Path, pool: RewardPool, weights: Mapping[str, float]) -> dict[str, Any]:
+    tallies: dict[str, Tally] = defaultdict(Tally)
+    errors: list[str] = []
+    waiting: deque[tuple[dict[str, Any], list[asyncio.Future[Result]]]] = deque()
+    in_flight, began, reported = 0, time.monotonic(), time.monotonic()
+    scores_path = run_dir / "scores.jsonl"
+    beside = scores_path.with_name(f".{scores_path.name}.{os.getpid()}")
+    with beside.open("w", encoding="utf-8") as file:
+        for row in rows_of(run_dir / "data" / "evaluation.jsonl"):
+            responses = row.pop("responses")
+            waiting.append((row, [pool.submit(Task(text, row, tuple(weights))) for text in responses]))
+            in_flight += len(responses)
+            while in_flight > IN_FLIGHT:
+                in_flight -= await _settle(waiting.popleft(), weights, tallies, errors, file)
+            if time.monotonic() - reported > REPORT_EVERY_S:
+                reported = time.monotonic()
+                log.info("%s prompts scored", f"{tallies[ALL].prompts:,}")
+        while waiting:
+            await _settle(waiting.popleft(), weights, tallies, errors, file)
+    os.replace(beside, scores_path)
+    whole = tallies.pop(ALL)
+    found = {
+        **whole.summary(),
+        "seconds": round(time.monotonic() - began, 3),
+        "sources": {name: tallies[name].summary() for name in sorted(tallies)},
+        "error_examples": errors,
+    }
+    _write(run_dir / "evaluation.json", found)
+    return found
+
+
+async def _settle(
+    waiting: tuple[dict[str, Any], list[asyncio.Future[Result]]],
+    weights: Mapping[str, float],
+    tallies: dict[str, Tally],
+    errors: list[str],
+    file: TextIO,
+) -> int:
+    """Wait for the answers of one prompt, write and count them; answers how many they were."""
+    row, futures = waiting
+    results = [await future for future in futures]
+    scores = [None if result.error else total(result.rewards, weights) for result in results]
+    kept = [score for score in scores if score is not None]
+    source = row.get("data_source")
+    for name in {ALL, source if isinstance(source, str) and source != ALL else ""} - {""}:
+        tallies[name].add(kept, [r.rewards for r in results if not r.error], len(scores) - len(kept))
+    errors += [result.error for result in results if result.error][: MAX_ERRORS_SHOWN - len(errors)]
+    line = {
+        "key": row["key"],
+        "scores": scores,
+        "rewards": [result.rewards for result in results],
+        "errors": [result.error for result in results],
+    }
+    file.write(json.dumps(line, ensure_ascii=False) + "\n")
+    return len(results)
+
+
+def _write(path: Path, found: dict[str, Any]) -> None:
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_text(json.dumps(found, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(beside, path)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line; answers the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m rollout_worker.evaluate", description="Score answers.")
+    parser.add_argument("--run-dir", type=Path, required=True, help="directory of the run")
+    run_dir = parser.parse_args(argv).run_dir
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    config = Config.model_validate_json((run_dir / "config.json").read_text(encoding="utf-8"))
+    try:
+        found = asyncio.run(evaluate(config, run_dir))
+    except RewardConfigError as error:
+        log.error("%s", " ".join(str(error).split()))
+        return 2
+    except RewardPoolError as error:
+        log.error("%s", " ".join(str(error).split()))
+        return 1
+    if found["errors"]:
+        example = found["error_examples"][0].splitlines()[0]
+        log.error("%s of %s answers could not be scored: %s", found["errors"], found["responses"], example)
+    return 1 if found["errors"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
