@@ -1,0 +1,167 @@
+"""Keys that are written and cannot act in this job: refused where they belong to another kind of job, shown as a
+warning where a switch of the same job turns them off.
+
+    section or key ─▶ when it acts, and what is missing when it does not
+
+"Written" means: other than the default. So a resolved configuration, in which every key is written, is judged as
+the file that it came from. Keys of parts that are not built stand in `availability`, and are refused there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from schema.config.base import Section
+from schema.config.problem import Problem
+from schema.config.root import Config
+
+_POLICY = "train.train_policy"
+_OVERLONG = f"{_POLICY}.overlong_reward"
+
+
+@dataclass(frozen=True)
+class Idle:
+    """One row of the tables.
+
+    key: a key, or a section for all keys in it but `switch`. acts: whether it means anything in this job.
+    why: what there is not. hint: what to do.
+    """
+
+    key: str
+    acts: Callable[[Config], bool]
+    why: str
+    hint: str = "leave it out"
+    switch: str = ""
+
+
+def _is_grpo(config: Config) -> bool:
+    return config.is_grpo
+
+
+def _validates(config: Config) -> bool:
+    return config.validation.enable or not config.is_grpo
+
+
+_NO_ROLLOUTS = "supervised training generates nothing"
+
+OF_ANOTHER_JOB = (
+    Idle("rollout", _is_grpo, f"{_NO_ROLLOUTS}: it has no rollout replicas"),
+    Idle("validation", _is_grpo, f"{_NO_ROLLOUTS}, so nothing is validated", switch="enable"),
+    Idle("reward", _is_grpo, "supervised training has no rewards", switch="prompt_forms"),
+    Idle("weight_sync", _is_grpo, "supervised training sends its weights nowhere"),
+    Idle("train.sync_weight_interval", _is_grpo, "supervised training sends its weights nowhere"),
+    *(
+        Idle(f"controller.{name}", _is_grpo, "supervised training has no groups of samples")
+        for name in ("lease_timeout", "oversample", "on_stale", "straggler_timeout", "max_attempts")
+    ),
+)
+"""Refused: the key belongs to a job of the other type."""
+
+SWITCHED_OFF = (
+    Idle("validation", _validates, "validation is off", "write validation.enable = true to use it", "enable"),
+    *(
+        Idle(
+            f"{_OVERLONG}.{name}",
+            lambda config: not config.is_grpo or config.grpo.overlong_reward.enable_overlong_penalty,
+            "long answers are not penalised",
+            f"write {_OVERLONG}.enable_overlong_penalty = true to use it",
+        )
+        for name in ("buffer_length", "penalty_factor")
+    ),
+    Idle(
+        "train.ckpt.save_freq",
+        lambda config: config.train.ckpt.enable_checkpoint,
+        "checkpoints are off",
+        "write train.ckpt.enable_checkpoint = true to use it",
+    ),
+    Idle(
+        f"{_POLICY}.mini_batch",
+        lambda config: config.train.train_policy.max_token_len_per_mini_batch is None,
+        f"{_POLICY}.max_token_len_per_mini_batch sizes micro-batches by tokens",
+        "leave one of the two out",
+    ),
+    Idle(
+        "train.optm_warmup_start_factor",
+        lambda config: bool(config.train.optm_warmup_steps),
+        "train.optm_warmup_steps = 0: there is no warm-up",
+    ),
+    Idle(
+        f"{_POLICY}.outdated_rollout_fetch_batch_size",
+        lambda config: not config.is_grpo or config.staleness_bound > 0,
+        "nothing is generated with outdated weights when no step may train on them",
+    ),
+    *(
+        Idle(
+            f"validation.{name}",
+            lambda config: not config.validation.enable or config.validation.temperature > 0.0,
+            "validation.temperature = 0.0 takes the likeliest token",
+            "write validation.temperature too, or leave it out",
+        )
+        for name in ("top_p", "top_k")
+    ),
+    *(
+        Idle(f"launcher.{name}", lambda config: config.launcher.max_restarts > 0, "nothing is started again")
+        for name in ("restart_backoff", "restart_backoff_max")
+    ),
+    Idle("custom", _is_grpo, "supervised training runs no functions of yours"),
+)
+"""Shown as a warning: a switch elsewhere in the job turns the key off."""
+
+
+def keys_belong_to_this_job(config: Config) -> list[Problem]:
+    """Keys of the other type of job."""
+    return [problem for row in OF_ANOTHER_JOB for problem in _problems(config, row)]
+
+
+def keys_are_switched_on(config: Config) -> list[Problem]:
+    """Warning: keys that something else turns off."""
+    return [problem for row in SWITCHED_OFF for problem in _problems(config, row)]
+
+
+def _problems(config: Config, row: Idle) -> list[Problem]:
+    """One problem for a key; for a section one that names all keys in it."""
+    if row.acts(config):
+        return []
+    value, default = _value(config, row.key), _value(_default(), row.key)
+    if not isinstance(value, Section):
+        if value == default:
+            return []
+        return [Problem(row.key, f"has no effect here: {row.why}", value, row.hint)]
+    names = [name for name in _changed(value, default) if name != row.switch]
+    if not names:
+        return []
+    key = f"{row.key}.{names[0]}" if len(names) == 1 else row.key
+    shown = "" if len(names) == 1 else f"{', '.join(names)} "
+    verb = "has" if len(names) == 1 else "have"
+    related = tuple(f"{row.key}.{name}" for name in names)
+    return [Problem(key, f"{shown}{verb} no effect here: {row.why}", None, row.hint, related=related)]
+
+
+def _changed(section: Section, default: Section, prefix: str = "") -> Iterator[str]:
+    """Names, dotted below `section`, of the keys that are not at their default."""
+    for name in type(section).model_fields:
+        value, usual = getattr(section, name), getattr(default, name, None)
+        if isinstance(value, Section) and isinstance(usual, Section):
+            yield from _changed(value, usual, f"{prefix}{name}.")
+        elif value != usual:
+            yield f"{prefix}{name}"
+
+
+def _value(config: Config, key: str) -> Any:
+    """The value of a key; of a key that this type of job does not have, None."""
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part, None)
+    return value
+
+
+@cache
+def _default() -> Config:
+    return Config()
+
+
+IDLE_RULES = (keys_belong_to_this_job,)
+IDLE_WARNINGS = (keys_are_switched_on,)
