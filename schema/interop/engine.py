@@ -16,6 +16,7 @@ from functools import cache
 from typing import Any
 
 from schema.config.explain import closest
+from schema.config.keys import leaf_keys
 from schema.config.root import Config
 from schema.config.train_policy import SFTDataConfig
 from schema.interop.fallback import nearest
@@ -273,9 +274,12 @@ def _addition_fallen_back(addition: Addition, lacking: Mapping[str, tuple[Any, s
 
 
 def _nested(entries: list[Entry], additions: list[Addition]) -> dict[str, Any]:
+    """Everything that is written, in the order of the schema; what the schema does not know comes last."""
     config: dict[str, Any] = {}
     targets = [target for entry in entries for target in entry.targets]
-    for key, value in [*targets, *((addition.key, addition.value) for addition in additions)]:
+    targets += [(addition.key, addition.value) for addition in additions]
+    place = {key: index for index, key in enumerate(leaf_keys())}
+    for key, value in sorted(targets, key=lambda target: place.get(target[0], len(place))):
         if value is not None:
             store(config, split_key(key), value)
     return config

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from schema.config.availability import UNAVAILABLE, check_available
 from schema.config.explain import problems_of
 from schema.config.root import Config
+from schema.interop.keys import lookup, split_key
 
 _MODEL_SPEED = {
     "model_gradient_checkpointing",
@@ -72,6 +73,9 @@ SPEED_ONLY: frozenset[str] = frozenset(
     | {
         "train.ckpt.save_mode",
         "train.ckpt.save_contents",
+        "train.ckpt.load_contents",
+        "train.ckpt.load_schedule",  # the same numbers unless the schedule is edited between two runs
+        "train.ckpt.delete_after_load",
         "rollout.vllm_use_flashinfer",
         "rollout.sampling_config.use_flashinfer",
         "placement.share",
@@ -81,6 +85,10 @@ SPEED_ONLY: frozenset[str] = frozenset(
         "logging.log_validation_samples",
     }
 )
+
+
+_NEARER: dict[str, dict[Any, Any]] = {"placement.share": {"time": "memory"}}
+"""Where the recommended neutral value is not the nearest: key -> value -> nearest, if the build takes it."""
 
 
 def nearest(config: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
@@ -94,10 +102,17 @@ def nearest(config: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
         return {}
     refused = {problem.key for problem in check_available(sound)}
     return {
-        key: (UNAVAILABLE[key].neutral[0], UNAVAILABLE[key].missing)
+        key: (_nearest_value(config, key), UNAVAILABLE[key].missing)
         for key in sorted(refused & SPEED_ONLY)
         if key in UNAVAILABLE
     }
+
+
+def _nearest_value(config: Mapping[str, Any], key: str) -> Any:
+    neutral = UNAVAILABLE[key].neutral
+    value = lookup(config, split_key(key))
+    near = _NEARER.get(key, {}).get(value) if isinstance(value, str) else None
+    return near if near in neutral and near is not None else neutral[0]
 
 
 def _sound(config: Mapping[str, Any]) -> Config | None:

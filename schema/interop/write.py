@@ -135,8 +135,13 @@ def _notes(conversion: Conversion) -> dict[Path, list[str]]:
 
 
 def _note_of(entry: Entry) -> str:
-    said = f"{entry.source} = {yaml_value(entry.value)}"
-    return f"{said}: {entry.note}" if entry.note else said
+    return _with_note(f"{entry.source} = {yaml_value(entry.value)}", entry)
+
+
+def _with_note(said: str, entry: Entry) -> str:
+    """A key and its note, which need not say the value once more."""
+    note = entry.note.removeprefix(f"{yaml_value(entry.value)}: ")
+    return f"{said}: {note}" if note else said
 
 
 def _why(addition: Addition) -> str:
@@ -188,7 +193,7 @@ def _entry_line(entry: Entry, name: str) -> str:
         said += f" would be {_assignments(entry.faithful)}"
     elif entry.targets:
         said += f" -> {_assignments(entry.targets)}"
-    return _clean(f"{said}: {entry.note}" if entry.note else said)
+    return _clean(_with_note(said, entry))
 
 
 def _addition_line(addition: Addition) -> str:

@@ -1,0 +1,441 @@
+"""verl's `actor_rollout_ref.rollout`: the engine, sampling in training and validation, agents."""
+
+from __future__ import annotations
+
+from schema.interop.none import reason_for
+from schema.interop.rows import (
+    BadValue,
+    How,
+    Leaf,
+    Reading,
+    Result,
+    Row,
+    always,
+    as_flag,
+    as_integer,
+    as_number,
+    as_text,
+    choice,
+    computed,
+    flag,
+    implicit,
+    integer,
+    mapped,
+    nothing,
+    number,
+    shown,
+    text,
+    unless,
+)
+from schema.interop.verl_actor import profiler_rows
+from schema.interop.verl_budget import Budget
+from schema.interop.verl_facts import (
+    POLICY,
+    ROLLOUT,
+    greedy_validation,
+    group_size,
+    is_hf,
+    lacking,
+    not_vllm,
+    on_cpu,
+    prompt_length,
+    response_length,
+    rollout_replicas,
+    switched,
+    without_counterpart,
+)
+from schema.interop.verl_mesh import DTYPES
+
+_SAMPLING = "rollout.sampling_config"
+_REPLICAS = "rollout.parallelism.n_init_replicas"
+_OWN_KEYS = {
+    "gpu_memory_utilization": "rollout.gpu_memory_utilization",
+    "enforce_eager": "rollout.enforce_eager",
+    "enable_chunked_prefill": "rollout.enable_chunked_prefill",
+    "max_num_seqs": "rollout.max_num_seqs",
+    "max_num_batched_tokens": "rollout.max_num_batched_tokens",
+    "max_model_len": "rollout.max_model_len",
+    "block_size": "rollout.block_size",
+    "dtype": "rollout.dtype",
+    "quantization": "rollout.quantization",
+    "seed": "rollout.seed",
+    "tensor_parallel_size": "rollout.parallelism.tp_size",
+}
+
+
+def rollout_rows() -> tuple[Row, ...]:
+    """All rows of the rollout."""
+    budget = Budget(
+        per_gpu=f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu",
+        ours=(f"{POLICY}.old_log_prob.mini_batch", f"{POLICY}.old_log_prob.max_token_len_per_mini_batch"),
+        whole=f"{ROLLOUT}.log_prob_micro_batch_size",
+        switch=f"{ROLLOUT}.log_prob_use_dynamic_bsz",
+        tokens=f"{ROLLOUT}.log_prob_max_token_len_per_gpu",
+    )
+    return (
+        *_engine(),
+        *_sampling(),
+        *_sizes(),
+        *budget.rows(),
+        *_validation(),
+        *_engine_kwargs(),
+        *_agents(),
+        *_small(),
+        *profiler_rows(ROLLOUT),
+    )
+
+
+# --- the engine ---------------------------------------------------------------------------------------------
+
+
+@computed("rollout.backend", words="`hf` → `transformers`; `sglang` and `trtllm` → `vllm`, loudly")
+def _name(reading: Reading, leaf: Leaf) -> Result:
+    name = as_text(leaf.value)
+    if name in ("vllm", "hf"):
+        return mapped(("rollout.backend", "transformers" if name == "hf" else name))
+    if name in ("sglang", "trtllm", "sglang_async"):
+        reading.warn(
+            f"{name} becomes vllm: this build has no {name} engine. Samples come from the same distribution, "
+            "speed and memory differ, and options of its own are not carried over"
+        )
+        return mapped(
+            ("rollout.backend", "vllm"), note=f"there is no {name} engine in this build: vllm takes its place"
+        )
+    if name == "???":
+        return mapped(("rollout.backend", "vllm"), note="verl leaves it open")
+    raise BadValue(f"expected vllm, sglang or hf, got {shown(name)}")
+
+
+@computed(
+    "rollout.load_format",
+    words="`dummy*` → `dummy`; `auto`, `hf`, `dtensor`, `megatron`, `safetensors` → `auto`",
+)
+def _load_format(reading: Reading, leaf: Leaf) -> Result:
+    name = as_text(leaf.value)
+    if name.startswith("dummy"):
+        return mapped(("rollout.load_format", "dummy"), note="random weights until the first version arrives")
+    if name in ("auto", "hf", "dtensor", "megatron", "safetensors"):
+        return mapped(("rollout.load_format", "auto"))
+    raise BadValue(f"expected auto, hf, dtensor, megatron or dummy_*, got {shown(name)}")
+
+
+@computed(
+    "rollout.max_num_seqs", "rollout.max_concurrent_samples", words="as it is; samples in flight follow it"
+)
+def _max_num_seqs(reading: Reading, leaf: Leaf) -> Result:
+    if leaf.value is None:
+        return implicit("null: the engine's default")
+    count = as_integer(leaf.value)
+    flight = max(count, group_size(reading))
+    return mapped(("rollout.max_num_seqs", count), ("rollout.max_concurrent_samples", flight))
+
+
+@computed("placement.share", words="hybrid engine: `time` (or `memory` where the cache stays), else `none`")
+def _hybrid(reading: Reading, leaf: Leaf) -> Result:
+    hybrid = reading.flag("actor_rollout_ref.hybrid_engine", True)
+    if not hybrid:
+        return mapped(("placement.share", "none"), note="trainer and engine have GPUs of their own")
+    if on_cpu(reading):
+        return implicit("without GPUs all processes share the cores")
+    if reading.flag(f"{ROLLOUT}.free_cache_engine", True):
+        return mapped(("placement.share", "time"), note="trainer and engine have the same GPUs, in turns")
+    return mapped(("placement.share", "memory"), note="trainer and engine are both resident on the same GPUs")
+
+
+def _engine() -> tuple[Row, ...]:
+    dtypes = {**DTYPES, "auto": "auto"}
+    return (
+        Row("actor_rollout_ref.hybrid_engine", _hybrid, default=True),
+        Row(f"{ROLLOUT}.free_cache_engine", _hybrid),
+        Row(f"{ROLLOUT}.name", _name, default="vllm"),
+        Row(f"{ROLLOUT}.mode", always("generation is always asynchronous")),
+        Row(f"{ROLLOUT}.dtype", choice("rollout.dtype", dtypes), default="bfloat16"),
+        Row(
+            f"{ROLLOUT}.gpu_memory_utilization",
+            number("rollout.gpu_memory_utilization"),
+            default=0.5,
+            when=not_vllm,
+        ),
+        Row(f"{ROLLOUT}.enforce_eager", flag("rollout.enforce_eager"), when=not_vllm),
+        Row(f"{ROLLOUT}.load_format", _load_format, when=not_vllm),
+        Row(
+            f"{ROLLOUT}.max_num_batched_tokens",
+            integer("rollout.max_num_batched_tokens"),
+            default=8192,
+            when=not_vllm,
+        ),
+        Row(f"{ROLLOUT}.max_num_seqs", _max_num_seqs, default=1024, when=not_vllm),
+        Row(f"{ROLLOUT}.max_model_len", integer("rollout.max_model_len"), when=not_vllm),
+        Row(f"{ROLLOUT}.enable_chunked_prefill", flag("rollout.enable_chunked_prefill"), when=not_vllm),
+        Row(
+            f"{ROLLOUT}.enable_prefix_caching",
+            unless([True], "true: vLLM's default", flag("rollout.engine_kwargs.enable_prefix_caching")),
+            when=not_vllm,
+        ),
+        Row(
+            f"{ROLLOUT}.scheduling_policy",
+            unless(["fcfs"], "fcfs: vLLM's default", text("rollout.engine_kwargs.scheduling_policy")),
+            when=not_vllm,
+        ),
+        Row(
+            f"{ROLLOUT}.cudagraph_capture_sizes",
+            How(_capture_sizes, ("rollout.engine_kwargs.cudagraph_capture_sizes",), "as it is"),
+            when=not_vllm,
+        ),
+        Row(f"{ROLLOUT}.quantization", text("rollout.quantization"), when=not_vllm),
+        Row(f"{ROLLOUT}.quantization_config_file", lacking(), when=not_vllm),
+        Row(
+            f"{ROLLOUT}.seed",
+            unless([42], "42: the seed of the job unless another is written", integer("rollout.seed")),
+        ),
+        Row(f"{ROLLOUT}.full_determinism", unless([False], "false: off", flag("train.deterministic"))),
+    )
+
+
+def _capture_sizes(reading: Reading, leaf: Leaf) -> Result:
+    if leaf.value is None:
+        return implicit("null: the engine's default")
+    if not isinstance(leaf.value, list):
+        raise BadValue(f"expected a list of sizes, got {shown(leaf.value)}")
+    return mapped(
+        ("rollout.engine_kwargs.cudagraph_capture_sizes", [as_integer(size) for size in leaf.value])
+    )
+
+
+# --- sampling -----------------------------------------------------------------------------------------------
+
+
+def _response(reading: Reading, leaf: Leaf) -> Result:
+    written = as_integer(leaf.value)
+    longest = response_length(reading)
+    note = "" if longest == written else f"rollout.response_length = {longest} is what verl generates up to"
+    total = prompt_length(reading) + longest
+    return mapped(("rollout.max_response_length", longest), ("policy.model_max_length", total), note=note)
+
+
+RESPONSE = How(
+    _response,
+    ("rollout.max_response_length", "policy.model_max_length"),
+    "model_max_length is prompt + answer",
+)
+
+
+@computed(words="repeats data.max_prompt_length")
+def _prompt(reading: Reading, leaf: Leaf) -> Result:
+    if leaf.value is not None and as_integer(leaf.value) != prompt_length(reading):
+        reading.warn(
+            f"`{leaf.key}` = {shown(leaf.value)} differs from data.max_prompt_length; the latter counts"
+        )
+    return implicit("repeats data.max_prompt_length")
+
+
+def _sampling() -> tuple[Row, ...]:
+    return (
+        Row(f"{ROLLOUT}.n", integer("rollout.n_generation"), default=1),
+        Row(f"{ROLLOUT}.temperature", number(f"{_SAMPLING}.temperature"), default=1.0),
+        Row(f"{ROLLOUT}.top_k", integer(f"{_SAMPLING}.top_k"), default=-1),
+        Row(f"{ROLLOUT}.top_p", number(f"{_SAMPLING}.top_p"), default=1.0),
+        Row(f"{ROLLOUT}.min_p", number(f"{_SAMPLING}.min_p")),
+        Row(f"{ROLLOUT}.repetition_penalty", number(f"{_SAMPLING}.repetition_penalty")),
+        Row(f"{ROLLOUT}.do_sample", flag(f"{_SAMPLING}.do_sample"), default=True),
+        Row(f"{ROLLOUT}.ignore_eos", flag(f"{_SAMPLING}.ignore_eos"), default=False),
+        Row(f"{ROLLOUT}.response_length", RESPONSE),
+        Row(f"{ROLLOUT}.prompt_length", _prompt),
+        Row(f"{ROLLOUT}.calculate_log_probs", always("the engine's log-probs always come with the samples")),
+        Row(f"{ROLLOUT}.logprobs_mode", lacking("processed_logprobs")),
+        Row(f"{ROLLOUT}.over_sample_rate", How(_oversample, ("controller.oversample",), "plus 1")),
+    )
+
+
+def _oversample(reading: Reading, leaf: Leaf) -> Result:
+    rate = as_number(0 if leaf.value is None else leaf.value)
+    return mapped(("controller.oversample", 1.0 + rate)) if rate > 0 else implicit("0: no more than needed")
+
+
+# --- sizes --------------------------------------------------------------------------------------------------
+
+
+def replicas(reading: Reading) -> tuple[str, int]:
+    """Our key of the number of engines, and its value."""
+    return _REPLICAS, rollout_replicas(reading)
+
+
+def _size(ours: str) -> How:
+    def run(reading: Reading, leaf: Leaf) -> Result:
+        size = 1 if leaf.value is None else as_integer(leaf.value)
+        if is_hf(reading):
+            return mapped(
+                (f"rollout.parallelism.{ours}", 1), replicas(reading), note="HF rollouts run on one GPU each"
+            )
+        return mapped((f"rollout.parallelism.{ours}", max(size, 1)), replicas(reading))
+
+    return How(run, (f"rollout.parallelism.{ours}", _REPLICAS), "engines are GPUs / (tp × dp × pp)")
+
+
+def _sizes() -> tuple[Row, ...]:
+    return (
+        Row(f"{ROLLOUT}.tensor_model_parallel_size", _size("tp_size"), default=2),
+        Row(f"{ROLLOUT}.data_parallel_size", unless([1], "1: none", _size("dp_shard_size"))),
+        Row(f"{ROLLOUT}.pipeline_model_parallel_size", unless([1], "1: none", _size("pp_size"))),
+        Row(
+            f"{ROLLOUT}.expert_parallel_size", unless([1], "1: none", integer("rollout.parallelism.ep_size"))
+        ),
+        Row(f"{ROLLOUT}.nnodes", How(_own_gpus, (_REPLICAS,), "0: the trainer's GPUs")),
+        Row(f"{ROLLOUT}.n_gpus_per_node", How(_own_gpus, (_REPLICAS,), "with rollout.nnodes > 0 only")),
+    )
+
+
+def _own_gpus(reading: Reading, leaf: Leaf) -> Result:
+    if (reading.integer(f"{ROLLOUT}.nnodes", 0) or 0) <= 0:
+        return implicit("rollouts have the trainer's GPUs")
+    return mapped(replicas(reading))
+
+
+# --- validation ---------------------------------------------------------------------------------------------
+
+
+@computed("validation.temperature", words="false: temperature 0, greedy")
+def _val_do_sample(reading: Reading, leaf: Leaf) -> Result:
+    if leaf.value is not None and as_flag(leaf.value):
+        return implicit("true: validation samples by the keys beside this one")
+    return mapped(("validation.temperature", 0.0), note="greedy")
+
+
+def _validation() -> tuple[Row, ...]:
+    prefix = f"{ROLLOUT}.val_kwargs"
+    return (
+        Row(f"{prefix}.do_sample", _val_do_sample, default=False),
+        Row(f"{prefix}.temperature", number("validation.temperature"), default=0.0, when=greedy_validation),
+        Row(f"{prefix}.top_k", integer("validation.top_k"), default=-1, when=greedy_validation),
+        Row(f"{prefix}.top_p", number("validation.top_p"), default=1.0, when=greedy_validation),
+        Row(f"{prefix}.n", integer("validation.n_generation"), default=1),
+        Row(f"{prefix}.repetition_penalty", number("validation.repetition_penalty"), when=greedy_validation),
+    )
+
+
+# --- engine_kwargs ------------------------------------------------------------------------------------------
+
+
+@computed(
+    "rollout.engine_kwargs",
+    words="each name as it is; a name that has a key of its own goes there; null: left out",
+)
+def _vllm(reading: Reading, leaf: Leaf) -> Result:
+    if leaf.value is None or leaf.value == {}:
+        return implicit("null: the engine's default")
+    if is_hf(reading):
+        return implicit("HF rollouts have no such option")
+    name = leaf.rest or leaf.key.rpartition(".")[2]
+    if name in _OWN_KEYS:
+        return mapped((_OWN_KEYS[name], leaf.value), note="has a key of its own")
+    if name == "disable_mm_preprocessor_cache":
+        if not as_flag(leaf.value):
+            return implicit("false: the cache is on by default")
+        return mapped(("rollout.engine_kwargs.mm_processor_cache_gb", 0), note="vLLM calls it so now")
+    reason = reason_for(reading.system, f"{ROLLOUT}.engine_kwargs.vllm.{name}")
+    if reason is not None:
+        return nothing(reason)
+    return mapped((f"rollout.engine_kwargs.{name}", leaf.value))
+
+
+@computed(
+    "rollout.vllm_use_flashinfer", words="`flashinfer` → true; other arguments of SGLang have no counterpart"
+)
+def _sglang(reading: Reading, leaf: Leaf) -> Result:
+    if leaf.value is None or leaf.value == {}:
+        return implicit("null: the engine's default")
+    if reading.text(f"{ROLLOUT}.name", "vllm") != "sglang":
+        return implicit("no effect: rollouts are not made by SGLang")
+    if leaf.rest == "attention_backend" and leaf.value == "flashinfer":
+        return mapped(("rollout.vllm_use_flashinfer", True))
+    return without_counterpart(reading.system, leaf.key)
+
+
+def _engine_kwargs() -> tuple[Row, ...]:
+    prefix = f"{ROLLOUT}.engine_kwargs"
+    return (
+        Row(f"{prefix}.vllm.*", _vllm),
+        Row(f"{prefix}.sglang.*", _sglang),
+        Row(f"{prefix}.trtllm.*", _sglang),
+        Row(f"{prefix}.*", _vllm),
+    )
+
+
+# --- agents and several turns -------------------------------------------------------------------------------
+
+
+def _server(reading: Reading, leaf: Leaf) -> Result:
+    prefix = f"{ROLLOUT}.agent.custom_async_server"
+    file, name = reading.get(f"{prefix}.path", None), reading.get(f"{prefix}.name", None)
+    if not isinstance(file, str) or not isinstance(name, str):
+        return implicit("null: none") if leaf.value is None else implicit("no effect without the other one")
+    return mapped(("rollout.custom_server", f"{file}:{name}"), note="path:name")
+
+
+def _single_turn(reading: Reading) -> str:
+    on = reading.flag(f"{ROLLOUT}.multi_turn.enable")
+    return "" if on else "no effect while multi_turn.enable = false"
+
+
+def _agents() -> tuple[Row, ...]:
+    agent, turns = f"{ROLLOUT}.agent", f"{ROLLOUT}.multi_turn"
+    server = How(_server, ("rollout.custom_server",), "`path:name`")
+    multi = "rollout.multi_turn_config"
+    tools = How(
+        lambda reading, leaf: (
+            mapped((f"{multi}.enable_tools", True)) if leaf.value else implicit("null: no tools")
+        ),
+        (f"{multi}.enable_tools",),
+        "a file of tools turns them on",
+    )
+    return (
+        Row(f"{agent}.custom_async_server.path", server),
+        Row(f"{agent}.custom_async_server.name", server),
+        Row(f"{agent}.num_workers", always("requests need no worker processes of their own")),
+        Row(f"{agent}.default_agent_loop", lacking("single_turn_agent")),
+        Row(f"{agent}.agent_loop_config_path", lacking()),
+        Row(f"{agent}.*", lacking()),
+        Row(f"{turns}.enable", unless([False], "false: single turns", flag(f"{multi}.enable"))),
+        Row(
+            f"{turns}.max_assistant_turns",
+            integer(f"{multi}.max_assistant_turns"),
+            also=(f"{turns}.max_turns",),
+            when=_single_turn,
+        ),
+        Row(f"{turns}.tool_config_path", tools, when=_single_turn),
+        Row(f"{turns}.function_tool_path", tools, when=_single_turn),
+        Row(
+            f"{turns}.use_inference_chat_template",
+            always("answers are always continued token by token"),
+            when=_single_turn,
+        ),
+        Row(
+            f"{turns}.tokenization_sanity_check_mode",
+            always("token ids travel as they are, nothing is tokenised twice"),
+            when=_single_turn,
+        ),
+        Row(f"{turns}.*", lacking(), when=_single_turn),
+    )
+
+
+def _small() -> tuple[Row, ...]:
+    return (
+        Row(f"{ROLLOUT}.disable_log_stats", always("the engine's statistics are metrics")),
+        Row(f"{ROLLOUT}.layered_summon", always("weights travel tensor by tensor")),
+        Row(f"{ROLLOUT}.multi_stage_wake_up", always("changes memory at the switch between roles only")),
+        Row(f"{ROLLOUT}.skip_tokenizer_init", always("engines work on token ids")),
+        Row(f"{ROLLOUT}.moe_load_balance_metrics_interval", lacking(0)),
+        Row(f"{ROLLOUT}.enable_rollout_routing_replay", lacking(False)),
+        Row(f"{ROLLOUT}.update_weights_bucket_megabytes", always("weights travel tensor by tensor")),
+        Row(f"{ROLLOUT}.micro_batch_size", always("HF rollouts take as many samples as are in flight")),
+        Row(f"{ROLLOUT}.checkpoint_engine.*", always("weights travel through weight_sync")),
+        Row(f"{ROLLOUT}.layer_name_map.*", always("weights have the names of the hub's checkpoint")),
+        Row(f"{ROLLOUT}.trace.backend", lacking()),
+        Row(f"{ROLLOUT}.trace.*", always("no effect without trace.backend")),
+        switched(f"{ROLLOUT}.prometheus", f"{ROLLOUT}.prometheus.enable"),
+        switched(f"{ROLLOUT}.mtp", f"{ROLLOUT}.mtp.enable"),
+        Row(f"{ROLLOUT}.mtp", lacking()),
+        switched(f"{ROLLOUT}.qat", f"{ROLLOUT}.qat.enable"),
+        Row(f"{ROLLOUT}.qat", lacking()),
+        switched(f"{ROLLOUT}.disaggregation", f"{ROLLOUT}.disaggregation.enabled"),
+    )
