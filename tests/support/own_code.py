@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,8 +18,11 @@ class OwnConfig(Qwen3Config):
     model_type = "{name}"
 """
 MODEL = """
-from transformers import Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM, Qwen3Model
 {imported}
+
+class OwnModel(Qwen3Model):
+    config_class = OwnConfig
 
 class OwnForCausalLM(Qwen3ForCausalLM):
     config_class = OwnConfig
@@ -35,7 +39,11 @@ def bring_own_code(folder: Path, name: str = "cosmos-test-own") -> Path:
     """Turn a saved Qwen3 model into one that only its own files can load."""
     (folder / "own_config.py").write_text(CONFIG.format(name=name))
     (folder / "own_model.py").write_text(MODEL.format(imported="from .own_config import OwnConfig"))
-    auto_map = {"AutoConfig": "own_config.OwnConfig", "AutoModelForCausalLM": "own_model.OwnForCausalLM"}
+    auto_map = {
+        "AutoConfig": "own_config.OwnConfig",
+        "AutoModel": "own_model.OwnModel",
+        "AutoModelForCausalLM": "own_model.OwnForCausalLM",
+    }
     _rewrite(folder, model_type=name, auto_map=auto_map)
     return folder
 
@@ -70,13 +78,20 @@ def importable(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def code_kept_in(directory: Path) -> Iterator[None]:
-    """transformers copies code that comes with a model to `directory` for a while, not to the user's cache."""
+    """transformers copies code that comes with a model to `directory` for a while, not to the user's cache.
+
+    In this process and in those that it starts.
+    """
     before, path = dynamic_module_utils.HF_MODULES_CACHE, list(sys.path)
-    dynamic_module_utils.HF_MODULES_CACHE = str(directory)
+    environment = os.environ.get("HF_MODULES_CACHE")
+    dynamic_module_utils.HF_MODULES_CACHE = os.environ["HF_MODULES_CACHE"] = str(directory)
     try:
         yield
     finally:
         dynamic_module_utils.HF_MODULES_CACHE = before
+        del os.environ["HF_MODULES_CACHE"]
+        if environment is not None:
+            os.environ["HF_MODULES_CACHE"] = environment
         sys.path[:] = path
         for name in [name for name in sys.modules if name.partition(".")[0] == "transformers_modules"]:
             del sys.modules[name]
