@@ -8,18 +8,10 @@ from __future__ import annotations
 
 from schema.interop.cosmos_none import COSMOS_NONE
 from schema.interop.roll_none import ROLL_NONE
-
-_RAY = "starts and places Ray's actors; there is no Ray here, cosmos-launch starts plain processes"
-_HDFS = "verl's own HDFS client; here any path of the machine works, and checkpoints go to S3 by train.ckpt"
+from schema.interop.verl_none import VERL_NONE
 
 NO_COUNTERPART: dict[str, dict[str, str]] = {
-    "verl": {
-        "ray_init.*": _RAY,
-        "ray_kwargs.*": _RAY,
-        "trainer.ray_wait_register_center_timeout": _RAY
-        + "; controller.start_timeout is how long they may take to register",
-        "trainer.default_hdfs_dir": _HDFS,
-    },
+    "verl": VERL_NONE,
     "roll": ROLL_NONE,
     "cosmos-rl": COSMOS_NONE,
 }
