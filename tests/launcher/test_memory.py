@@ -1,0 +1,172 @@
+"""Memory estimates against numbers worked out by hand for a model of 1,000 parameters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.capacity import find_capacity, host_memory, parse_gpus
+from launcher.memory import rollout_cache, rollout_weights, size_text, store_copy, trainer
+from launcher.models import LocalModel, Shape
+from tests.launcher.samples import config
+
+SHAPE = Shape(layers=2, hidden=8, heads=4, kv_heads=2, head_dim=4, intermediate=12, vocabulary=20)
+MODEL = LocalModel(Path("m"), parameters=1000, layer=400, rest=200, source="by hand", shape=SHAPE)
+PER_LAYER = 4 * 8 + 2 * 4 * (4 + 2) + 3 * 12
+"""Numbers that one layer keeps per token: 32 + 48 + 36."""
+
+
+def job(**train: Any) -> Any:
+    policy = {"model_max_length": 10, "model_gradient_checkpointing": True}
+    training = {"param_dtype": "float32", "train_batch_per_replica": 8, **train}
+    training.setdefault("train_policy", {"mini_batch": 4})
+    return config(train=training, policy=policy)
+
+
+def parts(*arguments: Any) -> dict[str, int]:
+    return {part.name: part.bytes for part in trainer(*arguments).parts}
+
+
+def test_one_rank_in_float32() -> None:
+    found = parts(job(), MODEL, 1, 1)
+    tokens = 4 * 10
+    assert found == {
+        "weights that are updated": 4000,
+        "gradients": 4000,
+        "optimizer (AdamW)": 8000,
+        "activations": tokens * 4 * (2 * 8 + PER_LAYER),
+        "output layer": 12 * tokens * 20 + 4 * 20 * 8,
+    }
+    assert trainer(job(), MODEL, 1, 1).total == sum(found.values())
+
+
+def test_sharded_in_bfloat16() -> None:
+    found = parts(job(param_dtype="bfloat16"), MODEL, 2, 2)
+    assert found["weights that are updated"] == found["gradients"] == 2000
+    assert found["optimizer (AdamW)"] == 4000
+    assert found["gathered weights"] == 2 * (200 + 2 * 400)
+    assert "gradients before reduction" not in found, "one micro-batch of 4 samples on each of 2 ranks"
+    assert found["activations"] == 40 * 2 * (2 * 8 + PER_LAYER)
+
+
+def test_several_micro_batches_keep_whole_gradients() -> None:
+    found = parts(job(param_dtype="bfloat16"), MODEL, 2, 1)
+    assert found["gradients before reduction"] == 4000
+    half = job(param_dtype="bfloat16", fsdp_reduce_dtype="bfloat16")
+    assert parts(half, MODEL, 2, 1)["gradients before reduction"] == 2000
+    assert "gradients before reduction" not in parts(job(), MODEL, 1, 1), "a plain gradient is whole anyway"
+
+
+def test_what_is_never_sharded_again_is_whole() -> None:
+    kept = job(param_dtype="bfloat16", fsdp_reshard_after_forward="never")
+    assert parts(kept, MODEL, 2, 2)["gathered weights"] == 2000
+
+
+def test_activations_without_recomputation() -> None:
+    plain = config(
+        train={"param_dtype": "float32", "train_batch_per_replica": 8, "train_policy": {"mini_batch": 4}},
+        policy={"model_max_length": 10, "model_gradient_checkpointing": False},
+    )
+    assert parts(plain, MODEL, 1, 1)["activations"] == 40 * 4 * 2 * PER_LAYER
+
+
+@pytest.mark.parametrize(
+    ("policy", "ranks", "tokens"),
+    [
+        ({"mini_batch": 4}, 1, 40),
+        ({"mini_batch": 100}, 1, 80),  # a batch has 8 samples
+        ({"mini_batch": 100}, 4, 20),
+        ({"max_token_len_per_mini_batch": 25}, 1, 25),
+        ({"max_token_len_per_mini_batch": 1000}, 1, 80),
+        ({"mini_batch": 100, "batch_size_per_optimize": 2}, 1, 20),
+    ],
+)
+def test_tokens_of_a_micro_batch(policy: dict[str, Any], ranks: int, tokens: int) -> None:
+    found = parts(job(train_policy=policy), MODEL, ranks, ranks)
+    assert found["activations"] == tokens * 4 * (2 * 8 + PER_LAYER)
+
+
+def test_a_model_of_unknown_shape_has_no_activations() -> None:
+    shapeless = LocalModel(Path("m"), 1000, 400, 200, "by hand", None)
+    assert set(parts(job(), shapeless, 1, 1)) == {
+        "weights that are updated",
+        "gradients",
+        "optimizer (AdamW)",
+    }
+    assert rollout_cache(job(), shapeless, 1, 10**6, on_gpu=False) is None
+
+
+def test_rollout_weights_and_cache() -> None:
+    rollout = {"max_concurrent_samples": 16, "backend": "transformers"}
+    made = config(train={"param_dtype": "bfloat16"}, policy={"model_max_length": 10}, rollout=rollout)
+    assert rollout_weights(made, MODEL, 1).bytes == 2000
+    cache = rollout_cache(made, MODEL, 1, 100_000, on_gpu=False)
+    assert cache is not None
+    assert cache.per_token == 2 * 2 * 2 * 4 * 2, "keys and values, layers, heads, numbers, bytes"
+    assert cache.tokens == 25_000 // 64
+    assert (cache.sequences, cache.sequence_tokens) == (16, 10)
+    assert cache.bytes == 16 * 10 * 64, "more than all sequences need is never taken"
+    on_gpu = rollout_cache(made, MODEL, 1, 100_000, on_gpu=True)
+    assert on_gpu is not None
+    assert on_gpu.room == 80_000 - 2000
+
+
+def test_vllm_takes_its_share_and_splits_heads() -> None:
+    rollout = {"backend": "vllm", "gpu_memory_utilization": 0.5, "dtype": "float32", "max_num_seqs": 3}
+    made = config(rollout=rollout, policy={"model_max_length": 10})
+    cache = rollout_cache(made, MODEL, 2, 100_000, on_gpu=True)
+    assert cache is not None
+    assert cache.per_token == 2 * 2 * 1 * 4 * 4
+    assert cache.room == 50_000 - 1000 * 4 // 2
+    assert cache.sequences == 3
+    tight = rollout_cache(made, MODEL, 1, 4000, on_gpu=True)
+    assert tight is not None
+    assert (tight.room, tight.tokens) == (0, 0)
+
+
+def test_the_published_copy_has_the_transfer_type() -> None:
+    assert store_copy(config(train={"param_dtype": "bfloat16"}), MODEL).bytes == 2000
+    assert store_copy(config(train={"transfer_dtype": "float32"}), MODEL).bytes == 4000
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1 KiB"),
+        (1536, "1.5 KiB"),
+        (5 * 2**30, "5 GiB"),
+        (3 * 2**50, "3072 TiB"),
+    ],
+)
+def test_sizes_in_words(size: int, text: str) -> None:
+    assert size_text(size) == text
+
+
+# ---- what there is ----------------------------------------------------------------------------------------
+
+
+def test_host_memory_is_that_of_the_control_group(tmp_path: Path) -> None:
+    info, most, used = (tmp_path / name for name in ("meminfo", "max", "current"))
+    assert host_memory(info, most, used) == (0, 0)
+    info.write_text("MemTotal:  1000 kB\nMemFree: 1 kB\nMemAvailable:  600 kB\n")
+    assert host_memory(info, most, used) == (1_024_000, 614_400)
+    most.write_text("max\n")
+    assert host_memory(info, most, used) == (1_024_000, 614_400)
+    most.write_text("500000\n")
+    used.write_text("100000\n")
+    assert host_memory(info, most, used) == (500_000, 400_000)
+
+
+def test_gpus_are_known_by_index_and_uuid() -> None:
+    found = parse_gpus("0, GPU-a1, 81559\n1, GPU-b2, [N/A]\nno devices\n")
+    assert found == {"0": 81559 * 2**20, "GPU-a1": 81559 * 2**20}
+
+
+def test_this_machine_has_memory() -> None:
+    there = find_capacity(())
+    assert 0 < there.host_free <= there.host_total
+    assert there.gpus == {}
