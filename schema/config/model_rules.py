@@ -64,4 +64,14 @@ def modules_can_be_imported(config: Config) -> list[Problem]:
     return problems
 
 
+def code_is_trusted(config: Config) -> list[Problem]:
+    """Warning: a model's own code does what it likes."""
+    if not config.policy.trust_remote_code:
+        return []
+    key, name = "policy.trust_remote_code", config.policy.model_name_or_path
+    message = f"Python code that comes with {name} or its tokenizer runs on these machines"
+    return [Problem(key, message, True, "leave it out unless the model needs it and you trust its authors")]
+
+
 MODEL_RULES = (model_is_there, tokenizer_is_there, modules_can_be_imported)
+MODEL_WARNINGS = (code_is_trusted,)

@@ -18,18 +18,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from schema.config.architecture_rules import ARCHITECTURE_RULES, ARCHITECTURE_WARNINGS
 from schema.config.batch_rules import BATCH_RULES
 from schema.config.checkpoint_rules import CHECKPOINT_RULES
 from schema.config.data_rules import DATA_RULES
 from schema.config.engine_rules import ENGINE_RULES
 from schema.config.estimator_rules import ESTIMATOR_RULES
 from schema.config.evaluation_rules import EVALUATION_RULES
-from schema.config.idle_rules import IDLE_RULES, IDLE_WARNINGS
+from schema.config.idle_rules import IDLE_RULES, IDLE_WARNINGS, keys_are_of_the_evaluation
 from schema.config.kl_rules import KL_RULES
 from schema.config.length_rules import LENGTH_RULES
 from schema.config.lora_rules import LORA_RULES, LORA_WARNINGS
 from schema.config.loss_rules import LOSS_RULES
 from schema.config.mesh_rules import MESH_RULES
+from schema.config.model_rules import MODEL_WARNINGS
 from schema.config.placement_rules import PLACEMENT_RULES, PLACEMENT_WARNINGS
 from schema.config.precision_rules import PRECISION_RULES
 from schema.config.problem import Problem
@@ -62,6 +64,7 @@ RULES: tuple[Rule, ...] = (
     *DATA_RULES,
     *ROLE_RULES,
     *MESH_RULES,
+    *ARCHITECTURE_RULES,
     *PLACEMENT_RULES,
     *IDLE_RULES,
 )
@@ -91,6 +94,8 @@ WARNINGS: tuple[Rule, ...] = (
     losses_can_be_made_good,
     *SCHEDULE_WARNINGS,
     *LORA_WARNINGS,
+    *ARCHITECTURE_WARNINGS,
+    *MODEL_WARNINGS,
     *PLACEMENT_WARNINGS,
     *IDLE_WARNINGS,
 )
@@ -99,5 +104,5 @@ WARNINGS: tuple[Rule, ...] = (
 def check_warnings(config: Config) -> list[Problem]:
     """What is allowed and works, but seldom meant: shown, never refused."""
     if config.is_evaluation:
-        return []
+        return keys_are_of_the_evaluation(config)
     return [warning for rule in WARNINGS for warning in rule(config)]

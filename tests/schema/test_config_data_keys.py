@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from schema.config import Config, Problem, check_config
+from schema.config import Config, Problem, check_config, check_warnings
 from schema.config.modules import ExternalModuleError, import_external
 from tests.schema.config_samples import GRPO, SFT, changed
 from tests.schema.test_config_data_rules import P, data, in_a_directory_of_its_own, only, problems, write_rows
@@ -218,6 +218,13 @@ def test_local_tokenizers() -> None:
     Path("words/tokenizer.json").write_text("{}")
     assert problems(policy__tokenizer_name_or_path="words") == []
     assert "is a file" in only(policy__tokenizer_name_or_path="words/tokenizer.json").message
+
+
+def test_trusted_code_is_shown() -> None:
+    def warned(**values: Any) -> set[str]:
+        return {problem.key for problem in check_warnings(Config.model_validate(changed(GRPO, **values)))}
+
+    assert warned(policy__trust_remote_code=True) - warned() == {"policy.trust_remote_code"}
 
 
 def test_external_modules_are_found_without_being_run(monkeypatch: pytest.MonkeyPatch) -> None:
