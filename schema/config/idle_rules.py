@@ -26,7 +26,7 @@ _OVERLONG = f"{_POLICY}.overlong_reward"
 class Idle:
     """One row of the tables.
 
-    key: a key, or a section for all keys in it but `switch`. acts: whether it means anything in this job.
+    key: a key, or a section for all keys in it except `but`. acts: whether it means anything in this job.
     why: what there is not. hint: what to do.
     """
 
@@ -34,7 +34,7 @@ class Idle:
     acts: Callable[[Config], bool]
     why: str
     hint: str = "leave it out"
-    switch: str = ""
+    but: tuple[str, ...] = ()
 
 
 def _is_grpo(config: Config) -> bool:
@@ -49,8 +49,8 @@ _NO_ROLLOUTS = "supervised training generates nothing"
 
 OF_ANOTHER_JOB = (
     Idle("rollout", _is_grpo, f"{_NO_ROLLOUTS}: it has no rollout replicas"),
-    Idle("validation", _is_grpo, f"{_NO_ROLLOUTS}, so nothing is validated", switch="enable"),
-    Idle("reward", _is_grpo, "supervised training has no rewards", switch="prompt_forms"),
+    Idle("validation", _is_grpo, f"{_NO_ROLLOUTS}, so nothing is validated", but=("enable",)),
+    Idle("reward", _is_grpo, "supervised training has no rewards", but=("prompt_forms",)),
     Idle("weight_sync", _is_grpo, "supervised training sends its weights nowhere"),
     Idle("train.sync_weight_interval", _is_grpo, "supervised training sends its weights nowhere"),
     *(
@@ -61,7 +61,9 @@ OF_ANOTHER_JOB = (
 """Refused: the key belongs to a job of the other type."""
 
 SWITCHED_OFF = (
-    Idle("validation", _validates, "validation is off", "write validation.enable = true to use it", "enable"),
+    Idle(
+        "validation", _validates, "validation is off", "write validation.enable = true to use it", ("enable",)
+    ),
     *(
         Idle(
             f"{_OVERLONG}.{name}",
@@ -111,6 +113,19 @@ SWITCHED_OFF = (
 """Shown as a warning: a switch elsewhere in the job turns the key off."""
 
 
+_OF_EVERY_JOB = ("output_dir", "timestamp", "seed")
+BESIDE_AN_EVALUATION = tuple(
+    Idle(name, lambda _: False, "an evaluation scores a file and runs nothing else", but=but)
+    for name, but in {
+        "train": _OF_EVERY_JOB,
+        **dict.fromkeys(("policy", "rollout", "validation", "controller", "redis", "weight_sync"), ()),
+        **dict.fromkeys(("placement", "launcher", "logging"), ()),
+        "reward": ("timeout", "num_workers"),
+    }.items()
+)
+"""Shown as a warning in an evaluation, which looks at none of it."""
+
+
 def keys_belong_to_this_job(config: Config) -> list[Problem]:
     """Keys of the other type of job."""
     return [problem for row in OF_ANOTHER_JOB for problem in _problems(config, row)]
@@ -119,6 +134,11 @@ def keys_belong_to_this_job(config: Config) -> list[Problem]:
 def keys_are_switched_on(config: Config) -> list[Problem]:
     """Warning: keys that something else turns off."""
     return [problem for row in SWITCHED_OFF for problem in _problems(config, row)]
+
+
+def keys_are_of_the_evaluation(config: Config) -> list[Problem]:
+    """Warning: keys of training in a job that only scores."""
+    return [problem for row in BESIDE_AN_EVALUATION for problem in _problems(config, row)]
 
 
 def _problems(config: Config, row: Idle) -> list[Problem]:
@@ -130,7 +150,7 @@ def _problems(config: Config, row: Idle) -> list[Problem]:
         if value == default:
             return []
         return [Problem(row.key, f"has no effect here: {row.why}", value, row.hint)]
-    names = [name for name in _changed(value, default) if name != row.switch]
+    names = [name for name in _changed(value, default) if name not in row.but]
     if not names:
         return []
     key = f"{row.key}.{names[0]}" if len(names) == 1 else row.key

@@ -5,6 +5,7 @@ from __future__ import annotations
 Entry = tuple[str, str, str, str]
 
 _PREPARE, _SOURCES = "controller/data/prepare.py", "controller/data/sources.py"
+_ANSWERS, _BOUNDS = "controller/data/evaluation.py", ("max_prompt_length", "overlong_prompts")
 _GRPO, _OPTIM, _FSDP = "policy_worker/grpo.py", "policy_worker/optim.py", "policy_worker/parallel/fsdp.py"
 _WORKER, _MODEL, _EXPORT = "policy_worker/worker.py", "policy_worker/model.py", "policy_worker/export.py"
 _CHECKPOINT, _FACTS, _JOB = "policy_worker/checkpoint.py", "controller/facts.py", "controller/job.py"
@@ -205,6 +206,20 @@ _VALIDATION = {
                             "schema/config/data_rules.py"),
 }  # fmt: skip
 
+_EVALUATION = {
+    "prompt_column_name": _e("file", "`prompt` of an answer that is scored.", _ANSWERS),
+    "responses_column_name": _e("file", "The answers that are scored.", _ANSWERS),
+    "reference_column_name": _e("file", "`answer` that they are compared with.", _ANSWERS),
+    "data_source_column_name": _e("file", "Sources by which scores are told apart.", _ANSWERS),
+    "reward_function": _e("file", "Scores of the answers.", "rollout_worker/evaluate.py", "reward_weights"),
+    **_under("dataset", {name: entry for name, entry in _DATASET.items() if name not in _BOUNDS}),
+    **{
+        f"dataset.{name}": _e("refusal", "All answers of the file are scored.",
+                              "schema/config/evaluation_rules.py")
+        for name in (*_BOUNDS, "test_size")
+    },
+}  # fmt: skip
+
 _CONTROLLER = {
     "host": _e("process", "Address of the controller.", f"{_LAUNCH} {_SERVE}"),
     "port": _e("process", "Port of the controller.", f"launcher/run.py {_SERVE}"),
@@ -234,6 +249,7 @@ TABLE: dict[str, Entry] = {
     **_under("rollout", _ENGINE),
     **_under("rollout.sampling_config", _SAMPLING_CONFIG),
     **_under("validation", _VALIDATION),
+    **_under("evaluation", _EVALUATION),
     "reward.timeout": _e("request or reply", "When a slow reward is an error.", _ROLLOUT),
     "reward.num_workers": _e("process", "Reward processes of a replica.", _ROLLOUT),
     "reward.on_error": _e("request or reply", "What becomes of a group with a failed sample.", _FACTS),

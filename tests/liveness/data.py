@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,9 @@ import pytest
 from transformers import dynamic_module_utils
 
 from controller.data.errors import DataError
+from controller.data.evaluation import prepare as read_answers
 from controller.data.prepare import prepare
+from rollout_worker.evaluate import evaluate
 from schema.config import Config
 from schema.wire.prompts import PromptFile
 from tests.liveness.probe import UNSET, Made, Place, With, changed, grpo, sft, watch
@@ -205,6 +209,10 @@ watch(nothing, validated, {"validation.dataset.test_size": (UNSET, 2)}, refused=
 
 def asked_of_the_hub(config: Config, place: Place) -> list[tuple[Any, ...]]:
     """What the library that loads datasets of the hub is asked for."""
+    return _asked_of_the_hub(lambda: prepare(config, place.directory()))
+
+
+def _asked_of_the_hub(work: Callable[[], Any]) -> list[tuple[Any, ...]]:
     asked: list[tuple[Any, ...]] = []
 
     def load_dataset(*arguments: Any, **named: Any) -> Any:
@@ -213,7 +221,7 @@ def asked_of_the_hub(config: Config, place: Place) -> list[tuple[Any, ...]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(datasets, "load_dataset", load_dataset)
-        prepare(config, place.directory())
+        work()
     return asked
 
 
@@ -227,6 +235,116 @@ watch(
     asked_of_the_hub,
     changed(from_file, {"validation.enable": True, "validation.dataset.name": "owner/questions"}),
     {"validation.dataset.subset": ("", "main"), "validation.dataset.revision": ("", "v2")},
+)
+
+# ---- answers of a file ----------------------------------------------------------------------------------------
+
+
+def answers(place: Place) -> dict[str, Any]:
+    """A job that scores answers of a file."""
+    return {"evaluation": {"dataset": {"name": str(_answers(place, 4)), "split": ""}}}
+
+
+def _answers(place: Place, count: int) -> Path:
+    rows = [
+        {
+            **row, "responses": [r"\boxed{1}", r"\boxed{2}"], "others": [r"\boxed{2}"],
+            "data_source": "math_dapo", "origin": "gsm8k",
+        }
+        for row in _own_rows(count)
+    ]  # fmt: skip
+    return place.rows(f"answers-{count}.jsonl", rows)
+
+
+def answers_that_are_scored(config: Config, place: Place) -> list[dict[str, Any]]:
+    """Every line that the rewards get."""
+    run_dir = place.directory()
+    read_answers(config, run_dir)
+    return [json.loads(line) for line in (run_dir / "data" / "evaluation.jsonl").read_text().splitlines()]
+
+
+def scores(config: Config, place: Place) -> dict[str, Any]:
+    """The scores of all answers, by source."""
+    run_dir = place.directory()
+    read_answers(config, run_dir)
+    found = asyncio.run(evaluate(config, run_dir))
+    return {**found["sources"], "all": found["score"]}
+
+
+DATA = "evaluation.dataset"
+watch(
+    answers_that_are_scored,
+    answers,
+    {
+        f"{DATA}.name": (
+            Made(lambda place: str(_answers(place, 4))),
+            Made(lambda place: str(_answers(place, 2))),
+        ),
+        "evaluation.prompt_column_name": ("prompt", "question"),
+        "evaluation.responses_column_name": ("responses", "others"),
+        "evaluation.reference_column_name": ("answer", "solution"),
+        "evaluation.data_source_column_name": ("data_source", "origin"),
+    },
+)
+watch(
+    answers_that_are_scored,
+    lambda place: {"evaluation": {}},
+    {
+        f"{DATA}.files": (
+            Made(lambda place: [str(_answers(place, 4))]),
+            Made(lambda place: [str(_answers(place, 2))]),
+        )
+    },
+)
+watch(
+    answers_that_are_scored,
+    lambda place: {"evaluation": {"dataset": {"name": _folder(place)}, "responses_column_name": "solution"}},
+    {f"{DATA}.split": ("train", "test")},
+)
+watch(
+    answers_that_are_scored,
+    lambda place: {
+        "evaluation": {
+            "dataset": {"name": "synthetic:addition"},
+            "responses_column_name": "answer",
+            "reward_function": "format",
+        }
+    },
+    {f"{DATA}.options": ({"n": 24}, {"n": 12})},
+)
+watch(
+    scores,
+    changed(answers, {"evaluation.reference_column_name": "answer"}),
+    {"evaluation.reward_function": ("by_source", {"by_source": 0.5, "format": 0.25})},
+)
+
+
+def asked_of_the_hub_for_answers(config: Config, place: Place) -> list[tuple[Any, ...]]:
+    """What the library that loads datasets of the hub is asked for."""
+    return _asked_of_the_hub(lambda: read_answers(config, place.directory()))
+
+
+watch(
+    asked_of_the_hub_for_answers,
+    lambda place: {"evaluation": {"dataset": {"name": "owner/answers"}, "responses_column_name": "solution"}},
+    {f"{DATA}.subset": ("", "main"), f"{DATA}.revision": ("", "v2")},
+)
+
+
+def nothing_of_an_evaluation(config: Config, place: Place) -> str:
+    """What is refused before anybody reads it."""
+    return config.evaluation.dataset.model_dump_json()
+
+
+watch(
+    nothing_of_an_evaluation,
+    answers,
+    {
+        f"{DATA}.test_size": (UNSET, 2),
+        f"{DATA}.max_prompt_length": (UNSET, 20),
+        f"{DATA}.overlong_prompts": ("drop", "left"),
+    },
+    refused=True,
 )
 
 # ---- tokenizer and code of others -----------------------------------------------------------------------------
