@@ -1,0 +1,137 @@
+"""Keys that cannot act in a job: refused where they are another job's, a warning where a switch is off."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from schema.config import Config, check_config, check_rules, check_warnings
+from schema.config.idle_rules import (
+    OF_ANOTHER_JOB,
+    SWITCHED_OFF,
+    keys_are_switched_on,
+    keys_belong_to_this_job,
+)
+from schema.config.keys import leaf_keys, section_keys
+from tests.schema.config_samples import GRPO, SFT, write
+
+POLICY = "train.train_policy"
+VALUES: dict[str, Any] = {
+    "rollout.n_generation": 8,
+    "rollout.sampling_config.stop": ["\n"],
+    "rollout.parallelism.cp_size": 2,
+    "validation.freq": 5,
+    "reward.timeout": 1.0,
+    "weight_sync.keep": 2,
+    "train.sync_weight_interval": 2,
+    "controller.lease_timeout": 60.0,
+    "controller.oversample": 2.0,
+    "controller.on_stale": "drop",
+    "controller.straggler_timeout": 60.0,
+    "controller.max_attempts": 2,
+}
+OFF: dict[str, tuple[Any, dict[str, Any]]] = {
+    "validation.freq": (5, {}),
+    "validation.dataset.name": ("synthetic:addition", {}),
+    f"{POLICY}.overlong_reward.buffer_length": (8, {}),
+    f"{POLICY}.overlong_reward.penalty_factor": (0.5, {}),
+    "train.ckpt.save_freq": (7, {}),
+    f"{POLICY}.mini_batch": (4, {f"{POLICY}.max_token_len_per_mini_batch": 8192}),
+    "train.optm_warmup_start_factor": (0.5, {"train.optm_warmup_steps": 0}),
+    f"{POLICY}.outdated_rollout_fetch_batch_size": (2, {f"{POLICY}.on_policy": True}),
+    "validation.top_p": (0.5, {"validation.enable": True}),
+    "validation.top_k": (5, {"validation.enable": True}),
+    "launcher.restart_backoff": (2.0, {"launcher.max_restarts": 0}),
+    "launcher.restart_backoff_max": (90.0, {"launcher.max_restarts": 0}),
+}
+ON: dict[str, dict[str, Any]] = {
+    "validation.freq": {"validation.enable": True},
+    "validation.dataset.name": {"validation.enable": True},
+    f"{POLICY}.overlong_reward.buffer_length": {f"{POLICY}.overlong_reward.enable_overlong_penalty": True},
+    f"{POLICY}.overlong_reward.penalty_factor": {f"{POLICY}.overlong_reward.enable_overlong_penalty": True},
+    "train.ckpt.save_freq": {"train.ckpt.enable_checkpoint": True},
+    f"{POLICY}.mini_batch": {},
+    "train.optm_warmup_start_factor": {},
+    f"{POLICY}.outdated_rollout_fetch_batch_size": {},
+    "validation.top_p": {"validation.enable": True, "validation.temperature": 0.5},
+    "validation.top_k": {"validation.enable": True, "validation.temperature": 0.5},
+    "launcher.restart_backoff": {},
+    "launcher.restart_backoff_max": {},
+}
+
+
+def config(base: dict[str, Any], values: dict[str, Any]) -> Config:
+    data = deepcopy(base)
+    for key, value in values.items():
+        write(data, key.split("."), value)
+    return Config.model_validate(data)
+
+
+@pytest.mark.parametrize("key", VALUES)
+def test_keys_of_reinforcement_are_refused_in_supervised_training(key: str) -> None:
+    written = config(SFT, {key: VALUES[key]})
+    (problem,) = keys_belong_to_this_job(written)
+    assert problem.key == key
+    assert "has no effect here: supervised training" in problem.message
+    assert problem in check_rules(written)
+    assert keys_belong_to_this_job(config(GRPO, {key: VALUES[key]})) == []
+
+
+def test_a_section_of_another_job_is_one_problem() -> None:
+    (problem,) = keys_belong_to_this_job(config(SFT, {"rollout.n_generation": 8, "rollout.seed": 3}))
+    assert problem.key == "rollout"
+    assert problem.message.startswith("n_generation, seed have no effect here: ")
+    assert problem.related == ("rollout.n_generation", "rollout.seed")
+
+
+@pytest.mark.parametrize("key", OFF)
+def test_what_is_switched_off_is_a_warning(key: str) -> None:
+    value, others = OFF[key]
+    written = config(GRPO, {**others, key: value})
+    (warning,) = keys_are_switched_on(written)
+    assert warning.key == key
+    assert "has no effect here: " in warning.message
+    assert warning.hint
+    assert warning in check_warnings(written)
+    assert keys_are_switched_on(config(GRPO, {**ON[key], key: value})) == []
+
+
+def test_custom_keys_have_no_reader_in_supervised_training() -> None:
+    (warning,) = keys_are_switched_on(config(SFT, {"custom": {"mine": 1}}))
+    assert warning.key == "custom"
+    assert keys_are_switched_on(config(GRPO, {"custom": {"mine": 1}})) == []
+
+
+def test_rows_name_keys_and_each_has_a_case() -> None:
+    keys = {*leaf_keys(), *section_keys()}
+    assert {row.key for row in (*OF_ANOTHER_JOB, *SWITCHED_OFF)} <= keys
+    for rows, cases in ((OF_ANOTHER_JOB, VALUES), (SWITCHED_OFF, {**OFF, "custom": None})):
+        for row in rows:
+            assert any(key == row.key or key.startswith(f"{row.key}.") for key in cases), row.key
+
+
+def test_keys_of_training_beside_an_evaluation(tmp_path: Path) -> None:
+    file = tmp_path / "answers.jsonl"
+    file.write_text('{"prompt": "1 + 1", "responses": ["2"], "data_source": "gsm8k"}\n')
+    data: dict[str, Any] = {"evaluation": {"dataset": {"name": str(file)}}, "reward": {"timeout": 5.0}}
+    data["train"] = {"output_dir": str(tmp_path), "timestamp": "a"}
+    assert check_warnings(check_config(data)) == []
+    data["train"]["optm_lr"] = 0.5
+    data["rollout"] = {"n_generation": 2, "seed": 3}
+    warnings = check_warnings(check_config(data))
+    assert [warning.key for warning in warnings] == ["train.optm_lr", "rollout"]
+    assert warnings[1].message.startswith("n_generation, seed have no effect here: an evaluation")
+
+
+@pytest.mark.parametrize("base", [GRPO, SFT], ids=["grpo", "sft"])
+def test_a_resolved_configuration_is_judged_as_its_source(base: dict[str, Any]) -> None:
+    """In what is read back every key is written; none of them is idle for that."""
+    source = check_config(base)
+    again = check_config(source.to_dict())
+    assert keys_belong_to_this_job(again) == []
+    assert [warning.key for warning in check_warnings(again)] == [
+        warning.key for warning in check_warnings(source)
+    ]
