@@ -315,7 +315,7 @@ watch(
 )
 watch(
     validation_leases,
-    changed(validating, {"validation.batch_size": 1}),
+    changed(validating, {"validation.batch_size": 1, "rollout.parallelism.n_init_replicas": 2}),
     {
         "validation.batch_size": (1, 2),
         "validation.n_generation": (1, 2),
