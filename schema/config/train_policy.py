@@ -55,8 +55,8 @@ class DatasetConfig(Section):
     )
     overlong_prompts: Literal["drop", "error", "left", "right"] = Field(
         default="drop",
-        description="Prompts that are too long: `drop` leaves them out and counts them, `error` refuses the "
-        "dataset, `left` and `right` cut tokens on that side.",
+        description="Prompts (supervised: conversations) that are too long: `drop` leaves them out and counts "
+        "them, `error` refuses the dataset, `left` and `right` cut tokens on that side.",
     )
     image_column_name: str = Field(default="", description="Column of the images of a prompt. Empty: none.")
     custom_class: CustomCode | Literal[""] = Field(
@@ -237,7 +237,8 @@ class GrpoConfig(_DataloaderConfig):
     )
     data_source_column_name: NonEmptyStr = Field(
         default="data_source",
-        description="Column that names a row's source, for the reward function by_source.",
+        description="Column that names a row's source, for the reward function by_source; every reward finds "
+        'it as `row["data_source"]`.',
     )
     domain_column_name: str = Field(
         default="", description="Column that names a row's domain, for domain_shares. Empty: none."
@@ -421,7 +422,8 @@ class SFTDataConfig(_DataloaderConfig):
     )
     prompt_column_name: str = Field(
         default="",
-        description="Column of the question, in place of a conversation; with response_column_name.",
+        description="Column of the question (text, or messages), in place of a conversation; with "
+        "response_column_name.",
     )
     response_column_name: str = Field(
         default="", description="Column of the answer to learn, in place of a conversation."
