@@ -46,12 +46,16 @@ def written(base: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
     return data
 
 
-def assignments(hint: str) -> list[tuple[str, Any]]:
-    """Every `key = value` of a hint."""
-    return [
-        (found["key"], tomllib.loads(f"value = {found['value']}")["value"])
-        for found in _ASSIGNMENT.finditer(hint)
-    ]
+def assignments(hint: str) -> list[dict[str, Any]]:
+    """Every remedy of a hint: one `key = value`, or several joined by `and`."""
+    remedies: list[dict[str, Any]] = []
+    end = 0
+    for found in _ASSIGNMENT.finditer(hint):
+        if hint[end : found.start()] != " and ":
+            remedies.append({})
+        remedies[-1][found["key"]] = tomllib.loads(f"value = {found['value']}")["value"]
+        end = found.end()
+    return remedies
 
 
 def without(data: dict[str, Any], key: str) -> dict[str, Any]:
@@ -74,7 +78,7 @@ def check_case(case: Case, base: dict[str, Any]) -> Problem:
     for word in case.words:
         assert word in text, f"{word!r} is not in: {text}"
     assert problem.hint, "every fault comes with a remedy"
-    remedies = [written(data, {key: value}) for key, value in assignments(problem.hint)]
+    remedies = [written(data, remedy) for remedy in assignments(problem.hint)]
     if "leave it out" in problem.hint:
         remedies.append(without(data, problem.key))
     for remedy in remedies:

@@ -1,0 +1,194 @@
+"""What a model's config.json says about its shape, read without torch, transformers or the network.
+
+    a directory ─┐
+                 ├─▶ config.json ─▶ the text model's part ─▶ ModelFacts
+    a hub name ──┘   (a snapshot in the local Hugging Face cache)
+
+Only names that mean the same in every architecture are read; what is missing, of another type, or different from
+layer to layer is None, and no rule speaks of it. The longest sequence is found as vLLM finds it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from schema.config.paths import exists, is_file, local_path
+
+_TEXT_PARTS = ("text_config", "llm_config", "language_config")
+_HEADS = ("num_attention_heads", "n_head")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
+_LAYERS = ("num_hidden_layers", "n_layer")
+_EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
+_LENGTHS = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "seq_length",
+    "max_sequence_length",
+    "max_seq_length",
+    "seq_len",
+)
+_ALREADY_SCALED = frozenset(
+    {"su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling", "default", "mrope"}
+)
+"""Kinds of rotary scaling for which the length in config.json is that after scaling (vLLM 0.32)."""
+_MAX_COUNT = 2**40  # more heads, layers, words or positions than that are a mistake in the file
+_MAX_BYTES = 16 * 1024 * 1024  # a config.json larger than this is something else
+
+
+class BrokenModelError(ValueError):
+    """The model's config.json cannot be read; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """Counts of a model; None where config.json does not say.
+
+    longest: tokens, after rotary scaling; length_key: where it stands. has_rope: whether longer sequences are
+    possible at all; learned positions simply end. experts: 0 when the model has none, None when that is not sure.
+    """
+
+    name: str
+    kind: str = ""
+    heads: int | None = None
+    kv_heads: int | None = None
+    layers: int | None = None
+    vocabulary: int | None = None
+    experts: int | None = None
+    longest: int | None = None
+    length_key: str = ""
+    has_rope: bool = True
+
+
+def read_facts(name: str, revision: str | None, override: Mapping[str, Any]) -> ModelFacts | None:
+    """The facts of a model by its directory or hub name; None where it is not on this machine.
+
+    override: entries that replace those of config.json. Raises BrokenModelError.
+    """
+    path = config_file(name, revision)
+    if path is None:
+        return None
+    data = {**_read(path), **override}
+    text = next((data[part] for part in _TEXT_PARTS if isinstance(data.get(part), dict)), data)
+    return _facts(name, data, text)
+
+
+def config_file(name: str, revision: str | None) -> Path | None:
+    """The config.json of a local model, or of a hub model that the local cache holds."""
+    path = local_path(name)
+    folder = _cached(name, revision or "main") if path is None else path
+    file = None if folder is None else folder / "config.json"
+    return file if file is not None and is_file(file) else None
+
+
+def _cached(name: str, revision: str) -> Path | None:
+    """A snapshot in the hub's cache, where its own library would look for it."""
+    home = os.environ.get("HF_HOME") or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface"
+    )
+    cache = Path(os.path.expanduser(os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")))
+    model = cache / f"models--{name.replace('/', '--')}"
+    if not exists(model):
+        return None
+    try:
+        commit = (model / "refs" / revision).read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        commit = revision  # a commit hash has no ref
+    return model / "snapshots" / commit
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > _MAX_BYTES:
+            raise BrokenModelError(f"{path} is larger than any model's config.json")
+        data = json.loads(path.read_bytes())
+    except OSError as error:
+        raise BrokenModelError(f"{path} cannot be read: {error.strerror or error}") from None
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, BrokenModelError):
+            raise
+        raise BrokenModelError(f"{path} is not JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise BrokenModelError(f"{path} holds no JSON object")
+    return data
+
+
+def _facts(name: str, data: Mapping[str, Any], text: Mapping[str, Any]) -> ModelFacts:
+    kind = text.get("model_type") or data.get("model_type")
+    heads = _count(text, _HEADS)
+    longest, key = _longest(text, str(kind))
+    return ModelFacts(
+        name=name,
+        kind=kind if isinstance(kind, str) else "",
+        heads=heads,
+        kv_heads=_kv_heads(text, heads),
+        layers=_count(text, _LAYERS),
+        vocabulary=_count(text, ("vocab_size",)),
+        experts=_experts(text, heads),
+        longest=longest,
+        length_key=key,
+        has_rope="n_positions" not in text and kind != "opt",
+    )
+
+
+def _count(text: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
+    """The first of these entries that is a count."""
+    for name in names:
+        value = text.get(name)
+        if isinstance(value, int) and not isinstance(value, bool) and 0 < value < _MAX_COUNT:
+            return value
+    return None
+
+
+def _kv_heads(text: Mapping[str, Any], heads: int | None) -> int | None:
+    if (
+        "kv_lora_rank" in text or "multi_query" in text
+    ):  # latent attention, and a flag that decides: other rules
+        return None
+    written = any(name in text for name in _KV_HEADS)
+    return _count(text, _KV_HEADS) if written else heads
+
+
+def _experts(text: Mapping[str, Any], heads: int | None) -> int | None:
+    found = _count(text, _EXPERTS)
+    if found is not None:
+        return found
+    hints = any("expert" in name or "moe" in name for name in text) or "block_configs" in text
+    return None if heads is None or hints else 0
+
+
+def _longest(text: Mapping[str, Any], kind: str) -> tuple[int | None, str]:
+    lengths = {name: value for name in _LENGTHS if (value := _count(text, (name,))) is not None}
+    key = min(lengths, key=lambda name: lengths[name], default="")
+    own = _count(text, ("model_max_length",))  # Command-R: it stands above the others
+    if own is not None:
+        return own, "model_max_length"
+    if not key:
+        return None, ""
+    factor = 1.0 if "gemma3" in kind else max((_factor(rope) for rope in _ropes(text)), default=1.0)
+    return int(lengths[key] * factor), key if factor == 1.0 else f"{key} * {factor:g}"
+
+
+def _ropes(text: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Rotary parameters, old and new spelling; one table, or one per kind of layer."""
+    for name in ("rope_parameters", "rope_scaling"):
+        table = text.get(name)
+        if isinstance(table, dict):
+            yield from (part for part in (table, *table.values()) if isinstance(part, dict))
+
+
+def _factor(rope: Mapping[str, Any]) -> float:
+    kind, factor = rope.get("rope_type", rope.get("type")), rope.get("factor")
+    if (
+        kind is None
+        or kind in _ALREADY_SCALED
+        or isinstance(factor, bool)
+        or not isinstance(factor, int | float)
+    ):
+        return 1.0
+    return float(factor) if 1.0 <= factor <= 1e6 else 1.0

@@ -1,0 +1,153 @@
+"""Meshes and lengths against the model that is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from schema.config import Config, check_rules, check_warnings
+from schema.config.architecture_rules import model_agrees, model_warnings
+from tests.schema.config_samples import GRPO, SFT
+from tests.schema.remedies import Case, check_case, written
+from tests.schema.test_model_facts import QWEN
+
+M, R = "policy.parallelism", "rollout.parallelism"
+VLLM = {"rollout.backend": "vllm"}
+MOE = QWEN | {"num_experts": 12}
+SMALL = QWEN | {"max_position_embeddings": 1024}
+LEARNED = {"model_type": "gpt2", "n_head": 12, "n_layer": 12, "n_positions": 1024, "vocab_size": 50257}
+
+FAULTS: list[tuple[dict[str, Any], dict[str, Any], str, tuple[str, ...]]] = [
+    (
+        QWEN,
+        {f"{M}.tp_size": 32},
+        f"{M}.tp_size",
+        ("32 does not divide the 16 attention heads",),
+    ),
+    (QWEN, {f"{M}.tp_size": 16}, f"{M}.tp_size", ("16 does not divide the 8 key/value heads",)),
+    (
+        QWEN | {"vocab_size": 151938},
+        {f"{M}.tp_size": 4},
+        f"{M}.tp_size",
+        ("4", "151938 tokens of vocabulary"),
+    ),
+    (QWEN, {f"{M}.pp_size": 29}, f"{M}.pp_size", ("29 are 29 stages for the 28 layers",)),
+    (
+        QWEN,
+        {f"{M}.pp_size": 8, f"{M}.virtual_pp_size": 4},
+        f"{M}.pp_size",
+        (f"8 * {M}.virtual_pp_size = 4 are 32 stages for the 28 layers",),
+    ),
+    (MOE, {f"{M}.ep_size": 8}, f"{M}.ep_size", ("8 does not divide the 12 experts",)),
+    (QWEN, {f"{M}.ep_size": 2}, f"{M}.ep_size", ("2 is for experts", "has none")),
+    (QWEN, VLLM | {f"{R}.tp_size": 12}, f"{R}.tp_size", ("12 does not divide the 16 attention heads",)),
+    (
+        QWEN | {"num_key_value_heads": 6, "num_attention_heads": 24},
+        VLLM | {f"{R}.tp_size": 4},
+        f"{R}.tp_size",
+        ("4 neither divides the 6 key/value heads", "nor is a multiple"),
+    ),
+    (QWEN, VLLM | {f"{R}.pp_size": 30}, f"{R}.pp_size", ("30 are more stages than the 28 layers",)),
+    (MOE, VLLM | {f"{R}.ep_size": 8, f"{R}.tp_size": 8}, f"{R}.ep_size", ("12 experts",)),
+    (QWEN, {"policy.moe_grouped_gemm": True}, "policy.moe_grouped_gemm", ("is none",)),
+    (QWEN, {"policy.freeze_moe_router": True}, "policy.freeze_moe_router", ("is none",)),
+    (QWEN, {"train.recompute_moe_layers": True}, "train.recompute_moe_layers", ("is none",)),
+    (
+        SMALL,
+        VLLM,
+        "policy.model_max_length",
+        ("4096 tokens", "1024 positions (max_position_embeddings)", "vLLM refuses"),
+    ),
+    (
+        SMALL,
+        VLLM
+        | {
+            "rollout.max_model_len": 2000,
+            "policy.model_max_length": 1000,
+            "rollout.max_response_length": 500,
+        },
+        "rollout.max_model_len",
+        ("2000 tokens", "1024 positions"),
+    ),
+    (
+        LEARNED,
+        {},
+        "policy.model_max_length",
+        ("4096 tokens", "1024 positions (n_positions)", "learned positions end"),
+    ),
+]
+
+
+def named(directory: Path, architecture: dict[str, Any] | str, values: dict[str, Any]) -> dict[str, Any]:
+    text = architecture if isinstance(architecture, str) else json.dumps(architecture)
+    (directory / "config.json").write_text(text)
+    return {"policy.model_name_or_path": str(directory), **values}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "values", "key", "words"), FAULTS, ids=lambda v: v if isinstance(v, str) else ""
+)
+def test_faults(
+    tmp_path: Path, architecture: dict[str, Any], values: dict[str, Any], key: str, words: tuple[str, ...]
+) -> None:
+    case = Case(model_agrees, named(tmp_path, architecture, values), key, (*words, str(tmp_path)))
+    problem = check_case(case, GRPO)
+    assert "policy.model_name_or_path" in problem.message
+    asked = [found.key for found in check_rules(Config.model_validate(written(GRPO, case.values)))]
+    assert key in asked
+
+
+@pytest.mark.parametrize(
+    ("architecture", "values"),
+    [
+        (QWEN, {f"{M}.tp_size": 8, f"{M}.pp_size": 4}),
+        (QWEN, VLLM | {f"{R}.tp_size": 16, f"{R}.pp_size": 3}),  # two ranks hold each key/value head
+        (MOE, {f"{M}.ep_size": 4, "policy.moe_grouped_gemm": True, "policy.freeze_moe_router": True}),
+        (MOE, VLLM | {f"{R}.tp_size": 4, f"{R}.ep_size": 4}),
+        (SMALL, {}),  # the transformers engine goes on beyond trained rotary positions
+        (SMALL | {"rope_scaling": {"type": "linear", "factor": 4.0}}, VLLM),
+        (SMALL, VLLM | {"rollout.max_model_len": 1024}),
+        ({}, VLLM | {f"{M}.tp_size": 3, f"{M}.pp_size": 7, f"{M}.ep_size": 5, f"{R}.tp_size": 3}),
+    ],
+)
+def test_what_fits(tmp_path: Path, architecture: dict[str, Any], values: dict[str, Any]) -> None:
+    config = Config.model_validate(written(GRPO, named(tmp_path, architecture, values)))
+    assert model_agrees(config) == []
+
+
+@pytest.mark.parametrize("base", [GRPO, SFT], ids=["grpo", "sft"])
+def test_longer_than_trained_is_a_warning(tmp_path: Path, base: dict[str, Any]) -> None:
+    problem = check_case(
+        Case(model_warnings, named(tmp_path, SMALL, {}), "policy.model_max_length", ("1024",)), base
+    )
+    config = Config.model_validate(written(base, named(tmp_path, SMALL, {})))
+    assert problem.message in [warning.message for warning in check_warnings(config)]
+    assert model_agrees(config) == []
+
+
+def test_stages_of_unequal_length_are_a_warning(tmp_path: Path) -> None:
+    values = named(tmp_path, QWEN, {f"{M}.pp_size": 3})
+    check_case(Case(model_warnings, values, f"{M}.pp_size", ("28 layers", "3 unequal stages")), GRPO)
+
+
+def test_the_critics_mesh_is_of_the_same_model(tmp_path: Path) -> None:
+    critic = {
+        "critic.enable": True,
+        "train.train_policy.advantage_estimator": "gae",
+        "critic.parallelism.tp_size": 3,
+    }
+    case = Case(
+        model_agrees, named(tmp_path, QWEN, critic), "critic.parallelism.tp_size", ("3 does not divide",)
+    )
+    check_case(case, GRPO)
+    other = written(GRPO, case.values | {"critic.model_name_or_path": "owner/other"})
+    assert model_agrees(Config.model_validate(other)) == []
+
+
+def test_a_broken_model_is_a_problem(tmp_path: Path) -> None:
+    (problem,) = model_agrees(Config.model_validate(written(GRPO, named(tmp_path, "{", {}))))
+    assert problem.key == "policy.model_name_or_path"
+    assert "config.json is not JSON" in problem.message
