@@ -184,11 +184,8 @@ def _ropes(text: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 def _factor(rope: Mapping[str, Any]) -> float:
     kind, factor = rope.get("rope_type", rope.get("type")), rope.get("factor")
-    if (
-        kind is None
-        or kind in _ALREADY_SCALED
-        or isinstance(factor, bool)
-        or not isinstance(factor, int | float)
-    ):
+    if not isinstance(kind, str) or kind in _ALREADY_SCALED:
+        return 1.0
+    if isinstance(factor, bool) or not isinstance(factor, int | float):
         return 1.0
     return float(factor) if 1.0 <= factor <= 1e6 else 1.0
