@@ -7,7 +7,6 @@ Everything up to the run directory changes nothing and ends with exit code 2 if 
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -84,6 +83,8 @@ def launch(paths: Sequence[Path], overrides: Sequence[str], *, resume: bool, env
 
 
 def _run(checked: Checked, run: RunDir, continued: bool, screen: Screen, env: Mapping[str, str]) -> int:
+    import asyncio  # a dry run, which loads this module too, need not wait for it
+
     from launcher.job import Job
     from launcher.plan import Plan
     from launcher.report import Result

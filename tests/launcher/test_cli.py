@@ -45,14 +45,23 @@ def replace(path: Path, old: str, new: str) -> None:
 def test_help_teaches():
     run = cosmos("--help")
     assert run.returncode == 0
-    for part in ("cosmos-launch --config run.toml", "--set", "--resume", "validate", "status", "Exit codes"):
+    for part in (
+        "cosmos-launch --config run.toml", "--set", "--resume", "validate", "status", "Exit codes",
+        "init grpo", "explain train.optm_lr", "COSMOS_TRAIN__EPOCH=2", "default < first --config", "--dry-run",
+    ):  # fmt: skip
         assert part in run.stdout, part
     assert cosmos("-h").stdout == run.stdout
-    for command in ("validate", "schema", "status", "stop"):
+    for command in ("validate", "schema", "status", "stop", "show", "explain", "init"):
         assert "Usage" in cosmos(command, "--help").stdout
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["validate", "run.toml"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"], ["validate", "run.toml"], ["show", "run.toml"], ["explain", "train.epoch"], ["init"],
+        ["init", "grpo", "--gpus", "1", "--engine", "vllm", "-o", "-"], ["--config", "run.toml", "--dry-run"],
+    ],
+)  # fmt: skip
 def test_quick_commands_import_nothing_heavy(tmp_path: Path, arguments: list[str]):
     write_job(tmp_path)
     script = f"""
@@ -188,6 +197,133 @@ def test_dry_run_shows_the_processes_and_starts_nothing(tmp_path: Path):
     assert "policy-0: policy_worker" in run.stdout
     assert "rollout-0: rollout_worker" in run.stdout
     assert not (tmp_path / "out").exists()
+
+
+def test_dry_run_for_programs(tmp_path: Path):
+    run = cosmos("--config", write_job(tmp_path), "--dry-run", "--json", CUDA_VISIBLE_DEVICES="")
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout)
+    assert [process["name"] for process in found["processes"]] == [
+        "redis", "data", "controller", "policy-0", "rollout-0",
+    ]  # fmt: skip
+    assert found["run_dir"].startswith(str(tmp_path / "out"))
+    assert found["model"] is None
+    assert "no safetensors files" in found["no_model"]
+    assert not (tmp_path / "out").exists()
+    run = cosmos("--config", tmp_path / "run.toml", "--json")
+    assert run.returncode == 2
+    assert "--dry-run" in run.stderr
+
+
+# ---- layers -----------------------------------------------------------------------------------------------
+
+
+def test_every_command_takes_the_same_layers(tmp_path: Path):
+    base, over = write_job(tmp_path), tmp_path / "over.toml"
+    over.write_text("[train]\nseed = 5\nepoch = 2\n")
+    env = {"COSMOS_TRAIN__EPOCH": "3", "COSMOS_TRAIN__OUTPUT_DIR": str(tmp_path / "other")}
+    run = cosmos("show", base, over, "--changed", "--json", "--set", "train.sync_weight_interval=2", **env)
+    found = {
+        value["key"]: (value["value"], value["origin"], value["where"]) for value in json.loads(run.stdout)
+    }
+    assert found["train.seed"] == (5, "file", f"{over}:2:1")
+    assert found["train.epoch"] == (3, "environment", "COSMOS_TRAIN__EPOCH")
+    assert found["train.sync_weight_interval"] == (2, "set", "--set")
+    assert cosmos("validate", base, over, **env).stdout.strip() == f"{base} + {over} are valid together"
+    plan = cosmos("--config", base, "--config", over, "--dry-run", "--json", **env)
+    assert json.loads(plan.stdout)["run_dir"].startswith(str(tmp_path / "other"))
+    status = cosmos("status", base, over, **env)
+    assert f"{tmp_path / 'other'} does not exist" in status.stderr
+    stop = cosmos("stop", base, "--set", f"train.output_dir={tmp_path / 'third'}")
+    assert f"{tmp_path / 'third'} does not exist" in stop.stderr
+
+
+def test_a_fault_names_its_layer(tmp_path: Path):
+    base, over = write_job(tmp_path), tmp_path / "over.toml"
+    over.write_text("[train]\nepoch = 0\n")
+    for arguments in (["validate", base, over], ["show", base, over], ["--config", base, "--config", over]):
+        run = cosmos(*arguments, COSMOS_TRAIN__OPTM_LR="fast")
+        assert run.returncode == 2
+        assert f"error: {over}:2:1: train.epoch: must be at least 1" in run.stderr
+        assert "error: environment variable COSMOS_TRAIN__OPTM_LR: train.optm_lr: expected" in run.stderr
+        assert "Traceback" not in run.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_variable_with_one_underscore_is_a_warning(tmp_path: Path):
+    for arguments in (["validate", write_job(tmp_path)], ["--config", tmp_path / "run.toml", "--dry-run"]):
+        run = cosmos(*arguments, COSMOS_TRAIN_EPOCH="3", CUDA_VISIBLE_DEVICES="")
+        assert run.returncode == 0
+        assert "write COSMOS_TRAIN__EPOCH" in run.stderr
+
+
+def test_machine_findings_name_the_line(tmp_path: Path):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        path = write_job(tmp_path, f"[controller]\nport = {port}\n")
+        run = cosmos("--config", path)
+    assert run.returncode == 2
+    assert "run.toml:" in run.stderr
+    assert f"controller.port: port {port} on 127.0.0.1 is in use" in run.stderr
+
+
+# ---- learning ---------------------------------------------------------------------------------------------
+
+
+def test_explain(tmp_path: Path):
+    run = cosmos("explain", "train.optm_betas")
+    assert run.returncode == 0
+    for part in (
+        "Betas of Adam",
+        "exactly 2 items",
+        "[0.9, 0.999]",
+        "policy_worker/",
+        "COSMOS_TRAIN__OPTM_BETAS",
+    ):
+        assert part in run.stdout, part
+    assert "cosmos-rl's default is 8" in cosmos("explain", "train.train_batch_per_replica").stdout
+    assert "cannot do LoRA yet" in cosmos("explain", "policy.lora.r").stdout
+    assert "save_freq" in cosmos("explain", "train.ckpt").stdout
+    assert "[rollout]" in cosmos("explain").stdout
+    assert cosmos("explain", "train.ckpt.*").stdout.count("train.ckpt.") >= 10
+    data = json.loads(cosmos("explain", "train.optm_lr", "--json").stdout)
+    assert data["keys"][0]["default"] == 1e-6
+    run = cosmos("explain", "train.optm_lrr")
+    assert run.returncode == 2
+    assert "did you mean `train.optm_lr`?" in run.stderr
+
+
+def test_every_key_and_section_can_be_printed():
+    from launcher.explained import lines
+    from schema.config.keys import leaf_keys, section_keys
+    from schema.config.lookup import look_up
+
+    for key in ("", "*", *leaf_keys(), *section_keys()):
+        printed = lines(look_up(key))
+        assert printed
+        assert all(line == line.rstrip() for line in printed), key
+
+
+def test_init_and_what_follows(tmp_path: Path):
+    run = cosmos("init", cwd=tmp_path)
+    assert run.returncode == 0
+    assert "addition-sft" in run.stdout
+    run = cosmos("init", "addition-sft", cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert "cosmos-launch validate run.toml" in run.stdout
+    assert cosmos("validate", "run.toml", cwd=tmp_path).returncode == 0
+    plan = cosmos("--config", "run.toml", "--dry-run", cwd=tmp_path, CUDA_VISIBLE_DEVICES="")
+    assert "329,472 parameters" in plan.stdout
+    run = cosmos("init", "addition-sft", cwd=tmp_path)
+    assert run.returncode == 2
+    assert "is there already" in run.stderr
+
+
+def test_a_file_in_the_place_of_a_command_is_explained(tmp_path: Path):
+    run = cosmos(write_job(tmp_path))
+    assert run.returncode == 2
+    assert "is a file, not a command" in run.stderr
+    assert "--config" in run.stderr
 
 
 def test_schema(tmp_path: Path):

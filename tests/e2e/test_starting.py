@@ -1,0 +1,56 @@
+"""A newcomer's first two commands, run for real: `init` and what it writes, with keys from all layers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.program import COMMAND
+
+pytestmark = pytest.mark.e2e
+
+
+def cosmos(directory: Path, *arguments: str, **env: str) -> str:
+    run = subprocess.run(
+        [COMMAND, *arguments],
+        cwd=directory,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **env},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    return run.stdout
+
+
+def only_run(directory: Path, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The run of a name: its configuration and its summary."""
+    run = directory / "outputs" / "addition" / name
+    return json.loads((run / "config.json").read_text()), json.loads((run / "summary.json").read_text())
+
+
+def test_the_addition_recipes_run_one_after_the_other(tmp_path: Path) -> None:
+    cosmos(tmp_path, "init", "addition-sft")
+    (tmp_path / "short.toml").write_text("[train]\nmax_num_steps = 90\nepoch = 7\n")
+    layers = ["--config", "run.toml", "--config", "short.toml", "--set", "train.timestamp=sft"]
+    cosmos(tmp_path, *layers, COSMOS_TRAIN__MAX_NUM_STEPS="30", COSMOS_TRAIN__TIMESTAMP="from-env")
+    config, summary = only_run(tmp_path, "sft")
+    assert (config["train"]["max_num_steps"], config["train"]["epoch"]) == (30, 7)
+    assert summary["status"]["step"] == 30, "the processes go by the written configuration"
+    losses = [step["metrics"]["loss"] for step in summary["steps"]]
+    assert losses[-1] < losses[0] / 2
+
+    cosmos(tmp_path, "init", "addition-grpo", "-o", "grpo.toml")
+    cosmos(
+        tmp_path, "--config", "grpo.toml", "--set", "train.timestamp=grpo", "--set", "train.max_num_steps=2"
+    )
+    config, summary = only_run(tmp_path, "grpo")
+    assert config["policy"]["model_name_or_path"] == str(tmp_path / "outputs" / "addition" / "sft" / "final")
+    assert summary["status"]["step"] == 2
+    assert (tmp_path / "outputs" / "addition" / "grpo" / "final" / "model.safetensors").exists()

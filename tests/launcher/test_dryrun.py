@@ -1,0 +1,183 @@
+"""The plan of a start: every process with its command, its memory summed by device, no secrets, nothing made."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher import dryrun
+from launcher.capacity import Capacity
+from launcher.dryrun import HOST, Planned, plan, plan_lines
+from launcher.errors import LaunchError
+from launcher.machine import Machine
+from launcher.memory import PROGRAM_BYTES
+from launcher.run import Checked
+from launcher.rundir import RunDir
+from launcher.tiny_model import write_tiny_model
+from tests.launcher.samples import config
+
+N = 329_472
+GIB = 2**30
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    write_tiny_model(tmp_path / "tiny")
+    return tmp_path
+
+
+def planned(
+    machine: Machine, capacity: Capacity, monkeypatch: pytest.MonkeyPatch, env: dict[str, str] | None = None,
+    **sections: dict[str, Any],
+) -> Planned:  # fmt: skip
+    """The plan on a machine of our making: what there is is an input like any other."""
+    monkeypatch.setattr(dryrun, "find_capacity", lambda gpus: capacity)
+    policy = {"model_name_or_path": "tiny", "model_max_length": 100, **sections.pop("policy", {})}
+    made = config(policy=policy, **sections)
+    return plan(Checked(made, machine, []), resume=False, env=env or {})
+
+
+def test_processes_of_a_small_machine(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    env = {"COSMOS_REDIS_PASSWORD": "hunter2", "HOME": "/home/me"}
+    found = planned(Machine(2), Capacity(GIB * 8, GIB * 4), monkeypatch, env, controller={"port": 1234})
+    assert [process.name for process in found.processes] == [
+        "redis", "data", "controller", "policy-0", "rollout-0",
+    ]  # fmt: skip
+    by_name = {process.name: process for process in found.processes}
+    assert by_name["controller"].argv[-4:] == ("--host", "127.0.0.1", "--port", "1234")
+    assert by_name["controller"].env["COSMOS_TOKEN_POLICY"] == "***"
+    assert "COSMOS_REDIS_PASSWORD" not in by_name["controller"].env, "the embedded server has none"
+    policy = by_name["policy-0"]
+    assert policy.argv[-2:] == ("-m", "policy_worker")
+    assert (policy.env["COSMOS_CONTROLLER_URL"], policy.env["COSMOS_TOKEN"]) == (
+        "http://127.0.0.1:1234",
+        "***",
+    )
+    assert (policy.threads, policy.gpus, policy.device) == (1, (), HOST)
+    assert found.run_dir.startswith(str(here / "outputs"))
+    assert not found.continued
+    assert sorted(path.name for path in here.iterdir()) == ["tiny"], "nothing was made"
+
+
+def test_named_redis_is_not_started_and_its_password_not_shown(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    env = {"COSMOS_REDIS_PASSWORD": "hunter2"}
+    redis = {"url": "redis://me:hunter2@10.0.0.1:6379/0"}
+    found = planned(Machine(2), Capacity(GIB, GIB), monkeypatch, env, redis=redis)
+    names = [process.name for process in found.processes]
+    assert "redis" not in names
+    service = found.processes[names.index("controller")]
+    assert service.env["COSMOS_REDIS_URL"] == "redis://me:***@10.0.0.1:6379/0"
+    assert service.env["COSMOS_REDIS_PASSWORD"] == "***"
+    assert "hunter2" not in json.dumps(found.as_dict(), default=str) + "\n".join(plan_lines(found))
+
+
+def test_memory_is_summed_by_device(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = planned(Machine(2), Capacity(8 * GIB, 4 * GIB), monkeypatch, train={"param_dtype": "float32"})
+    by_name = {process.name: sum(part.bytes for part in process.memory) for process in found.processes}
+    policy = {part.name: part.bytes for part in found.processes[3].memory}
+    assert policy["weights that are updated"] == policy["gradients"] == N * 4
+    assert policy["optimizer (AdamW)"] == 2 * N * 4
+    cache = found.processes[4].cache
+    assert cache is not None
+    assert cache.per_token == 2 * 2 * 2 * 32 * 4
+    assert cache.tokens == GIB // cache.per_token, "a quarter of what is free"
+    assert found.shared[0].bytes == N * 4
+    programs = PROGRAM_BYTES["policy"] + PROGRAM_BYTES["rollout"] + PROGRAM_BYTES["controller"]
+    assert found.used == {HOST: by_name["policy-0"] + by_name["rollout-0"] + N * 4 + programs}
+    assert found.capacity[HOST] == 4 * GIB
+    assert found.warnings == []
+
+
+def test_devices_of_a_machine_with_gpus(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = ("0", "1", "GPU-x", "3")
+    capacity = Capacity(64 * GIB, 32 * GIB, dict.fromkeys(gpus, 10 * GIB))
+    found = planned(
+        Machine(8, gpus), capacity, monkeypatch,
+        policy={"parallelism": {"tp_size": 1, "dp_shard_size": 2}},
+        rollout={"backend": "vllm", "gpu_memory_utilization": 0.5, "parallelism": {"tp_size": 2}},
+    )  # fmt: skip
+    devices = {process.name: (process.device, process.gpus) for process in found.processes}
+    assert devices["policy-0-rank0"] == ("GPU 0", ("0", "1"))
+    assert devices["policy-0-rank1"] == ("GPU 1", ("0", "1"))
+    assert devices["rollout-0"] == ("GPU GPU-x", ("GPU-x", "3"))
+    assert found.used["GPU 0"] == found.used["GPU 1"]
+    assert found.used["GPU GPU-x"] == found.used["GPU 3"] == 5 * GIB, (
+        "vLLM takes its share, whatever it holds"
+    )
+    weights = next(part.bytes for part in found.processes[3].memory if part.name.startswith("weights"))
+    assert weights == N * 4 // 2
+    assert found.capacity["GPU 3"] == 10 * GIB
+    assert found.warnings == []
+
+
+def test_what_does_not_fit_is_a_warning(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = planned(Machine(2), Capacity(GIB, GIB // 2), monkeypatch)
+    (warning,) = found.warnings
+    assert "needed on host, 512 MiB are free" in warning.message
+    assert "mini_batch" in warning.hint
+    tiny = Capacity(64 * GIB, 32 * GIB, {"0": 10 * GIB, "1": 1_400_000})
+    rollout = {"backend": "vllm", "gpu_memory_utilization": 0.5, "parallelism": {"tp_size": 1}}
+    found = planned(Machine(8, ("0", "1")), tiny, monkeypatch, rollout=rollout)
+    assert [warning.key for warning in found.warnings] == ["rollout.gpu_memory_utilization"]
+    assert "less than one sequence of 100" in found.warnings[0].message
+
+
+def test_a_shared_gpu_is_summed(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    capacity = Capacity(64 * GIB, 32 * GIB, {"0": 100 * 2**20})
+    rollout = {"backend": "vllm", "gpu_memory_utilization": 0.9}
+    found = planned(
+        Machine(8, ("0",)), capacity, monkeypatch, rollout=rollout, placement={"share": "memory"},
+        train={"train_policy": {"mini_batch": 16}},
+    )  # fmt: skip
+    assert [warning.key for warning in found.warnings] == ["policy.model_name_or_path"]
+    assert "on GPU 0" in found.warnings[0].message
+
+
+def test_a_model_that_is_elsewhere_has_no_estimate(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = {"model_name_or_path": "owner/elsewhere"}
+    found = planned(Machine(2), Capacity(GIB, 1), monkeypatch, {"HF_HOME": str(here)}, policy=policy)
+    assert found.model is None
+    assert found.warnings == []
+    text = "\n".join(plan_lines(found))
+    assert "no memory estimate: owner/elsewhere is not on this machine" in text
+    assert "policy-0: policy_worker" in text
+
+
+def test_supervised_training_has_no_rollouts(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = planned(
+        Machine(2), Capacity(GIB * 8, GIB * 4), monkeypatch, train={"train_policy": {"type": "sft"}}
+    )
+    assert [process.role for process in found.processes] == ["redis", "data", "controller", "policy"]
+    assert found.shared == ()
+
+
+def test_the_text_names_everything(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = planned(Machine(2), Capacity(GIB * 8, GIB * 4), monkeypatch)
+    text = "\n".join(plan_lines(found))
+    for part in (
+        "2 cores, no GPU, 4 GiB of host memory free", "329,472 parameters", "-m policy_worker", "-m controller",
+        "valkey-server", "COSMOS_CPU_THREADS=1", "KV cache", "sum on host", "nothing was started",
+    ):  # fmt: skip
+        assert part in text, part
+    data = json.loads(json.dumps(found.as_dict(), default=str))
+    assert data["model"]["parameters"] == N
+    assert data["processes"][4]["cache"]["tokens"] > 0
+    assert data["processes"][3]["memory_bytes"] == sum(
+        part["bytes"] for part in data["processes"][3]["memory"]
+    )
+
+
+def test_a_start_that_would_be_refused_is_refused(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDir(here / "outputs" / "mine")
+    run.make()
+    run.write_config(config())
+    with pytest.raises(LaunchError, match="holds a run already"):
+        planned(Machine(2), Capacity(GIB, GIB), monkeypatch, train={"timestamp": "mine"})
+    again = config(train={"timestamp": "mine"}, policy={"model_name_or_path": "tiny"})
+    assert plan(Checked(again, Machine(2), []), resume=True, env={}).continued

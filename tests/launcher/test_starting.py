@@ -1,0 +1,202 @@
+"""`init`: every recipe is sound as it is on machines of all sizes, and nothing is replaced by accident."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from launcher.errors import LaunchError
+from launcher.machine import Machine
+from launcher.placement import place
+from launcher.recipes import RECIPES, Fit
+from launcher.starting import Request, fit_of, listing, start
+from launcher.tiny_model import END, byte_characters, write_tiny_model
+from schema.config import load_config
+from schema.config.export import schema_text
+
+PLAIN = [name for name in RECIPES if name != "addition-grpo"]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def begin(recipe: str, output: str = "run.toml", **options: object) -> list[str]:
+    return list(start(Request(recipe, Path(output), **options), {"CUDA_VISIBLE_DEVICES": ""}))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("engine", ["vllm", "transformers"])
+@pytest.mark.parametrize("gpus", [0, 1, 2, 3, 8, 100])
+@pytest.mark.parametrize("recipe", PLAIN)
+def test_every_recipe_is_sound_and_fits_its_machine(here: Path, recipe: str, gpus: int, engine: str) -> None:
+    begin(recipe, gpus=gpus, engine=engine)
+    config = load_config("run.toml")
+    ids = tuple(map(str, range(gpus)))
+    replicas = place(config, Machine(16, ids))
+    used = [
+        name for replica in replicas for name in replica.processes[0].env["CUDA_VISIBLE_DEVICES"].split(",")
+    ]
+    if gpus and not recipe.startswith("addition"):
+        assert set(used) == set(ids), "no GPU stays idle"
+        assert len(used) == (len(ids) + 1 if gpus == 1 and config.is_grpo else len(ids))
+    if config.is_grpo:
+        assert config.rollout.backend == engine
+        ranks = len(replicas[0].processes)
+        assert config.samples_per_step % ranks == 0
+    first, *_ = Path("run.toml").read_text().splitlines()
+    assert first == "#:schema ./config.schema.json"
+    assert Path("config.schema.json").read_text() == schema_text()
+
+
+def test_every_recipe_teaches(here: Path) -> None:
+    for name, recipe in RECIPES.items():
+        text = recipe.text(Fit(0, "transformers", "Qwen/Qwen3-0.6B"), "mine.toml")
+        assert "cosmos-launch validate mine.toml" in text
+        assert "$" not in text, name
+        assert recipe.title in text
+        assert text.count(" # ") > 3, "values are explained"
+        assert max(map(len, text.splitlines())) <= 120
+        assert tomllib.loads(text)["train"]["train_policy"]["type"] in ("grpo", "sft")
+        assert any(name in line and recipe.title in line for line in listing())
+
+
+def test_the_addition_recipes_follow_each_other(here: Path) -> None:
+    with pytest.raises(LaunchError, match="addition-sft has trained") as caught:
+        begin("addition-grpo")
+    assert "--model" in caught.value.hint
+    said = begin("addition-sft", "sft.toml")
+    assert any(line.startswith("sft-model: ") for line in said)
+    config = load_config("sft.toml")
+    assert config.policy.model_name_or_path == "sft-model"
+    run = here / "outputs" / "addition" / "20260101"
+    write_tiny_model(run / "final")
+    (run / "config.json").write_text("{}")
+    begin("addition-grpo", "grpo.toml")
+    assert load_config("grpo.toml").policy.model_name_or_path == "outputs/addition/20260101/final"
+    begin("addition-grpo", "other.toml", model="sft-model")
+    assert load_config("other.toml").policy.model_name_or_path == "sft-model"
+
+
+def test_nothing_is_replaced_without_force(here: Path) -> None:
+    Path("run.toml").write_text("mine")
+    with pytest.raises(LaunchError, match="is there already") as caught:
+        begin("grpo")
+    assert "--force" in caught.value.hint
+    assert Path("run.toml").read_text() == "mine"
+    assert not Path("config.schema.json").exists()
+    begin("grpo", force=True)
+    load_config("run.toml")
+    Path("config.schema.json").write_text("mine")
+    said = begin("grpo", "b.toml")
+    assert Path("config.schema.json").read_text() == "mine"
+    assert any("left as it is" in line for line in said)
+    Path("c-model").mkdir()
+    with pytest.raises(LaunchError, match="c-model is there already"):
+        begin("addition-sft", "c.toml")
+    assert not Path("c.toml").exists()
+
+
+def test_a_model_of_ones_own(here: Path) -> None:
+    begin("grpo", model="owner/name")
+    assert load_config("run.toml").policy.model_name_or_path == "owner/name"
+    begin("addition-sft", "b.toml", model="owner/name")
+    assert not Path("b-model").exists()
+    with pytest.raises(ValueError, match=r"nowhere does not exist"):
+        begin("grpo", "c.toml", model="./nowhere")
+    assert not Path("c.toml").exists()
+
+
+def test_directories_are_made_and_places_that_cannot_be_written_are_named(here: Path) -> None:
+    begin("sft", "a/b/run.toml")
+    load_config("a/b/run.toml")
+    with pytest.raises(LaunchError, match="is a directory") as caught:
+        begin("sft", "a")
+    assert "a/run.toml" in caught.value.hint
+    Path("file").write_text("")
+    with pytest.raises(LaunchError, match="cannot be written"):
+        begin("sft", "file/run.toml")
+
+
+def test_the_screen_gets_the_text_alone(here: Path) -> None:
+    (text,) = begin("gspo", "-", gpus=8)
+    assert tomllib.loads(text)["train"]["train_policy"]["variant"] == "gspo"
+    assert list(here.iterdir()) == []
+
+
+def test_wrong_requests_are_named(here: Path) -> None:
+    with pytest.raises(LaunchError, match="no recipe 'grop'") as caught:
+        begin("grop")
+    assert caught.value.hint == "did you mean grpo?"
+    with pytest.raises(LaunchError, match="no recipe 'zzzz'"):
+        begin("zzzz")
+    with pytest.raises(LaunchError, match="--engine sglang is unknown"):
+        begin("grpo", engine="sglang")
+
+
+def test_the_machine_is_looked_at_unless_told_otherwise() -> None:
+    here = fit_of(Request("grpo"), {"CUDA_VISIBLE_DEVICES": ""})
+    assert here.gpus == 0
+    assert here.engine in ("vllm", "transformers")
+    assert fit_of(Request("grpo", gpus=8, engine="transformers"), {}) == Fit(8, "transformers")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "training", "rollout"), [(0, 1, 1), (1, 1, 1), (2, 1, 1), (3, 1, 2), (8, 4, 4)]
+)
+def test_gpus_are_split(gpus: int, training: int, rollout: int) -> None:
+    fit = Fit(gpus, "vllm")
+    assert (fit.training_gpus, fit.rollout_gpus) == (training, rollout)
+
+
+# ---- the tiny model ---------------------------------------------------------------------------------------
+
+
+def test_every_byte_has_a_character_of_its_own() -> None:
+    characters = byte_characters()
+    assert len(set(characters)) == 256
+    assert all(character.isprintable() and not character.isspace() for character in characters)
+    assert (characters[ord("A")], characters[ord(" ")], characters[ord("\n")]) == ("A", "Ġ", "Ċ")
+
+
+def test_the_tokenizer_knows_text_and_whole_words(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+
+    write_tiny_model(tmp_path)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    text = "<think>7+6=13, é\n</think>\\boxed{13}"
+    ids = tokenizer.encode(text).ids
+    assert len(ids) == len("7+6=13, ") + 2 + 1 + 3 + len("13}"), "a byte is a token, and so are three words"
+    assert tokenizer.decode(ids, skip_special_tokens=False) == text
+    assert tokenizer.token_to_id(END) == 1
+    assert tokenizer.get_vocab_size() == 264
+
+
+def test_weights_are_drawn_by_the_seed(tmp_path: Path) -> None:
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        write_tiny_model(tmp_path / name, seed)
+    a, b, c = (load_file(tmp_path / name / "model.safetensors") for name in "abc")
+    key = "model.layers.1.mlp.up_proj.weight"
+    assert np.array_equal(a[key], b[key])
+    assert not np.array_equal(a[key], c[key])
+    assert 0.055 < a[key].std() < 0.065
+
+
+@pytest.mark.slow
+def test_transformers_loads_it_whole(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    write_tiny_model(tmp_path)
+    model, loaded = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not loaded["missing_keys"]
+    assert not loaded["unexpected_keys"]
+    assert sum(parameter.numel() for parameter in model.parameters()) == 329_472
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    turns = [{"role": "user", "content": "1+1"}]
+    text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    assert text == "<|user|>1+1<|end|><|assistant|>"
