@@ -44,7 +44,7 @@ format: setup  ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-schema: setup  ## write config.schema.json from the config tree
+schema: setup  ## write config.schema.json and docs/config.md from the config tree
 	$(BIN)/python -m schema.config.export
 
 clean:  ## remove the environment, caches and the quickstart's output

@@ -1,7 +1,8 @@
 """The configuration as a JSON schema (draft 2020-12), for editors and other tools: `config.schema.json`.
 
-`python -m schema.config.export [FILE]` writes it; a test compares the file with the tree. What a schema can
-say (names, types, choices, bounds, defaults, descriptions) is in it; what sections must agree on: `rules`.
+`python -m schema.config.export` writes it and the reference for people, `docs/config.md`; with a FILE the schema
+alone, there. Tests compare both with the tree. What a schema can say (names, types, choices, bounds, defaults,
+descriptions) is in it; what sections must agree on: `rules`.
 """
 
 from __future__ import annotations
@@ -43,9 +44,12 @@ def _tidy(node: Any) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Write the schema to the file that is named, else to `config.schema.json` in the current directory."""
-    path = Path(arguments[0] if arguments else FILE_NAME)
-    path.write_text(schema_text(), encoding="utf-8")
+    """Write the schema to the file that is named; without one, schema and reference into the current directory."""
+    Path(arguments[0] if arguments else FILE_NAME).write_text(schema_text(), encoding="utf-8")
+    if not arguments:
+        from schema.config import document  # it needs the tables of the readers, which no other part does
+
+        Path(document.FILE_NAME).write_text(document.document(), encoding="utf-8")
 
 
 if __name__ == "__main__":
