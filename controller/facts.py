@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from controller.ledger import LedgerParams
 from controller.validation_groups import ValidationParams
@@ -53,12 +53,20 @@ def ledger_params(config: Config, n_positions: int) -> LedgerParams:
         max_attempts=controller.max_attempts,
         oversample=controller.oversample,
         on_reward_error=config.reward.on_error,
-        on_stale=controller.on_stale,
+        on_stale=_on_stale(config),
         straggler_timeout=controller.straggler_timeout,
         filter_metrics=tuple(policy.filter_metrics),
         sync_interval=config.train.sync_weight_interval,
         keep_payloads=config.train.ckpt.enable_checkpoint,
     )
+
+
+def _on_stale(config: Config) -> Literal["wait", "drop"]:
+    """What becomes of late groups; raises ValueError for what the checks of a configuration refuse."""
+    on_stale = config.controller.on_stale
+    if on_stale == "mask_tokens":
+        raise ValueError("controller.on_stale = mask_tokens: this build cannot mask tokens that are too old")
+    return on_stale
 
 
 def validation_params(config: Config, n_rows: int) -> ValidationParams:
