@@ -261,7 +261,7 @@ def _fallen_back(entry: Entry, lacking: Mapping[str, tuple[Any, str]]) -> Entry:
         return entry
     targets = tuple((key, lacking[key][0] if key in lacking else value) for key, value in entry.targets)
     missing = " and ".join(dict.fromkeys(lacking[key][1] for key in hit))
-    note = "; ".join(filter(None, (entry.note, f"this build lacks {missing}, which changes speed only")))
+    note = "; ".join(filter(None, (entry.note, f"this build lacks {missing}, which changes no number")))
     return replace(entry, outcome=Outcome.FALLBACK, targets=targets, note=note, faithful=entry.targets)
 
 
@@ -269,7 +269,7 @@ def _addition_fallen_back(addition: Addition, lacking: Mapping[str, tuple[Any, s
     if addition.key not in lacking:
         return addition
     value, missing = lacking[addition.key]
-    note = f"{addition.note}; this build lacks {missing}, which changes speed only"
+    note = f"{addition.note}; this build lacks {missing}, which changes no number"
     return Addition(addition.key, value, note, faithful=addition.value)
 
 

@@ -87,6 +87,13 @@ SPEED_ONLY: frozenset[str] = frozenset(
 )
 
 
+_SWITCHES = {
+    "critic.": ("critic.enable",),
+    "reward_model.": ("reward_model.enable",),
+    "reference.": ("train.train_policy.kl_beta", "train.train_policy.kl_in_reward.beta"),
+}
+"""A role that is asked for and not built at all is refused as such: its keys stay as they are meant."""
+
 _NEARER: dict[str, dict[Any, Any]] = {"placement.share": {"time": "memory"}}
 """Where the recommended neutral value is not the nearest: key -> value -> nearest, if the build takes it."""
 
@@ -101,10 +108,11 @@ def nearest(config: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
     if sound is None:
         return {}
     refused = {problem.key for problem in check_available(sound)}
+    missing_roles = tuple(role for role, switches in _SWITCHES.items() if refused & set(switches))
     return {
         key: (_nearest_value(config, key), UNAVAILABLE[key].missing)
         for key in sorted(refused & SPEED_ONLY)
-        if key in UNAVAILABLE
+        if key in UNAVAILABLE and not key.startswith(missing_roles)
     }
 
 

@@ -108,6 +108,11 @@ def _finish(reading: Reading) -> None:
     if reading.kind == "evaluation":
         return
     reading.add("train.epsilon", 1e-8, "torch's default, which verl leaves as it is")
+    if not reading.has("trainer.default_local_dir"):
+        run = "gsm8k" if reading.kind == "rl" else "test"
+        project, name = reading.text("trainer.project_name"), reading.text("trainer.experiment_name", run)
+        note = "verl's default: checkpoints/ with trainer.project_name and experiment_name"
+        reading.add("train.output_dir", f"checkpoints/{project}/{name}", note)
     if reading.kind == "sft":
         reading.add(f"{POLICY}.type", "sft", "sft_trainer")
         return

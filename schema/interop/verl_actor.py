@@ -125,6 +125,7 @@ def _batches() -> tuple[Row, ...]:
     budget = Budget(
         per_gpu=f"{ACTOR}.ppo_micro_batch_size_per_gpu",
         ours=(f"{POLICY}.mini_batch", f"{POLICY}.max_token_len_per_mini_batch"),
+        pipeline="policy.parallelism.pp_micro_batch_size",
         whole=f"{ACTOR}.ppo_micro_batch_size",
         switch=f"{ACTOR}.use_dynamic_bsz",
         tokens=f"{ACTOR}.ppo_max_token_len_per_gpu",

@@ -17,11 +17,13 @@ from schema.interop.verl_facts import ACTOR, data_parallel, widths
 class Budget:
     """The keys of one pass. Full keys of verl; "" where the pass has no such key. ours: (samples, tokens).
 
-    shared: the switch that counts where the pass has none of its own. role: whose mesh cuts the batch.
+    pipeline: our key of what goes through the pipeline at once. shared: the switch that counts where the pass
+    has none of its own. role: whose mesh cuts the batch.
     """
 
     per_gpu: str
     ours: tuple[str, str]
+    pipeline: str = ""
     whole: str = ""
     switch: str = ""
     tokens: str = ""
@@ -67,7 +69,16 @@ class Budget:
             return implicit("null: not set")
         if self.by_tokens(reading):
             return implicit("no effect: micro-batches are cut by tokens")
-        return mapped((self.ours[0], max(as_integer(leaf.value), 1)))
+        return self._samples(reading, max(as_integer(leaf.value), 1))
+
+    def _samples(self, reading: Reading, size: int, note: str = "") -> Result:
+        """Megatron's micro-batch is what goes through the pipeline at once; ours is cut into such pieces."""
+        stages = widths(reading, self.role)["pp"]
+        if stages == 1 or not self.pipeline:
+            return mapped((self.ours[0], size), note=note)
+        text = f"{size} samples through the pipeline at once, {stages} stages full"
+        note = "; ".join(filter(None, (note, text)))
+        return mapped((self.ours[0], size * stages), (self.pipeline, size), note=note)
 
     def _whole(self, reading: Reading, leaf: Leaf) -> Result:
         if leaf.value is None:
@@ -82,7 +93,7 @@ class Budget:
             return implicit("no effect: micro-batches are cut by tokens")
         ranks = data_parallel(reading, self.role)
         note = f"deprecated twin of `{self.per_gpu}`: {size} over {ranks} data-parallel ranks"
-        return mapped((self.ours[0], max(size // ranks, 1)), note=note)
+        return self._samples(reading, max(size // ranks, 1), note)
 
     def _switch(self, reading: Reading, leaf: Leaf) -> Result:
         if not self.by_tokens(reading):

@@ -36,6 +36,7 @@ DTYPES = {
     "half": "float16",
 }
 
+_TABLES = ("fsdp", "model.fsdp_config")  # what newer and older versions call the critic's `fsdp_config`
 _SIZES = {"tp": "tp_size", "pp": "pp_size", "cp": "cp_size", "ep": "ep_size"}
 _MEGATRON_SIZES = {
     "tensor_model_parallel_size": "tp",
@@ -68,7 +69,7 @@ class Mesh:
 
     def rows(self) -> tuple[Row, ...]:
         """All rows of the role."""
-        return (*self._sizes(), *self._fsdp("fsdp_config", ("fsdp",)), *self._megatron())
+        return (*self._sizes(), *self._fsdp("fsdp_config", _TABLES), *self._megatron())
 
     # --- sizes --------------------------------------------------------------------------------------------
 
@@ -87,7 +88,7 @@ class Mesh:
                 f"{self.role}.fsdp_config.fsdp_size",
                 size,
                 self._default(-1),
-                (f"{self.role}.fsdp.fsdp_size",),
+                tuple(f"{self.role}.{table}.fsdp_size" for table in _TABLES),
                 self.when,
             ),
         )
@@ -143,7 +144,7 @@ class Mesh:
     # --- FSDP ---------------------------------------------------------------------------------------------
 
     def _fsdp(self, table: str, also: tuple[str, ...]) -> tuple[Row, ...]:
-        """Rows of `fsdp_config`; the critic of newer versions calls it `fsdp`."""
+        """Rows of `fsdp_config` and of its other names."""
         speed, reference = self.speed, self.ours == "reference"
         offload = f"{speed}.offload" if reference else f"{speed}.fsdp_offload"
         on_host = How(self._param_offload(offload), (offload,), "either of the two switches")

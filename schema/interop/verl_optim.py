@@ -84,7 +84,6 @@ class Optim:
         decay = (f"{ours}.optm_decay_type", f"{ours}.optm_decay_ratio")
         steps = f"{ours}.optm_decay_steps"
         floor = f"{ours}.optm_min_lr_factor"
-        ramp = {"constant": "constant", "linear": "linear", "cosine": "cosine"}
         wsd = {"exponential": "exponential", "cosine": "cosine", "linear": "linear"}
         table: list[tuple[str, How, Any, tuple[str, ...]]] = [
             ("lr", number(f"{ours}.optm_lr"), self.lr, ()),
@@ -138,7 +137,11 @@ class Optim:
             ),
             (
                 "min_lr_ratio",
-                How(self._min_ratio, (floor,), "null is 0; without a decay it has no effect"),
+                How(
+                    self._min_ratio,
+                    (floor, f"{ours}.optm_warmup_start_factor"),
+                    "null is 0; with a cosine only, whose warm-up starts there too",
+                ),
                 ABSENT,
                 (),
             ),
@@ -151,9 +154,7 @@ class Optim:
             ("num_cycles", How(self._cycles, (f"{ours}.optm_num_cycles",), "with a cosine only"), ABSENT, ()),
             (
                 "weight_decay_incr_style",
-                choice(
-                    f"{ours}.optm_weight_decay_ramp", ramp, note="Megatron starts and ends at weight_decay"
-                ),
+                always("verl ramps from weight_decay to weight_decay: it stays constant"),
                 ABSENT,
                 (),
             ),
@@ -232,6 +233,8 @@ class Optim:
         kind, ratio = f"{self.ours}.optm_decay_type", f"{self.ours}.optm_decay_ratio"
         if style is None:
             return ((kind, None),)
+        if style == "inverse_sqrt":  # decays from the end of warm-up on, without an end
+            return ((kind, style),)
         length = self.decay_steps(reading)
         if length is not None:
             return ((kind, style), (f"{self.ours}.optm_decay_steps", length))
@@ -317,15 +320,18 @@ class Optim:
             raise BadValue(f"expected one of {', '.join(_STYLES)}, got {shown(leaf.value)}")
         if _STYLES[leaf.value] != self.style(reading):
             return implicit("another key names the decay for this strategy")
-        note = "no decay after warm-up" if self.style(reading) is None else "over all steps after warm-up"
-        return mapped(*self.decay(reading), note=note)
+        targets = self.decay(reading)
+        note = "over all steps after warm-up" if len(targets) == 2 else ""
+        if self.style(reading) is None:
+            note = "no decay after warm-up"
+        return mapped(*targets, note=note)
 
     def _decay_steps(self, reading: Reading, leaf: Leaf) -> Result:
         if leaf.value is None:
             return implicit("null: the decay takes all steps after warm-up")
         style = self.style(reading)
         as_integer(leaf.value)
-        if style is None or style == "wsd":
+        if style in (None, "wsd", "inverse_sqrt"):
             return implicit("no effect with this lr_decay_style")
         warmup = self.warmup(reading)
         note = f"{leaf.value} less a warm-up of {warmup}; here the decay is at the end of the run"
@@ -337,9 +343,12 @@ class Optim:
             return implicit("no effect without a decay")
         if is_megatron(reading, self.role) and reading.has(self.key("min_lr")):
             return implicit("Megatron reads min_lr")
-        return mapped(
-            (f"{self.ours}.optm_min_lr_factor", ratio), note="null is 0" if leaf.value is None else ""
-        )
+        targets: list[tuple[str, Any]] = [(f"{self.ours}.optm_min_lr_factor", ratio)]
+        note = "null is 0" if leaf.value is None else ""
+        if ratio and self.warmup(reading) and self.style(reading) == "cosine":
+            targets.append((f"{self.ours}.optm_warmup_start_factor", ratio))
+            note = "verl's cosine also starts its warm-up there"
+        return mapped(*targets, note=note)
 
     def _min_lr(self, reading: Reading, leaf: Leaf) -> Result:
         if self.style(reading) is None:
