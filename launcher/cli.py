@@ -132,8 +132,10 @@ def run(
 def _refuse_bare_file(arguments: list[str]) -> None:
     """`cosmos-launch run.toml` does not say what to do with it."""
     first = arguments[0] if arguments else ""
-    if first.endswith(".toml"):
+    if first.endswith((".toml", ".yaml", ".yml")):
         hint = f"cosmos-launch --config {first} runs it, cosmos-launch validate {first} checks it"
+        if not first.endswith(".toml"):
+            hint = f"cosmos-launch convert {first} -o run.toml"
         raise LaunchError(f"{first} is a file, not a command", hint)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from launcher import evaluation, memory, placement, redis_server
+from launcher import memory, placement, redis_server
 from launcher.capacity import Capacity, find_capacity
 from launcher.machine import Machine
 from launcher.memory import Cache, Part, size_text
@@ -110,7 +110,9 @@ def _model(config: Config, env: Mapping[str, str]) -> tuple[LocalModel | None, s
 def _services(config: Config, run: RunDir) -> Iterator[Replica]:
     """The processes around the workers, in the order of their start."""
     if config.is_evaluation:
-        yield from evaluation.steps(str(run.path))
+        from launcher.evaluation import steps  # it brings asyncio, which other jobs need not wait for
+
+        yield from steps(str(run.path))
         return
     binary = redis_server.valkey_binary()
     if not config.redis.url and binary is not None:
