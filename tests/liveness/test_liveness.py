@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -15,12 +13,6 @@ from tests.liveness import controller, data, generation, launcher, trainer
 from tests.liveness.probe import PROBES, Place, Probe, same
 
 MODULES = (controller, data, generation, launcher, trainer)
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    with ExitStack() as stack:
-        yield Place(tmp_path_factory.mktemp("liveness"), stack)
 
 
 @pytest.mark.parametrize("probe", PROBES, ids=str)
@@ -55,6 +47,6 @@ def test_every_observable_is_probed() -> None:
 
 def test_modules_of_probes_are_all_there() -> None:
     found = {path.stem for path in Path(__file__).parent.glob("*.py")}
-    helpers = {"__init__", "probe", "test_liveness", "test_refusals", "test_vllm"}
+    helpers = {"__init__", "conftest", "probe", "test_liveness", "test_refusals", "test_vllm"}
     assert found - helpers == {module.__name__.rpartition(".")[2] for module in MODULES}
     assert UNAVAILABLE
