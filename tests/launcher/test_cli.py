@@ -194,8 +194,9 @@ def test_usage_errors():
 def test_dry_run_shows_the_processes_and_starts_nothing(tmp_path: Path):
     run = cosmos("--config", write_job(tmp_path), "--dry-run", CUDA_VISIBLE_DEVICES="")
     assert run.returncode == 0, run.stderr
-    assert "policy-0: policy_worker" in run.stdout
-    assert "rollout-0: rollout_worker" in run.stdout
+    assert "policy-0: trains, CPU threads" in run.stdout
+    assert "rollout-0: generates" in run.stdout
+    assert "-m rollout_worker" in run.stdout
     assert not (tmp_path / "out").exists()
 
 

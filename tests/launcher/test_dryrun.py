@@ -146,7 +146,7 @@ def test_a_model_that_is_elsewhere_has_no_estimate(here: Path, monkeypatch: pyte
     assert found.warnings == []
     text = "\n".join(plan_lines(found))
     assert "no memory estimate: owner/elsewhere is not on this machine" in text
-    assert "policy-0: policy_worker" in text
+    assert "policy-0: trains" in text
 
 
 def test_supervised_training_has_no_rollouts(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
