@@ -25,7 +25,7 @@ from rollout_worker.worker import reward_pool
 from schema.config import Config
 from schema.wire.messages import LeasedGroup
 from schema.wire.sample import decode_sample
-from tests.liveness.probe import Made, Place, With, changed, grpo, vllm, watch
+from tests.liveness.probe import UNSET, Made, Place, With, changed, grpo, vllm, watch
 from tests.rollout_worker.tiny import tokenizer
 
 KNOWN = {"swap_space", "enable_prefix_caching"}
@@ -43,6 +43,8 @@ def vllm_arguments(config: Config, place: Place) -> dict[str, Any]:
 ENGINE_ARGUMENTS: dict[str, tuple[Any, Any]] = {
     "policy.model_name_or_path": (Made(lambda place: str(place.model)), Made(lambda p: str(p.other_model))),
     "policy.model_max_length": (128, 96),
+    "policy.tokenizer_name_or_path": (UNSET, Made(lambda place: str(place.other_model))),
+    "policy.trust_remote_code": (False, True),
     "rollout.enforce_eager": (True, False),
     "rollout.gpu_memory_utilization": (0.8, 0.5),
     "rollout.enable_chunked_prefill": (False, True),
@@ -76,6 +78,7 @@ watch(
     grpo,
     {
         "policy.model_max_length": (128, 96),
+        "policy.trust_remote_code": (False, True),
         "rollout.max_num_seqs": (8, 16),
         "rollout.max_model_len": (128, 64),
         "rollout.dtype": ("auto", "float16"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
@@ -206,6 +207,17 @@ def loaded_model(config: Config, place: Place) -> tuple[str, bool, float]:
     lm = load_model(config).lm
     weight = next(iter(lm.parameters()))
     return str(weight.dtype), lm.is_gradient_checkpointing, weight.detach().flatten()[0].item()
+
+
+def modules_of_the_trainer(config: Config, place: Place) -> bool:
+    """Whether loading the model has imported a user's module."""
+    sys.modules.pop(USER_MODULE, None)
+    load_model(config)
+    return USER_MODULE in sys.modules
+
+
+USER_MODULE = "tabnanny"  # of the standard library, and imported by nobody
+watch(modules_of_the_trainer, grpo, {"policy.external_modules": ([], [USER_MODULE])})
 
 
 def sharding(config: Config, place: Place) -> list[tuple[str, str, bool]]:
