@@ -32,8 +32,11 @@ WHAT = {
     "answers": "reads the answers of the file and ends",
     "scores": "scores them by the reward functions and ends",
     "redis": "embedded Valkey, the store of the controller's state",
-    "controller": "controller",
+    "controller": "leases prompts, keeps samples and state",
+    "policy": "trains",
+    "rollout": "generates and scores",
 }
+"""By the name of a process, else by its role."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +196,7 @@ def _process(
         own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": FREE_PORT}
     threads = spec.env.get("COSMOS_CPU_THREADS")
     gpus = _gpus(spec)
-    what = WHAT.get(spec.name) or spec.argv[spec.argv.index("-m") + 1]
+    what = WHAT.get(spec.name) or WHAT[str(spec.role)]
     return PlannedProcess(
         name=spec.name,
         role=str(spec.role),
