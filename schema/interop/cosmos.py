@@ -15,7 +15,7 @@ from schema.config.explain import annotation_of
 from schema.config.keys import leaf_keys
 from schema.config.train_policy import GrpoConfig, SFTDataConfig
 from schema.interop.cosmos_rows import RENAMED_ROWS, plain
-from schema.interop.rows import How, Leaf, Reader, Reading, Result, Row, mapped
+from schema.interop.rows import How, Leaf, Reader, Reading, Result, Row, always, mapped
 from schema.interop.source import Source
 
 _POLICY = "train.train_policy"
@@ -71,9 +71,11 @@ def _rows(kind: str) -> Sequence[Row]:
             continue
         if key in renamed:
             continue
-        rows.append(Row(key, _pass(key)))
+        idle = kind == "sft" and (path[0] == "rollout" or key == "train.sync_weight_interval")
+        how = always("supervised training generates nothing") if idle else _pass(key)
+        rows.append(Row(key, how))
         if _is_table(annotation_of(path)):
-            rows.append(Row(f"{key}.*", _pass(key)))
+            rows.append(Row(f"{key}.*", how))
     return (*rows, *(row for row in RENAMED_ROWS if kind == "grpo" or not _is_grpo_only(row)))
 
 

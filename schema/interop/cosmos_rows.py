@@ -93,7 +93,7 @@ def _mode(reading: Reading, leaf: Leaf) -> Result:
     if leaf.value == "disaggregated":
         return implicit("policy and rollout have their own devices, as here by default")
     shares = {"colocated": "time", "colocated_separated": "memory"}
-    if leaf.value not in shares:
+    if not isinstance(leaf.value, str) or leaf.value not in shares:
         raise BadValue(f"expected disaggregated, colocated or colocated_separated, got {shown(leaf.value)}")
     return mapped(("placement.share", shares[leaf.value]))
 

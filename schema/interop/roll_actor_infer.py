@@ -17,7 +17,7 @@ from schema.interop.roll_facts import (
     response_length,
     strategy,
 )
-from schema.interop.roll_hows import DTYPES, lost, repeats, under, wins
+from schema.interop.roll_hows import DTYPES, count, is_one_of, lost, named_devices, repeats, under, wins
 from schema.interop.rows import (
     BadValue,
     How,
@@ -124,6 +124,8 @@ def _shared(reading: Reading) -> list[tuple[str, Any]]:
     words="cut into engines of tp · pp devices; devices that actor_train has too are shared in turns",
 )
 def _devices(reading: Reading, leaf: Leaf) -> Result:
+    if named_devices(reading, leaf) is None:
+        return implicit("null: no devices are named")
     groups = engines(reading)
     if groups is None:
         return implicit("null: no devices are named")
@@ -137,7 +139,7 @@ def _devices(reading: Reading, leaf: Leaf) -> Result:
         *_shared(reading),
     ]
     both = overlaps(reading)
-    note = f"{len(groups)} engines of {tp * pp} devices"
+    note = f"{count(len(groups), 'engine')} of {count(tp * pp, 'device')}"
     if both:
         whole = devices(reading, "actor_train") or []
         part = "all" if len(both) == len(whole) else f"{len(both)}"
@@ -170,7 +172,7 @@ def _engine(reading: Reading, leaf: Leaf) -> Result:
 def _dtype(reading: Reading, leaf: Leaf) -> Result:
     if leaf.value in (None, "auto"):
         return implicit("the type of the published weights")
-    if not isinstance(leaf.value, str) or leaf.value not in DTYPES:
+    if not is_one_of(leaf.value, DTYPES):
         raise BadValue(f"expected one of {', '.join(DTYPES)}, got {shown(leaf.value)}")
     return mapped(("rollout.dtype", DTYPES[leaf.value]))
 

@@ -7,11 +7,10 @@ from typing import Any
 from schema.interop.roll_facts import (
     TRAINING_STRATEGIES,
     config_key,
-    devices,
     mesh,
     strategy,
 )
-from schema.interop.roll_hows import DTYPES, POLICY, dtype, lost, under
+from schema.interop.roll_hows import POLICY, count, dtype, is_one_of, lost, named_devices, stored_dtype, under
 from schema.interop.roll_training import TRAINING_ARGS
 from schema.interop.rows import (
     BadValue,
@@ -55,12 +54,12 @@ _OFF = (None, False)
     words="the devices of the one policy replica; what the other sizes leave is sharded",
 )
 def _devices(reading: Reading, leaf: Leaf) -> Result:
-    found = devices(reading, ROLE)
+    found = named_devices(reading, leaf)
     if found is None:
         return implicit("null: no devices are named")
     targets: list[tuple[str, Any]] = [("placement.policy", found)]
     targets += [(f"{_MESH}.{name}", size) for name, size in mesh(reading).sizes().items()]
-    return mapped(*targets, note=f"{len(found)} devices")
+    return mapped(*targets, note=count(len(found), "device"))
 
 
 def _dimension(name: str, ours: str) -> How:
@@ -128,7 +127,7 @@ def _no_checkpointing(reading: Reading, leaf: Leaf) -> Result:
 @computed("train.fa_version", words="`fa2` → 2, `fa3` → 3; the others: the model's own choice")
 def _attention(reading: Reading, leaf: Leaf) -> Result:
     versions = {"fa2": 2, "flash_attention_2": 2, "fa3": 3, "flash_attention_3": 3}
-    if leaf.value in versions:
+    if is_one_of(leaf.value, versions):
         return mapped(("train.fa_version", versions[leaf.value]))
     if leaf.value in (None, "sdpa", "auto", "eager", "disabled"):
         return implicit("the model's own attention; exact in every case")
@@ -194,10 +193,7 @@ def _model_dtype(reading: Reading, leaf: Leaf) -> Result:
     computing = reading.get(config_key(ROLE, "param_dtype"), None)
     if not plain.targets or computing is None:
         return plain
-    stored = plain.targets[0][1]
-    if DTYPES.get(computing) == stored:
-        return implicit("the same as the strategy's param_dtype")
-    return mapped(("train.master_dtype", stored), note="param_dtype of the strategy computes")
+    return stored_dtype("train", plain.targets[0][1], computing)
 
 
 _MODEL_ARGS: tuple[Row, ...] = (

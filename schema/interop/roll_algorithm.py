@@ -46,8 +46,8 @@ _NO_DUAL_CLIP = 1e9  # beyond exp(20), the largest ratio that the loss knows
 _KL_TYPES = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "k3": "k3", "full": "full"} | {
     "low_var_kl": "k3"
 }
-_ESTIMATORS = {"grpo", "gae", "reinforce"}
-_OTHER_ESTIMATORS = {"gigpo", "step_reinforce", "agentic_reinforce"}
+_ESTIMATORS = ("grpo", "gae", "reinforce")
+_OTHER_ESTIMATORS = ("gigpo", "step_reinforce", "agentic_reinforce")
 
 
 def _norm(reading: Reading) -> tuple[Any, Any]:
@@ -84,10 +84,9 @@ def _choose(reading: Reading) -> tuple[str, bool, bool, bool]:
 )
 def _estimator(reading: Reading, leaf: Leaf) -> Result:
     name = leaf.value
-    if not isinstance(name, str) or name not in _ESTIMATORS | _OTHER_ESTIMATORS:
-        raise BadValue(
-            f"expected one of {', '.join(sorted(_ESTIMATORS | _OTHER_ESTIMATORS))}, got {shown(name)}"
-        )
+    known = (*_ESTIMATORS, *_OTHER_ESTIMATORS)
+    if name not in known:
+        raise BadValue(f"expected one of {', '.join(known)}, got {shown(name)}")
     if name in _OTHER_ESTIMATORS:
         reading.warn(f"adv_estimator = {name} has no counterpart: the estimator must be chosen by hand")
         return nothing(reason("adv_estimator"))
@@ -127,6 +126,13 @@ def _no_reward_kl(reading: Reading) -> str:
 
 def _no_loss_kl(reading: Reading) -> str:
     return "" if has_loss_kl(reading) else "there is no KL in the loss (use_kl_loss)"
+
+
+def _no_discount(reading: Reading) -> str:
+    if reading.get("adv_estimator", "gae") not in _ESTIMATORS:
+        return ""
+    ours = _choose(reading)[0]
+    return "" if ours in ("gae", "reinforce_plus_plus") else f"{ours} spreads one score over all tokens"
 
 
 def _no_critic(reading: Reading) -> str:
@@ -171,6 +177,8 @@ def _loss_kl(reading: Reading) -> Any:
 def _clip(reading: Reading, leaf: Leaf) -> Result:
     if reading.flag("use_pg_clip_range"):
         return implicit("use_pg_clip_range takes pg_clip_low and pg_clip_high instead")
+    if _our_variant(reading) == "reinforce":
+        return implicit("the plain policy gradient has no ratio to clip")
     if leaf.value is None:
         return implicit("null: the default, 0.2")
     epsilon = as_number(leaf.value)
@@ -178,13 +186,15 @@ def _clip(reading: Reading, leaf: Leaf) -> Result:
 
 
 def _without_range(reading: Reading) -> str:
+    if reading.get("use_policy_loss_type", "PPO") == "PG":
+        return "the plain policy gradient has no ratio to clip"
     return "" if reading.flag("use_pg_clip_range") else "use_pg_clip_range is off: pg_clip is taken"
 
 
 @computed(f"{POLICY}.lower_bound_ratio", words="true → 1 + 2 · pg_clip, as ROLL bounds it; false → no bound")
 def _dual_clip(reading: Reading, leaf: Leaf) -> Result:
-    if reading.get("importance_sampling", "token") == "seq":
-        return implicit("the ratio of whole sequences (gspo) has no dual clip here")
+    if _our_variant(reading) != "grpo":
+        return implicit(f"{_our_variant(reading)} has no dual clip")
     if not as_flag(leaf.value):
         return mapped((f"{POLICY}.lower_bound_ratio", _NO_DUAL_CLIP), note="so high that it never acts")
     clip = reading.number("pg_clip", 0.2) or 0.0
@@ -239,8 +249,8 @@ def _positive(reading: Reading, leaf: Leaf) -> Result:
     return mapped((f"{POLICY}.positive_nll_coef", value))
 
 
-_WEIGHTS = {"token": "token", "sequence": "sequence"}
-_REJECTS = {"token": "token", "sequence": "sequence", "geometric": "geometric"}
+_WEIGHTS = ("token", "sequence")
+_REJECTS = ("token", "sequence", "geometric")
 _CORRECTION = f"{POLICY}.rollout_correction"
 
 
@@ -251,7 +261,7 @@ def _is_weights(reading: Reading, leaf: Leaf) -> Result:
     kind = reading.get("train_infer_correction.is_weight.weight_type", "token")
     if kind not in _WEIGHTS:
         return nothing(reason("train_infer_correction.is_weight.weight_type"))
-    return mapped((f"{_CORRECTION}.weights", _WEIGHTS[kind]))
+    return mapped((f"{_CORRECTION}.weights", kind))
 
 
 def _no_weights(reading: Reading) -> str:
@@ -262,7 +272,7 @@ def _no_weights(reading: Reading) -> str:
 def _weight_type(reading: Reading, leaf: Leaf) -> Result:
     if leaf.value not in _WEIGHTS:
         return nothing(reason("train_infer_correction.is_weight.weight_type"))
-    return mapped((f"{_CORRECTION}.weights", _WEIGHTS[leaf.value]))
+    return mapped((f"{_CORRECTION}.weights", leaf.value))
 
 
 @computed(
@@ -284,7 +294,7 @@ def _filters(reading: Reading, leaf: Leaf) -> Result:
     if len(active) > 1 or not by_ratio or one.get("agg_type", "token") not in _REJECTS:
         return nothing(reason("train_infer_correction.filters"))
     return mapped(
-        (f"{_CORRECTION}.reject", _REJECTS[one.get("agg_type", "token")]),
+        (f"{_CORRECTION}.reject", one.get("agg_type", "token")),
         (f"{_CORRECTION}.reject_below", as_number(one.get("ratio_low", 0.8))),
         (f"{_CORRECTION}.reject_above", as_number(one.get("ratio_high", 1.2))),
     )
@@ -310,7 +320,7 @@ ALGORITHM_ROWS: tuple[Row, ...] = (
     Row("reward_norm", unless(_OFF, "none", _part_of_estimator("reward_norm", 3))),
     Row("norm_mean_type", unless(_OFF, "none", _part_of_estimator("norm_mean_type", 3))),
     Row("norm_std_type", unless(_OFF, "none", _part_of_estimator("norm_std_type", 3))),
-    Row("gamma", number(f"{POLICY}.gamma")),
+    Row("gamma", number(f"{POLICY}.gamma"), when=_no_discount),
     Row("lambd", number(f"{POLICY}.gae_lambda"), default=0.95, when=_no_critic),
     Row("add_token_level_kl", _token_kl),
     Row("init_kl_coef", number(f"{POLICY}.kl_in_reward.beta"), default=0.2, when=_no_reward_kl),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+from schema.config.problem import ConfigError, Problem
+from schema.interop.device_mapping import DeviceMappingError, parse_device_mapping
 from schema.interop.none import reason_for
 from schema.interop.rows import BadValue, How, Leaf, Reading, Result, Row, implicit, mapped, nothing, shown
 
@@ -23,12 +25,28 @@ DTYPES = {
 }
 
 
+def count(number: int, noun: str) -> str:
+    """A number with its noun: `1 device`, `2 devices`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def reason(key: str) -> str:
     """Why a key of ROLL has no counterpart, from the closed list."""
     found = reason_for("roll", key)
     if found is None:
         raise LookupError(f"{key} is not in the closed list")
     return found
+
+
+def named_devices(reading: Reading, leaf: Leaf) -> list[int] | None:
+    """The devices of a `device_mapping`, None for null. Raises ConfigError: nothing can be placed without them."""
+    if leaf.value is None:
+        return None
+    try:
+        return parse_device_mapping(leaf.value)
+    except DeviceMappingError as error:
+        problem = Problem(leaf.key, str(error), leaf.value, file=reading.source.name, line=leaf.line)
+        raise ConfigError([problem]) from None
 
 
 def lost(key: str, *neutral: Any) -> How:
@@ -45,17 +63,30 @@ def lost(key: str, *neutral: Any) -> How:
     return How(run, (), "no counterpart")
 
 
+def is_one_of(value: Any, names: Iterable[str]) -> bool:
+    """Whether a value is one of these names; tables and lists are none."""
+    return isinstance(value, str) and value in names
+
+
 def dtype(ours: str) -> How:
     """A type by any of its names; null is the default."""
 
     def run(reading: Reading, leaf: Leaf) -> Result:
         if leaf.value is None:
             return implicit("null: the default")
-        if not isinstance(leaf.value, str) or leaf.value not in DTYPES:
+        if not is_one_of(leaf.value, DTYPES):
             raise BadValue(f"expected one of {', '.join(DTYPES)}, got {shown(leaf.value)}")
         return mapped((ours, DTYPES[leaf.value]))
 
     return How(run, (ours,), "`bf16` → `bfloat16`, `fp16` → `float16`, `fp32` → `float32`")
+
+
+def stored_dtype(name: str, stored: Any, strategy: Any) -> Result:
+    """A model's type beside the strategy's param_dtype: then it is the type of the master weights."""
+    computing = DTYPES[strategy] if is_one_of(strategy, DTYPES) else None
+    if computing == stored:
+        return implicit("the same as the strategy's param_dtype")
+    return mapped((f"{name}.master_dtype", stored), note="param_dtype of the strategy computes")
 
 
 def repeats(other: Callable[[Reading], Any], same: str, differs: Callable[[Leaf, Any], Result]) -> How:

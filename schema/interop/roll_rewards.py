@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from schema.interop.none import reason_for
-from schema.interop.roll_hows import POLICY, lost, reason
+from schema.interop.roll_hows import POLICY, lost, named_devices, reason
 from schema.interop.rows import (
     BadValue,
     Leaf,
@@ -64,6 +64,8 @@ def _reward(reading: Reading, leaf: Leaf) -> Result:
     if key in ("world_size", "num_gpus_per_worker", "infer_batch_size", "name"):
         return implicit("reward functions run in reward.num_workers processes of each rollout replica")
     head = key.split(".")[0]
+    if head == "device_mapping":
+        named_devices(reading, leaf)
     if head in ("model_args", "generating_args", "strategy_args", "data_args", "device_mapping"):
         return _model_of_reward(reading, leaf, domain)
     if head == "system_envs":

@@ -12,7 +12,7 @@ from schema.interop.roll_facts import (
     mesh,
     samples_per_step,
 )
-from schema.interop.roll_hows import DTYPES, dtype, lost, repeats, under, wins
+from schema.interop.roll_hows import dtype, is_one_of, lost, named_devices, repeats, stored_dtype, under, wins
 from schema.interop.rows import (
     BadValue,
     How,
@@ -52,7 +52,7 @@ def _role_devices(role: str, ours: str) -> How:
     """Devices and mesh of a role: written where they are not the policy's."""
 
     def run(reading: Reading, leaf: Leaf) -> Result:
-        found = devices(reading, role)
+        found = named_devices(reading, leaf)
         if found is None:
             return implicit("null: the policy's devices")
         targets: list[tuple[str, Any]] = []
@@ -214,10 +214,7 @@ def _critic_dtype(reading: Reading, leaf: Leaf) -> Result:
     computing = reading.get("critic.strategy_args.strategy_config.param_dtype", None)
     if not plain.targets or computing is None:
         return plain
-    stored = plain.targets[0][1]
-    if DTYPES.get(computing) == stored:
-        return implicit("the same as the strategy's param_dtype")
-    return mapped(("critic.master_dtype", stored), note="param_dtype of the strategy computes")
+    return stored_dtype("critic", plain.targets[0][1], computing)
 
 
 @computed("critic.model_gradient_checkpointing", words="the reverse: true → false")
@@ -262,7 +259,7 @@ _CRITIC_SCHEDULES = {
 
 @computed("critic.optm_decay_type", "critic.optm_decay_ratio", words="as for actor_train")
 def _critic_schedule(reading: Reading, leaf: Leaf) -> Result:
-    if leaf.value not in _CRITIC_SCHEDULES:
+    if not is_one_of(leaf.value, _CRITIC_SCHEDULES):
         raise BadValue(f"expected one of {', '.join(_CRITIC_SCHEDULES)}, got {shown(leaf.value)}")
     ours = _CRITIC_SCHEDULES[leaf.value]
     if ours == "none":

@@ -123,9 +123,22 @@ def _precision(reading: Reading, leaf: Leaf) -> Result:
     return mapped(("train.param_dtype", "bfloat16" if leaf.key.endswith("bf16") else "float16"))
 
 
-@computed(f"{POLICY}.mini_batch", words="samples of a micro-batch; part of the global batch")
+@computed(
+    f"{POLICY}.mini_batch",
+    "policy.parallelism.pp_micro_batch_size",
+    words="samples of a micro-batch, with a pipeline of a piece of it; part of the global batch",
+)
 def _per_device(reading: Reading, leaf: Leaf) -> Result:
-    return mapped((f"{POLICY}.mini_batch", as_integer(leaf.value)))
+    samples, shape = as_integer(leaf.value), mesh(reading)
+    if shape.pp == 1:
+        return mapped((f"{POLICY}.mini_batch", samples))
+    steps = reading.integer(f"{ROLE}.training_args.gradient_accumulation_steps", 1) or 1
+    pieces = steps if steps % shape.pp == 0 else shape.pp
+    return mapped(
+        ("policy.parallelism.pp_micro_batch_size", samples),
+        (f"{POLICY}.mini_batch", samples * pieces),
+        note=f"{pieces} pieces go through the pipeline together",
+    )
 
 
 @computed(f"{POLICY}.batch_size_per_optimize", words="the global batch, where it is not the whole rollout")

@@ -1,0 +1,161 @@
+"""`cosmos-launch convert` as a process: what it writes where, its exit codes, and its words for wrong input."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from schema.config import load_config
+
+ROOT = Path(__file__).resolve().parents[2]
+ROLL = ROOT / "tests/schema/interop/examples/roll_megatron.yaml"
+
+
+def convert(*arguments: object, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("COSMOS_")}
+    return subprocess.run(
+        [sys.executable, "-m", "launcher.cli", "convert", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        timeout=60,
+        check=False,
+        cwd=cwd,
+        env={**kept, "PYTHONPATH": str(ROOT), **env},
+    )
+
+
+def test_toml_on_standard_output_and_an_account_on_standard_error() -> None:
+    run = convert("examples/roll_grpo.yaml")
+    assert run.returncode == 0
+    assert tomllib.loads(run.stdout)["rollout"]["n_generation"] == 8
+    assert "67 keys: " in run.stderr
+    assert "logging_dir" in run.stderr
+    assert "pretrain" not in run.stderr  # simply mapped: it stands beside its value
+    assert run.stderr.endswith("the result is valid\n")
+
+
+def test_a_file_that_validate_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "run.toml"
+    run = convert("examples/roll_grpo.yaml", "-o", target, "--strict")
+    assert (run.returncode, run.stdout) == (0, "")
+    assert f"{target} is valid" in run.stderr
+    monkeypatch.chdir(ROOT)
+    assert load_config(target).rollout.n_generation == 8
+
+
+def test_an_existing_file_is_kept_unless_forced(tmp_path: Path) -> None:
+    target = tmp_path / "run.toml"
+    target.write_text("mine")
+    run = convert("examples/roll_grpo.yaml", "-o", target)
+    assert run.returncode == 2
+    assert "is there already" in run.stderr
+    assert "--force" in run.stderr
+    assert target.read_text() == "mine"
+    assert convert("examples/roll_grpo.yaml", "-o", target, "--force").returncode == 0
+    assert tomllib.loads(target.read_text())
+
+
+def test_what_validate_says_has_its_place_in_the_result(tmp_path: Path) -> None:
+    target = tmp_path / "run.toml"
+    run = convert(ROLL, "-o", target)
+    assert run.returncode == 0
+    line = next(line for line in run.stderr.splitlines() if "advantage_estimator: this build cannot" in line)
+    number = int(line.split(":")[2])
+    assert target.read_text().splitlines()[number - 1].startswith("advantage_estimator")
+    assert "needs" in run.stderr.splitlines()[-1]
+
+
+def test_strict_is_for_what_falls_short() -> None:
+    assert convert(ROLL).returncode == 0
+    assert convert(ROLL, "--strict").returncode == 2
+
+
+def test_json_is_the_whole_account() -> None:
+    run = convert(ROLL, "--json")
+    found = json.loads(run.stdout)
+    assert run.stderr == ""
+    assert (found["system"], found["kind"], found["valid"]) == ("roll", "rlvr", False)
+    assert sum(found["counts"].values()) == len(found["entries"]) == 149
+    assert tomllib.loads(found["toml"]) == found["config"]
+    assert any(problem["key"] == "policy.parallelism.tp_size" for problem in found["problems"])
+
+
+def test_all_systems_are_known_by_their_keys() -> None:
+    examples = ROOT / "tests/schema/interop/examples"
+    for name, system in (("cosmos_newer.toml", "cosmos-rl"), ("roll_sglang.yaml", "roll")):
+        found = json.loads(convert(examples / name, "--json").stdout)
+        assert found["system"] == system
+    named = json.loads(convert(examples / "cosmos_sft.toml", "--system", "cosmos", "--json").stdout)
+    assert named["kind"] == "sft"
+
+
+def test_the_environment_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "roll.yaml"
+    file.write_text("rollout_batch_size: 8\npretrain: ${oc.env:MY_MODEL}\n")
+    run = convert(file, MY_MODEL="org/mine")
+    assert tomllib.loads(run.stdout)["policy"]["model_name_or_path"] == "org/mine"
+    run = convert(file)
+    assert run.returncode == 2
+    assert f"{file}:2: pretrain: the environment has no MY_MODEL" in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a: [1\n", ["file.yaml:2", "not YAML"]),
+        ("answer: 42\n", ["no configuration of verl or ROLL or cosmos-rl", "answer", "--system"]),
+        ("", ["holds nothing"]),
+        (
+            "actor_train:\n  device_mapping: __import__('os').system('true')\n",
+            ["file.yaml:2", "device_mapping", "list of devices"],
+        ),
+        ("\x00\x01", ["not YAML"]),
+    ],
+)
+def test_unreadable_files_are_errors_with_a_place(tmp_path: Path, text: str, words: list[str]) -> None:
+    file = tmp_path / "file.yaml"
+    file.write_text(text)
+    run = convert(file)
+    assert (run.returncode, run.stdout) == (2, "")
+    assert all(word in run.stderr for word in words), run.stderr
+    assert "Traceback" not in run.stderr
+
+
+def test_wrong_usage(tmp_path: Path) -> None:
+    missing = convert(tmp_path / "no.yaml")
+    assert missing.returncode == 2
+    assert "no such file" in missing.stderr
+    system = convert(ROLL, "--system", "trl")
+    assert system.returncode == 2
+    assert "verl, roll, cosmos-rl" in system.stderr
+    directory = convert("examples/roll_grpo.yaml", "-o", tmp_path / "no" / "run.toml")
+    assert directory.returncode == 2
+    assert "cannot be written" in directory.stderr
+
+
+def test_nothing_heavy_is_imported() -> None:
+    script = (
+        "import sys\nfrom launcher.cli import main\n"
+        "sys.argv = ['cosmos-launch', 'convert', 'examples/roll_grpo.yaml']\n"
+        "try:\n    main()\nexcept SystemExit:\n    pass\n"
+        "heavy = {'torch', 'transformers', 'fastapi', 'vllm', 'numpy'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    run = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        cwd=ROOT,
+        env=env,
+    )
+    assert run.returncode == 0, run.stderr

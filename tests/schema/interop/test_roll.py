@@ -1,0 +1,301 @@
+"""ROLL: every key of its configuration guide has an outcome, and the complete examples convert to sound files."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from schema.config import ConfigError, check_config
+from schema.config.availability import UNAVAILABLE
+from schema.config.keys import leaf_keys, section_keys
+from schema.config.root import Config
+from schema.interop import convert, convert_text
+from schema.interop.model import Conversion, Outcome
+from schema.interop.none import NO_COUNTERPART
+from schema.interop.registry import reader
+from schema.interop.write import to_report, to_toml
+from tests.schema.interop.roll_files import ABSENT, HERE, ROLL, ROOT, converted, roll_with, value_of
+
+_TRAIN, _INFER = "actor_train", "actor_infer"
+_MEGATRON = f"{_TRAIN}.strategy_args.strategy_config"
+_ENGINE = f"{_INFER}.strategy_args.strategy_config"
+
+PAGE_KEYS = (
+    "rollout_batch_size",
+    "prompt_length",
+    "response_length",
+    "num_return_sequences_in_group",
+    *(
+        f"{role}.{key}"
+        for role in (_TRAIN, "critic")
+        for key in (
+            "model_args.dtype",
+            "model_args.disable_gradient_checkpointing",
+            "training_args.learning_rate",
+            "training_args.weight_decay",
+            "training_args.per_device_train_batch_size",
+            "training_args.gradient_accumulation_steps",
+            "training_args.warmup_steps",
+            "strategy_args.strategy_name",
+            "device_mapping",
+            "infer_batch_size",
+        )
+    ),
+    f"{_TRAIN}.model_args.ulysses_size",
+    *(f"{_TRAIN}.data_args.{key}" for key in ("template", "file_name", "prompt", "messages")),
+    *(
+        f"{_MEGATRON}.{key}"
+        for key in (
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "expert_model_parallel_size",
+            "context_parallel_size",
+            "virtual_pipeline_model_parallel_size",
+            "sequence_parallel",
+            "recompute_granularity",
+            "moe_layer_recompute",
+            "moe_token_dispatcher_type",
+            "moe_grouped_gemm",
+            "moe_shared_expert_overlap",
+            "overlap_grad_reduce",
+            "fsdp_size",
+            "param_dtype",
+            "reduce_dtype",
+            "reshard_after_forward",
+            "offload_policy",
+        )
+    ),
+    f"{_INFER}.model_args.dtype",
+    f"{_INFER}.generating_args.max_new_tokens",
+    f"{_INFER}.generating_args.temperature",
+    f"{_INFER}.strategy_args.strategy_name",
+    *(
+        f"{_ENGINE}.{key}"
+        for key in (
+            "gpu_memory_utilization",
+            "block_size",
+            "max_model_len",
+            "load_format",
+            "mem_fraction_static",
+        )
+    ),
+    f"{_INFER}.num_gpus_per_worker",
+    f"{_INFER}.infer_batch_size",
+    f"{_INFER}.device_mapping",
+    "reference.model_args.dtype",
+    "reference.strategy_args.strategy_name",
+    "reference.strategy_args.strategy_config.tensor_model_parallel_size",
+    "reference.device_mapping",
+    "reference.infer_batch_size",
+)
+PAGE_STRATEGIES = {
+    f"{_TRAIN}.strategy_args.strategy_name": {"megatron_train", "fsdp2_train"},
+    f"{_INFER}.strategy_args.strategy_name": {"vllm", "sglang", "hf_infer"},
+    "reference.strategy_args.strategy_name": {"megatron_infer"},
+}
+
+
+@pytest.fixture(scope="module")
+def examples() -> dict[str, Conversion]:
+    return {path.name: converted(path) for path in ROLL}
+
+
+def test_every_key_of_the_page_has_an_outcome(examples: dict[str, Conversion]) -> None:
+    assert len(PAGE_KEYS) == len(set(PAGE_KEYS)) == 63
+    for key in PAGE_KEYS:
+        outcomes = [
+            entry.outcome for found in examples.values() for entry in found.entries if entry.source == key
+        ]
+        assert outcomes, f"{key} stands in no example"
+        assert Outcome.UNKNOWN not in outcomes, key
+        assert Outcome.NONE not in outcomes or key.endswith("data_args.template"), key
+
+
+def test_every_strategy_of_the_page_is_read(examples: dict[str, Conversion]) -> None:
+    for key, names in PAGE_STRATEGIES.items():
+        found = {
+            entry.value for example in examples.values() for entry in example.entries if entry.source == key
+        }
+        assert names <= found, key
+
+
+def test_every_page_key_acts_somewhere(examples: dict[str, Conversion]) -> None:
+    """Of the page's keys only these never write one of ours: what they say is always so here, or said elsewhere."""
+    silent = {
+        key
+        for key in PAGE_KEYS
+        if not any(
+            entry.targets or entry.faithful
+            for found in examples.values()
+            for entry in found.entries
+            if entry.source == key
+        )
+    }
+    assert silent == {
+        f"{_TRAIN}.data_args.template",
+        f"{_TRAIN}.strategy_args.strategy_name",
+        "critic.strategy_args.strategy_name",
+        f"{_INFER}.infer_batch_size",
+        "reference.strategy_args.strategy_name",
+        "reference.device_mapping",
+        "reference.model_args.dtype",
+    } - ({"reference.device_mapping"} if _writes(examples, "reference.device_mapping") else set())
+
+
+def _writes(examples: dict[str, Conversion], key: str) -> bool:
+    return any(e.targets for found in examples.values() for e in found.entries if e.source == key)
+
+
+def test_examples_account_for_every_key(examples: dict[str, Conversion]) -> None:
+    for name, found in examples.items():
+        assert not found.missing_leaves
+        assert not found.repeated_leaves
+        assert not found.of(Outcome.UNKNOWN), name
+        report, text = to_report(found), to_toml(found)
+        for leaf in found.leaves:
+            assert leaf in report, (name, leaf)
+            assert leaf in text, (name, leaf)
+    counts = Counter(entry.outcome for found in examples.values() for entry in found.entries)
+    assert counts[Outcome.MAPPED] > 200
+    assert counts[Outcome.FALLBACK] > 10
+
+
+def test_examples_are_sound_toml(examples: dict[str, Conversion]) -> None:
+    for name, found in examples.items():
+        assert tomllib.loads(to_toml(found)) == found.config, name
+        Config.model_validate(found.config)
+
+
+def test_what_validate_refuses_is_not_built_or_not_there(examples: dict[str, Conversion]) -> None:
+    """Converted files fail for parts this build lacks, files that are not there, and sampling it cannot train on."""
+    allowed = re.compile(
+        r"cannot do .* yet|does not exist|no dataset is named|changes the distribution sampled from"
+        r"|cannot be read: No such file|is in neither placement"
+    )
+    for name, found in examples.items():
+        with pytest.raises(ConfigError) as caught:
+            check_config(found.config)
+        for problem in caught.value.problems:
+            assert allowed.search(problem.message), (name, problem.render())
+
+
+def test_the_plain_example_is_valid(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    found = convert("examples/roll_grpo.yaml")
+    assert not found.of(Outcome.UNKNOWN)
+    assert not found.of(Outcome.FALLBACK)
+    assert not found.warnings
+    check_config(found.config)
+    assert value_of(found, "train.train_policy.reward_function") == "boxed_math"
+
+
+def test_reasons_come_from_the_closed_list(examples: dict[str, Conversion]) -> None:
+    reasons = set(NO_COUNTERPART["roll"].values())
+    for found in examples.values():
+        for entry in found.of(Outcome.NONE):
+            assert entry.note in reasons, entry
+
+
+def test_rows_write_keys_of_the_schema() -> None:
+    known = {*leaf_keys(), *section_keys()}
+    for row in reader("roll").rows("rlvr"):
+        for key in row.how.ours:
+            assert key in known, (row.key, key)
+
+
+def test_rows_are_unique() -> None:
+    spellings = [name for row in reader("roll").rows("rlvr") for name in row.spellings]
+    assert [name for name, count in Counter(spellings).items() if count > 1] == []
+
+
+def test_defaults_of_roll_are_written_where_ours_differ() -> None:
+    found = convert_text("rollout_batch_size: 64\nactor_train: {device_mapping: '[0]'}\n")
+    expected = {
+        "rollout.n_generation": 1,
+        "rollout.sampling_config.temperature": 0.95,
+        "rollout.sampling_config.top_p": 0.7,
+        "rollout.sampling_config.top_k": 50,
+        "train.optm_lr": 5e-5,
+        "train.optm_weight_decay": 0.0,
+        "train.optm_warmup_steps": 0,
+        "train.optm_decay_type": "linear",
+        "train.train_policy.advantage_estimator": "gae",
+        "train.train_policy.loss_type": "seq-mean-token-mean",
+        "train.train_policy.allowed_outdated_steps": 0,
+        "train.epsilon": 1e-8,
+        "train.compile": False,
+        "train.output_dir": "./output",
+        "train.ckpt.save_freq": 50,
+        "policy.parallelism.tp_size": 1,
+        "rollout.parallelism.tp_size": 1,
+        "train.train_policy.dataset.max_prompt_length": 1024,
+    }
+    assert {key: value_of(found, key) for key in expected} == expected
+
+
+def test_secrets_are_not_repeated() -> None:
+    found = converted(HERE / "roll_megatron.yaml")
+    assert found.entry("tracker_kwargs.api_key").value == "***"
+    assert "not-a-real-key" not in to_toml(found) + to_report(found)
+
+
+def test_unknown_keys_are_kept_and_guessed() -> None:
+    found = roll_with({"num_return_sequence_in_group": 4, "actor_train.training_args.learnin_rate": 1e-6})
+    for key, guess in (
+        ("num_return_sequence_in_group", "num_return_sequences_in_group"),
+        ("actor_train.training_args.learnin_rate", "actor_train.training_args.learning_rate"),
+    ):
+        entry = found.entry(key)
+        assert entry.outcome is Outcome.UNKNOWN
+        assert f"did you mean `{guess}`?" in entry.note
+        assert key in to_toml(found)
+
+
+def test_engine_arguments_pass_through() -> None:
+    found = roll_with({f"{_ENGINE}.swap_space": 4, f"{_ENGINE}.compilation_config.level": 3})
+    assert value_of(found, "rollout.engine_kwargs") == {"swap_space": 4, "compilation_config": {"level": 3}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"response_length": 4096}, (4096, 5120)),
+        ({"prompt_length": ABSENT, "response_length": 100}, (100, 1124)),
+        ({"response_length": ABSENT, "sequence_length": 3000}, (1976, 3000)),
+        ({"sequence_length": 3000}, (1976, 3000)),
+    ],
+)
+def test_lengths(changes: dict[str, object], expected: tuple[int, int]) -> None:
+    found = roll_with(changes)
+    got = value_of(found, "rollout.max_response_length"), value_of(found, "policy.model_max_length")
+    assert got == expected
+
+
+def test_interpolation_reaches_defaults_and_the_environment() -> None:
+    text = (
+        "rollout_batch_size: 8\npretrain: ${oc.env:MODEL,org/base}\n"
+        "actor_infer: {generating_args: {num_return_sequences: '${num_return_sequences_in_group}'}}\n"
+    )
+    assert value_of(convert_text(text), "policy.model_name_or_path") == "org/base"
+    assert value_of(convert_text(text, env={"MODEL": "org/own"}), "policy.model_name_or_path") == "org/own"
+    with pytest.raises(ConfigError, match="deepspeed_zero3"):
+        convert_text("actor_train: {strategy_args: {strategy_config: '${deepspeed_zero3}'}}\n")
+
+
+def test_availability_table_is_what_the_examples_meet(examples: dict[str, Conversion]) -> None:
+    """Every fallback of the examples names a row of the table, so it vanishes when its part is built."""
+    for found in examples.values():
+        for entry in found.of(Outcome.FALLBACK):
+            changed = [key for key, value in entry.faithful if (key, value) not in entry.targets]
+            assert changed, entry
+            assert all(key in UNAVAILABLE for key in changed), entry
+
+
+def test_detected_without_being_told(tmp_path: Path) -> None:
+    for path in ROLL:
+        assert converted(path).system == "roll"
+    assert converted(HERE / "roll_agentic.yaml").kind == "agentic"
