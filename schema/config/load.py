@@ -22,6 +22,7 @@ from schema.config.availability import check_available
 from schema.config.environment import without_effect
 from schema.config.explain import problems_of
 from schema.config.layers import Layers, read_layers
+from schema.config.magnitude import too_large
 from schema.config.problem import ConfigError, KeyPath, Problem, format_key
 from schema.config.root import Config
 from schema.config.rules import check_rules
@@ -77,7 +78,9 @@ def check_config(data: Mapping[str, Any]) -> Config:
 def _check(data: Mapping[str, Any]) -> tuple[Config | None, list[tuple[KeyPath, Problem]]]:
     """The configuration, as far as it is sound, and every problem with its key path."""
     remaining = deepcopy(dict(data))
-    problems: list[tuple[KeyPath, Problem]] = []
+    problems: list[tuple[KeyPath, Problem]] = list(too_large(remaining))
+    for path in {_removable(path) for path, _ in problems}:
+        _remove(remaining, path)
     config: Config | None = None
     while config is None:
         try:
