@@ -113,6 +113,15 @@ def _add_batch(reading: Reading) -> None:
     )
 
 
+PROSE = (
+    "Our schema is cosmos-rl's, so a file of it mostly runs as it is; `convert` is for files older or newer than "
+    "the published schema. Every value passes exactly as it is written, and `validate` judges it.",
+    "A silent file means cosmos-rl's defaults: 8 samples in `train.train_batch_per_replica` where they are whole "
+    "groups (else the nearest that are), and no validation of the initial weights. `transfer_dtype` stays unset "
+    "and means `train.param_dtype` here, where cosmos-rl sends the master weights.",
+    "cosmos-rl ignores keys that it does not know; here each is reported, with the key that was meant.",
+)
+
 READER = Reader(
     system="cosmos-rl",
     title="cosmos-rl",
@@ -122,4 +131,5 @@ READER = Reader(
     rows=_rows,
     finish=_finish,
     interpolates=False,
+    prose=PROSE,
 )

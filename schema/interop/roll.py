@@ -88,6 +88,26 @@ def _add_data(reading: Reading) -> None:
         reading.warn(f"{POLICY}.reward_function must be written by hand")
 
 
+PROSE = (
+    "A pipeline step of ROLL rolls out `rollout_batch_size` prompts, `num_return_sequences_in_group` samples "
+    "each: that product is `train.train_batch_per_replica`. Its global batch is "
+    "`per_device_train_batch_size · gradient_accumulation_steps · world`, divided by `ulysses_size` (FSDP2, "
+    "DeepSpeed) or by the tensor, pipeline and context sizes (Megatron); where it is smaller than a rollout it "
+    "becomes `batch_size_per_optimize`, where it is larger ROLL would never fill it and the report says so.",
+    "`device_mapping` is read as data: `list(range(a,b[,c]))`, literal lists, and sums of them. Devices that "
+    'training and generation share become `placement.share = "time"`; the number of machines follows from the '
+    "largest device and `num_gpus_per_node`.",
+    "Estimator, reward normalisation and whitening are one choice here. ROLL's `grpo` is `grpo`; `reinforce` "
+    "is `grpo` with rewards normalised by the group, `reinforce_plus_plus_baseline` with the group's mean and "
+    "whitening, `reinforce_plus_plus` with whitening alone. What no estimator does (a second whitening, clipped "
+    "advantages) is reported, never imitated in silence.",
+    "ROLL's defaults are written where a file is silent: `adv_estimator` is gae with a critic, `top_p` 0.7, "
+    "`top_k` 50, `temperature` 0.95, `learning_rate` 5e-5 with a linear decay, `loss_agg_mode` "
+    "seq-mean-token-mean, no dual clip, `async_generation_ratio` 0. Training on answers cut by `top_p` or "
+    "`top_k` is refused by `validate`: their log-probs are of another distribution.",
+    "Files composed by Hydra (`defaults:`) refer to keys that are not in them: convert the composed file.",
+)
+
 READER = Reader(
     system="roll",
     title="ROLL",
@@ -96,4 +116,5 @@ READER = Reader(
     signs=(*_ROLES, *_PIPELINE),
     rows=_rows,
     finish=_finish,
+    prose=PROSE,
 )

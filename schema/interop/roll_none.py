@@ -52,6 +52,8 @@ _SGLANG = "SGLang's own setting; the engine here is vLLM, whose further argument
 _BEAM = "beam search makes no samples of the policy: it cannot be trained on"
 _SCHEDULER = "how ROLL schedules requests among its workers; here replicas lease groups from the controller"
 
+_DEEPSPEED_TABLES = ("deepspeed_zero", "deepspeed_zero2", "deepspeed_zero3", "deepspeed_zero3_cpuoffload")
+
 _TOP = {
     "hydra.*": _HYDRA,
     "defaults": _HYDRA + ": keys of the files it names are not in this one; convert the composed file",
@@ -79,6 +81,8 @@ _TOP = {
     "is no second copy elsewhere",
     "tracker_kwargs.api_key": _IN_ENVIRONMENT,
     "tracker_kwargs.*": _TRACKER,
+    "model_name": _TRACKER,
+    **{f"{name}.*": _DEEPSPEED for name in _DEEPSPEED_TABLES},
     "global_template": _TEMPLATE,
     "dataset_filter.*": "rows are not filtered by source or difficulty: filter the files",
     "vlm_filter.*": "rows are not filtered by their images: filter the files",
@@ -127,6 +131,13 @@ _TOP = {
     "custom_env.*": _AGENT,
     "agent_config_common.*": _AGENT,
     "env_manager_cls": _AGENT,
+    "all_response_pattern": _AGENT,
+    "action_pattern": _AGENT,
+    "think_action_pattern": _AGENT,
+    "sokoban_format_penalty": _AGENT,
+    "frozen_format_penalty": _AGENT,
+    "single_prompt_agent_system_template": _AGENT,
+    "single_prompt_agent_template": _AGENT,
     "agent_system_template": _AGENT,
     "agent_template": _AGENT,
 }
@@ -156,7 +167,6 @@ _WORKER = {
     "data_args.template": _TEMPLATE,
     "data_args.interleave_probs": "files are read one after the other and shuffled together; domain_shares "
     "sets shares",
-    "data_args.id": "a row is known by its position in the dataset",
     "generating_args.num_beams": _BEAM,
     "generating_args.length_penalty": _BEAM,
 }
