@@ -20,7 +20,7 @@ from launcher.engine_options import check_engine_options
 from launcher.hardware import check_hardware
 from launcher.machine import Machine, has_module
 from launcher.paths import absolute
-from launcher.placement import PlacementError, place, usable_gpus
+from launcher.placement import PlacementError, place
 from schema.config import Config, Problem, local_path
 
 MIN_FREE_BYTES = 64 * 1024 * 1024
@@ -134,11 +134,6 @@ def _check_gpus(config: Config, machine: Machine, findings: Findings) -> None:
         place(config, machine)
     except PlacementError as error:
         findings.problems.append(error.problem)
-    else:
-        if config.placement.share != "none" and not usable_gpus(config, machine):
-            message = "has no effect on this machine: there is no GPU to share"
-            warning = Problem("placement.share", message, config.placement.share, "leave it out here")
-            findings.warnings.append(warning)
     findings.problems += check_hardware(config, machine)
     if machine.unused_gpus:
         message = f"the installed torch is built without CUDA: {machine.unused_gpus} GPUs stay unused"

@@ -78,11 +78,9 @@ def test_a_gpu_is_not_shared_in_silence(tmp_path: Path):
     (problem,) = check_machine(job(tmp_path), Machine(8, ("0",))).problems
     assert problem.key == "placement.share"
     shared = job(tmp_path, placement={"share": "memory"})
-    found = check_machine(shared, Machine(8, ("0",)))
-    assert (found.problems, found.warnings) == ([], [])
-    (idle,) = check_machine(shared, Machine(8)).warnings
-    assert idle.key == "placement.share"
-    assert "no GPU to share" in idle.message
+    for machine in (Machine(8, ("0",)), Machine(8)):  # without GPUs all processes share the memory anyway
+        found = check_machine(shared, machine)
+        assert (found.problems, found.warnings) == ([], [])
 
 
 def test_gpus_that_torch_cannot_use_are_a_warning(tmp_path: Path):
