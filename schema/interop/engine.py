@@ -9,8 +9,9 @@ reader adds, then defaults. Two entries that want different values are a warning
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -79,6 +80,18 @@ def _entry(reading: Reading, reader: Reader, leaf: Leaf) -> Entry:
     if not result.targets and _SECRET.search(leaf.key) and isinstance(value, str):
         value = "***"  # the report and the comments of the result must not spread it
     return Entry(leaf.key, value, result.outcome, result.targets, result.note, leaf.line)
+
+
+def _unwritable(value: Any, inside: bool = False) -> str | None:
+    """Why TOML and JSON cannot hold a value; None where they can. None by itself means to leave a key out."""
+    if value is None:
+        return "null inside a list cannot be written in TOML" if inside else None
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"{value} is no finite number"
+    if isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value):
+        return "half of a surrogate pair is no text"
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    return next((reason for item in items if (reason := _unwritable(item, inside=True))), None)
 
 
 def _decide(reading: Reading, reader: Reader, leaf: Leaf) -> Result:
@@ -151,9 +164,15 @@ def _without_row(reading: Reading, leaf: Leaf) -> Result:
         if around in reading.by_key:
             return unknown(f"`{around}` is a single value there, not a table")
     known = [key for key in reading.by_key if not key.endswith(".*")]
-    close = closest(leaf.key, known)
+    close = closest(leaf.key, known) or _same_name(parts[-1], known)
     hint = f"; did you mean `{close}`?" if close else ""
     return unknown(f"not a key of {reading.title} that this converter knows{hint}")
+
+
+def _same_name(name: str, known: Sequence[str]) -> str | None:
+    """The one known key whose last part is the same: a key in the wrong table."""
+    found = [key for key in known if split_key(key)[-1] == name]
+    return found[0] if len(found) == 1 else None
 
 
 # --- what the file leaves out -------------------------------------------------------------------------------

@@ -17,11 +17,15 @@ from typing import Any
 
 from schema.config.problem import ConfigError, Problem
 from schema.interop.keys import Path, dotted, split_key
-from schema.interop.yamlfile import MAX_BYTES, MAX_VALUES, scalar
+from schema.interop.yamlfile import scalar
 
 _ABSENT = object()
 _KEY = re.compile(r"\.*[^\s${}:,.\"'\[\]]+(?:\.[^\s${}:,.\"'\[\]]+|\[[^\s\]]+\])*")
 MAX_NESTING = 16  # of one interpolation inside another
+MAX_RESOLVED = 20_000  # values that references may expand to; verl's longest file has 900
+MAX_TEXT = 64 * 1024  # of one resolved text; a path has a few hundred characters
+MAX_PROBLEMS = 20  # more at once help nobody, and a broken file can have thousands
+MAX_CHAIN = 64  # of one reference to the next; verl's files have chains of three
 
 
 def resolve(
@@ -59,12 +63,14 @@ class _Resolver:
         self.data, self.lines, self.name, self.env, self.defaults = data, lines, name, env, defaults
         self.problems: list[Problem] = []
         self._open: list[Path] = []  # keys that are being resolved: one that comes again is a cycle
-        self._budget = MAX_VALUES  # references to tables copy them: what that may grow to is bounded
+        self._budget = MAX_RESOLVED  # references to tables copy them: what that may grow to is bounded
 
     def value(self, path: Path, value: Any) -> Any:
         """A value with its interpolations resolved; where one fails, the problem is noted and None stands."""
         if isinstance(value, Mapping):
             return {key: self.value((*path, key), item) for key, item in value.items()}
+        if len(self.problems) >= MAX_PROBLEMS:
+            return None
         try:
             return self._resolved(path, value)
         except _Unresolvable as error:
@@ -75,7 +81,7 @@ class _Resolver:
     def _resolved(self, path: Path, value: Any) -> Any:
         self._budget -= 1
         if self._budget < 0:
-            raise _Unresolvable(f"references expand to more than {MAX_VALUES} values")
+            raise _Unresolvable(f"references expand to more than {MAX_RESOLVED} values")
         if isinstance(value, Mapping):
             return {key: self._resolved((*path, key), item) for key, item in value.items()}
         if isinstance(value, list):
@@ -85,11 +91,11 @@ class _Resolver:
         if path in self._open:
             chain = [dotted(part) for part in (*self._open[self._open.index(path) :], path)]
             raise _Unresolvable(f"refers to itself: {' -> '.join(chain)}")
+        if len(self._open) >= MAX_CHAIN:
+            raise _Unresolvable(f"a chain of more than {MAX_CHAIN} references")
         self._open.append(path)
         try:
             return self._text(path, value, 0)
-        except RecursionError:
-            raise _Unresolvable("a chain of references that is too long") from None
         finally:
             self._open.pop()
 
@@ -110,7 +116,7 @@ class _Resolver:
         if len(pieces) == 1:
             return pieces[0].value if isinstance(pieces[0], _One) else pieces[0]
         joined = "".join(_as_text(piece.value) if isinstance(piece, _One) else piece for piece in pieces)
-        if len(joined) > MAX_BYTES:
+        if len(joined) > MAX_TEXT:
             raise _Unresolvable("references expand to a text that is too long")
         return joined
 

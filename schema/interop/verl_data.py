@@ -243,7 +243,7 @@ def _sampler(reading: Reading, leaf: Leaf) -> Result:
         reading.get(f"{prefix}.group_{part}", None) for part in ("key", "names", "ratios")
     )
     if not isinstance(column, str) or not isinstance(names, list) or not isinstance(ratios, list):
-        return without_counterpart(reading.system, f"{prefix}.class_path")
+        return without_counterpart(reading.system, f"{prefix}.class_path=own")
     total = sum(
         float(as_integer(ratio)) if isinstance(ratio, bool) else float(_positive(ratio)) for ratio in ratios
     )

@@ -188,7 +188,9 @@ class Mesh:
             "ulysses_sequence_parallel_size": How(
                 self._width("cp", megatron=False), self._ours("cp_size"), ""
             ),
-            "use_torch_compile": lacking(True, False) if reference else flag(f"{speed}.compile"),
+            "use_torch_compile": always("the reference model is compiled like the policy")
+            if reference
+            else flag(f"{speed}.compile"),
             "full_determinism": unless([False], "false: off", flag("train.deterministic")),
             "seed": How(_seed, ("train.seed",), "where data.seed is not written"),
         }

@@ -8,7 +8,7 @@ there, while YAML 1.1 calls it a string).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from schema.config.problem import ConfigError, Problem
@@ -32,7 +32,10 @@ _WORDS: dict[str, Any] = {
     **dict.fromkeys(("-.inf", "-.Inf", "-.INF", "-inf"), float("-inf")),
     **dict.fromkeys((".nan", ".NaN", ".NAN", "nan"), float("nan")),
 }
-_STRING, _MERGE = "tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"
+_STANDARD = "tag:yaml.org,2002:"
+_STRING, _MERGE = f"{_STANDARD}str", f"{_STANDARD}merge"
+_TAGS = {f"{_STANDARD}{name}" for name in ("str", "int", "float", "bool", "null", "timestamp", "value")}
+_TABLES = {f"{_STANDARD}{name}" for name in ("map", "seq")}
 
 
 def read_yaml(text: str, name: str) -> tuple[dict[str, Any], dict[Path, int]]:
@@ -47,6 +50,7 @@ def read_yaml(text: str, name: str) -> tuple[dict[str, Any], dict[Path, int]]:
         raise _error(f"larger than {MAX_BYTES} bytes: not a configuration", name)
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
+        _check_depth(yaml.parse(text, Loader=loader), name)
         documents = [node for node in yaml.compose_all(text, Loader=loader) if node is not None]
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -68,6 +72,16 @@ def read_yaml(text: str, name: str) -> tuple[dict[str, Any], dict[Path, int]]:
     return data, walk.lines
 
 
+def _check_depth(events: Iterable[yaml.Event], name: str) -> None:
+    """Refuse deep nesting while it is still a stream: PyYAML's C composer recurses and would crash Python."""
+    depth = 0
+    for event in events:
+        kind = type(event).__name__
+        depth += kind.endswith("StartEvent") - kind.endswith("EndEvent")
+        if depth > MAX_DEPTH + 2:  # the stream and the document count too
+            raise _error(f"nested more than {MAX_DEPTH} deep", name, event.start_mark.line + 1)
+
+
 class _Walk:
     """One walk over a node graph. Aliases are expanded, so what they cost is counted like written values."""
 
@@ -79,6 +93,7 @@ class _Walk:
     def mapping(self, node: yaml.MappingNode, path: Path) -> dict[str, Any]:
         """A mapping; `<<` merges others into it, written keys first."""
         self._count(node, path)
+        self._check_tag(node, _TABLES)
         table: dict[str, Any] = {}
         merged: list[yaml.Node] = []
         for key_node, value_node in node.value:
@@ -116,26 +131,33 @@ class _Walk:
     def _key(self, node: yaml.Node, line: int) -> str:
         if type(node).__name__ != "ScalarNode":
             raise _error("a key must be plain text", self.name, line, "quote it where it is meant as text")
-        return str(node.value)
+        key = str(node.value)
+        if key.startswith(("•", "`", "- `")):
+            raise _error(f"`{key[:40]}` is no key", self.name, line, _PAGE)
+        return key
 
     def _value(self, node: yaml.Node, path: Path) -> Any:
         if type(node).__name__ == "MappingNode":
             return self.mapping(node, path)
         self._count(node, path)
         if type(node).__name__ == "SequenceNode":
+            self._check_tag(node, _TABLES)
             return [self._value(item, (*path, str(index))) for index, item in enumerate(node.value)]
         return self._scalar(node)
 
     def _scalar(self, node: yaml.ScalarNode) -> Any:
+        self._check_tag(node, _TAGS)
         text = str(node.value)
         is_quoted = bool(node.style)  # a plain scalar has None, or from the C parser ""
         explicit_text = node.tag == _STRING and not is_quoted and not _looks_plain(text)
         if is_quoted or explicit_text:
             return text
-        if not node.tag.startswith("tag:yaml.org,2002:"):
+        return scalar(text)
+
+    def _check_tag(self, node: yaml.Node, allowed: set[str]) -> None:
+        if node.tag not in allowed and node.tag != "!":
             line = node.start_mark.line + 1
             raise _error(f"the tag {node.tag} makes objects, which is not read", self.name, line)
-        return scalar(text)
 
     def _count(self, node: yaml.Node, path: Path) -> None:
         self._values += 1
@@ -170,18 +192,22 @@ def _error(message: str, name: str, line: int | None = None, hint: str = "") -> 
     return ConfigError([Problem("", message, hint=hint, file=name, line=line)])
 
 
+_PAGE = "this is the list of a documentation page: keep only the lines of the configuration"
+
+
 def _hint(text: str, line: int | None) -> str:
     """What people most often mean by a line that is not YAML: a page of documentation copied with it."""
     lines = text.splitlines()
     near = lines[max(0, (line or 1) - 2) : (line or 1)]
-    for written in near or lines[:1]:
+    for written in (*near, *lines):
         bare = written.strip()
-        if bare.startswith(("•", "* ", "- ``")):
-            return "this line is the list of a documentation page: keep only the lines of the configuration"
+        if bare.startswith(("•", "- ``")):
+            return _PAGE
         if bare.startswith(("```", ".. code", "~~~", "===", "---|")):
-            return "this line is markup of a documentation page: keep only what stands inside the code block"
+            return "this is markup of a documentation page: keep only what stands inside the code block"
+    for written in near or lines[:1]:
         if "\t" in written:
             return "YAML indents with blanks, not with tabs"
-        if re.match(r"\[[^\]]+\]\s*$", bare) or re.match(r"[\w.]+\s*=", bare):
+        if re.match(r"\[[^\]]+\]\s*$", written.strip()) or re.match(r"\s*[\w.]+\s*=", written):
             return "this looks like TOML: give the file the ending .toml"
     return "check the indentation: keys of one table begin in the same column"

@@ -109,11 +109,9 @@ def test_what_may_have_no_counterpart_has_a_reason(kind: str) -> None:
             assert row.how.run(reading, leaf).outcome is Outcome.NONE, row.key
 
 
-def test_no_reason_is_empty_and_no_key_is_both_placed_and_given_up() -> None:
-    placed = {row.key for kind in READER.kinds for row in READER.rows(kind) if row.how.ours}
+def test_every_reason_says_something() -> None:
     for key, reason in NO_COUNTERPART["verl"].items():
-        assert len(reason) > 10, key
-        assert key not in placed
+        assert len(reason) > 20, key
 
 
 # --- batches --------------------------------------------------------------------------------------------------
