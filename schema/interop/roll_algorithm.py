@@ -56,8 +56,8 @@ def _norm(reading: Reading) -> tuple[Any, Any]:
     mean, std = reading.get("norm_mean_type", None), reading.get("norm_std_type", None)
     if mean is None and std is None and old:
         mean = std = old
-    if reading.get("adv_estimator") == "grpo" and mean is None and std is None:
-        return "group", "group"
+    if reading.get("adv_estimator", "gae") == "grpo":
+        return "group", "group"  # whatever the other keys say
     return mean, std
 
 
@@ -128,11 +128,13 @@ def _no_loss_kl(reading: Reading) -> str:
     return "" if has_loss_kl(reading) else "there is no KL in the loss (use_kl_loss)"
 
 
-def _no_discount(reading: Reading) -> str:
-    if reading.get("adv_estimator", "gae") not in _ESTIMATORS:
-        return ""
-    ours = _choose(reading)[0]
-    return "" if ours in ("gae", "reinforce_plus_plus") else f"{ours} spreads one score over all tokens"
+@computed(f"{POLICY}.gamma", words="gae and reinforce_plus_plus; the others have none")
+def _gamma(reading: Reading, leaf: Leaf) -> Result:
+    discount = as_number(leaf.value)
+    name = reading.get("adv_estimator", "gae")
+    if name in _ESTIMATORS and _choose(reading)[0] in ("gae", "reinforce_plus_plus"):
+        return mapped((f"{POLICY}.gamma", discount))
+    return implicit("1: nothing is discounted") if discount == 1 else nothing(reason("gamma"))
 
 
 def _no_critic(reading: Reading) -> str:
@@ -320,7 +322,7 @@ ALGORITHM_ROWS: tuple[Row, ...] = (
     Row("reward_norm", unless(_OFF, "none", _part_of_estimator("reward_norm", 3))),
     Row("norm_mean_type", unless(_OFF, "none", _part_of_estimator("norm_mean_type", 3))),
     Row("norm_std_type", unless(_OFF, "none", _part_of_estimator("norm_std_type", 3))),
-    Row("gamma", number(f"{POLICY}.gamma"), when=_no_discount),
+    Row("gamma", _gamma),
     Row("lambd", number(f"{POLICY}.gae_lambda"), default=0.95, when=_no_critic),
     Row("add_token_level_kl", _token_kl),
     Row("init_kl_coef", number(f"{POLICY}.kl_in_reward.beta"), default=0.2, when=_no_reward_kl),

@@ -97,6 +97,7 @@ _TOP = {
     "norm_std_type": _REWARD_SCALE,
     "add_len_reward": _REWARD_SCALE + "; overlong_reward penalises long answers",
     "advantage_clip": _ADVANTAGE,
+    "gamma": "estimators of groups spread one score over all tokens; reinforce_plus_plus and gae discount",
     "whiten_advantages": _ADVANTAGE,
     "adv_estimator": _ESTIMATOR,
     "max_len_mask": _MASK,

@@ -22,6 +22,7 @@ def _policy(changes: dict[str, Any]) -> dict[str, Any]:
     [
         ({"adv_estimator": "grpo"}, "grpo", None),
         ({"adv_estimator": "grpo", "reward_norm": "group"}, "grpo", None),
+        ({"adv_estimator": "grpo", "norm_mean_type": "batch", "gamma": 1.0}, "grpo", None),
         ({"adv_estimator": "reinforce", "reward_norm": "group"}, "grpo", None),
         ({"adv_estimator": "reinforce", "norm_mean_type": "group", "norm_std_type": "group"}, "grpo", None),
         ({"adv_estimator": "reinforce", "norm_mean_type": "group"}, "grpo", True),
@@ -54,6 +55,7 @@ def test_estimators(changes: dict[str, Any], estimator: str, unbiased: bool | No
             "norm_mean_type",
         ),
         ({"adv_estimator": "gigpo"}, "adv_estimator"),
+        ({"adv_estimator": "grpo", "gamma": 0.9}, "gamma"),
         ({"adv_estimator": "grpo", "reward_clip": 5}, "reward_clip"),
         ({"adv_estimator": "grpo", "advantage_clip": 2.0}, "advantage_clip"),
         ({"adv_estimator": "grpo", "max_len_mask": True}, "max_len_mask"),
