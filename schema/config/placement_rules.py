@@ -8,6 +8,7 @@ from itertools import islice
 
 from schema.config.layout import RoleLayout, layouts, mesh_text
 from schema.config.loss_rules import has_kl
+from schema.config.placement import Devices
 from schema.config.problem import Problem
 from schema.config.root import Config
 
@@ -82,27 +83,52 @@ def sharing_is_asked_for(config: Config) -> list[Problem]:
     return []
 
 
+def other_roles_share_too(config: Config) -> list[Problem]:
+    """Critic and reference may live with the policy, which they train with; any other company is sharing."""
+    placement, problems = config.placement, []
+    if placement.share != "none":
+        return []
+    pairs = [
+        ("critic", "rollout"),
+        ("reference", "rollout"),
+        ("reward_model", "policy"),
+        ("reward_model", "rollout"),
+    ]
+    for role, other in pairs:
+        mine, theirs = _flat(getattr(placement, role)), _flat(getattr(placement, other))
+        both = sorted(set(mine) & set(theirs))
+        if both:
+            key, lists = f"placement.{role}", (getattr(placement, role), getattr(placement, other))
+            message = (
+                f"placement.{role} = {lists[0]} and placement.{other} = {lists[1]} have device {_names(both)} in "
+                'common, and placement.share = "none"'
+            )
+            hint = 'write placement.share = "memory", or lists without common devices'
+            related = (f"placement.{other}", "placement.share")
+            problems.append(Problem(key, message, lists[0], hint, related=related))
+    return problems
+
+
 def devices_are_there(config: Config) -> list[Problem]:
     """A device number is below nodes * gpus_per_node, where that is stated."""
     placement, problems = config.placement, []
     per_node, nodes = placement.gpus_per_node, placement.nodes
     related = ("placement.gpus_per_node", "placement.nodes")
-    for role in (role for role in layouts(config) if role.listed):
-        if per_node is None:
-            if nodes > 1:
-                message = f"device numbers over placement.nodes = {nodes} need to know the GPUs of each"
-                hint = "write placement.gpus_per_node = 8, or as many as each node has"
-                problems.append(Problem(role.key, message, role.listed, hint, related=related))
-            continue
-        beyond = sorted({device for device in role.devices if device >= nodes * per_node})
+    for name in ("policy", "rollout", "reference", "critic", "reward_model"):
+        key, devices = f"placement.{name}", getattr(placement, name)
+        if per_node is None and nodes > 1 and devices:
+            message = f"device numbers over placement.nodes = {nodes} need to know the GPUs of each"
+            hint = "write placement.gpus_per_node = 8, or as many as each node has"
+            problems.append(Problem(key, message, devices, hint, related=related))
+        beyond = sorted({d for d in _flat(devices) if per_node is not None and d >= nodes * per_node})
         if beyond:
             message = (
                 f"names device {_names(beyond)}, but placement.nodes = {nodes} * placement.gpus_per_node = "
-                f"{per_node} are {nodes * per_node} devices"
+                f"{per_node} are {nodes * (per_node or 0)} devices"
             )
             enough = -(-(beyond[-1] + 1) // nodes)
             hint = f"write placement.gpus_per_node = {enough} if there are as many, or smaller numbers"
-            problems.append(Problem(role.key, message, role.listed, hint, related=related))
+            problems.append(Problem(key, message, devices, hint, related=related))
     return problems
 
 
@@ -180,7 +206,7 @@ def no_device_is_idle(config: Config) -> list[Problem]:
     placement, roles = config.placement, layouts(config)
     if placement.gpus_per_node is None or not all(role.listed for role in roles):
         return []
-    total, used = placement.nodes * placement.gpus_per_node, {d for role in roles for d in role.devices}
+    total, used = placement.nodes * placement.gpus_per_node, _named(config)
     count = total - sum(1 for device in used if device < total)
     if count <= 0:
         return []
@@ -196,6 +222,23 @@ def no_device_is_idle(config: Config) -> list[Problem]:
     if placement.nodes == 1 and used == set(range(len(used))):
         hint = f"write {key} = {len(used)}, or name them"
     return [Problem(key, message, placement.gpus_per_node, hint, related=tuple(role.key for role in roles))]
+
+
+def _named(config: Config) -> set[int]:
+    """Devices that any role names, also those that stand beside policy and rollout."""
+    placement = config.placement
+    lists = (
+        placement.policy,
+        placement.rollout,
+        placement.reference,
+        placement.critic,
+        placement.reward_model,
+    )
+    return {device for devices in lists for device in _flat(devices)}
+
+
+def _flat(devices: Devices) -> list[int]:
+    return [device for item in devices for device in (item if isinstance(item, list) else [item])]
 
 
 def memory_is_divided(config: Config) -> list[Problem]:
@@ -232,6 +275,7 @@ PLACEMENT_RULES = (
     roles_exist,
     devices_are_distinct,
     sharing_is_asked_for,
+    other_roles_share_too,
     devices_are_there,
     lists_fit_replicas,
     devices_suffice,

@@ -17,6 +17,7 @@ from schema.config.placement_rules import (
     lists_fit_replicas,
     memory_is_divided,
     no_device_is_idle,
+    other_roles_share_too,
     roles_exist,
     sharing_is_asked_for,
 )
@@ -57,6 +58,24 @@ CASES = [
         ('"memory"', f"{P} = [0]", f"{R} = [1]"),
     ),
     Case(sharing_is_asked_for, {"placement.share": "memory"}, "placement.share", ('"memory"', '"sft"'), SFT),
+    Case(
+        other_roles_share_too,
+        {R: [1], "placement.critic": [1, 2], "critic.enable": True},
+        "placement.critic",
+        ("placement.critic = [1, 2]", f"{R} = [1]", "device 1 in common", 'placement.share = "none"'),
+    ),
+    Case(
+        other_roles_share_too,
+        {P: [0], "placement.reward_model": [[0]], "reward_model.enable": True},
+        "placement.reward_model",
+        ("device 0 in common", f"{P} = [0]"),
+    ),
+    Case(
+        devices_are_there,
+        {"placement.critic": [4], "placement.gpus_per_node": 4, "critic.enable": True},
+        "placement.critic",
+        ("device 4",),
+    ),
     Case(
         devices_are_there,
         {P: [0], R: [7], "placement.gpus_per_node": 4},
@@ -160,6 +179,14 @@ SOUND: list[dict[str, Any]] = [
     {"placement.gpus_per_node": 0},
     {"placement.reference": [2], "train.train_policy.kl_beta": 0.1},
     {"placement.critic": [2], "critic.enable": True},
+    {P: [0], "placement.critic": [0], "critic.enable": True},
+    {
+        P: [0],
+        R: [1],
+        "placement.reward_model": [[2]],
+        "reward_model.enable": True,
+        "placement.gpus_per_node": 3,
+    },
     {"placement.share": "memory", "rollout.gpu_memory_utilization": 0.95},  # transformers takes no such part
 ]
 
