@@ -76,6 +76,9 @@ def convert_source(source: Source, reader: Reader, kind: str, env: Mapping[str, 
 
 def _entry(reading: Reading, reader: Reader, leaf: Leaf) -> Entry:
     result = _decide(reading, reader, leaf)
+    unwritable = next((reason for _, value in result.targets if (reason := _unwritable(value))), None)
+    if unwritable is not None:
+        result = unknown(unwritable)
     value = leaf.value
     if not result.targets and _SECRET.search(leaf.key) and isinstance(value, str):
         value = "***"  # the report and the comments of the result must not spread it

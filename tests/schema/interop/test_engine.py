@@ -20,6 +20,7 @@ from schema.interop.keys import dotted, leaves, split_key, store
 from schema.interop.model import Conversion, Outcome
 from schema.interop.registry import readers
 from schema.interop.rows import (
+    How,
     Reader,
     Reading,
     Row,
@@ -27,6 +28,7 @@ from schema.interop.rows import (
     choice,
     flag,
     integer,
+    mapped,
     number,
     path,
     text,
