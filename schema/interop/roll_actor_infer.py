@@ -37,7 +37,9 @@ from schema.interop.rows import (
     integer,
     mapped,
     number,
+    path,
     shown,
+    text,
     unless,
 )
 
@@ -205,6 +207,13 @@ def _only(name: str, how: How) -> How:
     return How(run, how.ours, how.words)
 
 
+@computed("rollout.parallelism.ep_size", words="true → over the ranks of one engine")
+def _experts(reading: Reading, leaf: Leaf) -> Result:
+    if not as_flag(leaf.value):
+        return implicit("experts are split like every other layer")
+    return mapped((f"{_MESH}.ep_size", engine_size(reading)[0]))
+
+
 _ENGINE_ROWS: tuple[Row, ...] = (
     Row("tensor_parallel_size", _engine_dimension(0, "tp_size"), also=("tp_size",)),
     Row("pipeline_parallel_size", _engine_dimension(1, "pp_size")),
@@ -226,8 +235,14 @@ _ENGINE_ROWS: tuple[Row, ...] = (
     Row("disable_cuda_graph", _only("sglang", _no_graphs)),
     Row("enable_chunked_prefill", flag("rollout.enable_chunked_prefill")),
     Row("dtype", _dtype),
-    Row("quantization", unless((None,), "not quantised", choice("rollout.quantization", {"fp8": "fp8"}))),
+    Row("quantization", unless((None,), "not quantised", text("rollout.quantization"))),
     Row("sleep_level", always("an engine that shares its GPU sleeps by placement.share")),
+    Row("enable_expert_parallel", _only("vllm", _experts)),
+    Row("seed", integer("rollout.seed")),
+    Row("trust_remote_code", flag("policy.trust_remote_code")),
+    Row("tokenizer", path("policy.tokenizer_name_or_path")),
+    Row("revision", text("policy.model_revision")),
+    Row("model", always("the engine serves the policy's model")),
     Row("*", _engine_argument),
 )
 

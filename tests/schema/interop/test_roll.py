@@ -11,6 +11,7 @@ import pytest
 
 from schema.config import ConfigError, check_config
 from schema.config.availability import UNAVAILABLE
+from schema.config.engine_rules import _ENGINE_ARGUMENTS
 from schema.config.keys import leaf_keys, section_keys
 from schema.config.root import Config
 from schema.interop import convert, convert_text
@@ -258,6 +259,33 @@ def test_unknown_keys_are_kept_and_guessed() -> None:
 def test_engine_arguments_pass_through() -> None:
     found = roll_with({f"{_ENGINE}.swap_space": 4, f"{_ENGINE}.compilation_config.level": 3})
     assert value_of(found, "rollout.engine_kwargs") == {"swap_space": 4, "compilation_config": {"level": 3}}
+
+
+def test_no_engine_argument_takes_a_detour() -> None:
+    """`validate` refuses an argument in engine_kwargs that has a key of ours: each needs a row."""
+    spellings = {name for row in reader("roll").rows("rlvr") for name in row.spellings}
+    assert {f"{_ENGINE}.{name}" for name in _ENGINE_ARGUMENTS} <= spellings
+
+
+def test_engine_arguments_with_a_key_of_ours_take_it() -> None:
+    ours = {
+        "seed": ("rollout.seed", 3),
+        "trust_remote_code": ("policy.trust_remote_code", True),
+        "tokenizer": ("policy.tokenizer_name_or_path", "org/tokens"),
+        "revision": ("policy.model_revision", "main"),
+        "quantization": ("rollout.quantization", "fp8"),
+        "max_num_seqs": ("rollout.max_num_seqs", 64),
+        "max_num_batched_tokens": ("rollout.max_num_batched_tokens", 4096),
+        "enforce_eager": ("rollout.enforce_eager", False),
+        "enable_chunked_prefill": ("rollout.enable_chunked_prefill", True),
+        "block_size": ("rollout.block_size", 32),
+    }
+    found = roll_with({f"{_ENGINE}.{name}": value for name, (_, value) in ours.items()})
+    for key, value in ours.values():
+        assert value_of(found, key) == value, key
+    assert value_of(found, "rollout.engine_kwargs") is None
+    split = roll_with({f"{_ENGINE}.enable_expert_parallel": True, f"{_ENGINE}.tensor_parallel_size": 4})
+    assert value_of(split, "rollout.parallelism.ep_size") == 4
 
 
 @pytest.mark.parametrize(
