@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import typer
 from launcher.commands import check, convert, learn, operate
 from launcher.commands.options import Overrides, print_json, print_problems
 from launcher.errors import LaunchError
-from launcher.restarts import EXIT_CONFIG
+from launcher.restarts import EXIT_CONFIG, EXIT_FAILED
 
 HELP = """
 Train a language model by asynchronous reinforcement learning, from one file.
@@ -149,6 +150,11 @@ def main() -> None:
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        typer.echo(f"error: {error.filename or 'the output'} cannot be written: {error.strerror}", err=True)
+        sys.exit(EXIT_FAILED)
     except ValueError as error:
         from schema.config import ConfigError
 

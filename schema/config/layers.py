@@ -18,7 +18,15 @@ from typing import Any, Literal
 
 from schema.config.environment import written_in
 from schema.config.problem import ConfigError, KeyPath, Problem, format_key
-from schema.config.tomlread import TomlFile, dotted_path, parse_value, read_toml
+from schema.config.tomlread import (
+    MAX_DEPTH,
+    NAMED,
+    TomlFile,
+    depth_problem,
+    dotted_path,
+    parse_value,
+    read_toml,
+)
 
 
 @dataclass(frozen=True)
@@ -100,6 +108,9 @@ class Layers:
 
     def assign(self, path: KeyPath, value: Any, origin: Origin) -> None:
         """Write one key, with the tables around it; a value in the place of a table is a problem."""
+        if len(path) > MAX_DEPTH:
+            self.problems.append(depth_problem(path[:NAMED]).at(origin.source[:80]))
+            return
         table: Any = self.data
         for end, part in enumerate(path[:-1], 1):
             if part not in table:

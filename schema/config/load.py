@@ -26,7 +26,7 @@ from schema.config.magnitude import too_large
 from schema.config.problem import ConfigError, KeyPath, Problem, format_key
 from schema.config.root import Config
 from schema.config.rules import check_rules
-from schema.config.tomlread import dotted_path
+from schema.config.tomlread import depth_problem, dotted_path, too_deep
 
 Paths = Path | str | Sequence[Path | str]
 
@@ -77,6 +77,8 @@ def check_config(data: Mapping[str, Any]) -> Config:
 
 def _check(data: Mapping[str, Any]) -> tuple[Config | None, list[tuple[KeyPath, Problem]]]:
     """The configuration, as far as it is sound, and every problem with its key path."""
+    if (deep := too_deep(data)) is not None:
+        return None, [(deep, depth_problem(deep))]
     remaining = deepcopy(dict(data))
     problems: list[tuple[KeyPath, Problem]] = list(too_large(remaining))
     for path in {_removable(path) for path, _ in problems}:

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from schema.config.positions import Position, locate
-from schema.config.problem import ConfigError, KeyPath, Problem
+from schema.config.positions import Position, locate, nearest
+from schema.config.problem import ConfigError, KeyPath, Problem, format_key
 
 MAX_FILE_BYTES = 16 * 1024 * 1024  # a configuration is a few kilobytes; more is the wrong file
+MAX_DEPTH = 64  # tables in tables: the schema needs seven, and what copies and merges them is recursive
+NAMED = 3  # parts of a key that is too deep to be named whole
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,30 @@ def read_toml(path: Path) -> TomlFile:
         positions = locate(text)
     except (ValueError, IndexError, RecursionError):
         positions = {}  # a place is a courtesy: without it the key still names the fault
+    if (deep := too_deep(data)) is not None:
+        place = nearest(positions, deep)
+        raise ConfigError([depth_problem(deep).at(str(path), *(place or ()))])
     return TomlFile(str(path), data, positions)
+
+
+def too_deep(data: Any) -> KeyPath | None:
+    """The beginning of the first key that tables and lists nest more than MAX_DEPTH deep; None: all is well."""
+    level: list[tuple[KeyPath, Any]] = [((), data)]
+    for _ in range(MAX_DEPTH):
+        inner: list[tuple[KeyPath, Any]] = []
+        for path, item in level:
+            if isinstance(item, dict):
+                inner += [((*path, str(key))[:NAMED], value) for key, value in item.items()]
+            elif isinstance(item, list):
+                inner += [(path, value) for value in item]
+        level = inner
+    return next((path for path, item in level if isinstance(item, dict | list)), None)
+
+
+def depth_problem(path: KeyPath) -> Problem:
+    """What is wrong with a key that `too_deep` has found."""
+    message = f"nested too deeply: more than {MAX_DEPTH} tables or lists in one another"
+    return Problem(format_key(path), message, hint="no key needs that; is it the right file?")
 
 
 def dotted_path(name: str) -> tuple[str, ...] | None:

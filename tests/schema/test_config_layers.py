@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schema.config import ConfigError, Problem, load_config
+from schema.config import ConfigError, Problem, check_config, load_config
 from schema.config.environment import variable_of, without_effect, written_in
 from schema.config.keys import leaf_keys
 from schema.config.load import Loaded, load
@@ -157,6 +157,28 @@ def test_files_of_other_formats_are_recognised(tmp_path: Path, text: str, hint: 
 def test_a_directory_names_a_file_in_it(tmp_path: Path, base: Path) -> None:
     (problem,) = faults(tmp_path)
     assert str(base) in problem.hint
+
+
+def test_bottomless_nesting_is_a_fault_not_a_crash(base: Path) -> None:
+    """Dotted keys nest without recursion in the TOML reader; what comes after it is recursive."""
+    key = ".".join(["custom", *["a"] * 3000])
+    deep = write(base.parent, "deep.toml", f"{key} = 1\n")
+    variable = {key.replace(".", "__").upper().replace("CUSTOM", "COSMOS_CUSTOM"): "1"}
+    lists = "custom.x=" + "[" * 100 + "]" * 100
+    for arguments in (
+        (deep,),
+        ([base, deep, deep],),
+        (base, [f"{key}=1"]),
+        (base, [], variable),
+        (base, [lists]),
+    ):
+        assert any("nested too deeply" in problem.message for problem in faults(*arguments)), arguments
+    data: dict[str, object] = {}
+    for _ in range(3000):
+        data = {"custom": data}
+    with pytest.raises(ConfigError, match="nested too deeply"):
+        check_config(data)
+    assert load(base, ["custom.x=" + "[" * 50 + "]" * 50]).config.custom["x"]
 
 
 # ---- the environment --------------------------------------------------------------------------------------
