@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,17 +16,23 @@ from tests.liveness.probe import PROBES, Place, Probe, same
 MODULES = (controller, data, generation, launcher, trainer)
 
 
+def check_reads_back(data: dict[str, Any]) -> None:
+    """The checks accept the configuration, and what the launcher writes of it: every key, resolved."""
+    written = check_config(data).to_dict()
+    assert check_config(written).to_dict() == written
+
+
 @pytest.mark.parametrize("probe", PROBES, ids=str)
 def test_flipping_the_key_is_seen(probe: Probe, place: Place) -> None:
     first, second = (probe.data(number, place) for number in (0, 1))
-    check_config(first)
+    check_reads_back(first)
     if probe.refused:
         with pytest.raises(ConfigError) as refusal:
             check_config(second)
         named = {key for problem in refusal.value.problems for key in (problem.key, *problem.related)}
         assert probe.key in named
     else:
-        check_config(second)
+        check_reads_back(second)
     configs = [Config.model_validate(data) for data in (first, second)]
     before, again = place.twice(probe.observe, configs[0])
     after = probe.observe(configs[1], place)
