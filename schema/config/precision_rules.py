@@ -78,4 +78,18 @@ def wrapping_is_one_way(config: Config) -> list[Problem]:
     return problems
 
 
+def casts_are_fused(config: Config) -> list[Problem]:
+    """Warning: scaling and casting cost more than a narrow product saves, unless the compiler fuses them."""
+    if config.train.compile:
+        return []
+    enabled = {"fp8": config.train.fp8.enable_fp8, "fp4": config.train.fp4.enable_fp4}
+    warnings = []
+    for name in (name for name, on in enabled.items() if on):
+        key, other = f"train.{name}.enable_{name}", "train.compile"
+        message = f"true casts in steps of their own while {other} = false: slower than bfloat16 as a rule"
+        warnings.append(Problem(key, message, True, f"write {other} = true", related=(other,)))
+    return warnings
+
+
 PRECISION_RULES = (one_narrow_format, overlap_is_possible, recomputation_is_on, wrapping_is_one_way)
+PRECISION_WARNINGS = (casts_are_fused,)

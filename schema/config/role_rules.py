@@ -97,8 +97,28 @@ def domains_are_shared(config: Config) -> list[Problem]:
     return problems
 
 
+def validation_samples_differ(config: Config) -> list[Problem]:
+    """Warning: several greedy answers to one prompt are the same answer, and one likeliest token is greedy."""
+    validation, warnings = config.validation, []
+    if not config.is_grpo or not validation.enable:
+        return []
+    temperature, top_k, several = "validation.temperature", "validation.top_k", "validation.n_generation"
+    if validation.temperature > 0.0 and validation.top_k == 1:
+        message = f"{validation.temperature} has no effect: {top_k} = 1 always takes the likeliest token"
+        hint = f"write {top_k} = -1, or {temperature} = 0.0"
+        warnings.append(Problem(temperature, message, validation.temperature, hint, related=(top_k,)))
+    elif validation.temperature == 0.0 and validation.n_generation > 1:
+        message = (
+            f"{validation.n_generation} greedy answers ({temperature} = 0.0) to a prompt are all the same"
+        )
+        hint = f"write {temperature} = 1.0 and {top_k} = -1, or {several} = 1"
+        warnings.append(Problem(several, message, validation.n_generation, hint, related=(temperature,)))
+    return warnings
+
+
 def _table(shares: dict[str, float]) -> str:
     return "{" + ", ".join(f"{name} = {share:g}" for name, share in shares.items()) + "}"
 
 
 ROLE_RULES = (autoscaling_has_room, validation_leaves_replicas, reward_model_is_named, domains_are_shared)
+ROLE_WARNINGS = (validation_samples_differ,)

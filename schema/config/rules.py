@@ -33,9 +33,9 @@ from schema.config.loss_rules import LOSS_RULES
 from schema.config.mesh_rules import MESH_RULES
 from schema.config.model_rules import MODEL_WARNINGS
 from schema.config.placement_rules import PLACEMENT_RULES, PLACEMENT_WARNINGS
-from schema.config.precision_rules import PRECISION_RULES
+from schema.config.precision_rules import PRECISION_RULES, PRECISION_WARNINGS
 from schema.config.problem import Problem
-from schema.config.role_rules import ROLE_RULES
+from schema.config.role_rules import ROLE_RULES, ROLE_WARNINGS
 from schema.config.root import Config
 from schema.config.schedule_rules import SCHEDULE_RULES, SCHEDULE_WARNINGS
 from schema.config.timing_rules import TIMING_RULES
@@ -93,7 +93,9 @@ WARNINGS: tuple[Rule, ...] = (
     master_weights_are_wide,
     losses_can_be_made_good,
     *SCHEDULE_WARNINGS,
+    *PRECISION_WARNINGS,
     *LORA_WARNINGS,
+    *ROLE_WARNINGS,
     *ARCHITECTURE_WARNINGS,
     *MODEL_WARNINGS,
     *PLACEMENT_WARNINGS,

@@ -587,6 +587,16 @@ PRECISION = [
     ),
 ]
 
+PRECISION += [
+    Case(
+        precision.casts_are_fused,
+        {f"train.{name}.enable_{name}": True},
+        f"train.{name}.enable_{name}",
+        ("train.compile = false",),
+    )
+    for name in ("fp8", "fp4")
+]
+
 LORA = [
     Case(
         lora.adapters_train_alone,
@@ -715,6 +725,21 @@ ROLE = [
         {f"{P}.domain_column_name": "topic", f"{P}.domain_shares": {"math": 1.5, "code": -0.5}},
         f"{P}.domain_shares",
         ("code has no positive share",),
+    ),
+]
+
+ROLE += [
+    Case(
+        role.validation_samples_differ,
+        {"validation.enable": True, "validation.temperature": 0.6},
+        "validation.temperature",
+        ("0.6", "validation.top_k = 1"),
+    ),
+    Case(
+        role.validation_samples_differ,
+        {"validation.enable": True, "validation.n_generation": 4},
+        "validation.n_generation",
+        ("4 greedy answers", "validation.temperature = 0.0"),
     ),
 ]
 
