@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from schema.config import ConfigError, Problem, check_config, load_config
 from schema.config.environment import variable_of, without_effect, written_in
 from schema.config.keys import leaf_keys
 from schema.config.load import Loaded, load
+from schema.config.tomlwrite import dumps
+from tests.schema.config_samples import GRPO
+from tests.schema.mutations import changes, mutate
 
 BASE = """\
 [train]
@@ -277,3 +281,40 @@ def test_findings_are_placed_like_faults(tmp_path: Path, base: Path) -> None:
         [Problem("controller.port", "in use"), Problem("", "no vllm"), Problem("redis.url", "x")]
     )
     assert [p.where for p in places] == ["", str(base), "--set controller.port=80"]
+
+
+# ---- anything ---------------------------------------------------------------------------------------------
+
+FEW = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12)
+variables = st.dictionaries(
+    st.sampled_from([variable_of(tuple(key.split("."))) for key in leaf_keys()]), texts
+)
+
+
+@FEW
+@given(
+    first=changes, second=changes, env=variables, sets=st.lists(texts.map("custom.x={}".format), max_size=2)
+)
+def test_spoiled_files_over_each_other(
+    tmp_path: Path, first: Any, second: Any, env: dict[str, str], sets: list[str]
+) -> None:
+    """A clean verdict, with every place inside its file; and every origin tells the line of its key."""
+    files = [tmp_path / "a.toml", tmp_path / "b.toml"]
+    for path, steps in zip(files, (first, second), strict=True):
+        path.write_bytes(dumps(mutate(GRPO, steps)).encode("utf-8", "surrogatepass"))
+    lines = {str(path): path.read_bytes().split(b"\n") for path in files}
+    loaded, problems = verdict(files, sets, env)
+    assert all(problem.file and problem.render() for problem in problems)
+    assert all(problem.line <= len(lines[str(problem.file)]) for problem in problems if problem.line)
+    for path, origin in loaded.layers.origins.items() if loaded else ():
+        if origin.line and isinstance(path[-1], str) and path[-1].isidentifier():
+            assert path[-1].encode() in lines[origin.name][origin.line - 1]
+
+
+def verdict(files: list[Path], sets: list[str], env: dict[str, str]) -> tuple[Loaded | None, list[Problem]]:
+    """What loading says: a configuration, or what is wrong with it."""
+    try:
+        return load(files, sets, env), []
+    except ConfigError as error:
+        return None, list(error.problems)
