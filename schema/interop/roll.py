@@ -46,6 +46,9 @@ def _finish(reading: Reading) -> None:
     _add_meshes(reading)
     _add_data(reading)
     notice_whitening(reading)
+    models = ("pretrain", "actor_train.model_args.model_name_or_path")
+    if all(reading.get(key, None) is None for key in models):
+        reading.warn("no model is named (pretrain): write policy.model_name_or_path")
     if has_critic(reading) and not reading.has("adv_estimator"):
         reading.warn("adv_estimator is not set, and ROLL's default is gae: a critic is trained")
 

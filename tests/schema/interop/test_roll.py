@@ -238,6 +238,10 @@ def test_defaults_of_roll_are_written_where_ours_differ() -> None:
     assert {key: value_of(found, key) for key in expected} == expected
 
 
+def test_a_missing_model_is_said() -> None:
+    assert any("no model is named" in text for text in roll_with({"pretrain": ABSENT}).warnings)
+
+
 def test_secrets_are_not_repeated() -> None:
     found = converted(HERE / "roll_megatron.yaml")
     assert found.entry("tracker_kwargs.api_key").value == "***"
