@@ -176,7 +176,7 @@ def lacking(*neutral: Any, words: str = "") -> How:
             return implicit("asks for nothing")
         return without_counterpart(reading.system, leaf.key)
 
-    return How(run, (), words)
+    return How(run, (), words or "a value that asks for something has no counterpart: see the list")
 
 
 def switched(prefix: str, switch: str) -> Row:

@@ -1,0 +1,132 @@
+"""The tables of `docs/migrate.md`, made from the readers' rows: `python -m schema.interop.document` writes them.
+
+The prose of the page is written by hand. Between a pair of markers stands what this module makes:
+
+    <!-- keys: verl rl -->     …  one table for each table of the file: their key, ours, how the value changes
+    <!-- prose: roll -->       …  the reader's own paragraphs
+    <!-- none: verl -->        …  the closed list of what has no counterpart, with the reasons
+    <!-- nearest -->           …  keys that get the nearest value where their part is not built
+    <!-- end -->
+
+A test holds that the page is what this module would write, and that no kind of file is forgotten.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from schema.config.availability import UNAVAILABLE
+from schema.interop.engine import yaml_value
+from schema.interop.fallback import SPEED_ONLY
+from schema.interop.none import NO_COUNTERPART
+from schema.interop.registry import reader
+from schema.interop.rows import ABSENT, Row
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "migrate.md"
+
+LONG = 20  # rows; longer tables are folded, or nobody finds the prose between them
+
+_BLOCK = re.compile(r"<!-- (keys|prose|none|nearest)(?:: ([^>]*?))? -->\n.*?<!-- end -->", re.DOTALL)
+_DEEP = ("actor_rollout_ref",)  # tables so large that each of their tables gets a section
+
+
+def render(page: str) -> str:
+    """The page with every block between markers made anew. Raises ValueError for a marker it does not know."""
+    return _BLOCK.sub(lambda match: _block(match[1], (match[2] or "").split()), page)
+
+
+def blocks(page: str) -> list[tuple[str, str]]:
+    """The markers of a page: what is asked for, and of what."""
+    return [(match[1], match[2] or "") for match in _BLOCK.finditer(page)]
+
+
+def _block(what: str, arguments: Sequence[str]) -> str:
+    if what == "nearest":
+        lines = list(_nearest())
+    elif what == "prose" and len(arguments) == 1:
+        lines = [line for paragraph in reader(arguments[0]).prose for line in ("", paragraph)] + [""]
+    elif what == "none" and len(arguments) == 1:
+        lines = list(_none(arguments[0]))
+    elif what == "keys" and len(arguments) == 2:
+        lines = list(_keys(*arguments))
+    else:
+        raise ValueError(f"marker `{what}: {' '.join(arguments)}` is not known")
+    if sum(line.startswith("| ") for line in lines) > LONG:
+        count = sum(line.startswith("| `") for line in lines)
+        lines = ["", "<details>", f"<summary>{count} keys</summary>", *lines, "</details>", ""]
+    marker = f"<!-- {what}{': ' if arguments else ''}{' '.join(arguments)} -->"
+    return "\n".join([marker, *lines, "<!-- end -->"])
+
+
+def _keys(system: str, kind: str) -> Iterator[str]:
+    groups: dict[str, list[Row]] = {}
+    rows = reader(system).rows(kind)
+    told = telling(rows)
+    for row in told:
+        groups.setdefault(_group(row.key), []).append(row)
+    for group, members in groups.items():
+        if group:
+            yield f"\n**`{group}`**"
+        yield "\n| their key | ours | how the value changes | their default |"
+        yield "|---|---|---|---|"
+        for row in members:
+            yield _line(row, group)
+    if len(told) < len(rows):
+        yield f"\n{len(rows) - len(told)} further keys have the same name and meaning here."
+    yield ""
+
+
+def telling(rows: Sequence[Row]) -> list[Row]:
+    """The rows that say something: not those whose key is ours, unchanged."""
+    return [row for row in rows if row.how.ours != (row.key,) or row.also or row.how.words != "as it is"]
+
+
+def _group(key: str) -> str:
+    parts = key.split(".")
+    depth = 2 if parts[0] in _DEEP and len(parts) > 2 else 1
+    return ".".join(parts[:depth]) if len(parts) > depth else ""
+
+
+def _line(row: Row, group: str) -> str:
+    name = row.key.removeprefix(f"{group}.") if group else row.key
+    also = ", ".join(f"`{_short(other, group)}`" for other in row.also)
+    ours = ", ".join(f"`{key}`" for key in row.how.ours) or "–"
+    default = "" if row.default is ABSENT else f"`{yaml_value(row.default)}`"
+    words = row.words or row.how.words or ("as it is" if row.how.ours else "")
+    cells = [f"`{name}`" + (f" (also {also})" if also else ""), ours, words, default]
+    return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+
+
+def _short(key: str, group: str) -> str:
+    return key.removeprefix(f"{group}.") if group else key
+
+
+def _none(system: str) -> Iterator[str]:
+    yield "\n| their key | why it has no counterpart |"
+    yield "|---|---|"
+    for key, reason in NO_COUNTERPART[system].items():
+        yield f"| `{key}` | {reason.replace('|', chr(92) + '|')} |"
+    yield ""
+
+
+def _nearest() -> Iterator[str]:
+    yield "\n| key | what this build lacks | nearest value |"
+    yield "|---|---|---|"
+    for key in sorted(SPEED_ONLY & UNAVAILABLE.keys()):
+        row = UNAVAILABLE[key]
+        value = row.neutral[0]
+        yield f"| `{key}` | {row.missing} | {'unset' if value is None else f'`{yaml_value(value)}`'} |"
+    yield ""
+
+
+def main() -> int:
+    """Write the page; returns the exit code."""
+    PAGE.write_text(render(PAGE.read_text("utf-8")), "utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
