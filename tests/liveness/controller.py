@@ -196,9 +196,9 @@ def leased_to_old_weights(config: Config, place: Place) -> int:
 
 
 def published_after(config: Config, place: Place) -> list[bool]:
-    """After which of four commits the trainer is told to publish."""
+    """After which of two commits the trainer is told to publish."""
     with staged(config, place) as stage:
-        return [train_step(stage.trainer, stage.rollout, step).publish for step in range(4)]
+        return [train_step(stage.trainer, stage.rollout, step).publish for step in range(2)]
 
 
 def after_a_failed_reward(config: Config, place: Place) -> dict[str, int]:
@@ -268,10 +268,10 @@ watch(
 
 
 def publications_that_may_go(config: Config, place: Place) -> list[int]:
-    """Which of six publications the trainer is told to remove."""
+    """Which of five publications the trainer is told to remove."""
     with staged(config, place) as stage:
         gone: set[int] = set()
-        for step in range(5):
+        for step in range(4):
             _make_batch(stage, step)
             stage.trainer.commit(step)
             gone |= set(stage.trainer.publish(step + 1).collectable)
@@ -286,9 +286,9 @@ def _make_batch(stage: Stage, step: int) -> None:
 
 
 def validated_versions(config: Config, place: Place) -> list[int]:
-    """Which of the first four versions are scored."""
+    """Which of the first three versions are scored."""
     with staged(config, place) as stage:
-        for step in range(3):
+        for step in range(2):
             _make_batch(stage, step)
             stage.trainer.commit(step)
             stage.trainer.publish(step + 1)
@@ -306,12 +306,12 @@ def validation_leases(config: Config, place: Place) -> list[tuple[int, list[int]
         return [(len(groups), [len(group.seeds) for group in groups]) for groups in scored]
 
 
-watch(publications_that_may_go, grpo, {"weight_sync.keep": (2, 3)})
+watch(publications_that_may_go, grpo, {"weight_sync.keep": (1, 3)})
 validating = changed(grpo, {"validation.enable": True, "validation.dataset.name": "synthetic:addition"})
 watch(
     validated_versions,
     validating,
-    {"validation.freq": (20, 2), "validation.before": (True, False), "validation.enable": (True, False)},
+    {"validation.freq": (20, 1), "validation.before": (True, False), "validation.enable": (True, False)},
 )
 watch(
     validation_leases,
