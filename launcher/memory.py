@@ -11,7 +11,9 @@ N parameters, W shards of one copy (tensor, pipeline and data-parallel), T token
     output layer             3·4·min(2^25, T·V) bytes of logits + 4·V·H bytes of their gradient
     a rollout replica        N·dtype + KV cache: 2·L·kv·dim·dtype bytes per token
 
-Left out: fragmentation, CUDA contexts (about half a gigabyte each) and what the allocator keeps.
+Compared once: four supervised steps of 101M parameters in float32 on a CPU came to 2.59 GiB, against 2.42 GiB by
+these formulas and the program's own 420 MiB. Left out: fragmentation, CUDA contexts (about half a gigabyte each)
+and what the allocator keeps.
 """
 
 from __future__ import annotations
