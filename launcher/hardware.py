@@ -1,4 +1,4 @@
-"""What the chosen numerics ask of the GPUs: fp8, fp4 and FlashAttention exist from some generation on.
+"""What the chosen numerics and kernels ask of the GPUs: fp8, fp4, FlashAttention exist from some generation on.
 
 A GPU whose generation is unknown is taken to be able: a wrong refusal would be worse than the worker's own error.
 """
@@ -14,6 +14,10 @@ _FP8: Capability = (8, 9)
 """Ada and Hopper are the first whose matrix units multiply fp8."""
 _FP4: Capability = (10, 0)
 """Blackwell is the first whose matrix units multiply fp4."""
+_KERNELS: Capability = (7, 0)
+"""Volta is the first that Triton compiles for, and with it Liger's kernels."""
+_FLASHINFER: Capability = (7, 5)
+"""Turing is the first of flashinfer's."""
 _FLASH: dict[int, tuple[Capability, Capability | None]] = {
     2: ((8, 0), None),
     3: ((9, 0), (9, 9)),
@@ -27,7 +31,7 @@ class Wish:
     """A key whose value needs a GPU of some generations, and what to write where there is none."""
 
     key: str
-    value: bool | int
+    value: bool | int | str
     what: str
     first: Capability
     last: Capability | None
@@ -67,6 +71,23 @@ def _wishes(config: Config) -> list[Wish]:
         key, version = "train.fa_version", train.fa_version
         first, last = _FLASH[version]
         wishes.append(Wish(key, version, f"FlashAttention {version}", first, last, "leave it out"))
+    if config.policy.enable_liger_kernel:
+        key = "policy.enable_liger_kernel"
+        wishes.append(Wish(key, True, "a Liger kernel", _KERNELS, None, f"write {key} = false"))
+    return wishes + (_engine_wishes(config) if config.is_grpo else [])
+
+
+def _engine_wishes(config: Config) -> list[Wish]:
+    rollout, wishes = config.rollout, []
+    flashinfer = {
+        "rollout.vllm_use_flashinfer": rollout.vllm_use_flashinfer,
+        "rollout.sampling_config.use_flashinfer": rollout.sampling_config.use_flashinfer,
+    }
+    for key in (key for key, wanted in flashinfer.items() if wanted):
+        wishes.append(Wish(key, True, "flashinfer", _FLASHINFER, None, f"write {key} = false"))
+    if config.weight_sync.transport == "collective":
+        key, what = "weight_sync.transport", "sending weights from GPU to GPU"
+        wishes.append(Wish(key, "collective", what, _KERNELS, None, f'write {key} = "store"'))
     return wishes
 
 

@@ -1,9 +1,4 @@
-"""Rules of the policy loss and of the weights in it: an option of one loss is no option of another.
-
-A key whose part this build lacks is refused by name elsewhere (`schema.config.availability`); these rules speak of
-such keys all the same, so that whoever turns to a build that has them meets no second surprise. Where both speak
-of one key, both are shown.
-"""
+"""Rules of the policy loss and of the weights in it: an option of one loss is no option of another."""
 
 from __future__ import annotations
 

@@ -10,8 +10,10 @@ changes anything. They stand by what they speak of:
     devices  placement_rules  checkpoints checkpoint_rules  engines    engine_rules
     the user's files and functions        data_rules    what cannot act  idle_rules
 
-A rule looks at values, not at what was written: a resolved configuration, in which every key is written, meets the
-same answers. `check_warnings` names what works but is seldom meant.
+A rule looks at values, not at what was written, so a resolved configuration, in which every key is written, meets
+the same answers (but for two names of one thing, which must not contradict each other). It speaks also of keys whose
+part this build lacks and `availability` refuses: where both speak of one key both are shown, so that whoever turns
+to a build that has the part meets no second surprise. `check_warnings` names what works but is seldom meant.
 """
 
 from __future__ import annotations

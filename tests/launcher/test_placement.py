@@ -212,6 +212,54 @@ def test_no_gpu_is_given_to_two_replicas(
     assert len(seen) == len(set(seen)) == total
 
 
+numbers = st.lists(st.integers(0, 5), max_size=4) | st.lists(
+    st.lists(st.integers(0, 5), max_size=2), max_size=2
+)
+
+
+@given(
+    policy=numbers,
+    rollout=numbers,
+    shards=st.sampled_from([-1, 1, 2]),
+    rollouts=st.integers(1, 3),
+    count=st.integers(0, 6),
+    share=st.sampled_from(["none", "memory"]),
+)
+def test_whatever_is_listed_no_device_has_two_owners(
+    policy: list, rollout: list, shards: int, rollouts: int, count: int, share: str
+):
+    job = config(
+        policy={"parallelism": {"dp_shard_size": shards}},
+        rollout={"parallelism": {"n_init_replicas": rollouts}},
+        placement={"policy": policy, "rollout": rollout, "share": share},
+    )
+    try:
+        replicas = place(job, Machine(cores=1, gpus=gpus(count)))
+    except PlacementError as refused:
+        error = refused
+    else:
+        error = None
+    if error is not None:
+        assert error.problem.key
+        assert error.problem.hint
+        return
+    owned = {
+        role: [d for r in replicas if r.role is role for d in r.devices]
+        for role in (Role.POLICY, Role.ROLLOUT)
+    }
+    for devices in owned.values():
+        assert len(devices) == len(set(devices))
+        assert all(device < count for device in devices)
+    if share == "none":
+        assert not set(owned[Role.POLICY]) & set(owned[Role.ROLLOUT])
+    if count:
+        assert len(owned[Role.ROLLOUT]) == rollouts
+        assert len(owned[Role.POLICY]) == len(replicas[0].processes)
+    for role, listed in ((Role.POLICY, policy), (Role.ROLLOUT, rollout)):
+        flat = [d for item in listed for d in (item if isinstance(item, list) else [item])]
+        assert owned[role] == flat or not flat
+
+
 def test_names_of_processes_are_unique_so_are_their_logs():
     job = config(policy={"parallelism": {"n_init_replicas": 2, "dp_shard_size": 2}})
     names = [spec.name for replica in place(job, Machine(cores=2)) for spec in replica.processes]

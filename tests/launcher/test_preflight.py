@@ -92,17 +92,21 @@ HOPPER, AMPERE, BLACKWELL = (9, 0), (8, 0), (10, 0)
 
 
 @pytest.mark.parametrize(
-    ("train", "able", "unable"),
+    ("sections", "able", "unable"),
     [
-        ({"fp8": {"enable_fp8": True}}, [HOPPER, (8, 9), BLACKWELL], [AMPERE, (7, 5)]),
-        ({"fp4": {"enable_fp4": True}}, [BLACKWELL, (12, 0)], [HOPPER]),
-        ({"fa_version": 2}, [AMPERE, HOPPER], [(7, 5)]),
-        ({"fa_version": 3}, [HOPPER], [AMPERE, BLACKWELL]),
-        ({"fa_version": 4}, [HOPPER, BLACKWELL], [AMPERE]),
+        ({"train": {"fp8": {"enable_fp8": True}}}, [HOPPER, (8, 9), BLACKWELL], [AMPERE, (7, 5)]),
+        ({"train": {"fp4": {"enable_fp4": True}}}, [BLACKWELL, (12, 0)], [HOPPER]),
+        ({"train": {"fa_version": 2}}, [AMPERE, HOPPER], [(7, 5)]),
+        ({"train": {"fa_version": 3}}, [HOPPER], [AMPERE, BLACKWELL]),
+        ({"train": {"fa_version": 4}}, [HOPPER, BLACKWELL], [AMPERE]),
+        ({"policy": {"enable_liger_kernel": True}}, [(7, 0), HOPPER], [(6, 1)]),
+        ({"rollout": {"vllm_use_flashinfer": True}}, [(7, 5), HOPPER], [(7, 0)]),
+        ({"rollout": {"sampling_config": {"use_flashinfer": True}}}, [HOPPER], [(7, 0)]),
+        ({"weight_sync": {"transport": "collective"}}, [HOPPER], [(6, 0)]),
     ],
 )
-def test_numerics_need_their_hardware(train: dict, able: list, unable: list):
-    wanted = config(train=train)
+def test_numerics_and_kernels_need_their_hardware(sections: dict, able: list, unable: list):
+    wanted = config(**sections)
     (without,) = check_hardware(wanted, Machine(8))
     assert "needs a GPU, and this machine has none" in without.message
     assert without.hint
