@@ -42,12 +42,11 @@ def _kind(source: Source) -> str:
     return "grpo" if any(key in policy for key in _GRPO_SIGNS) else "sft"
 
 
-def _pass(key: str) -> How:
+def _pass(key: str, ours: str) -> How:
     def run(reading: Reading, leaf: Leaf) -> Result:
-        ours = f"{key}.{leaf.rest}" if leaf.rest else key
-        return mapped((ours, plain(leaf.value)))
+        return mapped((f"{key}.{leaf.rest}" if leaf.rest else key, plain(leaf.value)))
 
-    return How(run, (key,), "as it is")
+    return How(run, (ours,), "as it is")
 
 
 def _is_table(annotation: Any) -> bool:
@@ -72,10 +71,9 @@ def _rows(kind: str) -> Sequence[Row]:
         if key in renamed:
             continue
         idle = kind == "sft" and (path[0] == "rollout" or key == "train.sync_weight_interval")
-        how = always("supervised training generates nothing") if idle else _pass(key)
-        rows.append(Row(key, how))
-        if _is_table(annotation_of(path)):
-            rows.append(Row(f"{key}.*", how))
+        for name in (key, f"{key}.*") if _is_table(annotation_of(path)) else (key,):
+            how = always("supervised training generates nothing") if idle else _pass(key, name)
+            rows.append(Row(name, how))
     return (*rows, *(row for row in RENAMED_ROWS if kind == "grpo" or not _is_grpo_only(row)))
 
 

@@ -134,7 +134,7 @@ def _transfer(reading: Reading, leaf: Leaf) -> Result:
     return mapped(("train.transfer_dtype", plain(leaf.value)))
 
 
-@computed(f"{_POLICY}.dataset.split", words="renamed; a split named twice the same is one")
+@computed("validation.dataset.split", words="renamed")
 def _test_split(reading: Reading, leaf: Leaf) -> Result:
     if reading.values.get("validation.dataset.split") is not None:
         return implicit("validation.dataset.split is written too")

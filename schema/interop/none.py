@@ -1,13 +1,14 @@
 """The one closed list of what has no counterpart here: system -> key -> reason.
 
-A key that ends in `.*` stands for everything below it, one with `=value` for that value of the key only.
+A key that ends in `.*` stands for everything below it, one with `=value` for that value of the key only; a part in
+angle brackets stands for any name of its kind.
 Whatever is not in this list maps to a key that acts, is always so here, or is reported as unknown.
 """
 
 from __future__ import annotations
 
 from schema.interop.cosmos_none import COSMOS_NONE
-from schema.interop.roll_none import ROLL_NONE
+from schema.interop.roll_none import ROLL_NONE, general
 from schema.interop.verl_none import VERL_NONE
 
 NO_COUNTERPART: dict[str, dict[str, str]] = {
@@ -19,7 +20,12 @@ NO_COUNTERPART: dict[str, dict[str, str]] = {
 
 def reason_for(system: str, key: str) -> str | None:
     """Why a key has no counterpart; None where the list does not have it."""
-    table = NO_COUNTERPART.get(system, {})
+    names = (key, *general(key)) if system == "roll" else (key,)
+    found = (_listed(NO_COUNTERPART.get(system, {}), name) for name in names)
+    return next((reason for reason in found if reason is not None), None)
+
+
+def _listed(table: dict[str, str], key: str) -> str | None:
     if key in table:
         return table[key]
     parts = key.split(".")

@@ -17,7 +17,7 @@ from schema.interop.roll_facts import (
     response_length,
     strategy,
 )
-from schema.interop.roll_hows import DTYPES, count, is_one_of, lost, named_devices, repeats, under, wins
+from schema.interop.roll_hows import DTYPES, asks, count, is_one_of, lost, named_devices, repeats, under, wins
 from schema.interop.rows import (
     BadValue,
     How,
@@ -235,7 +235,7 @@ _ENGINE_ROWS: tuple[Row, ...] = (
     Row("disable_cuda_graph", _only("sglang", _no_graphs)),
     Row("enable_chunked_prefill", flag("rollout.enable_chunked_prefill")),
     Row("dtype", _dtype),
-    Row("quantization", unless((None,), "not quantised", text("rollout.quantization"))),
+    Row("quantization", asks((None,), "not quantised", text("rollout.quantization"))),
     Row("sleep_level", always("an engine that shares its GPU sleeps by placement.share")),
     Row("enable_expert_parallel", _only("vllm", _experts)),
     Row("seed", integer("rollout.seed")),

@@ -11,7 +11,17 @@ from schema.interop.roll_facts import (
     mesh,
     strategy,
 )
-from schema.interop.roll_hows import POLICY, count, dtype, is_one_of, lost, named_devices, stored_dtype, under
+from schema.interop.roll_hows import (
+    POLICY,
+    asks,
+    count,
+    dtype,
+    is_one_of,
+    lost,
+    named_devices,
+    stored_dtype,
+    under,
+)
 from schema.interop.roll_training import TRAINING_ARGS
 from schema.interop.rows import (
     BadValue,
@@ -300,7 +310,7 @@ _SINGLE_ROWS: tuple[Row, ...] = (
     Row("use_dynamic_batching_in_train", always("max_tokens_per_microbatch_in_train says how large")),
     Row(
         "max_tokens_per_microbatch_in_train",
-        unless((0, None), "no cap", integer(f"{POLICY}.max_token_len_per_mini_batch")),
+        asks((0, None), "no cap", integer(f"{POLICY}.max_token_len_per_mini_batch")),
         when=lambda reading: (
             "" if reading.flag(f"{ROLE}.use_dynamic_batching_in_train") else "dynamic batching is off"
         ),
@@ -308,7 +318,7 @@ _SINGLE_ROWS: tuple[Row, ...] = (
     Row("use_dynamic_batching_in_infer", always("max_tokens_per_microbatch_in_infer says how large")),
     Row(
         "max_tokens_per_microbatch_in_infer",
-        unless((0, None), "no cap", integer(f"{POLICY}.old_log_prob.max_token_len_per_mini_batch")),
+        asks((0, None), "no cap", integer(f"{POLICY}.old_log_prob.max_token_len_per_mini_batch")),
         when=lambda reading: (
             "" if reading.flag(f"{ROLE}.use_dynamic_batching_in_infer") else "dynamic batching is off"
         ),
@@ -316,12 +326,12 @@ _SINGLE_ROWS: tuple[Row, ...] = (
     Row("use_sequence_packing", flag("train.sequence_packing")),
     Row(
         "sequence_packing_args.max_packed_sequence_length_train",
-        unless((None,), "no cap", integer(f"{POLICY}.max_token_len_per_mini_batch")),
+        asks((None,), "no cap", integer(f"{POLICY}.max_token_len_per_mini_batch")),
         when=lambda reading: "" if reading.flag(f"{ROLE}.use_sequence_packing") else "packing is off",
     ),
     Row(
         "sequence_packing_args.max_packed_sequence_length_forward",
-        unless((None,), "no cap", integer(f"{POLICY}.old_log_prob.max_token_len_per_mini_batch")),
+        asks((None,), "no cap", integer(f"{POLICY}.old_log_prob.max_token_len_per_mini_batch")),
         when=lambda reading: "" if reading.flag(f"{ROLE}.use_sequence_packing") else "packing is off",
     ),
     Row("logits_in_fp32", always("log-probs are computed in float32")),

@@ -18,7 +18,7 @@ from __future__ import annotations
 from typing import Any
 
 from schema.interop.roll_facts import has_critic, has_loss_kl, has_reference, has_reward_kl, response_length
-from schema.interop.roll_hows import POLICY, lost, reason
+from schema.interop.roll_hows import POLICY, asks, lost, reason
 from schema.interop.rows import (
     BadValue,
     How,
@@ -345,14 +345,14 @@ ALGORITHM_ROWS: tuple[Row, ...] = (
     Row("entropy_loss_coef", number(f"{POLICY}.entropy_coeff")),
     Row("postive_loss_coef", _positive, also=("positive_loss_coef",)),
     Row("max_grad_norm", number("train.optm_grad_norm_clip"), default=1.0),
-    Row("value_clip", unless((None,), "no clip of values", number("critic.value_clip")), when=_no_critic),
+    Row("value_clip", asks((None,), "no clip of values", number("critic.value_clip")), when=_no_critic),
     Row("critic_warmup", integer("critic.warmup_steps"), when=_no_critic),
     Row("balance_length", flag(f"{POLICY}.balance_dp_token")),
     Row("train_infer_correction.is_weight.enabled", _is_weights),
     Row("train_infer_correction.is_weight.weight_type", _weight_type, when=_no_weights),
     Row(
         "train_infer_correction.is_weight.upper_bound",
-        unless((None,), "no bound", number(f"{_CORRECTION}.cap")),
+        asks((None,), "no bound", number(f"{_CORRECTION}.cap")),
         default=1.2,
         when=_no_weights,
     ),

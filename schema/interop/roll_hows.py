@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from schema.config.problem import ConfigError, Problem
 from schema.interop.device_mapping import DeviceMappingError, parse_device_mapping
 from schema.interop.none import reason_for
-from schema.interop.rows import BadValue, How, Leaf, Reading, Result, Row, implicit, mapped, nothing, shown
+from schema.interop.rows import (
+    BadValue,
+    How,
+    Leaf,
+    Reading,
+    Result,
+    Row,
+    implicit,
+    mapped,
+    nothing,
+    shown,
+    unless,
+)
 
 POLICY = "train.train_policy"
 NEUTRAL = (None, False, 0, 0.0, "", "null")
@@ -47,6 +60,11 @@ def named_devices(reading: Reading, leaf: Leaf) -> list[int] | None:
     except DeviceMappingError as error:
         problem = Problem(leaf.key, str(error), leaf.value, file=reading.source.name, line=leaf.line)
         raise ConfigError([problem]) from None
+
+
+def asks(neutral: Sequence[Any], why: str, how: How, words: str = "as it is") -> How:
+    """`unless` for a key of ours: the docs say how the value changes, not why nothing may be written."""
+    return replace(unless(neutral, why, how), words=how.words or words)
 
 
 def lost(key: str, *neutral: Any) -> How:

@@ -15,7 +15,7 @@ from schema.interop.roll_facts import (
     used_devices,
     without_devices,
 )
-from schema.interop.roll_hows import POLICY, lost, reason
+from schema.interop.roll_hows import POLICY, asks, lost, reason
 from schema.interop.rows import (
     BadValue,
     Leaf,
@@ -289,7 +289,7 @@ PIPELINE_ROWS: tuple[Row, ...] = (
     Row("sequence_length", _sequence_length),
     Row(
         "val_prompt_length",
-        unless((None,), "as in training", integer("validation.dataset.max_prompt_length")),
+        asks((None,), "as in training", integer("validation.dataset.max_prompt_length")),
     ),
     Row("val_sequence_length", _val_sequence),
     Row("exp_name", text("logging.experiment_name")),
@@ -328,7 +328,7 @@ PIPELINE_ROWS: tuple[Row, ...] = (
     ),
     Row(
         "is_offload_optimizer_states_in_train_step",
-        unless(_FLAGS_OFF, "states stay on the GPU", flag("train.optimizer_offload")),
+        asks(_FLAGS_OFF, "states stay on the GPU", flag("train.optimizer_offload")),
     ),
     Row(
         "global_template", unless((None, "native"), "the model's own chat template", lost("global_template"))

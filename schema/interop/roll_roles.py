@@ -12,7 +12,17 @@ from schema.interop.roll_facts import (
     mesh,
     samples_per_step,
 )
-from schema.interop.roll_hows import dtype, is_one_of, lost, named_devices, repeats, stored_dtype, under, wins
+from schema.interop.roll_hows import (
+    asks,
+    dtype,
+    is_one_of,
+    lost,
+    named_devices,
+    repeats,
+    stored_dtype,
+    under,
+    wins,
+)
 from schema.interop.rows import (
     BadValue,
     How,
@@ -185,7 +195,7 @@ _REFERENCE_ROWS: tuple[Row, ...] = (
     ),
     Row(
         f"{_REFERENCE}.max_tokens_per_microbatch_in_infer",
-        unless((0, None), "no cap", integer("reference.max_token_len_per_mini_batch")),
+        asks((0, None), "no cap", integer("reference.max_token_len_per_mini_batch")),
     ),
     Row(f"{_REFERENCE}.use_sequence_packing", always("follows actor_train's setting")),
     Row(f"{_REFERENCE}.num_gpus_per_worker", always("applies to inference engines only")),
@@ -284,7 +294,7 @@ _CRITIC_ROWS: tuple[Row, ...] = (
     Row(f"{_CRITIC}.training_args.warmup_steps", integer("critic.optm_warmup_steps"), default=0),
     Row(
         f"{_CRITIC}.training_args.warmup_ratio",
-        unless((0, 0.0), "no warm-up", number("critic.optm_warmup_steps")),
+        asks((0, 0.0), "no warm-up", number("critic.optm_warmup_steps")),
     ),
     Row(f"{_CRITIC}.training_args.lr_scheduler_type", _critic_schedule, default="linear"),
     Row(f"{_CRITIC}.training_args.num_train_epochs", always("max_steps ends the run")),
