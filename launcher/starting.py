@@ -59,10 +59,15 @@ def start(request: Request, env: Mapping[str, str]) -> Iterator[str]:
     if recipe.needs_model and not model:
         model = _trained_model()
     text = recipe.text(fit, name, model)
+    makes_model = recipe.makes_model and not request.model
+    if to_screen and makes_model:
+        raise LaunchError(
+            f"{recipe.name} makes a model beside its file, and -o - writes none",
+            "-o run.toml, or name a model that is there with --model",
+        )
     if to_screen:
         yield text.rstrip("\n")
         return
-    makes_model = recipe.makes_model and not request.model
     _check_places(request, beside if makes_model else None)
     try:
         request.output.parent.mkdir(parents=True, exist_ok=True)

@@ -126,6 +126,8 @@ def test_directories_are_made_and_places_that_cannot_be_written_are_named(here: 
 def test_the_screen_gets_the_text_alone(here: Path) -> None:
     (text,) = begin("gspo", "-", gpus=8)
     assert tomllib.loads(text)["train"]["train_policy"]["variant"] == "gspo"
+    with pytest.raises(LaunchError, match="makes a model beside its file"):
+        begin("addition-sft", "-")
     assert list(here.iterdir()) == []
 
 
