@@ -245,31 +245,33 @@ _REWARD_KEYS = (
 
 ROLES = ("actor_train", "actor_infer", "reference", "critic", "validation")
 TRAINING_ROLES = ("actor_train", "reference", "critic")
+_ENVIRONMENTS = ("train_env_manager", "val_env_manager")
+
+
+def general(key: str) -> tuple[str, ...]:
+    """The names under which a key of one role stands in the list: `<role>`, `<trainer>`, `<environments>`."""
+    role, _, rest = key.partition(".")
+    names = {"<role>": ROLES, "<trainer>": TRAINING_ROLES, "<environments>": _ENVIRONMENTS}
+    return tuple(f"{name}.{rest}" for name, roles in names.items() if rest and role in roles)
 
 
 def _below(prefix: str, keys: tuple[str, ...], reason: str) -> dict[str, str]:
     return {f"{prefix}.{key}": reason for key in keys}
 
 
-def _strategy_keys(role: str) -> dict[str, str]:
-    settings = f"{role}.strategy_args.strategy_config"
-    return {**_below(settings, _DEEPSPEED_KEYS, _DEEPSPEED), **_below(settings, _MEGATRON_KEYS, _MEGATRON)}
-
+_SETTINGS = "<trainer>.strategy_args.strategy_config"
 
 ROLL_NONE: dict[str, str] = {
     **_TOP,
-    **{f"{role}.{key}": reason for role in ROLES for key, reason in _WORKER.items()},
-    **{key: reason for role in TRAINING_ROLES for key, reason in _strategy_keys(role).items()},
+    **{f"<role>.{key}": reason for key, reason in _WORKER.items()},
+    **_below(_SETTINGS, _DEEPSPEED_KEYS, _DEEPSPEED),
+    **_below(_SETTINGS, _MEGATRON_KEYS, _MEGATRON),
     **_below("actor_infer.strategy_args.strategy_config", _SGLANG_KEYS, _SGLANG),
-    "actor_infer.strategy_args.strategy_config.sleep_level": "an engine that shares its GPU sleeps by "
-    "placement.share",
-    **_below("train_env_manager", _ENV_MANAGER_KEYS, _AGENT),
-    **_below("val_env_manager", _ENV_MANAGER_KEYS, _AGENT),
-    "train_env_manager.system_envs.*": _ENVIRONMENT,
-    "val_env_manager.system_envs.*": _ENVIRONMENT,
+    **_below("<environments>", _ENV_MANAGER_KEYS, _AGENT),
+    "<environments>.system_envs.*": _ENVIRONMENT,
     **_below("rewards.<domain>", _REWARD_KEYS, _REWARD),
     "rewards.<domain>.judge_api_key": _IN_ENVIRONMENT,
     "rewards.<domain>.system_envs": _ENVIRONMENT,
     "rewards.<domain>.model": "a reward model is the section [reward_model]; a function needs none",
 }
-"""ROLL's key -> why it has no counterpart. `<domain>` stands for the name of a reward."""
+"""ROLL's key -> why it has no counterpart. What stands in angle brackets is any name of its kind; see `general`."""
