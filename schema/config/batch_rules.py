@@ -46,7 +46,9 @@ def batch_is_whole_groups(config: Config) -> list[Problem]:
         f"{batch} samples per replica * {replicas} policy replicas = {config.samples_per_step} samples per "
         f"step, which is not a whole number of groups of rollout.n_generation = {generation}"
     )
-    hint = f"write {_BATCH} = {' or '.join(map(str, batches))}, or rollout.n_generation = {near}"
+    hint = f"write {_BATCH} = {' or '.join(map(str, batches))}"
+    if near > 1:  # a group of one would have nothing to be compared with
+        hint += f", or rollout.n_generation = {near}"
     related = ("rollout.n_generation", "policy.parallelism.n_init_replicas")
     return [Problem(_BATCH, message, batch, hint, related=related)]
 
@@ -95,7 +97,9 @@ def shuffling_has_pieces(config: Config) -> list[Problem]:
         if not shuffled:
             key, other = f"{_POLICY}.mini_batch_shuffle_seed", f"{_POLICY}.mini_batch_shuffle"
             message = f"has no effect: {other} = false"
-            hint, seed = f"write {other} = true, or leave it out", config.grpo.mini_batch_shuffle_seed
+            hint, seed = f"leave it out, or write {other} = true", config.grpo.mini_batch_shuffle_seed
+            if config.grpo.mu_iterations == 1 and config.grpo.batch_size_per_optimize is None:
+                hint += f" and {_POLICY}.mu_iterations = 2"
             problems.append(Problem(key, message, seed, hint, related=(other,)))
     return problems
 

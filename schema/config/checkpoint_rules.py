@@ -22,11 +22,12 @@ def uploads_have_a_place(config: Config) -> list[Problem]:
         problems.append(Problem(key, message, ckpt.upload_s3, hint, related=(bucket_key,)))
     elif ckpt.upload_s3 is not False and not ckpt.enable_checkpoint:
         message = f"{wanted} uploads checkpoints, and {save_key} = false saves none"
-        hint = f"write {save_key} = true, or {key} = false"
+        hint = f"write {save_key} = true, or leave out {key} and {bucket_key}"
         problems.append(Problem(key, message, ckpt.upload_s3, hint, related=(save_key,)))
     if ckpt.s3_bucket and ckpt.upload_s3 is False:
         message = f'"{ckpt.s3_bucket}" gets nothing: {key} = false'
-        hint = f'write {key} = "final" or "all", or leave it out'
+        saved = "" if ckpt.enable_checkpoint else f" and {save_key} = true"
+        hint = f'leave it out, or write {key} = "final"{saved}'
         problems.append(Problem(bucket_key, message, ckpt.s3_bucket, hint, related=(key,)))
     return problems
 

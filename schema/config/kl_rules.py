@@ -64,7 +64,7 @@ def resets_agree(config: Config) -> list[Problem]:
         return []
     key, other = f"{_POLICY}.reset_optimizer_with_reference", f"{_POLICY}.reference_reset_interval"
     message = f"false has no effect: {other} is unset, so the reference model is never reset"
-    hint = f"write {other} = 100, or leave it out"
+    hint = f"leave it out, or write {other} = 100" if has_kl(config) else "leave it out"
     return [Problem(key, message, False, hint, related=(other,))]
 
 

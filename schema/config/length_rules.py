@@ -18,7 +18,9 @@ def longest_sample_fits(config: Config) -> list[Problem]:
     for key, cap in _caps(config):
         if cap is not None and cap < longest:
             message = f"a sample of {_LONGEST} = {longest} tokens does not fit into a micro-batch of {cap}"
-            hint = f"write {key} = {longest} or more, or {_LONGEST} = {cap}"
+            hint = f"write {key} = {longest} or more"
+            if not config.is_grpo or cap > config.rollout.max_response_length:
+                hint += f", or {_LONGEST} = {cap}"
             problems.append(Problem(key, message, cap, hint, related=(_LONGEST,)))
     return problems
 

@@ -111,7 +111,7 @@ def dispatch_has_ranks(config: Config) -> list[Problem]:
         if value != neutral:
             shown = "true" if value is True else f'"{value}"'
             message = f"{shown} has no effect: {size_key} = 1 keeps all experts on each rank"
-            hint = f"write {size_key} = 2, or leave it out"
+            hint = f"leave it out, or choose a larger {size_key}"
             problems.append(Problem(f"policy.{name}", message, value, hint, related=(size_key,)))
     return problems
 

@@ -17,6 +17,8 @@ MOST_SHARE = 0.9
 """Above it nothing is left for a trainer beside the engine: CUDA contexts and NCCL take some GiB alone."""
 COMFORTABLE_SHARE = 0.6
 """A trainer holds weights, gradients, two moments and activations: seldom less than 40 % of what serving takes."""
+_ESTIMATOR = 'train.train_policy.advantage_estimator = "gae"'
+_SCORER = 'reward_model.enable = true and reward_model.model_name_or_path = "owner/name"'
 _SHOWN = 8  # devices named in a message
 
 
@@ -32,9 +34,9 @@ def roles_exist(config: Config) -> list[Problem]:
             kl = "train.train_policy.kl_beta"
             absent.append(("reference", kl, "0.0", f"{kl} = 0.001"))
         if not config.critic.enable:
-            absent.append(("critic", "critic.enable", "false", "critic.enable = true"))
+            absent.append(("critic", "critic.enable", "false", f"critic.enable = true and {_ESTIMATOR}"))
         if not config.reward_model.enable:
-            absent.append(("reward_model", "reward_model.enable", "false", "reward_model.enable = true"))
+            absent.append(("reward_model", "reward_model.enable", "false", _SCORER))
     for role, key, value, remedy in absent:
         devices = getattr(placement, role)
         if devices:
@@ -126,8 +128,9 @@ def devices_are_there(config: Config) -> list[Problem]:
                 f"names device {_names(beyond)}, but placement.nodes = {nodes} * placement.gpus_per_node = "
                 f"{per_node} are {nodes * (per_node or 0)} devices"
             )
-            enough = -(-(beyond[-1] + 1) // nodes)
-            hint = f"write placement.gpus_per_node = {enough} if there are as many, or smaller numbers"
+            hint = "write smaller numbers, or leave placement.gpus_per_node out to use what is found"
+            if nodes > 1:
+                hint = f"write smaller numbers, or a placement.gpus_per_node above {beyond[-1] // nodes}"
             problems.append(Problem(key, message, devices, hint, related=related))
     return problems
 

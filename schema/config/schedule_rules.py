@@ -106,14 +106,17 @@ def options_belong_to_their_shape(config: Config) -> list[Problem]:
 def _options(section: str, keys: OptimizerKeys) -> list[Problem]:
     problems, type_key = [], f"{section}.optm_decay_type"
     shape = "none" if keys.optm_decay_type is None else keys.optm_decay_type
+    length = (
+        "" if keys.optm_decay_ratio or keys.optm_decay_steps else f" and {section}.optm_decay_ratio = 0.2"
+    )
     end = keys.optm_wsd_decay_type
     if end != "cosine" and shape != "wsd":
-        key, hint = f"{section}.optm_wsd_decay_type", f'write {type_key} = "wsd", or leave it out'
+        key, hint = f"{section}.optm_wsd_decay_type", f'leave it out, or write {type_key} = "wsd"{length}'
         message = f'"{end}" is the last part of a wsd schedule, but {type_key} = "{shape}"'
         problems.append(Problem(key, message, end, hint, related=(type_key,)))
     waves = keys.optm_num_cycles
     if waves != 0.5 and shape != "cosine" and not (shape == "wsd" and end == "cosine"):
-        key, hint = f"{section}.optm_num_cycles", f'write {type_key} = "cosine", or leave it out'
+        key, hint = f"{section}.optm_num_cycles", f'leave it out, or write {type_key} = "cosine"{length}'
         message = f'{waves} counts the waves of a cosine, but {type_key} = "{shape}"'
         problems.append(Problem(key, message, waves, hint, related=(type_key,)))
     return problems

@@ -14,7 +14,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
-from schema.config import Config, Problem
+from schema.config import Config, Problem, check_rules
 from tests.schema.config_samples import write
 
 Rule = Callable[[Config], list[Problem]]
@@ -81,7 +81,16 @@ def check_case(case: Case, base: dict[str, Any]) -> Problem:
     remedies = [written(data, remedy) for remedy in assignments(problem.hint)]
     if "leave it out" in problem.hint:
         remedies.append(without(data, problem.key))
+    if other := re.search(r"leave ([\w.]+\.\w+) out", problem.hint):
+        remedies.append(without(data, other[1]))
+    if others := re.search(r"leave out ([\w.]+) and ([\w.]+)", problem.hint):
+        remedies.append(without(without(data, others[1]), others[2]))
+    before = {other.key for other in check_rules(Config.model_validate(data))}
     for remedy in remedies:
         again = case.rule(Config.model_validate(remedy))
         assert problem.key not in [other.key for other in again], f"still there after: {problem.hint}"
+        new = [
+            other.render() for other in check_rules(Config.model_validate(remedy)) if other.key not in before
+        ]
+        assert not new, f"new after: {problem.hint}"
     return problem
