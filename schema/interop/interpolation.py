@@ -121,18 +121,22 @@ class _Resolver:
         return joined
 
     def _reference(self, path: Path, inner: str, depth: int) -> Any:
+        resolver, colon, arguments = inner.partition(":")
+        if colon and resolver.strip() in ("oc.env", "oc.select"):
+            name, comma, default = arguments.partition(",")
+            if "${" in name:  # then the comma may be inside of it
+                arguments = _as_text(self._text(path, arguments, depth + 1))
+                name, comma, default = arguments.partition(",")
+            fall_back = self._default(path, default, depth) if comma else _ABSENT
+            return (
+                self._env(name.strip(), fall_back)
+                if "env" in resolver
+                else self._maybe(path, name, fall_back)
+            )
         if "${" in inner:
             inner = _as_text(self._text(path, inner, depth + 1))
         inner = inner.strip()
-        resolver, colon, arguments = inner.partition(":")
-        if colon and resolver == "oc.env":
-            return self._env(arguments)
-        if colon and resolver == "oc.select":
-            key, comma, default = arguments.partition(",")
-            found = self._select(path, key.strip())
-            if found is _ABSENT:
-                return scalar(default.strip().strip("'\"")) if comma else None
-            return found
+        resolver, colon, _ = inner.partition(":")
         if colon:
             raise _Unresolvable(
                 f"`{resolver}` in ${{{inner}}} cannot be resolved here; write the value itself"
@@ -144,15 +148,27 @@ class _Resolver:
             raise _Unresolvable(f"${{{inner}}} names a key that is not in the file")
         return found
 
-    def _env(self, arguments: str) -> Any:
-        name, comma, default = arguments.partition(",")
-        name = name.strip()
+    def _default(self, path: Path, text: str, depth: int) -> Any:
+        """The default of a resolver: a scalar, an empty table or list, or another reference."""
+        text = text.strip()
+        if "${" in text:
+            return self._text(path, text, depth + 1)
+        if text in ("{}", "[]"):
+            return {} if text == "{}" else []
+        return scalar(text) if text[:1] not in ("'", '"') else text.strip("'\"")
+
+    def _maybe(self, path: Path, name: str, default: Any) -> Any:
+        found = self._select(path, name.strip())
+        if found is _ABSENT:
+            return None if default is _ABSENT else default
+        return found
+
+    def _env(self, name: str, default: Any) -> Any:
         if name in self.env:
-            return self.env[name]
-        if not comma:
+            return self.env[name]  # text, as the environment has it: numbers are read by the keys
+        if default is _ABSENT:
             raise _Unresolvable(f"the environment has no {name}: set it, or write ${{oc.env:{name},default}}")
-        text = default.strip().strip("'\"")
-        return None if text == "null" else text  # text like the variable itself: numbers are read by the keys
+        return default
 
     def _select(self, path: Path, key: str) -> Any:
         target = _absolute(path, key)
@@ -194,8 +210,8 @@ def _closing(text: str, start: int) -> int:
     while position < len(text):
         if text.startswith("${", position):
             depth, position = depth + 1, position + 2
-        elif text[position] == "}":
-            depth -= 1
+        elif text[position] in "{}":
+            depth += 1 if text[position] == "{" else -1
             if depth == 0:
                 return position
             position += 1

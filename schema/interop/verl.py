@@ -49,6 +49,8 @@ def _detect(source: Source) -> str | None:
         has("data", "train_files") or has("model", "path") or has("model", "fsdp_config")
     ):
         return "sft"
+    if has("data", "messages_key") or has("data", "max_length") or has("data", "multiturn"):
+        return "sft"
     if has("data", "response_key") or has("data", "reward_model_key") or has("evaluation", "metrics"):
         return "evaluation"
     if any(has(key) for key in _TRANSLATED):

@@ -108,6 +108,8 @@ def algorithm_rows() -> tuple[Row, ...]:
             "algorithm.rollout_correction.debug_rollout_actor_probs",
             always("the mismatch is always a metric"),
         ),
+        Row("algorithm.rollout_correction.rollout_rs_threshold_lower", _lower_bound),
+        Row("algorithm.rollout_correction.rollout_token_veto_threshold", lacking()),
         Row("algorithm.use_pf_ppo", lacking(False)),
         Row("algorithm.pf_ppo.*", always("no effect while use_pf_ppo = false")),
     )
@@ -159,6 +161,7 @@ def critic_rows() -> tuple[Row, ...]:
         Row("critic.loss_scale_factor", lacking(), when=no_critic),
         Row("critic.strategy", always("how a model is sharded follows from its parallelism")),
         Row("critic.rollout_n", always("repeats actor_rollout_ref.rollout.n")),
+        Row("critic.nccl_timeout", always("collectives end with the process that is missing")),
         Row("critic.load_weight", always("weights are always loaded")),
         Row("critic.kl_ctrl.*", always("verl reads algorithm.kl_ctrl")),
         *profiler_rows("critic"),
@@ -240,6 +243,8 @@ def reward_rows() -> tuple[Row, ...]:
             "custom_reward_function.reward_kwargs.*",
             How(_reward_kwargs, ("custom",), "under [custom], which hands them to your functions"),
         ),
+        Row("reward_manager.name", _manager),
+        Row("reward_manager.*", lacking("register", "custom_reward_manager", "naive")),
         Row("reward.reward_manager.*", lacking("register", "custom_reward_manager", "naive")),
         Row("reward.reward_model.*", lacking(False), when=when),
         Row(
@@ -365,8 +370,16 @@ def _bounds(reading: Reading, leaf: Leaf) -> Result:
         return implicit("no effect without rollout_rs by ratios")
     low, high = _pair(leaf.value)
     if low is None:
-        low = round(1.0 / high, 12) if high else 0.0
+        written = reading.number("algorithm.rollout_correction.rollout_rs_threshold_lower", None)
+        low = written if written is not None else round(1.0 / high, 12) if high else 0.0
     return mapped((f"{_CORRECTION}.reject_below", low), (f"{_CORRECTION}.reject_above", high))
+
+
+@computed(f"{_CORRECTION}.reject_below", words="null: 1 / rollout_rs_threshold")
+def _lower_bound(reading: Reading, leaf: Leaf) -> Result:
+    if leaf.value is None or reading.text("algorithm.rollout_correction.rollout_rs") not in _REJECT:
+        return implicit("null, or no effect without rollout_rs by ratios")
+    return mapped((f"{_CORRECTION}.reject_below", as_number(leaf.value)))
 
 
 def _pair(value: object) -> tuple[float | None, float]:

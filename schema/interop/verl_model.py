@@ -24,7 +24,9 @@ from schema.interop.rows import (
     path,
     unless,
 )
-from schema.interop.verl_facts import MODEL, lacking, switched
+from schema.interop.verl_facts import ACTOR, MODEL, is_megatron, lacking, switched
+
+_MEGATRON_LINEAR = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
 
 class Model:
@@ -52,7 +54,7 @@ class Model:
             else always("the policy's key counts for all models")
         )
         packing = (
-            flag("train.sequence_packing")
+            How(self._packing, ("train.sequence_packing",), "as it is")
             if ours == "policy"
             else always("the policy's key counts for all models")
         )
@@ -110,19 +112,34 @@ class Model:
             ),
             ("override_config.*", How(self._override, (f"{ours}.override_config",), "as they are"), ()),
             ("lora_adapter_path", lacking(), ("lora.adapter_path",)),
-            ("lora_rank", How(self._rank, (f"{ours}.lora.r",), "0: no adapters"), ("lora.rank",)),
+            ("lora_rank", How(self._rank, (f"{ours}.lora.r",), "0: no adapters"), ()),
             (
                 "lora_alpha",
                 How(self._alpha, (f"{ours}.lora.lora_alpha",), "with lora_rank > 0 only"),
-                ("lora.alpha",),
+                (),
             ),
             (
                 "target_modules",
                 How(self._targets, (f"{ours}.lora.target_modules",), "with lora_rank > 0 only"),
-                ("lora.target_modules",),
+                (),
             ),
             ("lora.dropout", How(self._dropout, (f"{ours}.lora.lora_dropout",), "with a rank > 0 only"), ()),
             ("exclude_modules", lacking([]), ("lora.exclude_modules",)),
+            ("lora.rank", How(self._nested_rank, (f"{ours}.lora.r",), "Megatron's adapters; 0: none"), ()),
+            (
+                "lora.alpha",
+                How(self._nested_alpha, (f"{ours}.lora.lora_alpha",), "with lora.rank > 0 only"),
+                (),
+            ),
+            (
+                "lora.target_modules",
+                How(
+                    self._nested_targets,
+                    (f"{ours}.lora.target_modules",),
+                    "Megatron's four linear layers → `all-linear`",
+                ),
+                (),
+            ),
             ("lora.merge", always("rollouts always get merged weights"), ()),
             ("lora.*", How(self._other_lora, (), "details of Megatron's adapters"), ()),
         ]
@@ -145,9 +162,9 @@ class Model:
     def _defaults(self) -> dict[str, Any]:
         return {"lora_alpha": 16, "target_modules": "all-linear"}
 
-    def lora(self, reading: Reading) -> bool:
-        """Whether the model gets adapters."""
-        return (reading.integer(f"{self.prefix}.lora_rank", 0) or 0) > 0
+    def lora(self, reading: Reading, key: str = "lora_rank") -> bool:
+        """Whether the model gets adapters: `lora_rank` of FSDP, or `lora.rank` of Megatron."""
+        return (reading.integer(f"{self.prefix}.{key}", 0) or 0) > 0
 
     def _tokenizer(self, reading: Reading, leaf: Leaf) -> Result:
         own = f"{self.ours}.tokenizer_name_or_path"
@@ -182,14 +199,40 @@ class Model:
         value = leaf.value if leaf.value == "all-linear" else as_texts(leaf.value)
         return mapped((f"{self.ours}.lora.target_modules", value))
 
+    def _nested_rank(self, reading: Reading, leaf: Leaf) -> Result:
+        if self.lora(reading):
+            return implicit("lora_rank is set and counts")
+        return self._rank(reading, leaf)
+
+    def _nested_alpha(self, reading: Reading, leaf: Leaf) -> Result:
+        if leaf.value is None or self.lora(reading) or not self.lora(reading, "lora.rank"):
+            return implicit("no effect without lora.rank > 0")
+        return mapped((f"{self.ours}.lora.lora_alpha", as_number(leaf.value)))
+
+    def _nested_targets(self, reading: Reading, leaf: Leaf) -> Result:
+        if leaf.value is None or self.lora(reading) or not self.lora(reading, "lora.rank"):
+            return implicit("no effect without lora.rank > 0")
+        names = as_texts(leaf.value)
+        if sorted(names) == sorted(_MEGATRON_LINEAR):
+            return mapped((f"{self.ours}.lora.target_modules", "all-linear"), note="every linear layer")
+        return mapped(
+            (f"{self.ours}.lora.target_modules", names), note="names of Megatron's modules: write the hub's"
+        )
+
+    def _packing(self, reading: Reading, leaf: Leaf) -> Result:
+        own = f"{ACTOR}.megatron.use_remove_padding"
+        if self.prefix == MODEL and is_megatron(reading) and reading.has(own):
+            return implicit(f"`{own}` counts with Megatron")
+        return flag("train.sequence_packing").run(reading, leaf)
+
     def _dropout(self, reading: Reading, leaf: Leaf) -> Result:
-        if leaf.value is None or not self.lora(reading):
-            return implicit("no effect without adapters (lora_rank = 0)")
+        if leaf.value is None or not self.lora(reading, "lora.rank"):
+            return implicit("no effect without adapters (lora.rank = 0)")
         return mapped((f"{self.ours}.lora.lora_dropout", as_number(leaf.value)))
 
     def _other_lora(self, reading: Reading, leaf: Leaf) -> Result:
-        if not self.lora(reading):
-            return implicit("no effect without adapters (rank = 0)")
+        if not self.lora(reading, "lora.rank"):
+            return implicit("no effect without adapters (lora.rank = 0)")
         return lacking("lora", False, "pre", "xavier", "zero").run(reading, leaf)
 
 

@@ -67,6 +67,7 @@ _ROLLOUT = {
     "multi_turn.*": "a detail of verl's tool calls; [rollout.multi_turn_config] has ours",
     "moe_load_balance_metrics_interval": "how evenly experts are used is no metric here",
     "enable_rollout_routing_replay": "replays the routing of experts from rollout to training",
+    "skip_rollout": "replays rollouts from files to test verl itself",
     "trace.backend": "finished samples are kept by the controller and shown by GET /v1/samples",
     "prometheus.*": "the controller serves /metrics for Prometheus by itself",
     "mtp": _MODEL["mtp.*"],
@@ -105,6 +106,7 @@ _REWARD = {
     "reward_model.model.*": "a reward model is loaded like any other, and sharded by fsdp_wrap_min_params alone",
     "reward_model.reward_manager": "your own manager becomes a reward function: train.train_policy.reward_function",
     "reward.reward_manager.*": "your own manager becomes a reward function: train.train_policy.reward_function",
+    "reward_manager.*": "your own manager becomes a reward function: train.train_policy.reward_function",
     "reward.reward_model.*": _REWARD_LOOP,
     "reward_model.*": _REWARD_LOOP,
     "reward.sandbox_fusion.url": "call the sandbox from a reward function of your own",
@@ -115,6 +117,7 @@ _ALGORITHM = {
     "rollout_correction.loss_type": "the loss is named by train.train_policy.variant, with `reinforce` among them",
     "rollout_correction.rollout_is_batch_normalize": "weights are truncated, not normalised over the batch",
     "rollout_correction.rollout_rs=k2,k3": "samples are rejected by ratios, not by the estimators k2 and k3",
+    "rollout_correction.rollout_token_veto_threshold": "sequences are rejected by their ratio, not by a single token",
     "use_pf_ppo": "samples are not drawn again by their reward before training",
 }
 _TRAINER = {
@@ -173,6 +176,7 @@ VERL_NONE: dict[str, str] = {
     "optim.override_optimizer_config": _ROLE["optim.override_optimizer_config"],
     "optim.override_optimizer_config.*": _ROLE["optim.override_optimizer_config"],
     "checkpoint.*": _ROLE["checkpoint.*"],
+    "trainer.checkpoint.*": _ROLE["checkpoint.*"],
     "distillation.*": "there is no teacher model",
     "transfer_queue.*": "samples travel through the controller and its payload store",
     "global_profiler.tool": _PROFILER,

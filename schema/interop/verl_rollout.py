@@ -421,6 +421,8 @@ def _agents() -> tuple[Row, ...]:
 def _small() -> tuple[Row, ...]:
     return (
         Row(f"{ROLLOUT}.disable_log_stats", always("the engine's statistics are metrics")),
+        Row(f"{ROLLOUT}.skip_rollout", lacking(False)),
+        Row(f"{ROLLOUT}.skip_dump_dir", always("no effect while skip_rollout = false")),
         Row(f"{ROLLOUT}.layered_summon", always("weights travel tensor by tensor")),
         Row(f"{ROLLOUT}.multi_stage_wake_up", always("changes memory at the switch between roles only")),
         Row(f"{ROLLOUT}.skip_tokenizer_init", always("engines work on token ids")),

@@ -33,7 +33,7 @@ from schema.interop.verl_facts import POLICY, lacking, world_size
 from schema.interop.verl_mesh import DTYPES
 from schema.interop.verl_model import Model
 from schema.interop.verl_optim import Optim
-from schema.interop.verl_trainer import trainer_rows
+from schema.interop.verl_trainer import trainer_rows, validates
 
 _MESH = "policy.parallelism"
 
@@ -46,6 +46,7 @@ def sft_rows() -> tuple[Row, ...]:
         *_fsdp(),
         *Optim("", "train", 1e-5, betas=(0.9, 0.95), scheduler="cosine", warmup=0.1).rows(),
         *checkpoint_rows(""),
+        *checkpoint_rows("trainer"),
         *trainer_rows("sft"),
         Row("ulysses_sequence_parallel_size", _ulysses, 1, ("engine.ulysses_sequence_parallel_size",)),
         Row("use_remove_padding", flag("train.sequence_packing")),
@@ -82,14 +83,7 @@ def _data() -> tuple[Row, ...]:
                 "one file becomes a list; `~` is written out",
             ),
         ),
-        Row(
-            "data.val_files",
-            How(
-                files("validation.dataset.files"),
-                ("validation.dataset.files",),
-                "one file becomes a list; `~` is written out",
-            ),
-        ),
+        Row("data.val_files", _val_files),
         Row("data.prompt_key", column),
         Row("data.response_key", column),
         Row("data.prompt_dict_keys", column),
@@ -116,6 +110,13 @@ def _data() -> tuple[Row, ...]:
         Row("data.train_max_samples", lacking(-1)),
         Row("data.val_max_samples", lacking(-1)),
     )
+
+
+@computed("validation.dataset.files", words="with test_freq > 0 only")
+def _val_files(reading: Reading, leaf: Leaf) -> Result:
+    if not validates(reading):
+        return implicit("no effect without validation (test_freq = -1)")
+    return files("validation.dataset.files")(reading, leaf)
 
 
 def _fsdp() -> tuple[Row, ...]:

@@ -55,6 +55,9 @@ def test_select() -> None:
     text = "a: ${oc.select:b.c,3}\nd: ${oc.select:e}\nf: ${oc.select:g,7}\ng: 1\n"
     text += "h: ${oc.select:z,${oc.select:y,null}}"
     assert resolved(text) == {"a": 3, "d": None, "f": 1, "g": 1, "h": None}
+    text = "a: ${oc.select:z,{}}\nb: ${oc.select:z,[]}\nc: ${oc.select:z,${oc.select:y,{}}}\n"
+    text += "d: {e: '${oc.select:.f,${g}}'}"
+    assert resolved(text + "\ng: {h: 1}") == {"a": {}, "b": [], "c": {}, "d": {"e": {"h": 1}}, "g": {"h": 1}}
 
 
 def test_a_key_that_the_file_leaves_out_has_the_other_systems_default() -> None:
