@@ -26,7 +26,9 @@ def convert(
     ],
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="The file to write. Default: standard output."),
+        typer.Option(
+            "--output", "-o", metavar="FILE", help="The file to write. Default, or -: standard output."
+        ),
     ] = None,
     system: Annotated[
         str | None,
@@ -47,6 +49,7 @@ def convert(
     from schema.interop import convert as convert_file
     from schema.interop.write import to_toml
 
+    output = None if output == Path("-") else output
     if output is not None and not force and output.exists():
         raise LaunchError(f"{output} is there already", "give another name, or --force to replace it")
     conversion = convert_file(file, _system(system), os.environ)

@@ -108,6 +108,7 @@ PROSE = (
     "`top_k` 50, `temperature` 0.95, `learning_rate` 5e-5 with a linear decay, `loss_agg_mode` "
     "seq-mean-token-mean, no dual clip, `async_generation_ratio` 0. Training on answers cut by `top_p` or "
     "`top_k` is refused by `validate`: their log-probs are of another distribution.",
+    "`examples/roll_grpo.yaml` is a file of ROLL that becomes valid without a change.",
     "Files composed by Hydra (`defaults:`) refer to keys that are not in them: convert the composed file.",
 )
 

@@ -39,6 +39,7 @@ def test_toml_on_standard_output_and_an_account_on_standard_error() -> None:
     assert "logging_dir" in run.stderr
     assert "pretrain" not in run.stderr  # simply mapped: it stands beside its value
     assert run.stderr.endswith("the result is valid\n")
+    assert convert("examples/roll_grpo.yaml", "-o", "-").stdout == run.stdout
 
 
 def test_a_file_that_validate_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
