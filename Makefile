@@ -13,7 +13,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help run test unit e2e lint format schema clean setup setup-vllm
+.PHONY: help run test unit e2e lint format schema fuzz clean setup setup-vllm
 
 help:  ## print this list
 	@echo "cosmos-launch: asynchronous reinforcement learning of language models"; echo
@@ -44,8 +44,12 @@ format: setup  ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-schema: setup  ## write config.schema.json and docs/config.md from the config tree
+schema: setup  ## write config.schema.json, docs/config.md and docs/migrate.md from the code
 	$(BIN)/python -m schema.config.export
+	$(BIN)/python -m schema.interop.document
+
+fuzz: setup  ## check a hundred thousand spoiled configurations
+	$(BIN)/python -m tests.schema.fuzz_config
 
 clean:  ## remove the environment, caches and the quickstart's output
 	rm -rf $(VENV) .venv-trl build dist *.egg-info outputs .mypy_cache .ruff_cache .hypothesis .import_linter_cache
