@@ -15,11 +15,11 @@ from typing import Any
 
 from schema.interop.rows import Reader, Reading, Result, Row, always, implicit
 from schema.interop.source import Source
-from schema.interop.verl_actor import actor_rows, reference_rows
+from schema.interop.verl_actor import actor_rows, profiler_rows, reference_rows
 from schema.interop.verl_algorithm import algorithm_rows, critic_rows, needs_critic, reward_name, reward_rows
 from schema.interop.verl_data import data_rows
 from schema.interop.verl_evaluation import evaluation_rows
-from schema.interop.verl_facts import MODEL, POLICY, lacking, switched, widths
+from schema.interop.verl_facts import MODEL, POLICY, async_mode, lacking, switched, widths
 from schema.interop.verl_model import Model
 from schema.interop.verl_rollout import rollout_rows
 from schema.interop.verl_sft import sft_rows
@@ -80,6 +80,11 @@ def _rows(kind: str) -> tuple[Row, ...]:
         *algorithm_rows(),
         *trainer_rows("rl"),
         Row("actor_rollout_ref.nccl_timeout", always("collectives end with the process that is missing")),
+        *profiler_rows("actor_rollout_ref"),
+        *(
+            switched(f"skip.{name}", f"skip.{name}.enable")
+            for name in ("rollout", "rollout_tq", "async_rollout")
+        ),
         switched("distillation", "distillation.enabled"),
         switched("transfer_queue", "transfer_queue.enable"),
         *_common(),
@@ -119,7 +124,10 @@ def _finish(reading: Reading) -> None:
         reading.add(f"{POLICY}.type", "sft", "sft_trainer")
         return
     reading.add("policy.parallelism.tp_size", widths(reading)["tp"], "verl's default: no tensor parallelism")
-    reading.add(f"{POLICY}.on_policy", True, "verl trains on what the newest weights have made")
+    if not async_mode(reading):
+        reading.add(f"{POLICY}.on_policy", True, "verl trains on what the newest weights have made")
+    elif not reading.has("trainer.v1.sampler.max_off_policy_threshold"):
+        reading.add(f"{POLICY}.allowed_outdated_steps", 8, "verl's default: max_off_policy_threshold = 8")
     if reward_name(reading) == "by_source":
         note = "no custom_reward_function: the scorer of each row's data source"
         reading.add(f"{POLICY}.reward_function", "by_source", note)

@@ -93,6 +93,7 @@ def reference_rows() -> tuple[Row, ...]:
         Row(f"{REF}.strategy", always(_STRATEGY)),
         Row(f"{REF}.use_torch_compile", same),
         Row(f"{REF}.load_weight", same),
+        Row(f"{REF}.param_offload", flag("reference.offload"), when=no_reference),
         Row(f"{REF}.rollout_n", always("repeats actor_rollout_ref.rollout.n")),
         Row(f"{REF}.sync_actor", always("see sync_steps"), when=no_reference),
         Row(f"{REF}.sync_steps", _sync_steps, when=no_reference),
@@ -393,7 +394,7 @@ def checkpoint_rows(prefix: str, when: Any = None) -> tuple[Row, ...]:
             when=when,
         ),
         Row(f"{ckpt}.strict", always("every tensor is checked when it is loaded"), when=when),
-        Row(f"{ckpt}.*", lacking(), when=when),
+        Row(f"{ckpt}.*", lacking({}, False), when=when),
     )
 
 

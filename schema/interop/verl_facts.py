@@ -105,6 +105,14 @@ def prompt_length(reading: Reading) -> int:
     return reading.integer("data.max_prompt_length", 512) or 512
 
 
+def async_mode(reading: Reading) -> str:
+    """`colocate_async` or `separate_async` of the newer trainer; "" for the synchronous ones."""
+    mode = reading.text("trainer.v1.trainer_mode", "sync")
+    return (
+        mode if mode in ("colocate_async", "separate_async") and reading.flag("trainer.use_v1", True) else ""
+    )
+
+
 def estimator(reading: Reading) -> str:
     """The advantage estimator by verl's name."""
     return reading.text("algorithm.adv_estimator", "gae")

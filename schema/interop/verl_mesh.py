@@ -214,19 +214,13 @@ class Mesh:
             )
             for name, how in own.items()
         ]
-        return (
-            *rows,
-            Row(
-                f"{self.role}.{table}.qat.*",
-                How(_qat(f"{self.role}.{table}.qat.enable"), (), "with `enable: true` only"),
-                when=self.when,
-            ),
-            Row(
-                f"{self.role}.{table}.turbo_config.*",
-                always("settings of another sharding library"),
-                when=self.when,
-            ),
-        )
+        for name in (table, *also):
+            prefix = f"{self.role}.{name}"
+            qat = How(_qat(f"{prefix}.qat.enable"), (), "with `enable: true` only")
+            rows.append(Row(f"{prefix}.qat.*", qat, when=self.when))
+            other = always("settings of another sharding library")
+            rows.append(Row(f"{prefix}.turbo_config.*", other, when=self.when))
+        return tuple(rows)
 
     def _param_offload(self, ours: str) -> Callable[[Reading, Leaf], Result]:
         def run(reading: Reading, leaf: Leaf) -> Result:
@@ -296,6 +290,12 @@ class Mesh:
             ),
             "use_megatron_fsdp": (always("sharding follows from parallelism.dp_shard_size"), ABSENT),
             "override_mcore_model_config": (lacking({}), ABSENT),
+            "dynamic_context_parallel": (lacking(False), ABSENT),
+            "max_seqlen_per_dp_cp_rank": (always("no effect while dynamic_context_parallel = false"), ABSENT),
+            "num_layers_per_virtual_pipeline_stage": (lacking(), ABSENT),
+            "router_replay.mode": (lacking("disabled"), ABSENT),
+            "router_replay.*": (lacking(), ABSENT),
+            "qat.*": (How(_qat(f"{prefix}.qat.enable"), (), "with `enable: true` only"), ABSENT),
             "override_mcore_model_config.*": (lacking(), ABSENT),
             "override_ddp_config.overlap_grad_reduce": (
                 off if reference else flag(f"{speed}.overlap_grad_reduce"),

@@ -18,7 +18,23 @@ _REWARD_LOOP = (
 _TEMPLATE = (
     "chat templates come with the tokenizer; rollout.multi_turn_config.custom_chat_template_path names a file"
 )
+_REPLAY = "replays the routing of experts from rollout to training"
+_QAT = "quantisation-aware training; train.fp8 and train.fp4 compute in low precision"
 _TRANSLATED = "an artefact of a machine translation, which verl does not read; its key is "
+
+MUON_OPTIONS = (
+    "momentum",
+    "nesterov",
+    "split_qkv",
+    "scale_mode",
+    "coefficient_type",
+    "num_ns_steps",
+    "tp_mode",
+    "fp32_matmul_prec",
+    "extra_scale_factor",
+    "scalar_optimizer",
+    "match_adamw_update_rms",
+)
 
 _MODEL = {
     "hf_config_path": "a model's configuration comes with its weights; policy.override_config replaces entries of it",
@@ -37,13 +53,22 @@ _ROLE = {
     "megatron.override_mcore_model_config": _MEGATRON,
     "megatron.override_mcore_model_config.*": _MEGATRON,
     "megatron.override_ddp_config.*": _MEGATRON,
+    "megatron.dynamic_context_parallel": _MEGATRON,
+    "megatron.num_layers_per_virtual_pipeline_stage": "policy.parallelism.virtual_pp_size counts stages, not layers",
+    "megatron.router_replay.*": _REPLAY,
+    "megatron.qat.*": _QAT,
+    "optim.use_precision_aware_optimizer": "the optimizer keeps its state in train.master_dtype",
+    "optim.main_grads_dtype": "gradients are reduced in train.fsdp_reduce_dtype",
+    "optim.exp_avg_dtype": "the optimizer keeps its state in train.master_dtype",
+    "optim.exp_avg_sq_dtype": "the optimizer keeps its state in train.master_dtype",
+    **{f"optim.muon_{name}": "Muon runs with torch's own settings" for name in MUON_OPTIONS},
     "megatron.override_transformer_config.*": _MEGATRON,
     "fsdp_config.wrap_policy.disable": "every layer is sharded by itself; fsdp_wrap_min_params makes larger units",
-    "fsdp_config.qat.*": "quantisation-aware training; train.fp8 and train.fp4 compute in low precision",
+    "fsdp_config.qat.*": _QAT,
     "fsdp.wrap_policy.disable": "every layer is sharded by itself; fsdp_wrap_min_params makes larger units",
-    "fsdp.qat.*": "quantisation-aware training; train.fp8 and train.fp4 compute in low precision",
-    "qat.*": "quantisation-aware training; train.fp8 and train.fp4 compute in low precision",
-    "router_replay.*": "replays the routing of experts from rollout to training",
+    "fsdp.qat.*": _QAT,
+    "qat.*": _QAT,
+    "router_replay.*": _REPLAY,
     "optim.override_optimizer_config": "arguments of the optimizer have keys of their own in [train]",
     "optim.override_optimizer_config.*": "arguments of the optimizer have keys of their own in [train]",
     "checkpoint.*": "a detail of verl's checkpoint manager",
@@ -66,7 +91,9 @@ _ROLLOUT = {
     "agent.*": "rollout.custom_server is the key for a server of your own",
     "multi_turn.*": "a detail of verl's tool calls; [rollout.multi_turn_config] has ours",
     "moe_load_balance_metrics_interval": "how evenly experts are used is no metric here",
-    "enable_rollout_routing_replay": "replays the routing of experts from rollout to training",
+    "enable_rollout_routing_replay": _REPLAY,
+    "router_config_path": "the controller leases prompts to replicas; there is no router to configure",
+    "use_fire_sampling": "the first token is drawn like all others",
     "skip_rollout": "replays rollouts from files to test verl itself",
     "trace.backend": "finished samples are kept by the controller and shown by GET /v1/samples",
     "prometheus.*": "the controller serves /metrics for Prometheus by itself",
@@ -123,6 +150,13 @@ _ALGORITHM = {
 _TRAINER = {
     "ray_wait_register_center_timeout": f"{_RAY}; controller.start_timeout is how long they may take to register",
     "default_hdfs_dir": _HDFS,
+    "checkpoint_callback_class": "the controller's events (GET /v1/events) tell of checkpoints",
+    "v1.separate_async.hybrid_rollout.*": "GPUs do not change roles while a job runs; [autoscale] adds replicas",
+    "v1.sampler.custom_sampler.path": "prompts are drawn by a seeded permutation, or by domain_shares",
+    "v1.sampler.custom_sampler.name": "prompts are drawn by a seeded permutation, or by domain_shares",
+    "v1.sampler.sampler_kwargs": "prompts are drawn by a seeded permutation, or by domain_shares",
+    "v1.sampler.sampler_kwargs.*": "prompts are drawn by a seeded permutation, or by domain_shares",
+    "v1.*": "a detail of verl's newer trainer",
     "val_only": "validation belongs to a training run; [evaluation] scores answers that a file holds",
     "rollout_data_dir": "finished samples are kept by the controller and shown by GET /v1/samples",
     "validation_data_dir": "finished samples are kept by the controller and shown by GET /v1/samples",
@@ -162,6 +196,8 @@ VERL_NONE: dict[str, str] = {
         f"sft:data.truncation={side}": "a sample that is too long is dropped and counted, never cut"
         for side in ("left", "right", "middle")
     },
+    "actor_rollout_ref.profiler.*": _PROFILER,
+    "actor_rollout_ref.profile.*": _PROFILER,
     **_under("actor_rollout_ref.model", _MODEL),
     **_under("actor_rollout_ref.actor", _ROLE | _ACTOR),
     **_under("actor_rollout_ref.ref", _ROLE),
@@ -173,10 +209,10 @@ VERL_NONE: dict[str, str] = {
     **_REWARD,
     **_under("algorithm", _ALGORITHM),
     **_under("model", _MODEL),
-    "optim.override_optimizer_config": _ROLE["optim.override_optimizer_config"],
-    "optim.override_optimizer_config.*": _ROLE["optim.override_optimizer_config"],
+    **{key: reason for key, reason in _ROLE.items() if key.startswith("optim.")},
     "checkpoint.*": _ROLE["checkpoint.*"],
     "trainer.checkpoint.*": _ROLE["checkpoint.*"],
+    "skip.*": "replays rollouts from files to test verl itself",
     "distillation.*": "there is no teacher model",
     "transfer_queue.*": "samples travel through the controller and its payload store",
     "global_profiler.tool": _PROFILER,

@@ -30,6 +30,7 @@ from schema.interop.rows import (
     unknown,
 )
 from schema.interop.verl_facts import is_megatron, lacking
+from schema.interop.verl_none import MUON_OPTIONS
 
 _STYLES = {
     "constant": None,
@@ -84,6 +85,7 @@ class Optim:
         decay = (f"{ours}.optm_decay_type", f"{ours}.optm_decay_ratio")
         steps = f"{ours}.optm_decay_steps"
         floor = f"{ours}.optm_min_lr_factor"
+        muon = How(self._muon, (), "with optimizer = muon only")
         wsd = {"exponential": "exponential", "cosine": "cosine", "linear": "linear"}
         table: list[tuple[str, How, Any, tuple[str, ...]]] = [
             ("lr", number(f"{ours}.optm_lr"), self.lr, ()),
@@ -183,6 +185,17 @@ class Optim:
                 (),
             ),
             ("zero_indexed_step", always("the first step has the rate of step 0 here"), ABSENT, ()),
+            ("use_precision_aware_optimizer", lacking(False), ABSENT, ()),
+            ("main_grads_dtype", lacking("fp32"), ABSENT, ()),
+            ("exp_avg_dtype", lacking("fp32"), ABSENT, ()),
+            ("exp_avg_sq_dtype", lacking("fp32"), ABSENT, ()),
+            (
+                "use_layer_wise_distributed_optimizer",
+                always("the optimizer's state is always sharded"),
+                ABSENT,
+                (),
+            ),
+            *((f"muon_{name}", muon, ABSENT, ()) for name in MUON_OPTIONS),
             ("override_optimizer_config", lacking({}), ABSENT, ()),
             ("override_optimizer_config.eps", number(f"{ours}.epsilon"), ABSENT, ()),
             ("override_optimizer_config.*", lacking(), ABSENT, ()),
@@ -281,6 +294,11 @@ class Optim:
         if leaf.value in (None, "torch.optim"):
             return implicit("optimizers are torch's own")
         return unknown(f"there are no optimizers of {shown(leaf.value)} here")
+
+    def _muon(self, reading: Reading, leaf: Leaf) -> Result:
+        if "muon" not in reading.text(self.key("optimizer")).lower():
+            return implicit("no effect without optimizer = muon")
+        return lacking().run(reading, leaf)
 
     def _clip(self, reading: Reading, leaf: Leaf) -> Result:
         """FSDP clips at grad_clip, Megatron at optim.clip_grad; the other key counts where that one is absent."""

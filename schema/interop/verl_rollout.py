@@ -32,6 +32,7 @@ from schema.interop.verl_budget import Budget
 from schema.interop.verl_facts import (
     POLICY,
     ROLLOUT,
+    async_mode,
     greedy_validation,
     group_size,
     is_hf,
@@ -133,6 +134,8 @@ def _max_num_seqs(reading: Reading, leaf: Leaf) -> Result:
 @computed("placement.share", words="hybrid engine: `time` (or `memory` where the cache stays), else `none`")
 def _hybrid(reading: Reading, leaf: Leaf) -> Result:
     hybrid = reading.flag("actor_rollout_ref.hybrid_engine", True)
+    if async_mode(reading) == "separate_async":
+        return mapped(("placement.share", "none"), note="trainer_mode = separate_async")
     if not hybrid:
         return mapped(("placement.share", "none"), note="trainer and engine have GPUs of their own")
     if on_cpu(reading):
@@ -421,6 +424,8 @@ def _agents() -> tuple[Row, ...]:
 def _small() -> tuple[Row, ...]:
     return (
         Row(f"{ROLLOUT}.disable_log_stats", always("the engine's statistics are metrics")),
+        Row(f"{ROLLOUT}.router_config_path", lacking()),
+        Row(f"{ROLLOUT}.use_fire_sampling", lacking(False)),
         Row(f"{ROLLOUT}.skip_rollout", lacking(False)),
         Row(f"{ROLLOUT}.skip_dump_dir", always("no effect while skip_rollout = false")),
         Row(f"{ROLLOUT}.layered_summon", always("weights travel tensor by tensor")),

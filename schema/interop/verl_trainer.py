@@ -23,7 +23,7 @@ from schema.interop.rows import (
     shown,
     text,
 )
-from schema.interop.verl_facts import POLICY, lacking, no_critic, on_cpu, sharding
+from schema.interop.verl_facts import POLICY, async_mode, lacking, no_critic, on_cpu, sharding, switched
 from schema.interop.verl_rollout import replicas
 
 _TRACKERS = ("console", "wandb", "tensorboard", "mlflow", "swanlab")
@@ -70,8 +70,14 @@ def trainer_rows(kind: str) -> tuple[Row, ...]:
             How(_before, ("validation.before", "validation.enable"), "as it is"),
             default=True,
         ),
+        *_newer_trainer(),
         Row("trainer.val_only", lacking(False)),
-        Row("trainer.log_val_generations", integer("logging.log_validation_samples")),
+        Row("trainer.checkpoint_callback_class", lacking()),
+        Row(
+            "trainer.log_val_generations",
+            integer("logging.log_validation_samples"),
+            also=("trainer.val_generations_to_log_to_wandb",),
+        ),
         Row("trainer.critic_warmup", integer("critic.warmup_steps"), default=0, when=no_critic),
         Row(
             "trainer.remove_previous_ckpt_in_save",
@@ -93,6 +99,63 @@ def trainer_rows(kind: str) -> tuple[Row, ...]:
         Row("trainer.worker_nsight_options.*", always("details of verl's profilers")),
         Row("trainer.npu_profile.*", always("details of verl's profilers")),
     )
+
+
+def _newer_trainer() -> tuple[Row, ...]:
+    """`trainer.v1`: asynchronous training, where theirs is bounded like ours."""
+    prefix, bound = "trainer.v1", f"{POLICY}.allowed_outdated_steps"
+    mode = How(_mode, (f"{POLICY}.on_policy",), "`sync` → true, else false")
+    ahead = always("groups are leased ahead as far as allowed_outdated_steps lets them")
+    return (
+        Row("trainer.use_v1", always("chooses between two trainers inside verl")),
+        Row(f"{prefix}.trainer_mode", mode),
+        Row(
+            f"{prefix}.sampler.max_off_policy_threshold",
+            How(_bound, (bound,), "in the asynchronous modes only"),
+        ),
+        Row(
+            f"{prefix}.sampler.max_off_policy_strategy",
+            always("groups are admitted so that none becomes too old"),
+        ),
+        Row(
+            f"{prefix}.separate_async.parameter_sync_step",
+            How(_interval, ("train.sync_weight_interval",), "with separate_async only"),
+        ),
+        Row(f"{prefix}.separate_async.num_warmup_batches", ahead),
+        Row(f"{prefix}.colocate_async.num_warmup_batches", ahead),
+        switched(
+            f"{prefix}.separate_async.hybrid_rollout", f"{prefix}.separate_async.hybrid_rollout.enable_switch"
+        ),
+        Row(f"{prefix}.sampler.sync_refill_failed_groups", always("a group that fails is made again")),
+        Row(f"{prefix}.sampler.custom_sampler.path", lacking()),
+        Row(f"{prefix}.sampler.custom_sampler.name", lacking()),
+        Row(f"{prefix}.sampler.sampler_kwargs", lacking({})),
+        Row(f"{prefix}.sampler.sampler_kwargs.*", lacking()),
+        Row(f"{prefix}.*", lacking({})),
+    )
+
+
+def _mode(reading: Reading, leaf: Leaf) -> Result:
+    name = as_text(leaf.value)
+    if name not in ("sync", "colocate_async", "separate_async"):
+        raise BadValue(f"expected sync, colocate_async or separate_async, got {shown(name)}")
+    return mapped((f"{POLICY}.on_policy", not async_mode(reading)))
+
+
+def _bound(reading: Reading, leaf: Leaf) -> Result:
+    if not async_mode(reading):
+        return implicit("no effect with a synchronous trainer")
+    if leaf.value is None:
+        raise BadValue(
+            "null sets no bound; here one is always kept: train.train_policy.allowed_outdated_steps"
+        )
+    return mapped((f"{POLICY}.allowed_outdated_steps", as_integer(leaf.value)))
+
+
+def _interval(reading: Reading, leaf: Leaf) -> Result:
+    if async_mode(reading) != "separate_async":
+        return implicit("no effect without trainer_mode = separate_async")
+    return mapped(("train.sync_weight_interval", as_integer(leaf.value)))
 
 
 def _machines(reading: Reading, leaf: Leaf) -> Result:

@@ -488,6 +488,27 @@ def test_translated_keys_are_named_with_the_real_one() -> None:
     assert "optim.lr" in conversion.entry("优化器配置.学习率").note
 
 
+def test_asynchronous_training_keeps_its_bound() -> None:
+    text = "trainer: {v1: {trainer_mode: separate_async, separate_async: {parameter_sync_step: 3}, "
+    conversion = rl(text + "sampler: {max_off_policy_threshold: 6}}}")
+    assert ours(conversion, f"{POLICY}.on_policy") is False
+    assert ours(conversion, f"{POLICY}.allowed_outdated_steps") == 6
+    assert ours(conversion, "train.sync_weight_interval") == 3
+    assert ours(conversion, "placement.share") is None  # none, as by default
+    old = rl(text + "sampler: {max_off_policy_threshold: 6}}, use_v1: false}")
+    assert ours(old, f"{POLICY}.on_policy") is True
+    assert ours(old, f"{POLICY}.allowed_outdated_steps") is None
+
+
+def test_adapters_of_both_backends() -> None:
+    flat = rl("actor_rollout_ref: {model: {lora_rank: 8, lora: {rank: 0, alpha: 32}}}")
+    assert ours(flat, "policy.lora") == {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
+    assert not flat.warnings
+    text = "actor_rollout_ref: {model: {lora: {rank: 4, alpha: 8, target_modules: [linear_qkv, linear_proj, "
+    nested = rl(text + "linear_fc1, linear_fc2]}}}")
+    assert ours(nested, "policy.lora") == {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
+
+
 # --- what is wrong --------------------------------------------------------------------------------------------
 
 
