@@ -7,6 +7,8 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from schema.config import ConfigError, check_config
@@ -112,6 +114,26 @@ def test_what_may_have_no_counterpart_has_a_reason(kind: str) -> None:
 def test_every_reason_says_something() -> None:
     for key, reason in NO_COUNTERPART["verl"].items():
         assert len(reason) > 20, key
+
+
+def test_a_plain_grpo_file_validates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is refused: not a rule, not a column, not a part that is missing."""
+    rows = [
+        {
+            "data_source": "openai/gsm8k",
+            "prompt": [{"role": "user", "content": "2 + 2?"}],
+            "reward_model": {"style": "rule", "ground_truth": "4"},
+        }
+    ]
+    (tmp_path / "data" / "gsm8k").mkdir(parents=True)
+    for name in ("train", "test"):
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / "data" / "gsm8k" / f"{name}.parquet")
+    monkeypatch.chdir(tmp_path)
+    config = check_config(example("grpo").config)
+    assert config.groups_per_step == 4
+    assert config.samples_per_step == 32
+    assert config.staleness_bound == 0
+    assert config.grpo.reward_weights == {"by_source": 1.0}
 
 
 # --- batches --------------------------------------------------------------------------------------------------
