@@ -1,11 +1,12 @@
 """verl: configurations of its RL trainers (FSDP and Megatron), its SFT trainer and its evaluation.
 
-    actor_rollout_ref, algorithm, critic …   ─▶ rl          verl_actor, verl_rollout, verl_algorithm,
-                                                            verl_data, verl_trainer
+    actor_rollout_ref, algorithm, critic …   ─▶ rl          verl_actor, verl_rollout, verl_serving,
+                                                            verl_algorithm, verl_reward, verl_data,
+                                                            verl_trainer
     optim + model (partial_pretrain, path)   ─▶ sft         verl_sft
     data.path + data.response_key            ─▶ evaluation  verl_evaluation
 
-verl counts prompts where we count samples, is synchronous, and keeps trainer and engine on the same GPUs: what
+verl counts prompts where we count samples, is synchronous by default, and keeps trainer and engine on the same GPUs: what
 follows from that for a whole file is added in `_finish`. Facts that several keys share are in `verl_facts`.
 """
 
@@ -15,14 +16,16 @@ from typing import Any
 
 from schema.interop.rows import Reader, Reading, Result, Row, always, implicit
 from schema.interop.source import Source
-from schema.interop.verl_actor import actor_rows, profiler_rows, reference_rows
-from schema.interop.verl_algorithm import algorithm_rows, critic_rows, needs_critic, reward_name, reward_rows
+from schema.interop.verl_actor import actor_rows, reference_rows
+from schema.interop.verl_algorithm import algorithm_rows, critic_rows, needs_critic
 from schema.interop.verl_data import data_rows
 from schema.interop.verl_evaluation import evaluation_rows
 from schema.interop.verl_facts import MODEL, POLICY, async_mode, lacking, switched, widths
 from schema.interop.verl_model import Model
+from schema.interop.verl_reward import reward_name, reward_rows
 from schema.interop.verl_rollout import rollout_rows
 from schema.interop.verl_sft import sft_rows
+from schema.interop.verl_shared import profiler_rows
 from schema.interop.verl_trainer import trainer_rows
 
 KINDS = {

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from schema.interop.rows import How, Leaf, Reading, Result, Row, as_text, computed, implicit, mapped, text
-from schema.interop.verl_algorithm import reward_name
 from schema.interop.verl_data import files
 from schema.interop.verl_facts import lacking
+from schema.interop.verl_reward import reward_name
 
 
 def evaluation_rows() -> tuple[Row, ...]:

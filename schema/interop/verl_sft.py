@@ -26,13 +26,13 @@ from schema.interop.rows import (
     shown,
     unless,
 )
-from schema.interop.verl_actor import checkpoint_rows
 from schema.interop.verl_budget import Budget
 from schema.interop.verl_data import files
 from schema.interop.verl_facts import POLICY, lacking, world_size
 from schema.interop.verl_mesh import DTYPES
 from schema.interop.verl_model import Model
 from schema.interop.verl_optim import Optim
+from schema.interop.verl_shared import checkpoint_rows
 from schema.interop.verl_trainer import trainer_rows, validates
 
 _MESH = "policy.parallelism"
