@@ -6,8 +6,8 @@
     optim + model (partial_pretrain, path)   ─▶ sft         verl_sft
     data.path + data.response_key            ─▶ evaluation  verl_evaluation
 
-verl counts prompts where we count samples, is synchronous by default, and keeps trainer and engine on the same GPUs: what
-follows from that for a whole file is added in `_finish`. Facts that several keys share are in `verl_facts`.
+verl counts prompts where we count samples, is synchronous by default, and keeps trainer and engine on the same
+GPUs: what follows from that for a whole file is added in `_finish`. Facts of several keys are in `verl_facts`.
 """
 
 from __future__ import annotations
