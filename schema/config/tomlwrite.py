@@ -38,6 +38,8 @@ def toml_value(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(toml_value(item) for item in value) + "]"
     if isinstance(value, Mapping):
-        items = (f"{format_key((key,))} = {toml_value(item)}" for key, item in value.items() if item is not None)
+        items = (
+            f"{format_key((key,))} = {toml_value(item)}" for key, item in value.items() if item is not None
+        )
         return "{ " + ", ".join(items) + " }" if value else "{}"
     raise TypeError(f"TOML has no {type(value).__name__}")

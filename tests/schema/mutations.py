@@ -34,6 +34,8 @@ def bases() -> list[dict[str, Any]]:
     everything = [_without_none(Config.model_validate(data).to_dict()) for data in (GRPO, SFT)]
     adapters = changed(GRPO, policy__lora={"r": 4, "target_modules": ["q_proj"]}, critic__lora={"r": 2})
     examples = [tomllib.loads(path.read_text(encoding="utf-8")) for path in EXAMPLES]
+    for data in examples:  # whose models are made by running them
+        data["policy"]["model_name_or_path"] = "Qwen/Qwen3-0.6B"
     return [{}, GRPO, SFT, adapters, *everything, *examples]
 
 
