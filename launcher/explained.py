@@ -7,8 +7,8 @@ import shutil
 import textwrap
 from collections.abc import Iterator
 
-from schema.config.lookup import MUST, UNSET, Found, KeyInfo, SectionInfo
-from schema.config.tomlwrite import toml_value
+from schema.config.about.lookup import MUST, UNSET, Found, KeyInfo, SectionInfo
+from schema.config.reading.tomlwrite import toml_value
 
 LABEL = 12
 WIDEST, NARROWEST = 110, 60

@@ -20,7 +20,7 @@ from launcher.machine import Machine
 from launcher.restarts import Role
 from schema.config import Config, Problem
 from schema.config.layout import RoleLayout, layouts, policy_layout, rollout_layout
-from schema.config.placement_rules import COMFORTABLE_SHARE, PLACEMENT_RULES, SHARE_KEY
+from schema.config.rules.placement import COMFORTABLE_SHARE, PLACEMENT_RULES, SHARE_KEY
 
 
 @dataclass(frozen=True, slots=True)

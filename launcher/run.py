@@ -21,7 +21,7 @@ from launcher.preflight import check_machine, check_redis
 from launcher.restarts import EXIT_CONFIG
 from launcher.rundir import RunDir, Tokens, choose
 from schema.config import Config, ConfigError, Problem, check_warnings
-from schema.config.load import load
+from schema.config.reading.load import load
 
 if TYPE_CHECKING:
     from launcher.screen import Screen

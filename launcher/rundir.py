@@ -28,7 +28,7 @@ from launcher.errors import LaunchError
 from launcher.paths import resolved
 from launcher.restarts import Role
 from schema.config import Config
-from schema.config.tomlwrite import dumps
+from schema.config.reading.tomlwrite import dumps
 
 LEAVING_POLL = 0.1
 LOCK_PATIENCE = 0.5

@@ -12,10 +12,10 @@ from typing import Any
 
 from launcher.paths import resolved
 from schema.config.keys import leaf_keys, section_keys
-from schema.config.layers import Origin
-from schema.config.load import Loaded
 from schema.config.problem import KeyPath, format_key
-from schema.config.tomlwrite import toml_value
+from schema.config.reading.layers import Origin
+from schema.config.reading.load import Loaded
+from schema.config.reading.tomlwrite import toml_value
 
 MASK = "***"
 _SECRET_KEY = re.compile(r"(^|_)(token|password|passwd|secret|api_?key|credentials?)s?$", re.IGNORECASE)

@@ -20,8 +20,8 @@ from launcher.recipes import RECIPES, Fit, Recipe
 from launcher.rundir import newest
 from launcher.tiny_model import write_tiny_model
 from schema.config import check_config
-from schema.config.explain import closest
-from schema.config.export import schema_text
+from schema.config.about.export import schema_text
+from schema.config.reading.explain import closest
 
 SCHEMA_FILE = "config.schema.json"
 ENGINES = ("vllm", "transformers")

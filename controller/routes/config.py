@@ -14,8 +14,8 @@ from controller.redact import redacted
 from controller.routes.base import reply
 from controller.service import Controller
 from schema.config import Config
-from schema.config.load import check_config
 from schema.config.problem import ConfigError
+from schema.config.reading.load import check_config
 from schema.wire.messages import ErrorCode
 
 

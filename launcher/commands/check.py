@@ -16,7 +16,7 @@ def validate(config: Configs, set_: Overrides = None, as_json: AsJson = False) -
     from launcher.machine import Machine, count_cores
     from launcher.preflight import check_machine
     from schema.config import ConfigError, Problem, check_warnings
-    from schema.config.load import load
+    from schema.config.reading.load import load
 
     problems: tuple[Problem, ...] = ()
     warnings: list[Problem] = []
@@ -58,7 +58,7 @@ def show(
 ) -> None:
     """Show the resolved configuration, and where each value comes from. The output is TOML again."""
     from launcher.shown import lines, values
-    from schema.config.load import load
+    from schema.config.reading.load import load
 
     found = values(load(config, set_ or [], os.environ), changed_only=changed)
     if as_json:

@@ -18,7 +18,7 @@ Output = Annotated[
 
 def schema(output: Output = None) -> None:
     """Print the JSON schema of the configuration."""
-    from schema.config.export import schema_text
+    from schema.config.about.export import schema_text
 
     if output is None:
         typer.echo(schema_text(), nl=False)
@@ -37,7 +37,7 @@ def explain(
 ) -> None:
     """Explain a key: what it does, type, bounds, default, an example, and where it is read."""
     from launcher.explained import lines
-    from schema.config.lookup import look_up
+    from schema.config.about.lookup import look_up
 
     found = look_up(key or "")
     if as_json:

@@ -8,13 +8,13 @@ from schema.config.controller import ControllerConfig
 from schema.config.critic import CriticConfig
 from schema.config.evaluation import EvaluationConfig
 from schema.config.launcher import LauncherConfig
-from schema.config.load import check_config, load_config
 from schema.config.logging import LoggingConfig
 from schema.config.paths import local_path
 from schema.config.placement import PlacementConfig
 from schema.config.policy import LoraConfig, ParallelismConfig, PolicyConfig
 from schema.config.problem import ConfigError, Problem
 from schema.config.profiler import ProfilerConfig, SubProfilerConfig
+from schema.config.reading.load import check_config, load_config
 from schema.config.redis import RedisConfig
 from schema.config.reference import ReferenceConfig
 from schema.config.reward import BUILTIN_REWARDS, SOURCE_SCORERS, RewardConfig

@@ -25,12 +25,12 @@ from schema.config.logging import LoggingConfig
 from schema.config.placement import PlacementConfig
 from schema.config.policy import PolicyConfig
 from schema.config.profiler import ProfilerConfig
+from schema.config.reading.tomlwrite import dumps
 from schema.config.redis import RedisConfig
 from schema.config.reference import ReferenceConfig
 from schema.config.reward import RewardConfig
 from schema.config.reward_model import RewardModelConfig
 from schema.config.rollout import RolloutConfig
-from schema.config.tomlwrite import dumps
 from schema.config.train import TrainingConfig
 from schema.config.train_policy import GrpoConfig, SFTDataConfig
 from schema.config.validation import ValidationConfig

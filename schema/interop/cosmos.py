@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Annotated, Any, Union, get_args, get_origin
 
-from schema.config.deviations import DEVIATIONS
-from schema.config.explain import annotation_of
+from schema.config.about.deviations import DEVIATIONS
 from schema.config.keys import leaf_keys
+from schema.config.reading.explain import annotation_of
 from schema.config.train_policy import GrpoConfig, SFTDataConfig
 from schema.interop.cosmos_rows import RENAMED_ROWS, plain
 from schema.interop.rows import How, Leaf, Reader, Reading, Result, Row, always, mapped

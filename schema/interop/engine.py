@@ -16,8 +16,8 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from schema.config.explain import closest
 from schema.config.keys import leaf_keys
+from schema.config.reading.explain import closest
 from schema.config.root import Config
 from schema.config.train_policy import SFTDataConfig
 from schema.interop.fallback import nearest

@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from schema.config.availability import UNAVAILABLE, check_available
-from schema.config.explain import problems_of
+from schema.config.reading.explain import problems_of
 from schema.config.root import Config
 from schema.interop.keys import lookup, split_key
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path as FilePath
 from typing import Any
 
-from schema.config.positions import locate
 from schema.config.problem import ConfigError, Problem
+from schema.config.reading.positions import locate
 from schema.interop.keys import Path, leaves, lookup
 from schema.interop.yamlfile import MAX_BYTES, read_yaml
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from schema.config.problem import format_key
-from schema.config.tomlwrite import toml_value
+from schema.config.reading.tomlwrite import toml_value
 from schema.interop.engine import yaml_value
 from schema.interop.keys import Path, split_key
 from schema.interop.model import Addition, Conversion, Entry, Outcome

@@ -18,6 +18,8 @@ from tests.controller.drivers import make_header, train_step
 from tests.support.controller import ControllerProcess, make_config, make_run_dir, running_controller
 from tests.support.valkey import running_valkey
 
+pytestmark = pytest.mark.slow
+
 
 def picture(user: Client) -> dict[str, Any]:
     """Everything that must survive."""

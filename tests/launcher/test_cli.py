@@ -296,8 +296,8 @@ def test_explain(tmp_path: Path):
 
 def test_every_key_and_section_can_be_printed():
     from launcher.explained import lines
+    from schema.config.about.lookup import look_up
     from schema.config.keys import leaf_keys, section_keys
-    from schema.config.lookup import look_up
 
     for key in ("", "*", *leaf_keys(), *section_keys()):
         printed = lines(look_up(key))

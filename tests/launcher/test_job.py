@@ -22,6 +22,8 @@ from launcher.keeper import descendants
 from launcher.rundir import RunDir, read_json
 from tests.launcher.processes import alive, eventually
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -11,7 +11,7 @@ import pytest
 from launcher.paths import resolved
 from launcher.shown import Value, lines, masked, values
 from schema.config import check_config
-from schema.config.load import Loaded, load
+from schema.config.reading.load import Loaded, load
 from tests.launcher.samples import write_job
 
 

@@ -16,7 +16,7 @@ from launcher.recipes import RECIPES, Fit
 from launcher.starting import Request, fit_of, listing, start
 from launcher.tiny_model import END, byte_characters, write_tiny_model
 from schema.config import load_config
-from schema.config.export import schema_text
+from schema.config.about.export import schema_text
 
 PLAIN = [name for name in RECIPES if name != "addition-grpo"]
 

@@ -27,8 +27,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from schema.config import Config, ConfigError, check_config, load_config
-from schema.config.export import json_schema
-from schema.config.tomlwrite import dumps
+from schema.config.about.export import json_schema
+from schema.config.reading.tomlwrite import dumps
 from tests.schema.mutations import bases, changes, mutate
 
 VALIDATOR = jsonschema.Draft202012Validator(json_schema())

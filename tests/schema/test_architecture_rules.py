@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from schema.config import Config, check_rules, check_warnings
-from schema.config.architecture_rules import model_agrees, model_warnings
+from schema.config.rules.architecture import model_agrees, model_warnings
 from tests.schema.config_samples import GRPO, SFT
 from tests.schema.remedies import Case, check_case, written
 from tests.schema.test_model_facts import QWEN

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from schema.config import UNAVAILABLE, Config, check_available
-from schema.config.explain import all_fields
+from schema.config.reading.explain import all_fields
 from tests.schema.config_samples import GRPO, SFT, other_value, write
 
 # Defaults that a bare machine cannot honour: refused until the user writes what fits.

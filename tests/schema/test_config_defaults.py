@@ -29,10 +29,10 @@ from schema.config import (
     TrainingConfig,
     ValidationConfig,
 )
+from schema.config.about.deviations import DEVIATIONS
+from schema.config.about.published import PLACES, PUBLISHED
 from schema.config.base import Section
-from schema.config.deviations import DEVIATIONS
-from schema.config.explain import all_fields, annotation_of
-from schema.config.published import PLACES, PUBLISHED
+from schema.config.reading.explain import all_fields, annotation_of
 
 SECTIONS: dict[str, type[Section]] = {
     "CheckpointConfig": CheckpointConfig,

@@ -12,7 +12,7 @@ import jsonschema
 import pytest
 
 from schema.config import Config, check_config
-from schema.config.export import DIALECT, FILE_NAME, json_schema, schema_text
+from schema.config.about.export import DIALECT, FILE_NAME, json_schema, schema_text
 from tests.schema.config_samples import GRPO, SFT, changed
 
 ROOT = Path(__file__).parents[2]
@@ -26,13 +26,13 @@ def validator() -> jsonschema.Draft202012Validator:
 
 def test_the_file_is_up_to_date() -> None:
     assert (ROOT / FILE_NAME).read_text(encoding="utf-8") == schema_text(), (
-        "run python -m schema.config.export"
+        "run python -m schema.config.about.export"
     )
 
 
 def test_the_command_writes_it(tmp_path: Path) -> None:
     subprocess.run(
-        [sys.executable, "-m", "schema.config.export", str(tmp_path / "x.json")],
+        [sys.executable, "-m", "schema.config.about.export", str(tmp_path / "x.json")],
         check=True,
         cwd=ROOT,
         timeout=60,

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from schema.config import Config, check_config, check_rules, check_warnings
-from schema.config.idle_rules import (
+from schema.config.keys import leaf_keys, section_keys
+from schema.config.rules.idle import (
     OF_ANOTHER_JOB,
     SWITCHED_OFF,
     keys_are_switched_on,
     keys_belong_to_this_job,
 )
-from schema.config.keys import leaf_keys, section_keys
 from tests.schema.config_samples import GRPO, SFT, write
 
 POLICY = "train.train_policy"

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schema.config import Config, check_config, check_rules, check_warnings
-from schema.config.placement_rules import (
+from schema.config.rules.placement import (
     PLACEMENT_RULES,
     devices_are_distinct,
     devices_are_there,

@@ -9,19 +9,22 @@ from typing import Any
 import pytest
 
 from schema.config import Config
-from schema.config import batch_rules as batch
-from schema.config import checkpoint_rules as ckpt
-from schema.config import estimator_rules as estimator
-from schema.config import kl_rules as kl
-from schema.config import length_rules as length
-from schema.config import lora_rules as lora
-from schema.config import loss_rules as loss
-from schema.config import mesh_rules as mesh
-from schema.config import precision_rules as precision
-from schema.config import role_rules as role
-from schema.config import schedule_rules as schedule
-from schema.config import timing_rules as timing
-from schema.config.rules import RULES, WARNINGS
+from schema.config.rules import (
+    RULES,
+    WARNINGS,
+    batch,
+    estimator,
+    kl,
+    length,
+    lora,
+    loss,
+    mesh,
+    precision,
+    role,
+    schedule,
+    timing,
+)
+from schema.config.rules import checkpoint as ckpt
 from tests.schema.config_samples import GRPO, SFT
 from tests.schema.remedies import Case, check_case, written
 

@@ -9,7 +9,7 @@ import torch
 from rollout_worker.engines.base import EngineConfigError
 from rollout_worker.engines.transformers import scheduler
 from schema.config import Config
-from schema.config.engine_rules import engine_can_do_it
+from schema.config.rules.engine import engine_can_do_it
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FILL_TOKENS = 8192

@@ -7,7 +7,7 @@ import pytest
 from controller.data.errors import DataError
 from controller.data.sources import VALIDATION_SPLITS
 from controller.data.synthetic import COLUMNS, SPLITS, AdditionOptions, read_options
-from schema.config import data_rules
+from schema.config.rules import data as data_rules
 
 
 def test_columns_splits_and_options_are_those_of_the_generator():

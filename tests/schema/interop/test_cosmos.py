@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from schema.config import ConfigError, check_config
+from schema.config.about.published import PLACES, PUBLISHED
 from schema.config.keys import leaf_keys
-from schema.config.published import PLACES, PUBLISHED
 from schema.interop import convert_text
 from schema.interop.keys import leaves
 from schema.interop.model import Conversion, Outcome
@@ -26,7 +26,7 @@ def examples() -> dict[str, Conversion]:
 
 
 def _cosmos(keys: dict[str, Any]) -> Conversion:
-    from schema.config.tomlwrite import dumps
+    from schema.config.reading.tomlwrite import dumps
 
     base = {"policy.model_name_or_path": "org/model", "train.train_policy.type": "grpo"}
     return convert_text(dumps(nest({**base, **keys})), "run.toml")

@@ -11,9 +11,9 @@ import pytest
 
 from schema.config import ConfigError, check_config
 from schema.config.availability import UNAVAILABLE
-from schema.config.engine_rules import _ENGINE_ARGUMENTS
 from schema.config.keys import leaf_keys, section_keys
 from schema.config.root import Config
+from schema.config.rules.engine import _ENGINE_ARGUMENTS
 from schema.interop import convert, convert_text
 from schema.interop.model import Conversion, Outcome
 from schema.interop.none import NO_COUNTERPART

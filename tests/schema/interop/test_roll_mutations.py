@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from schema.config import ConfigError, Problem, check_config
-from schema.config.tomlwrite import dumps
+from schema.config.reading.tomlwrite import dumps
 from schema.interop import convert_text
 from schema.interop.keys import leaves
 from schema.interop.write import to_json, to_report, to_toml

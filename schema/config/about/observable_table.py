@@ -205,7 +205,7 @@ _VALIDATION = {
                           f"{_REWARDS} {_ROLLOUT}", "validation_reward_weights"),
     **_under("dataset", _DATASET),
     "dataset.test_size": _e("refusal", "Held-out rows are taken from the training data.",
-                            "schema/config/data_rules.py"),
+                            "schema/config/rules/data.py"),
 }  # fmt: skip
 
 _EVALUATION = {
@@ -217,7 +217,7 @@ _EVALUATION = {
     **_under("dataset", {name: entry for name, entry in _DATASET.items() if name not in _BOUNDS}),
     **{
         f"dataset.{name}": _e("refusal", "All answers of the file are scored.",
-                              "schema/config/evaluation_rules.py")
+                              "schema/config/rules/evaluation.py")
         for name in (*_BOUNDS, "test_size")
     },
 }  # fmt: skip

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from schema.config.positions import Position, locate, nearest
 from schema.config.problem import ConfigError, KeyPath, Problem, format_key
+from schema.config.reading.positions import Position, locate, nearest
 
 MAX_FILE_BYTES = 16 * 1024 * 1024  # a configuration is a few kilobytes; more is the wrong file
 MAX_DEPTH = 64  # tables in tables: the schema needs seven, and what copies and merges them is recursive

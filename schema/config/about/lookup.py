@@ -17,16 +17,16 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from schema.config.about.deviations import DEVIATIONS
+from schema.config.about.examples import example_value
+from schema.config.about.observables import observable, refused_by
 from schema.config.availability import UNAVAILABLE
-from schema.config.deviations import DEVIATIONS
-from schema.config.environment import PREFIX, SEPARATOR, variable_of
-from schema.config.examples import example_value
-from schema.config.explain import closest, describe, section_classes
 from schema.config.keys import fields_of, leaf_keys, models_at, section_keys
-from schema.config.observables import observable, refused_by
 from schema.config.problem import ConfigError, Problem
-from schema.config.tomlread import parse_value
-from schema.config.tomlwrite import toml_value
+from schema.config.reading.environment import PREFIX, SEPARATOR, variable_of
+from schema.config.reading.explain import closest, describe, section_classes
+from schema.config.reading.tomlread import parse_value
+from schema.config.reading.tomlwrite import toml_value
 
 UNSET, MUST = "unset", "must be written"
 

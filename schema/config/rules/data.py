@@ -1,5 +1,5 @@
 """Rules of the datasets that the user names: what is read, which columns, how long a prompt may be; and of the
-places where the job writes. Models and rewards have rules of their own (`model_rules`, `reward_rules`).
+places where the job writes. Models and rewards have rules of their own (`rules.model`, `rules.reward`).
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from typing import Any
 
 from schema.config.columns import Columns, UnreadableDataError, columns_of, flat
 from schema.config.evaluation import EvaluationConfig
-from schema.config.explain import closest
-from schema.config.model_rules import MODEL_RULES
 from schema.config.paths import DATA_SUFFIXES, exists, home_hint, is_file, local_path
 from schema.config.problem import Problem
-from schema.config.reward_rules import REWARD_RULES
+from schema.config.reading.explain import closest
 from schema.config.root import Config
+from schema.config.rules.model import MODEL_RULES
+from schema.config.rules.reward import REWARD_RULES
 from schema.config.train_policy import DatasetConfig
 
 _POLICY = "train.train_policy"

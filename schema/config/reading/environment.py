@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from schema.config.explain import all_fields, annotation_of, section_classes
 from schema.config.problem import KeyPath, Problem, format_key
+from schema.config.reading.explain import all_fields, annotation_of, section_classes
 from schema.config.root import Config
 
 PREFIX, SEPARATOR = "COSMOS_", "__"
@@ -85,7 +85,7 @@ def _schema_path(parts: list[str]) -> KeyPath:
 
 
 def _no_section(name: str, path: KeyPath, text: str) -> Problem:
-    from schema.config.explain import suggest_key
+    from schema.config.reading.explain import suggest_key
 
     hint = suggest_key(path[:1], {})
     if not hint.startswith("did you mean"):

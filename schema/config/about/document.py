@@ -2,7 +2,7 @@
 
     overview of sections ─▶ for each section a table: key, type, default, bounds, meaning, observable, source
 
-`python -m schema.config.export` writes it beside the JSON schema; a test compares the file with the tree.
+`python -m schema.config.about.export` writes it beside the JSON schema; a test compares the file with the tree.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache
 
+from schema.config.about.lookup import MUST, UNSET, KeyInfo, SectionInfo, all_infos, look_up
+from schema.config.about.observables import refused_by
+from schema.config.about.published import published_keys
 from schema.config.keys import leaf_keys, section_keys
-from schema.config.lookup import MUST, UNSET, KeyInfo, SectionInfo, all_infos, look_up
-from schema.config.observables import refused_by
-from schema.config.published import published_keys
-from schema.config.tomlwrite import toml_value
+from schema.config.reading.tomlwrite import toml_value
 
 FILE_NAME = "docs/config.md"
 MAX_NAMES = 3

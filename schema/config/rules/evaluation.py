@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from schema.config.data_rules import dataset_problems
 from schema.config.problem import Problem
-from schema.config.reward_rules import reward_problems
 from schema.config.root import Config
+from schema.config.rules.data import dataset_problems
+from schema.config.rules.reward import reward_problems
 from schema.config.train_policy import DatasetConfig
 
 _DATASET = "evaluation.dataset"

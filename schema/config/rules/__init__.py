@@ -3,12 +3,13 @@
 Every rule refuses a configuration that would fail, deadlock or silently do something else than it says; none
 changes anything. They stand by what they speak of:
 
-    batches  batch_rules      lengths     length_rules      time       timing_rules
-    losses   loss_rules       advantages  estimator_rules   KL         kl_rules
-    schedule schedule_rules   precision   precision_rules   LoRA       lora_rules
-    meshes   mesh_rules       models      architecture_rules           roles      role_rules
-    devices  placement_rules  checkpoints checkpoint_rules  engines    engine_rules
-    the user's files and functions        data_rules    what cannot act  idle_rules
+    batch length timing             sizes, lengths, waits
+    loss estimator kl schedule      the algorithm
+    precision lora mesh placement   how a model is trained, and where
+    architecture model              the model that is named
+    engine checkpoint role          other parts, and parts that need each other
+    data reward evaluation          the user's files and functions
+    idle                            keys that cannot act
 
 A rule looks at values, not at what was written, so a resolved configuration, in which every key is written, meets
 the same answers (but for two names of one thing, which must not contradict each other). It speaks also of keys whose
@@ -20,27 +21,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from schema.config.architecture_rules import ARCHITECTURE_RULES, ARCHITECTURE_WARNINGS
-from schema.config.batch_rules import BATCH_RULES
-from schema.config.checkpoint_rules import CHECKPOINT_RULES
-from schema.config.data_rules import DATA_RULES
-from schema.config.engine_rules import ENGINE_RULES
-from schema.config.estimator_rules import ESTIMATOR_RULES
-from schema.config.evaluation_rules import EVALUATION_RULES
-from schema.config.idle_rules import IDLE_RULES, IDLE_WARNINGS, keys_are_of_the_evaluation
-from schema.config.kl_rules import KL_RULES
-from schema.config.length_rules import LENGTH_RULES
-from schema.config.lora_rules import LORA_RULES, LORA_WARNINGS
-from schema.config.loss_rules import LOSS_RULES
-from schema.config.mesh_rules import MESH_RULES
-from schema.config.model_rules import MODEL_WARNINGS
-from schema.config.placement_rules import PLACEMENT_RULES, PLACEMENT_WARNINGS
-from schema.config.precision_rules import PRECISION_RULES, PRECISION_WARNINGS
 from schema.config.problem import Problem
-from schema.config.role_rules import ROLE_RULES, ROLE_WARNINGS
 from schema.config.root import Config
-from schema.config.schedule_rules import SCHEDULE_RULES, SCHEDULE_WARNINGS
-from schema.config.timing_rules import TIMING_RULES
+from schema.config.rules.architecture import ARCHITECTURE_RULES, ARCHITECTURE_WARNINGS
+from schema.config.rules.batch import BATCH_RULES
+from schema.config.rules.checkpoint import CHECKPOINT_RULES
+from schema.config.rules.data import DATA_RULES
+from schema.config.rules.engine import ENGINE_RULES
+from schema.config.rules.estimator import ESTIMATOR_RULES
+from schema.config.rules.evaluation import EVALUATION_RULES
+from schema.config.rules.idle import IDLE_RULES, IDLE_WARNINGS, keys_are_of_the_evaluation
+from schema.config.rules.kl import KL_RULES
+from schema.config.rules.length import LENGTH_RULES
+from schema.config.rules.lora import LORA_RULES, LORA_WARNINGS
+from schema.config.rules.loss import LOSS_RULES
+from schema.config.rules.mesh import MESH_RULES
+from schema.config.rules.model import MODEL_WARNINGS
+from schema.config.rules.placement import PLACEMENT_RULES, PLACEMENT_WARNINGS
+from schema.config.rules.precision import PRECISION_RULES, PRECISION_WARNINGS
+from schema.config.rules.role import ROLE_RULES, ROLE_WARNINGS
+from schema.config.rules.schedule import SCHEDULE_RULES, SCHEDULE_WARNINGS
+from schema.config.rules.timing import TIMING_RULES
 
 Rule = Callable[[Config], list[Problem]]
 

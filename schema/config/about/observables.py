@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from schema.config.about.observable_table import TABLE
 from schema.config.availability import UNAVAILABLE
-from schema.config.observable_table import TABLE
 
 Kind = Literal[
     "sampling parameter",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from schema.config.loss_rules import has_kl
 from schema.config.problem import Problem
 from schema.config.root import Config
+from schema.config.rules.loss import has_kl
 
 _POLICY = "train.train_policy"
 _BETA = f"{_POLICY}.kl_beta"

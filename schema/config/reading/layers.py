@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from schema.config.environment import written_in
 from schema.config.problem import ConfigError, KeyPath, Problem, format_key
-from schema.config.tomlread import (
+from schema.config.reading.environment import written_in
+from schema.config.reading.tomlread import (
     MAX_DEPTH,
     NAMED,
     TomlFile,

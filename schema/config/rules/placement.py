@@ -7,10 +7,10 @@ from __future__ import annotations
 from itertools import islice
 
 from schema.config.layout import RoleLayout, layouts, mesh_text
-from schema.config.loss_rules import has_kl
 from schema.config.placement import Devices
 from schema.config.problem import Problem
 from schema.config.root import Config
+from schema.config.rules.loss import has_kl
 
 SHARE_KEY = "rollout.gpu_memory_utilization"
 MOST_SHARE = 0.9

@@ -1,7 +1,7 @@
 """The configuration as a JSON schema (draft 2020-12), for editors and other tools: `config.schema.json`.
 
-`python -m schema.config.export` writes it and the reference for people, `docs/config.md`; with a FILE the schema
-alone, there. Tests compare both with the tree. What a schema can say (names, types, choices, bounds, defaults,
+`python -m schema.config.about.export` writes it and the reference for people, `docs/config.md`; with a FILE the
+schema alone, there. Tests compare both with the tree. What a schema can say (names, types, choices, bounds, defaults,
 descriptions) is in it; what sections must agree on: `rules`.
 """
 
@@ -47,7 +47,9 @@ def main(arguments: list[str]) -> None:
     """Write the schema to the file that is named; without one, schema and reference into the current directory."""
     Path(arguments[0] if arguments else FILE_NAME).write_text(schema_text(), encoding="utf-8")
     if not arguments:
-        from schema.config import document  # it needs the tables of the readers, which no other part does
+        from schema.config.about import (
+            document,  # it needs the tables of the readers, which no other part does
+        )
 
         Path(document.FILE_NAME).write_text(document.document(), encoding="utf-8")
 

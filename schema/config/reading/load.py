@@ -19,14 +19,14 @@ from typing import Any
 from pydantic import ValidationError
 
 from schema.config.availability import check_available
-from schema.config.environment import without_effect
-from schema.config.explain import problems_of
-from schema.config.layers import Layers, read_layers
-from schema.config.magnitude import too_large
 from schema.config.problem import ConfigError, KeyPath, Problem, format_key
+from schema.config.reading.environment import without_effect
+from schema.config.reading.explain import problems_of
+from schema.config.reading.layers import Layers, read_layers
+from schema.config.reading.magnitude import too_large
+from schema.config.reading.tomlread import depth_problem, dotted_path, too_deep
 from schema.config.root import Config
 from schema.config.rules import check_rules
-from schema.config.tomlread import depth_problem, dotted_path, too_deep
 
 Paths = Path | str | Sequence[Path | str]
 
@@ -47,7 +47,7 @@ class Loaded:
 
 
 def load(paths: Paths, overrides: Sequence[str] = (), env: Mapping[str, str] | None = None) -> Loaded:
-    """Read all layers (`schema.config.layers`), validate and check; keeps the origin of each value.
+    """Read all layers (`schema.config.reading.layers`), validate and check; keeps the origin of each value.
 
     paths: one file, or several, later ones over earlier ones. overrides: `dotted.key=VALUE`, VALUE as TOML
     writes it; what is not TOML is taken as a string. env: variables `COSMOS_<SECTION>__<KEY>`; None: the

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from schema.config.base import RewardSpec
-from schema.config.explain import closest
 from schema.config.paths import home_hint
 from schema.config.problem import Problem
+from schema.config.reading.explain import closest
 from schema.config.reward import BUILTIN_REWARDS
 from schema.config.root import Config
 
