@@ -29,7 +29,7 @@ run: setup  ## watch a small model learn on this machine (about three minutes)
 test: unit e2e  ## every test: units in parallel, then real jobs on both engines
 
 unit: setup  ## the fast tests
-	$(BIN)/pytest -n 2 -m "not slow and not e2e"
+	$(BIN)/pytest -n 3 -m "not slow and not e2e"
 
 e2e: setup setup-vllm  ## the slow tests: real processes, both engines, real failures
 	$(BIN)/pytest -m "slow or e2e" --timeout 900 --durations 15
