@@ -257,7 +257,8 @@ def check_available(config: Config) -> list[Problem]:
             continue
         value = getattr(section, name)
         if not any(_same(value, neutral) for neutral in row.neutral):
-            problems.append(_refusal(key, value, row, is_default=name not in section.model_fields_set))
+            default = type(section).model_fields[name].get_default(call_default_factory=True)
+            problems.append(_refusal(key, value, row, default, is_written=name in section.model_fields_set))
     return problems
 
 
@@ -274,14 +275,12 @@ def _same(value: Any, neutral: Any) -> bool:
     return isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral)
 
 
-def _refusal(key: str, value: Any, row: Unavailable, is_default: bool) -> Problem:
-    shown = (
-        f"the default, {_toml(value)}," if is_default else (f"{_toml(value)}" if _is_short(value) else "this")
-    )
-    best = row.neutral[0]
-    hint = (
-        "leave it out" if best is None or (best == [] and not is_default) else f"write {key} = {_toml(best)}"
-    )
+def _refusal(key: str, value: Any, row: Unavailable, default: Any, is_written: bool) -> Problem:
+    shown = f"the default, {_toml(value)},"
+    if is_written:
+        shown = _toml(value) if _is_short(value) else "this"
+    helps = is_written and any(_same(default, neutral) for neutral in row.neutral)
+    hint = "leave it out" if helps else f"write {key} = {_toml(row.neutral[0])}"
     return Problem(key, f"this build cannot do {row.missing} yet, which {shown} asks for", value, hint)
 
 
