@@ -16,6 +16,8 @@ NonEmptyStr = Annotated[str, Field(min_length=1)]
 CustomCode = Annotated[str, Field(pattern=r"^[^:]+\.py:[A-Za-z_]\w*$")]
 """The user's own code: `path/to/file.py:name`, relative to the current directory."""
 UnitFloat = Annotated[float, Field(ge=0.0, le=1.0)]
+Amount = Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0)]
+"""An integer is a number of things, a float a share. JSON schema has no place for a bound but in each branch."""
 BetaFloat = Annotated[float, Field(ge=0.0, lt=1.0)]
 RewardSpec = str | list[str] | dict[str, float]
 

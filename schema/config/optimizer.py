@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from schema.config.base import BetaFloat, Dtype, Section, UnitFloat
+from schema.config.base import Amount, BetaFloat, Dtype, Section, UnitFloat
 
 OptimizerImpl = Literal["fused", "foreach", "for-loop"]
 LearningRate = Annotated[float, Field(ge=0.0)]
@@ -36,9 +36,8 @@ class OptimizerKeys(Section):
     optm_betas: list[BetaFloat] = Field(
         default=[0.9, 0.999], min_length=2, max_length=2, description="Betas of Adam: two numbers in [0, 1)."
     )
-    optm_warmup_steps: int | float = Field(
+    optm_warmup_steps: Amount = Field(
         default=20,
-        ge=0,
         description="Linear warm-up: an integer is a number of steps, a float in [0.0, 1.0] a share of all "
         "steps.",
     )

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from schema.config.base import (
+    Amount,
     CustomCode,
     FreeTable,
     NonEmptyStr,
@@ -42,9 +43,8 @@ class DatasetConfig(Section):
         description="Split, or list of splits taken one after the other. Empty: `train` where the dataset "
         "has it (validation: the held-out part).",
     )
-    test_size: float | int | None = Field(
+    test_size: Amount | None = Field(
         default=None,
-        ge=0,
         description="Rows held out for validation: a float in [0.0, 1.0] is a share of the dataset, an "
         "integer a number of rows. Unset: nothing is held out.",
     )

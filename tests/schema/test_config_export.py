@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
+from pydantic import ValidationError
 
 from schema.config import Config, check_config
 from schema.config.about.export import DIALECT, FILE_NAME, json_schema, schema_text
-from tests.schema.config_samples import GRPO, SFT, changed
+from schema.config.keys import leaf_keys
+from tests.schema.config_samples import GRPO, SFT, changed, write
+from tests.schema.mutations import EXAMPLES
 
 ROOT = Path(__file__).parents[2]
 
@@ -99,3 +103,48 @@ def test_what_the_loader_refuses_in_one_key_the_schema_refuses(
     assert not validator.is_valid(data)
     with pytest.raises(ValueError, match=r"\w"):
         check_config(data)
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
+def test_examples_are_accepted(validator: jsonschema.Draft202012Validator, example: Path) -> None:
+    validator.validate(tomllib.loads(example.read_text(encoding="utf-8")))
+
+
+ODD = [
+    "x",
+    "",
+    0,
+    1,
+    -(10**9),
+    10**30,
+    0.25,
+    -0.5,
+    True,
+    False,
+    [],
+    [1],
+    ["x"],
+    [[1]],
+    {},
+    {"x": 1},
+    {"x": "y"},
+]
+"""Values of every kind; 3.0 is left out, which JSON schema calls an integer."""
+
+
+@pytest.mark.parametrize("job", ["grpo", "sft"])
+def test_every_key_is_judged_alike(validator: jsonschema.Draft202012Validator, job: str) -> None:
+    """Schema and tree agree about each key with each odd value."""
+    judged = 0
+    for key in leaf_keys():
+        for value in ODD:
+            data: dict[str, Any] = {"train": {"train_policy": {"type": job}}}
+            write(data, key.split("."), value)
+            try:
+                Config.model_validate(data)
+                accepted = True
+            except ValidationError:
+                accepted = False
+            assert validator.is_valid(data) == accepted, f"{key} = {value!r}"
+            judged += 1
+    assert judged > 5000

@@ -113,8 +113,8 @@ def _words(annotation: Any) -> Iterator[str]:
         yield from _words(arguments[0])
     elif _is_union(annotation):
         members = [part for part in arguments if part is not type(None)]
-        if float in members:  # an integer is a number
-            members = [part for part in members if part is not int]
+        if float in map(_bare, members):  # an integer is a number
+            members = [part for part in members if _bare(part) is not int]
         for part in members:
             yield from _words(part)
     elif origin is Literal:
@@ -125,6 +125,11 @@ def _words(annotation: Any) -> Iterator[str]:
         yield f"a table of {_plural(arguments[1])}"
     else:
         yield _NOUNS.get(annotation, "a table")
+
+
+def _bare(annotation: Any) -> Any:
+    """A type without its bounds."""
+    return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
 
 
 def _plural(annotation: Any) -> str:
