@@ -156,7 +156,7 @@ def test_data_that_cannot_be_prepared_is_a_clear_error(tmp_path: Path, model: Pa
     with Program(config) as program:
         assert program.process.wait(90) == 2
     output = program.output()
-    assert "row 5" in output, output
+    assert "row 6" in output, "rows are counted from 1: " + output
     assert "`prompt`" in output
     assert "--resume" not in output
     assert "Task was destroyed" not in output
