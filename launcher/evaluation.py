@@ -105,6 +105,7 @@ async def _step(
         if said and said != shown:
             shown = said
             screen.event(said.partition(": ")[2] or said)
+    done.cancel()
     if interrupted.done():
         screen.event(f"stopping ({signal.Signals(interrupted.result()).name})")
         await supervisor.kill_all()

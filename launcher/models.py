@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import struct
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from schema.config import local_path
+from schema.config.model_facts import BrokenModelError, config_file, read_config
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 PLAIN_DECODERS = {"llama", "mistral", "qwen2", "qwen3"}
@@ -64,10 +64,16 @@ class UnknownModelError(Exception):
 
 def find_model(name: str, revision: str | None, env: Mapping[str, str]) -> LocalModel:
     """The model of a path or of a hub name. Raises UnknownModelError: not here, or not readable."""
-    path = local_path(name) or _cached(name, revision or "main", env)
-    if path is None:
+    file = config_file(name, revision, env)
+    if file is None:
+        if (place := local_path(name)) is not None:
+            raise UnknownModelError(f"{place / 'config.json'} cannot be read: there is none")
         raise UnknownModelError(f"{name} is not on this machine (a download would fill its cache)")
-    config = _read_config(path)
+    path = file.parent
+    try:
+        config = read_config(file)
+    except BrokenModelError as error:
+        raise UnknownModelError(str(error)) from None
     text = config.get("text_config", config)
     shape = _shape(text if isinstance(text, dict) else config)
     sizes = _tensor_sizes(path)
@@ -78,29 +84,6 @@ def find_model(name: str, revision: str | None, env: Mapping[str, str]) -> Local
     if shape is not None and config.get("model_type") in PLAIN_DECODERS:
         return _counted(path, _decoder_sizes(config, shape), "its config.json", shape)
     raise UnknownModelError(f"{path} has no safetensors files, and its architecture is not a plain decoder")
-
-
-def _cached(name: str, revision: str, env: Mapping[str, str]) -> Path | None:
-    """The snapshot of a hub model in the local cache."""
-    home = env.get("HF_HOME") or os.path.join(env.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
-    cache = Path(env.get("HF_HUB_CACHE") or os.path.join(home, "hub")).expanduser()
-    folder = cache / f"models--{name.replace('/', '--')}"
-    try:
-        commit = (folder / "refs" / revision).read_text(encoding="utf-8").strip()
-    except (OSError, ValueError):
-        commit = revision
-    snapshot = folder / "snapshots" / commit
-    return snapshot if (snapshot / "config.json").is_file() else None
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UnknownModelError(f"{path / 'config.json'} cannot be read: {error}") from None
-    if not isinstance(config, dict):
-        raise UnknownModelError(f"{path / 'config.json'} is not an object")
-    return config
 
 
 def _shape(config: Mapping[str, Any]) -> Shape | None:

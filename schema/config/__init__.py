@@ -6,6 +6,7 @@ from schema.config.autoscale import AutoscaleConfig
 from schema.config.availability import UNAVAILABLE, check_available
 from schema.config.controller import ControllerConfig
 from schema.config.critic import CriticConfig
+from schema.config.dataset import DatasetConfig
 from schema.config.evaluation import EvaluationConfig
 from schema.config.launcher import LauncherConfig
 from schema.config.logging import LoggingConfig
@@ -29,7 +30,6 @@ from schema.config.root import Config
 from schema.config.rules import check_rules, check_warnings
 from schema.config.train import CheckpointConfig, FP4Config, FP8Config, TrainingConfig
 from schema.config.train_policy import (
-    DatasetConfig,
     GrpoConfig,
     KlInRewardConfig,
     LogProbPassConfig,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from schema.config.base import NonEmptyStr, RewardSpec, Section, reward_weights
-from schema.config.train_policy import DatasetConfig
+from schema.config.dataset import DatasetConfig
 
 
 class EvaluationConfig(Section):

@@ -73,25 +73,23 @@ def read_facts(name: str, revision: str | None, override: Mapping[str, Any]) -> 
     path = config_file(name, revision)
     if path is None:
         return None
-    data = {**_read(path), **override}
+    data = {**read_config(path), **override}
     text = next((data[part] for part in _TEXT_PARTS if isinstance(data.get(part), dict)), data)
     return _facts(name, data, text)
 
 
-def config_file(name: str, revision: str | None) -> Path | None:
-    """The config.json of a local model, or of a hub model that the local cache holds."""
+def config_file(name: str, revision: str | None, env: Mapping[str, str] = os.environ) -> Path | None:
+    """The config.json of a local model, or of a hub model that the local cache (`env` says where) holds."""
     path = local_path(name)
-    folder = _cached(name, revision or "main") if path is None else path
+    folder = _cached(name, revision or "main", env) if path is None else path
     file = None if folder is None else folder / "config.json"
     return file if file is not None and is_file(file) else None
 
 
-def _cached(name: str, revision: str) -> Path | None:
+def _cached(name: str, revision: str, env: Mapping[str, str]) -> Path | None:
     """A snapshot in the hub's cache, where its own library would look for it."""
-    home = os.environ.get("HF_HOME") or os.path.join(
-        os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface"
-    )
-    cache = Path(os.path.expanduser(os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")))
+    home = env.get("HF_HOME") or os.path.join(env.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    cache = Path(os.path.expanduser(env.get("HF_HUB_CACHE") or os.path.join(home, "hub")))
     model = cache / f"models--{name.replace('/', '--')}"
     if not exists(model):
         return None
@@ -102,7 +100,8 @@ def _cached(name: str, revision: str) -> Path | None:
     return model / "snapshots" / commit
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, Any]:
+    """The content of a config.json. Raises BrokenModelError."""
     try:
         if path.stat().st_size > _MAX_BYTES:
             raise BrokenModelError(f"{path} is larger than any model's config.json")

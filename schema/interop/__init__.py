@@ -2,7 +2,7 @@
 
     conversion = convert(Path("ppo_trainer.yaml"))
     text = to_toml(conversion)             # ours, with comments
-    print(to_report(conversion))           # what became of every key
+    report = to_report(conversion)         # what became of every key
 
 How it is built, from the bottom: `keys`, `yamlfile`, `interpolation`, `source` read a file; `model` says what
 a conversion is; `rows` is the language of the tables; `engine` applies them; `fallback` knows what only

@@ -97,8 +97,8 @@ def test_a_vision_model_has_its_text_part_below(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("config.json", b"{", "config.json cannot be read"),
-        ("config.json", b"[]", "is not an object"),
+        ("config.json", b"{", "config.json is not JSON"),
+        ("config.json", b"[]", "config.json holds no JSON object"),
         ("m.safetensors", b"", "cannot be read"),
         ("m.safetensors", b"\xff" * 8, "is no safetensors file"),
         ("m.safetensors", b"\x02\0\0\0\0\0\0\0{}", "no safetensors files"),

@@ -56,7 +56,9 @@ def test_the_named_modules_read_the_key(key: str) -> None:
 
 
 def test_properties_that_stand_for_keys_exist() -> None:
-    source = "".join(text_of(f"schema/config/{name}.py") for name in ("root", "train", "train_policy"))
+    source = "".join(
+        text_of(f"schema/config/{name}.py") for name in ("root", "train", "train_policy", "dataset")
+    )
     for entry in OBSERVABLES.values():
         for name in filter(None, entry.reads.split("|")):
             assert f"def {name}(self)" in source, name
