@@ -13,7 +13,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help run test unit e2e lint format schema fuzz clean setup setup-vllm
+.PHONY: help run test unit e2e lint format schema fuzz chaos clean setup setup-vllm
 
 help:  ## print this list
 	@echo "cosmos-launch: asynchronous reinforcement learning of language models"; echo
@@ -32,7 +32,7 @@ unit: setup  ## the fast tests
 	$(BIN)/pytest -n 3 -m "not slow and not e2e"
 
 e2e: setup setup-vllm  ## the slow tests: real processes, both engines, real failures
-	$(BIN)/pytest -m "slow or e2e" --timeout 900 --durations 15
+	$(BIN)/pytest -n 2 --dist loadfile -m "slow or e2e" --timeout 900 --durations 15
 
 lint: setup  ## ruff, mypy and the import rules
 	$(BIN)/ruff check .
@@ -50,6 +50,9 @@ schema: setup  ## write config.schema.json, docs/config.md and docs/migrate.md f
 
 fuzz: setup  ## check a hundred thousand spoiled configurations
 	$(BIN)/python -m tests.schema.fuzz_config
+
+chaos: setup  ## kill a hundred processes of real jobs at random, and count what is lost
+	$(BIN)/python -m tests.chaos --kills 100
 
 clean:  ## remove the environment, caches and the quickstart's output
 	rm -rf $(VENV) .venv-trl build dist *.egg-info outputs .mypy_cache .ruff_cache .hypothesis .import_linter_cache

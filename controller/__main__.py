@@ -1,5 +1,7 @@
 """`python -m controller --run-dir DIR --port N`: serve one job until SIGTERM.
 
+While another controller is in charge of the job, this one stands by (see `controller.store.lock`).
+
 Exit codes: 0 ended by SIGTERM or SIGINT, 1 the store failed for good (start again), 2 the config, the data or the
 environment is wrong, 3 fenced: another controller took the job over.
 """
@@ -28,6 +30,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--run-dir", type=Path, required=True, help="directory of the run, with config.json")
     parser.add_argument("--port", type=int, help="port to listen on; 0: any free one (default: the config's)")
     parser.add_argument("--host", help="address to listen on (default: the config's)")
+    parser.add_argument(
+        "--replace",
+        action="store_true",
+        help="take the job over at once from whoever is in charge of it, instead of standing by",
+    )
     options = parser.parse_args(arguments)
     logging.basicConfig(
         level=os.environ.get("COSMOS_LOG_LEVEL", "INFO").upper(),
@@ -35,7 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         stream=sys.stderr,
     )
     try:
-        settings = Settings.read(options.run_dir.absolute(), options.host, options.port, os.environ)
+        settings = Settings.read(
+            options.run_dir.absolute(), options.host, options.port, os.environ, replace=options.replace
+        )
         return uvloop.run(serve(settings))
     except StartError as error:
         log.error("%s", error)

@@ -45,23 +45,23 @@ LAG_WINDOW = 64
 """Groups over which the typical lease-to-ready time is taken: about a step or two of a usual batch."""
 
 
-def tightest_prefix(deadlines: Mapping[int, int], first_step: int, slots: int) -> int | None:
+def tightest_prefix(
+    deadlines: Mapping[int, int], first_step: int, slots: int, extra: int | None = None
+) -> int | None:
     """The smallest u at which the deadlines are not schedulable from `first_step` on, or None if they are.
 
     Args:
         deadlines: how many groups have each deadline.
         first_step: b, the first step with free slots.
         slots: groups per step.
+        extra: the deadline of one group more.
     """
-    total = 0
-    for deadline in sorted(
-        deadlines
-    ):  # between two deadlines the left side is constant, the right side grows
-        count = deadlines[deadline]
-        if count == 0:
-            continue
+    total, before = 0, first_step - 1
+    ordered = sorted(deadlines) if extra is None or extra in deadlines else sorted([*deadlines, extra])
+    for deadline in ordered:  # between two deadlines the left side is constant, the right side grows
+        count = deadlines.get(deadline, 0) + (deadline == extra)
         total += count
-        if total > slots * max(deadline - first_step + 1, 0):
+        if count and (total > slots * (deadline - before) or deadline <= before):
             return deadline
     return None
 
@@ -84,12 +84,16 @@ class Lag:
 
     def __init__(self) -> None:
         self._lags: deque[int] = deque(maxlen=LAG_WINDOW)
+        self._typical: int | None = 0
 
     def observe(self, steps: int) -> None:
         self._lags.append(max(steps, 0))
+        self._typical = None
 
     def typical(self) -> int:
-        return median_low(self._lags) if self._lags else 0
+        if self._typical is None:
+            self._typical = median_low(self._lags)
+        return self._typical
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,14 +132,11 @@ class Admission:
                 f"but only step {needed} and later can still be reached: {remedy}",
                 update=outdated,
             )
-        candidate = self.deadlines.copy()
-        candidate[deadline] += 1
-        full = tightest_prefix(candidate, self.first_step, self.slots)
+        full = tightest_prefix(self.deadlines, self.first_step, self.slots, deadline)
         if full is None:
             return None
-        would_help = outdated and schedulable(
-            self.deadlines + Counter([newest + self.bound]), self.first_step, self.slots
-        )
+        newer = newest + self.bound
+        would_help = outdated and tightest_prefix(self.deadlines, self.first_step, self.slots, newer) is None
         return Refusal(
             f"{self.deadlines.total()} groups are outstanding, and all slots up to step {full} are taken "
             f"(allowed_outdated_steps = {self.bound}, {self.groups_per_step} groups per step)",

@@ -14,6 +14,13 @@ from pydantic import BaseModel, TypeAdapter
 
 from schema.wire import messages as m
 from schema.wire.frame import CONTENT_TYPE, pack_bundle
+from schema.wire.history import (
+    DeclaredLeases,
+    DeclareLeases,
+    DeclareReply,
+    DeclareRequest,
+    ReplayRequest,
+)
 from schema.wire.weights import Publication
 
 T = TypeVar("T")
@@ -130,6 +137,20 @@ def commit(step: int, request: m.CommitRequest) -> Call[m.CommitReply]:
     return _post(f"/v1/steps/{step}/commit", request, m.CommitReply)
 
 
+def declare(replica_id: str, request: DeclareRequest) -> Call[DeclareReply]:
+    """Tell a controller whose store lost history what this trainer has done (see `schema.wire.history`)."""
+    return _post(f"/v1/replicas/{replica_id}/declare", request, DeclareReply)
+
+
+def declare_leases(replica_id: str, request: DeclareLeases) -> Call[DeclaredLeases]:
+    """Ask for leases back that the controller does not know (any more)."""
+    return _post(f"/v1/replicas/{replica_id}/leases", request, DeclaredLeases)
+
+
+def replay(step: int, request: ReplayRequest) -> Call[m.CommitReply]:
+    return _post(f"/v1/steps/{step}/replay", request, m.CommitReply)
+
+
 def publish(request: m.PublishRequest) -> Call[m.PublishReply]:
     return _post("/v1/publications", request, m.PublishReply)
 
@@ -160,9 +181,12 @@ def fail(reason: str) -> Call[m.JobStatus]:
     return Call("POST", "/v1/job/fail", _model(m.JobStatus), params=params)
 
 
-def replica_exited(name: str, reason: str) -> Call[None]:
-    """Tell the controller that the process of a replica has ended: its leases are released at once."""
-    params: dict[str, str | int | float] = {"reason": reason}
+def replica_exited(name: str, reason: str, *, crashed: bool = True) -> Call[None]:
+    """Tell the controller that the process of a replica has ended: its leases are released at once.
+
+    `crashed`: by itself, which counts for what it held; a kill does not.
+    """
+    params: dict[str, str | int | float] = {"reason": reason, "crashed": str(crashed).lower()}
     return Call("POST", f"/v1/replicas/by-name/{name}/exited", _nothing, params=params)
 
 

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import json
+
 from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from controller import problems
+from controller.auth import USER
+from controller.express import Express
+from controller.guard import Guard
 from controller.limits import BodyLimit
+from controller.openapi import document
 from controller.routes import (
     checkpoints,
     config,
@@ -19,15 +27,34 @@ from controller.routes import (
     samples,
     steps,
 )
+from controller.routes.base import OBJECT, answers
 from controller.service import Controller
+from controller.standby import Gate
 
 ROUTERS = (replicas, leases, samples, publications, steps, checkpoints, job, ledger, config, health)
 
 
-def create_app(controller: Controller) -> ASGIApp:
-    """The application, with problem documents for all errors and a limit on bodies."""
+def build(controller: Controller) -> FastAPI:
+    """All routes, with problem documents for all errors."""
     app = FastAPI(title="cosmos-launch controller", docs_url=None, redoc_url=None, openapi_url=None)
     problems.install(app)
     for module in ROUTERS:
-        app.include_router(module.router(controller))
-    return BodyLimit(app, controller.job.config.controller.max_request_bytes)
+        # No answer of FastAPI's own choice: what is no model is a response that the route makes.
+        app.include_router(module.router(controller), default_response_class=Response)
+
+    @app.get(
+        "/v1/openapi.json", tags=["config"], responses=answers("application/json", "This document.", OBJECT)
+    )
+    async def described(request: Request) -> Response:
+        controller.tokens.require(request, USER)
+        return Response(json.dumps(document(app)), media_type="application/json")
+
+    return app
+
+
+def create_app(controller: Controller) -> ASGIApp:
+    """The application, with a guard at the door and a limit on bodies."""
+    app = build(controller)
+    config, store = controller.job.config.controller, controller.job.store
+    limited = BodyLimit(Express(app), store, config.max_request_bytes, config.max_buffered_bytes)
+    return Guard(Gate(limited, store), controller.tokens)

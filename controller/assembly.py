@@ -9,7 +9,7 @@ tightest prefix has to be in this step, so the step waits for exactly those grou
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from controller.admission import tightest_prefix
@@ -40,8 +40,8 @@ def order(group: Group) -> tuple[int, int, int]:
 
 def choose(
     step: int,
-    ready: Iterable[Group],
-    leased: Sequence[Group],
+    ready: Mapping[int, Mapping[str, Group]],
+    leased: Collection[Group],
     groups_per_step: int,
     *,
     more_to_come: bool,
@@ -50,26 +50,63 @@ def choose(
     """Pick the batch of `step`, a pure function of what is outstanding.
 
     Args:
-        ready, leased: outstanding groups; their deadlines are schedulable at `step`.
+        ready: groups by deadline; with `leased` they are schedulable at `step`.
+        leased: groups that are being made.
         more_to_come: whether groups that are not outstanding yet can still be leased.
         drop_surplus: with oversampling: groups left over that are due now are surplus, nobody waits for them.
     """
-    candidates = sorted(ready, key=order)
-    if len(candidates) < groups_per_step and (more_to_come or leased):
+    n_ready = sum(map(len, ready.values()))
+    if n_ready < groups_per_step and (more_to_come or leased):
         due = sorted((group for group in leased if group.deadline <= step), key=order)
-        return Waiting(f"step {step} has {len(candidates)} of {groups_per_step} groups ready", due)
-    if not candidates:
+        return Waiting(f"step {step} has {n_ready} of {groups_per_step} groups ready", due)
+    if not n_ready:
         return Waiting(f"step {step}: no data left")
-    chosen, rest = candidates[:groups_per_step], candidates[groups_per_step:]
+    if not drop_surplus:
+        tight = tightest_prefix(_rest(ready, leased, groups_per_step), step + 1, groups_per_step)
+        if tight is not None:
+            late = sorted((group for group in leased if group.deadline <= tight), key=order)
+            names = ", ".join(group.id for group in late[:5])
+            return Waiting(f"step {step} waits for {len(late)} groups due by step {tight}: {names}", late)
+    chosen: list[Group] = []
+    surplus: list[Group] = []
+    for deadline in sorted(ready):
+        if len(chosen) == groups_per_step and not (drop_surplus and deadline <= step):
+            break
+        candidates = sorted(ready[deadline].values(), key=order)
+        room = groups_per_step - len(chosen)
+        chosen += candidates[:room]
+        surplus += candidates[room:] if deadline <= step else []
     if drop_surplus:
-        return Assembled(step, chosen, [group for group in (*rest, *leased) if group.deadline <= step])
-    remaining = Counter(group.deadline for group in (*rest, *leased))
-    tight = tightest_prefix(remaining, step + 1, groups_per_step)
-    if tight is None:
-        return Assembled(step, chosen)
-    stragglers = sorted((group for group in leased if group.deadline <= tight), key=order)
-    names = ", ".join(group.id for group in stragglers[:5])
-    return Waiting(f"step {step} waits for {len(stragglers)} groups due by step {tight}: {names}", stragglers)
+        return Assembled(step, chosen, [*surplus, *(group for group in leased if group.deadline <= step)])
+    return Assembled(step, chosen)
+
+
+def _rest(
+    ready: Mapping[int, Mapping[str, Group]], leased: Iterable[Group], groups_per_step: int
+) -> Counter[int]:
+    """Deadlines that remain when the nearest ones of the ready groups are taken."""
+    remaining = Counter([group.deadline for group in leased])
+    take = groups_per_step
+    for deadline in sorted(ready):
+        count = len(ready[deadline])
+        taken = min(take, count)
+        take -= taken
+        if count > taken:
+            remaining[deadline] += count - taken
+    return remaining
+
+
+Place = tuple[tuple[str, str], int, int]
+"""Group id and part, and where the sample begins and ends in it."""
+
+
+def places(groups: Sequence[Group]) -> list[Place]:
+    """Where the payload of each row of the table of these groups is."""
+    return [
+        ((group.id, meta.part), meta.offset, meta.offset + meta.n_bytes)
+        for group in groups
+        for _, meta in sorted(group.samples.items())
+    ]
 
 
 def build_table(step: int, timeline: int, policy_epoch: int, groups: Sequence[Group]) -> StepTable:
@@ -80,8 +117,8 @@ def build_table(step: int, timeline: int, policy_epoch: int, groups: Sequence[Gr
     """
     assert all(group.state is State.BATCHED for group in groups)
     rows = [(g, meta) for g, group in enumerate(groups) for _, meta in sorted(group.samples.items())]
-    names = sorted({name for _, meta in rows for name in meta.header.rewards})
     headers = [meta.header for _, meta in rows]
+    names = sorted({name for header in headers for name in header.rewards})
     return StepTable(
         step=step,
         timeline=timeline,
@@ -89,7 +126,9 @@ def build_table(step: int, timeline: int, policy_epoch: int, groups: Sequence[Gr
         group_ids=[group.id for group in groups],
         group=[g for g, _ in rows],
         index=[header.index for header in headers],
-        score=[meta.header.score if meta.usable else None for _, meta in rows],
+        score=[
+            header.score if meta.usable else None for (_, meta), header in zip(rows, headers, strict=True)
+        ],
         rewards={name: [header.rewards.get(name) for header in headers] for name in names},
         prompt_tokens=[header.prompt_tokens for header in headers],
         response_tokens=[header.response_tokens for header in headers],

@@ -17,6 +17,10 @@ from schema.wire.messages import ErrorCode
 
 Caller = Literal["user", "rollout", "policy"]
 CALLERS: tuple[Caller, ...] = ("user", "rollout", "policy")
+CALLER = "cosmos.caller"
+"""Where the guard leaves, in the scope of a request, who makes it."""
+MIN_TOKEN, MIN_DIFFERENT = 20, 8
+"""Characters of a token, and how many different ones: `secrets.token_urlsafe(32)` makes 43."""
 ANYBODY = frozenset(CALLERS)
 USER = frozenset({"user"})
 ROLLOUT = frozenset({"rollout"})
@@ -30,16 +34,23 @@ class Tokens:
     def __init__(self, tokens: Mapping[Caller, str]) -> None:
         if len(set(tokens.values())) != len(CALLERS) or not all(tokens.get(caller) for caller in CALLERS):
             raise ValueError("each of the roles user, rollout and policy needs a token of its own")
+        for caller in CALLERS:
+            _check_strength(caller, tokens[caller])
         self._tokens = {caller: tokens[caller].encode() for caller in CALLERS}
 
     def caller(self, authorization: str | None) -> Caller:
-        """Whose token this header carries. Raises `ProblemError` (401)."""
+        """Whose token this header carries. Raises `ProblemError` (401).
+
+        It is compared with every token, each time in full: how long that takes tells nothing.
+        """
         scheme, _, given = (authorization or "").partition(" ")
+        sent = given.strip().encode()
         found: Caller | None = None
-        if scheme.lower() == "bearer":
-            for caller, token in self._tokens.items():
-                if hmac.compare_digest(token, given.strip().encode()):
-                    found = caller
+        for caller, token in self._tokens.items():
+            if hmac.compare_digest(token, sent):
+                found = caller
+        if scheme.lower() != "bearer":
+            found = None
         if found is None:
             why = "the token is not valid for this job" if authorization else "no token was sent"
             detail = f"{why}: send `Authorization: Bearer <token>`"
@@ -48,7 +59,7 @@ class Tokens:
 
     def require(self, request: Request, allowed: frozenset[str]) -> Caller:
         """The caller of a request if it may make it. Raises `ProblemError` (401, 403)."""
-        caller = self.caller(request.headers.get("authorization"))
+        caller: Caller = request.scope.get(CALLER) or self.caller(request.headers.get("authorization"))
         if caller not in allowed:
             need = " or ".join(sorted(allowed))
             detail = (
@@ -56,3 +67,14 @@ class Tokens:
             )
             raise ProblemError(ErrorCode.FORBIDDEN, detail)
         return caller
+
+
+def _check_strength(caller: Caller, token: str) -> None:
+    """Refuse what can be guessed, or cannot stand in a header. Never shows the token."""
+    if not token.isascii() or not token.isprintable() or " " in token:
+        raise ValueError(f"the token of {caller} holds characters other than printable ASCII without spaces")
+    if len(token) < MIN_TOKEN or len(set(token)) < MIN_DIFFERENT:
+        raise ValueError(
+            f"the token of {caller} can be guessed: it needs {MIN_TOKEN} characters or more, {MIN_DIFFERENT} of "
+            "them different (python -c 'import secrets; print(secrets.token_urlsafe(32))')"
+        )

@@ -3,12 +3,19 @@
     client = AsyncClient(url, token)
     reply = await client.send(api.lease(LeaseRequest(...)))
 
+`url` may be several addresses, separated by commas: those of controllers of one job of which one is in charge
+while the others stand by. They are tried in turn, beginning with the one that answered last.
+
+Of an https:// controller the certificate is verified: against the authorities of `tls_ca`, else of the file that
+COSMOS_TLS_CA names, else of the system.
+
 Every call has a time-out. Lost connections, time-outs and 503 are retried with jittered back-off for up to
 `patience` seconds (all calls are idempotent, see `controller.api`), since a controller that died comes back.
 Everything else raises:
 
     ControllerError
     ├── ControllerLost      no answer for `patience` seconds
+    ├── Untrusted           the certificate of whoever answers is not trusted: nothing was sent
     ├── Unauthorized        the token is missing, wrong, or of another role
     └── Refused             any other problem answer; `.code` says which, `.detail` what to do
 """
@@ -17,9 +24,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import random
+import ssl
 import time
-from collections.abc import Iterator
+from functools import lru_cache
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -27,6 +36,7 @@ import httpx
 from pydantic import ValidationError
 
 from controller.api import Answer, Call
+from schema.tls import TlsFileError, client_context
 from schema.wire.messages import ErrorCode, Problem
 
 T = TypeVar("T")
@@ -36,6 +46,8 @@ CALL_TIMEOUT = 30.0
 """Seconds for one attempt beyond its long-poll: a 256 MiB push on a slow link takes about 20."""
 FIRST_PAUSE, MAX_PAUSE = 0.05, 1.0
 """Back-off bounds: a restarted controller is found within a second, a dead one is not flooded."""
+MAX_RETRY_AFTER = 5.0
+"""Longest Retry-After in seconds that is obeyed: a controller that is busy says 1."""
 
 
 class ControllerError(Exception):
@@ -44,6 +56,10 @@ class ControllerError(Exception):
 
 class ControllerLost(ControllerError):
     """The controller did not answer for the whole patience of this client."""
+
+
+class Untrusted(ControllerError):
+    """Whoever answers there cannot prove to be the controller."""
 
 
 class Refused(ControllerError):
@@ -59,10 +75,23 @@ class Unauthorized(Refused):
 
 
 class _Base:
-    def __init__(self, url: str, token: str, *, patience: float = 0.0) -> None:
-        self.url = url.rstrip("/")
+    def __init__(self, url: str, token: str, patience: float) -> None:
+        self.urls = [part.strip().rstrip("/") for part in url.split(",") if part.strip()]
+        if not self.urls:
+            raise ValueError("no address of a controller: expected http://host:port, or several with commas")
         self.patience = patience
+        self._current = 0
         self._headers = {"authorization": f"Bearer {token}"}
+
+    @property
+    def url(self) -> str:
+        """The address that is tried first."""
+        return self.urls[self._current]
+
+    def leave(self, url: str) -> None:
+        """`url` did not serve: try the next one from now on, unless another call has moved on already."""
+        if url == self.url:
+            self._current = (self._current + 1) % len(self.urls)
 
     def _timeout(self, call: Call[T]) -> httpx.Timeout:
         return httpx.Timeout(CALL_TIMEOUT + call.wait_s, connect=10.0)
@@ -70,7 +99,7 @@ class _Base:
     def _build(self, http: httpx.Client | httpx.AsyncClient, call: Call[T]) -> httpx.Request:
         return http.build_request(
             call.method,
-            call.path,
+            self.url + call.path,
             params=call.params,
             content=call.body,
             headers={"content-type": call.content_type, **(call.headers or {})},
@@ -88,12 +117,38 @@ class _Base:
                 ) from None
         raise _problem(call, response)
 
-    def _pauses(self) -> Iterator[float]:
-        """Seconds to sleep before each further attempt, until the patience is used up."""
-        give_up, pause = time.monotonic() + self.patience, FIRST_PAUSE
-        while time.monotonic() < give_up:
-            yield pause * random.uniform(0.5, 1.0)
-            pause = min(pause * 2, MAX_PAUSE)
+
+class _Attempts:
+    """The attempts at one call: all addresses in turn, then a pause, until the patience is used up."""
+
+    def __init__(self, client: _Base, call: Call[T]) -> None:
+        self._client = client
+        self._what = f"{call.method} {call.path}"
+        self._made, self._pause = 0, FIRST_PAUSE
+        self._give_up = time.monotonic() + client.patience
+
+    def failed(self, url: str, cause: str, retry_after: float = 0.0) -> float:
+        """Seconds to wait before the next attempt. Raises `ControllerLost` when there is none."""
+        client = self._client
+        client.leave(url)
+        self._made += 1
+        if self._made % len(client.urls):
+            return 0.0
+        if time.monotonic() >= self._give_up:
+            raise ControllerLost(
+                f"no answer from the controller at {', '.join(client.urls)} for {client.patience:.0f} s "
+                f"({self._what}: {cause})"
+            )
+        pause = max(self._pause, min(retry_after, MAX_RETRY_AFTER)) * random.uniform(0.5, 1.0)
+        self._pause = min(self._pause * 2, MAX_PAUSE)
+        log.debug("retrying %s in %.2f s: %s", self._what, pause, cause)
+        return pause
+
+    def refused(self, url: str, response: httpx.Response) -> float:
+        """As `failed`, for an answer that says: not now."""
+        retry_after = response.headers.get("retry-after", "")
+        seconds = float(retry_after) if retry_after.isdigit() else 0.0
+        return self.failed(url, f"HTTP {response.status_code} {response.text[:200]}", seconds)
 
 
 def _problem(call: Call[T], response: httpx.Response) -> Refused:
@@ -106,11 +161,38 @@ def _problem(call: Call[T], response: httpx.Response) -> Refused:
     return kind(problem.status, problem.code, f"{call.method} {call.path}: {problem.detail}")
 
 
-def _lost(client: _Base, call: Call[T], cause: str) -> ControllerLost:
-    return ControllerLost(
-        f"no answer from the controller at {client.url} for {client.patience:.0f} s "
-        f"({call.method} {call.path}: {cause})"
-    )
+@lru_cache(maxsize=8)
+def _trusting(ca: str) -> ssl.SSLContext:
+    return client_context(ca)  # takes up to 50 ms where the system has many authorities
+
+
+@lru_cache(maxsize=1)
+def _nobody_trusted() -> ssl.SSLContext:
+    return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # for http://, where it is never used: made in no time
+
+
+def _context(url: str, tls_ca: str | None) -> ssl.SSLContext:
+    if "https://" not in url:
+        return _nobody_trusted()
+    try:
+        return _trusting(os.environ.get("COSMOS_TLS_CA", "") if tls_ca is None else tls_ca)
+    except TlsFileError as error:
+        raise Untrusted(
+            f"{error}: COSMOS_TLS_CA or controller.tls_ca must name a file of authorities"
+        ) from None
+
+
+def _cause(url: str, error: httpx.TransportError) -> str:
+    """What went wrong, for another attempt. Raises `Untrusted` where another one would meet the same."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ssl.SSLCertVerificationError):
+            raise Untrusted(
+                f"the certificate of {url} is not trusted ({cause.verify_message}): export COSMOS_TLS_CA "
+                "with the PEM file of its authority (controller.tls_ca of the job)"
+            ) from None
+        cause = cause.__cause__ or cause.__context__
+    return f"{type(error).__name__}: {error}"
 
 
 def _retryable(response: httpx.Response) -> bool:
@@ -120,25 +202,24 @@ def _retryable(response: httpx.Response) -> bool:
 class Client(_Base):
     """Synchronous client; one connection pool, safe to use from one thread."""
 
-    def __init__(self, url: str, token: str, *, patience: float = 0.0) -> None:
-        super().__init__(url, token, patience=patience)
-        self._http = httpx.Client(base_url=self.url, headers=self._headers, trust_env=False)
+    def __init__(self, url: str, token: str, *, patience: float = 0.0, tls_ca: str | None = None) -> None:
+        super().__init__(url, token, patience)
+        self._http = httpx.Client(
+            base_url=self.url, headers=self._headers, trust_env=False, verify=_context(url, tls_ca)
+        )
 
     def send(self, call: Call[T]) -> T:
         """Send one call. Raises `ControllerError` as described in the module's docstring."""
-        pauses = self._pauses()
+        attempts = _Attempts(self, call)
         while True:
+            url = self.url
             try:
                 response = self._http.send(self._build(self._http, call))
                 if not _retryable(response):
                     return self._read(call, response)
-                cause = f"HTTP {response.status_code}"
+                pause = attempts.refused(url, response)
             except httpx.TransportError as error:
-                cause = f"{type(error).__name__}: {error}"
-            pause = next(pauses, None)
-            if pause is None:
-                raise _lost(self, call, cause)
-            log.debug("retrying %s %s in %.2f s: %s", call.method, call.path, pause, cause)
+                pause = attempts.failed(url, _cause(url, error))
             time.sleep(pause)
 
     def close(self) -> None:
@@ -156,28 +237,29 @@ class Client(_Base):
 class AsyncClient(_Base):
     """Asynchronous client; one connection pool, for one event loop."""
 
-    def __init__(self, url: str, token: str, *, patience: float = 0.0) -> None:
-        super().__init__(url, token, patience=patience)
+    def __init__(self, url: str, token: str, *, patience: float = 0.0, tls_ca: str | None = None) -> None:
+        super().__init__(url, token, patience)
         limits = httpx.Limits(max_connections=64, max_keepalive_connections=32)
         self._http = httpx.AsyncClient(
-            base_url=self.url, headers=self._headers, limits=limits, trust_env=False
+            base_url=self.url,
+            headers=self._headers,
+            limits=limits,
+            trust_env=False,
+            verify=_context(url, tls_ca),
         )
 
     async def send(self, call: Call[T]) -> T:
         """Send one call. Raises `ControllerError` as described in the module's docstring."""
-        pauses = self._pauses()
+        attempts = _Attempts(self, call)
         while True:
+            url = self.url
             try:
                 response = await self._http.send(self._build(self._http, call))
                 if not _retryable(response):
                     return self._read(call, response)
-                cause = f"HTTP {response.status_code}"
+                pause = attempts.refused(url, response)
             except httpx.TransportError as error:
-                cause = f"{type(error).__name__}: {error}"
-            pause = next(pauses, None)
-            if pause is None:
-                raise _lost(self, call, cause)
-            log.debug("retrying %s %s in %.2f s: %s", call.method, call.path, pause, cause)
+                pause = attempts.failed(url, _cause(url, error))
             await asyncio.sleep(pause)
 
     async def close(self) -> None:

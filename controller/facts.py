@@ -18,6 +18,8 @@ class JobFacts:
 
     started_at: float
     policy_epoch: int = 0
+    highest_publication: int = 0
+    """The highest publication id that anybody is known to have heard of."""
     paused: bool = False
     ended: Phase | None = None
     """Terminal phase, once there is one."""
@@ -58,7 +60,13 @@ def ledger_params(config: Config, n_positions: int) -> LedgerParams:
         filter_metrics=tuple(policy.filter_metrics),
         sync_interval=config.train.sync_weight_interval,
         keep_payloads=config.train.ckpt.enable_checkpoint,
+        order=data_order(config),
     )
+
+
+def data_order(config: Config) -> str:
+    """Identifies the order in which prepared rows are handed out (see `controller.prompts`)."""
+    return f"shuffled by {config.effective_seed}" if config.grpo.dataloader_shuffle else "as prepared"
 
 
 def _on_stale(config: Config) -> Literal["wait", "drop"]:

@@ -18,6 +18,7 @@ from typing import Any
 
 from controller.facts import JobFacts, ledger_params, sft_total_steps, validation_params
 from controller.ledger import Ledger, LedgerError
+from controller.payload_files import PayloadFiles
 from controller.progress import StepCounter, StepLog
 from controller.prompts import Prompts
 from controller.publications import Publications
@@ -28,7 +29,8 @@ from controller.store.payloads import Payload
 from controller.store.state import Render
 from controller.validation import Validation
 from schema.config import Config
-from schema.wire.messages import ErrorCode, Phase
+from schema.wire import payload_file
+from schema.wire.messages import ErrorCode, LedgerSnapshot, Phase
 
 log = logging.getLogger(__name__)
 
@@ -58,12 +60,16 @@ class Job:
             self.progress = self.ledger = self._load_ledger(saved)
         else:
             self.progress = self._load_counter(headers)
+        payloads = config.controller.payload_store
+        self.payload_files = PayloadFiles(payload_file.directory(payloads, job_id)) if payloads else None
         self.validation, self.validation_prompts = self._load_validation(saved)
         timeout = config.controller.heartbeat_timeout
         self.registry = Registry(timeout, saved[Table.REPLICAS].values())
-        self.publications = Publications(config.weight_sync.keep, saved[Table.PUBLICATIONS].values())
         self.steps = StepLog(saved[Table.STEPS].values())
         self.facts = JobFacts.from_record(headers["job"]) if "job" in headers else JobFacts(clock())
+        self.publications = Publications(
+            config.weight_sync.keep, saved[Table.PUBLICATIONS].values(), self.facts.highest_publication
+        )
         self.opened_at = clock()
         self.closing = False
         self.checkpoint_asked = False
@@ -80,12 +86,12 @@ class Job:
         header = saved[Table.HEADERS].get("ledger")
         if header is None:
             return Ledger(params)
-        return Ledger.restore(params, header, saved[Table.GROUPS].values())
+        return Ledger.restore(params, header, saved[Table.GROUPS], saved[Table.SAMPLES], saved[Table.HISTORY])
 
     def _load_counter(self, headers: Mapping[str, Any]) -> StepCounter:
         total = sft_total_steps(self.config, len(self.prompts))
-        header = headers.get("ledger")
-        return StepCounter(total) if header is None else StepCounter.restore(total, header)
+        header, rows = headers.get("ledger"), len(self.prompts)
+        return StepCounter(total, rows) if header is None else StepCounter.restore(total, header, rows)
 
     def _load_validation(self, saved: Saved) -> tuple[Validation | None, Prompts | None]:
         if not self.config.validation.enable or not self.config.is_grpo:
@@ -93,6 +99,29 @@ class Job:
         prompts = Prompts(self.run_dir / VALIDATION_DATA, seed=0, shuffle=False)
         params = validation_params(self.config, len(prompts))
         return Validation.restore(params, saved[Table.VALIDATION]), prompts
+
+    # ---- the past changes -----------------------------------------------------------------------------------
+
+    def rewind(self, step: int, timeline: int | None = None) -> None:
+        """Go back to the checkpoint after `step` committed steps; a new timeline begins (its number, if known)."""
+        self.progress.abandon_step()
+        self.progress.rewind(step, timeline)
+        self.publications.rewind(step)
+        self.steps.rewind(step)
+        if self.validation is not None:
+            self.validation.rewind(step)
+
+    def begin_from(
+        self, snapshot: LedgerSnapshot, timeline: int | None = None, began: int | None = None
+    ) -> None:
+        """Go on from a checkpoint of which the store knows nothing. Raises `LedgerError`: nothing has changed."""
+        before = self.progress.timeline
+        self.progress.begin_from(snapshot, timeline, began)
+        if self.progress.timeline != before:
+            self.publications.rewind(-1)
+            self.steps.rewind(0)
+        if self.validation is not None:
+            self.validation.begin_from(snapshot.committed_steps)
 
     def forgive_downtime(self, alive_at: float | None) -> None:
         """Nobody could beat or renew while no controller was there."""
@@ -109,12 +138,22 @@ class Job:
         """Hand everything that changed to the store. No await may lie between a change and this."""
         rows: dict[tuple[Table, str], Render | None] = {}
         deletes: list[PayloadKey] = []
+        header: dict[str, Any] | None = None
         if self.ledger is not None:
             changes = self.ledger.take_changes()
-            rows.update({(Table.GROUPS, group.id): group.to_record for group in changes.groups})
-            deletes = changes.dropped_payloads
-        self._stage_header(rows, "ledger", self.progress.header())
+            for name in changes.removed:
+                rows[Table.GROUPS, name] = rows[Table.SAMPLES, name] = None
+            for group in changes.groups:
+                rows[Table.GROUPS, group.id] = group.to_row
+            for group in changes.samples:
+                rows[Table.SAMPLES, group.id] = group.samples_row
+            for name in changes.history:
+                rows[Table.HISTORY, name] = partial(self.ledger.history.row, name)
+            deletes, header = changes.dropped_payloads, changes.header
+        self.facts.highest_publication = self.publications.highest_id
+        self._stage_header(rows, "ledger", self.progress.header() if header is None else header)
         self._stage_header(rows, "job", self.facts.to_record())
+        rows.update({(Table.REPLICAS, name): None for name in self.registry.take_forgotten()})
         for replica in self.registry.take_changes():
             rows[Table.REPLICAS, replica.name] = replica.to_record
         for entry in self.publications.take_changes():

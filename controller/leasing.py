@@ -11,16 +11,16 @@ A lease request is answered by the first of these that applies:
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 
 from controller.groups import Group, State
 from controller.job import Job
+from controller.lease_queue import HELD_OPEN, LeaseQueue
 from controller.ledger import PushOutcome
+from controller.pushes import Parts, Push
 from controller.replicas import ReplicaError
-from controller.store import PayloadKey
 from controller.store.payloads import Payload
 from controller.validation import PREFIX
 from controller.validation_groups import ValidationLease
@@ -35,20 +35,16 @@ from schema.wire.messages import (
     PushReply,
     PushResult,
 )
-from schema.wire.sample import SampleHeader, read_sample_header
+from schema.wire.payload_file import FileEntry, entry_of, read_entry
+from schema.wire.sample import SampleHeader, read_sample_metadata
 from schema.wire.seeds import sample_seed
 
 log = logging.getLogger(__name__)
 
-HELD_OPEN = frozenset({LeaseStatus.THROTTLED, LeaseStatus.PAUSED})
-
-
-@dataclass(frozen=True, slots=True)
-class Push:
-    """One sample as it arrived."""
-
-    item: PushItem
-    frame: Payload
+MAX_HEADER_TEXT = 1024
+"""A sample's header is kept as the text it came as, unless that is longer: spaces cost memory, too."""
+REMEMBERED = 8192
+"""Granted request ids that are remembered: several minutes of a thousand replicas."""
 
 
 class Leasing:
@@ -59,37 +55,51 @@ class Leasing:
         self._n_samples = job.config.rollout.n_generation
         self._sampling_seed = job.config.sampling_seed
         self._max_tokens = job.config.policy.model_max_length
-        self._open: dict[str, object] = {}
-        """The newest call of each request id that is under way."""
+        self._answered: dict[str, None] = {}
+        """Request ids that were granted groups, the oldest first: a late duplicate gets no others."""
+        self._waiting = LeaseQueue(
+            job.lease_signal, self._decide, self._alike, job.stage, lambda: job.closing
+        )
 
     # ---- lease --------------------------------------------------------------------------------------------
 
     async def lease(self, request: LeaseRequest) -> LeaseReply:
-        """Groups, or why not. Raises `ReplicaError`."""
-        job, loop = self._job, asyncio.get_running_loop()
-        give_up = loop.time() + request.wait_s
-        me = self._open[request.request_id] = object()
-        try:
-            while True:
-                job.store.require()
-                seen = job.lease_signal.generation
-                reply = self._decide(request)
-                await job.save()
-                left = give_up - loop.time()
-                if reply.status not in HELD_OPEN or left <= 0 or job.closing:
-                    return reply
-                await job.lease_signal.wait(seen, left)
-                if self._open.get(request.request_id) is not me:
-                    return reply  # asked again meanwhile: nobody listens here, a grant would lie idle
-        finally:
-            if self._open.get(request.request_id) is me:
-                del self._open[request.request_id]
+        """Groups, or why not. Raises `ReplicaError`, `StoreUnavailable`."""
+        reply = await self.lease_now(request)
+        return await self.lease_later(request, reply) if self.may_wait(request, reply) else reply
+
+    async def lease_now(self, request: LeaseRequest) -> LeaseReply:
+        """The answer of this moment. Raises as `lease`."""
+        self._waiting.withdraw(request.request_id)
+        self._waiting.catch_up()
+        reply = self._decide(request)
+        await self._job.save()
+        return reply
+
+    def may_wait(self, request: LeaseRequest, reply: LeaseReply) -> bool:
+        """Whether a refused request is held open."""
+        return request.wait_s > 0 and reply.status in HELD_OPEN and not self._job.closing
+
+    async def lease_later(self, request: LeaseRequest, refusal: LeaseReply) -> LeaseReply:
+        """The answer to a request that has just been refused, as soon as there is a better one. Raises as `lease`."""
+        reply = await self._waiting.wait(request, refusal, request.wait_s)
+        await self._job.save()
+        return reply
+
+    def _alike(self) -> bool:
+        """Whether a refusal holds for all replicas with the same weights, whoever they are."""
+        job, ledger = self._job, self._job.require_ledger()
+        if ledger.has_suspects or job.ended or (job.validation is not None and job.validation.pending):
+            return False
+        return not any(replica.state == "draining" for replica in job.registry)
 
     def _decide(self, request: LeaseRequest) -> LeaseReply:
         job, now = self._job, self._job.clock()
+        job.store.require()
         replica = job.registry.check(request.replica_id, request.incarnation, "rollout")
         job.registry.seen(replica, now)
-        replica.version, replica.publication_id = request.version, request.publication_id
+        if request.publication_id >= replica.publication_id:  # else this request is late
+            replica.version, replica.publication_id = request.version, request.publication_id
         if job.ended:
             return LeaseReply(status=LeaseStatus.FINISHED, reason=f"the job is {job.phase}")
         if replica.state == "draining":
@@ -99,12 +109,30 @@ class Leasing:
         newest = job.publications.newest
         if newest is None:
             return LeaseReply(status=LeaseStatus.THROTTLED, reason="no weights have been published yet")
-        held = job.publications.valid(request.publication_id)
+        held = job.publications.valid(request.publication_id, request.manifest_hash)
+        if held is None and not job.publications.knows(request.publication_id):  # the store has lost it
+            job.publications.heard(request.publication_id)
+            return LeaseReply(
+                status=LeaseStatus.THROTTLED,
+                reason=f"publication {request.publication_id} is not known here: waiting for its trainer, or a newer "
+                f"one, to say what it is",
+            )
         if held is None or held.version != request.version:
             return _update(
                 newest.id, "the weights in use are not part of this run: load the newest publication"
             )
+        if request.request_id in self._answered and not self._repeats(request):
+            return LeaseReply(
+                status=LeaseStatus.THROTTLED,
+                reason="this request was granted before, and what it got is done",
+            )
         return self._validate(request, newest.id, now) or self._train(request, newest.id, newest.version, now)
+
+    def _repeats(self, request: LeaseRequest) -> bool:
+        validation = self._job.validation
+        if validation is not None and validation.repeats(request.replica_id, request.request_id):
+            return True
+        return self._repeats_training(request)
 
     def _validate(self, request: LeaseRequest, newest_id: int, now: float) -> LeaseReply | None:
         job = self._job
@@ -119,17 +147,14 @@ class Leasing:
             now,
         )
         if lease.groups:
-            return self._granted(self._validation_groups(lease))
+            return self._granted(request, self._validation_groups(lease))
         if job.progress.finished and job.validation.wants(request.version):
             return _update(newest_id, "the last validation is of newer weights")
         return None
 
     def _repeats_training(self, request: LeaseRequest) -> bool:
-        leased = self._job.require_ledger().in_state(State.LEASED)
-        return any(
-            group.request_id == request.request_id and group.replica_id == request.replica_id
-            for group in leased
-        )
+        held = self._job.require_ledger().held_by(request.replica_id)
+        return any(group.request_id == request.request_id for group in held)
 
     def _train(self, request: LeaseRequest, newest_id: int, newest_version: int, now: float) -> LeaseReply:
         job, ledger = self._job, self._job.require_ledger()
@@ -146,14 +171,17 @@ class Leasing:
             request.replica_id, request.request_id, request.version, newest_version, size, now
         )
         if decision.groups:
-            return self._granted([self._training_group(group) for group in decision.groups])
+            return self._granted(request, [self._training_group(group) for group in decision.groups])
         refusal = decision.refusal
         assert refusal is not None
         if refusal.update and request.publication_id < newest_id:
             return _update(newest_id, refusal.reason)
         return LeaseReply(status=LeaseStatus.THROTTLED, reason=refusal.reason)
 
-    def _granted(self, groups: list[LeasedGroup]) -> LeaseReply:
+    def _granted(self, request: LeaseRequest, groups: list[LeasedGroup]) -> LeaseReply:
+        self._answered[request.request_id] = None
+        if len(self._answered) > REMEMBERED:
+            del self._answered[next(iter(self._answered))]
         expires = self._job.config.controller.lease_timeout
         return LeaseReply.model_construct(
             status=LeaseStatus.GRANTED, groups=groups, expires_in_s=expires, reason="", update_to=None
@@ -220,22 +248,26 @@ class Leasing:
 
     # ---- push ---------------------------------------------------------------------------------------------
 
-    async def push(self, replica_id: str, pushes: Sequence[Push]) -> PushReply:
-        """Take samples; each gets a result of its own. Raises `ReplicaError`, `StoreUnavailable`."""
+    async def push(self, replica_id: str, body: Payload, pushes: Sequence[Push]) -> PushReply:
+        """Take samples that lie in `body`; each gets a result of its own.
+
+        Raises:
+            ReplicaError, StoreUnavailable: nothing was taken.
+        """
         job = self._job
         job.store.require()
         replica = job.registry.find(replica_id)
         if replica.role != "rollout":
             raise ReplicaError(ErrorCode.FORBIDDEN, f"replica {replica_id} is a {replica.role} replica")
-        await job.store.payloads.prepare({(p.item.group_id, p.item.index): p.frame for p in pushes})
+        missing = await self._missing_files(pushes)
         now = job.clock()
         job.registry.seen(replica, now)
         before = self._counts()
         results: list[PushResult] = []
-        puts: dict[PayloadKey, Payload] = {}
+        parts = Parts(body)
         for push in pushes:
             item = push.item
-            outcome = self._take(push, puts, now)
+            outcome = self._take(push, parts, missing, now)
             results.append(
                 PushResult(
                     group_id=item.group_id,
@@ -250,31 +282,85 @@ class Leasing:
             job.settle()
             job.lease_signal.notify()
             job.batch_signal.notify()
-        await job.save(puts)
+        await job.save(parts.finish())
         return PushReply(results=results)
 
     def _counts(self) -> tuple[int, int, bool]:
         ledger, validation = self._job.require_ledger(), self._job.validation
         return ledger.outstanding, ledger.ready, validation is not None and validation.running
 
-    def _take(self, push: Push, puts: dict[PayloadKey, Payload], now: float) -> PushOutcome:
+    def _take(self, push: Push, parts: Parts, missing: set[str], now: float) -> PushOutcome:
         item = push.item
         try:
-            header = read_sample_header(push.frame)
+            header, metadata = read_sample_metadata(push.frame)
+            stub = entry_of(metadata)
         except FrameError as error:
             return PushOutcome(False, code=ErrorCode.BAD_FRAME, detail=str(error))
-        fault = self._fault(header)
+        fault = self._fault(header) or self._stub_fault(item, stub, missing)
         if fault is not None:
             return fault
+        text = metadata["sample"]
         if header.total_tokens > self._max_tokens:
             header = header.model_copy(update={"finish_reason": "overlong"})
+            text = ""
+        if not 0 < len(text) <= MAX_HEADER_TEXT:
+            text = header.model_dump_json()
         ledger, validation = self._job.require_ledger(), self._job.validation
         if validation is not None and item.group_id.startswith(PREFIX):
             return validation.push(item.group_id, item.lease_id, item.index, header, now)
-        outcome = ledger.push(item.group_id, item.lease_id, item.index, header, len(push.frame), now)
+        first, offset = parts.place(push)
+        outcome = ledger.push(
+            item.group_id,
+            item.lease_id,
+            item.index,
+            header,
+            len(push.frame),
+            now,
+            first=first,
+            offset=offset,
+            text=text,
+        )
         if outcome.accepted and not outcome.duplicate:
-            puts[item.group_id, item.index] = push.frame
+            parts.add(push)
+            if header.error is not None:
+                self._tell_if_dropped(item.group_id)
         return outcome
+
+    def _tell_if_dropped(self, name: str) -> None:
+        """A failed reward that costs a prompt must be seen; one that is tried again need not."""
+        group = self._job.require_ledger().groups.get(name)
+        if group is not None and group.state is State.DROPPED:
+            log.warning("group %s is dropped (%s): %s", name, group.reason, group.error)
+
+    async def _missing_files(self, pushes: Sequence[Push]) -> set[str]:
+        """Files that stubs among the samples name and that are not there."""
+        files = self._job.payload_files
+        if files is None:
+            return set()
+        entries: list[FileEntry] = []
+        for push in pushes:
+            with suppress(FrameError):  # said when its turn comes
+                entry = read_entry(push.frame)
+                if entry is not None:
+                    entries.append(entry)
+        return await files.missing(entries)
+
+    def _stub_fault(self, item: PushItem, stub: FileEntry | None, missing: set[str]) -> PushOutcome | None:
+        """What is wrong with the stub of a payload that lies in a file."""
+        if stub is None:
+            return None
+        if self._job.payload_files is None:
+            detail = "the payload is said to lie in a file, but controller.payload_store is empty"
+        elif stub.name != f"{item.group_id}.{item.lease_id}.{item.index}":
+            detail = f"the payload's file {stub.name!r} is not that of this sample"
+        elif stub.name in missing:
+            detail = (
+                f"the payload's file {self._job.payload_files.root / stub.name} is not there: "
+                f"controller.payload_store must be the same directory for all"
+            )
+        else:
+            return None
+        return PushOutcome(False, code=ErrorCode.BAD_FRAME, detail=detail)
 
     def _fault(self, header: SampleHeader) -> PushOutcome | None:
         """What is wrong with a sample whoever holds its lease."""

@@ -14,8 +14,14 @@ Invariants, asserted by the simulation in the tests after every event:
     3. Leased and ready groups are schedulable (see `controller.admission`): nothing is trained beyond the bound.
     4. Only the holder of the current lease id adds samples; what was added once is never counted again.
 
-Three layers, each a class on the one before: `controller.book` (groups by state and the only ways to change one),
-`controller.rewind` (checkpoints and the way back), and here what replicas do (lease, push, train).
+No bias against long samples: a lease that ends by pre-emption (drain, kill, silence, expiry) costs a group nothing
+but time, however often it happens; what was pushed is kept and the rest is made again with the same seeds. A crash
+of the holder's own counts for all that it held, since nobody knows whose fault it was; a group whose next crash would
+be its last attempt is leased alone, and only a group that was alone is ever dropped as `poison`.
+
+Four layers, each a class on the one before: `controller.book` (groups by state and the only ways to change one),
+`controller.rewind` (checkpoints and the way back), `controller.replay` (what others remember after the store has
+lost history), and here what replicas do (lease, push, train).
 
 The ledger is synchronous and knows no clock, no network and no store: time comes in as `now` (seconds), and
 `take_changes` hands out what must be written before anybody is answered. User mistakes and late messages are
@@ -37,7 +43,7 @@ from controller.ledger_values import (
     LedgerParams,
     PushOutcome,
 )
-from controller.rewind import Rewindable
+from controller.replay import Replayable
 from schema.wire.messages import ErrorCode
 from schema.wire.sample import SampleHeader
 
@@ -45,7 +51,10 @@ MISSED_BEATS = 2
 """Heartbeats in a row that may fail to list a lease: one can cross the answer that granted it, two cannot."""
 
 
-class Ledger(Rewindable):
+ACCEPTED = PushOutcome(True)
+
+
+class Ledger(Replayable):
     """See the module's docstring. All methods are synchronous and never block."""
 
     def __init__(self, params: LedgerParams, new_lease_id: Callable[[], str] | None = None) -> None:
@@ -69,17 +78,14 @@ class Ledger(Rewindable):
         The same `request_id` from the same replica gets the same groups again, as far as it still holds them.
         An empty answer carries the refusal of the first group.
         """
-        repeated = [
-            group
-            for group in self.in_state(State.LEASED)
-            if group.request_id == request_id and group.replica_id == replica_id
-        ]
+        held = self.held_by(replica_id)
+        repeated = [group for group in held if group.request_id == request_id]
         if repeated:
             return LeaseDecision(repeated)
         granted: list[Group] = []
         refusal: Refusal | None = None
         while len(granted) < max_groups and refusal is None:
-            refusal = self._no_need()
+            refusal = self._no_need() or self._keeps_apart([*held, *granted])
             if refusal is None:
                 group, refusal = self._admit_next(version, published_version)
                 if group is not None:
@@ -97,6 +103,20 @@ class Ledger(Rewindable):
             return Refusal(f"the {self.outstanding} outstanding groups fill all steps that are left")
         return None
 
+    def _keeps_apart(self, held: Sequence[Group]) -> Refusal | None:
+        """Why a replica that holds these groups gets no other now: a suspect is leased alone."""
+        if not self._suspects or not held:
+            return None
+        for group in held:
+            if group.id in self._suspects:
+                return Refusal(f"group {group.id} is made alone: {group.crashes} replicas crashed with it")
+        first = self._first_waiting()
+        if first is None or first.id not in self._suspects:
+            return None
+        return Refusal(
+            f"group {first.id} waits for an idle replica: {first.crashes} replicas crashed with it"
+        )
+
     def _admit_next(self, version: int, published_version: int) -> tuple[Group | None, Refusal | None]:
         """The next waiting or new group if a lease at `version` is admissible."""
         admission = Admission(
@@ -112,23 +132,14 @@ class Ledger(Rewindable):
         refusal = admission.decide(version + self.params.staleness_bound)
         if refusal is not None:
             return None, refusal
-        waiting = self._by_state[State.WAITING]
-        if not waiting:
+        group = self._first_waiting()
+        if group is None:
             return self._create(), None
-        group = min(waiting.values(), key=lambda group: (group.epoch, group.position))
         if group.samples:
             kept = min(version, group.oldest_version()) + self.params.staleness_bound
             if admission.decide(kept) is not None:  # too old to be finished in time: begin again
                 self._discard_samples(group)
         return group, None
-
-    def _create(self) -> Group:
-        epoch, position = divmod(self.frontier, self.params.n_positions)
-        group = Group(epoch, position)
-        self.frontier += 1
-        self.groups[group.id] = group
-        self._by_state[State.WAITING][group.id] = group
-        return group
 
     def _grant(self, group: Group, replica_id: str, request_id: str, version: int, now: float) -> None:
         oldest = group.oldest_version() if group.samples else version
@@ -141,9 +152,7 @@ class Ledger(Rewindable):
 
     def renew(self, replica_id: str, lease_ids: Iterable[str], now: float) -> list[str]:
         """A heartbeat: extend the listed leases, release those that it forgot, return those it lost."""
-        held = {
-            group.lease_id: group for group in self.in_state(State.LEASED) if group.replica_id == replica_id
-        }
+        held = {group.lease_id: group for group in self.held_by(replica_id)}
         listed = set(lease_ids)
         for lease_id, group in held.items():
             assert lease_id is not None
@@ -163,39 +172,26 @@ class Ledger(Rewindable):
             group.expires = expires
             self._dirty[group.id] = group
 
-    def adopt(self, replica_id: str, held: Sequence[tuple[str, str]], now: float) -> list[str]:
-        """Registration of a replica that already holds leases: keep the valid ones, return the ids of others."""
-        lost = []
-        for name, lease_id in held:
-            group = self.groups.get(name)
-            if group is not None and group.state is State.LEASED and group.lease_id == lease_id:
-                group.replica_id = replica_id
-                group.expires = now + self.params.lease_timeout
-                self._dirty[group.id] = group
-            else:
-                lost.append(lease_id)
-        return lost
-
     def release(self, lease_id: str) -> bool:
         """Give a lease back; its pushed samples are kept for the next holder. False if nobody holds it."""
-        for group in self.in_state(State.LEASED):
-            if group.lease_id == lease_id:
-                self._requeue(group)
-                return True
-        return False
+        group = self._by_lease.get(lease_id)
+        if group is None:
+            return False
+        self._requeue(group)
+        return True
 
     def replica_gone(self, replica_id: str, *, failed: bool = True) -> int:
-        """Release all leases of a replica; `failed` counts towards the attempts of its groups."""
-        held = [group for group in self.in_state(State.LEASED) if group.replica_id == replica_id]
+        """Release all leases of a replica. `failed`: it crashed by itself; else it was pre-empted or has left."""
+        held = self.held_by(replica_id)
         for group in held:
-            self._fail(group, DropReason.POISON) if failed else self._requeue(group)
+            self._crashed(group, alone=len(held) == 1) if failed else self._requeue(group)
         return len(held)
 
     def expire(self, now: float) -> int:
         """Release leases that were not renewed in time."""
         late = [group for group in self.in_state(State.LEASED) if group.expires < now]
         for group in late:
-            self._fail(group, DropReason.POISON)
+            self._requeue(group)
         return len(late)
 
     def extend_leases(self, seconds: float) -> None:
@@ -207,13 +203,27 @@ class Ledger(Rewindable):
     # ---- pushing ------------------------------------------------------------------------------------------
 
     def push(
-        self, name: str, lease_id: str, index: int, header: SampleHeader, n_bytes: int, now: float
+        self,
+        name: str,
+        lease_id: str,
+        index: int,
+        header: SampleHeader,
+        n_bytes: int,
+        now: float,
+        *,
+        first: int | None = None,
+        offset: int = 0,
+        text: str | None = None,
     ) -> PushOutcome:
-        """Add one sample under a lease. When the group is complete it becomes ready or is dropped."""
+        """Add one sample under a lease. When the group is complete it becomes ready or is dropped.
+
+        Its bytes are those at `offset` of the part that begins with sample `first` (None: it is a part of its own).
+        `text` is the header as JSON.
+        """
         del now  # a push under a valid lease is welcome however late: expiry is decided by `expire` alone
         group = self.groups.get(name)
         if group is None:
-            return PushOutcome(False, code=ErrorCode.NOT_FOUND, detail=f"there is no group {name}")
+            return self._unknown(name, lease_id)
         if header.index != index or not 0 <= index < self.params.n_samples:
             detail = f"sample {index} (header says {header.index}) of a group of {self.params.n_samples}"
             return PushOutcome(False, code=ErrorCode.BAD_REQUEST, detail=detail)
@@ -227,23 +237,33 @@ class Ledger(Rewindable):
         if known is not None:  # an earlier holder delivered this very sample (same seed): keep the first
             self.totals.duplicates += 1
             return PushOutcome(True, duplicate=True)
-        meta = SampleMeta(header, n_bytes, lease_id)
+        meta = SampleMeta.of(header, n_bytes, lease_id, first, offset, text)
         if meta.oldest_version(group.lease_version) < group.lease_version:
             detail = (
                 f"tokens of version {header.oldest_version} under a lease at version {group.lease_version}"
             )
             return PushOutcome(False, code=ErrorCode.CONFLICT, detail=detail)
         group.samples[index] = meta
-        self._dirty[group.id] = group
+        self._dirty[name] = self._dirty_samples[name] = group
         if len(group.samples) == self.params.n_samples:
             self._complete(group)
-        return PushOutcome(True)
+        return ACCEPTED
+
+    def _unknown(self, name: str, lease_id: str) -> PushOutcome:
+        """The answer to a sample of a group that is not kept whole any more, or never was."""
+        group = self.find(name)
+        if group is None:
+            return PushOutcome(False, code=ErrorCode.NOT_FOUND, detail=f"there is no group {name}")
+        detail = f"lease {lease_id} of group {name} has ended; the group is {group.state}"
+        return PushOutcome(False, code=ErrorCode.LEASE_LOST, detail=detail)
 
     def _complete(self, group: Group) -> None:
         self._lag.observe(self.committed - group.lease_step)
         group.completed_lease = group.lease_id
-        failed = [index for index, meta in group.samples.items() if meta.header.error is not None]
-        usable = [meta.header for meta in group.samples.values() if meta.usable]
+        failed = [index for index, meta in group.samples.items() if meta.failed]
+        usable = [meta for meta in group.samples.values() if meta.usable]
+        if failed:
+            group.error = group.samples[failed[0]].header.error or ""
         if failed and self.params.on_reward_error == "retry":
             for index in failed:
                 self._discard_sample(group, index)
@@ -258,10 +278,13 @@ class Ledger(Rewindable):
             oldest = group.oldest_version()
             self._move(group, State.READY, deadline=oldest + self.params.staleness_bound)
 
-    def _without_signal(self, usable: Sequence[SampleHeader]) -> bool:
+    def _without_signal(self, usable: Sequence[SampleMeta]) -> bool:
         """Whether every metric of the dynamic-sampling filter has one value in the whole group."""
         metrics = self.params.filter_metrics
-        return bool(metrics) and all(len({h.rewards.get(name) for h in usable}) == 1 for name in metrics)
+        if not metrics:
+            return False
+        rewards = [meta.header.rewards for meta in usable]
+        return all(len({values.get(name) for values in rewards}) == 1 for name in metrics)
 
     # ---- steps --------------------------------------------------------------------------------------------
 
@@ -270,18 +293,18 @@ class Ledger(Rewindable):
         batch = self.batch(self.committed)
         if batch is not None:
             return Assembled(self.committed, batch)
-        self._check_consumption()
-        missing = self.total_steps - self.committed
         result = choose(
             self.committed,
-            self.in_state(State.READY),
-            list(self.in_state(State.LEASED)),
+            self._by_deadline,
+            self._by_state[State.LEASED].values(),
             self.params.groups_per_step,
-            more_to_come=not self.exhausted and missing > 0 and self.closed is None,
+            more_to_come=not self.exhausted and self.total_steps > self.committed and self.closed is None,
             drop_surplus=self.params.oversample > 1.0,
         )
         if isinstance(result, Waiting):
             return self._wait_or_drop(result, now)
+        if self._check_consumption(result.groups):
+            return self.assemble(now)
         self._waiting_since = None
         for group in result.groups:
             group.step = result.step
@@ -290,12 +313,13 @@ class Ledger(Rewindable):
             self._drop(group, DropReason.SURPLUS)
         return Assembled(result.step, self.batch(result.step) or [])
 
-    def _check_consumption(self) -> None:
-        """The safety net: no ready group may hold tokens beyond the bound. Admission makes this impossible."""
-        for group in list(self.in_state(State.READY)):
-            if self.committed - group.oldest_version() > self.params.staleness_bound:
-                self.totals.over_bound += sum(1 for _ in group.samples)
-                self._drop(group, DropReason.STALE)
+    def _check_consumption(self, groups: Sequence[Group]) -> bool:
+        """The safety net: no chosen group may hold tokens beyond the bound. Admission makes this impossible."""
+        over = [g for g in groups if self.committed - g.oldest_version() > self.params.staleness_bound]
+        for group in over:
+            self.totals.over_bound += len(group.samples)
+            self._drop(group, DropReason.STALE)
+        return bool(over)
 
     def _wait_or_drop(self, waiting: Waiting, now: float) -> Assembled | Waiting:
         if not waiting.stragglers:
@@ -334,15 +358,8 @@ class Ledger(Rewindable):
             if not self.params.keep_payloads or group.newest_version() > self.durable:
                 self._drop_payloads(group)
         self.committed += 1
+        self._compact()
         return CommitOutcome(self.committed)
-
-    def abandon_step(self) -> int:
-        """The trainers of an assembled step are gone: its groups are ready again."""
-        batch = list(self.in_state(State.BATCHED))
-        for group in batch:
-            group.step = None
-            self._move(group, State.READY)
-        return len(batch)
 
     def close(self, reason: DropReason = DropReason.SURPLUS) -> int:
         """No further step: drop what is waiting, leased or ready."""

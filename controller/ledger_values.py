@@ -31,6 +31,10 @@ class LedgerParams:
     sync_interval: int = 1
     keep_payloads: bool = False
     """Whether payloads may be needed again after their commit: only if a checkpoint can be returned to."""
+    order: str = ""
+    """Identifies the order in which rows are handed out."""
+    keep_recent: int = 512
+    """How many trained groups, and how many dropped ones, are kept whole for people and late messages."""
 
     @property
     def total_positions(self) -> int:
@@ -70,8 +74,15 @@ class Changes:
     """What must be written in one transaction."""
 
     groups: list[Group]
-    dropped_payloads: list[tuple[str, int]]
+    dropped_payloads: list[tuple[str, str]]
+    """Group id and part (see `controller.groups.SampleMeta`)."""
     header: dict[str, Any]
+    removed: list[str] = field(default_factory=list)
+    """Groups that are no longer kept whole, or no part of the ledger at all."""
+    samples: list[Group] = field(default_factory=list)
+    """Groups whose samples changed; the others' stored samples are as they were."""
+    history: list[str] = field(default_factory=list)
+    """Rows of the history that changed (see `controller.history`)."""
 
 
 @dataclass(slots=True)

@@ -5,21 +5,29 @@
 | registration, same request id           | the same answer                                                    |
 | registration of a rollout replica       | leases it declares are kept, others of its name are released       |
 | registration of a policy replica        | new policy epoch; the batched step is ready again; if the weights  |
-|                                         | it starts from lie behind the committed steps: rewind to them      |
+|                                         | it starts from lie behind the committed steps: rewind to them; if  |
+|                                         | ahead (an empty store, a checkpoint of another run): the ledger    |
+|                                         | begins anew from the checkpoint's snapshot                         |
 | heartbeats missed, process exited, left | leases released; of a trainer: nothing until the next one registers|
+
+Only a crash of the replica's own counts for the groups that it held (see `controller.ledger`): silence, a kill and
+leaving are pre-emptions.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Literal
 
 from controller.facts import JobFacts
 from controller.job import TRAIN_DATA, Job
 from controller.problems import ProblemError
+from controller.reconcile import Known, resumes_in
 from controller.redact import without_url_credentials
 from controller.replicas import Registered, Replica
 from schema.wire import messages as m
+from schema.wire.history import DeclaredLeases, DeclareLeases
 from schema.wire.messages import ErrorCode, Phase
 
 log = logging.getLogger(__name__)
@@ -45,6 +53,10 @@ class Membership:
             raise ProblemError(ErrorCode.JOB_FAILED, f"the job is {job.facts.ended}{why}")
         now = job.clock()
         if request.role == "policy":
+            if (
+                job.facts.ended is Phase.FINISHED
+            ):  # a trainer that died on its way out, or was thought to hang
+                raise ProblemError(ErrorCode.JOB_FINISHED, "the job has finished: nothing is left to train")
             self._check_resume(request)
         elif job.ledger is None:
             raise ProblemError(ErrorCode.CONFLICT, "this is a supervised job: it takes no rollout replicas")
@@ -56,13 +68,30 @@ class Membership:
         return reply
 
     def _check_resume(self, request: m.RegisterRequest) -> None:
-        committed = self._job.progress.committed
-        if request.resume_step is not None and request.resume_step > committed:
+        """Steps that the store does not know of must be told by the checkpoint that contains them."""
+        committed, step, snapshot = self._job.progress.committed, request.resume_step, request.snapshot
+        if snapshot is not None and snapshot.committed_steps != step:
+            raise ProblemError(
+                ErrorCode.BAD_REQUEST,
+                f"snapshot.committed_steps = {snapshot.committed_steps}, but resume_step = {step}: they are of "
+                f"different checkpoints",
+            )
+        if step is None or self._resumes_in(request):
+            return
+        if snapshot is None:
             raise ProblemError(
                 ErrorCode.CONFLICT,
-                f"policy replica {request.name!r} starts from {request.resume_step} committed steps, but this job "
-                f"has {committed}: its checkpoint is of another run, or the store lost history",
+                f"policy replica {request.name!r} starts from {step} committed steps, but this job has {committed}, "
+                f"and it brings no snapshot of the ledger: its checkpoint is incomplete",
             )
+        self._job.progress.check_snapshot(snapshot)
+
+    def _resumes_in(self, request: m.RegisterRequest) -> bool:
+        """Whether the ledger here contains the checkpoint that a trainer starts from."""
+        progress, snapshot = self._job.progress, request.snapshot
+        known = Known(self._job.facts.policy_epoch, progress.timeline, progress.committed)
+        timeline = None if snapshot is None else snapshot.timeline
+        return resumes_in(known, progress.began, request.resume_step or 0, timeline)
 
     def _welcome(self, request: m.RegisterRequest, registered: Registered, now: float) -> None:
         job, replica = self._job, registered.replica
@@ -74,29 +103,63 @@ class Membership:
             replica.pid,
         )
         if replica.role == "rollout":
-            held = [(lease.group_id, lease.lease_id) for lease in request.held_leases]
-            job.require_ledger().adopt(replica.replica_id, held, now)
-            if job.validation is not None:
-                job.validation.adopt(replica.replica_id, held, now)
+            job.publications.heard(request.newest_publication)
+            self.adopt(replica.replica_id, request.held_leases, now)
             if registered.superseded is not None:
                 self.release_all(registered.superseded, failed=True)
         else:
-            self._new_policy_epoch(request.resume_step)
+            self._new_policy_epoch(request, now)
         self._check_assembled(job.facts)
         job.lease_signal.notify()
 
-    def _new_policy_epoch(self, resume_step: int | None) -> None:
+    def adopt(self, replica_id: str, held: Sequence[m.HeldLease], now: float) -> list[str]:
+        """Leases that a rollout replica says it holds become its own where possible; the ids of those that cannot.
+
+        A forgotten lease is only taken back if the weights that it was granted for are of this timeline: nobody knows
+        what its holder has loaded since, but it was of no other.
+        """
         job = self._job
-        job.facts.policy_epoch += 1
+        ledger, timeline = job.require_ledger(), job.progress.timeline
+        told = []
+        for lease in held:
+            weights = job.publications.valid(lease.publication_id, lease.manifest_hash)
+            of_now = weights is not None and (weights.timeline, weights.version) == (timeline, lease.version)
+            told.append(lease if of_now and lease.manifest_hash else lease.model_copy(update={"version": -1}))
+        lost = set(ledger.adopt(replica_id, told, now))
+        if job.validation is not None:
+            lost &= set(job.validation.adopt(replica_id, held, now))
+        return [lease.lease_id for lease in held if lease.lease_id in lost]
+
+    async def declare_leases(self, replica_id: str, request: DeclareLeases) -> DeclaredLeases:
+        """Leases that a heartbeat called lost, as their holder knows them. Raises `ReplicaError`."""
+        job = self._job
+        job.store.require()
+        replica = job.registry.check(replica_id, request.incarnation, "rollout")
+        job.registry.seen(replica, job.clock())
+        lost = self.adopt(replica_id, request.leases, job.clock())
+        if len(lost) < len(request.leases):
+            log.info("replica %s keeps %d leases", replica_id, len(request.leases) - len(lost))
+        await job.save()
+        return DeclaredLeases(lost_leases=lost)
+
+    def _new_policy_epoch(self, request: m.RegisterRequest, now: float) -> None:
+        job, step = self._job, request.resume_step
+        job.facts.policy_epoch = max(job.facts.policy_epoch + 1, int(now * 1000))
         job.facts.exported = False
+        job.publications.heard(request.newest_publication)
+        committed, known = job.progress.committed, self._resumes_in(request)
         job.progress.abandon_step()
-        if resume_step is not None and resume_step < job.progress.committed:
-            log.warning("going back from %d committed steps to %d", job.progress.committed, resume_step)
-            job.progress.rewind(resume_step)
-            job.publications.rewind(resume_step)
-            job.steps.rewind(resume_step)
-            if job.validation is not None:
-                job.validation.rewind(resume_step)
+        if step is not None and not known:
+            log.warning(
+                "of the %d steps that are known here the checkpoint of step %d is none: the ledger is taken from it",
+                committed,
+                step,
+            )
+            assert request.snapshot is not None
+            job.begin_from(request.snapshot)
+        elif step is not None and step < committed:
+            log.warning("going back from %d committed steps to %d", committed, step)
+            job.rewind(step)
         job.wake_all()
 
     def _check_assembled(self, facts: JobFacts) -> None:
@@ -124,6 +187,7 @@ class Membership:
             job_seed=job.config.effective_seed,
             mode="grpo" if job.config.is_grpo else "sft",
             timeline=job.progress.timeline,
+            timeline_began=job.progress.began,
             committed_steps=job.progress.committed,
             total_steps=job.progress.total_steps,
             policy_epoch=job.facts.policy_epoch,
@@ -144,7 +208,11 @@ class Membership:
         now = job.clock()
         replica = job.registry.check(replica_id, request.incarnation)
         job.registry.beat(replica, now, version=request.version, status=request.status, gauges=request.gauges)
-        lost = self._renew(replica, request.leases, now) if replica.role == "rollout" else []
+        late = request.sequence <= replica.sequence
+        replica.sequence = max(replica.sequence, request.sequence)
+        lost = self._renew(replica, request.leases, now) if replica.role == "rollout" and not late else []
+        if request.trouble:
+            job.facts.last_error = request.trouble
         reply = m.HeartbeatReply(
             commands=self._commands(replica),
             lost_leases=lost,
@@ -201,10 +269,13 @@ class Membership:
             if replica.role == "policy" and reason == "finished" and job.progress.finished:
                 job.facts.exported = True
             job.settle()
-        await job.save()
+        if replica.role == "policy":  # nobody would be left who could tell again that it was finished
+            await job.save_durably()
+        else:
+            await job.save()
 
-    async def exited(self, name: str, reason: str) -> None:
-        """The launcher saw the process of a replica end."""
+    async def exited(self, name: str, reason: str, *, crashed: bool) -> None:
+        """The launcher saw the process of a replica end. `crashed`: by itself, it was not killed."""
         job = self._job
         job.store.require()
         replica = job.registry.by_name(name)
@@ -213,7 +284,7 @@ class Membership:
         if replica.present:
             log.warning("the process of %s replica %s ended: %s", replica.role, replica.replica_id, reason)
             job.registry.gone(replica, reason)
-            self._gone(replica, failed=True)
+            self._gone(replica, failed=crashed)
         await job.save()
 
     def lose_silent(self, now: float) -> None:
@@ -222,7 +293,7 @@ class Membership:
             log.warning(
                 "%s replica %s missed its heartbeats: it counts as lost", replica.role, replica.replica_id
             )
-            self._gone(replica, failed=True)
+            self._gone(replica, failed=False)
 
     def _gone(self, replica: Replica, *, failed: bool) -> None:
         if replica.role == "rollout":

@@ -9,6 +9,7 @@ fail        ends the job as failed (the launcher does so when a restart budget i
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Iterable
 from statistics import fmean
@@ -20,6 +21,7 @@ from controller.problems import ProblemError
 from controller.replicas import Replica
 from schema.wire import messages as m
 from schema.wire.messages import ErrorCode, Phase
+from schema.wire.payload_file import resolve
 
 Action = Literal["pause", "resume", "stop", "checkpoint"]
 
@@ -117,7 +119,7 @@ class Operations:
         """All replicas that ever registered, by name."""
         job, now = self._job, self._job.clock()
         leased = [] if job.ledger is None else job.ledger.in_state(State.LEASED)
-        leases = Counter(group.replica_id for group in leased)
+        leases = Counter([group.replica_id for group in leased])
         ordered: Iterable[Replica] = sorted(job.registry, key=lambda replica: replica.name)
         validating = job.validation
         return [
@@ -132,13 +134,19 @@ class Operations:
     def groups(self, state: State | None, offset: int, limit: int) -> list[Group]:
         """Groups in the order of the stream."""
         ledger = self._job.require_ledger()
-        chosen = ledger.groups.values() if state is None else ledger.in_state(state)
+        if state is None:
+            return ledger.in_order(offset, limit)
+        if state in (State.TRAINED, State.DURABLE, State.DROPPED):
+            return [group for group in ledger.in_order(0, ledger.frontier) if group.state is state][
+                offset : offset + limit
+            ]
+        chosen = ledger.in_state(state)
         ordered = sorted(chosen, key=lambda group: (group.epoch, group.position))
         return ordered[offset : offset + limit]
 
     def group(self, name: str) -> Group:
         """One group. Raises `ProblemError` (404)."""
-        group = self._job.require_ledger().groups.get(name)
+        group = self._job.require_ledger().find(name)
         if group is None:
             raise ProblemError(ErrorCode.NOT_FOUND, f"there is no group {name}")
         return group
@@ -148,8 +156,11 @@ class Operations:
         group = self.group(name)
         if index not in group.samples:
             raise ProblemError(ErrorCode.NOT_FOUND, f"group {name} has no sample {index}")
-        (frame,) = await self._job.store.get_payloads([(name, index)])
-        if frame is None:
+        meta = group.samples[index]
+        (part,) = await self._job.store.get_payloads([(name, meta.part)])
+        if part is None:
             detail = f"the payload of sample {name}/{index} is not kept: the group is {group.state}"
             raise ProblemError(ErrorCode.NOT_FOUND, detail)
-        return frame
+        frame = part[meta.offset : meta.offset + meta.n_bytes]
+        files = self._job.payload_files
+        return bytes(await asyncio.to_thread(resolve, None if files is None else files.root, frame))

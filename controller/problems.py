@@ -38,7 +38,11 @@ STATUS: dict[ErrorCode, int] = {
     ErrorCode.WRONG_STEP: 409,
     ErrorCode.CONFLICT: 409,
     ErrorCode.JOB_FAILED: 409,
+    ErrorCode.JOB_FINISHED: 409,
     ErrorCode.STORE_UNAVAILABLE: 503,
+    ErrorCode.STANDBY: 503,
+    ErrorCode.BUSY: 503,
+    ErrorCode.TOO_SLOW: 408,
     ErrorCode.INTERNAL: 500,
 }
 
@@ -48,9 +52,11 @@ TITLES: dict[int, str] = {
     403: "Not allowed",
     404: "Not found",
     405: "Method not allowed",
+    408: "Too slow",
     409: "Conflict with the state of the job",
     413: "Request too large",
     422: "Invalid request",
+    431: "Request head too large",
     500: "Internal error",
     503: "Not available now",
 }

@@ -111,15 +111,22 @@ def _speed(entries: list[_Entry]) -> Speed:
 class StepCounter:
     """The steps of a supervised job, which has no groups: the part of the ledger's interface that remains."""
 
-    def __init__(self, total_steps: int) -> None:
-        self.total_steps = total_steps
+    def __init__(self, total_steps: int, n_positions: int | None = None) -> None:
+        self.total_steps, self.n_positions = total_steps, n_positions
         self.committed = 0
         self.durable = 0
         self.timeline = 0
+        self.began = 0
+        """Step at which the present timeline began."""
 
     @property
     def finished(self) -> bool:
         return self.committed >= self.total_steps
+
+    @property
+    def epochs(self) -> int:
+        """Its trainer knows: rows are counted there."""
+        return 0
 
     def commit(self, step: int) -> CommitOutcome:
         """Finish a step. Repeated commits of an earlier step are answered and not counted."""
@@ -141,12 +148,42 @@ class StepCounter:
 
     def snapshot(self, step: int) -> LedgerSnapshot:
         self._check(step, "snapshot")
-        return LedgerSnapshot(committed_steps=step, timeline=self.timeline, frontier=0, untrained=[])
+        return LedgerSnapshot(
+            committed_steps=step,
+            timeline=self.timeline,
+            frontier=0,
+            untrained=[],
+            n_positions=self.n_positions,
+        )
 
-    def rewind(self, step: int) -> None:
+    def rewind(self, step: int, timeline: int | None = None) -> None:
+        """Go back to `step`; a new timeline begins (its number, if it has one already)."""
         self._check(step, "rewind")
-        self.committed, self.durable = step, min(self.durable, step)
-        self.timeline += 1
+        self.committed, self.began, self.durable = step, step, min(self.durable, step)
+        self.timeline = self.timeline + 1 if timeline is None else timeline
+
+    def check_snapshot(self, snapshot: LedgerSnapshot) -> None:
+        """Raises `LedgerError` for a checkpoint of other data."""
+        if snapshot.n_positions not in (None, self.n_positions):
+            raise LedgerError(
+                ErrorCode.CONFLICT,
+                f"the checkpoint was made with {snapshot.n_positions} prepared rows, this job has "
+                f"{self.n_positions}: its steps would be other rows. Use the same data, or start from the "
+                f"checkpoint's exported weights (policy.model_name_or_path) without resuming",
+            )
+
+    def begin_from(
+        self, snapshot: LedgerSnapshot, timeline: int | None = None, began: int | None = None
+    ) -> None:
+        """Go on from a checkpoint; a new timeline begins unless the caller says which one it is.
+
+        Raises:
+            LedgerError: the checkpoint is of other data.
+        """
+        self.check_snapshot(snapshot)
+        self.committed = self.durable = snapshot.committed_steps
+        self.began = snapshot.committed_steps if began is None else began
+        self.timeline = max(self.timeline, snapshot.timeline) + 1 if timeline is None else timeline
 
     def _check(self, step: int, what: str) -> None:
         if step > self.committed:
@@ -154,11 +191,16 @@ class StepCounter:
             raise LedgerError(ErrorCode.WRONG_STEP, detail)
 
     def header(self) -> dict[str, Any]:
-        return {"committed": self.committed, "durable": self.durable, "timeline": self.timeline}
+        return {
+            "committed": self.committed,
+            "durable": self.durable,
+            "timeline": self.timeline,
+            "began": self.began,
+        }
 
     @classmethod
-    def restore(cls, total_steps: int, header: Mapping[str, Any]) -> Self:
-        counter = cls(total_steps)
+    def restore(cls, total_steps: int, header: Mapping[str, Any], n_positions: int | None = None) -> Self:
+        counter = cls(total_steps, n_positions)
         counter.committed, counter.durable = header["committed"], header["durable"]
-        counter.timeline = header["timeline"]
+        counter.timeline, counter.began = header["timeline"], header["began"]
         return counter

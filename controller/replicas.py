@@ -20,10 +20,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from schema.wire.history import DeclareRequest
 from schema.wire.messages import ErrorCode, RegisterRequest, ReplicaInfo, Role
 
 ReplicaState = Literal["live", "draining", "lost", "left"]
 PRESENT: tuple[ReplicaState, ...] = ("live", "draining")
+MAX_ABSENT = 1000
+"""Replicas that are remembered after they left or were lost: names of machines that come and go add up for months."""
 REMEMBERED_REQUESTS = 4
 """Request ids kept per name: enough to tell a late duplicate of an old registration from a new one."""
 
@@ -48,6 +51,8 @@ class Replica:
     state: ReplicaState = "live"
     drain_asked: bool = False
     last_seen: float = 0.0
+    sequence: int = -1
+    """Of its newest heartbeat."""
     version: int = -1
     publication_id: int = 0
     host: str = ""
@@ -56,6 +61,8 @@ class Replica:
     engine: str = ""
     status: str = ""
     gauges: dict[str, float] = field(default_factory=dict)
+    floor: int = 0
+    """Highest incarnation of all names that had been forgotten when this one registered."""
 
     @property
     def present(self) -> bool:
@@ -98,6 +105,8 @@ class Registry:
         self._by_name = {record["name"]: Replica(**record) for record in records}
         self._by_id = {replica.replica_id: replica for replica in self._by_name.values()}
         self._dirty: dict[str, Replica] = {}
+        self._forgotten: list[str] = []
+        self._floor = max((replica.floor for replica in self._by_name.values()), default=0)
 
     def __iter__(self) -> Iterator[Replica]:
         return iter(self._by_name.values())
@@ -132,7 +141,9 @@ class Registry:
                 )
         if request.role == "policy":
             self._check_single_policy(request.name)
-        incarnation = 1 if known is None else known.incarnation + 1
+        if known is None:
+            self._forget()
+        incarnation = 1 + (self._floor if known is None else known.incarnation)
         requests = [] if known is None else known.request_ids
         replica = Replica(
             replica_id=f"{_slug(request.name)}.{incarnation}",
@@ -145,6 +156,7 @@ class Registry:
             pid=request.pid,
             world_size=request.world_size,
             engine=request.engine,
+            floor=self._floor,
         )
         superseded = None if known is None else known.replica_id
         if superseded is not None:
@@ -152,6 +164,60 @@ class Registry:
         self._by_name[replica.name] = self._by_id[replica.replica_id] = replica
         self._dirty[replica.name] = replica
         return Registered(replica, repeated=False, superseded=superseded)
+
+    def _forget(self) -> None:
+        """Of too many absent replicas the one not heard of for longest goes; its id is never used again."""
+        absent = [replica for replica in self._by_name.values() if not replica.present]
+        if len(absent) < MAX_ABSENT:
+            return
+        oldest = min(absent, key=lambda replica: replica.last_seen)
+        del self._by_name[oldest.name], self._by_id[oldest.replica_id]
+        self._dirty.pop(oldest.name, None)
+        self._forgotten.append(oldest.name)
+        self._floor = max(self._floor, oldest.incarnation)
+
+    def restore(self, request: DeclareRequest, now: float) -> Replica:
+        """Take a trainer's registration back that the store has forgotten, as it was.
+
+        The caller has made sure that no later trainer is known (see `controller.reconcile`).
+
+        Raises:
+            ReplicaError: the name has registered again since, or belongs to a rollout replica.
+        """
+        known = self._by_name.get(request.name)
+        if known is not None:
+            if known.role != "policy":
+                detail = f"the name {request.name!r} belongs to a {known.role} replica"
+                raise ReplicaError(ErrorCode.CONFLICT, detail)
+            same = request.registration == known.request_ids[-1]
+            if known.incarnation > request.incarnation or (
+                known.incarnation == request.incarnation and not same
+            ):
+                detail = f"a newer registration of {request.name!r} has taken its place"
+                raise ReplicaError(ErrorCode.STALE_INCARNATION, detail)
+            if known.incarnation == request.incarnation:
+                known.last_seen = now
+                if not known.present:
+                    self._set(known, "live")
+                return known
+            del self._by_id[known.replica_id]
+        for other in self.present("policy"):
+            if other.name != request.name:
+                self.gone(other, "another trainer has taken its place")
+        replica = Replica(
+            replica_id=f"{_slug(request.name)}.{request.incarnation}",
+            role="policy",
+            name=request.name,
+            incarnation=request.incarnation,
+            request_ids=[request.registration],
+            last_seen=now,
+            host=request.host,
+            pid=request.pid,
+            world_size=request.world_size,
+        )
+        self._by_name[replica.name] = self._by_id[replica.replica_id] = replica
+        self._dirty[replica.name] = replica
+        return replica
 
     def _check_single_policy(self, name: str) -> None:
         others = [replica.name for replica in self.present("policy") if replica.name != name]
@@ -233,6 +299,11 @@ class Registry:
         """After a downtime of the controller: nobody could beat, so nobody is late."""
         for replica in self._by_name.values():
             replica.last_seen = now
+
+    def take_forgotten(self) -> list[str]:
+        """Names whose records go."""
+        forgotten, self._forgotten = self._forgotten, []
+        return forgotten
 
     def take_changes(self) -> list[Replica]:
         changed, self._dirty = list(self._dirty.values()), {}

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Self
 
 from controller.book import Book
-from controller.groups import Group, State
-from controller.ledger_values import LedgerError, LedgerParams
+from controller.groups import DropReason, Group, State
+from controller.ledger_values import LedgerError, LedgerParams, Totals
 from schema.wire.messages import ErrorCode, LedgerSnapshot
 
 
@@ -32,6 +33,7 @@ class Rewindable(Book):
                 self._drop_payloads(group)
                 self._move(group, State.DURABLE)
         self.durable = max(self.durable, step)
+        self._compact()
         return self.durable
 
     def snapshot(self, step: int) -> LedgerSnapshot:
@@ -47,19 +49,31 @@ class Rewindable(Book):
             if group.state is not State.DROPPED
             and not (group.state in done and group.step is not None and group.step < step)
         ]
+        untrained += self.history.trained_since(step)
         return LedgerSnapshot(
             committed_steps=step,
             timeline=self.timeline,
             frontier=self.frontier,
             untrained=sorted(untrained),
             dropped=self.status().dropped,
+            n_positions=self.params.n_positions,
+            order=self.params.order or None,
         )
 
-    def rewind(self, step: int) -> None:
-        """Go back to the checkpoint after `step` steps; a new timeline begins.
+    def abandon_step(self) -> int:
+        """The trainers of an assembled step are gone: its groups are ready again."""
+        batch = list(self.in_state(State.BATCHED))
+        for group in batch:
+            group.step = None
+            self._move(group, State.READY)
+        return len(batch)
+
+    def rewind(self, step: int, timeline: int | None = None) -> None:
+        """Go back to the checkpoint after `step` steps; a new timeline begins (its number, if it has one already).
 
         Groups trained since, or waiting to be, are ready again if their payload is kept and every token is of a
-        version that the checkpoint contains; all others are generated again. Drops stay final.
+        version that the checkpoint contains; all others are generated again. Drops stay final. All leases end:
+        their holders may have loaded weights meanwhile that the checkpoint does not contain.
         """
         if step > self.committed:
             raise LedgerError(
@@ -71,16 +85,27 @@ class Rewindable(Book):
                 if trained_since:
                     self._forget_staleness(group)
                 self._take_back(group, step)
-            elif group.state is State.LEASED and group.lease_version > step:
+            elif group.state is State.LEASED:
                 self._requeue(group)
-            if group.state in (State.WAITING, State.LEASED):
+            if group.state is State.WAITING:
                 for index, meta in list(group.samples.items()):
-                    if meta.header.newest_version > step:
+                    if meta.newest > step:
                         self._discard_sample(group, index)
-        self.committed = step
+        self._make_again(step)
+        self.committed = self.began = step
         self.durable = min(self.durable, step)
-        self.timeline += 1
+        self.timeline = self.timeline + 1 if timeline is None else timeline
         self.closed = None
+
+    def _make_again(self, step: int) -> None:
+        """Groups that were trained in `step` or later and are not kept whole: they wait, as if new."""
+        positions, staleness = self.history.rewind(step)
+        for at in positions:
+            group = Group(*divmod(at, self.params.n_positions))
+            self._insert(group)
+            self._dirty[group.id] = group
+        self.totals.staleness.subtract(staleness)
+        self.totals.staleness = +self.totals.staleness
 
     def _take_back(self, group: Group, step: int) -> None:
         reusable = group.payload_kept and group.newest_version() <= step
@@ -99,21 +124,80 @@ class Rewindable(Book):
                 self.totals.staleness[group.step - meta.oldest_version(group.step)] -= 1
         self.totals.staleness = +self.totals.staleness
 
+    def begin_from(
+        self, snapshot: LedgerSnapshot, timeline: int | None = None, began: int | None = None
+    ) -> None:
+        """Go on from a checkpoint: what it left untrained waits, all that this ledger knew is forgotten.
+
+        A new timeline begins, unless the caller says which one it is and where it began.
+
+        Raises:
+            LedgerError: the snapshot cannot be of this job; nothing has changed.
+        """
+        self.check_snapshot(snapshot)
+        self._forget_all()
+        self.committed = self.durable = snapshot.committed_steps
+        self.began = snapshot.committed_steps if began is None else began
+        self.timeline = max(self.timeline, snapshot.timeline) + 1 if timeline is None else timeline
+        self.frontier, self.closed = snapshot.frontier, None
+        self.totals = Totals(
+            dropped_before=Counter(snapshot.dropped),
+            trained_before=snapshot.frontier - len(snapshot.untrained) - sum(snapshot.dropped.values()),
+        )
+        for stream_index in snapshot.untrained:
+            epoch, position = divmod(stream_index, self.params.n_positions)
+            group = Group(epoch, position)
+            self._insert(group)
+            self._dirty[group.id] = group
+
+    def check_snapshot(self, snapshot: LedgerSnapshot) -> None:
+        """Raises `LedgerError` as the function of this name."""
+        check_snapshot(snapshot, self.params)
+
     @classmethod
     def from_snapshot(
         cls, params: LedgerParams, snapshot: LedgerSnapshot, new_lease_id: Callable[[], str] | None = None
     ) -> Self:
-        """Go on from a checkpoint with an empty store: what it left untrained is waiting, a timeline begins."""
+        """A ledger that goes on from a checkpoint with an empty store. Raises as `begin_from`."""
         ledger = cls(params, new_lease_id)
-        ledger.committed = ledger.durable = snapshot.committed_steps
-        ledger.timeline, ledger.frontier = snapshot.timeline + 1, snapshot.frontier
-        ledger.totals.dropped_before = Counter(snapshot.dropped)
-        ledger.totals.trained_before = (
-            snapshot.frontier - len(snapshot.untrained) - ledger.totals.dropped_before.total()
-        )
-        for stream_index in snapshot.untrained:
-            epoch, position = divmod(stream_index, params.n_positions)
-            group = Group(epoch, position)
-            ledger._insert(group)
-            ledger._dirty[group.id] = group
+        ledger.begin_from(snapshot)
         return ledger
+
+
+def check_snapshot(snapshot: LedgerSnapshot, params: LedgerParams) -> None:
+    """Whether a snapshot can be of a job with these parameters.
+
+    Raises:
+        LedgerError: it is of other data, or its numbers contradict each other; says which and what to do.
+    """
+    if snapshot.n_positions not in (None, params.n_positions):
+        raise _unusable(
+            f"it was made with {snapshot.n_positions} prepared rows, this job has {params.n_positions}: positions "
+            f"would be other prompts. Use the same data, or start from the checkpoint's exported weights "
+            f"(policy.model_name_or_path) without resuming"
+        )
+    if snapshot.order is not None and params.order not in ("", snapshot.order):
+        raise _unusable(
+            "its rows are in another order: train.seed and train.train_policy.dataloader_shuffle must be what they "
+            "were, else some prompts would be trained twice and others never"
+        )
+    if snapshot.frontier > params.total_positions:
+        raise _unusable(
+            f"{snapshot.frontier} positions were handed out, this job has {params.total_positions}: set train.epoch "
+            f"and the data to what they were"
+        )
+    untrained = snapshot.untrained
+    if any(a >= b for a, b in pairwise(untrained)) or (untrained and untrained[-1] >= snapshot.frontier):
+        raise _unusable(f"its untrained positions must rise and lie below its frontier {snapshot.frontier}")
+    unknown = snapshot.dropped.keys() - set(DropReason)
+    if unknown:
+        raise _unusable(f"it counts drops by {min(unknown)[:40]!r}, which is no reason to drop")
+    if len(untrained) + sum(snapshot.dropped.values()) > snapshot.frontier:
+        raise _unusable(
+            f"{len(untrained)} untrained and {sum(snapshot.dropped.values())} dropped positions are more than the "
+            f"{snapshot.frontier} that were handed out"
+        )
+
+
+def _unusable(why: str) -> LedgerError:
+    return LedgerError(ErrorCode.CONFLICT, f"this job cannot go on from the checkpoint's ledger: {why}")

@@ -9,6 +9,7 @@ import gc
 import json
 import logging
 import os
+import re
 import secrets
 import signal
 import socket
@@ -19,14 +20,18 @@ from typing import Any, Self
 
 import uvicorn
 from pydantic import ValidationError
+from starlette.types import ASGIApp
 
 from controller.app import create_app
 from controller.auth import Tokens
+from controller.connections import PatientProtocol, connection_limit
 from controller.job import Job
 from controller.problems import describe_validation
 from controller.service import Controller
-from controller.store import Fenced, StateStore, StoreError, StoreUnavailable, UnsuitableServer
+from controller.standby import FrontDoor
+from controller.store import Fenced, Held, Holder, StateStore, StoreError, StoreUnavailable, UnsuitableServer
 from schema.config import Config
+from schema.tls import TlsFileError, server_context
 from schema.wire.prompts import PromptFileError
 
 log = logging.getLogger(__name__)
@@ -38,6 +43,13 @@ SHUTDOWN_SECONDS = 5
 KEEP_ALIVE_SECONDS = 75
 """Longer than the pauses between two calls of a replica, so that connections are used again."""
 PARENT_CHECK = 1.0
+GC_THRESHOLDS = 50_000, 20, 50
+"""Collections are rare: hardly anything here is part of a cycle, and looking through a long queue takes time."""
+ALWAYS = [("x-content-type-options", "nosniff"), ("cache-control", "no-store")]
+"""Headers of every answer: what a sample holds is no page, and nothing of a job belongs into a cache."""
+_NOT_IN_ID = re.compile(r"[^A-Za-z0-9._-]")
+"""What a job id, which is part of every key in Redis, may not hold."""
+_JOB_ID = re.compile(r"[A-Za-z0-9._-]{1,200}")
 
 
 class StartError(Exception):
@@ -57,9 +69,19 @@ class Settings:
     redis_password: str | None
     tokens: Tokens
     parent_pid: int | None = None
+    replace: bool = False
+    """Take the job over from whoever is in charge of it, instead of standing by."""
 
     @classmethod
-    def read(cls, run_dir: Path, host: str | None, port: int | None, environ: Mapping[str, str]) -> Self:
+    def read(
+        cls,
+        run_dir: Path,
+        host: str | None,
+        port: int | None,
+        environ: Mapping[str, str],
+        *,
+        replace: bool = False,
+    ) -> Self:
         """From the run directory and the environment. Raises `StartError`."""
         config = _read_config(run_dir / "config.json")
         url = environ.get("COSMOS_REDIS_URL") or config.redis.url
@@ -90,11 +112,18 @@ class Settings:
             job_id=_job_id(run_dir),
             host=host or config.controller.host,
             port=config.controller.port if port is None else port,
-            redis_url=url,
+            redis_url=config.redis.address(url),
             redis_password=environ.get("COSMOS_REDIS_PASSWORD") or None,
             tokens=tokens,
             parent_pid=int(parent) if parent.isdigit() else None,
+            replace=replace,
         )
+
+    def url(self, port: int) -> str:
+        """Where clients on this machine reach the controller that listens on `port`."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self.host, self.host)  # noqa: S104
+        host = f"[{host}]" if ":" in host and not host.startswith("[") else host
+        return f"{self.config.controller.scheme}://{host}:{port}"
 
 
 def _read_config(path: Path) -> Config:
@@ -107,21 +136,48 @@ def _read_config(path: Path) -> Config:
 
 
 def _job_id(run_dir: Path) -> str:
-    """The id under which this run was served before, else a new one: the directory's name and some chance."""
+    """The id of this run: its directory's name and some chance, made once, by whoever comes first."""
+    path = run_dir / "job_id"
+    candidate = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        known = path.read_text() if path.exists() else _served_before(run_dir)
+        if known:
+            return _checked_id(known, path)
+        name = _NOT_IN_ID.sub("_", run_dir.name)[:100]
+        candidate.write_text(f"{name}-{secrets.token_hex(4)}")
+        try:
+            os.link(candidate, path)
+        except FileExistsError:
+            pass  # a controller that starts at the same time was quicker
+        except OSError:  # a file system without links, as some mounted object stores: the last one wins
+            os.replace(candidate, path)
+        return _checked_id(path.read_text(), path)
+    except OSError as error:
+        raise StartError(f"{path} cannot be written: {error.strerror}") from None
+    finally:
+        candidate.unlink(missing_ok=True)
+
+
+def _checked_id(known: str, path: Path) -> str:
+    if not _JOB_ID.fullmatch(known):
+        raise StartError(
+            f"{path} holds {known[:80]!r}, which is no job id: remove it if the run may start anew"
+        )
+    return known
+
+
+def _served_before(run_dir: Path) -> str:
+    """The job id of a run that was served before it had a file of its own."""
     try:
         known = json.loads((run_dir / "controller.json").read_bytes())["job_id"]
-        if isinstance(known, str) and known:
-            return known
     except (OSError, ValueError, KeyError, TypeError):
-        pass  # first start, or the file was damaged: a new id
-    return f"{run_dir.name}-{secrets.token_hex(4)}"
+        return ""
+    return known if isinstance(known, str) else ""
 
 
-def write_address(settings: Settings, port: int) -> None:
+def write_address(settings: Settings, address: str) -> None:
     """Say where the controller is, and keep the job id for the next start."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(settings.host, settings.host)  # noqa: S104
-    host = f"[{host}]" if ":" in host and not host.startswith("[") else host
-    content = {"url": f"http://{host}:{port}", "pid": os.getpid(), "job_id": settings.job_id}
+    content = {"url": address, "pid": os.getpid(), "job_id": settings.job_id}
     path = settings.run_dir / "controller.json"
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(json.dumps(content) + "\n")
@@ -147,54 +203,79 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, with signals left to us and a call when it takes connections."""
-
-    def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
-        super().__init__(config)
-        self._on_started = on_started
+    """uvicorn, with signals left to us."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self._on_started()
-
 
 async def serve(settings: Settings) -> int:
-    """Take the job over, serve it until a signal comes or the store is lost, and return the exit code.
+    """Take charge of the job, serve it until a signal comes or the store is lost, and return the exit code.
 
-    Raises `StartError`.
+    While another controller is in charge this one stands by. Raises `StartError`.
     """
+    gc.set_threshold(*GC_THRESHOLDS)
+    door = FrontDoor()
+    options = _options(door, settings.config)
     listener = _bind(settings.host, settings.port)
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    server = _Server(options)
+    serving = asyncio.create_task(server.serve([listener]))
+    stopping = asyncio.create_task(_until_stopped(stop, settings.parent_pid))
+    address = settings.url(listener.getsockname()[1])
+    opening = asyncio.create_task(open_job(settings, address, door.stand_by))
+    job: Job | None = None
     try:
-        job = await _open_job(settings)
-    except BaseException:
-        listener.close()
-        raise
-    controller = Controller.of(job, settings.tokens)
-    port = listener.getsockname()[1]
+        await asyncio.wait((serving, stopping, opening), return_when=asyncio.FIRST_COMPLETED)
+        if opening.done():
+            job = opening.result()
+            await _serve(job, settings, address, door, {serving, stopping})
+    finally:
+        for task in (opening, stopping):
+            task.cancel()
+        if job is not None:
+            job.close()
+        server.should_exit = True
+        await asyncio.gather(serving, stopping, opening, return_exceptions=True)
+        if job is not None:
+            await job.store.close()
+    return _exit_code(job.store.fatal.result() if job is not None and job.store.fatal.done() else None)
 
-    def started() -> None:
-        write_address(settings, port)
-        gc.collect()
-        gc.freeze()  # what is alive now stays: the collector need not look at it again
-        log.info("job %s is served on %s:%d (epoch of the store taken)", settings.job_id, settings.host, port)
 
+def _options(app: ASGIApp, config: Config) -> uvicorn.Config:
+    """How uvicorn serves `app`. Raises `StartError` if certificate and key cannot be used."""
     options = uvicorn.Config(
-        create_app(controller),
-        http="httptools",
+        app,
+        http=PatientProtocol.limited(connection_limit()),
+        ws="none",
         lifespan="off",
         access_log=False,
         log_config=None,
+        log_level=logging.WARNING,
         timeout_graceful_shutdown=SHUTDOWN_SECONDS,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        server_header=False,
+        headers=ALWAYS,
     )
-    return await _run(controller, _Server(options, started), listener, settings)
+    if config.controller.tls_cert:
+        options.load()
+        try:
+            options.ssl = server_context(config.controller.tls_cert, config.controller.tls_key)
+        except TlsFileError as error:
+            raise StartError(f"controller.tls_cert: {error}") from None
+    return options
 
 
-async def _open_job(settings: Settings) -> Job:
+async def open_job(
+    settings: Settings, address: str = "", stand_by: Callable[[Holder], None] | None = None
+) -> Job:
+    """Take charge, however long that takes, and read the job. Raises `StartError`.
+
+    `stand_by` is called with the controller that is in charge, again and again; without it, that is an error.
+    """
     config = settings.config
     try:
         store, saved = await StateStore.open(
@@ -203,38 +284,43 @@ async def _open_job(settings: Settings) -> Job:
             job_id=settings.job_id,
             password=settings.redis_password,
             require_durable=config.controller.require_durable_redis,
+            address=address,
+            lock_seconds=config.controller.lock_timeout,
+            replace=settings.replace,
+            stand_by=stand_by,
         )
-    except (StoreUnavailable, UnsuitableServer) as error:
+    except (Held, StoreUnavailable, UnsuitableServer) as error:
         raise StartError(str(error)) from None
     try:
         job = Job(config, job_id=settings.job_id, run_dir=settings.run_dir, store=store, saved=saved)
         job.forgive_downtime(await store.alive_at())
         await job.save()
-    except PromptFileError as error:
+    except BaseException as error:
         await store.close()
-        raise StartError(str(error)) from None
+        if isinstance(error, PromptFileError):
+            raise StartError(str(error)) from None
+        raise
     return job
 
 
-async def _run(controller: Controller, server: _Server, listener: socket.socket, settings: Settings) -> int:
-    job, loop = controller.job, asyncio.get_running_loop()
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    controller.upkeep.start()
-    serving = asyncio.create_task(server.serve([listener]))
-    stopping = asyncio.create_task(_until_stopped(stop, settings.parent_pid))
+async def _serve(
+    job: Job, settings: Settings, address: str, door: FrontDoor, ends: set[asyncio.Task[None]]
+) -> None:
+    """Answer calls until one of `ends` is done, the store is lost, or upkeep has failed (which raises)."""
+    controller = Controller.of(job, settings.tokens)
+    upkeep = controller.upkeep.start()
+    door.open(create_app(controller))
+    write_address(settings, address)
+    gc.collect()
+    gc.freeze()  # what is alive now stays: the collector need not look at it again
+    log.info("job %s is served at %s (%s)", settings.job_id, address, job.store.holder)
     try:
-        ends: list[asyncio.Future[Any]] = [serving, stopping, job.store.fatal]
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        waiting: list[asyncio.Future[Any]] = [*ends, job.store.fatal, upkeep]
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        if upkeep.done():
+            upkeep.result()
     finally:
-        stopping.cancel()
-        job.close()
-        server.should_exit = True
-        await asyncio.gather(serving, stopping, return_exceptions=True)
         await controller.upkeep.stop()
-        await job.store.close()
-    return _exit_code(job.store.fatal.result() if job.store.fatal.done() else None)
 
 
 async def _until_stopped(stop: asyncio.Event, parent_pid: int | None) -> None:

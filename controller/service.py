@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from controller.auth import Caller, Tokens
+from controller.declaring import Declaring
 from controller.job import Job
 from controller.leasing import Leasing
 from controller.membership import Membership
@@ -24,15 +25,15 @@ class Controller:
     membership: Membership
     leasing: Leasing
     training: Training
+    declaring: Declaring
     operations: Operations
     upkeep: Upkeep
 
     @classmethod
     def of(cls, job: Job, tokens: Tokens) -> Controller:
         membership = Membership(job)
-        return cls(
-            job, tokens, membership, Leasing(job), Training(job), Operations(job), Upkeep(job, membership)
-        )
+        leasing, training, upkeep = Leasing(job), Training(job), Upkeep(job, membership)
+        return cls(job, tokens, membership, leasing, training, Declaring(job), Operations(job), upkeep)
 
     def require_own(self, caller: Caller, replica_id: str) -> None:
         """A replica's token speaks for replicas of its own role. Raises `ProblemError`, `ReplicaError`."""

@@ -13,14 +13,15 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-from controller.assembly import Waiting, build_table
+from controller.assembly import Place, Waiting, build_table, places
 from controller.job import Job
 from controller.ledger import Ledger, LedgerError
 from controller.problems import ProblemError
 from controller.replicas import Replica
 from schema.wire import messages as m
-from schema.wire.batch import StepTable, encode_batch
+from schema.wire.batch import StepTable, batch_digest, encode_batch
 from schema.wire.messages import ErrorCode, Phase
+from schema.wire.payload_file import read_entry
 from schema.wire.weights import Publication
 
 log = logging.getLogger(__name__)
@@ -32,6 +33,8 @@ class Training:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._table: StepTable | None = None
+        self._places: list[Place] = []
+        """Where the payload of each row of the table is."""
 
     def _check_epoch(self, epoch: int) -> None:
         current = self._job.facts.policy_epoch
@@ -67,8 +70,8 @@ class Training:
             self._check_epoch(epoch)
             table = self._assemble(ledger, step)
             await job.save()
-            if table is not None:
-                return await self._with_payloads(table, rows)
+            if table is not None and (data := await self._with_payloads(table, rows)) is not None:
+                return data
             left = give_up - loop.time()
             if left <= 0 or job.closing:
                 return None
@@ -93,26 +96,61 @@ class Training:
                 return build_table(step, ledger.timeline, job.facts.policy_epoch, [])
             return None
         key = (step, ledger.timeline, job.facts.policy_epoch)
-        if self._table is None or (self._table.step, self._table.timeline, self._table.policy_epoch) != key:
+        names, known = [group.id for group in assembled.groups], self._table
+        if known is None or (known.step, known.timeline, known.policy_epoch, known.group_ids) != (
+            *key,
+            names,
+        ):
             self._table = build_table(*key, assembled.groups)
+            self._places = places(assembled.groups)
             job.lease_signal.notify()  # the slots of this step are taken, those of the next are open
         return self._table
 
-    async def _with_payloads(self, table: StepTable, rows: Sequence[int] | None) -> bytes:
+    async def _with_payloads(self, table: StepTable, rows: Sequence[int] | None) -> bytes | None:
+        """The table with payloads; None if some of these are gone: their groups are made again."""
         wanted = range(table.n_samples) if rows is None else rows
         outside = [row for row in wanted if not 0 <= row < table.n_samples]
         if outside:
             detail = f"row {outside[0]} of a batch of {table.n_samples} samples"
             raise ProblemError(ErrorCode.BAD_REQUEST, detail)
-        keys = [(table.group_ids[table.group[row]], table.index[row]) for row in wanted]
-        frames = await self._job.store.get_payloads(keys)
-        found = [frame for frame in frames if frame is not None]
-        if len(found) != len(keys):
-            gone = keys[frames.index(None)]
-            raise ProblemError(
-                ErrorCode.INTERNAL, f"the payload of sample {gone[0]}/{gone[1]} is not in the store"
-            )
-        return encode_batch(table, found)
+        chosen = [self._places[row] for row in wanted]
+        keys = list(dict.fromkeys(key for key, _, _ in chosen))
+        parts = dict(zip(keys, await self._job.store.get_payloads(keys), strict=True))
+        frames: list[memoryview] = []
+        gone: set[str] = set()
+        for key, start, end in chosen:
+            part = parts[key]
+            if part is None or len(part) < end:
+                gone.add(key[0])
+            else:
+                frames.append(memoryview(part)[start:end])
+        gone |= await self._without_file(frames)
+        if gone:
+            self._job.store.require()  # a successor may have removed them while this process was suspended
+            self._make_again(table, gone)
+            await self._job.save()
+            return None
+        return encode_batch(table, frames)
+
+    async def _without_file(self, frames: Sequence[memoryview]) -> set[str]:
+        """Groups of those frames that stand for a file which is not there any more."""
+        files = self._job.payload_files
+        if files is None:
+            return set()
+        entries = [entry for frame in frames if (entry := read_entry(frame)) is not None]
+        return {name.partition(".")[0] for name in await files.missing(entries)}
+
+    def _make_again(self, table: StepTable, gone: set[str]) -> None:
+        """Payloads that the store names and does not have: it lost history, and they were deleted in what it lost."""
+        job, ledger = self._job, self._job.require_ledger()
+        if {
+            group.id for group in ledger.batch(table.step) or []
+        } >= gone:  # else the step has changed meanwhile
+            log.error("payloads of %d groups are not in the store: they are made again", len(gone))
+            ledger.lost_payloads(sorted(gone))
+            self._table = None
+            job.lease_signal.notify()
+            job.batch_signal.notify()
 
     # ---- commit, publish, checkpoint ----------------------------------------------------------------------
 
@@ -120,6 +158,7 @@ class Training:
         """Finish a step; durable when answered. Raises `ProblemError`, `LedgerError`, `ReplicaError`."""
         job = self._job
         self._check(request.replica_id, request.incarnation, request.policy_epoch)
+        self._check_batch(step, request.batch)
         samples, tokens, score = self._work(step, request.metrics)
         outcome = job.progress.commit(step)
         if not outcome.duplicate:
@@ -133,9 +172,23 @@ class Training:
             total_steps=job.progress.total_steps,
             publish=finished or self._publication_due(step + 1),
             finished=finished,
+            epochs=job.progress.epochs,
         )
         await job.save_durably()
-        return reply
+        durable = (
+            reply.committed_steps if job.store.facts.keeps_what_it_acknowledges else job.progress.durable
+        )
+        return reply.model_copy(update={"durable_steps": durable})
+
+    def _check_batch(self, step: int, digest: str) -> None:
+        """That the batch which was trained is the one that was assembled here: else the store has lost history."""
+        ledger = self._job.ledger
+        if ledger is None or not digest or step < ledger.committed:
+            return
+        names = [group.id for group in ledger.batch(step) or []]
+        if not names or batch_digest(ledger.timeline, step, names) != digest:
+            detail = f"the batch of step {step} that was trained is not known here: declare yourself first"
+            raise LedgerError(ErrorCode.WRONG_STEP, detail)
 
     def _work(self, step: int, metrics: dict[str, float]) -> tuple[int, int, float | None]:
         """Samples, generated tokens and mean score of a step; a supervised trainer counts for itself."""
@@ -175,16 +228,25 @@ class Training:
         durable = job.progress.checkpoint(request.step)
         log.info("checkpoint %s covers %d steps", request.path, request.step)
         await job.save_durably()
-        return m.CheckpointReply(durable_steps=durable)
+        return m.CheckpointReply(durable_steps=durable, scores=self._scores())
+
+    def _scores(self) -> dict[int, float]:
+        """Mean score of each validated version of this timeline."""
+        records = {} if self._job.validation is None else self._job.validation.records
+        return {
+            version: record.score_mean for version, record in records.items() if record.score_mean is not None
+        }
 
     async def latest_publication(self, newer_than: int, wait_s: float) -> Publication | None:
         """The newest publication with an id above `newer_than`, or None when the wait is over."""
         job, loop = self._job, asyncio.get_running_loop()
         give_up = loop.time() + wait_s
         while True:
+            job.store.require()
             seen = job.publication_signal.generation
             newest = job.publications.newest
             if newest is not None and newest.id > newer_than:
+                await job.save()  # nobody may load what a successor of this controller would not know
                 return newest
             left = give_up - loop.time()
             if left <= 0 or job.closing or job.ended:

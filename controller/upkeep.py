@@ -1,4 +1,4 @@
-"""What happens by itself as time passes: leases expire, silent replicas are lost, the lock is renewed."""
+"""What happens by itself as time passes: leases expire, silent replicas are lost, a start takes too long."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import logging
 from controller.job import Job
 from controller.membership import Membership
 from controller.store import StoreUnavailable
-from controller.store.state import LOCK_SECONDS
+from controller.store.lock import elapsed
 from schema.wire.messages import Phase
 
 log = logging.getLogger(__name__)
@@ -16,17 +16,25 @@ log = logging.getLogger(__name__)
 TICK = 0.5
 """Seconds between looks at the clock: small against every time-out of the config."""
 
+SWEEP = 2.0
+"""Seconds between looks at the directory of payloads: what is trained takes no room for long."""
+
+FORGIVEN = 2.0
+"""Seconds without a look at the clock that count as a downtime; less is a busy machine."""
+
 
 class Upkeep:
     """Runs `tick` again and again until `stop`."""
 
     def __init__(self, job: Job, membership: Membership) -> None:
         self._job, self._membership = job, membership
-        self._renewed_at = float("-inf")
         self._task: asyncio.Task[None] | None = None
+        self._next_sweep = 0.0
 
-    def start(self) -> None:
+    def start(self) -> asyncio.Task[None]:
+        """Begin; the task ends only by `stop` or by a bug, and then nothing would expire any more."""
         self._task = asyncio.create_task(self._run(), name="upkeep")
+        return self._task
 
     async def stop(self) -> None:
         if self._task is not None:
@@ -34,25 +42,40 @@ class Upkeep:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def _run(self) -> None:
+        looked_at = elapsed()
         while True:
             await asyncio.sleep(TICK)
             try:
+                self._job.store.require()
+                self.forgive(elapsed() - looked_at - TICK)
                 await self.tick()
+                looked_at = elapsed()
             except StoreUnavailable as error:
                 log.debug("no upkeep while the store is away: %s", error)
+
+    def forgive(self, gap: float) -> None:
+        """Nobody could beat or renew while Redis was away or this process was suspended: then nobody is late."""
+        if gap > FORGIVEN:
+            log.warning("no call could be served for %.1f s: leases and heartbeats are extended by it", gap)
+            self._job.forgive_downtime(self._job.clock() - gap)
 
     async def tick(self) -> None:
         """One look at the clock. Raises `StoreUnavailable`."""
         job, now = self._job, self._job.clock()
-        if now - self._renewed_at > LOCK_SECONDS / 4:
-            await job.store.renew_lock()
-            self._renewed_at = now
         job.store.require()
         self._membership.lose_silent(now)
         self._expire_leases(now)
         self._check_start(now)
         job.settle()
         await job.save()
+        await self._sweep()
+
+    async def _sweep(self) -> None:
+        """Files of payloads that nobody can need any more."""
+        job, now = self._job, elapsed()
+        if job.payload_files is not None and job.ledger is not None and now >= self._next_sweep:
+            self._next_sweep = now + SWEEP
+            await job.payload_files.sweep(job.ledger, job.save)
 
     def _expire_leases(self, now: float) -> None:
         job = self._job

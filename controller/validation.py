@@ -27,7 +27,7 @@ from typing import Any, Self
 
 from controller.ledger import MISSED_BEATS, PushOutcome
 from controller.validation_groups import ValidationGroup, ValidationLease, ValidationParams
-from schema.wire.messages import ErrorCode, ValidationRecord
+from schema.wire.messages import ErrorCode, HeldLease, ValidationRecord
 from schema.wire.sample import SampleHeader
 
 MAX_RESTARTS = 2
@@ -83,6 +83,11 @@ class Validation:
         self.restarts = 0
         self._dirty.add("header")
 
+    def begin_from(self, step: int) -> None:
+        """The run goes on from a checkpoint of `step` steps: what was due before it is not looked at again."""
+        self._checked = max(self._checked, step - 1)
+        self._dirty.add("header")
+
     @property
     def running(self) -> bool:
         return self.pinned is not None
@@ -125,6 +130,10 @@ class Validation:
             group.expires = now + self.params.lease_timeout
             self._touch(group)
         return self._granted(chosen)
+
+    def repeats(self, replica_id: str, request_id: str) -> bool:
+        """Whether groups are held that were granted to this very request."""
+        return any(g.request_id == request_id and g.replica_id == replica_id for g in self._held())
 
     def _granted(self, groups: list[ValidationGroup]) -> ValidationLease:
         return ValidationLease(self.round_id, -1 if self.pinned is None else self.pinned, groups)
@@ -190,16 +199,16 @@ class Validation:
                     self._requeue(group)
         return sorted(listed - held.keys())
 
-    def adopt(self, replica_id: str, held: Sequence[tuple[str, str]], now: float) -> list[str]:
-        """As `Ledger.adopt`."""
+    def adopt(self, replica_id: str, held: Sequence[HeldLease], now: float) -> list[str]:
+        """Leases that a replica says it holds: known ones are its own. Returns the ids of the others."""
         lost = []
-        for name, lease_id in held:
-            group = self.find(name)
-            if group is not None and group.state == "leased" and group.lease_id == lease_id:
+        for lease in held:
+            group = self.find(lease.group_id)
+            if group is not None and group.state == "leased" and group.lease_id == lease.lease_id:
                 group.replica_id, group.expires = replica_id, now + self.params.lease_timeout
                 self._touch(group)
             else:
-                lost.append(lease_id)
+                lost.append(lease.lease_id)
         return lost
 
     def release(self, lease_id: str) -> bool:

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from launcher.commands import check, convert, learn, operate
+from launcher.commands import check, convert, export, learn, operate
 from launcher.commands.options import Overrides, print_json, print_problems
 from launcher.errors import LaunchError
 from launcher.restarts import EXIT_CONFIG, EXIT_FAILED
@@ -39,7 +39,9 @@ Run
   cosmos-launch --config run.toml --set train.epoch=2     change a key for this run
   cosmos-launch --config base.toml --config mine.toml     several files, later ones over earlier ones
   COSMOS_TRAIN__EPOCH=2 cosmos-launch --config run.toml   a key from the environment
-  cosmos-launch --config run.toml --resume                go on with the newest run
+  cosmos-launch --resume                                  go on with the newest run below ./outputs, as it was
+  cosmos-launch --resume outputs/20260131120000           go on with a certain run
+  cosmos-launch --config run.toml --resume                go on with the newest run of this file, as it says now
 
 \b
 Precedence
@@ -51,15 +53,19 @@ Look and operate (from another terminal)
   cosmos-launch status                                    the newest run below ./outputs
   cosmos-launch status outputs/20260131120000 --json      a certain run, for programs
   COSMOS_TOKEN=... cosmos-launch status http://host:port  a job on another machine
-  cosmos-launch stop                                      end it in order
+  cosmos-launch stop --wait 60                            end it in order, and wait for that
+  cosmos-launch checkpoint --wait 60                      save a checkpoint now
+  cosmos-launch export outputs/20260131120000 -o my-model its newest checkpoint as a model for transformers
+  cosmos-launch pause, cosmos-launch resume               hand out no more work; go on
+  cosmos-launch drain rollout-1                           let a rollout replica finish and leave
 
 \b
 One start makes <train.output_dir>/<timestamp>/ with logs/, weights/, checkpoints/, final/ (the trained
-model) and summary.json. Ctrl-C ends in order, a second one at once; --resume goes on.
+model) and summary.json. Ctrl-C ends in order, a second one at once; SIGUSR1 saves a checkpoint.
 
 \b
 Exit codes: 0 success, 1 the job failed, 2 wrong configuration or usage (nothing was started),
-130 stopped (Ctrl-C or `cosmos-launch stop`).
+130 stopped (Ctrl-C or `cosmos-launch stop`), 143 and 129 stopped by SIGTERM and SIGHUP.
 """
 
 app = typer.Typer(
@@ -80,6 +86,14 @@ app.command()(check.show)
 app.command()(learn.schema)
 app.command()(operate.status)
 app.command()(operate.stop)
+app.command()(operate.pause)
+app.command()(operate.resume)
+app.command()(operate.checkpoint)
+app.command()(operate.drain)
+app.command()(export.export)
+
+
+COMMANDS = frozenset(command.callback.__name__ for command in app.registered_commands if command.callback)
 
 
 @app.callback(invoke_without_command=True)
@@ -93,8 +107,13 @@ def run(
     ] = None,
     set_: Overrides = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the newest run of train.output_dir.")
-    ] = False,
+        str | None,
+        typer.Option(
+            "--resume",
+            metavar="[RUN_DIR]",
+            help="Go on with a run; without a name the newest. Without --config: as it was started.",
+        ),
+    ] = None,
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", help="Check everything, show processes and memory, start nothing."),
@@ -105,24 +124,29 @@ def run(
 ) -> None:
     """Run a job (without a command)."""
     if context.invoked_subcommand is not None:
-        if config or set_ or resume or dry_run or as_json:
+        if config or set_ or resume is not None or dry_run or as_json:
             raise LaunchError(
                 f"the options of a run go without the command {context.invoked_subcommand!r}",
                 f"put --set and --json behind it: cosmos-launch {context.invoked_subcommand} run.toml --set …",
             )
         return
-    if not config:
+    if not config and resume is None:
         raise LaunchError("no job is named", "cosmos-launch --config run.toml (see cosmos-launch --help)")
     if as_json and not dry_run:
         raise LaunchError("--json needs --dry-run", "a run writes summary.json at its end")
+    from launcher.resume import continued
     from launcher.run import check as check_job
     from launcher.run import launch
 
+    configs, overrides = config or [], set_ or []
     if not dry_run:
-        raise typer.Exit(launch(config, set_ or [], resume=resume, env=os.environ))
+        raise typer.Exit(launch(configs, overrides, resume=resume, env=os.environ))
     from launcher.dryrun import plan, plan_lines
 
-    planned = plan(check_job(config, set_ or [], os.environ), resume=resume, env=os.environ)
+    if resume is not None:
+        found = continued(resume, configs, overrides)
+        configs, overrides = found.configs, found.overrides
+    planned = plan(check_job(configs, overrides, os.environ), resume=resume is not None, env=os.environ)
     if as_json:
         print_json(planned.as_dict())
     else:
@@ -140,11 +164,22 @@ def _refuse_bare_file(arguments: list[str]) -> None:
         raise LaunchError(f"{first} is a file, not a command", hint)
 
 
+def _name_newest(arguments: list[str]) -> list[str]:
+    """`--resume` with nothing behind it means the newest run: typer knows no options that may have a value."""
+    spelled = list(arguments)
+    for i, argument in enumerate(arguments):
+        following = arguments[i + 1] if i + 1 < len(arguments) else "-"
+        if argument == "--resume" and (following.startswith("-") or following in COMMANDS):
+            spelled[i] = "--resume="
+    return spelled
+
+
 def main() -> None:
     """The console script: errors that the user can put right are messages, not tracebacks."""
     try:
-        _refuse_bare_file(sys.argv[1:])
-        app()
+        arguments = sys.argv[1:]
+        _refuse_bare_file(arguments)
+        app(args=_name_newest(arguments))
     except LaunchError as error:
         typer.echo("error: " + error.render(), err=True)
         sys.exit(error.exit_code)

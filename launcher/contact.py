@@ -22,14 +22,17 @@ would be felt at every start."""
 BRIEF = 3.0
 """Seconds of patience for what is only polite to say: the controller finds out by itself, later."""
 
+COLLECT_PATIENCE = 20.0
+"""Seconds to wait for a controller, or its Redis, that died just now: without them there is no summary."""
+
 
 class Contact:
     """The controller of one job, which may be away for a while."""
 
-    def __init__(self, url: str, token: str) -> None:
+    def __init__(self, url: str, token: str, tls_ca: str | None = None) -> None:
         self.url = url
-        self._token = token
-        self._client = AsyncClient(url, token)
+        self._token, self._tls_ca = token, tls_ca
+        self._client = AsyncClient(url, token, tls_ca=tls_ca)
         self.started = asyncio.Event()
         """Set once the controller was started; before, nobody listens."""
 
@@ -37,7 +40,7 @@ class Contact:
         """Send one call; a lost controller is waited for `patience` seconds. Raises `ControllerError`."""
         if not patience:
             return await self._client.send(call)
-        async with AsyncClient(self.url, self._token, patience=patience) as client:
+        async with AsyncClient(self.url, self._token, patience=patience, tls_ca=self._tls_ca) as client:
             return await client.send(call)
 
     async def tell(self, call: Call[T]) -> T | None:
@@ -74,11 +77,11 @@ class Contact:
         """What the controller knows at the end of a job. `last`: its status as it was seen last."""
         found = Collected(status=last)
         try:
-            found.status = await self.ask(api.job(), 3 * BRIEF)
-            found.ledger = await self.ask(api.ledger())
-            found.steps = await self.ask(api.steps())
-            found.validations = await self.ask(api.validations())
-            found.replicas = await self.ask(api.replicas())
+            found.status = await self.ask(api.job(), COLLECT_PATIENCE)
+            found.ledger = await self.ask(api.ledger(), COLLECT_PATIENCE)
+            found.steps = await self.ask(api.steps(), COLLECT_PATIENCE)
+            found.validations = await self.ask(api.validations(), COLLECT_PATIENCE)
+            found.replicas = await self.ask(api.replicas(), COLLECT_PATIENCE)
         except ControllerError as error:
             found.missing = str(error)
         return found

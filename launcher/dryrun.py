@@ -12,14 +12,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from launcher import memory, placement, redis_server
+from launcher import memory, placement, redis_server, uploads
 from launcher.capacity import Capacity, find_capacity
+from launcher.encryption import controller_url
 from launcher.machine import Machine
 from launcher.memory import Cache, Part, size_text
 from launcher.models import LocalModel, UnknownModelError, find_model
 from launcher.placement import ProcessSpec, Replica, place
 from launcher.restarts import Role
-from launcher.run import ANY_ADDRESS, Checked
+from launcher.run import Checked
 from launcher.rundir import RunDir, Tokens, choose, environment
 from launcher.shown import MASK, masked
 from schema.config import Config, Problem
@@ -69,6 +70,8 @@ class Planned:
     used: dict[str, int] = field(default_factory=dict)
     capacity: dict[str, int] = field(default_factory=dict)
     warnings: list[Problem] = field(default_factory=list)
+    uploads: list[str] = field(default_factory=list)
+    """What goes where, in words."""
 
     def as_dict(self) -> dict[str, Any]:
         """For a program; sizes are bytes."""
@@ -96,7 +99,7 @@ def plan(checked: Checked, *, resume: bool, env: Mapping[str, str]) -> Planned:
     shared = (memory.store_copy(config, model),) if model is not None and config.is_grpo else ()
     planned = Planned(
         checked.machine, str(run.path), continued, model, no_model, processes, shared,
-        warnings=list(checked.warnings),
+        warnings=list(checked.warnings), uploads=list(uploads.places(config, run.path.name, env)),
     )  # fmt: skip
     _sum_up(planned, capacity)
     planned.warnings += _warnings(planned, config)
@@ -186,12 +189,10 @@ def _gpus(spec: ProcessSpec) -> tuple[str, ...]:
 def _process(
     config: Config, spec: ProcessSpec, run: RunDir, env: Mapping[str, str], needs: _Memory
 ) -> PlannedProcess:
-    host = ANY_ADDRESS.get(config.controller.host, config.controller.host)
-    port = str(config.controller.port or FREE_PORT)
-    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    url = controller_url(config, config.controller.port or FREE_PORT)
     store = str(masked((), config.redis.url)) or f"unix://{FREE_SOCKET}"
     password = MASK if config.redis.url and env.get("COSMOS_REDIS_PASSWORD") else ""
-    own = environment(spec.role, SECRETS, url, store, password)
+    own = environment(spec.role, SECRETS, url, store, password, config.controller.tls_ca)
     if spec.role is Role.POLICY:
         own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": FREE_PORT}
     threads = spec.env.get("COSMOS_CPU_THREADS")
@@ -290,6 +291,10 @@ def _lines(planned: Planned) -> Iterator[str]:
     if planned.model is not None:
         yield ""
         yield from _memory_lines(planned)
+    if planned.uploads:
+        yield ""
+        yield "uploads"
+        yield from (f"  {text}" for text in planned.uploads)
     yield ""
     yield "nothing was started"
 

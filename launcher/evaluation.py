@@ -20,6 +20,7 @@ from launcher.restarts import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, Budget, Role
 from launcher.rundir import RunDir, base_environment, read_json
 from launcher.screen import Screen
 from launcher.supervisor import Exit, Setting, Situation, Supervised, Supervisor
+from launcher.uploads import credentials_of
 from schema.config import Config
 
 POLL = 0.5
@@ -60,7 +61,7 @@ async def evaluate(config: Config, run: RunDir, env: Mapping[str, str], screen: 
         run.locks,
         grace=1.0,
         budget=Budget(0, 0.0, 0.0),
-        environment=lambda spec: {**base_environment(env), **spec.env},
+        environment=lambda spec: {**credentials_of(spec.role, base_environment(env)), **spec.env},
     )
     supervisor = Supervisor(setting, Watcher(screen))
     interrupted: asyncio.Future[int] = asyncio.get_running_loop().create_future()

@@ -17,22 +17,26 @@ import logging
 import shutil
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from controller import api
-from controller.client import ControllerError, Unauthorized
+from controller.client import ControllerError
 from launcher import placement, redis_server
 from launcher.contact import BRIEF, Contact
 from launcher.display import View, duration
+from launcher.journal import Journal
 from launcher.logs import tail
+from launcher.paths import absolute
 from launcher.placement import ProcessSpec
 from launcher.plan import Outcome, Plan
 from launcher.report import Collected, Result
-from launcher.restarts import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, Budget, EndJob, Role, describe_exit
+from launcher.restarts import EXIT_CONFIG, EXIT_OK, Budget, EndJob, Role, describe_exit, is_crash
 from launcher.rundir import base_environment, environment
 from launcher.screen import Screen
 from launcher.supervisor import Ending, Exit, Setting, Situation, Supervised, Supervisor
+from launcher.uploads import credentials_of
+from launcher.watch import Watch, blame
 from schema.wire.messages import TERMINAL_PHASES, JobStatus, Phase
 
 log = logging.getLogger(__name__)
@@ -44,8 +48,6 @@ POLL, REDRAW = 0.5, 1.0
 """Seconds between looks at the controller, and between pictures of what it said."""
 LEFT_PATIENCE = 60.0
 """Seconds to learn whether the job is over when a worker has left in order: a guess would restart it in vain."""
-HUNG_AFTER = 60.0
-"""Seconds without any answer after which a controller whose process lives is killed and restarted."""
 OVER = TERMINAL_PHASES | {Phase.FINISHING}
 
 
@@ -60,11 +62,12 @@ class Job:
         budget = Budget(launcher.max_restarts, launcher.restart_backoff, launcher.restart_backoff_max)
         setting = Setting(run.logs, run.locks, launcher.shutdown_timeout, budget, self._environment)
         self.supervisor = Supervisor(setting, self)
-        self.contact = Contact(plan.url, plan.tokens.user)
+        self.contact = Contact(plan.url, plan.tokens.user, config.controller.tls_ca or None)
         self._started = time.monotonic()
         self._interrupts: asyncio.Queue[int] = asyncio.Queue()
-        self._unseen = {replica.name for replica in plan.workers}
-        """Replicas that have not registered yet."""
+        self.journal = Journal(run.launcher_json)
+        self.watch = Watch(plan, self.contact, self.supervisor, self.view, self.event)
+        self._errands: set[asyncio.Task[None]] = set()
 
     # ---- the whole ----------------------------------------------------------------------------------------
 
@@ -73,6 +76,7 @@ class Job:
         loop = asyncio.get_running_loop()
         for number in _stop_signals():
             loop.add_signal_handler(number, self._interrupts.put_nowait, int(number))
+        loop.add_signal_handler(signal.SIGUSR1, self._send, self._ask_for_checkpoint)
         ticker = asyncio.create_task(self._tick())
         try:
             outcome = await self._until_over()
@@ -84,8 +88,11 @@ class Job:
                 shutil.rmtree(self.plan.redis.directory, ignore_errors=True)
             await self.contact.close()
             self.screen.close()
-            for number in _stop_signals():
+            for number in (*_stop_signals(), signal.SIGUSR1):
                 loop.remove_signal_handler(number)
+                signal.signal(
+                    number, signal.SIG_IGN
+                )  # all have left; one more Ctrl-C must not cost the summary
         return self._result(outcome, collected)
 
     async def _until_over(self) -> Outcome:
@@ -98,7 +105,7 @@ class Job:
             try:
                 return drive.result()
             except ControllerError as error:
-                return self._blame("controller", str(error))
+                return blame(self.plan.run.logs, "controller", str(error))
         drive.cancel()
         await asyncio.wait({drive}, timeout=ABANDON_SECONDS)
         if self.supervisor.ended.done():
@@ -151,21 +158,29 @@ class Job:
         if plan.redis.replica is not None:
             self.view.stage = "waiting for redis"
             if not await redis_server.wait_ready(plan.redis.url, config.controller.start_timeout):
-                return self._blame("redis", "the embedded Valkey does not answer (controller.start_timeout)")
+                return blame(
+                    self.plan.run.logs,
+                    "redis",
+                    "the embedded Valkey does not answer (controller.start_timeout)",
+                )
         self.view.stage = "starting the controller"
         self.supervisor.launch(
             placement.controller(str(plan.run.path), config.controller.host, plan.port), after="workers"
         )
         self.contact.started.set()
         if not await self.contact.wait_ready(config.controller.start_timeout):
-            return self._blame("controller", "the controller did not get ready (controller.start_timeout)")
+            return blame(
+                self.plan.run.logs,
+                "controller",
+                "the controller did not get ready (controller.start_timeout)",
+            )
         self.view.stage = "waiting for replicas"
         if plan.continued and not await self._reopen():
             return Outcome("finished", EXIT_OK, "it was finished before")
         if plan.continued:
             self._launch_workers()
         self._hint_join()
-        return await self._watch()
+        return await self.watch.until_over()
 
     def _launch_workers(self) -> None:
         for replica in self.plan.workers:
@@ -198,95 +213,48 @@ class Job:
 
     def _hint_join(self) -> None:
         if self.plan.config.is_grpo:
-            token = self.plan.run.path / ".tokens" / "rollout"
+            token, ca = self.plan.run.path / ".tokens" / "rollout", self.plan.config.controller.tls_ca
+            trusted = f"COSMOS_TLS_CA={absolute(ca)} " if ca else ""
             self.event(
                 f"the controller listens at {self.plan.url}; another rollout replica joins with "
-                f'COSMOS_CONTROLLER_URL={self.plan.url} COSMOS_TOKEN="$(cat {token})" python -m rollout_worker'
+                f'COSMOS_CONTROLLER_URL={self.plan.url} {trusted}COSMOS_TOKEN="$(cat {token})" '
+                "python -m rollout_worker"
             )
 
     def _environment(self, spec: ProcessSpec) -> dict[str, str]:
         plan = self.plan
-        own = environment(spec.role, plan.tokens, plan.url, plan.redis.url, plan.redis.password)
-        return {**base_environment(plan.env), **spec.env, **own}
-
-    # ---- watch --------------------------------------------------------------------------------------------
-
-    async def _watch(self) -> Outcome:
-        """Follow the controller until it says that the job is over."""
-        silent_since: float | None = None
-        while True:
-            try:
-                await self._look()
-                if self._unseen:
-                    self._unseen -= {replica.name for replica in await self.contact.ask(api.replicas())}
-                silent_since = None
-            except Unauthorized:
-                raise
-            except ControllerError as error:
-                log.debug("no status: %s", error)
-                now = time.monotonic()
-                silent_since = silent_since or now
-                if now - silent_since > HUNG_AFTER and not await self.contact.is_healthy():
-                    self.event(
-                        f"the controller has not answered for {now - silent_since:.0f} s: restarting it"
-                    )
-                    self.supervisor.kill("controller")
-                    silent_since = None
-            self.view.reachable = silent_since is None
-            outcome = self._judge()
-            if outcome is not None:
-                return outcome
-            await asyncio.sleep(POLL)
-
-    async def _look(self) -> None:
-        status = await self.contact.ask(api.job())
-        before, view = self.view.status, self.view
-        if status.reward is not None and (before is None or before.step != status.step):
-            view.rewards.append(status.reward)
-        if status.validation is not None and view.first_accuracy is None:
-            records = await self.contact.ask(api.validations())
-            view.first_accuracy = records[0].score_mean if records else None
-        if before is not None and status.last_error and status.last_error != before.last_error:
-            self.event(f"error: {status.last_error}")
-        view.status = status
-
-    def _judge(self) -> Outcome | None:
-        status = self.view.status
-        if status is None or status.phase not in TERMINAL_PHASES:
-            return None
-        if status.phase is Phase.FINISHED:
-            return Outcome("finished", EXIT_OK)
-        if status.phase is Phase.STOPPED:
-            return Outcome("stopped", 128 + signal.SIGINT, "by `cosmos-launch stop` or the API")
-        culprit = min(self._unseen, default="controller")  # one that did not register has written why
-        return self._blame(culprit, status.last_error or "the controller says that the job has failed")
-
-    def _blame(self, process: str, reason: str) -> Outcome:
-        """A failure that the end of a process's log explains."""
-        logs = self.plan.run.logs
-        log_file = next(iter(sorted(logs.glob(f"{process}*.log"))), logs / f"{process}.log")
-        return Outcome("failed", EXIT_FAILED, reason, tuple(tail(log_file)), log_file)
+        tls_ca = plan.config.controller.tls_ca
+        own = environment(spec.role, plan.tokens, plan.url, plan.redis.url, plan.redis.password, tls_ca)
+        return {**credentials_of(spec.role, base_environment(plan.env)), **spec.env, **own}
 
     # ---- what the supervisor asks (Observer) --------------------------------------------------------------
 
     def event(self, text: str) -> None:
         """Something happened: on the screen, and in a log file like those of the processes."""
         self.screen.event(text)
-        with (self.plan.run.logs / "launcher.log").open("a", encoding="utf-8") as file:
-            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+        try:
+            with (self.plan.run.logs / "launcher.log").open("a", encoding="utf-8") as file:
+                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+        except OSError as error:  # a full disk ends those who have something to save, not the launcher
+            self.screen.event(f"launcher.log cannot be written: {error.strerror}")
 
     async def exited(self, exit_: Exit) -> Situation:
         """Tell the controller of a replica that went down, and learn whether the job still needs it."""
         role, name = exit_.replica.role, exit_.replica.name
+        self.journal.ended(exit_)
         is_replica = role in (Role.POLICY, Role.ROLLOUT)
         if is_replica and not self.contact.started.is_set() and exit_.code != EXIT_CONFIG:
             return await self._too_early(exit_)
         if is_replica:
-            await self.contact.tell(api.replica_exited(name, f"process ended with exit code {exit_.code}"))
+            crashed = is_crash(exit_.code) or name in self.watch.hung
+            self.watch.hung.discard(name)
+            await self.contact.tell(api.replica_exited(name, describe_exit(exit_.code), crashed=crashed))
         status = await self._newest_status(LEFT_PATIENCE if exit_.code == EXIT_OK else BRIEF, role)
         if status is None:
             return Situation(over=False, needed=True)
-        return Situation(over=status.phase in TERMINAL_PHASES, needed=self._needed(exit_, status))
+        # Without controller and Redis nobody knows how the job ended: they are needed until they are stopped.
+        over = status.phase in TERMINAL_PHASES and role not in (Role.CONTROLLER, Role.REDIS)
+        return Situation(over=over, needed=self._needed(exit_, status))
 
     async def _too_early(self, exit_: Exit) -> Situation:
         """A worker gave up waiting for the controller while data is being prepared: not its fault."""
@@ -375,6 +343,33 @@ class Job:
             name: _state(kept) for name, kept in self.supervisor.replicas.items() if name != "data"
         }
         self.screen.show(self.view)
+        try:
+            self.journal.write(self._stage(), self.supervisor.replicas.values())
+        except OSError as error:
+            log.warning("%s cannot be written: %s", self.journal.path, error.strerror)
+
+    def _stage(self) -> str:
+        """What the launcher is at, in words."""
+        status = self.view.status
+        return self.view.notice or (self.view.stage if status is None else str(status.phase))
+
+    # ---- signals ------------------------------------------------------------------------------------------
+
+    def _send(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Do something beside the rest."""
+        task = asyncio.create_task(work())
+        self._errands.add(task)
+        task.add_done_callback(self._errands.discard)
+
+    async def _ask_for_checkpoint(self) -> None:
+        """SIGUSR1."""
+        told = await self.contact.tell(api.operate("checkpoint"))
+        if told is None:
+            self.event(
+                "SIGUSR1: no checkpoint can be asked for now, the controller does not answer or refuses"
+            )
+        else:
+            self.event(f"SIGUSR1: a checkpoint is saved after step {told.step}")
 
 
 def _stop_signals() -> list[signal.Signals]:

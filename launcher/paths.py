@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
-from urllib.parse import parse_qsl, urlencode, urlsplit
+from typing import Any, cast
 
 from schema.config import BUILTIN_REWARDS, Config, local_path
+from schema.config.secrets import cut
+
+TLS_FILES = tuple(
+    (section, name) for section in ("controller", "redis") for name in ("tls_ca", "tls_cert", "tls_key")
+)
 
 
 def absolute(path: str) -> str:
@@ -16,7 +20,7 @@ def absolute(path: str) -> str:
 
 
 def resolved(config: Config) -> dict[str, Any]:
-    """The resolved configuration as JSON-compatible values, with absolute paths and without the Redis password.
+    """The resolved configuration as JSON-compatible values, with absolute paths and without credentials.
 
     Names on the hub, built-in generators and built-in rewards are no paths and stay as they are.
     """
@@ -34,6 +38,8 @@ def resolved(config: Config) -> dict[str, Any]:
         train["resume"] = absolute(train["resume"])
     if data["weight_sync"]["store"]:
         data["weight_sync"]["store"] = absolute(data["weight_sync"]["store"])
+    if data["controller"]["payload_store"]:
+        data["controller"]["payload_store"] = absolute(data["controller"]["payload_store"])
     template = data["rollout"]["multi_turn_config"]["custom_chat_template_path"]
     if template:
         data["rollout"]["multi_turn_config"]["custom_chat_template_path"] = absolute(template)
@@ -41,19 +47,15 @@ def resolved(config: Config) -> dict[str, Any]:
         for key in ("reward_function", "filter_reward_metric"):
             if key in section:
                 section[key] = _rewards(section[key])
-    data["redis"]["url"] = without_password(data["redis"]["url"])
-    return data
+    for section, name in TLS_FILES:
+        if data[section][name]:
+            data[section][name] = absolute(data[section][name])
+    return cast("dict[str, Any]", cut(data))
 
 
 def without_password(url: str) -> str:
     """A Redis address that may be written to a file: user and password left out."""
-    if not url:
-        return url
-    parts = urlsplit(url)
-    query = [(key, value) for key, value in parse_qsl(parts.query) if key not in ("username", "password")]
-    host = parts.netloc.rpartition("@")[2]
-    shown = f"{parts.scheme}://{host}{parts.path}"
-    return f"{shown}?{urlencode(query)}" if query else shown
+    return str(cut(url))
 
 
 def _source(name: str | None) -> str | None:

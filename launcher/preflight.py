@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from launcher import redis_server
+from launcher.encryption import check_encryption
 from launcher.engine_options import check_engine_options
 from launcher.hardware import check_hardware
 from launcher.machine import Machine, has_module
@@ -44,6 +45,9 @@ def check_machine(config: Config, machine: Machine) -> Findings:
         return findings
     findings.problems += check_engine_options(config)
     findings.problems += _port_problems(config.controller.host, config.controller.port)
+    problems, warnings = check_encryption(config)
+    findings.problems += problems
+    findings.warnings += warnings
     _check_gpus(config, machine, findings)
     _check_disk(config, findings)
     if not config.redis.url and redis_server.valkey_binary() is None:

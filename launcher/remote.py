@@ -1,4 +1,4 @@
-"""Finding a job that runs, or ran: what `cosmos-launch status` and `stop` speak to.
+"""Finding a job that runs, or ran: what `cosmos-launch status`, `stop` and their like speak to.
 
 A target is a run directory, a directory of runs (the newest counts), the files of a configuration (their
 `train.output_dir`; the environment and --set count as in the run), or the URL of a controller, for which the user
@@ -10,14 +10,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 from launcher.errors import LaunchError
 from launcher.restarts import EXIT_FAILED
-from launcher.rundir import RunDir, newest, read_json
-from schema.config import load_config
+from launcher.rundir import RunDir, is_run, newest, read_json
+
+if TYPE_CHECKING:
+    from controller.api import Call
+
+T = TypeVar("T")
 
 DEFAULT_OUTPUT = "./outputs"
+CLOCK_SLACK = 1.0
+"""Seconds by which a file's time may lie before that of the launcher which caused it."""
 HOW_TO_GET_IN = (
     "export COSMOS_TOKEN with the job's user token: it is in <run directory>/.tokens/user on the machine that "
     "started the job"
@@ -25,48 +31,91 @@ HOW_TO_GET_IN = (
 
 
 @dataclass(frozen=True, slots=True)
-class Live:
-    """A controller that should answer."""
+class Target:
+    """A job: known by its run directory, or only by the address of its controller."""
 
-    url: str
-    token: str
-    run_dir: Path | None = None
+    run: RunDir | None
+    url: str = ""
+    token: str = ""
+
+    @property
+    def name(self) -> str:
+        return str(self.run.path) if self.run else self.url
+
+    def address(self) -> str:
+        """Where its controller listens; empty while there is none yet, and for a run without a launcher."""
+        if self.run is None:
+            return self.url
+        holder, found = self.run.holder(), read_json(self.run.controller_json)
+        if found is None or "url" not in found or not self.run.is_alive():
+            return ""
+        written = self.run.controller_json.stat().st_mtime
+        if holder is not None and written < holder.since - CLOCK_SLACK:
+            return ""  # of an earlier start; by now the port may belong to somebody else
+        return str(found["url"])
+
+    def ask(self, call: Call[T]) -> T:
+        """Send one call. Raises LaunchError if there is no controller, no token, or no answer."""
+        from controller.client import Client, ControllerError
+
+        url = self.address()
+        if not url:
+            raise no_controller(self)
+        if not self.token:
+            raise LaunchError(f"{self.name} answers only to a token, and none can be read", HOW_TO_GET_IN)
+        try:
+            with Client(url, self.token, tls_ca=self._tls_ca()) as client:
+                return client.send(call)
+        except ControllerError as error:
+            raise self._refused(url, error) from None
+
+    def _tls_ca(self) -> str | None:
+        """The authorities that the run trusts; None: those of COSMOS_TLS_CA, else of the system."""
+        config = read_json(self.run.config_json) if self.run else None
+        return ((config or {}).get("controller") or {}).get("tls_ca") or None
+
+    def _refused(self, url: str, error: Exception) -> LaunchError:
+        from controller.client import Refused, Unauthorized
+
+        if isinstance(error, Unauthorized):
+            return LaunchError(f"{url} refuses the token: {error}", HOW_TO_GET_IN)
+        if isinstance(error, Refused):
+            return LaunchError(error.detail.partition(": ")[2] or error.detail, "", EXIT_FAILED)
+        hint = f"its logs are in {self.run.logs}" if self.run else "is the address right?"
+        return LaunchError(str(error), hint, EXIT_FAILED)
 
 
-@dataclass(frozen=True, slots=True)
-class Dead:
-    """A run without a launcher. `summary` is None when it was killed before it could write one."""
+def no_controller(target: Target) -> LaunchError:
+    """Why nobody can be asked."""
+    assert target.run is not None
+    if target.run.is_alive():
+        return LaunchError(
+            f"the job in {target.name} is starting: its controller is not there yet",
+            f"try again in a moment; its logs are in {target.run.logs}",
+            EXIT_FAILED,
+        )
+    summary = read_json(target.run.summary_json) or {}
+    if summary.get("outcome") == "finished":
+        return LaunchError(f"{target.name} has finished", "", EXIT_FAILED)
+    return LaunchError(
+        f"{target.name} is not running",
+        f"`cosmos-launch --resume {target.name}` goes on with it",
+        EXIT_FAILED,
+    )
 
-    run_dir: Path
-    summary: dict[str, Any] | None
 
-
-def find(targets: Sequence[str], overrides: Sequence[str], env: Mapping[str, str]) -> Live | Dead:
+def find(targets: Sequence[str], overrides: Sequence[str], env: Mapping[str, str]) -> Target:
     """Find the job. Raises LaunchError (nothing there, no token) or ConfigError (a broken configuration)."""
     target = targets[0] if targets else None
     is_url = target is not None and target.startswith(("http://", "https://"))
     _check_targets(targets, overrides, are_files=not is_url and all(Path(name).is_file() for name in targets))
+    token = env.get("COSMOS_TOKEN", "")
     if target is not None and is_url:
-        token = env.get("COSMOS_TOKEN", "")
         if not token:
             raise LaunchError(f"COSMOS_TOKEN is not set: {target} answers only to a token", HOW_TO_GET_IN)
-        return Live(target, token)
-    run = _run_dir(targets, overrides, env)
-    if not run.is_alive():
-        return Dead(run.path, read_json(run.summary_json))
-    address, user = read_json(run.controller_json), run.read_token()
-    if address is None or "url" not in address:
-        raise LaunchError(
-            f"the job in {run.path} is starting: its controller is not there yet",
-            f"try again in a moment; its logs are in {run.logs}",
-            EXIT_FAILED,
-        )
-    token = user or env.get("COSMOS_TOKEN", "")
-    if not token:
-        raise LaunchError(
-            f"{run.path}/.tokens/user cannot be read, and COSMOS_TOKEN is not set", HOW_TO_GET_IN
-        )
-    return Live(str(address["url"]), token, run.path)
+        return Target(None, target, token)
+    run = _run_of(targets, overrides, env)
+    return Target(run, token=run.read_token() or token)
 
 
 def _check_targets(targets: Sequence[str], overrides: Sequence[str], are_files: bool) -> None:
@@ -78,81 +127,27 @@ def _check_targets(targets: Sequence[str], overrides: Sequence[str], are_files: 
         raise LaunchError("--set changes a configuration, and none is named", "name its file too")
 
 
-def _run_dir(targets: Sequence[str], overrides: Sequence[str], env: Mapping[str, str]) -> RunDir:
+def _run_of(targets: Sequence[str], overrides: Sequence[str], env: Mapping[str, str]) -> RunDir:
     path = Path(targets[0] if targets else DEFAULT_OUTPUT)
     if path.is_file():
+        from schema.config import load_config
+
         config = load_config([Path(name) for name in targets], overrides, env)
         path = Path(config.train.output_dir).expanduser()
         if config.train.timestamp:
             path /= config.train.timestamp
+    return run_below(path, named=bool(targets))
+
+
+def run_below(path: Path, *, named: bool) -> RunDir:
+    """The run in a directory, or the newest one below it. `named`: whether the user wrote its name."""
     if not path.is_dir():
-        what = f"{path} does not exist" if targets else f"there is no {DEFAULT_OUTPUT} here"
+        what = f"{path} does not exist" if named else f"there is no {DEFAULT_OUTPUT} here"
         raise LaunchError(what, "name a run directory, a configuration or the URL of a controller")
     path = path.absolute()
-    if (path / "config.json").is_file() and (path / "logs").is_dir():
+    if is_run(path):
         return RunDir(path)
-    run = newest(path)
+    run = newest(path, nested=True)  # recipes write to ./outputs/<recipe>
     if run is None:
         raise LaunchError(f"{path} holds no run", "name a run directory: <train.output_dir>/<timestamp>")
     return run
-
-
-def inspect(live: Live) -> dict[str, Any]:
-    """What the controller says now, as JSON-compatible values. Raises LaunchError if it does not."""
-    from controller import api
-    from controller.client import Client, ControllerError
-
-    try:
-        with Client(live.url, live.token) as client:
-            return {
-                "alive": True,
-                "url": live.url,
-                "run_dir": str(live.run_dir) if live.run_dir else None,
-                "status": client.send(api.job()).model_dump(mode="json"),
-                "ledger": client.send(api.ledger()).model_dump(mode="json"),
-                "replicas": [replica.model_dump(mode="json") for replica in client.send(api.replicas())],
-            }
-    except ControllerError as error:
-        raise _unreachable(live, error) from None
-
-
-def stop(live: Live) -> str:
-    """Ask a job to stop in order; returns its phase. Raises LaunchError if the controller does not answer."""
-    from controller import api
-    from controller.client import Client, ControllerError
-
-    try:
-        with Client(live.url, live.token) as client:
-            return str(client.send(api.operate("stop")).phase)
-    except ControllerError as error:
-        raise _unreachable(live, error) from None
-
-
-def _unreachable(live: Live, error: Exception) -> LaunchError:
-    from controller.client import Unauthorized
-
-    if isinstance(error, Unauthorized):
-        return LaunchError(f"{live.url} refuses the token: {error}", HOW_TO_GET_IN)
-    hint = f"its logs are in {live.run_dir / 'logs'}" if live.run_dir else "is the address right?"
-    return LaunchError(str(error), hint, EXIT_FAILED)
-
-
-def status_lines(found: Mapping[str, Any]) -> list[str]:
-    """A live job's status for people."""
-    from launcher.display import View, line
-    from schema.wire.messages import JobStatus
-
-    status = JobStatus.model_validate(found["status"])
-    ledger = found["ledger"]
-    bound = ledger["bound"] if status.mode == "grpo" else None
-    states = ", ".join(f"{name} {count}" for name, count in ledger["states"].items() if count) or "none yet"
-    lines = [f"{status.name} ({status.job_id}) at {found['url']}"]
-    lines += ["  " + line(View(status=status, bound=bound))]
-    lines += [f"  groups: {states}"] if status.mode == "grpo" else []
-    for replica in found["replicas"]:
-        gauges = " ".join(f"{key}={value:.3g}" for key, value in sorted(replica["gauges"].items()))
-        lines.append(
-            f"  {replica['name']}: {replica['state']}, version {replica['version']}, {replica['leases']} leases, "
-            f"pid {replica['pid']}, seen {replica['last_seen_s']:.0f} s ago {gauges}".rstrip()
-        )
-    return lines

@@ -22,6 +22,9 @@ HEALTHY_AFTER = 300.0
 
 EXIT_OK, EXIT_FAILED, EXIT_CONFIG = 0, 1, 2
 EXIT_FENCED, EXIT_NO_CHECKPOINT = 3, 4
+SIGNALLED = 128
+"""Exit codes above it are signals, as in a shell."""
+_KILLS = (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM)
 
 
 class Role(StrEnum):
@@ -77,13 +80,18 @@ Verdict = Left | Restart | EndJob
 
 def describe_exit(code: int) -> str:
     """An exit code in words; codes above 128 are signals, as in a shell."""
-    if code > 128:
+    if code > SIGNALLED:
         try:
-            name = signal.Signals(code - 128).name
+            name = signal.Signals(code - SIGNALLED).name
         except ValueError:
             return f"exit code {code}"
         return f"killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
     return f"exit code {code}"
+
+
+def is_crash(code: int) -> bool:
+    """Whether a process ended by its own fault: not in order, and not killed from outside as spot instances are."""
+    return code != EXIT_OK and code not in {128 + number for number in _KILLS}
 
 
 class Restarts:
@@ -127,7 +135,9 @@ class Restarts:
         """The ends that a restart cannot help."""
         if code == EXIT_CONFIG:
             return EndJob(EXIT_CONFIG, f"{self.name} cannot work with this configuration (exit code 2)")
-        if self.role is Role.DATA:
+        if (
+            self.role is Role.DATA and code <= SIGNALLED
+        ):  # the same rows would fail again; a killed one is repeated
             return EndJob(EXIT_FAILED, f"the preparation of the data failed ({describe_exit(code)})")
         if self.role is Role.CONTROLLER and code == EXIT_FENCED:
             return EndJob(

@@ -7,6 +7,8 @@ Everything up to the run directory changes nothing and ends with exit code 2 if 
 
 from __future__ import annotations
 
+import signal
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,19 +16,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher import redis_server
+from launcher.encryption import controller_url, reachable_host
 from launcher.errors import LaunchError
 from launcher.machine import Machine, find_machine
 from launcher.placement import place
 from launcher.preflight import check_machine, check_redis
-from launcher.restarts import EXIT_CONFIG
-from launcher.rundir import RunDir, Tokens, choose
+from launcher.restarts import EXIT_CONFIG, EXIT_OK
+from launcher.resume import continued, finished, finished_lines
+from launcher.rundir import RunDir, Tokens, already_running, choose
 from schema.config import Config, ConfigError, Problem, check_warnings
 from schema.config.reading.load import load
 
 if TYPE_CHECKING:
     from launcher.screen import Screen
-
-ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # noqa: S104 - where to reach such a listener
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,39 +52,62 @@ def check(paths: Sequence[Path], overrides: Sequence[str], env: Mapping[str, str
     return Checked(config, machine, loaded.warnings + loaded.placed(warnings))
 
 
-def launch(paths: Sequence[Path], overrides: Sequence[str], *, resume: bool, env: Mapping[str, str]) -> int:
-    """Run a job to its end and return the exit code. Raises ConfigError, LaunchError before anything starts."""
+def launch(
+    paths: Sequence[Path], overrides: Sequence[str], *, resume: str | None, env: Mapping[str, str]
+) -> int:
+    """Run a job to its end and return the exit code. Raises ConfigError, LaunchError before anything starts.
+
+    `resume`: None for a run of its own, else what follows `--resume` (see `launcher.resume`).
+    """
     from launcher.screen import open_screen
 
+    if resume is not None:
+        found = continued(resume, paths, overrides)
+        if found.run is not None and (summary := finished(found.run)) is not None:
+            return _say_finished(found.run, summary)
+        paths, overrides = found.configs, found.overrides
     checked = check(paths, overrides, env)
-    if checked.config.is_evaluation and resume:
+    if checked.config.is_evaluation and resume is not None:
         raise LaunchError(
             "an evaluation has nothing to resume", "leave --resume out: it is quick to run again"
         )
-    wants_resume = not checked.config.is_evaluation and (resume or checked.config.train.resume is True)
-    run, continued = choose(checked.config, wants_resume, time.time())
+    asked = resume is not None or checked.config.train.resume is True
+    wants_resume = asked and not checked.config.is_evaluation
+    run, goes_on = choose(checked.config, wants_resume, time.time())
+    if goes_on and run.is_alive():
+        raise already_running(run)
+    if goes_on and (summary := finished(run)) is not None:
+        return _say_finished(run, summary)
     run.make()
     run.lock()
     screen = open_screen()
     try:
         for warning in checked.warnings:
             screen.event("warning: " + warning.render().replace("\n    ", "; "))
-        if wants_resume and not continued:
+        if wants_resume and not goes_on:
             screen.event(f"nothing to resume in {checked.config.train.output_dir}: starting afresh")
-        if continued:
-            run.wait_until_left(checked.config.launcher.shutdown_timeout)
-        screen.event(f"{'continuing' if continued else 'run directory'} {run.path}")
+        if goes_on:
+            # Workers, controller and Redis leave one after the other, each within that time.
+            run.wait_until_left(3 * checked.config.launcher.shutdown_timeout)
+            run.forget_earlier_end()
+            run.sweep()
+        screen.event(f"{'continuing' if goes_on else 'run directory'} {run.path}")
         if checked.config.is_evaluation:
             from launcher.evaluation import run_evaluation
 
             return run_evaluation(checked.config, run, env, screen)
-        return _run(checked, run, continued, screen, env)
+        return _run(checked, run, goes_on, screen, env)
     finally:
         screen.close()
         run.unlock()
 
 
-def _run(checked: Checked, run: RunDir, continued: bool, screen: Screen, env: Mapping[str, str]) -> int:
+def _say_finished(run: RunDir, summary: Mapping[str, Any]) -> int:
+    sys.stdout.write("\n".join(finished_lines(run, summary)) + "\n")
+    return EXIT_OK
+
+
+def _run(checked: Checked, run: RunDir, goes_on: bool, screen: Screen, env: Mapping[str, str]) -> int:
     import asyncio  # a dry run, which loads this module too, need not wait for it
 
     from launcher.job import Job
@@ -90,23 +115,25 @@ def _run(checked: Checked, run: RunDir, continued: bool, screen: Screen, env: Ma
     from launcher.report import Result
     from launcher.supervisor import free_port
 
+    signal.signal(
+        signal.SIGUSR1, signal.SIG_IGN
+    )  # "save a checkpoint": until the job is up there is nothing to save
     config = checked.config
     before = run.written_config()
     written = run.write_config(config)
     tokens = Tokens.fresh()
     run.write_tokens(tokens)
-    host = ANY_ADDRESS.get(config.controller.host, config.controller.host)
-    port = config.controller.port or free_port(host)
+    port = config.controller.port or free_port(reachable_host(config))
     plan = Plan(
         config=config,
         run=run,
         tokens=tokens,
-        url=f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}",
+        url=controller_url(config, port),
         port=port,
         redis=redis_server.named(config.redis, env) or redis_server.embedded(run.redis),
         workers=place(config, checked.machine),
-        reuse_data=continued and _same_data(before, written, run),
-        continued=continued,
+        reuse_data=goes_on and _same_data(before, written, run),
+        continued=goes_on,
         env=env,
     )
 
@@ -114,9 +141,10 @@ def _run(checked: Checked, run: RunDir, continued: bool, screen: Screen, env: Ma
         return await Job(plan, screen).run()
 
     result = asyncio.run(main())
+    run.sweep()
     screen.table(result.summary())
     if result.outcome != "finished" and result.exit_code != EXIT_CONFIG:
-        screen.write("The same command with --resume goes on from here.")
+        screen.write(f"cosmos-launch --resume {run.path} goes on from here.")
     return result.exit_code
 
 

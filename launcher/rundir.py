@@ -5,11 +5,13 @@
         logs/<process>.log         one per process, appended to
         .tokens/user, rollout      0600, in a directory of 0700
         .locks/<role>.lock         held by the living processes of a role (see launcher.keeper)
-        .locks/launcher.lock       held by the launcher: the run is alive
+        .locks/launcher.lock       held by the launcher, and says which process that is: the run is alive
+        launcher.json              what the launcher knows: processes, restarts, what died (see launcher.journal)
         redis/, data/, weights/, checkpoints/, final/, controller.json, summary.json
 
-A run is alive iff its launcher's lock is held. Processes that outlive a killed launcher for some seconds hold
-their role's lock: whoever resumes the run waits for them.
+A run is alive iff its launcher's lock is held: the kernel lets go of it with the process, however that ends, so no
+process id that was given to somebody else can be mistaken for a launcher. What outlives a killed launcher for
+some seconds holds the lock of its role: whoever resumes the run waits for it.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import secrets
+import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,7 +29,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from launcher.errors import LaunchError
-from launcher.paths import resolved
+from launcher.paths import absolute, resolved
 from launcher.restarts import Role
 from schema.config import Config
 from schema.config.reading.tomlwrite import dumps
@@ -33,6 +37,9 @@ from schema.config.reading.tomlwrite import dumps
 LEAVING_POLL = 0.1
 LOCK_PATIENCE = 0.5
 """Seconds: somebody who only looks whether the run is alive holds the lock for a moment."""
+BESIDE = re.compile(r"\..+\.[0-9a-f]+")
+"""Names under which files are written before they are renamed: `.<name>.<pid or chance>`."""
+SWEPT = (".tokens", "checkpoints", "data", "uploads")
 LOCKED_ROLES = ("workers", "controller", "redis")
 
 
@@ -49,6 +56,23 @@ class Tokens:
         return cls(*(secrets.token_urlsafe(32) for _ in range(3)))
 
 
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """The launcher of a living run."""
+
+    pid: int
+    host: str
+    since: float
+    """Unix time."""
+
+    @property
+    def is_here(self) -> bool:
+        return self.host == socket.gethostname()
+
+    def __str__(self) -> str:
+        return f"pid {self.pid}" + ("" if self.is_here else f" on {self.host}")
+
+
 class RunDir:
     """Paths and secrets of one run."""
 
@@ -56,7 +80,8 @@ class RunDir:
         self.path = path
         self.logs, self.locks, self.redis = path / "logs", path / ".locks", path / "redis"
         self.config_json, self.summary_json = path / "config.json", path / "summary.json"
-        self.controller_json = path / "controller.json"
+        self.controller_json, self.launcher_json = path / "controller.json", path / "launcher.json"
+        self.config_toml, self.checkpoints = path / "config.toml", path / "checkpoints"
         self._lock: int | None = None
 
     def make(self) -> None:
@@ -76,10 +101,10 @@ class RunDir:
         """Write config.json and config.toml, and return what they hold."""
         data = resolved(config)
         data["train"]["output_dir"], data["train"]["timestamp"] = str(self.path.parent), self.path.name
-        write_text(self.config_json, json.dumps(data, indent=2, ensure_ascii=False) + "\n")
+        write_text(self.config_json, json.dumps(data, indent=2, ensure_ascii=False) + "\n", mode=0o600)
         # As a starting point for another run: under a name of its own, and not as a resumed one.
         again = {**data, "train": {**data["train"], "timestamp": "", "resume": False}}
-        write_text(self.path / "config.toml", dumps(again))
+        write_text(self.config_toml, dumps(again), mode=0o600)
         return data
 
     def written_config(self) -> dict[str, Any] | None:
@@ -103,6 +128,20 @@ class RunDir:
         """Whether a launcher runs in this directory."""
         return not _is_free(self.locks / "launcher.lock")
 
+    def holder(self) -> Holder | None:
+        """The launcher that holds the lock; None if nobody does, or a launcher that has not said who it is yet."""
+        found = read_json(self.locks / "launcher.lock")
+        if found is None or not self.is_alive():
+            return None
+        try:
+            return Holder(int(found["pid"]), str(found["host"]), float(found["since"]))
+        except (KeyError, TypeError, ValueError):
+            return None
+
+    def leaving(self) -> list[str]:
+        """Roles whose processes still run: the job's, or what outlives a killed launcher."""
+        return [role for role in LOCKED_ROLES if not _is_free(self.locks / f"{role}.lock")]
+
     def lock(self) -> None:
         """Take the launcher's lock for the life of this process. Raises LaunchError if the run is alive."""
         handle = os.open(self.locks / "launcher.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -115,31 +154,48 @@ class RunDir:
                     time.sleep(LEAVING_POLL)
                     continue
                 os.close(handle)
-                raise already_running(self.path) from None
+                raise already_running(self) from None
             self._lock = handle
+            os.ftruncate(handle, 0)
+            mine = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
+            os.pwrite(handle, json.dumps(mine).encode(), 0)
             return
 
     def unlock(self) -> None:
         if self._lock is not None:
+            os.ftruncate(self._lock, 0)
             os.close(self._lock)
             self._lock = None
 
     def wait_until_left(self, timeout: float) -> None:
         """Wait for processes of an earlier, killed launcher. Raises LaunchError if they do not leave."""
         give_up = time.monotonic() + timeout
-        while held := [role for role in LOCKED_ROLES if not _is_free(self.locks / f"{role}.lock")]:
+        while held := self.leaving():
             if time.monotonic() >= give_up:
                 raise LaunchError(
                     f"processes of an earlier start of {self.path} still run ({', '.join(held)})",
-                    "wait for them, or end the processes named `keeper.py` that name this directory",
+                    f"wait for them, or end them with `cosmos-launch stop {self.path} --now`",
                 )
             time.sleep(LEAVING_POLL)
 
+    def forget_earlier_end(self) -> None:
+        """A run that goes on has not ended: what an earlier start wrote of its end would be read as this one's."""
+        for path in (self.summary_json, self.launcher_json):
+            path.unlink(missing_ok=True)
 
-def already_running(path: Path) -> LaunchError:
+    def sweep(self) -> None:
+        """Remove what killed processes had begun to write beside a file. Only while none of the run lives."""
+        for folder in (self.path, *(self.path / name for name in SWEPT)):
+            for path in folder.glob(".*"):
+                if BESIDE.fullmatch(path.name) and path.is_file():
+                    path.unlink(missing_ok=True)
+
+
+def already_running(run: RunDir) -> LaunchError:
+    holder = run.holder()
     return LaunchError(
-        f"a job runs in {path} already",
-        f"`cosmos-launch status {path}` shows it, `cosmos-launch stop {path}` ends it",
+        f"a job runs in {run.path} already" + (f" (its launcher is {holder})" if holder else ""),
+        f"`cosmos-launch status {run.path}` shows it, `cosmos-launch stop {run.path}` ends it",
     )
 
 
@@ -158,7 +214,7 @@ def choose(config: Config, resume: bool, now: float) -> tuple[RunDir, bool]:
     if name:
         run = RunDir(root / name)
         if run.is_alive():
-            raise already_running(run.path)
+            raise already_running(run)
         if run.config_json.exists():
             raise LaunchError(
                 f"train.timestamp: {run.path} holds a run already",
@@ -172,17 +228,26 @@ def choose(config: Config, resume: bool, now: float) -> tuple[RunDir, bool]:
     return RunDir(path), False
 
 
-def newest(root: Path) -> RunDir | None:
-    """The run below `root` that was started last."""
+def is_run(path: Path) -> bool:
+    """Whether a directory is that of a run."""
+    return (path / "config.json").is_file() and (path / "logs").is_dir()
+
+
+def newest(root: Path, *, nested: bool = False) -> RunDir | None:
+    """The run below `root` that was started last. nested: `root` may hold directories of runs, too."""
     try:
         runs = [path for path in root.iterdir() if (path / "config.json").is_file()]
+        if nested:
+            runs += [path for path in root.glob("*/*") if is_run(path)]
     except OSError:
         return None
     return RunDir(max(runs, key=lambda path: (path / "config.json").stat().st_mtime)) if runs else None
 
 
-def environment(role: Role, tokens: Tokens, url: str, redis_url: str, password: str) -> dict[str, str]:
-    """The secrets and addresses that a role gets: its own and no other."""
+def environment(
+    role: Role, tokens: Tokens, url: str, redis_url: str, password: str, tls_ca: str = ""
+) -> dict[str, str]:
+    """The secrets and addresses that a role gets: its own and no other. `tls_ca`: whom callers of `url` trust."""
     if role is Role.CONTROLLER:
         env = {
             f"COSMOS_TOKEN_{name.upper()}": getattr(tokens, name) for name in ("user", "rollout", "policy")
@@ -190,7 +255,8 @@ def environment(role: Role, tokens: Tokens, url: str, redis_url: str, password: 
         env["COSMOS_REDIS_URL"] = redis_url
         return {**env, "COSMOS_REDIS_PASSWORD": password} if password else env
     if role in (Role.ROLLOUT, Role.POLICY):
-        return {"COSMOS_CONTROLLER_URL": url, "COSMOS_TOKEN": getattr(tokens, str(role))}
+        env = {"COSMOS_CONTROLLER_URL": url, "COSMOS_TOKEN": getattr(tokens, str(role))}
+        return {**env, "COSMOS_TLS_CA": absolute(tls_ca)} if tls_ca else env
     return {}
 
 

@@ -5,22 +5,19 @@ The lines are TOML again. Passwords are masked; a masked value is never valid wh
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from launcher.paths import resolved
+from schema.config import secrets
 from schema.config.keys import leaf_keys, section_keys
 from schema.config.problem import KeyPath, format_key
 from schema.config.reading.layers import Origin
 from schema.config.reading.load import Loaded
 from schema.config.reading.tomlwrite import toml_value
 
-MASK = "***"
-_SECRET_KEY = re.compile(r"(^|_)(token|password|passwd|secret|api_?key|credentials?)s?$", re.IGNORECASE)
-_CREDENTIALS = re.compile(r"(?P<head>[A-Za-z][A-Za-z0-9+.-]*://(?:[^/@:\s]*:)?)[^/@\s]*@")
-_IN_QUERY = re.compile(r"(?P<head>[?&](?:password|token|secret)=)[^&\s]*", re.IGNORECASE)
+MASK = secrets.MASK
 _STANDS_IN = {
     "train.train_policy.allowed_outdated_steps": "train.train_policy.on_policy",
     "train.train_policy.temperature": "rollout.sampling_config.temperature",
@@ -73,16 +70,8 @@ def values(loaded: Loaded, *, changed_only: bool = False) -> list[Value]:
 
 
 def masked(path: KeyPath, value: Any) -> Any:
-    """The same value without secrets: keys that sound like one, and passwords in addresses."""
-    if isinstance(value, dict):
-        return {key: masked((*path, key), item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [masked(path, item) for item in value]
-    if not isinstance(value, str) or not value:
-        return value
-    if path and _SECRET_KEY.search(str(path[-1])):
-        return MASK
-    return _IN_QUERY.sub(rf"\g<head>{MASK}", _CREDENTIALS.sub(rf"\g<head>{MASK}@", value))
+    """The same value without secrets: keys that sound like one, and credentials in addresses."""
+    return secrets.masked(value, str(path[-1]) if path else "")
 
 
 def lines(found: list[Value]) -> list[str]:

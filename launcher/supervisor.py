@@ -96,6 +96,8 @@ class Supervised:
     task: asyncio.Task[None] | None = None
     done: asyncio.Event = field(default_factory=asyncio.Event)
     last_exit: Exit | None = None
+    since: float = 0.0
+    """When its present processes were started, by the monotonic clock."""
 
     @property
     def alive(self) -> list[asyncio.subprocess.Process]:
@@ -209,7 +211,7 @@ class Supervisor:
     async def _run_once(self, supervised: Supervised) -> Exit:
         """Start all ranks and wait until the replica is down. One rank that fails takes the others with it."""
         replica = supervised.replica
-        supervised.state = "starting"
+        supervised.state, supervised.since = "starting", time.monotonic()
         shared = _rendezvous() if replica.rendezvous else {}
         for spec in replica.processes:
             supervised.processes[spec.name] = await self._spawn(supervised, spec, shared)

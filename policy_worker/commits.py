@@ -8,6 +8,7 @@ each is awaited before the next is sent, so a crash loses at most the step whose
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -39,8 +40,9 @@ class Commits:
         session = self._session
         if session is not None:
             session.gauges = {name: finite[name] for name in GAUGES if name in finite}
-            request = m.CommitRequest(**session.identity(), metrics=finite)
-            self._sent = self._pool.submit(session.call, api.commit(step, request))
+            batch = session.history.applied(step, finite, time.time())
+            request = m.CommitRequest(**session.identity(), metrics=finite, batch=batch)
+            self._sent = self._pool.submit(_commit, session, step, request)
 
     def wait(self) -> m.CommitReply | None:
         """The answer to the last commit; None if it was had before. A collective.
@@ -51,3 +53,9 @@ class Commits:
         sent, self._sent = self._sent, None
         answer = self._group.lead(lambda: None if sent is None else sent.result().model_dump())
         return None if answer is None else m.CommitReply.model_validate(answer)
+
+
+def _commit(session: Session, step: int, request: m.CommitRequest) -> m.CommitReply:
+    reply = session.call(api.commit(step, request))
+    session.history.committed(reply)
+    return reply

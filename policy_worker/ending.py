@@ -6,7 +6,9 @@ from enum import Enum, auto
 
 
 class End(Enum):
-    """ASKED: this replica was asked to leave. NO_DATA: no step follows, the data has ended early."""
+    """ASKED: this replica was asked to leave. NO_DATA: no step follows, the data has ended early. SAVE: there is no
+    batch yet, and a checkpoint was asked for: save, then ask again."""
 
     ASKED = auto()
     NO_DATA = auto()
+    SAVE = auto()

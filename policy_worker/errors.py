@@ -4,8 +4,12 @@ PolicyError                 exit code 1: a crash; restarting may help
 ├── NonFiniteGradientError
 ├── BadBatchError                what the controller handed out contradicts itself
 ├── ReplacedError                another incarnation of this replica has registered
+├── CheckpointSaveError          a checkpoint could not be written; older ones are untouched
+├── JobFinishedError        exit code 0: there is nothing left to train
 ├── SettingsError           exit code 2: these settings cannot work, restarting will not help
-│   └── SampleTooLongError
+│   ├── SampleTooLongError
+│   └── CheckpointError          a checkpoint that this job cannot resume from
+│       └── DamagedCheckpointError   a file of it is missing, short or altered
 └── NoCheckpointError            exit code 4: steps were committed, and there is nothing to resume from
 """
 
@@ -30,6 +34,16 @@ class ReplacedError(PolicyError):
     """The controller knows a newer incarnation of this replica, or does not know it any more."""
 
 
+class CheckpointSaveError(PolicyError):
+    """A checkpoint could not be written. Nothing was deleted: older checkpoints are as they were."""
+
+
+class JobFinishedError(PolicyError):
+    """A trainer that was started again after the job had finished."""
+
+    exit_code = 0
+
+
 class SettingsError(PolicyError):
     """The configuration asks for something that this machine, model or build cannot do."""
 
@@ -38,6 +52,14 @@ class SettingsError(PolicyError):
 
 class SampleTooLongError(SettingsError):
     """A sample does not fit into a micro-batch."""
+
+
+class CheckpointError(SettingsError):
+    """A checkpoint that cannot be resumed from: of another model or format, or without what is asked for."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A file of a checkpoint is missing, short, or not what was written."""
 
 
 class NoCheckpointError(PolicyError):

@@ -46,17 +46,28 @@ def export_model(learner: Learner, config: Config, target: Path) -> None:
         for _ in tensors:
             pass
         return
+    write_export(learner.model, tensors, config, target)
+    log.info("exported the model to %s", target)
+
+
+def write_export(
+    model: PolicyModel, tensors: Iterable[tuple[str, torch.Tensor]], config: Config, target: Path
+) -> None:
+    """Write tensors by hub name, in `train.transfer_dtype`, with all that makes them a model; in one process.
+
+    Raises:
+        OSError: `target` cannot be written; nothing there was changed.
+    """
     beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     beside.mkdir(parents=True)
     try:
         write_shards(tensors, beside)
-        _write_settings(learner.model, dtype, beside)
-        _write_code(learner.model, beside)
+        _write_settings(model, DTYPES[config.train.effective_transfer_dtype], beside)
+        _write_code(model, beside)
         _write_tokenizer(config, beside)
-        _replace(beside, target)
+        replace(beside, target)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
-    log.info("exported the model to %s", target)
 
 
 def write_shards(
@@ -129,7 +140,7 @@ def _write_tokenizer(config: Config, directory: Path) -> None:
     tokenizer.save_pretrained(directory)
 
 
-def _replace(source: Path, target: Path) -> None:
+def replace(source: Path, target: Path) -> None:
     """Put a finished directory in place of what is at `target`."""
     old = source.with_name(f"{source.name}.old")
     if target.exists():

@@ -51,8 +51,8 @@ class Grpo:
         """Wait for the batch of a step and train on it; the step's metrics, or why there was no step."""
         waiting_since = time.monotonic()
         table = self._wait(step)
-        if table is None:
-            return End.ASKED
+        if isinstance(table, End):
+            return table
         if table.n_samples == 0:  # the last groups were dropped: no step follows after all
             return End.NO_DATA
         began = time.monotonic()
@@ -67,12 +67,15 @@ class Grpo:
         metrics["idle_fraction"] = self._waited / max(now - self._first_batch_at, 1e-9)
         return metrics
 
-    def _wait(self, step: int) -> StepTable | None:
-        while not self._learner.group.any(bool(self._departure)):
+    def _wait(self, step: int) -> StepTable | End:
+        while True:
+            asked = float(bool(self._departure)), float(self._departure.checkpoint_asked)
+            leaves, saves = self._learner.group.reduce(list(asked), "max")
+            if leaves or saves:
+                return End.ASKED if leaves else End.SAVE
             table = self._source.poll(step)
             if table is not None:
                 return table
-        return None
 
     def train_on(self, table: StepTable) -> dict[str, float]:
         """One training step: advantages, then every optimizer step of the plan."""

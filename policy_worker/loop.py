@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Protocol
 
-from policy_worker.checkpoint import Checkpointer
+from policy_worker.checkpoints import Checkpointer
 from policy_worker.commits import Commits
 from policy_worker.ending import End
 from policy_worker.export import export_model
@@ -65,9 +65,13 @@ class Loop:
         self._publish(step)
         finished = step >= self._reply.total_steps
         while not finished:
+            self._checkpointer.check()
             self._say(f"training step {step}")
             began = time.monotonic()
             metrics = algorithm.train(step)
+            if metrics is End.SAVE:
+                self._save(step)
+                continue
             if not isinstance(metrics, dict):
                 self._commits.wait()
                 if metrics is End.ASKED:
@@ -78,24 +82,35 @@ class Loop:
             self._commits.send(step, metrics)
             log.info("step %d trained: %s", step, " ".join(f"{k}={v:.4g}" for k, v in metrics.items()))
             step += 1
-            checkpoint = self._checkpointer.due(step, last=step >= self._reply.total_steps)
-            if self._overlaps and step < self._reply.total_steps and not checkpoint:
-                continue
-            finished = self._after_commit(step)
-            if checkpoint or (finished and self._checkpointer.enabled):
-                self._say(f"saving checkpoint {step}")
-                self._checkpointer.save(step)
+            last = step >= self._reply.total_steps
+            if self._overlaps:
+                checkpoint = self._checkpointer.due(step, last=last)
+                if not last and not checkpoint:
+                    continue
+                finished = self._after_commit(step).finished
+            else:
+                reply = self._after_commit(step)
+                finished = reply.finished
+                checkpoint = self._checkpointer.due(step, last=finished or last, epochs=reply.epochs)
+            if checkpoint:
+                self._save(step)
+        if self._checkpointer.enabled:  # once: the data may have ended after the last commit
+            self._save(step)
         self._publish(step)
-        return self._finish()
+        return self._finish(step)
 
-    def _after_commit(self, step: int) -> bool:
-        """Wait until step `step` − 1 counts, publish if it is due; whether it was the last one."""
+    def _save(self, step: int) -> None:
+        self._say(f"saving checkpoint {step}")
+        self._checkpointer.save(step)
+
+    def _after_commit(self, step: int) -> m.CommitReply:
+        """Wait until step `step` − 1 counts, and publish if it is due."""
         reply = self._commits.wait()
         assert reply is not None
         assert reply.committed_steps == step
         if reply.publish:
             self._publish(step)
-        return reply.finished
+        return reply
 
     def _publish(self, version: int) -> None:
         """Publish, once per version; a supervised job has nobody who would fetch it."""
@@ -105,15 +120,20 @@ class Loop:
         self._publisher.publish(version)
         self._published, self._publish_seconds = version, time.monotonic() - began
 
-    def _finish(self) -> str:
+    def _finish(self, step: int) -> str:
         if self._config.launcher.export_final:
             self._say("exporting the model")
-            export_model(self._learner, self._config, Path(self._reply.run_dir) / "final")
-        return "finished"
+            final = Path(self._reply.run_dir) / "final"
+            export_model(self._learner, self._config, final)
+            self._checkpointer.offer_final(final, step)
+        self._say("waiting for checkpoints and uploads")
+        whole = self._checkpointer.finish()
+        return "finished" if whole else self._departure.reason
 
     def _leave_early(self, step: int) -> str:
         if self._checkpointer.enabled:
             self._checkpointer.save(step)
+        self._checkpointer.finish()
         return self._departure.reason or "asked to leave on another rank"
 
     def _say(self, status: str) -> None:

@@ -68,13 +68,17 @@ class PolicyModel(nn.Module):
         return layers
 
 
-def load_model(config: Config) -> PolicyModel:
+def load_model(config: Config, weights: str | None = None) -> PolicyModel:
     """The model of `[policy]` on the CPU, in `train.master_dtype`, ready to train.
+
+    weights: an export of it to load instead.
 
     Raises:
         SettingsError: it cannot be loaded, or is of an architecture that this trainer would get wrong.
     """
     name, revision = config.policy.model_name_or_path, config.policy.model_revision
+    if weights is not None:
+        name, revision = weights, None
     trust = config.policy.trust_remote_code
     dtype = DTYPES[config.train.master_dtype]
     _import_modules(config)

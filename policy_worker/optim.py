@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +55,10 @@ class Optimizer:
     def peak_lr(self) -> float:
         """The learning rate at factor 1."""
         return self._settings.lr
+
+    def set_peak_lr(self, lr: float) -> None:
+        """Go on with the peak of a restored schedule instead of the configured one."""
+        self._settings = replace(self._settings, lr=lr)
 
     def apply_settings(self) -> None:
         """Put the configured numbers into the parameter groups (a restored state brings those it was saved with)."""

@@ -84,12 +84,15 @@ class Departure:
     """Whether this process should leave, and why: asked for by a signal, a command or the parent's death.
 
     Training ends at the next point where the run is consistent. grace: seconds in which it should get there.
+    checkpoint_asked: save at the next such point, and go on.
     """
 
     def __init__(self, grace: float = 30.0) -> None:
         self.grace = grace
         self._event = threading.Event()
         self.reason = ""
+        self.checkpoint_asked = False
+        """A plain flag, since a signal handler sets it: an event's lock may be held by the thread it interrupts."""
 
     def __bool__(self) -> bool:
         return self._event.is_set()
@@ -121,11 +124,15 @@ def enforce(departure: Departure) -> None:
 
 
 def install_signals(departure: Departure) -> None:
-    """SIGTERM and SIGINT ask to leave."""
+    """SIGTERM and SIGINT ask to leave, SIGUSR1 asks for a checkpoint."""
 
     def handle(number: int, _: FrameType | None) -> None:
         departure.request(f"signal {signal.Signals(number).name}")
 
+    def save(_: int, __: FrameType | None) -> None:
+        departure.checkpoint_asked = True
+
+    signal.signal(signal.SIGUSR1, save)
     signal.signal(signal.SIGTERM, handle)
     signal.signal(signal.SIGINT, handle)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 from pathlib import Path
 
@@ -18,7 +19,8 @@ from policy_worker.model import DTYPES
 from policy_worker.session import Session
 from schema.config import Config
 from schema.wire import messages as m
-from weight_sync import DirectoryStore, WeightError, hub_tensors, publish, remove
+from schema.wire.weights import Publication
+from weight_sync import DirectoryStore, WeightError, collect, hub_tensors, publish, remove
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +40,20 @@ class Publisher:
         self._name = re.sub(r"[^A-Za-z0-9_-]", "-", reply.job_id).lstrip("-_")
         self._record = Path(reply.run_dir) / RECORD
         self._uris = read_record(self._record) if session is not None else {}
+        if session is not None:
+            self._tidy(reply.publication)
+
+    def _tidy(self, newest: Publication | None) -> None:
+        """Remove what a trainer that was killed began to publish and nobody was told of.
+
+        It may have been killed after the controller knew and before the record did: then it is the newest one.
+        """
+        if newest is not None and newest.id not in self._uris:
+            self._remember(newest.id, newest.uri)
+        try:
+            collect(self._store, self._uris.values(), name=self._name)
+        except (WeightError, OSError) as error:
+            log.warning("the weight store %s could not be tidied up: %s", self._store, error)
 
     def publish(self, version: int) -> None:
         """Make the current weights the newest version of the job. A collective.
@@ -60,16 +76,22 @@ class Publisher:
             manifest_hash=stored.manifest_hash,
             content_hash=stored.content_hash,
             n_bytes=stored.n_bytes,
+            newest_publication=max(self._session.history.newest_publication, max(self._uris, default=0)),
         )
         answer = self._session.call(api.publish(request))
+        self._session.history.published(answer)
         self._session.version = version
         self._remember(answer.publication.id, stored.uri)
         self._collect(answer.collectable)
 
     def _remember(self, publication: int, uri: str) -> None:
         self._uris[publication] = uri
-        with self._record.open("a") as stream:
-            stream.write(json.dumps({"id": publication, "uri": uri}) + "\n")
+        line = json.dumps({"id": publication, "uri": uri}) + "\n"
+        with self._record.open("a+b") as stream:
+            if stream.seek(0, os.SEEK_END):
+                stream.seek(-1, os.SEEK_END)
+                line = line if stream.read() == b"\n" else "\n" + line  # after a line that was cut off
+            stream.write(line.encode())
 
     def _collect(self, publications: list[int]) -> None:
         uris = [self._uris.pop(number) for number in publications if number in self._uris]

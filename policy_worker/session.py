@@ -2,11 +2,15 @@
 
     register ──▶ reply: config, mode, committed steps
       ├─ call(…)             training's own calls, in the main thread
-      └─ heartbeat thread    gauges out; commands in ─▶ departure, checkpoint_wanted
+      └─ heartbeat thread    gauges out; commands in ─▶ departure
 
 Rank 0 has the session, the other ranks only a `Caller`. A lost controller is waited for up to
 `controller.controller_lost_timeout`, in slices short enough that a request to leave is noticed; then
 `ControllerLost` is raised.
+
+A controller that came back with a store that lost history refuses what it does not know of, or shows in a heartbeat
+that it knows less than it did. Then the trainer declares itself, replays the steps that are missing (`History`), and
+goes on as if nothing had happened; if the controller knows a later trainer instead, this one ends.
 """
 
 from __future__ import annotations
@@ -17,15 +21,18 @@ import socket
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from controller import api
 from controller.api import Call
 from controller.client import Client, ControllerError, ControllerLost, Refused
-from policy_worker.errors import PolicyError, ReplacedError
+from policy_worker.errors import NoCheckpointError, PolicyError, ReplacedError
+from policy_worker.history import History
 from policy_worker.process import Departure, Environment
 from schema.config import Config
 from schema.wire import messages as m
+from schema.wire.history import DeclareRequest, ReplayRequest
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -35,12 +42,24 @@ START_PATIENCE = 60.0
 SLICE = 3.0
 """Seconds of one round of retries: so often a request to leave is looked at."""
 _GONE = (m.ErrorCode.STALE_INCARNATION, m.ErrorCode.UNKNOWN_REPLICA)
+_BEHIND = (
+    m.ErrorCode.UNKNOWN_REPLICA, m.ErrorCode.STALE_EPOCH, m.ErrorCode.WRONG_STEP, m.ErrorCode.FUTURE_VERSION,
+)  # fmt: skip
+"""What a controller answers that has lost history, among others."""
+MENDS = 3
+"""Times that one call may lead to a declaration: a second loss in between is possible, a third is something else."""
+LEADER_SECONDS = 60.0
+"""How long a rank waits for rank 0 to declare the replica: a few heartbeats."""
 
 
 class LeaveRequestedError(PolicyError):
     """A request to leave came while the controller was out of reach."""
 
     exit_code = 0
+
+
+TROUBLE = 2048
+"""Characters of a trouble that a heartbeat carries."""
 
 
 def request_id() -> str:
@@ -69,11 +88,19 @@ class Caller:
             Refused, ControllerLost: see `controller.client`.
         """
         give_up = time.monotonic() + self.patience
+        mended, refusal, seen = 0, None, self.mends
         while True:
             self._client.patience = min(SLICE, max(0.0, give_up - time.monotonic()))
             try:
+                if refusal is not None:
+                    self.mend(seen, self._client)
+                    mended, refusal = mended + 1, None
+                seen = self.mends
                 return self._client.send(call)
             except Refused as error:
+                if error.code in _BEHIND and mended < MENDS:
+                    refusal = error
+                    continue
                 if error.code in _GONE:
                     raise ReplacedError(str(error)) from error
                 raise
@@ -84,8 +111,33 @@ class Caller:
                     raise
                 log.warning("%s; waiting for it", error)
 
+    @property
+    def mends(self) -> int:
+        """How often the controller had to be told what it lost."""
+        return 0
+
+    def mend(self, seen: int, client: Client) -> None:
+        """The controller does not know what it should: rank 0 tells it, the others wait for that."""
+        del seen, client
+        self.departure.wait(LEADER_SECONDS / MENDS)
+
     def close(self) -> None:
         self._client.close()
+
+
+class Companion(Caller):
+    """For another thread of rank 0: a client serves one."""
+
+    def __init__(self, session: Session, environment: Environment) -> None:
+        super().__init__(environment, session.departure, session.patience)
+        self._session = session
+
+    @property
+    def mends(self) -> int:
+        return self._session.mends
+
+    def mend(self, seen: int, client: Client) -> None:
+        self._session.mend(seen, client)
 
 
 class Session(Caller):
@@ -97,14 +149,23 @@ class Session(Caller):
         self._beats: threading.Thread | None = None
         self._closed = threading.Event()
         self._fatal: PolicyError | None = None
-        self.checkpoint_wanted = threading.Event()
         self.gauges: dict[str, float] = {}
         self.status = "starting"
         self.version = -1
+        self.trouble: Callable[[], str] = lambda: ""
+        """What goes wrong beside the training, for the user to see."""
+        self.history = History()
         self.reply: m.RegisterReply
+        self._mending = threading.Lock()
+        self._mends = 0
+        self._told: object = None
 
-    def register(self, resume_step: int | None = None) -> m.RegisterReply:
+    def register(
+        self, resume_step: int | None = None, snapshot: m.LedgerSnapshot | None = None
+    ) -> m.RegisterReply:
         """Register (again, when it has turned out where the weights come from) and begin to beat.
+
+        snapshot: what the checkpoint of `resume_step` holds of the ledger.
 
         Raises:
             Unauthorized, Refused, ControllerLost: see `controller.client`.
@@ -117,8 +178,11 @@ class Session(Caller):
             pid=os.getpid(),
             world_size=self._world,
             resume_step=resume_step,
+            snapshot=snapshot,
+            newest_publication=self.history.newest_publication,
         )
         self.reply = self.call(api.register(request))
+        self.history.registered(request, self.reply)
         config = Config.model_validate(self.reply.config)
         self.patience = config.controller.controller_lost_timeout
         self.departure.grace = config.launcher.shutdown_timeout
@@ -133,6 +197,76 @@ class Session(Caller):
             raise self._fatal
         return super().call(call)
 
+    # ---- a controller that lost history -------------------------------------------------------------------
+
+    @property
+    def mends(self) -> int:
+        return self._mends
+
+    def mend(self, seen: int, client: Client) -> None:
+        """Declare this trainer and replay what the controller lost, unless another thread has done so since `seen`.
+
+        Raises:
+            ReplacedError: the controller knows a later trainer.
+            PolicyError: the history cannot be told; it goes on from a checkpoint.
+            Refused, ControllerLost: see `controller.client`.
+        """
+        with self._mending:
+            if seen != self._mends:
+                return
+            try:
+                self._declare(client)
+            except Refused as error:
+                if error.code in (m.ErrorCode.STALE_EPOCH, m.ErrorCode.STALE_INCARNATION):
+                    raise ReplacedError(str(error)) from error
+                if error.code in (m.ErrorCode.CONFLICT, m.ErrorCode.BAD_REQUEST):
+                    raise PolicyError(
+                        f"the controller lost history that cannot be told again: {error}"
+                    ) from error
+                raise
+            self._mends += 1
+
+    def _declare(self, client: Client) -> None:
+        reply, claim = self.reply, self.history.claim()
+        request = DeclareRequest(
+            registration=self.history.registration,
+            name=self._environment.name,
+            incarnation=reply.incarnation,
+            policy_epoch=reply.policy_epoch,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            world_size=self._world,
+            **claim,
+        )
+        answer = client.send(api.declare(reply.replica_id, request))
+        if answer.needs_snapshot:
+            snapshot = self.history.snapshot()
+            if snapshot is None:
+                raise NoCheckpointError(
+                    f"the controller's store lost all steps from {answer.replay_from} on; this trainer remembers "
+                    f"those from {request.first} on, and there is no checkpoint that would tell of the others"
+                )
+            request = request.model_copy(update={"snapshot": snapshot})
+            answer = client.send(api.declare(reply.replica_id, request))
+        missing = self.history.since(answer.replay_from)
+        log.warning("the controller lost history: %d steps are replayed to it", len(missing))
+        for trained in missing:
+            client.send(
+                api.replay(
+                    trained.step,
+                    ReplayRequest(
+                        replica_id=reply.replica_id,
+                        incarnation=reply.incarnation,
+                        policy_epoch=reply.policy_epoch,
+                        table=trained.table,
+                        metrics=trained.metrics,
+                        at=trained.at,
+                    ),
+                )
+            )
+
+    # ---- identity and end ---------------------------------------------------------------------------------
+
     def identity(self) -> dict[str, Any]:
         """The fields that every request of training carries."""
         return {
@@ -142,14 +276,25 @@ class Session(Caller):
             "policy_epoch": self.reply.policy_epoch,
         }
 
+    def another(self) -> Caller:
+        """For another thread: a client serves one."""
+        return Companion(self, self._environment)
+
     def leave(self, reason: str) -> None:
         """End the heartbeats and deregister; a controller that does not answer is not waited for."""
         self._closed.set()
         if self._beats is not None:
             self._beats.join(timeout=SLICE)
             self._client.patience = SLICE
+            farewell = api.deregister(self.reply.replica_id, self.reply.incarnation, reason)
             try:
-                self._client.send(api.deregister(self.reply.replica_id, self.reply.incarnation, reason))
+                try:
+                    self._client.send(farewell)
+                except Refused as error:
+                    if error.code != m.ErrorCode.UNKNOWN_REPLICA:
+                        raise
+                    self.mend(self._mends, self._client)
+                    self._client.send(farewell)
             except ControllerError as error:
                 log.warning("left without deregistering: %s", error)
         self.close()
@@ -159,23 +304,49 @@ class Session(Caller):
             while not self._closed.wait(self.reply.heartbeat_interval):
                 self._beat_once(client, self.reply)
 
+    def _mend_beside(self, seen: int, client: Client) -> None:
+        """In the heartbeat's thread, while the main one may be training for minutes."""
+        try:
+            self.mend(seen, client)
+        except PolicyError as error:
+            self._fatal = error
+        except ControllerError as error:
+            log.warning("the controller could not be told what it lost: %s", error)
+
     def _beat_once(self, client: Client, reply: m.RegisterReply) -> None:
         request = m.HeartbeatRequest(
-            incarnation=reply.incarnation, version=self.version, status=self.status, gauges=dict(self.gauges)
+            incarnation=reply.incarnation,
+            version=self.version,
+            status=self.status,
+            gauges=dict(self.gauges),
+            trouble=self.trouble()[:TROUBLE],
         )
+        known, seen = self.history.known, self._mends
         try:
             answer = client.send(api.heartbeat(reply.replica_id, request))
         except Refused as error:
-            if error.code in _GONE and reply is self.reply:  # else it was the beat of an earlier registration
-                self._fatal = ReplacedError(str(error))
             log.warning("heartbeat refused: %s", error)
+            if reply is not self.reply:
+                return  # it was the beat of an earlier registration
+            if error.code == m.ErrorCode.STALE_INCARNATION:
+                self._fatal = ReplacedError(str(error))
+            elif error.code == m.ErrorCode.UNKNOWN_REPLICA:
+                self._mend_beside(seen, client)
             return
         except ControllerError as error:
             log.debug("no heartbeat: %s", error)
             return
+        there = (answer.committed_steps, answer.newest_publication)
+        if (
+            reply is self.reply
+            and (there[0] < known[0] or there[1] < known[1])
+            and self._told != (there, known)
+        ):
+            self._told = there, known  # where it helps it helps at once
+            self._mend_beside(seen, client)
         for command in answer.commands:
             if command == "checkpoint":
-                self.checkpoint_wanted.set()
+                self.departure.checkpoint_asked = True
             else:
                 self.departure.request(f"command {command}")
         if answer.phase in (m.Phase.FAILED, m.Phase.STOPPED):

@@ -6,7 +6,9 @@ trained on. The controller has seen to both; this is the safety net, so a contra
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Literal
 
 from controller import api
@@ -16,7 +18,10 @@ from policy_worker.micro_batch import TrainSample
 from policy_worker.parallel.group import Group
 from schema.wire.batch import StepTable, decode_batch
 from schema.wire.frame import FrameError
+from schema.wire.payload_file import resolve
 from schema.wire.sample import decode_sample
+
+log = logging.getLogger(__name__)
 
 POLL = 2.0
 """Seconds that one question for a batch may wait: so often a request to leave is looked at."""
@@ -28,12 +33,21 @@ class BatchSource:
     """Asks the controller for batches. All ranks call alike.
 
     bound: S, the most steps by which a sample may be older than the step that trains it.
+    payloads: the directory through which large samples come (see `schema.wire.payload_file`).
     """
 
     def __init__(
-        self, group: Group, call: Callable[[Call[bytes | None]], bytes | None], policy_epoch: int, bound: int
+        self,
+        group: Group,
+        call: Callable[[Call[bytes | None]], bytes | None],
+        policy_epoch: int,
+        bound: int,
+        payloads: Path | None = None,
     ) -> None:
         self._group, self._call, self._epoch, self._bound = group, call, policy_epoch, bound
+        self._payloads = payloads
+        self.seen: Callable[[StepTable], None] = lambda _: None
+        """Told of every batch before it is trained on."""
         self._frames: Frames | None = None
 
     def poll(self, step: int) -> StepTable | None:
@@ -53,6 +67,9 @@ class BatchSource:
                 return None
             table = StepTable.model_validate_json(text)
         check_table(table, step, self._bound)
+        self.seen(table)
+        if self._group.leads and table.n_samples:
+            log.info("%s", describe(table))
         return table
 
     def _table_text(self, step: int) -> str | None:
@@ -76,10 +93,22 @@ class BatchSource:
             data = self._ask(table.step, rows)
             if data is None:
                 raise BadBatchError(f"the batch of step {table.step} was ready, and is not any more")
-            frames = list(_decode(data)[1])
+            assembled, fetched = _decode(data)
+            if assembled.group_ids != table.group_ids:
+                raise BadBatchError(f"the batch of step {table.step} was assembled anew while it was fetched")
+            frames = list(fetched)
         if len(frames) != len(rows):
             raise BadBatchError(f"asked for {len(rows)} samples of step {table.step}, got {len(frames)}")
-        return {row: decode_payload(table, row, frame) for row, frame in zip(rows, frames, strict=True)}
+        return {
+            row: decode_payload(table, row, self._whole(table, row, frame))
+            for row, frame in zip(rows, frames, strict=True)
+        }
+
+    def _whole(self, table: StepTable, row: int, frame: bytes | memoryview) -> bytes | memoryview:
+        try:
+            return resolve(self._payloads, frame)
+        except FrameError as error:
+            raise BadBatchError(f"sample {row} of step {table.step}: {error}") from error
 
 
 def _decode(data: bytes) -> tuple[StepTable, Frames]:
@@ -103,6 +132,30 @@ def check_table(table: StepTable, step: int, bound: int) -> None:
                 f"sample {row} of step {step} is {step - oldest} steps old (version {oldest}), the bound is {bound}: "
                 f"refused, since training on it would break the promise of allowed_outdated_steps"
             )
+
+
+def describe(table: StepTable) -> str:
+    """Which groups a step trains, and how old they are: a line of the log, so that a run can be audited.
+
+    `step 7 of timeline 1 trains 16 samples of versions 5 to 7: e0-p28..30 e0-p33`
+    """
+    rows = [row for row in range(table.n_samples) if counts(table, row)]
+    versions = [table.oldest_version[row] for row in rows] + [table.newest_version[row] for row in rows]
+    spans: list[tuple[str, int, int]] = []
+    for name in table.group_ids:
+        prefix = name.rstrip("0123456789")
+        number = int(name[len(prefix) :] or 0)
+        if spans and spans[-1][0] == prefix and spans[-1][2] + 1 == number:
+            spans[-1] = (prefix, spans[-1][1], number)
+        else:
+            spans.append((prefix, number, number))
+    groups = " ".join(
+        f"{prefix}{first}" + (f"..{last}" if last > first else "") for prefix, first, last in spans
+    )
+    return (
+        f"step {table.step} of timeline {table.timeline} trains {len(rows)} samples of versions "
+        f"{min(versions, default=-1)} to {max(versions, default=-1)}: {groups}"
+    )
 
 
 def counts(table: StepTable, row: int) -> bool:

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 from controller.client import Refused
-from policy_worker.checkpoint import Checkpointer, Found, find_checkpoint
-from policy_worker.errors import NoCheckpointError, SettingsError
+from policy_worker.checkpoints import Checkpointer, Resumption, choose, weights_directory
+from policy_worker.checkpoints.snapshot import newest_snapshot, snapshot_of
+from policy_worker.errors import JobFinishedError, NoCheckpointError, SettingsError
 from policy_worker.grpo import Grpo
 from policy_worker.learner import Learner
 from policy_worker.loop import Algorithm, Loop
@@ -25,6 +26,7 @@ from policy_worker.sft import Sft
 from policy_worker.step_batch import BatchSource
 from schema.config import Config
 from schema.wire import messages as m
+from schema.wire import payload_file
 
 log = logging.getLogger(__name__)
 
@@ -53,19 +55,22 @@ def run_rank(environment: Environment, ranks: RankEnvironment, departure: Depart
 
 
 def _train(environment: Environment, group: Group, session: Session | None, departure: Departure) -> str:
-    reply, found = _register(group, session)
+    reply, resumption = _register(group, session)
     config = Config.model_validate(reply.config)
     group.set_control_timeout(config.controller.controller_lost_timeout)
     departure.grace = config.launcher.shutdown_timeout
     _check_mesh(config, group)
     _seed(config)
-    learner = Learner(load_model(config), config, group, _schedule(config, reply.total_steps))
-    checkpointer = Checkpointer(config, reply, learner, session)
-    if found is not None:
-        checkpointer.restore(found)
+    model = load_model(config, weights_directory(resumption, config))
+    learner = Learner(model, config, group, _schedule(config, reply.total_steps))
+    checkpointer = Checkpointer(config, reply, learner, session, departure)
+    step = checkpointer.restore(resumption) if resumption is not None else 0
     loop = Loop(config, reply, learner, session, departure, checkpointer)
     caller = session or Caller(environment, departure, config.controller.controller_lost_timeout)
-    return loop.run(_algorithm(config, reply, learner, caller, departure), found.step if found else 0)
+    try:
+        return loop.run(_algorithm(config, reply, learner, caller, departure), step)
+    finally:
+        checkpointer.close(departure.grace)
 
 
 def _algorithm(
@@ -73,43 +78,50 @@ def _algorithm(
 ) -> Algorithm:
     if reply.mode == "sft":
         return Sft(config, learner, Path(reply.data_file), departure)
-    source = BatchSource(learner.group, caller.call, reply.policy_epoch, config.staleness_bound)
+    store = config.controller.payload_store
+    payloads = payload_file.directory(store, reply.job_id) if store else None
+    source = BatchSource(learner.group, caller.call, reply.policy_epoch, config.staleness_bound, payloads)
+    if isinstance(caller, Session):
+        source.seen = caller.history.took
     return Grpo(config, learner, source, departure)
 
 
-def _register(group: Group, session: Session | None) -> tuple[m.RegisterReply, Found | None]:
+def _register(group: Group, session: Session | None) -> tuple[m.RegisterReply, Resumption | None]:
     """Register, and again with the step of a checkpoint when one is to be resumed: only then is it known."""
-
-    def register() -> tuple[object, object]:
-        assert session is not None
-        try:
-            reply = session.register()
-            found = _checkpoint_for(reply)
-            if found is not None:
-                reply = session.register(resume_step=found.step)
-        except Refused as error:
-            if error.code == m.ErrorCode.CONFLICT:
-                raise SettingsError(str(error)) from error
-            raise
-        return reply.model_dump(mode="json"), None if found is None else [str(found.path), found.step]
-
-    answer, found = group.lead(register)
-    return m.RegisterReply.model_validate(answer), Found(Path(found[0]), found[1]) if found else None
-
-
-def _checkpoint_for(reply: m.RegisterReply) -> Found | None:
-    """The checkpoint to resume from, if any.
-
-    Raises:
-        NoCheckpointError: the run has committed steps, and nothing holds their weights.
-    """
-    found = find_checkpoint(Config.model_validate(reply.config), Path(reply.run_dir))
-    if found is None and reply.committed_steps > 0:
+    reply = _tell(group, session, None)
+    config = Config.model_validate(reply.config)
+    resumption = choose(group, config, Path(reply.run_dir))
+    if session is not None:
+        session.history.snapshot = lambda: newest_snapshot(Path(reply.run_dir), resumption)
+    if resumption is None and reply.committed_steps == 0:
+        return reply, None
+    if resumption is None and not config.train.ckpt.enable_checkpoint:
         raise NoCheckpointError(
             f"{reply.committed_steps} steps are committed and no checkpoint holds their weights: the run cannot go "
             f"on; write train.ckpt.enable_checkpoint = true before the next one"
         )
-    return found
+    # A run that keeps checkpoints and was killed before its first one begins again.
+    return _tell(group, session, resumption.step if resumption else 0, resumption), resumption
+
+
+def _tell(
+    group: Group, session: Session | None, step: int | None, resumption: Resumption | None = None
+) -> m.RegisterReply:
+    """One registration by rank 0, its answer for all. step: committed steps in the weights, if known."""
+
+    def register() -> object:
+        assert session is not None
+        snapshot = None if resumption is None or not step else snapshot_of(resumption.found)
+        try:
+            return session.register(step, snapshot).model_dump(mode="json")
+        except Refused as error:
+            if error.code == m.ErrorCode.CONFLICT:
+                raise SettingsError(str(error)) from error
+            if error.code == m.ErrorCode.JOB_FINISHED:
+                raise JobFinishedError(error.detail) from error
+            raise
+
+    return m.RegisterReply.model_validate(group.lead(register))
 
 
 def _schedule(config: Config, total_steps: int) -> Schedule:

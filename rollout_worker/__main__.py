@@ -3,6 +3,9 @@
 Environment: COSMOS_CONTROLLER_URL and COSMOS_TOKEN (the rollout role's); optional COSMOS_REPLICA_NAME,
 COSMOS_CPU_THREADS, COSMOS_PARENT_PID. Everything else comes with the registration.
 
+SIGTERM drains: no more leases, what can be is finished and pushed, the rest given back, all of it within
+launcher.shutdown_timeout; a second SIGTERM gives everything back at once.
+
 Exit codes: 0 the job is over, or this replica was asked to leave; 2 the settings cannot work; 1 anything else,
 to be restarted.
 """
@@ -17,6 +20,7 @@ import sys
 import uvloop
 
 from controller.client import ControllerError, Unauthorized
+from rollout_worker.deadline import Deadline
 from rollout_worker.engines.base import EngineConfigError, EngineError
 from rollout_worker.rewards.pool import RewardPoolError
 from rollout_worker.rewards.registry import RewardConfigError
@@ -46,9 +50,13 @@ def _run(url: str, token: str, name: str, parent: int | None, threads: int | Non
     _set_up_libraries(threads)
     from rollout_worker.worker import Worker  # after the environment is known to be right: it takes seconds
 
+    deadline = Deadline(OK)
+
     async def work() -> None:
         worker = Worker(url, token, name, parent)
         worker.departure.install_signals()
+        worker.departure.on_asked = deadline.start
+        worker.on_config = deadline.configure
         await worker.run()
 
     try:

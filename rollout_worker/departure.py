@@ -1,8 +1,11 @@
 """Why and how a replica leaves.
 
 finished  the job has ended: nothing of what it holds is needed
-stop      leave now: running samples are given up
-drain     lease no more, finish what can be finished in time
+stop      leave now: running samples are given up, finished ones are still pushed
+drain     lease no more, finish what can be finished in time, push it, give back the rest
+
+SIGTERM (a notice of a spot instance, `docker stop`, Kubernetes) and `POST /v1/replicas/{id}/drain` drain; a second
+SIGTERM stops.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import asyncio
 import logging
 import os
 import signal
+from collections.abc import Callable
 from typing import Literal
 
 log = logging.getLogger(__name__)
@@ -26,6 +30,8 @@ class Departure:
         self.kind: Kind | None = None
         self.reason = ""
         self._asked, self._urgent = asyncio.Event(), asyncio.Event()
+        self.on_asked: Callable[[], None] = lambda: None
+        """Called whenever somebody asks, the first time and when it becomes more urgent."""
 
     def ask(self, kind: Kind, reason: str) -> None:
         if self.kind is not None and _URGENCY[kind] <= _URGENCY[self.kind]:
@@ -33,6 +39,7 @@ class Departure:
         log.info("leaving (%s): %s", kind, reason)
         self.kind, self.reason = kind, reason
         self._asked.set()
+        self.on_asked()
         if kind != "drain":
             self._urgent.set()
 

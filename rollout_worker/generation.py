@@ -50,7 +50,11 @@ class Generating:
 
     def _score(self, samples: list[Generation]) -> None:
         held, settings = self._held, self._leasing.settings
-        known = [(sample, found) for sample in samples if (found := held.request(sample.request_id))]
+        known = [
+            (sample, found)
+            for sample in samples
+            if (found := held.request(sample.request_id)) and found[1][sample.index] in found[0].open
+        ]
         answers = texts(
             self._tokenizer,
             [sample for sample, _ in known],

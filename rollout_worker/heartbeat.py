@@ -12,6 +12,7 @@ from rollout_worker.engines.base import Engine
 from rollout_worker.gauges import Gauges
 from rollout_worker.held import Held
 from rollout_worker.session import Session
+from schema.wire.history import DeclareLeases
 from schema.wire.messages import HeartbeatReply, HeartbeatRequest
 
 PARENT_CHECK_S = 0.5
@@ -32,9 +33,9 @@ class Heartbeat:
     async def run(self) -> None:
         """For ever. Raises `ControllerError`, `SupersededError`, `JobOverError`."""
         while True:
-            self._obey(
-                await self._session.call(lambda session: api.heartbeat(session.replica_id, self._beat()))
-            )
+            reply = await self._session.call(lambda session: api.heartbeat(session.replica_id, self._beat()))
+            await self._give_up(reply.lost_leases)
+            self._obey(reply)
             await self._pause(self._session.reply.heartbeat_interval)
 
     def _beat(self) -> HeartbeatRequest:
@@ -47,10 +48,18 @@ class Heartbeat:
             gauges={} if engine is None else self._gauges.read(time.monotonic(), engine.stats()),
         )
 
+    async def _give_up(self, lease_ids: list[str]) -> None:
+        """Forget leases that are lost, unless the controller takes them back: it may have lost them by itself."""
+        held = self._held.declared(lease_ids)
+        if held:
+            still = await self._session.call(
+                lambda session: api.declare_leases(
+                    session.replica_id, DeclareLeases(incarnation=session.incarnation, leases=held)
+                )
+            )
+            self.on_lost(still.lost_leases)
+
     def _obey(self, reply: HeartbeatReply) -> None:
-        lost = [lease_id for lease_id in reply.lost_leases if self._held.get(lease_id) is not None]
-        if lost:
-            self.on_lost(lost)
         if "stop" in reply.commands:
             self._departure.ask("stop", "the controller asked for it")
         elif "drain" in reply.commands:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from schema.wire.messages import HeldLease, LeasedGroup
+from schema.wire.weights import Publication
 
 
 @dataclass(slots=True)
@@ -21,6 +22,8 @@ class HeldGroup:
     lease: LeasedGroup
     open: set[int]
     """Samples that are not done."""
+    weights: Publication | None = None
+    """What the engine held when the lease was asked for."""
     requests: set[str] = field(default_factory=set)
     """Engine requests made for it."""
 
@@ -35,12 +38,15 @@ class Held:
     def __len__(self) -> int:
         return len(self._groups)
 
-    def add(self, lease: LeasedGroup) -> HeldGroup | None:
-        """Take a leased group in; None if it is held already (a repeated answer) or has nothing left to do."""
+    def add(self, lease: LeasedGroup, weights: Publication | None = None) -> HeldGroup | None:
+        """Take a leased group in; None if it is held already (a repeated answer) or has nothing left to do.
+
+        weights: what the engine held when it was asked for.
+        """
         missing = set(range(len(lease.seeds))) - set(lease.done)
         if lease.lease_id in self._groups or not missing:
             return None
-        group = HeldGroup(lease, missing)
+        group = HeldGroup(lease, missing, weights)
         self._groups[lease.lease_id] = group
         return group
 
@@ -83,10 +89,30 @@ class Held:
 
     @property
     def leases(self) -> list[HeldLease]:
+        """What is held, as the controller is told that may have forgotten it."""
+        return [self._declared(group) for group in self._groups.values()]
+
+    def declared(self, lease_ids: Iterable[str]) -> list[HeldLease]:
+        """Some of `leases`, as far as they are held."""
         return [
-            HeldLease(group_id=group.lease.group_id, lease_id=lease_id)
-            for lease_id, group in self._groups.items()
+            self._declared(group)
+            for lease_id in lease_ids
+            if (group := self._groups.get(lease_id)) is not None
         ]
+
+    def _declared(self, group: HeldGroup) -> HeldLease:
+        lease, weights = group.lease, group.weights
+        pushed = sorted(set(range(len(lease.seeds))) - group.open)
+        if weights is None:
+            return HeldLease(group_id=lease.group_id, lease_id=lease.lease_id, pushed=pushed)
+        return HeldLease(
+            group_id=lease.group_id,
+            lease_id=lease.lease_id,
+            version=weights.version,
+            publication_id=weights.id,
+            manifest_hash=weights.manifest_hash,
+            pushed=pushed,
+        )
 
     @property
     def samples(self) -> int:

@@ -83,7 +83,7 @@ class Leasing:
                 continue
             reply = await self._ask(publication, wanted)
             if reply is not None:
-                await self._take(reply)
+                await self._take(reply, publication)
 
     def _wanted(self) -> int:
         stats, rollout = self._engine.stats(), self._config.rollout
@@ -108,6 +108,8 @@ class Leasing:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_S):
                     await self._interrupt.wait()
+        else:  # what is in use is of a history that is gone, and the trainer has published nothing since
+            await asyncio.sleep(PAUSE_S)
 
     async def _ask(self, publication: Publication, wanted: int) -> LeaseReply | None:
         """One lease request, held open by the controller until it has an answer; None when leaving.
@@ -127,6 +129,7 @@ class Leasing:
                         incarnation=session.incarnation,
                         version=publication.version,
                         publication_id=publication.id,
+                        manifest_hash=publication.manifest_hash,
                         max_groups=wanted,
                         wait_s=wait_s,
                     )
@@ -145,9 +148,9 @@ class Leasing:
             await asyncio.gather(asking, *signals, return_exceptions=True)
         return None if self._departure.asked else await send(0.0)
 
-    async def _take(self, reply: LeaseReply) -> None:
+    async def _take(self, reply: LeaseReply, weights: Publication) -> None:
         if reply.status is LeaseStatus.GRANTED:
-            await self._accept(reply.groups)
+            await self._accept(reply.groups, weights)
         elif reply.status is LeaseStatus.UPDATE:
             self._weights.look_again()
             await self._wait_for_weights(reply.update_to or 0)
@@ -159,13 +162,13 @@ class Leasing:
             log.debug("%s: %s", reply.status.value, reply.reason)
             await asyncio.sleep(PAUSE_S)
 
-    async def _accept(self, groups: list[LeasedGroup]) -> None:
+    async def _accept(self, groups: list[LeasedGroup], weights: Publication) -> None:
         for lease in groups:
             if lease.pinned_version is not None and not self._weights.may_pin(lease.pinned_version):
                 log.info("group %s is given back: it needs version %d", lease.group_id, lease.pinned_version)
                 await self._release(lease.lease_id)
                 continue
-            group = self._held.add(lease)
+            group = self._held.add(lease, weights)
             if group is None:
                 continue
             if lease.kind == "train":
@@ -186,9 +189,14 @@ class Leasing:
                 self._pusher.add(lease, failed(lease, index, fault))
 
     def _requests(self, group: HeldGroup) -> list[GenerationRequest]:
-        """The engine requests of a group: one with all seeds, or one per sample (`n_generation_to_batch`)."""
+        """The engine requests of a group: one with all seeds, or one per sample (`n_generation_to_batch`).
+
+        With `train.deterministic` samples that another replica has pushed already are computed along: the bits of
+        the others depend on them.
+        """
         lease, settings = group.lease, self.settings[group.lease.kind]
-        indices = sorted(group.open)
+        whole = self._config.train.deterministic and not self._config.rollout.n_generation_to_batch
+        indices = list(range(len(lease.seeds))) if whole else sorted(group.open)
         parts = [[index] for index in indices] if self._config.rollout.n_generation_to_batch else [indices]
         requests = []
         for part in parts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 MAX_GROUPS = 1024
 """Groups per lease request: an answer of a few megabytes at most."""
@@ -39,6 +40,20 @@ def cut_batch(sizes: Sequence[int], max_bytes: int, max_items: int) -> int:
     return min(len(sizes), max_items)
 
 
-def drain_seconds(shutdown_timeout: float) -> float:
-    """How long running samples may go on when the replica leaves; the rest is for pushing and closing."""
-    return 0.6 * shutdown_timeout
+@dataclass(frozen=True, slots=True)
+class LeavingTimes:
+    """How the time that a replica has for leaving is divided; seconds. What remains is for closing the engine."""
+
+    finish: float
+    """Running samples may go on so long."""
+    push: float
+    """Then what is finished is pushed."""
+    goodbye: float
+    """Then the controller is told, and takes back the rest."""
+
+
+def leaving_times(shutdown_timeout: float) -> LeavingTimes:
+    """Most of the time is for what cannot be had again; pushes take milliseconds where the controller answers."""
+    return LeavingTimes(
+        0.6 * shutdown_timeout, min(5.0, 0.15 * shutdown_timeout), min(5.0, 0.1 * shutdown_timeout)
+    )

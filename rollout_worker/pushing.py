@@ -13,8 +13,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from controller import api
 from controller.client import Refused
@@ -22,7 +23,10 @@ from rollout_worker.held import Held
 from rollout_worker.planner import cut_batch
 from rollout_worker.samples import failed
 from rollout_worker.session import Session
+from schema.config import Config
+from schema.wire import payload_file
 from schema.wire.messages import ErrorCode, LeasedGroup, PushItem, PushList, PushReply, PushResult
+from schema.wire.payload_file import FileName
 from schema.wire.sample import Sample, encode_sample
 
 log = logging.getLogger(__name__)
@@ -41,11 +45,44 @@ class _Entry:
     frame: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class SharedPayloads:
+    """The directory through which large samples reach the trainer (see `schema.wire.payload_file`)."""
+
+    root: Path
+    least_bytes: int
+
+    def put(self, batch: Sequence[_Entry]) -> list[bytes]:
+        """What is pushed of each sample. A directory that cannot be written is passed by: Redis takes the sample."""
+        return [self._put(entry) if self._is_large(entry) else entry.frame for entry in batch]
+
+    def _is_large(self, entry: _Entry) -> bool:
+        return entry.lease.kind == "train" and len(entry.frame) >= self.least_bytes
+
+    def _put(self, entry: _Entry) -> bytes:
+        name = FileName(entry.lease.group_id, entry.lease.lease_id, entry.index)
+        try:
+            return payload_file.write(self.root, name, entry.frame)
+        except OSError as error:
+            log.warning("payload %s goes through the controller: %s: %s", name, self.root, error)
+            return entry.frame
+
+
+def shared_payloads(config: Config, job_id: str) -> SharedPayloads | None:
+    """The directory that the config names, if it names one."""
+    store = config.controller.payload_store
+    if not store:
+        return None
+    return SharedPayloads(payload_file.directory(store, job_id), config.controller.payload_bytes)
+
+
 class Pusher:
     """The queue of finished samples, and the loop that empties it."""
 
-    def __init__(self, session: Session, held: Held, max_request_bytes: int) -> None:
-        self._session, self._held = session, held
+    def __init__(
+        self, session: Session, held: Held, max_request_bytes: int, shared: SharedPayloads | None = None
+    ) -> None:
+        self._session, self._held, self._shared = session, held, shared
         self._max_bytes = int(max_request_bytes * SHARE_OF_LIMIT)
         self._queue: deque[_Entry] = deque()
         self._filled = asyncio.Event()
@@ -93,6 +130,8 @@ class Pusher:
             for entry in batch
         ]
         frames = [entry.frame for entry in batch]
+        if self._shared is not None:
+            frames = await asyncio.to_thread(self._shared.put, batch)
         try:
             reply: PushReply = await self._session.call(
                 lambda session: api.push_many(PushList(replica_id=session.replica_id, pushes=items), frames)

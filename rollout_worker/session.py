@@ -34,6 +34,8 @@ class Session:
     def __init__(self, client: AsyncClient, name: str, held: Held) -> None:
         self._client, self._name, self._held = client, name, held
         self._lock = asyncio.Lock()
+        self.newest_publication = 0
+        """The highest publication id that was heard of."""
         self.reply: RegisterReply
 
     @property
@@ -53,6 +55,7 @@ class Session:
             host=socket.gethostname(),
             pid=os.getpid(),
             held_leases=self._held.leases,
+            newest_publication=self.newest_publication,
         )
         try:
             self.reply = await self._client.send(api.register(request))

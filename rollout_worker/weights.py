@@ -84,6 +84,7 @@ class WeightFollower:
 
     async def _fetch(self, publication: Publication) -> None:
         began = time.monotonic()
+        self._session.newest_publication = max(self._session.newest_publication, publication.id)
         weights = await asyncio.to_thread(fetch, self._session.reply.weight_store, publication)
         self._gauges.extra["fetch_seconds"] = time.monotonic() - began
         self._ready = Fetched(publication, weights)

@@ -15,10 +15,11 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from controller.client import AsyncClient, ControllerError
+from rollout_worker.deadline import UNTIL_REGISTERED
 from rollout_worker.departure import Departure
 from rollout_worker.engines import create_engine
 from rollout_worker.engines.base import Engine
@@ -27,8 +28,8 @@ from rollout_worker.generation import Generating
 from rollout_worker.heartbeat import Heartbeat
 from rollout_worker.held import Held
 from rollout_worker.leasing import Leasing
-from rollout_worker.planner import drain_seconds
-from rollout_worker.pushing import Pusher
+from rollout_worker.planner import LeavingTimes, leaving_times
+from rollout_worker.pushing import Pusher, shared_payloads
 from rollout_worker.rewards.pool import RewardPool
 from rollout_worker.session import Session
 from rollout_worker.tokens import eos_token_ids, import_modules, load_tokenizer
@@ -40,8 +41,6 @@ log = logging.getLogger(__name__)
 
 REGISTER_PATIENCE = 60.0
 """Seconds to wait for a controller that does not answer before its configuration says how long."""
-LEAVE_SECONDS = 5.0
-"""Seconds for the last pushes, and again for saying good-bye."""
 LOOK_S = 0.02
 """How often a draining replica looks whether everything is pushed."""
 
@@ -57,7 +56,12 @@ class Worker:
         self._session = Session(self._client, name, self._held)
         self._heartbeat = Heartbeat(self._session, self._held, self._gauges, self.departure, parent)
         self._tasks: list[asyncio.Task[None]] = []
+        self._anything_ended = asyncio.Event()
+        """A loop may begin, and fail, while others are waited for."""
         self._booted = False
+        self.times: LeavingTimes = leaving_times(UNTIL_REGISTERED)
+        self.on_config: Callable[[Config], None] = lambda config: None
+        """Called when the configuration has come with the registration."""
 
     async def run(self) -> None:
         """Work until asked to leave. Raises what `__main__` gives exit codes to."""
@@ -69,6 +73,8 @@ class Worker:
             try:
                 config = Config.model_validate(reply.config)
                 self._client.patience = config.controller.controller_lost_timeout
+                self.times = leaving_times(config.launcher.shutdown_timeout)
+                self.on_config(config)
                 self._spawn(self._heartbeat.run(), "heartbeat")
                 await self._until_departure(self._work(config, stack))
             finally:
@@ -95,7 +101,12 @@ class Worker:
         rewards = reward_pool(config)
         stack.push_async_callback(rewards.close)
         await rewards.start()
-        pusher = Pusher(self._session, self._held, config.controller.max_request_bytes)
+        pusher = Pusher(
+            self._session,
+            self._held,
+            config.controller.max_request_bytes,
+            shared_payloads(config, self._session.reply.job_id),
+        )
         weights = WeightFollower(self._session, engine, self._held, self._gauges)
         leasing = Leasing(
             config, self._session, engine, self._held, weights, pusher, self.departure, self._gauges
@@ -147,10 +158,11 @@ class Worker:
         """Run the work. The first loop that fails ends it; who is asked to leave while booting just leaves."""
         main = self._spawn(work, "work")
         asked = asyncio.create_task(self.departure.wait())
+        asked.add_done_callback(self._note_end)
         try:
             while not main.done():
-                waiting = [*self._tasks] if asked.done() else [*self._tasks, asked]
-                await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                await self._anything_ended.wait()
+                self._anything_ended.clear()
                 if asked.done() and not self._booted:
                     return
                 for task in self._tasks:
@@ -165,32 +177,47 @@ class Worker:
         """After the last lease: let samples end while there is time, then push what is finished."""
         self._heartbeat.status = "draining"
         if self.departure.kind == "drain":
+            log.info(
+                "draining: %d samples of %d groups may end within %.0f s (launcher.shutdown_timeout = %g)",
+                self._held.samples,
+                len(self._held),
+                self.times.finish,
+                config.launcher.shutdown_timeout,
+            )
             urgent = asyncio.create_task(self.departure.wait_urgent())
-            give_up = time.monotonic() + drain_seconds(config.launcher.shutdown_timeout)
+            give_up = time.monotonic() + self.times.finish
             while len(self._held) and time.monotonic() < give_up and not urgent.done():
                 await asyncio.wait([urgent], timeout=LOOK_S)
             urgent.cancel()
         if len(self._held):
-            log.info("%d groups are given back unfinished", len(self._held))
+            log.info(
+                "%d samples of %d groups are given back unfinished: others make them from the same seeds",
+                self._held.samples,
+                len(self._held),
+            )
         engine.abort(self._held.requests)
         if self.departure.kind != "finished":
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LEAVE_SECONDS):
+                async with asyncio.timeout(self.times.push):
                     await pusher.flush()
 
     async def _leave(self) -> None:
         """Say good-bye, whatever happened; a controller that does not answer will notice by itself."""
         reason = self.departure.reason or "error"
         try:
-            async with asyncio.timeout(LEAVE_SECONDS):
+            async with asyncio.timeout(self.times.goodbye):
                 await self._session.leave(reason)
         except (ControllerError, TimeoutError) as error:
             log.warning("the controller was not told that this replica leaves: %s", error)
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=name)
+        task.add_done_callback(self._note_end)
         self._tasks.append(task)
         return task
+
+    def _note_end(self, _: asyncio.Task[None]) -> None:
+        self._anything_ended.set()
 
 
 def reward_pool(config: Config) -> RewardPool:

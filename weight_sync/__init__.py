@@ -12,12 +12,13 @@ checkpoint.
 from weight_sync.collect import collect, remove
 from weight_sync.errors import NotReadableError, WeightError
 from weight_sync.fetch import Weights, fetch
-from weight_sync.hub import gather_full, hub_tensors
+from weight_sync.hub import HubNames, gather_full, hub_tensors
 from weight_sync.publish import Published, publish
 from weight_sync.store import DirectoryStore, Store
 
 __all__ = [
     "DirectoryStore",
+    "HubNames",
     "NotReadableError",
     "Published",
     "Store",

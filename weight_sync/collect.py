@@ -25,7 +25,8 @@ def collect(store: Store, keep: Collection[str], *, name: str = "", min_age: flo
     Args:
         keep: URIs of publications (`Publication.uri`) that stay.
         name: as given to `publish`: versions of other jobs in the same store are not touched.
-        min_age: versions younger than this many seconds stay too (their publication may be under way).
+        min_age: versions younger than this many seconds stay too (their publication may be under way), and so do
+            unfinished ones of that name.
 
     Returns:
         The names of the versions removed.
@@ -41,6 +42,8 @@ def collect(store: Store, keep: Collection[str], *, name: str = "", min_age: flo
         if store.delete(version):
             removed.append(version)
     store.sweep(ABANDONED_AFTER)
+    if name:
+        store.sweep(min_age, f"{name}.")
     if removed:
         log.info("removed %d weight versions that nobody needs: %s", len(removed), ", ".join(removed))
     return removed

@@ -43,15 +43,31 @@ def hub_tensors(
     Yields:
         Detached tensors on the device of the model; whole ones on every rank.
     """
-    convert = _reverse_conversion(model)
-    for _, group in itertools.groupby(_stored(model), key=lambda item: _layer_of(item[0])):
-        if convert is None:
-            for name, tensor in group:
-                yield name, _cast(gather(name, tensor), dtype)
-        else:
-            whole = {name: gather(name, tensor) for name, tensor in group}
-            for name, tensor in convert(whole).items():
-                yield name, _cast(tensor, dtype)
+    yield from HubNames(model).tensors(gather, dtype=dtype)
+
+
+class HubNames:
+    """Which tensors a model is stored as, found out at once: the model is not asked again.
+
+    So a copy of its weights can be named later, and by another thread, while the model itself trains on.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._stored = list(_stored(model))
+        self._convert = _reverse_conversion(model)
+
+    def tensors(
+        self, gather: Gather = gather_full, *, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """As `hub_tensors`. A `gather` that looks only at the name never touches the model's tensors."""
+        for _, group in itertools.groupby(self._stored, key=lambda item: _layer_of(item[0])):
+            if self._convert is None:
+                for name, tensor in group:
+                    yield name, _cast(gather(name, tensor), dtype)
+            else:
+                whole = {name: gather(name, tensor) for name, tensor in group}
+                for name, tensor in self._convert(whole).items():
+                    yield name, _cast(tensor, dtype)
 
 
 def _stored(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

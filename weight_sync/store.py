@@ -4,8 +4,8 @@
       t0-v00000007-5f0c1d2e/        one version: immutable once it has this name
         manifest.json
         00000.safetensors
-      .tmp-1b2c3d4e/                being written; nobody reads it
-      .trash-9a8b7c6d/              being deleted; nobody opens it any more
+      .tmp-t0-v00000008-1b2c3d4e/   being written; nobody reads it
+      .trash-t0-v00000003-9a8b7c6d/ being deleted; nobody opens it any more
 
 Invariant: a version becomes visible whole, by one rename, and is never written again. A reader therefore
 sees all of a version or none of it; what a file system shows late or loses is caught by the hashes of the
@@ -29,7 +29,7 @@ from typing import IO, Protocol
 
 from weight_sync.errors import NotReadableError, WeightError
 
-FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
 """Names of versions and files: never hidden, never a path, the same on every file system."""
 
 _TMP, _TRASH = ".tmp-", ".trash-"
@@ -63,8 +63,9 @@ class Store(Protocol):
     def delete(self, version: str) -> bool:
         """Remove a version; those who already read it keep what they mapped. False when it was gone."""
 
-    def sweep(self, older_than: float) -> None:
-        """Remove what writers and deleters that died left behind, once it is `older_than` seconds old."""
+    def sweep(self, older_than: float, beginning: str = "") -> None:
+        """Remove what writers and deleters that died left behind of versions whose names begin so, once it is
+        `older_than` seconds old."""
 
 
 def split_key(key: str) -> tuple[str, str]:
@@ -123,7 +124,7 @@ class DirectoryStore:
         target = self.root / version
         if target.exists():
             raise WeightError(f"version {target} exists already: versions are never overwritten")
-        path = self.root / f"{_TMP}{secrets.token_hex(8)}"
+        path = self.root / f"{_TMP}{version}-{secrets.token_hex(4)}"
         path.mkdir()
         stage = _DirectoryStage(path, target, self.durable)
         try:
@@ -174,7 +175,7 @@ class DirectoryStore:
     def delete(self, version: str) -> bool:
         if not FILE_NAME.fullmatch(version):
             raise WeightError(f"{version!r} is not the name of a version")
-        trash = self.root / f"{_TRASH}{secrets.token_hex(8)}"
+        trash = self.root / f"{_TRASH}{version}-{secrets.token_hex(4)}"
         try:
             (self.root / version).rename(trash)  # from here on nobody opens it
         except FileNotFoundError:
@@ -182,10 +183,11 @@ class DirectoryStore:
         shutil.rmtree(trash, ignore_errors=True)  # what a busy file system keeps is swept later
         return True
 
-    def sweep(self, older_than: float) -> None:
+    def sweep(self, older_than: float, beginning: str = "") -> None:
+        marks = (_TMP + beginning, _TRASH + beginning)
         try:
             with os.scandir(self.root) as entries:
-                left = [e.name for e in entries if e.name.startswith((_TMP, _TRASH)) and _is_directory(e)]
+                left = [e.name for e in entries if e.name.startswith(marks) and _is_directory(e)]
         except FileNotFoundError:
             return
         for name in left:

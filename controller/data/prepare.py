@@ -56,14 +56,17 @@ def prepare(config: Config, run_dir: Path) -> dict[str, int]:
     if config.validation.enable and config.is_grpo:
         jobs.append(("validation", *_validation_source(config, source, held_out)))
     tokenizer = _tokenizer(config)
-    counts: dict[str, int] = {}
+    ready: list[tuple[Role, Source, Prepared]] = []
     for role, rows, keep in jobs:
         if config.is_grpo:
-            prepared = prepare_prompts(config, tokenizer, rows, keep, role)
+            ready.append((role, rows, prepare_prompts(config, tokenizer, rows, keep, role)))
         else:
-            prepared = prepare_conversations(config, tokenizer, rows, keep)
-        counts[role] = _write(run_dir / "data" / f"{role}.safetensors", prepared, rows.name, role)
-    return counts
+            ready.append((role, rows, prepare_conversations(config, tokenizer, rows, keep)))
+    # The training data last: where it is, everything is, however this process may have ended.
+    return {
+        role: _write(run_dir / "data" / f"{role}.safetensors", prepared, rows.name, role)
+        for role, rows, prepared in reversed(ready)
+    }
 
 
 def _tokenizer(config: Config) -> PromptTokenizer:

@@ -6,16 +6,23 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Annotated, Any, TypeVar
 
-from fastapi import Query
+from fastapi import Path, Query
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
+from controller.openapi import schema_of
 from controller.problems import ProblemError, describe_validation
 from schema.wire.frame import CONTENT_TYPE
 from schema.wire.messages import ErrorCode
 
 T = TypeVar("T", bound=BaseModel)
+
+Number = Annotated[int, Path(ge=0, lt=2**53)]
+"""A step, or the index of a sample, in a path."""
+Since = Annotated[int, Query(ge=0, lt=2**53)]
+Identifier = Annotated[str, Path(min_length=1, max_length=256)]
+Reason = Annotated[str, Query(max_length=8192)]
 
 MAX_WAIT = 60.0
 """Longest long-poll in seconds."""
@@ -54,7 +61,7 @@ async def _hung_up(request: Request) -> None:
 
 def json_body(kind: type[BaseModel]) -> dict[str, Any]:
     """The OpenAPI description of a body that the route parses itself."""
-    content = {"application/json": {"schema": kind.model_json_schema()}}
+    content = {"application/json": {"schema": schema_of(kind)}}
     return {"requestBody": {"required": True, "content": content}}
 
 
@@ -62,6 +69,20 @@ def frame_body(description: str) -> dict[str, Any]:
     """The OpenAPI description of a body of frame bytes."""
     content = {CONTENT_TYPE: {"schema": {"type": "string", "format": "binary", "description": description}}}
     return {"requestBody": {"required": True, "content": content}}
+
+
+def answers(
+    content_type: str, description: str, schema: dict[str, Any] | None = None
+) -> dict[int | str, Any]:
+    """The OpenAPI description of an answer that is no model."""
+    return {
+        200: {"description": description, "content": {content_type: {"schema": schema or {"type": "string"}}}}
+    }
+
+
+FRAME_ANSWER = answers(CONTENT_TYPE, "Frame bytes.", {"type": "string", "format": "binary"})
+OBJECT = {"type": "object"}
+OBJECTS = {"type": "array", "items": OBJECT}
 
 
 def reply(model: BaseModel) -> Response:

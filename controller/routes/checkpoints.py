@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from controller.auth import POLICY
-from controller.routes.base import json_body, read, reply
+from controller.routes.base import Number, json_body, read, reply
 from controller.service import Controller
 from schema.wire import messages as m
 
@@ -21,7 +21,7 @@ def router(controller: Controller) -> APIRouter:
         return reply(await controller.training.checkpoint(await read(request, m.CheckpointRequest)))
 
     @api.get("/{step}/ledger", responses={200: {"model": m.LedgerSnapshot}})
-    async def snapshot(request: Request, step: int) -> Response:
+    async def snapshot(request: Request, step: Number) -> Response:
         tokens.require(request, POLICY)
         return reply(controller.job.progress.snapshot(step))
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict
+from pydantic_core import from_json
 from starlette.responses import Response
 
 from controller.auth import USER
 from controller.problems import ProblemError
 from controller.redact import redacted
-from controller.routes.base import reply
+from controller.routes.base import OBJECT, answers, reply
 from controller.service import Controller
 from schema.config import Config
 from schema.config.problem import ConfigError
@@ -38,22 +40,27 @@ class ConfigVerdict(BaseModel):
     problems: list[ConfigProblem]
 
 
+CONFIG_BODY: dict[str, Any] = {
+    "requestBody": {"required": True, "content": {"application/json": {"schema": OBJECT}}}
+}
+
+
 def router(controller: Controller) -> APIRouter:
     api = APIRouter(prefix="/v1/config", tags=["config"])
     tokens = controller.tokens
 
-    @api.get("")
+    @api.get("", responses=answers("application/json", "The configuration, secrets left out.", OBJECT))
     async def config(request: Request) -> Response:
         tokens.require(request, USER)
         text = json.dumps(redacted(controller.job.config.to_dict()))
         return Response(text, media_type="application/json")
 
-    @api.get("/schema")
+    @api.get("/schema", responses=answers("application/json", "The JSON schema of a configuration.", OBJECT))
     async def schema(request: Request) -> Response:
         tokens.require(request, USER)
         return Response(json.dumps(Config.model_json_schema()), media_type="application/json")
 
-    @api.post("/validate", responses={200: {"model": ConfigVerdict}})
+    @api.post("/validate", responses={200: {"model": ConfigVerdict}}, openapi_extra=CONFIG_BODY)
     async def validate(request: Request) -> Response:
         tokens.require(request, USER)
         return reply(_verdict(await request.body()))
@@ -63,8 +70,8 @@ def router(controller: Controller) -> APIRouter:
 
 def _verdict(body: bytes) -> ConfigVerdict:
     try:
-        data = json.loads(body)
-    except (ValueError, RecursionError) as error:
+        data = from_json(body, allow_inf_nan=False)  # at most 200 levels deep
+    except ValueError as error:
         raise ProblemError(ErrorCode.BAD_REQUEST, f"the body is not JSON: {error}") from None
     if not isinstance(data, dict):
         raise ProblemError(ErrorCode.BAD_REQUEST, "the body must be a JSON object: sections of the config")

@@ -10,6 +10,7 @@ from starlette.responses import Response
 from controller.auth import USER
 from controller.metrics import JobCollector
 from controller.problems import problem
+from controller.routes.base import answers
 from controller.service import Controller
 from schema.wire.messages import ErrorCode
 
@@ -19,12 +20,12 @@ def router(controller: Controller) -> APIRouter:
     registry = CollectorRegistry()
     registry.register(JobCollector(controller))
 
-    @api.get("/healthz")
+    @api.get("/healthz", responses=answers("text/plain", "ok"))
     async def healthz() -> Response:
         """The process answers."""
         return Response("ok\n", media_type="text/plain")
 
-    @api.get("/readyz")
+    @api.get("/readyz", responses=answers("text/plain", "ready"))
     async def readyz() -> Response:
         """It can take work: the store takes writes."""
         if not controller.job.store.available:
@@ -33,7 +34,7 @@ def router(controller: Controller) -> APIRouter:
             )
         return Response("ready\n", media_type="text/plain")
 
-    @api.get("/metrics")
+    @api.get("/metrics", responses=answers("text/plain", "Prometheus' text format."))
     async def metrics(request: Request) -> Response:
         """Prometheus metrics (with the user's token)."""
         controller.tokens.require(request, USER)

@@ -7,7 +7,7 @@ from starlette.responses import Response
 
 from controller.auth import ANYBODY, USER
 from controller.operations import Action
-from controller.routes.base import reply, reply_list
+from controller.routes.base import Reason, reply, reply_list
 from controller.service import Controller
 from schema.wire import messages as m
 
@@ -22,7 +22,7 @@ def router(controller: Controller) -> APIRouter:
         return reply(operations.status())
 
     @api.post("/job/fail", responses={200: {"model": m.JobStatus}})
-    async def fail(request: Request, reason: str = "") -> Response:
+    async def fail(request: Request, reason: Reason = "") -> Response:
         tokens.require(request, USER)
         return reply(await operations.fail(reason))
 

@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from controller.auth import ROLLOUT
-from controller.routes.base import json_body, nothing, read, reply, unless_gone
+from controller.routes.base import Identifier, json_body, nothing, read, reply, unless_gone
 from controller.service import Controller
 from schema.wire import messages as m
 
@@ -19,13 +19,14 @@ def router(controller: Controller) -> APIRouter:
     async def lease(request: Request) -> Response:
         tokens.require(request, ROLLOUT)
         body = await read(request, m.LeaseRequest)
-        if body.wait_s == 0:
-            return reply(await leasing.lease(body))
-        answer = await unless_gone(request, leasing.lease(body))
+        first = await leasing.lease_now(body)
+        if not leasing.may_wait(body, first):
+            return reply(first)
+        answer = await unless_gone(request, leasing.lease_later(body, first))
         return nothing() if answer is None else reply(answer)  # nobody reads the former
 
     @api.delete("/{lease_id}", responses={200: {"model": m.ReleaseReply}})
-    async def release(request: Request, lease_id: str) -> Response:
+    async def release(request: Request, lease_id: Identifier) -> Response:
         tokens.require(request, ROLLOUT)
         return reply(m.ReleaseReply(released=await leasing.release(lease_id)))
 

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from controller.auth import USER
 from controller.groups import State
-from controller.routes.base import reply
+from controller.routes.base import OBJECT, OBJECTS, Identifier, answers, reply
 from controller.service import Controller
 from schema.wire import messages as m
 
@@ -26,11 +26,11 @@ def router(controller: Controller) -> APIRouter:
         tokens.require(request, USER)
         return reply(operations.ledger())
 
-    @api.get("/groups")
+    @api.get("/groups", responses=answers("application/json", "One object for each group.", OBJECTS))
     async def groups(
         request: Request,
         state: State | None = None,
-        offset: Annotated[int, Query(ge=0)] = 0,
+        offset: Annotated[int, Query(ge=0, lt=2**53)] = 0,
         limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 100,
     ) -> Response:
         """Groups in the order of the stream, without their samples' headers."""
@@ -39,8 +39,8 @@ def router(controller: Controller) -> APIRouter:
         rows = [{"id": g.id, **g.to_record(), "samples": sorted(g.samples)} for g in found]
         return Response(json.dumps(rows), media_type="application/json")
 
-    @api.get("/groups/{group_id}")
-    async def group(request: Request, group_id: str) -> Response:
+    @api.get("/groups/{group_id}", responses=answers("application/json", "The group.", OBJECT))
+    async def group(request: Request, group_id: Identifier) -> Response:
         """One group with the headers of its samples."""
         tokens.require(request, USER)
         found = operations.group(group_id)

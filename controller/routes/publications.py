@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from controller.auth import ANYBODY, POLICY
-from controller.routes.base import WaitSeconds, json_body, nothing, read, reply
+from controller.routes.base import Since, WaitSeconds, json_body, nothing, read, reply
 from controller.service import Controller
 from schema.wire import messages as m
 from schema.wire.weights import Publication
@@ -22,7 +22,7 @@ def router(controller: Controller) -> APIRouter:
         return reply(await training.publish(await read(request, m.PublishRequest)))
 
     @api.get("/latest", responses={200: {"model": Publication}, 204: {"description": "nothing newer"}})
-    async def latest(request: Request, newer_than: int = 0, wait_s: WaitSeconds = 0.0) -> Response:
+    async def latest(request: Request, newer_than: Since = 0, wait_s: WaitSeconds = 0.0) -> Response:
         tokens.require(request, ANYBODY)
         publication = await training.latest_publication(newer_than, wait_s)
         return nothing() if publication is None else reply(publication)

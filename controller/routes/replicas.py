@@ -5,11 +5,12 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from controller.auth import ANYBODY, REPLICAS, USER
+from controller.auth import ANYBODY, POLICY, REPLICAS, ROLLOUT, USER
 from controller.problems import ProblemError
-from controller.routes.base import json_body, nothing, read, reply, reply_list
+from controller.routes.base import Identifier, Reason, Since, json_body, nothing, read, reply, reply_list
 from controller.service import Controller
 from schema.wire import messages as m
+from schema.wire.history import DeclaredLeases, DeclareLeases, DeclareReply, DeclareRequest
 
 
 def router(controller: Controller) -> APIRouter:
@@ -31,9 +32,11 @@ def router(controller: Controller) -> APIRouter:
         return reply_list(m.ReplicaInfo, controller.operations.replicas())
 
     @api.post("/by-name/{name:path}/exited", status_code=204)
-    async def exited(request: Request, name: str, reason: str = "") -> Response:
+    async def exited(
+        request: Request, name: Identifier, reason: Reason = "", crashed: bool = True
+    ) -> Response:
         tokens.require(request, USER)
-        await membership.exited(name, reason)
+        await membership.exited(name, reason, crashed=crashed)
         return nothing()
 
     @api.post(
@@ -41,19 +44,39 @@ def router(controller: Controller) -> APIRouter:
         responses={200: {"model": m.HeartbeatReply}},
         openapi_extra=json_body(m.HeartbeatRequest),
     )
-    async def heartbeat(request: Request, replica_id: str) -> Response:
+    async def heartbeat(request: Request, replica_id: Identifier) -> Response:
         caller = tokens.require(request, REPLICAS)
         controller.require_own(caller, replica_id)
         return reply(await membership.heartbeat(replica_id, await read(request, m.HeartbeatRequest)))
 
+    @api.post(
+        "/{replica_id}/declare",
+        responses={200: {"model": DeclareReply}},
+        openapi_extra=json_body(DeclareRequest),
+    )
+    async def declare(request: Request, replica_id: Identifier) -> Response:
+        tokens.require(request, POLICY)
+        return reply(await controller.declaring.declare(replica_id, await read(request, DeclareRequest)))
+
+    @api.post(
+        "/{replica_id}/leases",
+        responses={200: {"model": DeclaredLeases}},
+        openapi_extra=json_body(DeclareLeases),
+    )
+    async def leases(request: Request, replica_id: Identifier) -> Response:
+        tokens.require(request, ROLLOUT)
+        return reply(await membership.declare_leases(replica_id, await read(request, DeclareLeases)))
+
     @api.post("/{replica_id}/drain", responses={200: {"model": m.DrainReply}})
-    async def drain(request: Request, replica_id: str) -> Response:
+    async def drain(request: Request, replica_id: Identifier) -> Response:
         caller = tokens.require(request, ANYBODY)
         controller.require_own(caller, replica_id)
         return reply(await membership.drain(replica_id))
 
     @api.delete("/{replica_id}", status_code=204)
-    async def leave(request: Request, replica_id: str, incarnation: int, reason: str = "") -> Response:
+    async def leave(
+        request: Request, replica_id: Identifier, incarnation: Since, reason: Reason = ""
+    ) -> Response:
         caller = tokens.require(request, REPLICAS)
         controller.require_own(caller, replica_id)
         await membership.leave(replica_id, incarnation, reason)

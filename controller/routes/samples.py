@@ -7,12 +7,12 @@ from pydantic import ValidationError
 from starlette.responses import Response
 
 from controller.auth import ROLLOUT, USER
-from controller.leasing import Push
 from controller.problems import ProblemError, describe_validation
-from controller.routes.base import frame_body, frame_reply, reply
+from controller.pushes import Push
+from controller.routes.base import FRAME_ANSWER, Identifier, Number, frame_body, frame_reply, reply
 from controller.service import Controller
 from schema.wire import messages as m
-from schema.wire.frame import FrameError, unpack_bundle
+from schema.wire.frame import FrameError, bundle_ranges
 
 
 def router(controller: Controller) -> APIRouter:
@@ -24,14 +24,15 @@ def router(controller: Controller) -> APIRouter:
         responses={200: {"model": m.PushReply}},
         openapi_extra=frame_body("one sample (schema.wire.sample)"),
     )
-    async def push(request: Request, group_id: str, index: int) -> Response:
+    async def push(request: Request, group_id: Identifier, index: Number) -> Response:
         tokens.require(request, ROLLOUT)
         item = _item(group_id, request.headers.get("x-lease-id", ""), index)
         replica_id = request.headers.get("x-replica-id", "")
         if not replica_id or not item.lease_id:
             detail = "the headers x-replica-id and x-lease-id say whose sample this is, and one is missing"
             raise ProblemError(m.ErrorCode.BAD_REQUEST, detail)
-        return reply(await leasing.push(replica_id, [Push(item, await request.body())]))
+        body = await request.body()
+        return reply(await leasing.push(replica_id, body, [Push(item, body)]))
 
     @api.post(
         "/samples",
@@ -42,11 +43,12 @@ def router(controller: Controller) -> APIRouter:
     )
     async def push_many(request: Request) -> Response:
         tokens.require(request, ROLLOUT)
-        replica_id, pushes = _unpack(await request.body())
-        return reply(await leasing.push(replica_id, pushes))
+        body = await request.body()
+        replica_id, pushes = _unpack(body)
+        return reply(await leasing.push(replica_id, body, pushes))
 
-    @api.get("/samples/{group_id}/{index}")
-    async def sample(request: Request, group_id: str, index: int) -> Response:
+    @api.get("/samples/{group_id}/{index}", responses=FRAME_ANSWER)
+    async def sample(request: Request, group_id: Identifier, index: Number) -> Response:
         tokens.require(request, USER)
         return frame_reply(await controller.operations.sample(group_id, index))
 
@@ -54,19 +56,23 @@ def router(controller: Controller) -> APIRouter:
 
 
 def _item(group_id: str, lease_id: str, index: int) -> m.PushItem:
-    if index < 0:
-        raise ProblemError(m.ErrorCode.BAD_REQUEST, f"sample index {index} is negative")
-    return m.PushItem(group_id=group_id, lease_id=lease_id, index=index)
+    try:
+        return m.PushItem(group_id=group_id, lease_id=lease_id, index=index)
+    except ValidationError as error:
+        detail = describe_validation(error.errors(include_url=False))
+        raise ProblemError(m.ErrorCode.BAD_REQUEST, detail) from None
 
 
 def _unpack(body: bytes) -> tuple[str, list[Push]]:
-    frames, metadata = unpack_bundle(body)
+    ranges, metadata = bundle_ranges(body)
     try:
         listed = m.PushList.model_validate_json(metadata["pushes"])
     except KeyError:
         raise FrameError('the bundle has no "pushes" in its metadata') from None
     except ValidationError as error:
         raise FrameError(f"pushes: {describe_validation(error.errors(include_url=False))}") from None
-    if len(listed.pushes) != len(frames):
-        raise FrameError(f"{len(listed.pushes)} pushes are listed, but the bundle has {len(frames)} frames")
-    return listed.replica_id, [Push(item, frame) for item, frame in zip(listed.pushes, frames, strict=True)]
+    if len(listed.pushes) != len(ranges):
+        raise FrameError(f"{len(listed.pushes)} pushes are listed, but the bundle has {len(ranges)} frames")
+    view = memoryview(body)
+    placed = zip(listed.pushes, ranges, strict=True)
+    return listed.replica_id, [Push(item, view[start:end], start) for item, (start, end) in placed]

@@ -7,18 +7,30 @@ from starlette.responses import Response
 
 from controller.auth import POLICY, USER
 from controller.problems import ProblemError
-from controller.routes.base import WaitSeconds, frame_reply, json_body, nothing, read, reply, reply_list
+from controller.routes.base import (
+    FRAME_ANSWER,
+    Number,
+    Since,
+    WaitSeconds,
+    frame_reply,
+    json_body,
+    nothing,
+    read,
+    reply,
+    reply_list,
+)
 from controller.service import Controller
 from schema.wire import messages as m
+from schema.wire.history import ReplayRequest
 
 
 def router(controller: Controller) -> APIRouter:
     api = APIRouter(prefix="/v1/steps", tags=["policy"])
     tokens, training = controller.tokens, controller.training
 
-    @api.get("/{step}/batch", responses={204: {"description": "not ready yet"}})
+    @api.get("/{step}/batch", responses={**FRAME_ANSWER, 204: {"description": "not ready yet"}})
     async def batch(
-        request: Request, step: int, policy_epoch: int, samples: str = "all", wait_s: WaitSeconds = 0.0
+        request: Request, step: Number, policy_epoch: Since, samples: str = "all", wait_s: WaitSeconds = 0.0
     ) -> Response:
         tokens.require(request, POLICY)
         data = await training.batch(step, policy_epoch, _rows(samples), wait_s)
@@ -29,18 +41,31 @@ def router(controller: Controller) -> APIRouter:
         responses={200: {"model": m.CommitReply}},
         openapi_extra=json_body(m.CommitRequest),
     )
-    async def commit(request: Request, step: int) -> Response:
+    async def commit(request: Request, step: Number) -> Response:
+        tokens.require(request, POLICY)
+        return reply(await training.commit(step, await read(request, m.CommitRequest)))
+
+    @api.post(
+        "/{step}/replay",
+        responses={200: {"model": m.CommitReply}},
+        openapi_extra=json_body(ReplayRequest),
+    )
+    async def replay(request: Request, step: int) -> Response:
         tokens.require(request, POLICY)
         if step < 0:
             raise ProblemError(m.ErrorCode.BAD_REQUEST, f"step {step} is negative")
-        return reply(await training.commit(step, await read(request, m.CommitRequest)))
+        return reply(await controller.declaring.replay(step, await read(request, ReplayRequest)))
 
     @api.get("", responses={200: {"model": list[m.StepRecord]}})
-    async def records(request: Request, since: int = 0) -> Response:
+    async def records(request: Request, since: Since = 0) -> Response:
         tokens.require(request, USER)
         return reply_list(m.StepRecord, controller.job.steps.since(since))
 
     return api
+
+
+MOST_ROWS = 65_536
+"""Of one request: of a longer list the rest is no number."""
 
 
 def _rows(text: str) -> list[int] | None:
@@ -50,7 +75,7 @@ def _rows(text: str) -> list[int] | None:
     if text == "none":
         return []
     try:
-        return [int(part) for part in text.split(",")]
+        return [int(part) for part in text.split(",", MOST_ROWS)]
     except ValueError:
         detail = f"samples={text[:80]!r} is neither all, none, nor rows such as 0,5,9"
         raise ProblemError(m.ErrorCode.BAD_REQUEST, detail) from None

@@ -4,6 +4,7 @@ StoreError
 ├── StoreUnavailable   for now: callers answer 503 and the store keeps reconnecting
 ├── Fenced             for good: another controller took over this job
 ├── HistoryLost        for good: Redis came back with an older state than was acknowledged
+├── Held               at start: another controller is in charge, and waiting was not asked for
 └── UnsuitableServer   at start: the server is too old, or not durable where that is required
 """
 
@@ -28,6 +29,10 @@ class Fenced(StoreError):
 
 class HistoryLost(StoreError):
     """Redis restarted from an older state: this process must be restarted to rebuild from it."""
+
+
+class Held(StoreError):
+    """Another controller is in charge of this job."""
 
 
 class UnsuitableServer(StoreError):

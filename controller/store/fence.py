@@ -56,6 +56,32 @@ class FencedConnection:
             await self.close()
             raise
 
+    async def wait_for_file(self, marker: str, seconds: float) -> bool:
+        """Whether everything executed so far reached the append-only file within `seconds` (WAITAOF).
+
+        On a connection of its own, so that transactions go on meanwhile. WAITAOF waits for the writes of its own
+        connection: `marker` is written first, and only while the epoch is ours. Raises as `execute`.
+        """
+        connection: AbstractConnection = await self._pool.get_connection()  # type: ignore[no-untyped-call]
+        try:
+            async with asyncio.timeout(REPLY_TIMEOUT):
+                acknowledged = self.seq  # it rises while this connection's answer is on its way
+                await connection.send_packed_command(connection.pack_commands(self._tail))
+                _, epoch, seq = [await _reply(connection) for _ in self._tail]
+                self._check(epoch, seq, acknowledged)
+                sync = ("WAITAOF", 1, 0, int(seconds * 1000))
+                commands: list[Command] = [("MULTI",), ("SET", marker, self.seq), ("EXEC",), sync]
+                await connection.send_packed_command(connection.pack_commands(commands))
+                *_, result, (local, _replicas) = [await _reply(connection) for _ in commands]
+        except BaseException:
+            await connection.disconnect(nowait=True)
+            raise
+        finally:
+            await self._pool.release(connection)
+        if result is None:
+            raise Fenced("another controller took over this job while its last changes reached the disk")
+        return bool(local)
+
     async def _open(self) -> AbstractConnection:
         connection: AbstractConnection = await self._pool.get_connection()  # type: ignore[no-untyped-call]
         self._connection = connection
@@ -85,14 +111,15 @@ class FencedConnection:
         if int(epoch or 0) != self.epoch:  # changed between EXEC and WATCH, so the WATCH would not notice:
             await self.close()  # this transaction counts, and the next one checks before it begins
 
-    def _check(self, epoch: bytes | None, seq: bytes | None) -> None:
+    def _check(self, epoch: bytes | None, seq: bytes | None, acknowledged: int | None = None) -> None:
         found = int(epoch or 0)
         if found > self.epoch:
             raise Fenced(f"another controller took over this job (epoch {found}, this one has {self.epoch})")
         stored = int(seq or 0)
-        if found < self.epoch or stored < self.seq:
+        known = self.seq if acknowledged is None else acknowledged
+        if found < self.epoch or stored < known:
             raise HistoryLost(
-                f"Redis came back with an older state (transaction {stored} of {self.seq}): "
+                f"Redis came back with an older state (transaction {stored} of {known}): "
                 "the controller must restart to rebuild from it"
             )
 

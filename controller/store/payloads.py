@@ -1,8 +1,8 @@
 """Where the bytes of samples are kept: an interface, and Redis as its first implementation.
 
-The ledger decides which payloads exist; a payload store only keeps them. A payload that the ledger names must
-be there, so `prepare` and `put_commands` come no later than the transition that names it, and
-`delete_commands` no earlier than the one that forgets it.
+Samples that arrive side by side are kept side by side, as one part of their group's payload. The ledger decides
+which parts exist; a payload store only keeps them. A part that the ledger names must be there, so `put_commands`
+come no later than the transition that names it, and `delete_commands` no earlier than the one that forgets it.
 """
 
 from __future__ import annotations
@@ -14,16 +14,13 @@ from redis.asyncio import Redis
 
 from controller.store.fence import Command
 
-PayloadKey = tuple[str, int]
-"""Group id and index of the sample."""
+PayloadKey = tuple[str, str]
+"""Group id and part (see `controller.groups.SampleMeta`). What was written under a key is never changed."""
 Payload = bytes | memoryview
 
 
 class PayloadStore(Protocol):
     """What the controller asks of a place for payloads."""
-
-    async def prepare(self, items: Mapping[PayloadKey, Payload]) -> None:
-        """Awaited before the ledger takes the samples: a bulk store uploads here, Redis has nothing to do."""
 
     def put_commands(self, items: Mapping[PayloadKey, Payload]) -> list[Command]:
         """Redis commands that belong into the transaction of the transition that names these payloads."""
@@ -44,9 +41,6 @@ class RedisPayloads:
 
     def _key(self, key: PayloadKey) -> str:
         return f"{self._namespace}payload:{key[0]}:{key[1]}"
-
-    async def prepare(self, items: Mapping[PayloadKey, Payload]) -> None:
-        return None
 
     def put_commands(self, items: Mapping[PayloadKey, Payload]) -> list[Command]:
         if not items:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
+
+from redis.asyncio import Redis
+from redis.exceptions import ResponseError
 
 from controller.store.errors import UnsuitableServer
 
@@ -25,6 +29,8 @@ class ServerFacts:
     version: tuple[int, ...]
     append_only: bool
     eviction: str
+    syncs_always: bool = False
+    """`appendfsync always`: a write is on disk before it is acknowledged."""
 
     @classmethod
     def from_info(cls, info: Mapping[str, Any]) -> Self:
@@ -40,9 +46,19 @@ class ServerFacts:
         """Whether WAITAOF answers: a server compatible with 7.2, with its append-only file on."""
         return self.append_only and self.version >= WAITAOF_SINCE
 
+    @property
+    def keeps_what_it_acknowledges(self) -> bool:
+        """Whether a commit that was answered is on disk for certain (see `StateStore.flush_durably`)."""
+        return self.append_only and (self.syncs_always or self.can_wait_for_file)
+
     def shortcomings(self) -> list[str]:
         """Why acknowledged state could be lost, with the remedy."""
         found = []
+        if self.append_only and not self.keeps_what_it_acknowledges:
+            found.append(
+                "it is older than 7.2 and cannot tell when a commit is on disk, a power cut may lose the last ones: "
+                "set `appendfsync always`"
+            )
         if not self.append_only:
             found.append("its append-only file is off, a restart loses the job: set `appendonly yes`")
         if self.eviction != "noeviction":
@@ -61,3 +77,21 @@ class ServerFacts:
             if require_durable:
                 raise UnsuitableServer(f"the Redis server is not durable: {problem}")
             log.warning("the Redis server is not durable: %s", problem)
+
+
+async def sync_always(client: Redis, facts: ServerFacts) -> ServerFacts:
+    """Have a server that cannot tell when a commit is on disk (no WAITAOF) sync its file at every write.
+
+    What it does not allow is said by `ServerFacts.shortcomings`. Raises RedisError, OSError if it is away.
+    """
+    if not facts.append_only or facts.can_wait_for_file:
+        return facts
+    try:
+        policy = (await client.config_get("appendfsync")).get("appendfsync")
+        if policy != "always":
+            await client.config_set("appendfsync", "always")
+            log.warning("the Redis server is older than 7.2: set `appendfsync always` (it was %s)", policy)
+    except ResponseError as error:  # no right to CONFIG, as with managed servers
+        log.debug("appendfsync cannot be looked at or set: %s", error)
+        return facts
+    return dataclasses.replace(facts, syncs_always=True)

@@ -17,40 +17,41 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-import json
+import dataclasses
 import logging
-import os
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Self
+from typing import Any, Literal, Self
 
-from pydantic_core import to_json
+from pydantic_core import from_json, to_json
 from redis.asyncio import ConnectionPool, Redis
+from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, WatchError
 
-from controller.store.errors import Fenced, HistoryLost, StoreError, StoreUnavailable
+from controller.store.errors import Fenced, Held, HistoryLost, StoreError, StoreUnavailable
 from controller.store.fence import REPLY_TIMEOUT, Command, FencedConnection
+from controller.store.lock import LOOK, Holder, Term, elapsed
 from controller.store.payloads import Payload, PayloadKey, PayloadStore, RedisPayloads
-from controller.store.server import ServerFacts
+from controller.store.server import ServerFacts, sync_always
+from schema.config.secrets import cut
 
 log = logging.getLogger(__name__)
 
 FIRST_PAUSE, MAX_PAUSE = 0.05, 2.0
 """Seconds between attempts to reach Redis: a restarted server is found soon, a dead one is not flooded."""
-LOCK_SECONDS = 10
-"""Life of the lock key. The lock only tells who is in charge; what protects the state is the epoch."""
+LOCK_SECONDS = 10.0
+"""Life of the lock, where the caller does not say."""
 DURABLE_TIMEOUT = 10.0
 """Seconds to wait for the append-only file: with `everysec` it takes at most one or two."""
-SCAN_COUNT = 500
+SCAN_COUNT = 2000
 
 Render = Callable[[], Any]
-"""Gives a row as JSON-compatible values."""
+"""Gives a row as values that pydantic turns into JSON; None or an empty list: there is no such row (any more)."""
 
 
 class Table(StrEnum):
@@ -58,6 +59,8 @@ class Table(StrEnum):
 
     HEADERS = "headers"
     GROUPS = "groups"
+    SAMPLES = "samples"
+    HISTORY = "history"
     REPLICAS = "replicas"
     PUBLICATIONS = "publications"
     VALIDATION = "validation"
@@ -72,19 +75,30 @@ Saved = dict[Table, dict[str, Any]]
 class _Pending:
     rows: dict[tuple[Table, str], Render | None] = field(default_factory=dict)
     payloads: dict[PayloadKey, Payload | None] = field(default_factory=dict)
-    lock: bool = False
+    n_bytes: int = 0
+    """Of all payloads."""
+    lock: Literal["renew", "release"] | None = None
     waiters: list[asyncio.Future[None]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.rows or self.payloads or self.lock)
 
+    def put(self, key: PayloadKey, data: Payload | None) -> None:
+        """Write or (None) delete a payload; of one that is put and deleted at once nothing remains."""
+        known = self.payloads.get(key)
+        self.n_bytes += (0 if data is None else len(data)) - (0 if known is None else len(known))
+        self.payloads[key] = data
+
 
 class StateStore:
     """See the module's docstring. One per controller; use from one event loop."""
 
-    def __init__(self, pool: ConnectionPool, namespace: str, facts: ServerFacts) -> None:
+    def __init__(
+        self, pool: ConnectionPool, namespace: str, facts: ServerFacts, holder: Holder, term: Term
+    ) -> None:
         self.facts = facts
         self.namespace = namespace
+        self.holder, self._term = holder, term
         self.fatal: asyncio.Future[StoreError] = asyncio.get_running_loop().create_future()
         self._client = Redis(connection_pool=pool)
         self._fence = FencedConnection(pool, self._key("epoch"), self._key("seq"))
@@ -93,7 +107,7 @@ class StateStore:
         self._in_flight: _Pending | None = None
         self._wake = asyncio.Event()
         self._outage: str | None = None
-        self._writer: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     @classmethod
     async def open(
@@ -105,40 +119,75 @@ class StateStore:
         password: str | None = None,
         require_durable: bool = False,
         patience: float = 10.0,
+        address: str = "",
+        lock_seconds: float = LOCK_SECONDS,
+        replace: bool = False,
+        stand_by: Callable[[Holder], None] | None = None,
+        clock: Callable[[], float] = elapsed,
+        connection_class: type[AbstractConnection] | None = None,
     ) -> tuple[Self, Saved]:
-        """Connect, take the job over from whoever had it, and read everything back.
+        """Connect, take charge of the job (see `controller.store.lock`), and read everything back.
+
+        While another controller is in charge, `stand_by` is called with it again and again; without `stand_by`
+        that is an error. `address`: our own URL, for others that stand by.
 
         Raises:
             StoreUnavailable: no answer within `patience` seconds.
             UnsuitableServer: too old, or not durable where `require_durable` asks for it.
+            Held: another controller is in charge.
         """
         options: dict[str, Any] = {"socket_timeout": REPLY_TIMEOUT, "retry": Retry(NoBackoff(), 0)}
         if password:
             options["password"] = password
+        if connection_class is not None:
+            options["connection_class"] = connection_class
         pool: ConnectionPool = ConnectionPool.from_url(url, **options)
         facts = await _server_facts(Redis(connection_pool=pool), url, patience)
         facts.check(require_durable=require_durable)
-        store = cls(pool, f"{prefix}:{job_id}:", facts)
+        store = cls(pool, f"{prefix}:{job_id}:", facts, Holder.myself(address), Term(lock_seconds, clock))
         try:
-            await store._take_over()
+            await store._take_charge(replace, stand_by)
             saved = await store._load()
         except (RedisError, OSError) as error:
             raise StoreUnavailable(f"Redis at {_where(url)} failed while the job was read: {error}") from None
-        store._writer = asyncio.create_task(store._write_forever(), name="store-writer")
+        store._tasks = [
+            asyncio.create_task(store._write_forever(), name="store-writer"),
+            asyncio.create_task(store._keep_lock(), name="store-lock"),
+        ]
         return store, saved
 
     # ---- writing ------------------------------------------------------------------------------------------
 
     def require(self) -> None:
-        """Raise `StoreUnavailable` while Redis is away: better before a change than after it."""
+        """Raise `StoreUnavailable` unless this controller may change its state and answer from it now.
+
+        Redis must be there (better known before a change than after it), and the lock must be ours for certain:
+        what a process remembers that was suspended for longer than its lock lived may be another's past.
+        """
+        self._require_redis()
+        if not self._term.valid:
+            raise StoreUnavailable("the lock of this job could not be renewed in time: it is being renewed")
+
+    def _require_redis(self) -> None:
         if self.fatal.done():
             raise StoreUnavailable(str(self.fatal.result()))
         if self._outage is not None:
             raise StoreUnavailable(self._outage)
 
     @property
+    def in_charge(self) -> bool:
+        """Whether the lock is ours for certain: memory may be shown, also while Redis is away for a moment."""
+        return not self.fatal.done() and self._term.valid
+
+    @property
     def available(self) -> bool:
-        return self._outage is None and not self.fatal.done()
+        return self._outage is None and self.in_charge
+
+    @property
+    def backlog_bytes(self) -> int:
+        """Payload bytes that wait for Redis."""
+        in_flight = 0 if self._in_flight is None else self._in_flight.n_bytes
+        return in_flight + self._pending.n_bytes
 
     def enqueue(
         self,
@@ -148,12 +197,14 @@ class StateStore:
     ) -> None:
         """Name what changed; None deletes a row. Of a payload put and deleted at once, nothing remains."""
         self._pending.rows.update(rows)
-        self._pending.payloads.update(puts or {})
-        self._pending.payloads.update((key, None) for key in deletes)
+        for key, data in (puts or {}).items():
+            self._pending.put(key, data)
+        for key in deletes:
+            self._pending.put(key, None)
 
     async def flush(self) -> None:
         """Wait until everything named so far, by anybody, is in Redis. Raises `StoreUnavailable`."""
-        self.require()
+        self._require_redis()
         if self._pending:
             target = self._pending
             self._wake.set()
@@ -170,20 +221,26 @@ class StateStore:
         await self.flush()
         if not self.facts.can_wait_for_file:
             return
-        pipeline = self._client.pipeline(transaction=False)
-        pipeline.set(self._key("durable"), self._fence.seq)  # WAITAOF waits for writes of its own connection
-        pipeline.execute_command("WAITAOF", 1, 0, int(DURABLE_TIMEOUT * 1000))
         try:
-            _, (local, _replicas) = await pipeline.execute()
+            in_file = await self._fence.wait_for_file(self._key("durable"), DURABLE_TIMEOUT)
+        except (Fenced, HistoryLost) as error:
+            self._end(error)
+            raise StoreUnavailable(str(error)) from None
         except (RedisError, OSError) as error:
             raise StoreUnavailable(f"Redis failed while its append-only file was awaited: {error}") from None
-        if not local:
+        if not in_file:
             raise StoreUnavailable(f"Redis did not sync its append-only file within {DURABLE_TIMEOUT:.0f} s")
 
     async def renew_lock(self) -> None:
         """Say that this controller is alive; finds out about a successor even when nothing else happens."""
-        self._pending.lock = True
+        self._pending.lock = "renew"
         await self.flush()
+
+    async def _keep_lock(self) -> None:
+        while not self.fatal.done():
+            with suppress(StoreUnavailable):  # it is renewed first of all when Redis is back
+                await self.renew_lock()
+            await asyncio.sleep(self._term.interval)
 
     async def _write_forever(self) -> None:
         try:
@@ -200,6 +257,7 @@ class StateStore:
                 self._wake.clear()
                 self._in_flight, self._pending = self._pending, _Pending()
                 commands = self._commands(self._in_flight)
+            began = self._term.clock()
             try:
                 await self._fence.execute(commands)
             except (Fenced, HistoryLost) as error:
@@ -213,6 +271,8 @@ class StateStore:
             if self._outage is not None:
                 log.warning("Redis is back: everything that was pending is written")
             self._outage, pause = None, FIRST_PAUSE
+            if self._in_flight.lock == "renew":
+                self._term.renewed(began)
             _answer(self._in_flight.waiters, None)
             self._in_flight = None
 
@@ -221,17 +281,20 @@ class StateStore:
         sets: dict[Table, list[str | bytes]] = {}
         gone: dict[Table, list[str]] = {}
         for (table, name), render in batch.rows.items():
-            if render is None:
+            row = None if render is None else render()
+            if row is None or row == []:
                 gone.setdefault(table, []).append(name)
             else:
-                sets.setdefault(table, []).extend((name, _dump(render())))
+                sets.setdefault(table, []).extend((name, _dump(row)))
         commands: list[Command] = [("HSET", self._key(table), *parts) for table, parts in sets.items()]
         commands += [("HDEL", self._key(table), *names) for table, names in gone.items()]
         payloads = batch.payloads.items()
         commands += self.payloads.put_commands({key: data for key, data in payloads if data is not None})
         commands += self.payloads.delete_commands([key for key, data in payloads if data is None])
-        if batch.lock:
-            commands.append(("SET", self._key("lock"), self._lock_text(), "EX", LOCK_SECONDS))
+        if batch.lock == "release":
+            commands.append(("DEL", self._key("lock")))
+        elif batch.lock == "renew":
+            commands.append(self._lock_command())
             commands.append(("SET", self._key("alive"), time.time()))
         return commands
 
@@ -245,6 +308,8 @@ class StateStore:
                 batch.waiters = []
 
     def _end(self, error: StoreError) -> None:
+        if self.fatal.done():
+            return
         self.fatal.set_result(error)
         for batch in (self._in_flight, self._pending):
             if batch is not None:
@@ -252,15 +317,48 @@ class StateStore:
 
     # ---- start and end ------------------------------------------------------------------------------------
 
-    async def _take_over(self) -> None:
-        pipeline = self._client.pipeline(transaction=True)
-        pipeline.get(self._key("lock"))
-        pipeline.incr(self._key("epoch"))
-        pipeline.set(self._key("lock"), self._lock_text(), ex=LOCK_SECONDS)
-        lock, epoch, _ = await pipeline.execute()
-        self._fence.epoch = int(epoch)
-        if lock is not None:
-            log.warning("taking the job over from a controller that was alive just now: %s", lock.decode())
+    async def _take_charge(self, replace: bool, stand_by: Callable[[Holder], None] | None) -> None:
+        """Wait until the lock may be taken, and take it. Raises `Held` where waiting is not wanted."""
+        while True:
+            began = self._term.clock()
+            try:
+                other = await self._try_to_take(replace)
+            except (RedisError, OSError):
+                if stand_by is None:
+                    raise
+                other = None  # an outage while standing by: look again
+            if self._fence.epoch:
+                self._term.renewed(began)
+                return
+            if stand_by is None:
+                raise Held(f"{other} is in charge of this job")
+            if other is not None:
+                stand_by(other)
+            await asyncio.sleep(LOOK)
+
+    async def _try_to_take(self, replace: bool) -> Holder | None:
+        """One attempt; the holder that keeps us from it, or None (taken, or somebody was quicker)."""
+        async with self._client.pipeline(transaction=True) as pipeline:
+            await pipeline.watch(self._key("lock"), self._key("epoch"))
+            text = await pipeline.get(self._key("lock"))
+            other = None if text is None else Holder.parse(text)
+            if other is not None and not (replace or other.is_dead() or other.key == self.holder.key):
+                return other
+            epoch = int(await pipeline.get(self._key("epoch")) or 0) + 1
+            holder = dataclasses.replace(self.holder, epoch=epoch)
+            pipeline.multi()  # type: ignore[no-untyped-call]
+            pipeline.set(self._key("epoch"), epoch)
+            pipeline.set(self._key("lock"), holder.render(), px=round(self._term.seconds * 1000))
+            try:
+                await pipeline.execute()
+            except WatchError:
+                return None
+        self.holder, self._fence.epoch = holder, epoch
+        if other is not None and other.key != holder.key:  # else the answer to an earlier attempt was lost
+            log.warning(
+                "taking the job over from %s, which %s", other, "is replaced" if replace else "is dead"
+            )
+        return None
 
     async def _load(self) -> Saved:
         self._fence.seq = int(await self._client.get(self._key("seq")) or 0)
@@ -268,7 +366,7 @@ class StateStore:
         for table in Table:
             rows = saved[table] = {}
             async for name, value in self._client.hscan_iter(self._key(table), count=SCAN_COUNT):
-                rows[name.decode()] = json.loads(value)
+                rows[name.decode()] = from_json(value)
         return saved
 
     async def alive_at(self) -> float | None:
@@ -285,25 +383,22 @@ class StateStore:
 
     async def close(self) -> None:
         """Write what is pending if Redis takes it, give the lock back and disconnect."""
-        if self.available:
+        if self._outage is None and not self.fatal.done():
+            self._pending.lock = "release"
             with suppress(StoreUnavailable, asyncio.TimeoutError):
                 await asyncio.wait_for(self.flush(), DURABLE_TIMEOUT)
-        if self._writer is not None:
-            self._writer.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._writer
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._fence.close()
-        if self.available:
-            with suppress(RedisError, OSError):
-                await self._client.delete(self._key("lock"))
         await self._client.aclose()
         await self._client.connection_pool.disconnect()
 
     def _key(self, name: str) -> str:
         return self.namespace + name
 
-    def _lock_text(self) -> str:
-        return json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "epoch": self._fence.epoch})
+    def _lock_command(self) -> Command:
+        return ("SET", self._key("lock"), self.holder.render(), "PX", round(self._term.seconds * 1000))
 
 
 def _dump(value: Any) -> bytes:
@@ -323,16 +418,15 @@ def _answer(waiters: Sequence[asyncio.Future[None]], error: StoreUnavailable | N
 
 
 def _where(url: str) -> str:
-    """The address without its credentials."""
-    scheme, _, rest = url.partition("://")
-    return f"{scheme}://{rest.rpartition('@')[2]}"
+    """The address without its credentials and options."""
+    return str(cut(url)).partition("?")[0]
 
 
 async def _server_facts(client: Redis, url: str, patience: float) -> ServerFacts:
     give_up, pause = time.monotonic() + patience, FIRST_PAUSE
     while True:
         try:
-            return ServerFacts.from_info(await client.info())
+            return await sync_always(client, ServerFacts.from_info(await client.info()))
         except (RedisError, OSError) as error:
             if time.monotonic() + pause > give_up:
                 raise StoreUnavailable(f"no answer from Redis at {_where(url)}: {error}") from None

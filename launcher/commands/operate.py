@@ -1,9 +1,11 @@
-"""Commands for a job that runs, or ran: status, stop."""
+"""Commands for a job that runs, or ran: status, stop, pause, resume, checkpoint, drain."""
 
 from __future__ import annotations
 
 import json
 import os
+import time
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -11,37 +13,168 @@ from launcher.commands.options import AsJson, Overrides, Targets
 from launcher.errors import LaunchError
 from launcher.restarts import EXIT_FAILED
 
+if TYPE_CHECKING:
+    from launcher.remote import Target
 
-def status(targets: Targets = None, set_: Overrides = None, as_json: AsJson = False) -> None:
-    """Show a job that runs, or how it ended. Exit code 1 if it was killed without a summary."""
-    from launcher import remote
-    from launcher.report import rows
+WATCH_EVERY = 2.0
+CHECKPOINT_POLL = 0.5
+CLEAR = "\x1b[H\x1b[2J\x1b[3J"
 
-    found = remote.find(targets or [], set_ or [], os.environ)
-    if isinstance(found, remote.Live):
-        data = remote.inspect(found)
-        typer.echo(json.dumps(data, indent=2) if as_json else "\n".join(remote.status_lines(data)))
-        return
+Wait = Annotated[
+    float, typer.Option("--wait", metavar="SECONDS", min=0.0, help="Wait that long for it to be done.")
+]
+OneTarget = Annotated[
+    str | None, typer.Argument(metavar="[RUN_DIR|CONFIG|URL]", help="The job. Default: ./outputs.")
+]
+
+
+def status(
+    targets: Targets = None,
+    set_: Overrides = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", "-w", help="Show it again until the job has ended.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show how a job stands, alive or dead: phase, what died, restarts, newest checkpoint, what to do next.
+
+    \b
+    Exit codes: 0 it runs, or has ended as it was asked to (finished, stopped); 1 it failed or was killed,
+    or a URL does not answer; 2 there is no such job.
+
+    \b
+      cosmos-launch status                     the newest run below ./outputs
+      cosmos-launch status --watch             again every two seconds, until it has ended
+      cosmos-launch status run.toml            the newest run of this file
+      cosmos-launch status RUN_DIR --json      everything, for programs: .state is running, starting,
+                                               unreachable, leaving, killed, finished, stopped or failed
+    """
+    from launcher import survey
+
+    target = _find(targets, set_)
+    while True:
+        found = survey.survey(target)
+        _show(found, as_json, watch)
+        if not watch or found["state"] in survey.ENDED:
+            raise typer.Exit(survey.exit_code(found))
+        time.sleep(WATCH_EVERY)
+
+
+def _show(found: dict[str, Any], as_json: bool, again: bool) -> None:
+    import sys
+
+    from launcher.survey import lines
+
     if as_json:
-        typer.echo(
-            json.dumps({"alive": False, "run_dir": str(found.run_dir), "summary": found.summary}, indent=2)
-        )
-    elif found.summary is not None:
-        typer.echo(f"{found.run_dir} has ended")
-        typer.echo("\n".join(f"  {name}: {value}" for name, value in rows(found.summary)))
-    if found.summary is None:
+        typer.echo(json.dumps(found, indent=None if again else 2))
+        return
+    clear = CLEAR if again and sys.stdout.isatty() else ""
+    typer.echo(clear + "\n".join(lines(found)))
+
+
+def stop(
+    targets: Targets = None,
+    set_: Overrides = None,
+    now: Annotated[
+        bool, typer.Option("--now", help="Kill all its processes; only what was saved before is kept.")
+    ] = False,
+    wait: Wait = 0.0,
+) -> None:
+    """End a job in order; `--resume` can go on with it later.
+
+    The job saves what it saves at its end and leaves within launcher.shutdown_timeout. This works whatever of the
+    job is still alive: without its controller the launcher is told, without a launcher --now ends what is left.
+    Exit code 1: it was not running, or has not ended in time.
+
+    \b
+      cosmos-launch stop                       the newest run below ./outputs
+      cosmos-launch stop RUN_DIR --wait 60     and return when its processes have left
+      cosmos-launch stop RUN_DIR --now         at once, as two Ctrl-C do
+    """
+    from launcher.stopping import stop as stop_job
+
+    target = _find(targets, set_)
+    typer.echo(f"{target.name}: {stop_job(target, now=now, wait=wait)}")
+
+
+def pause(targets: Targets = None, set_: Overrides = None) -> None:
+    """Hand out no more prompts and begin no more steps; what is under way goes on. `resume` ends it.
+
+    Rollout replicas and the trainer stay and keep their memory. To free the machine, use `stop` and `--resume`.
+    """
+    _operate(_find(targets, set_), "pause")
+
+
+def resume(targets: Targets = None, set_: Overrides = None) -> None:
+    """Let a paused job go on. (A job that was stopped or died: `cosmos-launch --resume RUN_DIR`.)"""
+    _operate(_find(targets, set_), "resume")
+
+
+def checkpoint(targets: Targets = None, set_: Overrides = None, wait: Wait = 0.0) -> None:
+    """Save a checkpoint after the step that is being trained. SIGUSR1 to the launcher does the same.
+
+    With --wait the command returns when it is complete, and names it; exit code 1 if that takes longer.
+    """
+    from launcher.checkpoints import newest_checkpoint
+
+    target = _find(targets, set_)
+    if wait and target.run is None:
         raise LaunchError(
-            f"{found.run_dir} is not running and left no summary: its launcher was killed",
-            "start it again with --resume",
-            EXIT_FAILED,
+            "--wait looks into the run directory, which a URL does not reach", "leave --wait out"
         )
+    before = newest_checkpoint(target.run.checkpoints) if target.run else None
+    _operate(target, "checkpoint")
+    give_up = time.monotonic() + wait
+    while wait and target.run:
+        newest = newest_checkpoint(target.run.checkpoints)
+        if newest is not None and newest != before:
+            typer.echo(f"step {newest.step}: {newest.path}")
+            return
+        if time.monotonic() >= give_up:
+            raise LaunchError(
+                f"there is no newer checkpoint after {wait:g} s",
+                f"a step may take longer; see {target.run.logs}/policy-0.log",
+                EXIT_FAILED,
+            )
+        time.sleep(CHECKPOINT_POLL)
 
 
-def stop(targets: Targets = None, set_: Overrides = None) -> None:
-    """End a job in order; `--resume` can go on with it later."""
+def drain(
+    replica: Annotated[str, typer.Argument(metavar="REPLICA", help="Its name, as `status` shows it.")],
+    target: OneTarget = None,
+) -> None:
+    """Let a rollout replica finish what it can within launcher.shutdown_timeout, give back the rest, and leave.
+
+    What it has finished is kept, what it gives back is made by others from the same seeds: nothing is lost. SIGTERM
+    to the replica does the same. One that the launcher started is not started again while another one is there.
+
+    \b
+      cosmos-launch drain rollout-1
+      cosmos-launch drain by-hand outputs/20260131120000
+    """
+    from controller import api
+
+    found = _find([target] if target else None, None)
+    replicas = [one for one in found.ask(api.replicas()) if one.role == "rollout"]
+    chosen = [one for one in replicas if replica in (one.name, one.replica_id)]
+    if not chosen:
+        names = ", ".join(sorted(one.name for one in replicas if one.state == "live")) or "none"
+        raise LaunchError(f"there is no rollout replica {replica!r}", f"there are: {names}")
+    if chosen[0].state in ("left", "lost"):
+        raise LaunchError(f"{replica} is {chosen[0].state} already", "there is nothing to drain", EXIT_FAILED)
+    found.ask(api.drain(chosen[0].replica_id))
+    typer.echo(f"{chosen[0].name} is draining; `cosmos-launch status` shows when it has left")
+
+
+def _find(targets: list[str] | None, set_: list[str] | None) -> Target:
     from launcher import remote
 
-    found = remote.find(targets or [], set_ or [], os.environ)
-    if isinstance(found, remote.Dead):
-        raise LaunchError(f"{found.run_dir} is not running", "there is nothing to stop", EXIT_FAILED)
-    typer.echo(f"{found.run_dir or found.url}: {remote.stop(found)}")
+    return remote.find(targets or [], set_ or [], os.environ)
+
+
+def _operate(target: Target, action: Any) -> None:
+    from controller import api
+
+    done = target.ask(api.operate(action))
+    what = "a checkpoint is saved after this step" if action == "checkpoint" else str(done.phase)
+    typer.echo(f"{target.name}: {what} (step {done.step} of {done.total_steps})")

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Generic, TypeVar
@@ -89,6 +90,25 @@ class Group:
             elsewhere.exit_code = failed[1]
             raise elsewhere
         return value
+
+    def gather(self, value: Any) -> list[Any]:
+        """The JSON values of all ranks, in order of rank, on each of them."""
+        if self.world == 1:
+            return [value]
+        data = bytearray(json.dumps(value).encode())
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
+        dist.all_gather(sizes, torch.tensor([len(data)]), group=self._control)
+        longest = max(int(size) for size in sizes)
+        mine = torch.frombuffer(data.ljust(longest), dtype=torch.uint8)
+        parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world)]
+        dist.all_gather(parts, mine, group=self._control)
+        return [json.loads(bytes(part.numpy())[: int(size)]) for part, size in zip(parts, sizes, strict=True)]
+
+    def sibling(self, control_timeout: float) -> Group:
+        """The same ranks with control messages of their own, for another thread of each. A collective."""
+        other = copy(self)
+        other.set_control_timeout(control_timeout)
+        return other
 
     def _broadcast(self, data: bytes) -> bytes:
         size = torch.tensor([len(data)])

@@ -5,7 +5,8 @@
                       └──────── samples behind it ◀────────────┴ its sample is an error, the process replaced
 
 A sample gets exactly one result: rewards, or an error with a name. Only the sample that a process was busy with
-is charged when the process hangs or dies; those behind it in the message are done by another process.
+is charged when the process hangs or dies; those behind it in the message are done by another process. They are also
+handed to others when the sample in front only takes long: one slow reward delays itself and nobody else.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import logging
 import os
 import sys
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,8 @@ START_TIMEOUT = 120.0
 MAX_FAILED_STARTS = 3
 STOP_TIMEOUT = 5.0
 GRACE = 0.05
+SLOW = 1.0
+"""Seconds after which the samples behind a slow one go to other processes; most rewards take milliseconds."""
 PASSED_ENVIRONMENT = (
     "PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR",
     "VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH",
@@ -81,11 +84,11 @@ class RewardPool:
         self._failure: RewardPoolError | None = None
 
     async def start(self) -> None:
-        """Start the processes. Raises `RewardConfigError` when a function cannot be had."""
-        first = [await _Process.start(self._setup)]
+        """Start the processes. Raises `RewardConfigError` when a function cannot be had, `RewardPoolError`."""
+        first: list[_Process] = []
         try:
-            for _ in range(self._processes - 1):
-                first.append(await _Process.start(self._setup))
+            for _ in range(self._processes):
+                first.append(await self._started(_UnreadyError))
         except BaseException:
             for process in first:
                 await process.stop()
@@ -142,20 +145,30 @@ class RewardPool:
     async def _score(self, process: _Process, batch: deque[_Job]) -> None:
         """Score a batch. When the process is lost, its sample is settled and the rest is queued again."""
         try:
-            await process.score(batch, self._timeout)
+            await process.score(batch, self._timeout, self._give_back if len(self._tasks) > 1 else None)
         except _Lost as lost:
-            _settle(batch.popleft(), Result({}, str(lost)))
+            if batch:
+                _settle(batch.popleft(), Result({}, str(lost)))
             raise
         finally:
-            self._jobs.extendleft(reversed(batch))
-            if batch:
-                self._work.set()
+            self._give_back(batch)
+
+    def _give_back(self, jobs: deque[_Job]) -> None:
+        """Samples that some other process shall score."""
+        self._jobs.extendleft(reversed(jobs))
+        if jobs:
+            self._work.set()
 
     async def _replace(self) -> _Process:
+        """A process in the place of one that was lost: once the functions were there, nothing is final."""
+        return await self._started(_UnreadyError, RewardConfigError, OSError)
+
+    async def _started(self, *passing: type[Exception]) -> _Process:
+        """A new process; failures of the `passing` kinds may pass and are tried again."""
         for attempt in range(1, MAX_FAILED_STARTS + 1):
             try:
                 return await _Process.start(self._setup)
-            except (RewardConfigError, OSError, TimeoutError) as error:
+            except passing as error:
                 log.warning(
                     "a reward process did not start (%d of %d): %s", attempt, MAX_FAILED_STARTS, error
                 )
@@ -174,6 +187,10 @@ class _Lost(Exception):
     """The process hung or died; the text is the error of the sample it was busy with."""
 
 
+class _UnreadyError(Exception):
+    """A process was killed before it was ready, or took too long: not the fault of the functions."""
+
+
 class _Process:
     """One running reward process and its pipes."""
 
@@ -183,7 +200,7 @@ class _Process:
 
     @classmethod
     async def start(cls, setup: dict[str, Any]) -> _Process:
-        """Raises `RewardConfigError`, `OSError`, or `TimeoutError` when it does not get ready."""
+        """Raises `RewardConfigError`, `_UnreadyError`, or `OSError` when it does not get ready."""
         environment = {name: os.environ[name] for name in PASSED_ENVIRONMENT if name in os.environ}
         environment |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         process = cls(
@@ -200,9 +217,15 @@ class _Process:
         try:
             await process._send(setup)
             reply = await process._reply(START_TIMEOUT)
-        except (_Lost, TimeoutError) as error:
+        except TimeoutError:
             await process.stop()
-            raise RewardConfigError(f"the reward process did not start: {error}") from error
+            raise _UnreadyError(f"it was not ready after {START_TIMEOUT:g} s") from None
+        except _Lost as lost:
+            killed = await process.was_killed()
+            await process.stop()
+            raise (_UnreadyError if killed else RewardConfigError)(
+                f"the reward process did not start: {lost}"
+            ) from lost
         except BaseException:
             await process.stop()
             raise
@@ -211,22 +234,51 @@ class _Process:
             raise RewardConfigError(reply["fatal"])
         return process
 
-    async def score(self, jobs: deque[_Job], timeout: float) -> None:
-        """Settle the jobs in order, taking each out of `jobs` when it is done. Raises `_Lost` at the first."""
+    async def score(
+        self, jobs: deque[_Job], timeout: float, give_back: Callable[[deque[_Job]], None] | None
+    ) -> None:
+        """Settle the jobs in order, taking each out of `jobs` when it is done. Raises `_Lost` at the first.
+
+        give_back: who takes the jobs behind one that is slow. This process scores them, too, since they are in its
+        message; these replies are thrown away.
+        """
         samples = [[job.task.completion, job.task.row, job.task.functions] for job in jobs]
         sending = asyncio.create_task(self._send({"samples": samples}))
+        surplus = 0
         try:
             while jobs:
-                try:
-                    reply = await self._reply(timeout)
-                except TimeoutError:
-                    raise _Lost(f"RewardTimeout: the sample took longer than {timeout:g} s") from None
+                left, others = timeout, give_back is not None and len(jobs) > 1 and timeout > SLOW
+                if others and not await self._answers(SLOW):
+                    assert give_back is not None
+                    left -= SLOW
+                    behind = deque(jobs.pop() for _ in range(len(jobs) - 1))
+                    behind.reverse()
+                    surplus += len(behind)
+                    give_back(behind)
+                reply = await self._reply_in_time(left, timeout)
                 job = jobs.popleft()
                 _settle(job, Result(reply["rewards"], reply["error"]))
+            for _ in range(surplus):
+                await self._reply_in_time(timeout, timeout)
         finally:
             sending.cancel()
             with contextlib.suppress(asyncio.CancelledError, _Lost):
                 await sending
+
+    async def _answers(self, seconds: float) -> bool:
+        """Whether the next reply is there within some seconds."""
+        try:
+            await self._read_until_reply(seconds)
+        except TimeoutError:
+            return bool(self._replies)
+        return True
+
+    async def _reply_in_time(self, left: float, timeout: float) -> dict[str, Any]:
+        """The next reply, for which `left` seconds are left of a sample's `timeout`. Raises `_Lost`."""
+        try:
+            return await self._reply(left)
+        except TimeoutError:
+            raise _Lost(f"RewardTimeout: the sample took longer than {timeout:g} s") from None
 
     async def _send(self, message: dict[str, Any]) -> None:
         assert self._process.stdin is not None
@@ -261,6 +313,13 @@ class _Process:
             self._replies.extend(self._decoder.feed(data))
         except ProtocolError as error:
             raise _Lost(f"RewardCrash: the reward process sent nonsense: {error}") from None
+
+    async def was_killed(self) -> bool:
+        """Whether a signal ended it, or was about to: its pipes are closed before its end is known."""
+        try:
+            return await asyncio.wait_for(self._process.wait(), STOP_TIMEOUT) < 0
+        except TimeoutError:
+            return False
 
     async def stop(self) -> None:
         """Kill it: a process in the middle of a function does not listen."""

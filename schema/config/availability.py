@@ -40,10 +40,6 @@ class Unavailable:
     when: Callable[[Config], bool] = _always
 
 
-def _has_checkpoints(config: Config) -> bool:
-    return config.train.ckpt.enable_checkpoint
-
-
 def _is_grpo(config: Config) -> bool:
     return config.is_grpo
 
@@ -124,7 +120,6 @@ _TRAIN_POLICY = {
 _SCHEDULES = "learning-rate schedules beyond linear, cosine, sqrt and wsd with a cosine"
 _WRAPPING = "a choice of what FSDP shards"
 _RECOMPUTE = "a choice of what is recomputed"
-_CONTENTS = "a choice of what a checkpoint holds"
 
 _TRAIN = {
     "optm_name": Unavailable(("AdamW",), "an optimizer other than AdamW"),
@@ -143,10 +138,6 @@ _TRAIN = {
     "overlap_grad_reduce": Unavailable((True,), "gradient reduction after backward"),
     "recompute_granularity": Unavailable(("full",), _RECOMPUTE),
     "recompute_moe_layers": _off(_RECOMPUTE),
-    "ckpt.save_contents": Unavailable((["model", "optimizer", "extra"],), _CONTENTS),
-    "ckpt.load_contents": _unset(_CONTENTS),
-    "ckpt.load_schedule": Unavailable((True,), "a schedule that differs from the checkpoint's"),
-    "ckpt.delete_after_load": _off("deleting a checkpoint that was resumed from"),
     "master_dtype": Unavailable(("float32", "bfloat16"), "loss scaling, which float16 needs"),
     "param_dtype": Unavailable(("bfloat16", "float32"), "loss scaling, which float16 needs"),
     "fsdp_offload": _off("parameter offload"),
@@ -161,13 +152,6 @@ _TRAIN = {
     "fp4.enable_fp4": _off("fp4 training"),
     "fp4.fp4_recipe": Unavailable(("dynamic_scaling",), "fp4 training"),
     "fp4.quant_recipe": Unavailable(("rowwise",), "fp4 training"),
-    "ckpt.save_mode": Unavailable(("sync",), "saving beside the training", _has_checkpoints),
-    "ckpt.save_freq_in_epoch": Unavailable((0,), "checkpoints by epoch"),
-    "ckpt.upload_hf": _off("uploads to the Hugging Face hub"),
-    "ckpt.hf_repo_name": Unavailable(("Comos-Reason1",), "uploads to the Hugging Face hub"),
-    "ckpt.upload_s3": _off("uploads to S3"),
-    "ckpt.s3_bucket": _unset("uploads to S3"),
-    "ckpt.s3_prefix": Unavailable(("outputs",), "uploads to S3"),
 }
 
 _MULTI_TURN = {

@@ -25,6 +25,11 @@ class ControllerConfig(Section):
     lease_timeout: float = Field(
         default=120.0, gt=0.0, description="Seconds after which a lease that no heartbeat renews expires."
     )
+    lock_timeout: float = Field(
+        default=10.0,
+        ge=1.0,
+        description="Seconds without a sign of life after which a controller that stands by takes the job over.",
+    )
     start_timeout: float = Field(
         default=600.0, gt=0.0, description="Seconds in which all first replicas must have registered."
     )
@@ -57,8 +62,40 @@ class ControllerConfig(Section):
     max_request_bytes: int = Field(
         default=256 * 1024 * 1024, ge=1024, description="Largest request body in bytes."
     )
+    tls_cert: str = Field(
+        default="",
+        description="PEM file of the controller's certificate, with its chain: with it the API is served over "
+        "https.",
+    )
+    tls_key: str = Field(default="", description="PEM file of the private key of controller.tls_cert.")
+    tls_ca: str = Field(
+        default="",
+        description="PEM file of the authorities that may have signed controller.tls_cert: launcher and workers "
+        "trust them. Empty: those that the system trusts.",
+    )
+    max_buffered_bytes: int = Field(
+        default=1024 * 1024 * 1024,
+        ge=1024,
+        description="Bytes of request bodies that may be held at once; beyond them callers are told to come back. "
+        "A single body is always taken.",
+    )
+    payload_store: str = Field(
+        default="",
+        description="Directory that all rollout and policy replicas share: large samples travel through it and "
+        "not through the controller. Empty: all payloads are kept in Redis.",
+    )
+    payload_bytes: int = Field(
+        default=256 * 1024,
+        ge=0,
+        description="Samples of this size and above travel through controller.payload_store.",
+    )
     require_durable_redis: bool = Field(
         default=False,
         description="Whether a Redis without append-only file, or with an evicting policy, is an error "
         "instead of a warning.",
     )
+
+    @property
+    def scheme(self) -> Literal["http", "https"]:
+        """How the API is reached."""
+        return "https" if self.tls_cert else "http"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
+from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from pydantic import Field
 
@@ -14,10 +16,34 @@ class RedisConfig(Section):
 
     url: Annotated[str, Field(pattern=r"^$|^(redis|rediss|unix)://.+$")] = Field(
         default="",
-        description="redis://, rediss:// or unix:// address of a Redis (7.2 or newer) or Valkey server. "
+        description="redis://, rediss:// (TLS) or unix:// address of a Redis (7.2 or newer) or Valkey server. "
         "Empty: an embedded Valkey started with the job. The password may come from the environment as "
         "COSMOS_REDIS_PASSWORD.",
     )
-    key_prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")] = Field(
+    key_prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,128}$")] = Field(
         default="cosmos", description="Every key starts with this prefix and the job's id."
     )
+    tls_ca: str = Field(
+        default="",
+        description="PEM file of the authorities that may have signed the certificate of a rediss:// server. "
+        "Empty: those that the system trusts.",
+    )
+    tls_cert: str = Field(
+        default="",
+        description="PEM file of the certificate that is shown to a rediss:// server which asks for one.",
+    )
+    tls_key: str = Field(default="", description="PEM file of the private key of redis.tls_cert.")
+
+    def address(self, url: str) -> str:
+        """`url` with the TLS files as parameters, as redis-py reads them; what it names itself stays.
+
+        So one address is all that a process needs, beside the password.
+        """
+        parts = urlsplit(url)
+        if parts.scheme != "rediss":
+            return url
+        files = {"ssl_ca_certs": self.tls_ca, "ssl_certfile": self.tls_cert, "ssl_keyfile": self.tls_key}
+        named = {name for name, _ in parse_qsl(parts.query)}
+        wanted = {name: file for name, file in files.items() if file and name not in named}
+        added = urlencode({name: os.path.abspath(os.path.expanduser(file)) for name, file in wanted.items()})
+        return urlunsplit(parts._replace(query="&".join(filter(None, [parts.query, added]))))

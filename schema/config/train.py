@@ -21,12 +21,20 @@ class CheckpointConfig(Section):
     )
     save_freq: int = Field(default=20, ge=1, description="A checkpoint every so many training steps.")
     save_freq_in_epoch: int = Field(
-        default=0, ge=0, description="A checkpoint every so many epochs; 0: by steps only."
+        default=0,
+        ge=0,
+        description="Besides save_freq, a checkpoint each time that so many epochs are complete: every row of them "
+        "trained or dropped. 0: by steps only.",
     )
     save_mode: Literal["async", "sync"] = Field(
-        default="async", description="`async` writes beside the training, `sync` lets training wait."
+        default="async",
+        description="`async` copies the state to host memory and writes beside the training (the copy stays: as much "
+        "memory as this rank's share of weights and optimizer); `sync` lets training wait until all is on disk.",
     )
-    max_keep: SizeOrAll = Field(default=5, description="Checkpoints kept, newest first; -1: all.")
+    max_keep: SizeOrAll = Field(
+        default=5,
+        description="Checkpoints kept: the newest, the best validated one, then the newest others; -1: all.",
+    )
     export_safetensors: bool = Field(
         default=True,
         description="Whether each checkpoint carries a safetensors export (with config and tokenizer) that "
@@ -35,30 +43,46 @@ class CheckpointConfig(Section):
     save_contents: list[Content] = Field(
         default=["model", "optimizer", "extra"],
         min_length=1,
-        description="What a checkpoint holds: weights, optimizer state, and `extra` (schedule, random states, "
-        "position in the data). The export for transformers is export_safetensors.",
+        description="What a checkpoint holds: weights, optimizer state, and `extra` (schedule, random states of "
+        "every rank, position in the data). The export for transformers is export_safetensors; without `model` it is "
+        "what the weights are resumed from, in its type. A run that dies goes on from what is held here.",
     )
     load_contents: list[Content | Literal["hf_model"]] | None = Field(
         default=None,
-        description="What is read on resume; `hf_model` takes the weights from the export. Unset: all that was "
-        "saved.",
+        description="What is read of the checkpoint that train.resume names; `hf_model` takes the weights from the "
+        "export. Without `extra` the run begins its own data, schedule and step count at 0 with these weights. "
+        "Unset: all that was saved. A run that continues itself reads all.",
     )
     load_schedule: bool = Field(
         default=True,
-        description="On resume: whether the learning-rate schedule is the checkpoint's (true) or the config's.",
+        description="On resume: whether the learning-rate schedule, with its peak optm_lr and its total steps, is "
+        "the checkpoint's (true) or the config's. What differs is shown.",
     )
     delete_after_load: bool = Field(
-        default=False, description="Whether a local checkpoint is deleted once it has been resumed from."
+        default=False,
+        description="Whether the checkpoint that was resumed from is deleted, as soon as the next one is complete.",
     )
     upload_hf: bool = Field(
-        default=False, description="Whether the export is uploaded to the Hugging Face hub."
+        default=False,
+        description="Whether the export of each checkpoint and the final model go to the Hugging Face hub, a commit "
+        "each. Token and endpoint come from HF_TOKEN and HF_ENDPOINT; a repository that does not exist is made, "
+        "private.",
     )
-    hf_repo_name: str = Field(default="Comos-Reason1", description="Repository on the hub for upload_hf.")
+    hf_repo_name: str = Field(
+        default="Comos-Reason1", description="Repository on the hub for upload_hf, `owner/name`."
+    )
     upload_s3: bool | Literal["final", "all"] = Field(
-        default=False, description="Upload to S3: false, `final` (the last checkpoint) or `all`."
+        default=False,
+        description="Upload to S3: false, `final` (the model at the end) or `all` (or true: each checkpoint, too). "
+        "Credentials and endpoint come from AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL and the like. "
+        "Training never waits; if the final upload fails, the job ends with an error and --resume tries again.",
     )
     s3_bucket: str | None = Field(default=None, description="Bucket for upload_s3.")
-    s3_prefix: str = Field(default="outputs", description="Key prefix for upload_s3.")
+    s3_prefix: str = Field(
+        default="outputs",
+        description="What keys of upload_s3 begin with: `<prefix>/<run>/<step-… or final>/<file>`; complete.json is "
+        "written last.",
+    )
 
 
 class FP8Config(Section):
@@ -124,7 +148,14 @@ class TrainingConfig(PrecisionKeys, OptimizerKeys):
         ge=1,
         description="Weights are published every so many steps. Needs allowed_outdated_steps >= this - 1.",
     )
-    deterministic: bool = Field(default=False, description="Deterministic kernels and a fixed seed; slower.")
+    deterministic: bool = Field(
+        default=False,
+        description="Deterministic kernels, and the embedded engine decodes each group by itself (several times "
+        "slower). A run that was killed and resumed then ends with the same bits as one that was not, if it is "
+        "on-policy (allowed_outdated_steps = 0) or supervised, has one policy replica, generates with "
+        "rollout.backend = transformers and stays on one kind of machine. Elsewhere only ledger and counters "
+        "agree, and a warning says why.",
+    )
     fa_version: int | None = Field(
         default=None, ge=2, le=4, description="FlashAttention version. Unset: the default."
     )

@@ -54,7 +54,10 @@ def checkpoint_rows(prefix: str, when: Any = None) -> tuple[Row, ...]:
         strange = [name for name in names if name not in (*_CONTENTS, "hf_model")]
         if strange:
             raise BadValue(f"expected model, optimizer, extra or hf_model, got {shown(strange[0])}")
-        return mapped(("train.ckpt.load_contents", names))
+        if {"model", "hf_model"} <= set(names):  # the shards are the exact ones
+            names = [name for name in names if name != "hf_model"]
+        own_schedule = [] if "extra" in names else [("train.ckpt.load_schedule", False)]
+        return mapped(("train.ckpt.load_contents", names), *own_schedule)
 
     def save_mode(reading: Reading, leaf: Leaf) -> Result:
         return mapped(("train.ckpt.save_mode", "async" if as_flag(leaf.value) else "sync"))
@@ -74,7 +77,11 @@ def checkpoint_rows(prefix: str, when: Any = None) -> tuple[Row, ...]:
         ),
         Row(
             f"{ckpt}.load_contents",
-            How(loaded, ("train.ckpt.load_contents",), "unset where it is save_contents"),
+            How(
+                loaded,
+                ("train.ckpt.load_contents", "train.ckpt.load_schedule"),
+                "unset where it is save_contents; model before hf_model; without extra the config's schedule",
+            ),
             when=when,
         ),
         Row(

@@ -7,7 +7,8 @@ and normalisation need only the table, so they need no communication between ran
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Iterable, Sequence
 from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -39,6 +40,11 @@ class StepTable(BaseModel):
     def n_samples(self) -> int:
         return len(self.group)
 
+    @property
+    def digest(self) -> str:
+        """See `batch_digest`."""
+        return batch_digest(self.timeline, self.step, self.group_ids)
+
     @model_validator(mode="after")
     def _columns_agree(self) -> Self:
         n = len(self.group)
@@ -51,6 +57,12 @@ class StepTable(BaseModel):
         if any(not 0 <= group < len(self.group_ids) for group in self.group):
             raise ValueError("a sample names a group that is not in the table")
         return self
+
+
+def batch_digest(timeline: int, step: int, group_ids: Iterable[str]) -> str:
+    """Identifies a batch: which groups train in which step of which timeline."""
+    names = "\n".join([str(timeline), str(step), *sorted(group_ids)])
+    return hashlib.blake2b(names.encode(), digest_size=12).hexdigest()
 
 
 def encode_batch(table: StepTable, frames: Sequence[bytes | memoryview]) -> bytes:

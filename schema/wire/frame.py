@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from pydantic_core import from_json
 from safetensors import SafetensorError
 from safetensors.numpy import load as _safetensors_load
 from safetensors.numpy import save as _safetensors_save
@@ -33,8 +34,7 @@ class FrameError(ValueError):
     """A frame that is truncated, inconsistent, or larger than allowed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """Where one tensor lies: dtype name as safetensors writes it, shape, byte range after the header."""
 
     dtype: str
@@ -43,8 +43,7 @@ class Entry:
     end: int
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
+class Header(NamedTuple):
     """The parsed JSON header of a frame; `body` is the offset of the first tensor byte."""
 
     metadata: dict[str, str]
@@ -59,37 +58,77 @@ def read_header(data: bytes | memoryview) -> Header:
         FrameError: the frame is truncated, its header is not what safetensors allows, or ranges overlap or
             point outside of the data.
     """
+    raw, metadata, body = _parse(data)
+    limit = len(data) - body
+    entries = {name: _entry(name, value, limit) for name, value in raw.items()}
+    _check_contiguous(entries, limit)
+    return Header(metadata, entries, body)
+
+
+def read_metadata(data: bytes | memoryview) -> dict[str, str]:
+    """The metadata of a frame, checked exactly as by `read_header`: for who never looks at the tensors.
+
+    Raises:
+        FrameError: as `read_header`.
+    """
+    raw, metadata, body = _parse(data)
+    limit = len(data) - body
+    position = 0
+    for name, value in raw.items():  # in the order of their bytes, as safetensors and we write them
+        start, end = _range(name, value, limit)
+        if start != position:
+            entries = {name: _entry(name, value, limit) for name, value in raw.items()}
+            _check_contiguous(entries, limit)
+            return metadata
+        position = end
+    if position != limit:
+        raise FrameError(f"frame has {limit - position} bytes that no entry names")
+    return metadata
+
+
+def _parse(data: bytes | memoryview) -> tuple[dict[str, Any], dict[str, str], int]:
+    """The JSON header without its metadata, the metadata, and the offset of the first tensor byte."""
     size = len(data)
     if size < _LENGTH_BYTES:
         raise FrameError(f"frame of {size} bytes is shorter than its length field")
     length = int.from_bytes(data[:_LENGTH_BYTES], "little")
-    if length > MAX_HEADER_BYTES or _LENGTH_BYTES + length > size:
+    body = _LENGTH_BYTES + length
+    if length > MAX_HEADER_BYTES or body > size:
         raise FrameError(f"frame header claims {length} bytes, frame has {size}")
     try:
-        raw = json.loads(bytes(data[_LENGTH_BYTES : _LENGTH_BYTES + length]))
+        raw = from_json(bytes(data[_LENGTH_BYTES:body]))
     except (ValueError, RecursionError) as error:
         raise FrameError(f"frame header is not JSON: {error}") from None
     if not isinstance(raw, dict):
         raise FrameError("frame header is not a JSON object")
     metadata = raw.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+    if not isinstance(metadata, dict):
         raise FrameError("frame metadata must map strings to strings")
-    body = _LENGTH_BYTES + length
-    entries = {name: _entry(name, value, size - body) for name, value in raw.items()}
-    _check_contiguous(entries, size - body)
-    return Header(metadata, entries, body)
+    for value in metadata.values():
+        if not isinstance(value, str):
+            raise FrameError("frame metadata must map strings to strings")
+    return raw, metadata, body
 
 
-def _entry(name: str, value: object, limit: int) -> Entry:
+def _range(name: str, value: Any, limit: int) -> tuple[int, int]:
+    """The byte range of an entry, which is checked. Raises `FrameError`."""
     try:
-        dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]  # type: ignore[index]
-        start, end = offsets
-        whole = all(type(number) is int and number >= 0 for number in (*shape, start, end))
+        dtype, shape, (start, end) = value["dtype"], value["shape"], value["data_offsets"]
+        whole = type(start) is int and type(end) is int and type(shape) is list
     except (KeyError, TypeError, ValueError):
         raise FrameError(f"frame entry {name!r} is malformed") from None
-    if not whole or not isinstance(dtype, str) or not start <= end <= limit:
+    if whole:
+        for number in shape:
+            if type(number) is not int or number < 0:
+                whole = False
+    if not whole or type(dtype) is not str or not 0 <= start <= end <= limit:
         raise FrameError(f"frame entry {name!r} lies outside of the frame")
-    return Entry(dtype, tuple(shape), start, end)
+    return start, end
+
+
+def _entry(name: str, value: Any, limit: int) -> Entry:
+    start, end = _range(name, value, limit)
+    return Entry(value["dtype"], tuple(value["shape"]), start, end)
 
 
 def _check_contiguous(entries: Mapping[str, Entry], size: int) -> None:
@@ -138,12 +177,18 @@ def unpack_bundle(data: bytes | memoryview) -> tuple[list[memoryview], dict[str,
     Raises:
         FrameError: not a bundle (entries must be uint8 and named "0" … "n-1").
     """
-    header = read_header(data)
+    ranges, metadata = bundle_ranges(data)
     view = memoryview(data)
-    frames: list[memoryview] = []
-    for index in range(len(header.entries)):
-        entry = header.entries.get(str(index))
+    return [view[start:end] for start, end in ranges], metadata
+
+
+def bundle_ranges(data: bytes | memoryview) -> tuple[list[tuple[int, int]], dict[str, str]]:
+    """Where the frames of a bundle lie in it. Raises `FrameError` as `unpack_bundle`."""
+    metadata, entries, body = read_header(data)
+    ranges: list[tuple[int, int]] = []
+    for index in range(len(entries)):
+        entry = entries.get(str(index))
         if entry is None or entry.dtype != "U8" or entry.shape != (entry.end - entry.start,):
             raise FrameError(f"bundle entry {index} is missing or not a byte string")
-        frames.append(view[header.body + entry.start : header.body + entry.end])
-    return frames, header.metadata
+        ranges.append((body + entry.start, body + entry.end))
+    return ranges, metadata

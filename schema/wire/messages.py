@@ -6,12 +6,23 @@ Replicas also carry their `incarnation`; the controller refuses an older one (`s
 
 from __future__ import annotations
 
+import time
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from schema.wire.weights import Publication
+
+# Bounds of what others send: far above anything of ours, far below what would hurt.
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._:@-]*$"
+"""Names of replicas: they stand in addresses, logs and labels of metrics."""
+STORE_KEY = r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?$"
+"""Keys of a weight store: nothing that leaves it."""
+MOST_LEASES, MOST_GAUGES, MOST_METRICS = 16_384, 64, 1024
+Text = Annotated[str, Field(max_length=256)]
+MetricName = Annotated[str, Field(min_length=1, max_length=128)]
+Count = Annotated[int, Field(strict=True, ge=0, lt=2**53)]
 
 Role = Literal["rollout", "policy"]
 GroupKind = Literal["train", "validation"]
@@ -43,7 +54,11 @@ class ErrorCode(StrEnum):
     WRONG_STEP = "wrong_step"
     CONFLICT = "conflict"
     JOB_FAILED = "job_failed"
+    JOB_FINISHED = "job_finished"
     STORE_UNAVAILABLE = "store_unavailable"
+    STANDBY = "standby"
+    BUSY = "busy"
+    TOO_SLOW = "too_slow"
     INTERNAL = "internal"
 
 
@@ -60,26 +75,76 @@ class Problem(Message):
 # ---- replicas ---------------------------------------------------------------------------------------------
 
 
+class LedgerSnapshot(Message):
+    """What a checkpoint stores of the ledger: enough to resume with an empty Redis."""
+
+    committed_steps: int = Field(ge=0, lt=2**53)
+    timeline: int = Field(ge=0, lt=2**53)
+    frontier: int = Field(
+        ge=0, lt=2**53, description="Stream positions below it were handed out at least once."
+    )
+    untrained: list[Annotated[int, Field(ge=0)]] = Field(
+        max_length=1_000_000, description="Stream positions below the frontier not trained and not dropped."
+    )
+    dropped: dict[str, Annotated[int, Field(ge=0, lt=2**53)]] = Field(
+        default_factory=dict, max_length=64, description="Counts by reason."
+    )
+    n_positions: int | None = Field(
+        default=None,
+        ge=1,
+        description="Rows of the prepared data: positions of other data mean other prompts.",
+    )
+    order: str | None = Field(
+        default=None, max_length=64, description="Identifies the order in which the rows are handed out."
+    )
+
+
 class HeldLease(Message):
-    group_id: str
-    lease_id: str
+    """A lease that a rollout replica holds, and what it has done under it: the controller may have forgotten both."""
+
+    group_id: str = Field(max_length=64)
+    lease_id: str = Field(max_length=64)
+    version: int = Field(
+        default=-1, ge=-1, lt=2**53, description="Weight version that it was granted for; -1: not told."
+    )
+    publication_id: int = Field(default=0, ge=0, lt=2**53, description="Publication that it was granted for.")
+    manifest_hash: str = Field(default="", max_length=128, description="Of that publication.")
+    pushed: list[Annotated[int, Field(ge=0)]] = Field(
+        default_factory=list,
+        max_length=65536,
+        description="Samples whose push was answered: it does not have them any more.",
+    )
 
 
 class RegisterRequest(Message):
     request_id: str = Field(min_length=8, max_length=64)
     role: Role
-    name: str = Field(min_length=1, max_length=128, description="Stable over restarts of the same replica.")
-    host: str = ""
-    pid: int = 0
-    world_size: int = Field(default=1, ge=1, description="Ranks of a policy replica; GPUs of an engine.")
-    engine: str = Field(default="", description="Inference engine of a rollout replica, with its version.")
+    name: str = Field(
+        min_length=1, max_length=128, pattern=NAME, description="Stable over restarts of the same replica."
+    )
+    host: Text = ""
+    pid: Count = 0
+    world_size: int = Field(
+        default=1, ge=1, le=65536, description="Ranks of a policy replica; GPUs of an engine."
+    )
+    engine: Text = Field(default="", description="Inference engine of a rollout replica, with its version.")
     held_leases: list[HeldLease] = Field(
-        default_factory=list, description="Leases a rollout replica still holds after losing the controller."
+        default_factory=list,
+        max_length=MOST_LEASES,
+        description="Leases a rollout replica still holds after losing the controller.",
     )
     resume_step: int | None = Field(
         default=None,
         ge=0,
         description="Policy: committed steps contained in the weights it starts from (0: initial weights).",
+    )
+    snapshot: LedgerSnapshot | None = Field(
+        default=None,
+        description="Policy: what the checkpoint it starts from holds of the ledger. Used where the controller knows "
+        "fewer steps than the checkpoint has: an empty store, or a checkpoint of another run.",
+    )
+    newest_publication: int = Field(
+        default=0, ge=0, lt=2**53, description="The highest publication id that this replica ever heard of."
     )
 
 
@@ -91,9 +156,13 @@ class RegisterReply(Message):
     job_seed: int
     mode: Literal["grpo", "sft"]
     timeline: int
+    timeline_began: int = Field(default=0, description="Step at which this timeline began.")
     committed_steps: int
     total_steps: int
-    policy_epoch: int = Field(description="Membership epoch of the trainers; policy calls present it.")
+    policy_epoch: int = Field(
+        description="Membership epoch of the trainers; policy calls present it. It rises with every registration and "
+        "contains the time, so that a store that lost history cannot lead to one being handed out twice."
+    )
     heartbeat_interval: float
     heartbeat_timeout: float
     run_dir: str = Field(description="Directory of this run; exports and checkpoints go below it.")
@@ -103,13 +172,27 @@ class RegisterReply(Message):
 
 
 class HeartbeatRequest(Message):
-    incarnation: int
-    leases: list[str] = Field(default_factory=list, description="Ids of all leases held: they are renewed.")
-    version: int = Field(default=-1, description="Weight version in use; -1 before the first one.")
+    incarnation: Count
+    leases: list[Text] = Field(
+        default_factory=list, max_length=MOST_LEASES, description="Ids of all leases held: they are renewed."
+    )
+    version: int = Field(
+        default=-1, ge=-1, lt=2**53, description="Weight version in use; -1 before the first one."
+    )
+    sequence: int = Field(
+        default_factory=lambda: time.monotonic_ns() // 1000,
+        description="Rises from beat to beat; one that comes late, or twice, says nothing about leases any more.",
+    )
     status: str = Field(default="", max_length=256, description="What it is doing, for people.")
-    gauges: dict[str, float] = Field(
+    gauges: dict[MetricName, float] = Field(
         default_factory=dict,
+        max_length=MOST_GAUGES,
         description="Numbers for the display, e.g. idle_fraction, samples_per_s, tokens_per_s.",
+    )
+    trouble: str = Field(
+        default="",
+        max_length=4096,
+        description="What goes wrong beside its work, e.g. an upload; shown as last error.",
     )
 
 
@@ -133,10 +216,15 @@ class DrainReply(Message):
 
 class LeaseRequest(Message):
     request_id: str = Field(min_length=8, max_length=64)
-    replica_id: str
-    incarnation: int
-    version: int = Field(ge=0, description="Weight version that the engine holds now.")
-    publication_id: int = Field(ge=0, description="Publication that the engine holds now.")
+    replica_id: Text
+    incarnation: Count
+    version: Count = Field(description="Weight version that the engine holds now.")
+    publication_id: int = Field(ge=0, lt=2**53, description="Publication that the engine holds now.")
+    manifest_hash: str = Field(
+        default="",
+        max_length=128,
+        description="Of that publication: after a loss of history its id may be another's.",
+    )
     max_groups: int = Field(ge=1, le=4096)
     wait_s: float = Field(
         default=0.0, ge=0, le=60, description="Long-poll: how long an empty answer may wait."
@@ -180,13 +268,13 @@ class LeaseReply(Message):
 class PushItem(Message):
     """One entry of a bundle of samples (metadata key "pushes"), same order as the frames."""
 
-    group_id: str
-    lease_id: str
-    index: int = Field(ge=0)
+    group_id: Text
+    lease_id: Text
+    index: Count
 
 
 class PushList(Message):
-    replica_id: str
+    replica_id: Text
     pushes: list[PushItem] = Field(min_length=1, max_length=4096)
 
 
@@ -212,10 +300,18 @@ class ReleaseReply(Message):
 
 class CommitRequest(Message):
     request_id: str = Field(min_length=8, max_length=64)
-    replica_id: str
-    incarnation: int
-    policy_epoch: int
-    metrics: dict[str, float] = Field(default_factory=dict, description="Finite numbers of this step.")
+    replica_id: Text
+    incarnation: Count
+    policy_epoch: Count
+    metrics: dict[MetricName, float] = Field(
+        default_factory=dict, max_length=MOST_METRICS, description="Finite numbers of this step."
+    )
+    batch: str = Field(
+        default="",
+        max_length=64,
+        description="`StepTable.digest` of the batch that was trained. A controller that has another one, or none, "
+        "has lost history and refuses (`wrong_step`): the trainer declares itself.",
+    )
 
 
 class CommitReply(Message):
@@ -223,18 +319,27 @@ class CommitReply(Message):
     total_steps: int
     publish: bool = Field(description="Whether the version with this step is due for publication.")
     finished: bool = Field(description="No step follows: publish, export, deregister.")
+    epochs: int = Field(default=0, description="Epochs of which every row was trained or dropped.")
+    durable_steps: int = Field(
+        default=0, description="Commits that are on disk for certain: the trainer need not remember them."
+    )
 
 
 class PublishRequest(Message):
     request_id: str = Field(min_length=8, max_length=64)
-    replica_id: str
-    incarnation: int
-    policy_epoch: int
-    version: int = Field(ge=0, description="Committed steps contained in the weights.")
-    uri: str = Field(description="Where the manifest lies in the weight store.")
-    manifest_hash: str
-    content_hash: str
-    n_bytes: int = Field(ge=0)
+    replica_id: Text
+    incarnation: Count
+    policy_epoch: Count
+    version: Count = Field(description="Committed steps contained in the weights.")
+    uri: str = Field(
+        max_length=512, pattern=STORE_KEY, description="Where the manifest lies in the weight store."
+    )
+    manifest_hash: Text
+    content_hash: Text
+    n_bytes: Count
+    newest_publication: int = Field(
+        default=0, ge=0, lt=2**53, description="The highest publication id that the trainer ever heard of."
+    )
 
 
 class PublishReply(Message):
@@ -246,27 +351,19 @@ class PublishReply(Message):
 
 class CheckpointRequest(Message):
     request_id: str = Field(min_length=8, max_length=64)
-    replica_id: str
-    incarnation: int
-    policy_epoch: int
-    step: int = Field(ge=0, description="Committed steps that the checkpoint covers.")
-    path: str
+    replica_id: Text
+    incarnation: Count
+    policy_epoch: Count
+    step: Count = Field(description="Committed steps that the checkpoint covers.")
+    path: str = Field(min_length=1, max_length=4096, pattern=r"^[^\x00-\x1f\x7f]+$")
 
 
 class CheckpointReply(Message):
     durable_steps: int
-
-
-class LedgerSnapshot(Message):
-    """What a checkpoint stores of the ledger: enough to resume with an empty Redis."""
-
-    committed_steps: int
-    timeline: int
-    frontier: int = Field(description="Stream positions below it were handed out at least once.")
-    untrained: list[int] = Field(
-        description="Stream positions below the frontier not trained and not dropped."
+    scores: dict[int, float] = Field(
+        default_factory=dict,
+        description="Mean validation score by weight version: the best checkpoint stays.",
     )
-    dropped: dict[str, int] = Field(default_factory=dict, description="Counts by reason.")
 
 
 # ---- user -------------------------------------------------------------------------------------------------

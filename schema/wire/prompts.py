@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 FORMAT = "cosmos-prompts-1"
+_TYPES = {"token_ids": "I32", "offsets": "I64", "rows": "U8", "row_ends": "I64", "loss_mask": "U8"}
 
 
 class PromptFileError(ValueError):
@@ -54,6 +55,8 @@ def write_prompts(
             raise ValueError("loss masks and token sequences differ in length")
         tensors["loss_mask"] = _flat(loss_masks, np.uint8)
     path.parent.mkdir(parents=True, exist_ok=True)
+    for left in path.parent.glob(f".{path.name}.*"):  # by a process that was killed while it wrote
+        left.unlink(missing_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     save_file(tensors, temporary, {"format": FORMAT, **(metadata or {})})
     os.replace(temporary, path)
@@ -67,19 +70,49 @@ class PromptFile:
     """Random access to prepared rows."""
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         try:
             self._file = safe_open(path, framework="numpy")
             self.metadata: dict[str, str] = dict(self._file.metadata() or {})
             names = set(self._file.keys())
+            if (
+                self.metadata.get("format") != FORMAT
+                or not {"token_ids", "offsets", "rows", "row_ends"} <= names
+            ):
+                raise PromptFileError(f"{path} is not prepared data of format {FORMAT}")
+            for name in names & _TYPES.keys():
+                self._check_type(name)
+            self._offsets = self._file.get_tensor("offsets")
+            self._row_ends = self._file.get_tensor("row_ends")
+            self._token_ids = self._file.get_slice("token_ids")
+            self._rows = self._file.get_slice("rows")
+            self._loss_mask = self._file.get_slice("loss_mask") if "loss_mask" in names else None
         except (OSError, SafetensorError) as error:
             raise PromptFileError(f"prepared data {path} cannot be read: {error}") from None
-        if self.metadata.get("format") != FORMAT or not {"token_ids", "offsets", "rows", "row_ends"} <= names:
-            raise PromptFileError(f"{path} is not prepared data of format {FORMAT}")
-        self._offsets = self._file.get_tensor("offsets")
-        self._row_ends = self._file.get_tensor("row_ends")
-        self._token_ids = self._file.get_slice("token_ids")
-        self._rows = self._file.get_slice("rows")
-        self._loss_mask = self._file.get_slice("loss_mask") if "loss_mask" in names else None
+        self._check_places()
+
+    def _check_type(self, name: str) -> None:
+        part = self._file.get_slice(name)
+        found = part.get_dtype(), len(part.get_shape())
+        if found != (_TYPES[name], 1):
+            raise PromptFileError(f"{self._path}: {name} must be a vector of {_TYPES[name]}, not {found}")
+
+    def _check_places(self) -> None:
+        """Every row lies in the file: offsets rise, and end where the tokens and texts end."""
+        tokens, text = (part.get_shape()[0] for part in (self._token_ids, self._rows))
+        offsets, ends = self._offsets, self._row_ends
+        sound = (
+            len(offsets) == len(ends) + 1
+            and offsets[0] == 0
+            and offsets[-1] == tokens
+            and bool((offsets[1:] >= offsets[:-1]).all())
+            and bool((ends[1:] >= ends[:-1]).all())
+            and (ends[0] >= 0 and ends[-1] == text if len(ends) else text == 0)
+        )
+        if not sound:
+            raise PromptFileError(f"{self._path} is damaged: its offsets do not divide it into rows")
+        if self._loss_mask is not None and self._loss_mask.get_shape()[0] != tokens:
+            raise PromptFileError(f"{self._path} is damaged: there is not one loss mask for each token")
 
     def __len__(self) -> int:
         return len(self._row_ends)
@@ -100,4 +133,10 @@ class PromptFile:
 
     def row(self, i: int) -> dict[str, Any]:
         start = int(self._row_ends[i - 1]) if i else 0
-        return json.loads(self._rows[start : int(self._row_ends[i])].tobytes())  # type: ignore[no-any-return]
+        try:
+            row = json.loads(self._rows[start : int(self._row_ends[i])].tobytes())
+        except (ValueError, RecursionError) as error:
+            raise PromptFileError(f"{self._path}: row {i} is not JSON: {error}") from None
+        if not isinstance(row, dict):
+            raise PromptFileError(f"{self._path}: row {i} is not a JSON object")
+        return row

@@ -20,14 +20,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from schema.wire.frame import FrameError, decode_frame, encode_frame, read_header
+from schema.wire.frame import FrameError, decode_frame, encode_frame, read_metadata
 
+Count = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
+Version = Annotated[int, Field(strict=True, ge=-1, lt=2**31)]
+"""Both end up in int32 and int64 arrays; a boolean is no number."""
 FinishReason = Literal["stop", "length", "overlong", "abort"]
 
 
@@ -36,17 +39,17 @@ class SampleHeader(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    index: int = Field(ge=0, description="Which of the group's samples this is.")
-    prompt_tokens: int = Field(ge=0, description="Tokens before the first generated one.")
-    response_tokens: int = Field(ge=0, description="Tokens with loss mask 1.")
-    total_tokens: int = Field(ge=0, description="All tokens of all segments.")
-    segments: int = Field(default=1, ge=1)
-    oldest_version: int = Field(
-        ge=-1, description="Oldest weight version among generated tokens; -1 if none."
-    )
-    newest_version: int = Field(ge=-1)
+    index: Count = Field(description="Which of the group's samples this is.")
+    prompt_tokens: Count = Field(description="Tokens before the first generated one.")
+    response_tokens: Count = Field(description="Tokens with loss mask 1.")
+    total_tokens: Count = Field(description="All tokens of all segments.")
+    segments: Count = Field(default=1, ge=1)
+    oldest_version: Version = Field(description="Oldest weight version among generated tokens; -1 if none.")
+    newest_version: Version
     finish_reason: FinishReason
-    rewards: dict[str, float] = Field(default_factory=dict, description="Reward function name to its value.")
+    rewards: dict[Annotated[str, Field(max_length=1024)], float] = Field(
+        default_factory=dict, max_length=256, description="Reward function name to its value."
+    )
     score: float | None = Field(default=None, description="Weighted sum of the rewards; null after an error.")
     error: str | None = Field(
         default=None,
@@ -91,7 +94,13 @@ def encode_sample(sample: Sample) -> bytes:
 
 def read_sample_header(data: bytes | memoryview) -> SampleHeader:
     """The header of a sample frame, without decoding a tensor. Raises `FrameError`."""
-    return _parse_header(read_header(data).metadata)
+    return _parse_header(read_metadata(data))
+
+
+def read_sample_metadata(data: bytes | memoryview) -> tuple[SampleHeader, dict[str, str]]:
+    """As `read_sample_header`, with all metadata of the frame: under "sample" the text of the header."""
+    metadata = read_metadata(data)
+    return _parse_header(metadata), metadata
 
 
 def _parse_header(metadata: dict[str, str]) -> SampleHeader:
@@ -169,5 +178,6 @@ def check_sample(sample: Sample) -> None:
 def _check_runs(name: str, starts: npt.NDArray[np.int32], total: int) -> None:
     if total == 0:
         raise FrameError("sample has no tokens")
-    if len(starts) == 0 or starts[0] != 0 or (np.diff(starts) <= 0).any() or starts[-1] >= total:
+    # Compared, not subtracted: differences of hostile int32 wrap around.
+    if len(starts) == 0 or starts[0] != 0 or (starts[1:] <= starts[:-1]).any() or starts[-1] >= total:
         raise FrameError(f"{name} must rise from 0 and stay below the number of tokens")

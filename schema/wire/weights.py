@@ -31,7 +31,11 @@ class Publication(BaseModel):
 class FileEntry(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Beside the manifest; no folders.")
+    name: str = Field(
+        max_length=255,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        description="Beside the manifest; no folders.",
+    )
     n_bytes: int = Field(ge=0)
     hash: str
 

@@ -8,7 +8,6 @@ controller from what it had written. After each, `check` asserts the invariants 
 
 from __future__ import annotations
 
-import json
 import random
 from collections import Counter
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from controller.assembly import Assembled
 from controller.groups import Group, State
 from controller.ledger import Ledger, LedgerParams
 from schema.wire.sample import SampleHeader
+from tests.support.ledger import StoredLedger
 
 
 @dataclass
@@ -40,9 +40,7 @@ class Simulation:
         self.checkpoints = [0]
         self.now = 0.0
         self.trained: dict[str, int] = {}  # group id -> step, of the present timeline
-        self.stored: dict[str, dict[str, object]] = {}
-        self.payloads: set[tuple[str, int]] = set()
-        self.header: dict[str, object] = self.ledger.header()
+        self.stored = StoredLedger()
         self.events = 0
 
     def _lease_id(self) -> str:
@@ -82,7 +80,7 @@ class Simulation:
         if outcome.accepted and not outcome.duplicate:
             assert group is not None
             assert lease_id in (holder, group.completed_lease), "counted under a lease that has ended"
-            self.payloads.add((name, index))
+            self.stored.payloads.add((name, f"{lease_id}.{index}"))
         if outcome.accepted and self.random.random() < 0.1:
             assert self.ledger.push(name, lease_id, index, header, 100, self.now).duplicate
         if not outcome.accepted:
@@ -137,8 +135,8 @@ class Simulation:
         if not isinstance(result, Assembled):
             return
         for group in result.groups:
-            for index in group.samples:
-                assert (group.id, index) in self.payloads, "a batch names a payload that is gone"
+            for part in group.parts():
+                assert (group.id, part) in self.stored.payloads, "a batch names a payload that is gone"
         if self.random.random() < 0.1:
             self.ledger.abandon_step()
             return
@@ -175,11 +173,9 @@ class Simulation:
 
     def restart(self) -> None:
         """The controller dies and rebuilds itself from what it had written."""
-        self.write()
-        records = json.loads(json.dumps(list(self.stored.values())))
-        header = json.loads(json.dumps(self.header))
+        self.stored.write(self.ledger)
         before = self.ledger.status()
-        self.ledger = Ledger.restore(self.params, header, records, self._lease_id)
+        self.ledger = self.stored.restore(self.params, self._lease_id)
         self.ledger.extend_leases(1.0)
         assert self.ledger.status() == before
 
@@ -188,8 +184,7 @@ class Simulation:
         self.ledger.abandon_step()
         snapshot = self.ledger.snapshot(self.ledger.committed)
         self.ledger = Ledger.from_snapshot(self.params, snapshot, self._lease_id)
-        self.stored.clear()
-        self.payloads.clear()
+        self.stored = StoredLedger()
         self.checkpoints = [self.ledger.committed]
         self.published = self.ledger.committed
         for replica in self.replicas:
@@ -197,12 +192,6 @@ class Simulation:
             replica.leases.clear()
 
     # ---- the run ------------------------------------------------------------------------------------------
-
-    def write(self) -> None:
-        changes = self.ledger.take_changes()
-        self.stored.update({group.id: group.to_record() for group in changes.groups})
-        self.payloads -= set(changes.dropped_payloads)
-        self.header = changes.header
 
     def check(self) -> None:
         ledger = self.ledger
@@ -233,7 +222,7 @@ class Simulation:
             weights = [w for _, w in usual] + [0.0 if calm else w * chaos for _, w in broken]
             (event,) = self.random.choices([e for e, _ in usual + broken], weights)
             event()
-            self.write()
+            self.stored.write(self.ledger)
             self.check()
         status = self.ledger.status()
         done = status.states["trained"] + status.states["durable"] + status.states["dropped"]

@@ -24,6 +24,9 @@ RULES: list[tuple[str, str, set[str]]] = [
     ("GET", "/v1/replicas", USER),
     ("POST", "/v1/replicas/by-name/x/exited", USER),
     ("POST", "/v1/replicas/rollout-0.1/heartbeat", ROLLOUT),
+    ("POST", "/v1/replicas/policy-0.1/declare", POLICY),
+    ("POST", "/v1/steps/0/replay", POLICY),
+    ("POST", "/v1/replicas/rollout-0.1/leases", ROLLOUT),
     ("POST", "/v1/replicas/rollout-0.1/drain", USER | ROLLOUT),
     ("DELETE", "/v1/replicas/rollout-0.1?incarnation=9", ROLLOUT),
     ("POST", "/v1/leases", ROLLOUT),
@@ -51,6 +54,7 @@ RULES: list[tuple[str, str, set[str]]] = [
     ("POST", "/v1/config/validate", USER),
     ("GET", "/metrics", USER),
     ("POST", "/v1/job/fail", USER),
+    ("GET", "/v1/openapi.json", USER),
     ("POST", "/v1/job/stop", USER),
 ]
 
@@ -112,3 +116,21 @@ def test_each_role_needs_a_token_of_its_own() -> None:
         Tokens({"user": "a", "rollout": "a", "policy": "b"})
     with pytest.raises(ValueError, match="token of its own"):
         Tokens({"user": "a", "rollout": "b", "policy": ""})
+
+
+@pytest.mark.parametrize(
+    ("token", "why"),
+    [
+        ("short", "can be guessed"),
+        ("a" * 64, "can be guessed"),
+        ("ababab" * 10, "can be guessed"),
+        ("two words and some more letters", "printable ASCII"),
+        ("naïve-token-with-letters-enough", "printable ASCII"),
+        ("a-line-that-ends-in-the-middle\n-of-it", "printable ASCII"),
+    ],
+)
+def test_a_token_that_can_be_guessed_or_not_be_sent_is_refused_and_not_shown(token: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why) as caught:
+        Tokens({**TOKENS, "rollout": token})
+    assert "rollout" in str(caught.value)
+    assert token not in str(caught.value)

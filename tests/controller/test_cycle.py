@@ -7,7 +7,7 @@ import pytest
 from controller import api
 from controller.client import Refused
 from schema.config import Config
-from schema.wire.messages import LeaseStatus, Phase
+from schema.wire.messages import ErrorCode, LeaseStatus, Phase
 from schema.wire.sample import decode_sample
 from tests.controller.conftest import Stage
 from tests.controller.drivers import make_header, train_step
@@ -32,6 +32,12 @@ def test_a_job_from_the_first_registration_to_the_end(stage: Stage) -> None:
     assert rollout.lease().status is LeaseStatus.FINISHED
     status = user.send(api.job())
     assert (status.phase, status.step, status.version) == (Phase.FINISHED, 6, 6)
+    ledger = user.send(api.ledger())
+    for resume_step in (None, 6, 3):  # it died on its way out, and was started again
+        with pytest.raises(Refused) as refused:
+            trainer.register(resume_step=resume_step)
+        assert refused.value.code is ErrorCode.JOB_FINISHED
+    assert (user.send(api.job()).phase, user.send(api.ledger())) == (Phase.FINISHED, ledger)
     assert status.samples_per_s > 0
     ledger = user.send(api.ledger())
     assert ledger.created == sum(ledger.states.values()) == 12
@@ -48,7 +54,7 @@ def test_payloads_go_when_nobody_can_need_them_any_more(stage: Stage) -> None:
     pattern = f"cosmos:{served.job.job_id}:payload:*"
     with stage.valkey.client() as redis:
         rollout.finish(rollout.lease(2).groups)
-        assert len(redis.keys(pattern)) == 4
+        assert len(redis.keys(pattern)) == 2
         assert trainer.batch(0) is not None
         trainer.commit(0)
         assert redis.keys(pattern) == []

@@ -12,6 +12,7 @@ from controller.groups import DropReason, Group, State
 from controller.ledger import Ledger, LedgerError, LedgerParams
 from schema.wire.messages import ErrorCode
 from schema.wire.sample import SampleHeader
+from tests.support.ledger import StoredLedger
 
 PARAMS = LedgerParams(groups_per_step=2, n_samples=2, staleness_bound=1, n_positions=10)
 
@@ -178,6 +179,7 @@ def test_a_poisonous_prompt_is_quarantined_and_preemption_is_not_its_fault() -> 
         (group,) = lease(ledger, 1, request=f"request-{attempt}")
         ledger.replica_gone("r")
     assert (group.state, group.reason) == (State.DROPPED, DropReason.POISON)
+    assert "crashed" in group.error
     assert ledger.status().dropped == {"poison": 1}
 
 
@@ -195,7 +197,8 @@ def test_a_failed_reward_is_never_a_score(policy: Any, state: State, reason: Dro
     lease_id = group.lease_id or ""
     ledger.push(group.id, lease_id, 0, header(0, 0, score=None, error="ValueError: no"), 10, now=0.0)
     ledger.push(group.id, lease_id, 1, header(1, 0), 10, now=0.0)
-    assert (group.state, group.reason) == (state, reason)
+    assert (group.state, group.reason, group.error) == (state, reason, "ValueError: no")
+    assert Group.from_rows(group.to_row()).error == "ValueError: no"
     if policy == "retry":
         assert list(group.samples) == [1], "the sample that was scored is kept"
 
@@ -324,7 +327,7 @@ def test_rewind_generates_again_what_lost_its_payload() -> None:
     for group in groups:
         fill(ledger, group)
     train(ledger)
-    assert {("e0-p0", 0), ("e0-p1", 1)} <= set(ledger.take_changes().dropped_payloads)
+    assert {name for name, _ in ledger.take_changes().dropped_payloads} == {"e0-p0", "e0-p1"}
     ledger.rewind(0)
     assert {group.state for group in groups} == {State.WAITING}
 
@@ -357,3 +360,45 @@ def test_on_policy_a_hung_group_is_a_straggler_too() -> None:
     (instead,) = lease(ledger, 1)
     fill(ledger, instead)
     assert train(ledger) == [done, instead]
+
+
+def test_groups_that_were_held_together_are_not_dropped_for_a_crash() -> None:
+    """Crash after crash with two groups in hand: the last attempt of each is made alone, and so it ends well."""
+    ledger = make(max_attempts=2)
+    both = lease(ledger, 2, request="together")
+    ledger.replica_gone("r")
+    (first,) = lease(ledger, 2, request="first")
+    assert first in both, "a suspect comes alone"
+    assert not lease(ledger, 1, request="more"), "and stays alone"
+    assert len(lease(ledger, 1, request="of another", replica="other")) == 1
+    fill(ledger, first, version=0)
+    assert first.state is State.READY
+    assert ledger.status().dropped == {}
+
+
+def test_a_suspect_waits_for_an_idle_replica() -> None:
+    ledger = make(max_attempts=2)
+    (suspect,) = lease(ledger, 1, request="first")
+    ledger.replica_gone("r")
+    ledger.release(lease(ledger, 1, request="elsewhere", replica="other")[0].lease_id or "")
+    suspect_again = lease(ledger, 1, request="again", replica="other")
+    assert suspect_again == [suspect]
+    ledger.replica_gone("other", failed=False)
+    assert suspect.state is State.WAITING, "a pre-emption is nobody's fault"
+    stored = StoredLedger()
+    stored.write(ledger)
+    restored = stored.restore(ledger.params)
+    (alone,) = lease(restored, 2, request="after a restart")
+    assert alone.id == suspect.id
+    restored.replica_gone("r")
+    assert (alone.state, alone.reason) == (State.DROPPED, DropReason.POISON)
+
+
+def test_expired_leases_and_silent_replicas_cost_no_attempt() -> None:
+    ledger = make(max_attempts=1, lease_timeout=10.0)
+    for attempt in range(5):
+        (group,) = lease(ledger, 1, request=f"expired-{attempt}")
+        assert ledger.expire(now=100.0) == 1
+        (group,) = lease(ledger, 1, request=f"silent-{attempt}")
+        ledger.replica_gone("r", failed=False)
+    assert (group.state, group.crashes, group.failures) == (State.WAITING, 0, 0)

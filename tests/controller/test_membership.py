@@ -29,7 +29,7 @@ def test_registration_tells_a_replica_all_it_needs(stage: Stage) -> None:
     assert reply.run_dir == str(served.job.run_dir)
     assert reply.weight_store == str(served.job.run_dir / "weights")
     assert reply.data_file == str(served.job.run_dir / "data" / "train.safetensors")
-    assert trainer.reply.policy_epoch == 1
+    assert trainer.reply.policy_epoch > 0
     assert trainer.reply.publication is None
 
 
@@ -130,6 +130,22 @@ def test_what_the_launcher_saw_end_is_released_at_once(stage: Stage) -> None:
     assert refused.value.code is ErrorCode.UNKNOWN_REPLICA
 
 
+@pytest.mark.parametrize(("crashed", "dropped"), [(True, {"poison": 1}), (False, {})])
+def test_only_a_crash_counts_for_what_a_replica_held(
+    stage: Stage, crashed: bool, dropped: dict[str, int]
+) -> None:
+    served = stage.serve(make_config(controller={"max_attempts": 1}))
+    _, rollout = stage.ready(served)
+    user = stage.client(served)
+    rollout.lease(1)
+    user.send(api.replica_exited("rollout-0", "it ended", crashed=crashed))
+    assert user.send(api.ledger()).dropped == dropped
+    rollout.register()
+    rollout.lease(1)
+    served.skip(1000.0)
+    assert user.send(api.ledger()).dropped == dropped, "silence is nobody's fault"
+
+
 def test_a_draining_replica_gets_nothing_more_and_leaves(stage: Stage) -> None:
     served = stage.serve()
     _, rollout = stage.ready(served)
@@ -151,7 +167,7 @@ def test_a_new_trainer_ends_the_epoch_of_the_old_one(stage: Stage) -> None:
     rollout.finish(rollout.lease(2).groups)
     assert old.batch(0) is not None
     new = stage.trainer(served)
-    assert new.register(resume_step=0).policy_epoch == 2
+    assert new.register(resume_step=0).policy_epoch > old.reply.policy_epoch
     states = stage.client(served).send(api.ledger()).states
     assert (states["ready"], states["batched"]) == (2, 0)
     for call in (
@@ -165,7 +181,7 @@ def test_a_new_trainer_ends_the_epoch_of_the_old_one(stage: Stage) -> None:
         assert refused.value.code is ErrorCode.STALE_EPOCH
     batch = new.batch(0)
     assert batch is not None
-    assert batch[0].policy_epoch == 2
+    assert batch[0].policy_epoch == new.reply.policy_epoch
     assert new.commit(0).committed_steps == 1
 
 
@@ -256,3 +272,12 @@ def test_the_two_roles_do_not_share_a_name(stage: Stage) -> None:
     with pytest.raises(Refused) as refused:
         rollout.register()
     assert refused.value.code is ErrorCode.CONFLICT
+
+
+def test_trouble_beside_the_training_is_the_last_error(stage: Stage) -> None:
+    served = stage.serve()
+    trainer, _ = stage.ready(served)
+    assert served.job.facts.last_error is None
+    request = m.HeartbeatRequest(incarnation=trainer.reply.incarnation, trouble="upload of step-4 failed")
+    trainer.client.send(api.heartbeat(trainer.reply.replica_id, request))
+    assert stage.client(served, "user").send(api.job()).last_error == "upload of step-4 failed"

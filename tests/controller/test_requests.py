@@ -228,7 +228,7 @@ def test_rows_outside_of_the_batch_are_refused(stage: Stage) -> None:
     trainer, rollout = stage.ready(stage.serve())
     rollout.finish(rollout.lease(2).groups)
     with pytest.raises(Refused) as refused:
-        trainer.client.send(api.step_batch(0, 1, samples=[4]))
+        trainer.client.send(api.step_batch(0, trainer.reply.policy_epoch, samples=[4]))
     assert refused.value.code is ErrorCode.BAD_REQUEST
 
 

@@ -109,11 +109,11 @@ def test_every_step_may_be_the_last_of_a_controller(stage: Stage) -> None:
 
 
 def test_a_second_controller_fences_the_first(stage: Stage) -> None:
-    first = stage.process()
+    first = stage.process(make_config(controller={"heartbeat_timeout": 300.0}))  # nobody beats here
     _, rollout = stage.ready(first)
     group = rollout.lease().groups[0]
     run_dir = first.run_dir
-    with running_controller(run_dir, stage.valkey.url) as second:
+    with running_controller(run_dir, stage.valkey.url, "--replace") as second:
         assert first.wait() == 3
         assert "another controller took over" in first.log()
         there = stage.rollout(second)

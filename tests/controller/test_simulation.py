@@ -28,6 +28,7 @@ def jobs(draw: st.DrawFn) -> LedgerParams:
         "filter_metrics": draw(st.sampled_from([(), ("r",)])),
         "sync_interval": draw(st.integers(1, bound + 1)),
         "keep_payloads": True,
+        "keep_recent": draw(st.sampled_from([0, 3, 512])),
     }
     return LedgerParams(**fields)
 

@@ -44,3 +44,15 @@ def test_the_end_of_the_data_ends_the_job(tmp_path: Path, model: Path) -> None:
         summary = program.finish()
     check_ledger(summary, 2, trained=10)
     assert [step["metrics"]["samples"] for step in summary["steps"]] == [16, 16, 8]
+
+
+def test_large_samples_travel_past_the_controller(tmp_path: Path, model: Path) -> None:
+    """Every sample goes through the shared directory, none is left there, and the job is the same."""
+    config = write_config(tmp_path, model, steps=4, validation=False)
+    keys = '[controller]\npayload_store = "payloads"\npayload_bytes = 0\n'
+    config.write_text(config.read_text().replace("[controller]\n", keys))
+    with Program(config) as program:
+        program.until("payloads", lambda _: any((tmp_path / "payloads").glob("*/e0-p*")))
+        summary = program.finish()
+    check_ledger(summary, 2, trained=4 * 4)
+    assert [step["metrics"]["samples"] for step in summary["steps"]] == [16] * 4

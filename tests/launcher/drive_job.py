@@ -6,6 +6,7 @@ python -m tests.launcher.drive_job RUN_DIR SCRIPT [STEPS]
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sys
 from pathlib import Path
@@ -24,7 +25,7 @@ from schema.wire.prompts import write_prompts
 from tests.launcher.samples import config
 
 
-def job_config(steps: int) -> Config:
+def job_config(steps: int, shutdown_timeout: float) -> Config:
     return config(
         train={
             "max_num_steps": steps,
@@ -32,14 +33,15 @@ def job_config(steps: int) -> Config:
             "epoch": 100,
             "train_policy": {"type": "sft"},
         },
-        launcher={"max_restarts": 2, "restart_backoff": 0.05, "shutdown_timeout": 5.0},
+        launcher={"max_restarts": 2, "restart_backoff": 0.05, "shutdown_timeout": shutdown_timeout},
         controller={"start_timeout": 60.0},
     )
 
 
 def main() -> int:
     path, script = Path(sys.argv[1]), sys.argv[2]
-    settings = job_config(int(sys.argv[3]) if len(sys.argv) > 3 else 10)
+    grace = json.loads(script).get("shutdown_timeout", 5.0)
+    settings = job_config(int(sys.argv[3]) if len(sys.argv) > 3 else 10, grace)
     run = RunDir(path)
     continued = run.config_json.exists()
     run.make()

@@ -391,26 +391,59 @@ def test_status_of_a_run_that_was_killed(ended: RunDir):
     ended.summary_json.unlink()
     run = cosmos("status", ended.path)
     assert run.returncode == 1
-    assert "left no summary" in run.stderr
-    assert "--resume" in run.stderr
+    assert "left no summary" in run.stdout
+    assert f"`cosmos-launch --resume {ended.path}` goes on" in run.stdout
     found = json.loads(cosmos("status", ended.path, "--json").stdout)
-    assert found == {"alive": False, "run_dir": str(ended.path), "summary": None}
+    assert (found["alive"], found["state"], found["summary"]) == (False, "killed", None)
 
 
 def test_status_of_a_run_that_is_starting(ended: RunDir):
     ended.lock()
     try:
         run = cosmos("status", ended.path)
+        asked = cosmos("pause", ended.path)
     finally:
         ended.unlock()
-    assert run.returncode == 1
-    assert "is starting" in run.stderr
+    assert run.returncode == 0
+    assert "is starting" in run.stdout
+    assert asked.returncode == 1
+    assert "its controller is not there yet" in asked.stderr
 
 
 def test_stop_of_a_run_that_has_ended(ended: RunDir):
-    run = cosmos("stop", ended.path)
-    assert run.returncode == 1
-    assert "is not running" in run.stderr
+    for command in ("stop", "pause", "resume", "checkpoint"):
+        run = cosmos(command, ended.path)
+        assert run.returncode == 1
+        assert "has finished" in run.stderr
+        assert "--resume" not in run.stderr
+
+
+def test_a_finished_run_is_not_resumed(tmp_path: Path, ended: RunDir):
+    for arguments in (["--resume", ended.path], ["--config", tmp_path / "run.toml", "--resume"]):
+        run = cosmos(*arguments)
+        assert run.returncode == 0
+        assert "has finished its 60 steps: nothing to resume" in run.stdout
+
+
+def test_what_cannot_be_resumed(tmp_path: Path, ended: RunDir):
+    assert "there is no ./outputs here" in cosmos("--resume", cwd=tmp_path).stderr
+    assert "does not exist" in cosmos("--resume", tmp_path / "nowhere").stderr
+    ended.config_toml.unlink()
+    ended.summary_json.unlink()
+    assert "holds no config.toml" in cosmos("--resume", ended.path).stderr
+
+
+def test_resume_reads_the_configuration_that_the_run_was_started_with(tmp_path: Path, ended: RunDir):
+    ended.summary_json.unlink()
+    run = cosmos("--resume", ended.path, "--set", "train.max_num_steps=7", "--dry-run", "--json")
+    assert run.returncode == 0, run.stderr
+    planned = json.loads(run.stdout)
+    assert planned["run_dir"] == str(ended.path)
+    moved = tmp_path / "elsewhere" / "moved"
+    moved.parent.mkdir()
+    ended.path.rename(moved)
+    run = cosmos("--resume", moved, "--dry-run", "--json")
+    assert json.loads(run.stdout)["run_dir"] == str(moved), "a run goes on where it lies now"
 
 
 def test_a_live_run_is_not_started_twice(tmp_path: Path, ended: RunDir):
@@ -421,7 +454,7 @@ def test_a_live_run_is_not_started_twice(tmp_path: Path, ended: RunDir):
         ended.unlock()
     assert run.returncode == 2
     assert "runs in" in run.stderr
-    assert "already" in run.stderr
+    assert f"already (its launcher is pid {os.getpid()})" in run.stderr
 
 
 def test_a_named_run_is_not_overwritten(tmp_path: Path, ended: RunDir):

@@ -80,6 +80,10 @@ class Driven:
         assert self.process.poll() is None, self.output()
         eventually(lambda: self.step() >= step, f"step {step}")
 
+    def journal(self) -> dict[str, Any]:
+        """launcher.json: written once a round, so a moment behind the ledger."""
+        return read_json(self.run_dir / "launcher.json")
+
     def summary(self) -> dict[str, Any]:
         return json.loads((self.run_dir / "summary.json").read_text())
 
@@ -298,7 +302,10 @@ def test_kill_minus_9_of_the_launcher_leaves_no_orphan_and_the_run_goes_on(drive
     job.process.kill()
     job.wait()
     eventually(lambda: not any(alive(pid) for pid in family), "all have left")
-    assert cosmos("status", job.run_dir).returncode == 1, "dead, and without a summary"
+    dead = cosmos("status", job.run_dir)
+    assert dead.returncode == 1, "dead, and without a summary"
+    assert "was killed" in dead.stdout
+    assert "alive until" in dead.stdout
     again = drive(150, pause=0.01)
     assert again.wait() == 0, again.output()
     assert steps_of(again.summary()) == list(range(150)), "Redis had the steps of the first start"
@@ -318,6 +325,85 @@ def test_status_and_stop_from_another_terminal(drive: Drive):
     ended = cosmos("status", job.run_dir)
     assert ended.returncode == 0
     assert "outcome: stopped" in ended.stdout
+
+
+def test_status_tells_what_died_and_when(drive: Drive):
+    job = drive(2000, pause=0.05, die_at=2, code=7)
+    job.reaches(4)
+    eventually(lambda: job.journal()["stage"] == "training", "the journal's stage")
+    eventually(
+        lambda: job.journal()["processes"]["policy-0"]["state"] == "up", "its second life in the journal"
+    )
+    found = json.loads(cosmos("status", job.run_dir, "--json").stdout)
+    assert (found["alive"], found["state"], found["status"]["phase"]) == (True, "running", "training")
+    assert found["launcher"]["pid"] == job.process.pid
+    assert found["launcher"]["processes"]["policy-0"] == {
+        "role": "policy", "state": "up", "restarts": 1, "in_a_row": 1, "limit": 2,
+    }  # fmt: skip
+    (end,) = found["launcher"]["ends"]
+    assert (end["process"], end["code"], end["lines"][-1]) == ("policy-0", 7, "dying at step 2")
+    told = cosmos("status", job.run_dir).stdout
+    assert "policy-0 1 (1 of 2 in a row)" in told
+    assert "policy-0: exit code 7; its log: " in told
+    assert "│ dying at step 2" in told
+
+
+def test_pause_resume_and_a_checkpoint_by_signal(drive: Drive):
+    job = drive(2000, pause=0.05)
+    job.reaches(2)
+    run = cosmos("pause", job.run_dir)
+    assert run.returncode == 1, "a supervised trainer reads its own data"
+    assert "stop it and resume later" in run.stderr
+    job.process.send_signal(signal.SIGUSR1)
+    eventually(lambda: "SIGUSR1: a checkpoint is saved" in job.output(), "the answer")
+    asked = cosmos("checkpoint", job.run_dir)
+    assert (asked.returncode, "a checkpoint is saved" in asked.stdout) == (0, True), asked.stderr
+    assert "there is no rollout replica 'x'" in cosmos("drain", "x", job.run_dir).stderr
+    assert job.process.poll() is None
+
+
+def test_stop_waits_until_all_have_left(drive: Drive):
+    job = drive(2000, pause=0.05)
+    job.reaches(2)
+    family = job.family()
+    stopped = cosmos("stop", job.run_dir, "--wait", "50")
+    assert (stopped.returncode, "have left" in stopped.stdout) == (0, True), stopped.stderr
+    assert not any(alive(pid) for pid in family)
+    assert job.wait() == 130
+
+
+def test_stop_without_a_controller_tells_the_launcher(drive: Drive):
+    """The controller hangs: it neither answers nor ends."""
+    job = drive(2000, pause=0.05)
+    job.reaches(2)
+    os.kill(job.pid_of("-m controller"), signal.SIGSTOP)
+    address = job.run_dir / "controller.json"
+    address.write_text(json.dumps({"url": "http://127.0.0.1:9"}))
+    stuck = cosmos("status", job.run_dir)
+    assert (stuck.returncode, "does not answer" in stuck.stdout) == (0, True), stuck.stdout
+    stopped = cosmos("stop", job.run_dir)
+    assert (stopped.returncode, "was told to stop" in stopped.stdout) == (0, True), stopped.stderr
+    killed = cosmos("stop", job.run_dir, "--now")
+    assert killed.returncode == 0, killed.stderr
+    assert job.wait() == 130
+    assert not any(alive(pid) for pid in job.family())
+
+
+def test_what_a_killed_launcher_leaves_can_be_ended(drive: Drive):
+    job = drive(2000, pause=0.05, stubborn=True, shutdown_timeout=60.0)
+    job.reaches(2)
+    family = job.family()
+    job.process.kill()
+    job.wait()
+    half_dead = cosmos("status", job.run_dir)
+    assert (half_dead.returncode, "its processes are leaving" in half_dead.stdout) == (1, True), (
+        half_dead.stdout
+    )
+    assert "its launcher is gone already" in cosmos("stop", job.run_dir).stdout
+    now = cosmos("stop", job.run_dir, "--now")
+    assert (now.returncode, "killed" in now.stdout) == (0, True), now.stderr
+    assert not any(alive(pid) for pid in family)
+    assert cosmos("stop", job.run_dir).returncode == 1, "nothing is left to stop"
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.restarts import Budget, EndJob, Left, Restart, Restarts, Role, describe_exit
+from launcher.restarts import Budget, EndJob, Left, Restart, Restarts, Role, describe_exit, is_crash
 
 BUDGET = Budget(max_restarts=3, backoff=1.0, backoff_max=5.0, healthy_after=100.0)
 
@@ -83,6 +83,10 @@ def test_failed_data_preparation_is_not_repeated():
     assert exited(Restarts("data", Role.DATA, BUDGET), 0.0, 0) == Left()
 
 
+def test_killed_data_preparation_is_repeated():
+    assert isinstance(exited(Restarts("data", Role.DATA, BUDGET), 0.0, 128 + 9), Restart)
+
+
 def test_leaving_in_order():
     assert exited(Restarts("rollout-0", Role.ROLLOUT, BUDGET), 0.0, 0, needed=False) == Left()
     missed = exited(Restarts("rollout-0", Role.ROLLOUT, BUDGET), 0.0, 0, needed=True)
@@ -138,3 +142,20 @@ def test_exit_codes_in_words():
     assert describe_exit(143) == "killed by SIGTERM"
     assert "out of memory" in describe_exit(137)
     assert describe_exit(255) == "exit code 255"
+
+
+@pytest.mark.parametrize(
+    ("code", "crash"),
+    [(0, False), (1, True), (134, True), (139, True), (129, False), (137, False), (143, False)],
+)
+def test_what_was_killed_from_outside_has_not_crashed(code: int, crash: bool):
+    assert is_crash(code) is crash
+
+
+def test_four_unrelated_kills_in_a_week_do_not_end_a_job():
+    restarts, day = Restarts("rollout-0", Role.ROLLOUT, Budget(3, 1.0, 60.0)), 86_400.0
+    for number in range(7):
+        restarts.started(number * day)
+        assert exited(restarts, number * day + 3600.0, 137) == Restart(
+            1.0, 1, 3, "killed by SIGKILL (out of memory?)"
+        )

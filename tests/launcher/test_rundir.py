@@ -209,6 +209,17 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path):
     assert caught.value.exit_code == 2
 
 
+def test_what_killed_writers_began_is_swept(tmp_path: Path):
+    run = RunDir(tmp_path / "run")
+    run.make()
+    kept = [".tokens/user", "checkpoints/latest", "data/train.safetensors", ".hidden", "config.json"]
+    for name in [*kept, ".config.json.123", "data/.train.safetensors.77", "checkpoints/.latest.0a1b2c3d"]:
+        (run.path / name).write_text("x")
+    run.sweep()
+    files = sorted(str(path.relative_to(run.path)) for path in run.path.rglob("*") if path.is_file())
+    assert files == sorted(kept)
+
+
 def test_json_files_are_whole_or_none(tmp_path: Path):
     path = tmp_path / "a.json"
     write_text(path, '{"a": 1}')
@@ -219,3 +230,18 @@ def test_json_files_are_whole_or_none(tmp_path: Path):
     assert read_json(tmp_path / "none") is None
     path.write_text("[1]")
     assert read_json(path) is None
+
+
+def test_a_directory_of_directories_of_runs_has_a_newest_run(tmp_path: Path):
+    run = tmp_path / "addition" / "20260101"
+    (run / "logs").mkdir(parents=True)
+    (run / "config.json").write_text("{}")
+    (run / "final").mkdir()
+    (run / "final" / "config.json").write_text("{}")
+    assert newest(tmp_path) is None
+    found = newest(tmp_path, nested=True)
+    assert found is not None
+    assert found.path == run
+    below = newest(run.parent, nested=True)
+    assert below is not None
+    assert below.path == run, "the model of a run is none"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,10 +14,14 @@ from controller import api
 from controller.client import Client, ControllerError
 from controller.facts import ledger_params
 from controller.ledger import Ledger
-from controller.serve import Settings, StartError, _open_job
+from controller.serve import Settings, StartError, open_job
+from launcher.encryption import check_encryption
+from launcher.restarts import Role
+from launcher.rundir import Tokens, environment
+from rollout_worker.pushing import _Entry, shared_payloads
 from schema.config import Config
 from schema.wire import messages as m
-from tests.controller.drivers import Rollout, Trainer, make_header, train_step
+from tests.controller.drivers import Rollout, Trainer, make_frame, make_header, train_step
 from tests.liveness.probe import Made, Place, With, changed, grpo, sft, watch
 from tests.support.controller import TOKENS, make_run_dir
 from tests.support.served import ServedController, served_controller
@@ -146,6 +151,13 @@ def lost_after_a_silence(config: Config, place: Place) -> list[str]:
         return [replica.state for replica in stage.user.send(api.replicas())]
 
 
+def life_of_the_lock(config: Config, place: Place) -> bool:
+    """Whether the controller's lock would still be there half a minute from now."""
+    with staged(config, place, register=False) as stage, place.valkey.client() as client:
+        left: Any = client.pttl(f"cosmos:{stage.served.job.job_id}:lock")
+        return int(left) > 30_000
+
+
 def phase_without_replicas(config: Config, place: Place) -> m.Phase:
     """The phase of a job to which nobody has come for a minute."""
     with staged(config, place, register=False) as stage:
@@ -175,6 +187,7 @@ watch(
     {"logging.project_name": ("cosmos_rl", "mine"), "logging.experiment_name": ("first", "second")},
 )
 watch(lost_after_a_silence, grpo, {"controller.heartbeat_timeout": (15.0, 5.0)})
+watch(life_of_the_lock, grpo, {"controller.lock_timeout": (10.0, 60.0)})
 watch(phase_without_replicas, grpo, {"controller.start_timeout": (600.0, 30.0)})
 
 # ---- leases ---------------------------------------------------------------------------------------------------
@@ -338,11 +351,36 @@ def large_request(config: Config, place: Place) -> str:
         return "taken"
 
 
+def request_beside_a_slow_one(config: Config, place: Place) -> int:
+    """Status of a request of 4 kB while another one has announced 4 kB and sends nothing."""
+    with staged(config, place) as stage:
+        host, port = stage.served.url.removeprefix("http://").split(":")
+        head = f"POST /v1/samples HTTP/1.1\r\nhost: {host}\r\ncontent-length: 4096\r\n"
+        authorization = f"authorization: Bearer {TOKENS['rollout']}\r\n\r\n"
+        with socket.create_connection((host, int(port)), 10) as slow:
+            slow.sendall((head + authorization).encode())
+            while (
+                status := _post(stage, b"x" * 4096)
+            ) == 422 and config.controller.max_buffered_bytes < 8192:
+                pass  # the slow one's head has not been read yet
+        return status
+
+
+def _post(stage: Stage, body: bytes) -> int:
+    return stage.rollout.client._http.post("/v1/samples", content=body).status_code
+
+
 def keys_in_redis(config: Config, place: Place) -> set[str]:
     """How the names of the job's keys begin."""
     with staged(config, place) as stage, place.valkey.client() as client:
         job = stage.trainer.reply.job_id
         return {key.decode().partition(job)[0] for key in client.keys(f"*{job}*")}
+
+
+def encryption(config: Config, place: Place) -> list[str]:
+    """Whom a process that calls the controller trusts, and what is wrong with the files of the controller."""
+    given = environment(Role.POLICY, Tokens("u", "r", "p"), "", "", "", config.controller.tls_ca)
+    return [given.get("COSMOS_TLS_CA", ""), *(problem.message for problem in check_encryption(config)[0])]
 
 
 def settings(config: Config, place: Place) -> tuple[str, int, str]:
@@ -362,18 +400,47 @@ def a_server_without_a_file(config: Config, place: Place) -> str:
         environ = {**_tokens(config), "COSMOS_REDIS_URL": server.url}
         found = Settings.read(make_run_dir(place.directory() / "run", config), None, None, environ)
 
-        async def open_job() -> str:
+        async def outcome() -> str:
             try:
-                job = await _open_job(found)
+                job = await open_job(found)
             except StartError:
                 return "refused"
             await job.store.close()
             return "taken"
 
-        return asyncio.run(open_job())
+        return asyncio.run(outcome())
+
+
+def file_of_a_payload(config: Config, place: Place) -> tuple[str, int]:
+    """What becomes of a sample of a kilobyte that a replica pushes, and how many files it leaves."""
+    with staged(config, place) as stage:
+        (group,) = stage.rollout.lease(1).groups
+        shared = shared_payloads(config, stage.rollout.reply.job_id)
+        frame = make_frame(make_header(0, 0, tokens=63))
+        pushed = frame
+        if shared is not None:
+            entry = _Entry(group, 0, frame)
+            (pushed,) = shared.put([entry])
+        result = stage.rollout.push(group, make_header(0, 0, tokens=63), pushed)
+        return result.detail, 0 if shared is None else len(list(shared.root.glob("e*")))
+
+
+def a_directory(name: str) -> Made:
+    return Made(lambda place: str(place.root / name))
 
 
 watch(large_request, grpo, {"controller.max_request_bytes": (1 << 20, 1024)})
+watch(
+    file_of_a_payload,
+    changed(grpo, {"controller.payload_bytes": 0}),
+    {"controller.payload_store": ("", a_directory("payloads"))},
+)
+watch(
+    file_of_a_payload,
+    changed(grpo, {"controller.payload_store": a_directory("payloads")}),
+    {"controller.payload_bytes": (0, 1 << 20)},
+)
+watch(request_beside_a_slow_one, grpo, {"controller.max_buffered_bytes": (1 << 20, 5000)})
 watch(keys_in_redis, grpo, {"redis.key_prefix": ("cosmos", "mine")})
 watch(
     settings,
@@ -385,3 +452,14 @@ watch(
     },
 )
 watch(a_server_without_a_file, grpo, {"controller.require_durable_redis": (False, True)})
+certified = changed(grpo, {"controller.tls_cert": "server.pem", "controller.tls_key": "server.key"})
+watch(
+    encryption,
+    certified,
+    {"controller.tls_ca": ("", "ca.pem"), "controller.tls_cert": ("server.pem", "other.pem")},
+)
+watch(
+    encryption,
+    changed(certified, {"controller.tls_cert": Made(lambda place: str(place.file("server.pem", "no PEM")))}),
+    {"controller.tls_key": ("server.key", "other.key")},
+)

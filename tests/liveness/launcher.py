@@ -121,3 +121,11 @@ watch(
     },
 )
 watch(named_server, grpo, {"redis.url": (UNSET, "redis://named:6379")})
+encrypted = changed(grpo, {"redis.url": "rediss://named:6380"})
+shown = changed(encrypted, {"redis.tls_cert": "client.pem", "redis.tls_key": "client.key"})
+watch(named_server, encrypted, {"redis.tls_ca": ("", "ca.pem")})
+watch(
+    named_server,
+    shown,
+    {"redis.tls_cert": ("client.pem", "other.pem"), "redis.tls_key": ("client.key", "other.key")},
+)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import sys
 from collections.abc import Iterator
@@ -16,7 +15,9 @@ import torch
 from safetensors import safe_open
 
 from policy_worker.batching import micro_batches
-from policy_worker.checkpoint import Checkpointer, find_checkpoint
+from policy_worker.checkpoints import Checkpointer, Resumption, look
+from policy_worker.checkpoints.find import _resumption, candidates
+from policy_worker.checkpoints.load import load, parts_of
 from policy_worker.export import export_model
 from policy_worker.grpo import Grpo, micro_batch_rule
 from policy_worker.learner import Learner
@@ -33,7 +34,8 @@ from policy_worker.worker import _schedule, _seed
 from schema.config import Config
 from schema.wire import messages as m
 from schema.wire.prompts import write_prompts
-from tests.liveness.probe import Made, Place, changed, grpo, sft, watch
+from tests.liveness.probe import UNSET, Made, Place, With, changed, grpo, sft, watch
+from tests.policy_worker.checkpoint_material import make_checkpoint, save_state
 from tests.policy_worker.material import encode_step, random_samples, tiny_model
 from tests.support.controller import TOKENS, make_run_dir
 from tests.support.served import ServedController, served_controller
@@ -315,37 +317,67 @@ def _registered(config: Config, place: Place) -> Iterator[tuple[ServedController
 def files_of_a_checkpoint(config: Config, place: Place) -> list[str]:
     """What is in the directory of checkpoints after one is saved."""
     with _registered(config, place) as (_, session):
-        learner = _learner(config, place)
-        checkpointer = Checkpointer(config, session.reply, learner, session)
+        checkpointer = _checkpointer(config, place, session)
         checkpointer.save(0)
+        checkpointer.finish()
         root = Path(session.reply.run_dir) / "checkpoints"
-        return sorted(str(path.relative_to(root).parent) for path in root.rglob("*.safetensors"))
+        return sorted(str(path.relative_to(root)) for path in root.rglob("*.safetensors"))
+
+
+def who_writes(config: Config, place: Place) -> bool:
+    """Whether a checkpoint is still to be waited for when training goes on."""
+    with _registered(config, place) as (_, session):
+        checkpointer = _checkpointer(config, place, session)
+        checkpointer.save(0)
+        try:
+            return checkpointer._beside.busy
+        finally:
+            checkpointer.finish()
+
+
+def _checkpointer(config: Config, place: Place, session: Session | None = None) -> Checkpointer:
+    reply = _reply(config, place) if session is None else session.reply
+    return Checkpointer(config, reply, _learner(config, place), session, Departure())
 
 
 def steps_that_are_saved(config: Config, place: Place) -> list[int]:
-    """Of forty steps, those after which a checkpoint is due."""
-    checkpointer = Checkpointer(config, _reply(config, place), _learner(config, place), None)
-    return [step for step in range(1, 41) if checkpointer.due(step, last=False)]
+    """Of forty steps, five to an epoch, those after which a checkpoint is due."""
+    checkpointer = _checkpointer(config, place)
+    return [step for step in range(1, 41) if checkpointer.due(step, last=False, epochs=step // 5)]
 
 
 def checkpoints_that_stay(config: Config, place: Place) -> list[str]:
     """Of four old checkpoints, those that are there when another one is complete."""
-    reply = _reply(config, place)
-    root = Path(reply.run_dir) / "checkpoints"
-    for step in range(1, 6):
-        path = root / f"step-{step:08d}"
-        path.mkdir(parents=True)
-        (path / "trainer.json").write_text(json.dumps({"format": 1, "step": step}))
-    Checkpointer(config, reply, _learner(config, place), None)._prune(root / "step-00000005")
-    return sorted(path.name for path in root.iterdir())
+    checkpointer = _checkpointer(config, place)
+    paths = [make_checkpoint(checkpointer._directory, step) for step in range(1, 6)]
+    checkpointer._housekeeper.resumed_from(paths[3])
+    checkpointer._housekeeper.tidy(look(paths[4]), {})
+    return sorted(path.name for path in checkpointer._directory.iterdir())
 
 
 def what_is_resumed(config: Config, place: Place) -> str:
     """The checkpoint from which a fresh run goes on."""
     run = Path(config.train.output_dir) / "fresh"
     run.mkdir(parents=True, exist_ok=True)
-    found = find_checkpoint(config, run)
-    return "" if found is None else str(found.path)
+    found = candidates(config, run).found
+    return str(found[0].path) if found else ""
+
+
+def what_is_read(config: Config, place: Place) -> tuple[object, int]:
+    """What is taken from another run's checkpoint of three steps, and how many steps it counts for."""
+    resumption = _resumption(look(_older_run(place)), config, own=False)
+    return parts_of(resumption, config), resumption.step
+
+
+def rates_after_resume(config: Config, place: Place) -> list[float]:
+    """Learning rates of forty steps; the checkpoint was to decay, the configuration is not."""
+    learner = _learner(config, place)
+    learner.schedule = Schedule(40, decay_ratio=0.5, decay_type="linear")
+    root = place.directory()
+    save_state(learner, root)
+    learner.schedule = Schedule(40)
+    load(Resumption(look(root / "step-00000000"), 0, own=True), learner, config, None)
+    return [learner.lr(step) for step in range(40)]
 
 
 def _reply(config: Config, place: Place) -> m.RegisterReply:
@@ -358,20 +390,40 @@ def _reply(config: Config, place: Place) -> m.RegisterReply:
 
 
 def _older_run(place: Place) -> Path:
-    path = place.root / "outputs" / "older" / "checkpoints" / "step-00000003"
-    path.mkdir(parents=True, exist_ok=True)
-    (path / "trainer.json").write_text(json.dumps({"format": 1, "step": 3}))
-    return path
+    root = place.root / "outputs" / "older" / "checkpoints"
+    return root / "step-00000003" if root.exists() else make_checkpoint(root, 3, latest=True)
 
 
 saving = changed(grpo, {"train.ckpt.enable_checkpoint": True, "train.ckpt.save_mode": "sync"})
-watch(files_of_a_checkpoint, saving, {"train.ckpt.export_safetensors": (True, False)})
+watch(
+    files_of_a_checkpoint,
+    saving,
+    {
+        "train.ckpt.export_safetensors": (True, False),
+        "train.ckpt.save_contents": (["model", "optimizer", "extra"], ["model", "extra"]),
+    },
+)
+watch(who_writes, saving, {"train.ckpt.save_mode": ("sync", "async")})
 watch(
     steps_that_are_saved,
-    saving,
-    {"train.ckpt.enable_checkpoint": (True, False), "train.ckpt.save_freq": (20, 7)},
+    changed(saving, {"train.epoch": 4}),
+    {
+        "train.ckpt.enable_checkpoint": (True, False),
+        "train.ckpt.save_freq": (20, 7),
+        "train.ckpt.save_freq_in_epoch": (0, 3),
+    },
 )
-watch(checkpoints_that_stay, saving, {"train.ckpt.max_keep": (3, -1)})
+watch(
+    checkpoints_that_stay,
+    saving,
+    {"train.ckpt.max_keep": (3, -1), "train.ckpt.delete_after_load": (False, True)},
+)
+watch(
+    what_is_read,
+    saving,
+    {"train.ckpt.load_contents": (UNSET, With(["model"], {"train.ckpt.load_schedule": False}))},
+)
+watch(rates_after_resume, saving, {"train.ckpt.load_schedule": (True, False)})
 watch(
     what_is_resumed,
     changed(grpo, {"train.output_dir": Made(lambda place: str(_older_run(place).parents[2]))}),
@@ -396,8 +448,8 @@ def files_at_the_end(config: Config, place: Place) -> bool:
     """Whether a finished run leaves a model."""
     reply = _reply(config, place)
     learner = _learner(config, place)
-    checkpointer = Checkpointer(config, reply, learner, None)
-    Loop(config, reply, learner, None, Departure(), checkpointer)._finish()
+    checkpointer = Checkpointer(config, reply, learner, None, Departure())
+    Loop(config, reply, learner, None, Departure(), checkpointer)._finish(0)
     return (Path(reply.run_dir) / "final" / "config.json").exists()
 
 

@@ -1,7 +1,7 @@
 """One rank of a replica that trains a fixed batch: `python -m tests.policy_worker.rank_program OUT OPTIONS`.
 
-OPTIONS is JSON: {grpo, train, samples, steps, first_step, save, restore}. Rank 0 writes gradients of the last step,
-weights and metrics to OUT as safetensors and JSON.
+OPTIONS is JSON: {grpo, train, samples, steps, first_step, save, staged, restore}. Rank 0 writes gradients of the
+last step, weights and metrics to OUT as safetensors and JSON.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from policy_worker.checkpoint import read_state, write_state
 from policy_worker.grpo import Grpo
 from policy_worker.learner import Learner
 from policy_worker.parallel.group import Group
@@ -23,6 +22,7 @@ from policy_worker.schedule import Schedule
 from policy_worker.step_batch import BatchSource
 from schema.wire.batch import encode_batch
 from schema.wire.sample import encode_sample
+from tests.policy_worker.checkpoint_material import load_state, save_state
 from tests.policy_worker.material import make_config, make_table, random_samples, tiny_model
 from weight_sync import hub_tensors
 
@@ -51,14 +51,12 @@ def train(group: Group, options: dict[str, Any]) -> tuple[dict[str, torch.Tensor
 
     algorithm = Grpo(config, learner, BatchSource(group, answer, 1, 8), Departure())
     if "restore" in options:
-        read_state(learner, Path(options["restore"]))
+        load_state(learner, Path(options["restore"]), config)
     learner.optimizer.adamw.register_step_pre_hook(keep)
     first, last = options.get("first_step", 0), options.get("steps", 1)
     metrics = [algorithm.train(step) for step in range(first, last)]
     if "save" in options:
-        Path(options["save"]).mkdir(exist_ok=True)
-        group.barrier()
-        write_state(learner, Path(options["save"]))
+        save_state(learner, Path(options["save"]), staged=options.get("staged", False))
     return {**gradients, **dict(hub_tensors(learner.model.lm))}, metrics
 
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from policy_worker.checkpoint import read_state
 from policy_worker.errors import SettingsError
 from policy_worker.learner import Learner
 from policy_worker.model import PolicyModel
 from policy_worker.parallel.group import Group
 from policy_worker.schedule import Schedule
+from tests.policy_worker.checkpoint_material import load_state
 from tests.policy_worker.material import make_config, tiny_lm
 from tests.policy_worker.rank_program import train
 from tests.policy_worker.ranks import start_ranks, wait_ranks
@@ -99,15 +99,17 @@ def test_state_restores_bit_for_bit(tmp_path: Path, group: Group, train: dict[st
     train = {**train, "optm_impl": impl}
     straight, _ = run_here(group, train=train, steps=4)
     run_here(group, train=train, steps=2, save=str(tmp_path / "s"))
-    again, _ = run_here(group, train=train, first_step=2, steps=4, restore=str(tmp_path / "s"))
+    again, _ = run_here(
+        group, train=train, first_step=2, steps=4, restore=str(tmp_path / "s" / "step-00000000")
+    )
     assert_equal(again, straight, 0.0)
 
 
 @pytest.mark.slow
 def test_state_of_two_ranks_is_restored_by_one_and_by_three(tmp_path: Path, group: Group):
-    state = str(tmp_path / "state")
+    state = str(tmp_path / "state" / "step-00000000")
     straight, _ = run_here(group, steps=3)
-    run(tmp_path / "2", 2, steps=2, save=state)
+    run(tmp_path / "2", 2, steps=2, save=str(tmp_path / "state"), staged=True)
     for found, _ in (
         run_here(group, first_step=2, steps=3, restore=state),
         run(tmp_path / "3", 3, first_step=2, steps=3, restore=state),
@@ -119,5 +121,5 @@ def test_state_of_another_model_is_refused(tmp_path: Path, group: Group):
     run_here(group, steps=1, save=str(tmp_path / "s"))
     lm = tiny_lm(layers=3)
     learner = Learner(PolicyModel(lm), make_config(), group, Schedule(10))
-    with pytest.raises(SettingsError, match="does not fit this model"):
-        read_state(learner, tmp_path / "s")
+    with pytest.raises(SettingsError, match="cannot be resumed: its model is another one"):
+        load_state(learner, tmp_path / "s" / "step-00000000", make_config())

@@ -58,6 +58,12 @@ class Job:
             assert time.monotonic() < give_up, f"step {step} was not reached"
             time.sleep(0.02)
 
+    def wait_for_checkpoint(self, step: int, seconds: float = 60.0) -> None:
+        give_up = time.monotonic() + seconds
+        while not (self.run_dir / "checkpoints" / f"step-{step:08d}").exists():
+            assert time.monotonic() < give_up, f"checkpoint {step} was not made"
+            time.sleep(0.02)
+
     def final(self) -> dict[str, torch.Tensor]:
         return load_file(self.run_dir / "final" / "model.safetensors")
 
@@ -170,11 +176,12 @@ def test_without_a_checkpoint_a_restarted_trainer_says_that_it_cannot_go_on(tmp_
 
 @pytest.mark.slow
 def test_reinforcement_goes_on_from_its_newest_checkpoint(tmp_path: Path, start: Any):
-    checkpoints = {"enable_checkpoint": True, "save_freq": 3, "save_mode": "sync", "max_keep": 2}
+    checkpoints = {"enable_checkpoint": True, "save_freq": 3, "max_keep": 2}
     job = start(grpo_config(write_model(tmp_path / "model"), 10, {"ckpt": checkpoints}))
     with Player(job.controller.url, TOKENS["rollout"]) as player, job.controller.client() as client:
         ranks = job.start_policy()
         job.wait_for_step(4)
+        job.wait_for_checkpoint(3)  # written beside the training
         ranks[0].kill()
         wait_ranks(ranks)
         ((code, output),) = wait_ranks(job.start_policy())

@@ -42,14 +42,15 @@ import pathlib
 import time
 
 def once(marker, kind):
-    path = pathlib.Path(marker + kind)
-    first = not path.exists()
-    path.touch()
-    return first
+    try:
+        pathlib.Path(marker + kind).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
 
-def length(completion, row, unit=1.0, marker=""):
+def length(completion, row, unit=1.0, marker="", seconds=3600.0):
     if row["answer"] == "hang" and once(marker, "hang"):
-        time.sleep(3600)
+        time.sleep(seconds)
     if row["answer"] == "raise" and once(marker, "raise"):
         raise KeyError("no reward for this")
     return len(completion) * unit

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_worker.planner import BACKLOG, MAX_GROUPS, cut_batch, drain_seconds, groups_to_lease
+from rollout_worker.planner import BACKLOG, MAX_GROUPS, cut_batch, groups_to_lease, leaving_times
 
 COUNTS = st.integers(0, 5000)
 SIZES = st.integers(1, 600)
@@ -46,5 +46,9 @@ def test_a_batch_is_never_empty_and_within_its_limits(sizes: list[int], max_byte
         assert sum(sizes[: count + 1]) > max_bytes
 
 
-def test_draining_leaves_time_to_push() -> None:
-    assert 0 < drain_seconds(30.0) < 30.0 - 10.0
+@given(st.floats(0.1, 1e5))
+def test_leaving_fits_into_its_time_with_some_for_closing(shutdown_timeout: float) -> None:
+    times = leaving_times(shutdown_timeout)
+    assert min(times.finish, times.push, times.goodbye) > 0
+    assert times.finish + times.push + times.goodbye <= 0.9 * shutdown_timeout
+    assert times.finish >= 0.5 * shutdown_timeout

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import pytest
 
 from rollout_worker.rewards import protocol
-from rollout_worker.rewards.pool import Result, RewardPool, Task
+from rollout_worker.rewards.pool import Result, RewardPool, RewardPoolError, Task
 from rollout_worker.rewards.registry import RewardConfigError
 
 T = TypeVar("T")
@@ -132,6 +132,27 @@ def test_what_functions_print_does_not_disturb(word: str) -> None:
     assert (result.rewards, truth.rewards) == ({word: 5.0}, {word: 1.0})
 
 
+@pytest.mark.parametrize("kills", [1, 3])
+def test_a_process_that_is_killed_while_it_starts_is_no_fault_of_the_functions(
+    tmp_path: Path, kills: int
+) -> None:
+    path = tmp_path / "user.py"
+    begin = f"""
+import os, pathlib, signal
+seen = pathlib.Path({str(tmp_path)!r}) / str(len(list(pathlib.Path({str(tmp_path)!r}).glob("[0-9]"))))
+if int(seen.name) < {kills}:
+    seen.touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    path.write_text(begin + USER)
+    if kills < 3:
+        (result,) = run(with_pool(f"{path}:word", ["one"]))
+        assert result.rewards == {f"{path}:word": 3.0}
+    else:
+        with pytest.raises(RewardPoolError, match="signal 9"):
+            run(with_pool(f"{path}:word", ["one"]))
+
+
 def test_a_killed_process_is_replaced(word: str) -> None:
     async def work() -> list[Result]:
         pool = RewardPool([word], {}, timeout=30.0)
@@ -236,3 +257,41 @@ def test_messages_survive_being_cut_anywhere() -> None:
 def test_nonsense_is_refused(data: bytes) -> None:
     with pytest.raises(protocol.ProtocolError):
         protocol.Decoder().feed(data)
+
+
+def test_a_slow_sample_delays_nobody_behind_it(word: str) -> None:
+    """All four are asked for at once, so that two of them are in the message of the one that hangs."""
+
+    async def work() -> list[float]:
+        pool = RewardPool([word], {}, timeout=600.0, processes=2)
+        await pool.start()
+        try:
+            slow, *others = [pool.submit(Task(text, {}, (word,))) for text in ("hang", "a", "bb", "ccc")]
+            results = await asyncio.gather(*others)
+            assert not slow.done()
+            return [result.rewards[word] for result in results]
+        finally:
+            await pool.close()
+
+    assert run(work()) == [1.0, 2.0, 3.0]
+
+
+def test_what_a_slow_process_scored_for_others_is_thrown_away(tmp_path: Path) -> None:
+    path = tmp_path / "user.py"
+    path.write_text(
+        "import time\n\ndef size(completion, row):\n"
+        "    if completion == 'slow':\n        time.sleep(2)\n    return float(len(completion))\n"
+    )
+    name = f"{path}:size"
+
+    async def work() -> list[float]:
+        pool = RewardPool([name], {}, timeout=30.0, processes=2)
+        await pool.start()
+        try:
+            first = await score(pool, name, ["slow", "a", "bb", "ccc"])
+            again = await score(pool, name, ["dddd", "eeeee", "ffffff", "ggggggg"])
+            return [result.rewards[name] for result in (*first, *again)]
+        finally:
+            await pool.close()
+
+    assert run(work()) == [4.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]

@@ -5,7 +5,14 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_worker.engines.transformers.scheduler import Capacity, Speed, Waiting, admit, let_running_end
+from rollout_worker.engines.transformers.scheduler import (
+    Capacity,
+    Speed,
+    Waiting,
+    admit,
+    admit_alone,
+    let_running_end,
+)
 
 WAITING = st.lists(st.builds(Waiting, st.integers(1, 40), st.integers(2, 500)), max_size=12)
 
@@ -54,3 +61,11 @@ def test_speed_follows_what_it_sees() -> None:
     for _ in range(100):
         speed.observe(1.0, 10)
     assert abs(speed.seconds - 0.1) < 1e-3
+
+
+def test_alone_only_the_first_begins_and_only_in_an_empty_engine() -> None:
+    capacity = Capacity(8, 10**6)
+    assert admit_alone([Waiting(4, 50), Waiting(4, 50)], 0, capacity) == [4]
+    assert admit_alone([Waiting(20, 50)], 0, capacity) == [8]
+    assert admit_alone([Waiting(4, 50)], 1, capacity) == []
+    assert admit_alone([], 0, capacity) == []

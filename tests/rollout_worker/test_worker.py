@@ -14,8 +14,9 @@ from rollout_worker.rewards.registry import RewardConfigError
 from rollout_worker.session import SupersededError
 from schema.wire.messages import Phase
 from schema.wire.sample import Sample
-from tests.rollout_worker.stage import MAX_LEN, Models, Stage, plain_logprobs, until
+from tests.rollout_worker.stage import MAX_LEN, Models, Publisher, Stage, plain_logprobs, until
 from tests.rollout_worker.tiny import tokenizer
+from tests.support.served import ServedController
 
 PROMPTS = [f"question {i}?" for i in range(16)]
 
@@ -158,6 +159,77 @@ def test_a_drained_worker_finishes_what_it_holds_and_leaves(stage: Stage) -> Non
     ledger = user.send(api.ledger())
     assert ledger.states["leased"] == 0
     assert ledger.states["ready"] >= 1
+
+
+@pytest.mark.parametrize("how", ["the deadline", "a second wish"])
+def test_a_drained_worker_pushes_what_is_finished_and_gives_back_the_rest(stage: Stage, how: str) -> None:
+    """One reward hangs. Its group's other sample is kept for whoever makes the group next."""
+    config = stage.config(
+        custom__marker=str(stage.directory / "marker-"),
+        reward__timeout=600.0,
+        reward__num_workers=2,  # one hangs
+        launcher__shutdown_timeout=1.0 if how == "the deadline" else 1000.0,
+        train__train_policy__dataloader_shuffle=False,
+    )
+    stage.prepare(config, ["hang", *PROMPTS], ["hang", *map(str, range(16))])
+    served = stage.serve()
+    trainer = stage.trainer(served)
+    trainer.begin()
+    worker = stage.worker(served.url)
+    groups = served.job.require_ledger().groups
+    until(lambda: (group := groups.get("e0-p0")) and len(group.samples) == 1, "half a group")
+    worker.ask("drain")
+    if how == "a second wish":
+        worker.ask("stop")
+    worker.join()
+    group = groups["e0-p0"]
+    assert (group.state, len(group.samples), group.crashes, group.failures) == ("waiting", 1, 0, 0)
+    trainer.batch(0)
+    stage.worker(served.url, "another")
+    for t in range(4):
+        trainer.step(t)
+    assert group.state == "trained"
+    assert group.attempt == 2
+
+
+def test_a_straggler_is_waited_for_while_others_go_on(stage: Stage) -> None:
+    """On policy, one reward takes 3 s: the step waits for its group and nothing is dropped."""
+    served, trainer = slow_job(stage, on_stale="wait")
+    until(lambda: served.job.require_ledger().ready == 1, "the other group of the step")
+    assert trainer.batch(0, wait_s=0.5) is None
+    assert len(trainer.step(0)) == 4
+    assert stage.client(served, "user").send(api.ledger()).dropped == {}
+
+
+@pytest.mark.slow
+def test_a_straggler_is_dropped_when_that_is_asked_for(stage: Stage) -> None:
+    served, trainer = slow_job(stage, on_stale="drop", straggler_timeout=0.5, seconds=3600.0)
+    for t in range(3):
+        trainer.step(t)
+    user = stage.client(served, "user")
+    assert user.send(api.ledger()).dropped == {"stale": 1}
+    until(lambda: not any(one.leases for one in user.send(api.replicas())), "the worker has forgotten it")
+
+
+def slow_job(stage: Stage, seconds: float = 3.0, **controller: object) -> tuple[ServedController, Publisher]:
+    """A job of one replica in which the first reward of the first prompt takes its time."""
+    changes = {f"controller__{key}": value for key, value in controller.items()}
+    config = stage.config(
+        custom__marker=str(stage.directory / "marker-"),
+        custom__seconds=seconds,
+        reward__timeout=600.0,
+        reward__num_workers=2,  # one hangs
+        train__train_policy__allowed_outdated_steps=0,
+        train__train_policy__dataloader_shuffle=False,
+        train__max_num_steps=3,
+        **changes,
+    )
+    stage.prepare(config, ["hang", *PROMPTS], ["hang", *map(str, range(16))])
+    served = stage.serve()
+    trainer = stage.trainer(served)
+    trainer.begin()
+    stage.worker(served.url)
+    return served, trainer
 
 
 def test_work_whose_leases_are_lost_is_forgotten(stage: Stage) -> None:

@@ -20,7 +20,15 @@ PROMPTS = [f"question {i}?" for i in range(16)]
 
 
 def test_killed_in_the_middle_another_one_goes_on(stage: Stage) -> None:
-    stage.prepare(stage.config(train__train_policy__allowed_outdated_steps=2), PROMPTS)
+    """A reward hangs once, so that the killed worker surely holds a lease."""
+    config = stage.config(
+        custom__marker=str(stage.directory / "marker-"),
+        reward__timeout=600.0,
+        reward__num_workers=2,  # one hangs
+        train__train_policy__allowed_outdated_steps=2,
+        train__train_policy__dataloader_shuffle=False,
+    )
+    stage.prepare(config, PROMPTS, ["hang", *map(str, range(1, 16))])
     served = stage.serve()
     trainer = stage.trainer(served)
     trainer.begin()

@@ -15,7 +15,6 @@ from tests.schema.config_samples import GRPO, SFT, other_value, write
 DEFAULTS_REFUSED = {
     "policy.parallelism.tp_size",
     "train.compile",
-    "train.ckpt.save_mode",
     "validation.enable",
 }
 
@@ -27,10 +26,6 @@ EXAMPLES: dict[str, Any] = {
     "rollout.multi_turn_config.custom_chat_template_path": "template.jinja",
     "rollout.parallelism.dp_shard_size": 2,
     "rollout.quantization": "fp8",
-    "train.ckpt.hf_repo_name": "mine",
-    "train.ckpt.s3_bucket": "mine",
-    "train.ckpt.s3_prefix": "mine",
-    "train.ckpt.save_mode": "async",
     "train.fa_version": 3,
     "train.fp4.fp4_recipe": "delayed_scaling",
     "train.fp4.quant_recipe": "tensorwise",
@@ -56,9 +51,6 @@ def example(key: str) -> Any:
 def config_with(key: str, value: Any) -> Config:
     """A job in which the key means something, with the value written."""
     data = deepcopy(SFT if key == "validation.enable" else GRPO)
-    if key.startswith("train.ckpt."):
-        write(data, ("train", "ckpt", "enable_checkpoint"), True)
-        write(data, ("train", "ckpt", "save_mode"), "sync")
     if value is not None:
         write(data, key.split("."), value)
     return Config.model_validate(data)
@@ -104,9 +96,6 @@ def test_a_refused_default_says_so_and_what_to_write() -> None:
 def test_keys_without_meaning_in_this_job_are_not_looked_at() -> None:
     data = deepcopy(SFT)
     write(data, ("rollout", "parallelism", "cp_size"), 4)
-    assert check_available(Config.model_validate(data)) == []
-    data = deepcopy(GRPO)
-    write(data, ("train", "ckpt", "save_mode"), "async")
     assert check_available(Config.model_validate(data)) == []
 
 

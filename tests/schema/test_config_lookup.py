@@ -63,7 +63,7 @@ def test_a_key_tells_all_that_the_schema_knows() -> None:
     assert only("train.param_dtype").choices == ("float32", "bfloat16", "float16")
     assert only("train.seed").default == UNSET
     assert only("train.ckpt.max_keep").bounds == ("at least -1", "not 0")
-    assert only("redis.key_prefix").bounds == ("of the form ^[A-Za-z0-9._-]+$",)
+    assert only("redis.key_prefix").bounds == ("of the form ^[A-Za-z0-9._-]{1,128}$",)
 
 
 def test_deviations_and_limits_are_told() -> None:

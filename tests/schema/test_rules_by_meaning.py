@@ -23,6 +23,7 @@ from schema.config.rules import (
     role,
     schedule,
     timing,
+    upload,
 )
 from schema.config.rules import checkpoint as ckpt
 from tests.schema.config_samples import GRPO, SFT
@@ -516,6 +517,44 @@ CKPT = [
         "train.ckpt.upload_hf",
         ("train.ckpt.export_safetensors = false",),
     ),
+    *(
+        Case(upload.names_are_valid, {key: value}, key, (value,))
+        for key, value in (
+            ("train.ckpt.s3_bucket", "My_Bucket"),
+            ("train.ckpt.s3_bucket", "s3://mine/there"),
+            ("train.ckpt.s3_bucket", "192.168.0.1"),
+            ("train.ckpt.s3_bucket", "a..b"),
+            ("train.ckpt.s3_prefix", "../up"),
+            ("train.ckpt.s3_prefix", "with space"),
+            ("train.ckpt.hf_repo_name", "no-owner"),
+            ("train.ckpt.hf_repo_name", "me/mo--del"),
+            ("train.ckpt.hf_repo_name", "me/my/model"),
+        )
+    ),
+    Case(
+        upload.there_is_something_to_upload,
+        {"train.ckpt.upload_s3": "final", "launcher.export_final": False},
+        "train.ckpt.upload_s3",
+        ('"final"', "launcher.export_final = false"),
+    ),
+    Case(
+        upload.there_is_something_to_upload,
+        {"train.ckpt.upload_hf": True, "train.ckpt.enable_checkpoint": False},
+        "train.ckpt.upload_hf",
+        ("train.ckpt.enable_checkpoint = false",),
+    ),
+    Case(
+        ckpt.checkpoints_hold_weights,
+        {"train.ckpt.save_contents": ["optimizer", "extra"], "train.ckpt.export_safetensors": False},
+        "train.ckpt.save_contents",
+        ("leaves out the weights", "train.ckpt.export_safetensors = false"),
+    ),
+    Case(
+        ckpt.epochs_end_in_time,
+        {"train.ckpt.save_freq_in_epoch": 3, "train.epoch": 2},
+        "train.ckpt.save_freq_in_epoch",
+        ("3 epochs are never complete", "train.epoch = 2"),
+    ),
     Case(
         ckpt.loads_what_was_saved,
         {"train.ckpt.save_contents": ["model"], "train.ckpt.load_contents": ["model", "extra"]},
@@ -812,7 +851,7 @@ MESH = [
 ]
 
 CASES = BATCH + TIMING + LOSS + ESTIMATOR + KL + LENGTH + SCHEDULE + CKPT + PRECISION + LORA + ROLE + MESH
-MODULES = (batch, timing, loss, estimator, kl, length, schedule, ckpt, precision, lora, role, mesh)
+MODULES = (batch, timing, loss, estimator, kl, length, schedule, ckpt, upload, precision, lora, role, mesh)
 
 SOUND: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (GRPO, CRITIC),
@@ -872,6 +911,8 @@ SOUND: list[tuple[dict[str, Any], dict[str, Any]]] = [
         },
     ),
     (GRPO, {"train.ckpt.load_contents": ["hf_model", "extra"]}),
+    (GRPO, {"train.ckpt.save_contents": ["optimizer"]}),
+    (GRPO, {"train.ckpt.save_freq_in_epoch": 2, "train.epoch": 2}),
     (GRPO, {"train.ckpt.load_contents": ["model"], "train.ckpt.load_schedule": False}),
     (
         GRPO,

@@ -17,7 +17,7 @@ from controller.client import AsyncClient, Client
 from schema.config import Config
 from schema.wire.prompts import write_prompts
 
-TOKENS = {"user": "user-token", "rollout": "rollout-token", "policy": "policy-token"}
+TOKENS = {role: f"{role}-token-for-these-tests" for role in ("user", "rollout", "policy")}
 START_SECONDS = 40.0
 
 
@@ -58,8 +58,12 @@ def make_run_dir(directory: Path, config: Config, rows: int = 12, validation_row
 class ControllerProcess:
     """`python -m controller` on one run directory; may be killed and started again."""
 
-    def __init__(self, run_dir: Path, redis_url: str, **environment: str) -> None:
+    def __init__(
+        self, run_dir: Path, redis_url: str, *arguments: str, log: str = "controller.log", **environment: str
+    ) -> None:
         self.run_dir = run_dir
+        self._log = run_dir / log
+        self._arguments = arguments
         self._environment = {
             **os.environ,
             **{f"COSMOS_TOKEN_{role.upper()}": token for role, token in TOKENS.items()},
@@ -72,10 +76,13 @@ class ControllerProcess:
     def launch(self, port: int | None = None) -> None:
         """Start the process without waiting for it."""
         command = [sys.executable, "-m", "controller", "--run-dir", str(self.run_dir), "--port"]
-        log = (self.run_dir / "controller.log").open("ab")
+        log = self._log.open("ab")
+        self._port = self._port if port is None else port
         with log:
             self._process = subprocess.Popen(
-                [*command, str(self._port if port is None else port)], env=self._environment, stderr=log
+                [*command, str(self._port), *self._arguments],
+                env=self._environment,
+                stderr=log,
             )
 
     def start(self) -> None:
@@ -97,7 +104,7 @@ class ControllerProcess:
         return content
 
     def log(self) -> str:
-        return (self.run_dir / "controller.log").read_text()
+        return self._log.read_text()
 
     @property
     def url(self) -> str:
@@ -108,6 +115,11 @@ class ControllerProcess:
 
     def async_client(self, role: str = "user", patience: float = 20.0) -> AsyncClient:
         return AsyncClient(self.url, TOKENS[role], patience=patience)
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal, if it runs."""
+        if self._process is not None:
+            self._process.send_signal(number)
 
     def wait(self, seconds: float = 20.0) -> int:
         """Its exit code."""
@@ -125,9 +137,11 @@ class ControllerProcess:
 
 
 @contextmanager
-def running_controller(run_dir: Path, redis_url: str, **environment: str) -> Iterator[ControllerProcess]:
+def running_controller(
+    run_dir: Path, redis_url: str, *arguments: str, log: str = "controller.log", **environment: str
+) -> Iterator[ControllerProcess]:
     """A controller for the duration of a block."""
-    process = ControllerProcess(run_dir, redis_url, **environment)
+    process = ControllerProcess(run_dir, redis_url, *arguments, log=log, **environment)
     try:
         process.start()
         yield process

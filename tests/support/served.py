@@ -15,6 +15,7 @@ import uvicorn
 
 from controller.app import create_app
 from controller.client import Client
+from controller.connections import PatientProtocol
 from controller.job import Job
 from controller.serve import Settings, write_address
 from controller.service import Controller
@@ -44,7 +45,10 @@ class ServedController:
         environ["COSMOS_REDIS_URL"] = self._redis_url
         settings = Settings.read(self._run_dir, None, 0, environ)
         store, saved = await StateStore.open(
-            settings.redis_url, prefix=settings.config.redis.key_prefix, job_id=settings.job_id
+            settings.redis_url,
+            prefix=settings.config.redis.key_prefix,
+            job_id=settings.job_id,
+            lock_seconds=settings.config.controller.lock_timeout,
         )
         job = Job(
             settings.config,
@@ -56,12 +60,12 @@ class ServedController:
         )
         job.forgive_downtime(await store.alive_at())
         await job.save()
-        write_address(settings, 0)
+        write_address(settings, settings.url(0))
         self.controller = Controller.of(job, settings.tokens)
         self._listener = socket.create_server(("127.0.0.1", 0))
         options = uvicorn.Config(
             create_app(self.controller), lifespan="off", log_config=None, access_log=False,
-            timeout_graceful_shutdown=2,
+            timeout_graceful_shutdown=2, http=PatientProtocol,
         )  # fmt: skip
         self._server = uvicorn.Server(options)
         self._serving = asyncio.create_task(self._server._serve([self._listener]))

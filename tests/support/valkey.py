@@ -20,9 +20,10 @@ START_SECONDS = 20.0
 class ValkeyServer:
     """One server process that can be killed and started again on the same files."""
 
-    def __init__(self, directory: Path, *options: str) -> None:
+    def __init__(self, directory: Path, *options: str, password: str = "") -> None:
         self._directory = directory
-        self._options = options
+        self._options = (*options, "--requirepass", password) if password else options
+        self._password = password or None
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -41,7 +42,7 @@ class ValkeyServer:
         give_up = time.monotonic() + START_SECONDS
         while True:
             try:
-                with redis.Redis.from_url(self.url) as client:
+                with self.client() as client:
                     client.ping()
                 return
             except redis.RedisError:
@@ -50,7 +51,12 @@ class ValkeyServer:
                 time.sleep(0.01)
 
     def client(self) -> redis.Redis:
-        return redis.Redis.from_url(self.url)
+        return redis.Redis.from_url(self.url, password=self._password)
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal, if it runs."""
+        if self._process is not None:
+            self._process.send_signal(number)
 
     def stop(self, how: signal.Signals = signal.SIGKILL) -> None:
         """End the process; it may be started again."""
@@ -61,10 +67,10 @@ class ValkeyServer:
 
 
 @contextmanager
-def running_valkey(*options: str) -> Iterator[ValkeyServer]:
+def running_valkey(*options: str, password: str = "") -> Iterator[ValkeyServer]:
     """A server for the duration of a block. The directory is short: socket paths have a limit of 107 bytes."""
     directory = Path(tempfile.mkdtemp(prefix="vk-"))
-    server = ValkeyServer(directory, *options)
+    server = ValkeyServer(directory, *options, password=password)
     try:
         server.start()
         yield server

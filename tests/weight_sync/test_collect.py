@@ -71,6 +71,16 @@ def test_what_dead_writers_left_is_swept_when_it_is_old(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == [".other", ".tmp-alive"]
 
 
+def test_what_the_only_writer_of_a_name_left_is_swept_at_once(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path)
+    for version in ("job.t0-v00000003", "jobber.t0-v00000003"):
+        with store.stage(version) as stage:
+            stage.committed = True  # as after kill -9: nobody cleans up
+    collect(store, [], name="job")
+    (left,) = tmp_path.iterdir()
+    assert left.name.startswith(".tmp-jobber.t0-v00000003-")
+
+
 def test_remove_by_uri(tmp_path: Path) -> None:
     store = DirectoryStore(tmp_path)
     one, two = put(store, small(1)), put(store, small(2))

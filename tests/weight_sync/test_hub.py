@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,8 @@ def _rank(rank: int, port: int, root: str, case: str) -> None:
         for _ in hub_tensors(model):
             pass
     torch.distributed.barrier()
+    del model, mesh  # they hold groups, whose threads must not outlive the interpreter
+    gc.collect()
     torch.distributed.destroy_process_group()
 
 

@@ -117,6 +117,7 @@ def test_content_hash_is_of_the_weights_alone(tmp_path: Path) -> None:
     assert len({first.content_hash, negative.content_hash, put(store, weights).content_hash}) == 3
 
 
+@pytest.mark.slow
 def test_one_tensor_in_memory_at_a_time(tmp_path: Path) -> None:
     alive: list[weakref.ref[Any]] = []
 

@@ -93,6 +93,11 @@ class Decoder:
         """The most tokens that a sample of this request can have, prompt included."""
         return min(len(request.prompt_token_ids) + request.settings.max_tokens, self.max_model_len)
 
+    def clear(self) -> None:
+        """Begin with an empty window, so that nothing depends on what it held. There must be no rows."""
+        assert not self.rows
+        self.window = Window(self.model.device, self.model.dtype)
+
     def admit(self, batch: Sequence[tuple[GenerationRequest, Sequence[int]]]) -> int:
         """Begin samples `indices` of each request of the batch. Returns the tokens computed for it."""
         total = sum(len(indices) for _, indices in batch)

@@ -238,6 +238,8 @@ class TransformersEngine:
 
     def _boot(self) -> None:
         settings = self._settings
+        if settings.alone:
+            torch.use_deterministic_algorithms(True, warn_only=True)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         model = models.load_model(
             settings.model_path,
@@ -258,11 +260,13 @@ class TransformersEngine:
         per_token = models.self_test(model, self._eos)
         free = _cache_memory(device)
         tokens = free // max(per_token, 1)
-        if tokens < settings.max_model_len:
+        rows = settings.rows_alone if settings.alone else 1
+        if tokens < rows * settings.max_model_len:
+            what = "one sequence" if rows == 1 else f"{rows} sequences at once (train.deterministic)"
             raise EngineConfigError(
-                f"the cache of one sequence of {settings.max_model_len} tokens needs "
-                f"{settings.max_model_len * per_token / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free for it: "
-                "lower rollout.max_model_len"
+                f"the cache of {what} of {settings.max_model_len} tokens needs "
+                f"{rows * settings.max_model_len * per_token / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free for "
+                "it: lower rollout.max_model_len" + (" or rollout.max_num_seqs" if rows > 1 else "")
             )
         self._capacity = replace(self._capacity, cache_tokens=tokens)
         log.info("engine ready: %s on %s, cache for %d tokens", type(model).__name__, device, tokens)
@@ -310,8 +314,12 @@ class TransformersEngine:
             scheduler.Waiting(len(entry.request.seeds) - entry.begun, decoder.longest(entry.request))
             for entry in self._queue
         ]
-        longest = max((decoder.longest(row.request) for row in decoder.rows), default=0)
-        granted = scheduler.admit(waiting, len(decoder.rows), longest, self._capacity, self._settings.refill)
+        running = len(decoder.rows)
+        if self._settings.alone:
+            granted = scheduler.admit_alone(waiting, running, self._capacity)
+        else:
+            longest = max((decoder.longest(row.request) for row in decoder.rows), default=0)
+            granted = scheduler.admit(waiting, running, longest, self._capacity, self._settings.refill)
         batch = []
         for count in granted:
             entry = self._queue[0]
@@ -321,13 +329,17 @@ class TransformersEngine:
                 self._queue.popleft()
         if batch:
             began = time.monotonic()
+            if self._settings.alone:
+                decoder.clear()
             filled = decoder.admit(batch)
             self._fill_speed.observe(time.monotonic() - began, filled)
 
     def _wait_for_running(self) -> bool:
         decoder = self._decoder
-        if not decoder.rows or decoder.version < 0 or decoder.keep_cache:
+        if not decoder.rows or decoder.version < 0:
             return False
+        if self._settings.alone or decoder.keep_cache:
+            return self._settings.alone
         return scheduler.let_running_end(
             decoder.steps_left(),
             self._step_speed.seconds,

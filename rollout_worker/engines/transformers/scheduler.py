@@ -8,6 +8,11 @@ Update.  New weights invalidate the cache. Either the running samples end first 
 their cache is computed again. Rule: wait exactly while ending them takes at most PATIENCE times as long as
 recomputing them, both estimated from measured speeds. Short answers thus never pay for a recomputation, and a
 sample with thousands of tokens to go never delays an update by more than it would cost.
+
+Alone.  Kernels sum in an order that depends on the shapes they are given, so the last bits of a log-prob depend on
+who else is in the batch and on where its columns lie. Where the same bits are wanted whoever was killed meanwhile,
+a request is decoded by itself: it begins when nothing runs, in an empty window, and updates wait for its end. Then
+every shape is a function of prompt, seeds, settings and weights alone.
 """
 
 from __future__ import annotations
@@ -61,6 +66,11 @@ def admit(
         if fitting < entry.samples:
             break
     return granted
+
+
+def admit_alone(waiting: Sequence[Waiting], running: int, capacity: Capacity) -> list[int]:
+    """As `admit`, one request at a time: nothing while anything runs, then as much of the first as has slots."""
+    return [min(waiting[0].samples, capacity.slots)] if waiting and not running else []
 
 
 def let_running_end(

@@ -32,12 +32,17 @@ class Settings:
     keep_cache: bool = False
     refill: float = scheduler.REFILL
     patience: float = scheduler.PATIENCE
+    alone: bool = False
+    """Whether each request is decoded by itself (`train.deterministic`)."""
+    rows_alone: int = 1
+    """The most samples of a request that are then decoded at once."""
 
 
 def settings_of(config: Config) -> Settings:
     """What the configuration means to this engine. Raises `EngineConfigError`."""
     _refuse_foreign_keys(config)
     rollout = config.rollout
+    slots = rollout.max_num_seqs or rollout.max_concurrent_samples
     dtype = config.train.effective_transfer_dtype if rollout.dtype == "auto" else rollout.dtype
     return Settings(
         model_path=config.policy.model_name_or_path,
@@ -45,10 +50,12 @@ def settings_of(config: Config) -> Settings:
         load_format=rollout.load_format,
         dtype=DTYPES[dtype],
         max_model_len=config.engine_max_len,
-        slots=rollout.max_num_seqs or rollout.max_concurrent_samples,
+        slots=slots,
         capacity=rollout.max_concurrent_samples,
         trust_remote_code=config.policy.trust_remote_code,
         keep_cache=config.weight_sync.update_mode == "keep_kv",
+        alone=config.train.deterministic,
+        rows_alone=1 if rollout.n_generation_to_batch else min(slots, rollout.n_generation),
     )
 
 

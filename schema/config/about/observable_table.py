@@ -8,14 +8,17 @@ _PREPARE, _SOURCES = "controller/data/prepare.py", "controller/data/sources.py"
 _ANSWERS, _BOUNDS = "controller/data/evaluation.py", ("max_prompt_length", "overlong_prompts")
 _GRPO, _OPTIM, _FSDP = "policy_worker/grpo.py", "policy_worker/optim.py", "policy_worker/parallel/fsdp.py"
 _WORKER, _MODEL, _EXPORT = "policy_worker/worker.py", "policy_worker/model.py", "policy_worker/export.py"
-_CHECKPOINT, _FACTS, _JOB = "policy_worker/checkpoint.py", "controller/facts.py", "controller/job.py"
+_SAVER, _FACTS, _JOB = "policy_worker/checkpoints/saver.py", "controller/facts.py", "controller/job.py"
+_UPLOADS = "policy_worker/uploads/uploader.py"
 _SAMPLING, _REWARDS = "rollout_worker/sampling.py", "rollout_worker/generation.py"
 _VLLM, _EMBEDDED = (
     "rollout_worker/engines/vllm/arguments.py",
     "rollout_worker/engines/transformers/settings.py",
 )
+_LEASES = "rollout_worker/leasing.py"
 _ROLLOUT, _LEASING = "rollout_worker/worker.py", "controller/leasing.py"
 _PLACEMENT, _LAUNCH, _RUNDIR = "launcher/placement.py", "launcher/job.py", "launcher/rundir.py"
+_REDIS = "schema/config/redis.py"
 _MEMBERS, _UPKEEP, _SERVE = "controller/membership.py", "controller/upkeep.py", "controller/serve.py"
 
 
@@ -53,22 +56,43 @@ _TRAIN = {
     ),
     "epoch": _e("request or reply", "Steps of the job.", _FACTS),
     "max_num_steps": _e("request or reply", "Steps of the job.", _FACTS),
-    "resume": _e("file", "Checkpoint from which training goes on.", f"{_CHECKPOINT} launcher/run.py"),
+    "resume": _e(
+        "file", "Checkpoint from which training goes on.", "policy_worker/checkpoints/find.py launcher/run.py"
+    ),
     "output_dir": _e("file", "Where the run's directory is.", _RUNDIR),
     "timestamp": _e("file", "Name of the run's directory.", _RUNDIR),
     "sync_weight_interval": _e(
         "request or reply", "After which commits weights are published.", f"controller/training.py {_FACTS}"
     ),
-    "deterministic": _e("number", "Whether torch uses deterministic kernels.", _WORKER),
+    "deterministic": _e(
+        "number", "Whether torch uses deterministic kernels, and each group is decoded by itself.",
+        f"{_WORKER} {_EMBEDDED} {_LEASES}",
+    ),
     "seed": _e(
         "request or reply", "Order of the rows, initial random state and seeds of samples.",
         f"{_MEMBERS} {_JOB} {_WORKER} {_PREPARE}", "effective_seed",
     ),
     "sequence_packing": _e("number", "Shape of a micro-batch.", f"{_GRPO} policy_worker/learner.py"),
-    "ckpt.enable_checkpoint": _e("file", "Whether checkpoints are written.", _CHECKPOINT),
-    "ckpt.save_freq": _e("file", "After which steps checkpoints are written.", _CHECKPOINT),
-    "ckpt.max_keep": _e("file", "How many checkpoints stay.", _CHECKPOINT),
-    "ckpt.export_safetensors": _e("file", "`export` in each checkpoint.", _CHECKPOINT),
+    "ckpt.enable_checkpoint": _e("file", "Whether checkpoints are written.", _SAVER),
+    "ckpt.save_freq": _e("file", "After which steps checkpoints are written.", _SAVER),
+    "ckpt.save_freq_in_epoch": _e("file", "After which epochs checkpoints are written.", _SAVER),
+    "ckpt.save_mode": _e("process", "The thread that writes a checkpoint.", _SAVER),
+    "ckpt.save_contents": _e("file", "Files of a checkpoint.", _SAVER),
+    "ckpt.load_contents": _e(
+        "number", "What is read of a checkpoint, and the step that follows.",
+        "policy_worker/checkpoints/load.py policy_worker/checkpoints/find.py",
+    ),
+    "ckpt.load_schedule": _e("number", "Learning rates after a resume.", "policy_worker/checkpoints/load.py"),
+    "ckpt.delete_after_load": _e(
+        "file", "Whether the checkpoint that was resumed from stays.", "policy_worker/checkpoints/housekeeping.py"
+    ),
+    "ckpt.max_keep": _e("file", "How many checkpoints stay.", "policy_worker/checkpoints/housekeeping.py"),
+    "ckpt.export_safetensors": _e("file", "`export` in each checkpoint.", _SAVER),
+    "ckpt.upload_s3": _e("file", "What is uploaded to the bucket.", _UPLOADS),
+    "ckpt.s3_bucket": _e("file", "Bucket that checkpoints are uploaded to.", _UPLOADS),
+    "ckpt.s3_prefix": _e("file", "Keys of what is uploaded.", _UPLOADS),
+    "ckpt.upload_hf": _e("file", "Whether exports are committed to the hub.", _UPLOADS),
+    "ckpt.hf_repo_name": _e("file", "Repository that exports are committed to.", _UPLOADS),
 }  # fmt: skip
 
 _POLICY_LOSS = {
@@ -229,6 +253,7 @@ _CONTROLLER = {
     "heartbeat_timeout": _e("request or reply", "When a silent replica counts as lost.", f"{_JOB} {_MEMBERS}"),
     "lease_timeout": _e("request or reply", "When an unrenewed lease goes to another replica.",
                         f"{_FACTS} {_LEASING}"),
+    "lock_timeout": _e("process", "When a controller that stands by takes the job over.", _SERVE),
     "start_timeout": _e("request or reply", "When a job whose replicas do not come fails.", _UPKEEP),
     "controller_lost_timeout": _e("process", "When a worker that reaches no controller ends.",
                                   f"policy_worker/session.py {_ROLLOUT}"),
@@ -238,6 +263,14 @@ _CONTROLLER = {
     "max_attempts": _e("request or reply", "After how many failures a group is dropped.", _FACTS),
     "max_request_bytes": _e("request or reply", "Which requests are answered 413.",
                             f"controller/app.py {_ROLLOUT}"),
+    "tls_cert": _e("process", "Certificate that the API is served with.", _SERVE),
+    "tls_key": _e("process", "Certificate that the API is served with.", _SERVE),
+    "tls_ca": _e("process", "`COSMOS_TLS_CA` of the workers: whom they trust.", f"{_LAUNCH} {_RUNDIR}"),
+    "max_buffered_bytes": _e("request or reply", "Which requests are answered 503 while others are read.",
+                             "controller/app.py"),
+    "payload_store": _e("file", "Whether the payloads of large samples lie in this directory.",
+                        "controller/job.py rollout_worker/pushing.py policy_worker/worker.py"),
+    "payload_bytes": _e("file", "Which samples lie in the payload store.", "rollout_worker/pushing.py"),
     "require_durable_redis": _e("refusal", "A server without an append-only file.",
                                 f"launcher/preflight.py {_SERVE}"),
 }  # fmt: skip
@@ -259,6 +292,9 @@ TABLE: dict[str, Entry] = {
     **_under("controller", _CONTROLLER),
     "redis.url": _e("process", "Server that the controller uses.", f"launcher/redis_server.py {_SERVE}"),
     "redis.key_prefix": _e("file", "Names of the keys in Redis.", _SERVE),
+    "redis.tls_ca": _e("process", "Which server's certificate is trusted.", _REDIS),
+    "redis.tls_cert": _e("process", "Certificate shown to a server that asks for one.", _REDIS),
+    "redis.tls_key": _e("process", "Certificate shown to a server that asks for one.", _REDIS),
     "weight_sync.store": _e("file", "Where weight versions are written.", _MEMBERS),
     "weight_sync.keep": _e("file", "Which weight versions stay.", _JOB),
     "placement.gpus_per_node": _e("process", "`CUDA_VISIBLE_DEVICES` of the processes.", _PLACEMENT),

@@ -7,7 +7,8 @@ changes anything. They stand by what they speak of:
     loss estimator kl schedule      the algorithm
     precision lora mesh placement   how a model is trained, and where
     architecture model              the model that is named
-    engine checkpoint role          other parts, and parts that need each other
+    tls secrets                     encryption, what must not be seen
+    engine checkpoint upload role   other parts, and parts that need each other
     data reward evaluation          the user's files and functions
     idle                            keys that cannot act
 
@@ -30,6 +31,7 @@ from schema.config.rules.data import DATA_RULES
 from schema.config.rules.engine import ENGINE_RULES
 from schema.config.rules.estimator import ESTIMATOR_RULES
 from schema.config.rules.evaluation import EVALUATION_RULES
+from schema.config.rules.exactness import EXACTNESS_WARNINGS
 from schema.config.rules.idle import IDLE_RULES, IDLE_WARNINGS, keys_are_of_the_evaluation
 from schema.config.rules.kl import KL_RULES
 from schema.config.rules.length import LENGTH_RULES
@@ -41,7 +43,10 @@ from schema.config.rules.placement import PLACEMENT_RULES, PLACEMENT_WARNINGS
 from schema.config.rules.precision import PRECISION_RULES, PRECISION_WARNINGS
 from schema.config.rules.role import ROLE_RULES, ROLE_WARNINGS
 from schema.config.rules.schedule import SCHEDULE_RULES, SCHEDULE_WARNINGS
+from schema.config.rules.secrets import SECRET_WARNINGS
 from schema.config.rules.timing import TIMING_RULES
+from schema.config.rules.tls import TLS_RULES, TLS_WARNINGS
+from schema.config.rules.upload import UPLOAD_RULES
 
 Rule = Callable[[Config], list[Problem]]
 
@@ -63,12 +68,14 @@ RULES: tuple[Rule, ...] = (
     *PRECISION_RULES,
     *LORA_RULES,
     *CHECKPOINT_RULES,
+    *UPLOAD_RULES,
     *ENGINE_RULES,
     *DATA_RULES,
     *ROLE_RULES,
     *MESH_RULES,
     *ARCHITECTURE_RULES,
     *PLACEMENT_RULES,
+    *TLS_RULES,
     *IDLE_RULES,
 )
 
@@ -88,13 +95,14 @@ def losses_can_be_made_good(config: Config) -> list[Problem]:
         return []
     key = "train.ckpt.enable_checkpoint"
     message = "without checkpoints the loss of all policy replicas ends the job"
-    hint = f'write {key} = true and train.ckpt.save_mode = "sync"'
+    hint = f"write {key} = true"
     return [Problem(key, message, False, hint)]
 
 
 WARNINGS: tuple[Rule, ...] = (
     master_weights_are_wide,
     losses_can_be_made_good,
+    *EXACTNESS_WARNINGS,
     *SCHEDULE_WARNINGS,
     *PRECISION_WARNINGS,
     *LORA_WARNINGS,
@@ -102,6 +110,8 @@ WARNINGS: tuple[Rule, ...] = (
     *ARCHITECTURE_WARNINGS,
     *MODEL_WARNINGS,
     *PLACEMENT_WARNINGS,
+    *TLS_WARNINGS,
+    *SECRET_WARNINGS,
     *IDLE_WARNINGS,
 )
 

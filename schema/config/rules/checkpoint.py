@@ -51,6 +51,32 @@ def hub_uploads_are_complete(config: Config) -> list[Problem]:
     return problems
 
 
+def checkpoints_hold_weights(config: Config) -> list[Problem]:
+    """There is something to resume from: the weights, or an export of them."""
+    ckpt = config.train.ckpt
+    if "model" in ckpt.save_contents or ckpt.export_safetensors:
+        return []
+    key, export_key = f"{_CKPT}.save_contents", f"{_CKPT}.export_safetensors"
+    message = f"{_names(ckpt.save_contents)} leaves out the weights, and {export_key} = false makes no export of them"
+    hint = f"write {key} = {_names(['model', *ckpt.save_contents])}, or {export_key} = true"
+    return [Problem(key, message, ckpt.save_contents, hint, related=(export_key,))]
+
+
+def epochs_end_in_time(config: Config) -> list[Problem]:
+    """A checkpoint by epochs comes at least once."""
+    key, every, epochs = (
+        f"{_CKPT}.save_freq_in_epoch",
+        config.train.ckpt.save_freq_in_epoch,
+        config.train.epoch,
+    )
+    if every <= epochs:
+        return []
+    message = f"{every} epochs are never complete: train.epoch = {epochs}"
+    return [
+        Problem(key, message, every, f"write {key} = {epochs}, or leave it out", related=("train.epoch",))
+    ]
+
+
 def loads_what_was_saved(config: Config) -> list[Problem]:
     """What is read on resume is among what checkpoints hold, and the weights come from one place."""
     ckpt = config.train.ckpt
@@ -98,4 +124,10 @@ def _names(values: Sequence[str]) -> str:
     return "[" + ", ".join(f'"{value}"' for value in values) + "]"
 
 
-CHECKPOINT_RULES = (uploads_have_a_place, hub_uploads_are_complete, loads_what_was_saved)
+CHECKPOINT_RULES = (
+    uploads_have_a_place,
+    hub_uploads_are_complete,
+    checkpoints_hold_weights,
+    epochs_end_in_time,
+    loads_what_was_saved,
+)

@@ -73,11 +73,19 @@ SWITCHED_OFF = (
         )
         for name in ("buffer_length", "penalty_factor")
     ),
+    *(
+        Idle(
+            f"train.ckpt.{name}",
+            lambda config: config.train.ckpt.enable_checkpoint,
+            "checkpoints are off",
+            "write train.ckpt.enable_checkpoint = true to use it",
+        )
+        for name in ("save_freq", "save_freq_in_epoch")
+    ),
     Idle(
-        "train.ckpt.save_freq",
-        lambda config: config.train.ckpt.enable_checkpoint,
-        "checkpoints are off",
-        "write train.ckpt.enable_checkpoint = true to use it",
+        "train.ckpt.load_contents",
+        lambda config: bool(config.train.resume),
+        "train.resume = false names no checkpoint, and a run that continues itself reads all",
     ),
     Idle(
         f"{_POLICY}.mini_batch",

@@ -1,0 +1,34 @@
+"""The newest checkpoint of a run, as far as its directory's names tell: nothing of it is read.
+
+A checkpoint is written beside and renamed to `step-<committed steps>` when it is complete; `latest` names the one
+that training would go on from.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+_NAME = re.compile(r"step-(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    path: Path
+    step: int
+    """Committed steps that it contains."""
+
+
+def newest_checkpoint(checkpoints: Path) -> Checkpoint | None:
+    """The checkpoint that `latest` names; where that cannot be read, the one of the most steps."""
+    found = {
+        path.name: Checkpoint(path, int(match[1]))
+        for path in checkpoints.glob("step-*")
+        if path.is_dir() and (match := _NAME.fullmatch(path.name))
+    }
+    try:
+        named = (checkpoints / "latest").read_text().strip()
+    except (OSError, ValueError):
+        named = ""
+    return found.get(named) or max(found.values(), key=lambda one: one.step, default=None)

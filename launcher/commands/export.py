@@ -1,0 +1,53 @@
+"""The command export. The work is a process of its own: this program never loads torch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from launcher.errors import LaunchError
+from launcher.machine import has_module
+
+
+def export(
+    checkpoint: Annotated[
+        Path,
+        typer.Argument(metavar="CHECKPOINT|RUN_DIR", help="A checkpoint, or a run: its newest complete one."),
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Where the model goes.")],
+    dtype: Annotated[
+        str, typer.Option("--dtype", help="float32, bfloat16 or float16; otherwise that of the run.")
+    ] = "",
+    model: Annotated[
+        str, typer.Option("--model", help="The model that the run began with, where it has moved.")
+    ] = "",
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", help="The run's config.json, where the checkpoint was moved away from it."),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace what is at DIR.")] = False,
+) -> None:
+    """Make a model for transformers out of a checkpoint: safetensors, config, tokenizer, generation config.
+
+    \b
+    cosmos-launch export outputs/20260131120000 -o my-model
+    cosmos-launch export outputs/20260131120000/checkpoints/step-00000040 -o my-model --dtype bfloat16
+
+    Works offline in one process on the CPU, however many ranks have written the checkpoint, and checks every file
+    that it reads. The model of a finished run is in its final/ already.
+    """
+    if not has_module("torch"):
+        raise LaunchError("the package torch is not installed", "pip install 'cosmos-launch[policy]'")
+    command = [sys.executable, "-P", "-m", "policy_worker.export_command", str(checkpoint), str(output)]
+    for name, value in (("--dtype", dtype), ("--model", model), ("--config", config)):
+        command += [name, str(value)] if value else []
+    command += ["--force"] if force else []
+    from launcher.rundir import base_environment
+
+    env = {**base_environment(os.environ), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    raise typer.Exit(subprocess.run(command, env=env, check=False).returncode)

@@ -1,0 +1,145 @@
+"""The directory of checkpoints: written beside, renamed, pointed at; what the dead left behind is removed.
+
+    mkdir .step-N.x, hold its lock ─▶ files ─▶ manifest ─▶ sync ─▶ rename to step-N ─▶ move `latest`
+
+Whoever is killed between any two of these leaves all complete checkpoints as they were. A directory that is being
+written is told from one whose writer has died by the lock in it, which the system gives back when its holders end:
+every rank holds it (shared), and who wants to clean up asks for it alone.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import secrets
+import shutil
+from pathlib import Path
+from typing import IO
+
+from policy_worker.checkpoints.layout import BESIDE, LATEST, LOCK, TRASH, name_of
+
+log = logging.getLogger(__name__)
+
+
+def begin(directory: Path, step: int) -> Path:
+    """A new directory beside the complete ones. Raises `OSError`."""
+    beside = directory / f"{BESIDE}{step:08d}.{secrets.token_hex(4)}"
+    beside.mkdir(parents=True)
+    (beside / LOCK).touch()
+    return beside
+
+
+def hold(beside: Path) -> IO[bytes]:
+    """Say that this process writes there, as long as the stream is open. Raises `OSError`."""
+    stream = (beside / LOCK).open("rb")
+    try:
+        fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:  # a file system without locks: what is left behind there stays
+        log.debug("%s cannot be locked: %s", stream.name, error)
+    return stream
+
+
+def place(beside: Path, step: int) -> Path:
+    """Give a complete checkpoint its name; one of this step from a timeline that was left makes room.
+
+    Raises:
+        OSError: nothing was deleted.
+    """
+    directory = beside.parent
+    target, old = directory / name_of(step), directory / f"{TRASH}{secrets.token_hex(4)}"
+    (beside / LOCK).unlink(missing_ok=True)
+    sync_tree(beside)
+    replaces = target.exists()
+    if replaces:
+        os.rename(target, old)
+    try:
+        os.rename(beside, target)
+    except OSError:
+        if replaces:
+            os.rename(old, target)
+        raise
+    sync(directory)
+    if replaces:
+        shutil.rmtree(old, ignore_errors=True)
+    return target
+
+
+def point_at(target: Path) -> None:
+    """Make `target` the newest."""
+    write_atomically(target.with_name(LATEST), target.name)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Raises `OSError`; then what was there is there."""
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        beside.write_text(text)
+        sync(beside)
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+    sync(path.parent)
+
+
+def remove(path: Path) -> None:
+    """Delete a directory so that nobody ever sees half of it. Raises `OSError` if it cannot be renamed."""
+    trash = path.with_name(f"{TRASH}{secrets.token_hex(4)}")
+    os.rename(path, trash)
+    shutil.rmtree(trash, ignore_errors=True)
+
+
+def clean(directory: Path) -> None:
+    """Remove what processes left that are surely dead: half-written and half-deleted directories."""
+    for path in directory.glob(f"{TRASH}*"):
+        shutil.rmtree(path, ignore_errors=True)
+    for path in directory.glob(f"{BESIDE}*"):
+        if _is_abandoned(path):
+            log.warning("%s was never finished and its writer is gone: removed", path)
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            log.warning("%s may still be written by another process: left alone", path)
+    for path in [*directory.glob(f".{LATEST}.*"), *directory.glob(".best.json.*")]:
+        path.unlink(missing_ok=True)
+
+
+def _is_abandoned(path: Path) -> bool:
+    try:
+        stream = (path / LOCK).open("rb")
+    except (
+        FileNotFoundError
+    ):  # killed right after mkdir, or right before the rename: nobody writes in between
+        return True
+    except OSError:
+        return False
+    with stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        return True
+
+
+def check_writable(directory: Path) -> None:
+    """Raises `OSError` naming a path, now rather than after the first steps."""
+    directory.mkdir(parents=True, exist_ok=True)
+    probe = directory / f".probe.{secrets.token_hex(4)}"
+    try:
+        probe.write_bytes(b"")
+    finally:
+        probe.unlink(missing_ok=True)
+
+
+def sync_tree(directory: Path) -> None:
+    """Force all files and directories below to disk. Raises `OSError`."""
+    for path in [*directory.rglob("*"), directory]:
+        sync(path)
+
+
+def sync(path: Path) -> None:
+    """Force a file or directory to disk. Raises `OSError`."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

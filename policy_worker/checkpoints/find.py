@@ -1,0 +1,184 @@
+"""Where to resume from: which checkpoints come into question, in order, and which of them is whole.
+
+    this run has checkpoints        its newest; it continues itself, wherever it began from
+    train.resume = path             that one, or the newest in it
+    train.resume = true             the newest of the neighbours in train.output_dir
+
+A damaged one is passed over for the newest older one that led to it, and that is said aloud. Only an explicit path
+is taken at its word: then damage is an error. Nothing is deleted.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from policy_worker.checkpoints.layout import LATEST, STEP, Found, Manifest, checkpoints_of, look
+from policy_worker.checkpoints.verify import faults, share_of
+from policy_worker.errors import CheckpointError, DamagedCheckpointError
+from policy_worker.parallel.group import Group
+from schema.config import Config
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Checkpoints to try, in order. own: of the run that continues. strict: the first one or none."""
+
+    found: list[Found]
+    own: bool = False
+    strict: bool = False
+    damage: tuple[str, ...] = ()
+
+
+def is_ancestor(older: Manifest, newer: Manifest) -> bool:
+    """Whether training went from one to the other: every timeline is left at the step where the next begins."""
+    ends = {
+        timeline: following
+        for (timeline, _), (_, following) in zip(newer.lineage, newer.lineage[1:], strict=False)
+    }
+    if newer.lineage:
+        ends[newer.lineage[-1][0]] = newer.step
+    return older.timeline in ends and older.step <= ends[older.timeline]
+
+
+def complete_in(directory: Path) -> tuple[list[Found], list[str]]:
+    """All checkpoints in a directory by (timeline, step), newest first, and what is wrong with others there."""
+    found, damage = [], []
+    for path in sorted(directory.glob(f"{STEP}*")) if directory.is_dir() else []:
+        try:
+            found.append(look(path))
+        except CheckpointError as error:
+            damage.append(str(error))
+    found.sort(key=lambda one: (one.manifest.timeline, one.step), reverse=True)
+    return found, damage
+
+
+def newest_in(directory: Path) -> Found | None:
+    """The checkpoint that `latest` names, else (it was killed between the two) the newest one."""
+    chain = chain_in(directory)[0]
+    return chain[0] if chain else None
+
+
+def chain_in(directory: Path) -> tuple[list[Found], list[str]]:
+    """The newest checkpoint and those that led to it, newest first; and the damage that was seen."""
+    found, damage = complete_in(directory)
+    try:
+        name = (directory / LATEST).read_text().strip()
+    except OSError:
+        name = ""
+    named = [one for one in found if one.path.name == name]
+    if name and not named:
+        damage.append(f"{directory / LATEST} names {name}, which is not whole")
+    return chain_of(named[0] if named else found[0], found) if found else [], damage
+
+
+def chain_of(newest: Found, found: Iterable[Found]) -> list[Found]:
+    """`newest`, then its ancestors among `found`, newest first."""
+    older = [one for one in found if one != newest and is_ancestor(one.manifest, newest.manifest)]
+    return [newest, *sorted(older, key=lambda one: (one.manifest.timeline, one.step), reverse=True)]
+
+
+def candidates(config: Config, run_dir: Path) -> Candidates:
+    """What may be resumed from.
+
+    Raises:
+        SettingsError: the configured path holds no checkpoint; see `layout.read_manifest`.
+    """
+    own, damage = chain_in(checkpoints_of(run_dir))
+    if own or damage:
+        return Candidates(own, own=True, damage=tuple(damage))
+    resume = config.train.resume
+    if isinstance(resume, str) and resume:
+        return Candidates([_at(Path(resume))], strict=True)
+    if resume is True:
+        runs = [run for run in run_dir.parent.iterdir() if run.is_dir() and run != run_dir]
+        chains = [chain_in(checkpoints_of(run)) for run in runs]
+        whole = [chain for chain, _ in chains if chain]
+        whole.sort(key=lambda chain: chain[0].manifest.written_at, reverse=True)
+        seen = tuple(fault for _, faults_seen in chains for fault in faults_seen)
+        return Candidates([one for chain in whole for one in chain], damage=seen)
+    return Candidates([])
+
+
+def _at(path: Path) -> Found:
+    """The checkpoint that a path means: itself, or the newest in a directory of them, or of a run."""
+    if (path / LATEST).exists() or not (checkpoints_of(path) / LATEST).exists():
+        directory = path
+    else:
+        directory = checkpoints_of(path)
+    whole, damage = chain_in(directory)
+    if damage:
+        raise DamagedCheckpointError(f"train.resume = {str(path)!r}: {'; '.join(damage)}")
+    if whole:
+        return whole[0]
+    try:
+        return look(path)
+    except CheckpointError as error:
+        if isinstance(error, DamagedCheckpointError):
+            raise
+        raise type(error)(
+            f"train.resume = {str(path)!r}: there is no complete checkpoint: {error}"
+        ) from error
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """The checkpoint that is resumed from, proven whole.
+
+    step: committed steps of this run that its weights stand for: the checkpoint's, or 0 where only the weights are
+    taken along (see `contents`). own: of the run that continues.
+    """
+
+    found: Found
+    step: int
+    own: bool
+
+    @property
+    def path(self) -> Path:
+        return self.found.path
+
+
+def choose(group: Group, config: Config, run_dir: Path) -> Resumption | None:
+    """The checkpoint to resume from, if any, every byte verified; the ranks share the reading. A collective.
+
+    Raises:
+        SettingsError: the configured path holds no complete checkpoint.
+        DamagedCheckpointError: an explicit path's is damaged, or all of those that there are.
+    """
+    listed = group.lead(lambda: _listed(candidates(config, run_dir)))
+    damage = list(listed["damage"])
+    for path in map(Path, listed["paths"]):
+        found = look(path)
+        mine = faults(path, found.manifest.files, share_of(found.manifest.files, group.rank, group.world))
+        seen = [fault for of_rank in group.gather(mine) for fault in of_rank]
+        if not seen:
+            if damage and group.leads:
+                log.error("falling back to the older checkpoint %s: %s", path, "; ".join(damage))
+            return _resumption(found, config, listed["own"])
+        damage += seen
+        if listed["strict"]:
+            break
+    if damage:
+        raise DamagedCheckpointError(f"there is no whole checkpoint to resume from: {'; '.join(damage)}")
+    if config.train.resume is True and group.leads:
+        log.info("train.resume = true: no complete checkpoint in %s, starting afresh", run_dir.parent)
+    return None
+
+
+def _listed(found: Candidates) -> dict[str, object]:
+    return {
+        "paths": [str(one.path) for one in found.found],
+        "own": found.own,
+        "strict": found.strict,
+        "damage": list(found.damage),
+    }
+
+
+def _resumption(found: Found, config: Config, own: bool) -> Resumption:
+    wanted = config.train.ckpt.load_contents
+    keeps_position = own or wanted is None or "extra" in wanted
+    return Resumption(found, found.step if keeps_position else 0, own)

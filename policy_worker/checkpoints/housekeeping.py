@@ -1,0 +1,74 @@
+"""After a checkpoint is complete: the best one is noted, superfluous ones go, and the one that was resumed from."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+from policy_worker.checkpoints import directory
+from policy_worker.checkpoints.find import complete_in
+from policy_worker.checkpoints.keep import best, superfluous
+from policy_worker.checkpoints.layout import BEST, Found
+from policy_worker.uploads import Uploader
+from schema.config.train import CheckpointConfig
+
+log = logging.getLogger(__name__)
+
+
+class Housekeeper:
+    """Rank 0's. Nothing here ends a run: what cannot be deleted is said, and stays."""
+
+    def __init__(self, root: Path, settings: CheckpointConfig, uploader: Uploader | None) -> None:
+        self._root, self._settings, self._uploader = root, settings, uploader
+        self._resumed_from: Path | None = None
+
+    def resumed_from(self, path: Path) -> None:
+        if self._settings.delete_after_load:
+            self._resumed_from = path
+
+    def tidy(self, newest: Found, scores: Mapping[int, float]) -> None:
+        """newest: the checkpoint that has just become complete. scores: see `keep.best`."""
+        try:
+            self._tidy(newest, scores)
+        except OSError as error:
+            log.warning("old checkpoints in %s could not be deleted: %s", self._root, error)
+
+    def _tidy(self, newest: Found, scores: Mapping[int, float]) -> None:
+        complete = complete_in(self._root)[0]
+        favourite = self._favourite(complete, scores)
+        held = [one for one in complete if self._is_held(one.path)]
+        for one in superfluous(complete, newest, favourite, held, self._settings.max_keep):
+            directory.remove(one.path)
+            log.info("deleted checkpoint %s: max_keep = %d", one.path, self._settings.max_keep)
+        path = self._resumed_from
+        if path is not None and path != newest.path and not self._is_held(path):
+            self._resumed_from = None
+            if path.exists() and (favourite is None or path != favourite.path):
+                directory.remove(path)
+                log.info("deleted checkpoint %s: delete_after_load = true", path)
+
+    def _is_held(self, path: Path) -> bool:
+        return self._uploader is not None and self._uploader.holds(path)
+
+    def _favourite(self, complete: list[Found], scores: Mapping[int, float]) -> Found | None:
+        """The best validated one, by what the controller knows and, where that has begun anew, by the note."""
+        note = self._note()
+        known = dict(scores)
+        if note is not None and note[0] in {one.step for one in complete}:
+            known.setdefault(note[0], note[1])
+        favourite = best(complete, known)
+        if favourite is not None and (favourite.step, known[favourite.step]) != note:
+            body = {
+                "name": favourite.path.name, "step": favourite.step, "score": known[favourite.step],
+            }  # fmt: skip
+            directory.write_atomically(self._root / BEST, json.dumps(body))
+        return favourite
+
+    def _note(self) -> tuple[int, float] | None:
+        try:
+            body = json.loads((self._root / BEST).read_text())
+            return int(body["step"]), float(body["score"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None

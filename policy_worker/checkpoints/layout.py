@@ -1,0 +1,185 @@
+"""What lies where in a checkpoint, and its manifest.
+
+    <run_dir>/checkpoints/
+      step-00000020/               complete, or it does not have this name
+        model-00000.safetensors      what rank 0 held of the model (`storage`)
+        optimizer-00000.safetensors  and of the optimizer
+        rng-00000.safetensors        random states of rank 0 (`rng`)
+        ledger.json                  LedgerSnapshot: frontier and untrained positions
+        export/                      the model for transformers, with `train.ckpt.export_safetensors`
+        manifest.json                sizes and hashes of all that, written last
+      latest                       name of the newest one, moved last
+      best.json                    name and score of the best validated one
+      .step-00000040.1b2c3d4e/     being written; its `lock` is held by who writes it
+      .trash-9a8b7c6d/             being deleted
+
+Nothing here is a pickle. Hashes are xxh3-128, against torn, stale and flipped bytes, not against forgers.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import xxhash
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from policy_worker.errors import CheckpointError, DamagedCheckpointError
+
+FORMAT = 2
+MANIFEST, LEDGER, EXPORT = "manifest.json", "ledger.json", "export"
+LATEST, BEST, LOCK = "latest", "best.json", "lock"
+STEP, BESIDE, TRASH = "step-", ".step-", ".trash-"
+_CHUNK = 4 * 1024 * 1024
+
+
+class _Facts(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class FileFacts(_Facts):
+    """Size and hash of one file."""
+
+    bytes: int = Field(ge=0)
+    hash: str
+
+
+class ScheduleFacts(_Facts):
+    """The learning-rate schedule: fields of `policy_worker.schedule.Schedule`, and the rate at factor 1."""
+
+    peak_lr: float
+    total_steps: int
+    warmup_steps: int | float
+    warmup_start_factor: float
+    decay_ratio: float | None
+    decay_type: str | None
+    min_factor: float
+
+
+class DataFacts(_Facts):
+    """Which stream of rows supervised training has consumed, and how far; reinforcement has its ledger."""
+
+    rows: int
+    seed: int
+    shuffle: bool
+    batch: int
+    position: int
+
+
+def _below(name: str) -> str:
+    """A name of a file of a checkpoint: nothing that leads out of it."""
+    if "\0" in name or any(part in ("", ".", "..") for part in name.split("/")):
+        raise ValueError(f"{name!r} is not the name of a file below the checkpoint")
+    return name
+
+
+class Manifest(_Facts):
+    """What a checkpoint is. lineage: [timeline, its first step] of each timeline that led here, oldest first."""
+
+    format: int = FORMAT
+    step: int = Field(ge=0, description="Committed steps that the weights contain.")
+    timeline: int
+    lineage: list[tuple[int, int]]
+    epochs: int = Field(default=0, description="Epochs whose rows were all trained or dropped.")
+    world: int = Field(ge=1, description="Ranks that wrote it.")
+    written_at: float = Field(description="Unix time.")
+    architecture: str = Field(description="Class of the transformers model.")
+    contents: list[str] = Field(description="train.ckpt.save_contents when it was written.")
+    exported: bool
+    schedule: ScheduleFacts | None
+    data: DataFacts | None
+    files: dict[Annotated[str, AfterValidator(_below)], FileFacts]
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint that has its name and a readable manifest; its other files may still be damaged."""
+
+    path: Path
+    manifest: Manifest
+
+    @property
+    def step(self) -> int:
+        """Committed steps that it covers."""
+        return self.manifest.step
+
+
+def checkpoints_of(run_dir: Path) -> Path:
+    return run_dir / "checkpoints"
+
+
+def name_of(step: int) -> str:
+    return f"{STEP}{step:08d}"
+
+
+def state_file(kind: str, rank: int) -> str:
+    """kind: the first part of the keys in it, `model` or `optimizer`."""
+    return f"{kind}-{rank:05d}.safetensors"
+
+
+def state_files(directory: Path, kind: str) -> list[Path]:
+    """All ranks' files of a kind, in order of rank."""
+    return sorted(directory.glob(f"{kind}-*.safetensors"))
+
+
+def rng_file(rank: int) -> str:
+    return f"rng-{rank:05d}.safetensors"
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    """The manifest beside a hash of itself."""
+    body = manifest.model_dump(mode="json")
+    text = json.dumps({"manifest": body, "hash": _hash_of(body)}, indent=1)
+    (directory / MANIFEST).write_text(text)
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest of a checkpoint.
+
+    Raises:
+        CheckpointError: there is none, or it is of another format.
+        DamagedCheckpointError: it is not what was written.
+    """
+    path = directory / MANIFEST
+    try:
+        written = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise CheckpointError(f"{directory} is no checkpoint: it has no {MANIFEST}") from None
+    except (OSError, ValueError) as error:
+        raise DamagedCheckpointError(f"{path} cannot be read: {error}") from error
+    body = written.get("manifest") if isinstance(written, dict) else None
+    if not isinstance(body, dict):
+        raise DamagedCheckpointError(f"{path} is not a manifest of a checkpoint")
+    if body.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{path} is of format {body.get('format')}, this build reads format {FORMAT}: resume it with the build "
+            f"that wrote it, or start from its export with policy.model_name_or_path"
+        )
+    if written.get("hash") != _hash_of(body):
+        raise DamagedCheckpointError(f"{path} was altered: it does not have the hash that it names")
+    try:
+        return Manifest.model_validate(body)
+    except ValidationError as error:
+        raise DamagedCheckpointError(f"{path} is not a manifest of a checkpoint: {error}") from error
+
+
+def look(directory: Path) -> Found:
+    """The checkpoint in a directory. Raises as `read_manifest`."""
+    return Found(directory, read_manifest(directory))
+
+
+def hash_of_file(path: Path) -> FileFacts:
+    """Read a file to its end. Raises `OSError`."""
+    state, size = xxhash.xxh3_128(), 0
+    with path.open("rb", buffering=0) as stream:
+        while chunk := stream.read(_CHUNK):
+            state.update(chunk)
+            size += len(chunk)
+    return FileFacts(bytes=size, hash=state.hexdigest())
+
+
+def _hash_of(body: dict[str, Any]) -> str:
+    text: str = xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
+    return text

@@ -1,0 +1,150 @@
+"""Reading a checkpoint into a learner, on any number of ranks."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from policy_worker.checkpoints import rng
+from policy_worker.checkpoints.contents import (
+    Parts,
+    check_data,
+    parts_to_load,
+    schedule_differences,
+    schedule_facts,
+    schedule_of,
+)
+from policy_worker.checkpoints.find import Resumption
+from policy_worker.checkpoints.layout import EXPORT, DataFacts, Manifest, state_files
+from policy_worker.checkpoints.state import MODEL, OPTIMIZER, load_model_state, load_optimizer_state
+from policy_worker.checkpoints.storage import StateFiles
+from policy_worker.errors import CheckpointError
+from policy_worker.learner import Learner
+from schema.config import Config
+from schema.wire import messages as m
+from schema.wire.prompts import PromptFile, PromptFileError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The stream of rows of a supervised job."""
+
+    rows: int
+    seed: int
+    shuffle: bool
+    batch: int
+
+    def at(self, step: int) -> DataFacts:
+        """Where in it a run is after `step` committed steps."""
+        return DataFacts(
+            rows=self.rows, seed=self.seed, shuffle=self.shuffle, batch=self.batch, position=step * self.batch
+        )
+
+
+def data_facts(config: Config, reply: m.RegisterReply) -> Rows | None:
+    """None for reinforcement, whose ledger knows. A file that cannot be read is the algorithm's to complain of."""
+    if reply.mode != "sft":
+        return None
+    try:
+        rows = len(PromptFile(Path(reply.data_file)))
+    except PromptFileError:
+        return None
+    return Rows(rows, config.effective_seed, config.sft.dataloader_shuffle, config.samples_per_step)
+
+
+def parts_of(resumption: Resumption, config: Config) -> Parts:
+    """What is read. Raises `CheckpointError` naming the checkpoint."""
+    wanted = None if resumption.own else config.train.ckpt.load_contents
+    try:
+        return parts_to_load(resumption.found.manifest, wanted)
+    except CheckpointError as error:
+        raise type(error)(f"checkpoint {resumption.path}: {error}") from error
+
+
+def weights_directory(resumption: Resumption | None, config: Config) -> str | None:
+    """The export to load the model from, where that is what is resumed; None: the configured model.
+
+    Raises:
+        CheckpointError: the checkpoint does not hold what is asked for.
+    """
+    if resumption is None or parts_of(resumption, config).weights != "export":
+        return None
+    return str(resumption.path / EXPORT)
+
+
+def load(resumption: Resumption, learner: Learner, config: Config, rows: Rows | None) -> None:
+    """Weights, optimizer, schedule and random states, as far as they are asked for. A collective.
+
+    Raises:
+        CheckpointError: it is of another model or data.
+    """
+    parts, manifest = parts_of(resumption, config), resumption.found.manifest
+    try:
+        _check_model(manifest, learner)
+        if parts.extra and resumption.step:
+            check_data(manifest.data, None if rows is None else rows.at(resumption.step))
+        if parts.weights == "state":
+            with StateFiles(state_files(resumption.path, MODEL)) as files:
+                load_model_state(learner, files)
+        if parts.optimizer:
+            with StateFiles(state_files(resumption.path, OPTIMIZER)) as files:
+                load_optimizer_state(learner, files)
+    except CheckpointError as error:
+        raise type(error)(f"checkpoint {resumption.path} cannot be resumed: {error}") from error
+    if parts.extra:
+        _restore_schedule(manifest, learner, config)
+        group = learner.group
+        rng.restore(
+            resumption.path, rank=group.rank, saved_world=manifest.world, seed=config.effective_seed,
+            step=manifest.step, device=group.device,
+        )  # fmt: skip
+    if learner.group.leads:
+        _say(resumption, parts, learner)
+
+
+def _check_model(manifest: Manifest, learner: Learner) -> None:
+    here = type(learner.model.lm).__name__.removeprefix("FSDP")
+    if manifest.architecture != here:
+        raise CheckpointError(
+            f"it is of a {manifest.architecture}, policy.model_name_or_path is a {here}: name the model that it was "
+            f"trained from"
+        )
+
+
+def _restore_schedule(manifest: Manifest, learner: Learner, config: Config) -> None:
+    if manifest.schedule is None:
+        return
+    takes = config.train.ckpt.load_schedule
+    for difference in schedule_differences(
+        manifest.schedule, schedule_facts(learner.schedule, learner.optimizer.peak_lr)
+    ):
+        if learner.group.leads:
+            used = "checkpoint's" if takes else "configured one"
+            log.warning(
+                "%s; the %s is used (train.ckpt.load_schedule = %s)", difference, used, str(takes).lower()
+            )
+    if takes:
+        learner.schedule = schedule_of(manifest.schedule)
+        learner.optimizer.set_peak_lr(manifest.schedule.peak_lr)
+
+
+def _say(resumption: Resumption, parts: Parts, learner: Learner) -> None:
+    manifest, group = resumption.found.manifest, learner.group
+    log.info("resumed from %s (%d committed steps)", resumption.path, manifest.step)
+    left_out = [
+        words
+        for held, words in (
+            (parts.weights == "state", "weights are the export's, in its type"),
+            (parts.optimizer, "the optimizer begins anew"),
+            (parts.extra, "schedule and random states begin anew"),
+            (resumption.step == manifest.step, "steps and data are counted from 0"),
+        )
+        if not held
+    ]
+    if left_out:
+        log.warning("of checkpoint %s not everything was taken: %s", resumption.path, "; ".join(left_out))
+    if manifest.world != group.world:
+        log.info("it was saved on %d ranks and is resumed on %d", manifest.world, group.world)

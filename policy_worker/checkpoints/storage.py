@@ -1,0 +1,318 @@
+"""How torch.distributed.checkpoint's plans become files: safetensors, one per rank, and no pickle.
+
+torch's own file format keeps its metadata as a pickle, so this is a storage of our own below its planners:
+
+    model-00001.safetensors   header: __metadata__.chunks = {name: [key, offsets, global shape]}
+                              "model.lm.x@4096,0"       the piece of tensor `model.lm.x` at row 4096, column 0
+
+Each rank plans, writes and reads alone (`no_dist`): which piece a rank holds is known to it without asking, and
+which pieces a checkpoint holds stands in the headers. So saving needs no collective, which lets it run beside the
+training, and any number of ranks can read what any number wrote.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import math
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+import xxhash
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from policy_worker.checkpoints.layout import FileFacts
+from policy_worker.errors import DamagedCheckpointError
+from weight_sync.layout import dtype_name, tensor_bytes, torch_dtype
+
+log = logging.getLogger(__name__)
+
+State = dict[str, Tensor]
+"""Tensors by key: whole ones, or DTensors of which each rank holds a piece."""
+
+CHUNKS = "chunks"
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """torch warns of `no_dist`, which is meant here. Main thread only: filters of warnings are everybody's."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninit")
+        yield
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What this rank holds of one tensor: `data` lies at `offsets` in a tensor of shape `size`."""
+
+    key: str
+    offsets: tuple[int, ...]
+    size: tuple[int, ...]
+    data: Tensor
+
+    @property
+    def name(self) -> str:
+        return piece_name(self.key, self.offsets)
+
+
+def piece_name(key: str, offsets: tuple[int, ...]) -> str:
+    return f"{key}@{','.join(map(str, offsets))}"
+
+
+# ---- write ----------------------------------------------------------------------------------------------------
+
+
+def pieces_of(state: State) -> list[Piece]:
+    """What this rank has to write, by torch's plan. Nothing is copied, and nobody is asked."""
+    collector = _Collector()
+    with _alone():
+        dcp.save(dict(state), storage_writer=collector, no_dist=True)
+    return collector.pieces
+
+
+class _Collector(StorageWriter):
+    """Takes the planner's items for what they are; the file is written afterwards."""
+
+    def __init__(self) -> None:
+        self.pieces: list[Piece] = []
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        self.pieces.clear()
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        self.pieces = [piece for item in plan.items if (piece := _piece(item, planner)).data.numel()]
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([])
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        pass
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+
+def _piece(item: WriteItem, planner: SavePlanner) -> Piece:
+    if item.type is WriteItemType.BYTE_IO or item.tensor_data is None:
+        raise TypeError(f"{item.index.fqn} is no tensor: only tensors are kept in a checkpoint")
+    data = planner.resolve_data(item)
+    assert isinstance(data, Tensor)
+    offsets, size = tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.size)
+    return Piece(item.index.fqn, offsets, size, data.detach())
+
+
+def write_pieces(path: Path, pieces: list[Piece]) -> FileFacts:
+    """One safetensors file, forced to disk; one tensor at a time passes through host memory. Raises `OSError`."""
+    ordered = sorted(pieces, key=lambda piece: (-piece.data.dtype.itemsize, piece.name))  # all stay aligned
+    chunks = {piece.name: [piece.key, piece.offsets, piece.size] for piece in ordered}
+    header: dict[str, Any] = {"__metadata__": {CHUNKS: json.dumps(chunks, separators=(",", ":"))}}
+    end = 0
+    for piece in ordered:
+        start, end = end, end + piece.data.numel() * piece.data.dtype.itemsize
+        header[piece.name] = {
+            "dtype": dtype_name(piece.data.dtype, piece.name),
+            "shape": list(piece.data.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text = text.ljust(-(-len(text) // 8) * 8)
+    state, size = xxhash.xxh3_128(), 0
+    with path.open("xb") as stream:
+        front = (len(text).to_bytes(8, "little"), text)
+        for data in itertools.chain(front, (tensor_bytes(piece.name, piece.data) for piece in ordered)):
+            stream.write(data)
+            state.update(data)
+            size += len(data)
+        stream.flush()
+        os.fsync(stream.fileno())
+    return FileFacts(bytes=size, hash=state.hexdigest())
+
+
+class Staging:
+    """Copies of pieces in host memory, so that training may go on while they are written.
+
+    The memory is kept for the next save: the first touch of fresh pages costs more than the copy itself.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._pin, self._copies = device.type == "cuda", dict[str, Tensor]()
+
+    def copy(self, pieces: list[Piece]) -> list[Piece]:
+        """The same pieces in host memory; those of an earlier call are overwritten."""
+        kept, self._copies = self._copies, {}
+        for piece in pieces:
+            copy = kept.pop(piece.name, None)
+            if copy is None or copy.shape != piece.data.shape or copy.dtype != piece.data.dtype:
+                copy = torch.empty_like(
+                    piece.data, device="cpu", memory_format=torch.contiguous_format, pin_memory=self._pin
+                )
+            self._copies[piece.name] = copy.copy_(piece.data, non_blocking=self._pin)
+        if self._pin:
+            torch.cuda.synchronize()
+        return [Piece(p.key, p.offsets, p.size, self._copies[p.name]) for p in pieces]
+
+
+# ---- read -----------------------------------------------------------------------------------------------------
+
+
+class StateFiles:
+    """The tensors of a checkpoint, whichever ranks wrote them. `close` when done; a context manager."""
+
+    def __init__(self, files: list[Path]) -> None:
+        """Raises `DamagedCheckpointError` unless the headers name whole tensors."""
+        self._open: dict[Path, Any] = {}
+        self._place: dict[str, tuple[Path, str]] = {}
+        self.tensors: dict[str, TensorStorageMetadata] = {}
+        for path in files:
+            self._read_header(path)
+        for key, tensor in self.tensors.items():
+            held = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
+            if held != math.prod(tensor.size):
+                self.close()
+                raise DamagedCheckpointError(
+                    f"tensor {key} is not whole: {held} of {math.prod(tensor.size)} numbers are in "
+                    f"{', '.join(str(path) for path in files)}"
+                )
+
+    def _read_header(self, path: Path) -> None:
+        try:
+            file = self._open[path] = safe_open(path, framework="pt")
+            chunks = json.loads((file.metadata() or {})[CHUNKS])
+            for name, (key, offsets, size) in chunks.items():
+                if piece_name(key, tuple(offsets)) in self._place:
+                    continue  # a replica of what another rank wrote
+                piece = file.get_slice(name)
+                chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(piece.get_shape()))
+                properties = TensorProperties(dtype=torch_dtype(piece.get_dtype(), name))
+                tensor = self.tensors.setdefault(key, TensorStorageMetadata(properties, torch.Size(size), []))
+                tensor.chunks.append(chunk)
+                self._place[piece_name(key, tuple(offsets))] = path, name
+        except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
+            self.close()
+            raise DamagedCheckpointError(f"{path} cannot be read: {error}") from error
+
+    def read(self, index: MetadataIndex, offsets: torch.Size, lengths: torch.Size) -> Tensor:
+        """A box of one piece. Only its bytes are read."""
+        path, name = self._place[piece_name(index.fqn, tuple(index.offset or ()))]
+        file = self._open[path]
+        if not lengths:
+            scalar: Tensor = file.get_tensor(name)
+            return scalar
+        box = tuple(slice(start, start + n) for start, n in zip(offsets, lengths, strict=True))
+        part: Tensor = file.get_slice(name)[box]
+        return part
+
+    def whole(self, key: str) -> Tensor:
+        """One tensor, put together. Raises `KeyError`."""
+        meta = self.tensors[key]
+        result = torch.empty(meta.size, dtype=meta.properties.dtype)
+        for chunk in meta.chunks:
+            box = tuple(slice(start, start + n) for start, n in zip(chunk.offsets, chunk.sizes, strict=True))
+            zero = torch.Size([0] * len(chunk.sizes))
+            result[box] = self.read(MetadataIndex(key, chunk.offsets), zero, chunk.sizes)
+        return result
+
+    def load(self, state: State) -> None:
+        """Fill the tensors of `state` in place, each rank its pieces. Raises `DamagedCheckpointError`."""
+        try:
+            with _alone():
+                dcp.load(dict(state), storage_reader=_Reader(self), no_dist=True)
+        except CheckpointException as error:
+            causes = "; ".join(str(cause) for cause, _ in error.failures.values())
+            raise DamagedCheckpointError(
+                f"{', '.join(map(str, self._open))} cannot be read: {causes}"
+            ) from error
+
+    def close(self) -> None:
+        self._open.clear()
+
+    def __enter__(self) -> StateFiles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Reader(StorageReader):
+    def __init__(self, files: StateFiles) -> None:
+        self._files = files
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        pass
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return Metadata(dict(self._files.tensors))
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(self._files.read(item.storage_index, item.storage_offsets, item.lengths))
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+
+def differences(saved: Mapping[str, TensorStorageMetadata], state: State) -> list[str]:
+    """What a checkpoint holds otherwise than this model asks for: names and shapes, most telling first."""
+    missing = [f"it lacks {key}" for key in state if key not in saved]
+    shapes = [
+        f"{key} is {tuple(saved[key].size)} there and {tuple(tensor.shape)} here"
+        for key, tensor in state.items()
+        if key in saved and tuple(saved[key].size) != tuple(tensor.shape)
+    ]
+    kinds = {key.split(".", 1)[0] for key in state}
+    surplus = [f"it has {key} besides" for key in saved if key.split(".", 1)[0] in kinds and key not in state]
+    return shapes + missing + surplus

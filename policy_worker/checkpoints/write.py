@@ -1,0 +1,158 @@
+"""Writing one checkpoint: what each rank does with what it has copied, and how rank 0 makes it whole.
+
+    every rank   state and random states ─▶ files, forced to disk, read again and compared
+    all          did everybody succeed?
+    rank 0       export from the files ─▶ ledger ─▶ manifest ─▶ rename ─▶ `latest`
+
+It runs in the main thread (`sync`) or beside the training (`async`); either way it touches neither the model nor
+the accelerator, and talks to the other ranks through a group of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from torch import Tensor
+
+from policy_worker.checkpoints import directory, rng
+from policy_worker.checkpoints.layout import (
+    EXPORT,
+    LEDGER,
+    FileFacts,
+    Found,
+    Manifest,
+    hash_of_file,
+    rng_file,
+    state_file,
+    state_files,
+    write_manifest,
+)
+from policy_worker.checkpoints.state import MODEL, weights_from
+from policy_worker.checkpoints.storage import Piece, StateFiles, write_pieces
+from policy_worker.checkpoints.verify import faults
+from policy_worker.errors import CheckpointSaveError
+from policy_worker.parallel.group import Group
+
+log = logging.getLogger(__name__)
+
+Exporter = Callable[[Callable[[str, Tensor], Tensor], Path], None]
+"""Writes the model for transformers: (tensor by name, directory)."""
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A checkpoint that is to be written.
+
+    pieces: by kind; the model's also where only its export is kept. manifest: without its files. ledger, exporter:
+    rank 0's alone.
+    """
+
+    beside: Path
+    lock: IO[bytes]
+    pieces: Mapping[str, list[Piece]]
+    states: rng.States
+    manifest: Manifest
+    ledger: str | None
+    exporter: Exporter | None
+
+
+def write(draft: Draft, group: Group) -> Found | None:
+    """Write it, whole or not at all; on rank 0 the complete checkpoint. A collective.
+
+    Raises:
+        CheckpointSaveError: on every rank, if one of them could not write; nothing complete was touched.
+    """
+    try:
+        return _write(draft, group)
+    finally:
+        draft.lock.close()
+
+
+def _write(draft: Draft, group: Group) -> Found | None:
+    began = time.monotonic()
+    files, fault = _attempt(lambda: _write_own(draft, group.rank))
+    together = group.gather([files, fault])
+    failed = [f"rank {rank}: {of_rank[1]}" for rank, of_rank in enumerate(together) if of_rank[1] is not None]
+    found: Found | None = None
+    if not failed and group.leads:
+        found, fault = _attempt(lambda: _complete(draft, [of_rank[0] for of_rank in together]))
+        failed = [] if fault is None else [fault]
+    failed = group.gather(failed)[0] or failed
+    if failed:
+        if group.leads:  # ours and surely unfinished: a full disk gets its space back
+            shutil.rmtree(draft.beside, ignore_errors=True)
+        raise CheckpointSaveError(
+            f"checkpoint of step {draft.manifest.step} could not be written to {draft.beside.parent}: "
+            f"{'; '.join(failed)}. Nothing was deleted, older checkpoints are whole; make room or mend the "
+            f"directory, then resume"
+        )
+    if found is not None:
+        log.info("saved checkpoint %s in %.1f s", found.path, time.monotonic() - began)
+    return found
+
+
+def _attempt(work: Callable[[], Any]) -> tuple[Any, str | None]:
+    """The result of some writing, or what went wrong, in words."""
+    try:
+        return work(), None
+    except OSError as error:
+        return None, f"{error.filename or 'a file'}: {error.strerror}" if error.strerror else str(error)
+    except Exception as error:
+        log.exception("writing a checkpoint failed")
+        return None, f"{type(error).__name__}: {error}"
+
+
+def _write_own(draft: Draft, rank: int) -> dict[str, Any]:
+    """This rank's files, read again after they were forced to disk."""
+    written: dict[str, FileFacts] = {}
+    for kind, pieces in draft.pieces.items():
+        name = state_file(kind, rank)
+        written[name] = write_pieces(draft.beside / name, pieces)
+    if "extra" in draft.manifest.contents:
+        rng.write(draft.beside, rank, draft.states)
+        directory.sync(draft.beside / rng_file(rank))
+        written[rng_file(rank)] = hash_of_file(draft.beside / rng_file(rank))
+    wrong = faults(draft.beside, written)
+    if wrong:
+        raise OSError(f"what was read again is not what was written: {'; '.join(wrong)}")
+    return {name: facts.model_dump() for name, facts in written.items()}
+
+
+def _complete(draft: Draft, of_ranks: list[dict[str, Any]]) -> Found:
+    """Rank 0's part, once all ranks have written theirs."""
+    beside = draft.beside
+    files = {name: FileFacts(**facts) for written in of_ranks for name, facts in written.items()}
+    if draft.exporter is not None:
+        models = state_files(beside, MODEL)
+        with StateFiles(models) as saved:
+            draft.exporter(weights_from(saved), beside / EXPORT)
+        if MODEL not in draft.manifest.contents:
+            for path in models:
+                path.unlink()
+                del files[path.name]
+        exported = (path for path in (beside / EXPORT).rglob("*") if path.is_file())
+        files |= {str(path.relative_to(beside)): hash_of_file(path) for path in exported}
+    if draft.ledger is not None:
+        (beside / LEDGER).write_text(draft.ledger)
+        files[LEDGER] = hash_of_file(beside / LEDGER)
+    manifest = draft.manifest.model_copy(update={"files": files, "written_at": time.time()})
+    _check_all_there(beside, files)
+    write_manifest(beside, manifest)
+    target = directory.place(beside, manifest.step)
+    directory.point_at(target)
+    return Found(target, manifest)
+
+
+def _check_all_there(beside: Path, files: dict[str, FileFacts]) -> None:
+    """Another rank's file may lie on a disk that this one does not see: then there is no checkpoint."""
+    for name, facts in files.items():
+        size = os.stat(beside / name).st_size
+        if size != facts.bytes:
+            raise OSError(f"{beside / name} has {size} bytes here, its rank wrote {facts.bytes}")

@@ -1,0 +1,213 @@
+"""`python -m policy_worker.export_command CHECKPOINT DIR`: a model for transformers from a checkpoint, offline.
+
+    checkpoint with an export ── no --dtype ──▶ its files, checked against the manifest
+    else: state files of all ranks, checked ─▶ hub names and shapes ─▶ safetensors, config, tokenizer
+
+One process, no accelerator, at most one shard in memory. Names and shapes come from the model that the run began
+with (`policy.model_name_or_path` of its config.json), of which no weight is read. Started by `cosmos-launch export`.
+Exit codes: 0 done, 1 the disk, 2 there is no checkpoint that this can be made from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from policy_worker.checkpoints import Found, checkpoints_of, look, newest_in
+from policy_worker.checkpoints.layout import EXPORT, state_files
+from policy_worker.checkpoints.state import weights_from
+from policy_worker.checkpoints.storage import StateFiles
+from policy_worker.checkpoints.verify import faults
+from policy_worker.errors import CheckpointError, DamagedCheckpointError, PolicyError, SettingsError
+from policy_worker.export import replace, write_export
+from policy_worker.model import DTYPES, PolicyModel
+from schema.config import Config, ConfigError, check_config
+from schema.config.modules import CANNOT_LOAD, remedy
+from weight_sync import HubNames
+
+log = logging.getLogger("export")
+
+MODEL = "model"
+TENTHS = 10
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse, export, say what was done."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr)
+    parser = argparse.ArgumentParser(prog="python -m policy_worker.export_command")
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--dtype", choices=sorted(DTYPES), default=None)
+    parser.add_argument("--model", default="")
+    parser.add_argument("--config", type=Path, default=None)
+    parser.add_argument("--force", action="store_true")
+    given = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    try:
+        found = find(given.checkpoint)
+        _check_target(given.output, given.force)
+        export(found, given.output, given.dtype, given.model, given.config)
+    except PolicyError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return SettingsError.exit_code
+    except OSError as error:
+        sys.stderr.write(f"error: {error.filename or given.output}: {error.strerror or error}\n")
+        return 1
+    sys.stdout.write(f"{given.output}: {found.manifest.architecture} after {found.step} steps\n")
+    return 0
+
+
+def find(path: Path) -> Found:
+    """The checkpoint that a path means: itself, or the newest of a run or of a directory of them.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist")
+    found = newest_in(checkpoints_of(path)) or newest_in(path)
+    return found if found is not None else look(path)
+
+
+def _check_target(target: Path, force: bool) -> None:
+    if target.exists() and not force and (not target.is_dir() or any(target.iterdir())):
+        raise SettingsError(
+            f"{target} is there already: choose another name with -o, or --force to replace it"
+        )
+
+
+def export(found: Found, target: Path, dtype: str | None, model: str, config_file: Path | None) -> None:
+    """Write a model for transformers to `target`.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged or holds no weights.
+        SettingsError: the run's configuration, or the model that it began with, cannot be read.
+        OSError: `target` cannot be written; nothing there was changed.
+    """
+    manifest = found.manifest
+    if manifest.exported and (dtype is None or MODEL not in manifest.contents):
+        if dtype is not None:
+            raise CheckpointError(f"{found.path} holds its export alone, in one type: leave --dtype out")
+        _copy_export(found, target)
+        return
+    if MODEL not in manifest.contents:
+        raise CheckpointError(
+            f"{found.path} holds no weights: its run had train.ckpt.save_contents without model"
+        )
+    files = [path.name for path in state_files(found.path, MODEL)]
+    _check_whole(found, files)
+    config = _config_of(found, dtype, model, config_file)
+    skeleton = PolicyModel(_skeleton(config), {})
+    names = HubNames(skeleton.lm)
+    _check_names(found, skeleton)
+    with StateFiles(state_files(found.path, MODEL)) as saved:
+        kind = DTYPES[config.train.effective_transfer_dtype]
+        tensors = names.tensors(weights_from(saved), dtype=kind)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_export(skeleton, _progress(tensors, len(list(skeleton.lm.parameters()))), config, target)
+
+
+def _copy_export(found: Found, target: Path) -> None:
+    _check_whole(found, [name for name in found.manifest.files if name.startswith(f"{EXPORT}/")])
+    beside = target.with_name(f".{target.name}.{os.getpid()}")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        shutil.copytree(found.path / EXPORT, beside)
+        replace(beside, target)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def _check_whole(found: Found, names: list[str]) -> None:
+    wrong = faults(found.path, found.manifest.files, names)
+    if wrong:
+        raise DamagedCheckpointError(f"{found.path} is damaged: {'; '.join(wrong[:3])}: take an older one")
+
+
+def _config_of(found: Found, dtype: str | None, model: str, file: Path | None) -> Config:
+    path = file or found.path.parent.parent / "config.json"
+    try:
+        data: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise SettingsError(
+            f"{path}: {reason}: the model's names and shapes come from the run's config.json; --config names it "
+            f"where the checkpoint was moved"
+        ) from None
+    if dtype is not None:
+        data["train"]["transfer_dtype"] = dtype
+    if model:
+        data["policy"] |= {"model_name_or_path": model, "model_revision": None}
+    try:
+        return Config.model_validate(data)
+    except ValueError:
+        try:
+            check_config(data)
+        except ConfigError as error:
+            raise SettingsError(f"{path}: {error}") from None
+        raise
+
+
+def _skeleton(config: Config) -> Any:
+    """The model without its weights. Raises `SettingsError`."""
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    name, revision = config.policy.model_name_or_path, config.policy.model_revision
+    trust = config.policy.trust_remote_code
+    try:
+        facts = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust)
+        with torch.device("meta"):
+            lm = AutoModelForCausalLM.from_config(facts, trust_remote_code=trust)
+    except CANNOT_LOAD as error:
+        raise SettingsError(
+            f"policy.model_name_or_path = {name!r} cannot be read: {error}{remedy(error)}; "
+            f"--model names another place"
+        ) from error
+    try:
+        lm.generation_config = GenerationConfig.from_pretrained(name, revision=revision)
+    except OSError:
+        log.info("%s has no generation config: the one that follows from its config is taken", name)
+    lm.tie_weights()
+    return lm
+
+
+def _check_names(found: Found, skeleton: PolicyModel) -> None:
+    """Raises `CheckpointError` unless the checkpoint has the model's tensors, in its shapes, and no others."""
+    prefix = f"{MODEL}.lm."
+    with StateFiles(state_files(found.path, MODEL)) as saved:
+        held = {key.removeprefix(prefix): tuple(facts.size) for key, facts in saved.tensors.items()}
+    wanted = {name: tuple(tensor.shape) for name, tensor in skeleton.lm.named_parameters()}
+    unknown = held.keys() - skeleton.lm.state_dict().keys()
+    wrong = [name for name, shape in wanted.items() if held.get(name) != shape] + sorted(unknown)
+    if wrong:
+        first, kind = wrong[0], type(skeleton.lm).__name__
+        there, here = held.get(first, "nothing"), wanted.get(first, "nothing")
+        raise CheckpointError(
+            f"{found.path} is not of this model ({kind} of policy.model_name_or_path): {len(wrong)} tensors differ, "
+            f"e.g. {first}: {there} in the checkpoint, {here} in the model"
+        )
+
+
+def _progress(tensors: Iterator[tuple[str, torch.Tensor]], total: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Pass tensors on, and say how many tenths are done."""
+    said = 0
+    for number, item in enumerate(tensors, 1):
+        yield item
+        tenth = min(TENTHS, number * TENTHS // max(total, 1))
+        if tenth > said:
+            said = tenth
+            sys.stdout.write(f"{tenth * 100 // TENTHS:>3} %  {number} tensors\n")
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

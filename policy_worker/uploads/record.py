@@ -1,0 +1,115 @@
+"""What is on its way, on disk: one JSON file per checkpoint and target, beside the checkpoints, never inside one.
+
+    <run_dir>/uploads/step-00000020.s3.json
+    <run_dir>/uploads/final.hub.json
+
+A record is written before anything is sent and after every part, beside and renamed, so it is whole whenever the
+process is killed. It names multipart uploads; which of their parts have arrived, S3 itself knows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import secrets
+import threading
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+log = logging.getLogger(__name__)
+
+
+class FileProgress(BaseModel):
+    """One file on its way to S3. etags: of finished parts, by number."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    upload_id: str = ""
+    part_bytes: int = Field(default=0, ge=0)
+    etags: dict[int, str] = Field(default_factory=dict)
+    sha256: str = ""
+    done: bool = False
+
+
+class Progress(BaseModel):
+    """One directory on its way to one target. stamp: identity of its contents."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    path: str
+    step: int
+    final: bool
+    stamp: str
+    done: bool = False
+    files: dict[str, FileProgress] = Field(default_factory=dict)
+
+
+class Record:
+    """The record of one upload; methods may be called from several threads."""
+
+    def __init__(self, file: Path, progress: Progress) -> None:
+        self.file, self.progress = file, progress
+        self._lock = threading.Lock()
+
+    def save(self) -> None:
+        """Write it to disk."""
+        with self._lock:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            beside = self.file.with_name(f".{self.file.name}.{secrets.token_hex(4)}")
+            with beside.open("w") as stream:
+                stream.write(self.progress.model_dump_json(indent=1))
+                stream.flush()
+                os.fsync(stream.fileno())
+            os.replace(beside, self.file)
+
+    def finished_part(self, name: str, number: int, etag: str) -> None:
+        with self._lock:
+            self.progress.files[name].etags[number] = etag
+        self.save()
+
+    def file_progress(self, name: str) -> FileProgress:
+        with self._lock:
+            return self.progress.files.setdefault(name, FileProgress())
+
+
+def file_of(directory: Path, name: str, target: str) -> Path:
+    return directory / f"{name}.{target}.json"
+
+
+def open_record(file: Path, path: Path, step: int, final: bool) -> Record:
+    """The record of an upload: what is known of it, or a new one where these contents are not those it knows."""
+    stamp = stamp_of(path)
+    known = read_record(file)
+    if known is not None and known.progress.stamp == stamp:
+        known.progress.final = known.progress.final or final
+        known.progress.path = str(path)
+        return known
+    return Record(file, Progress(path=str(path), step=step, final=final, stamp=stamp))
+
+
+def read_record(file: Path) -> Record | None:
+    """None if there is none, or it cannot be read: then the upload begins again."""
+    try:
+        return Record(file, Progress.model_validate(json.loads(file.read_text())))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, ValidationError) as error:
+        log.warning("%s cannot be read, the upload begins again: %s", file, error)
+        return None
+
+
+def files_in(path: Path) -> list[Path]:
+    """All files below a directory, by name."""
+    return sorted(file for file in path.rglob("*") if file.is_file())
+
+
+def stamp_of(path: Path) -> str:
+    """Identity of a directory's contents: names, sizes and times, since nothing in it changes once it is complete."""
+    lines = [
+        f"{file.relative_to(path)} {(facts := file.stat()).st_size} {facts.st_mtime_ns}"
+        for file in files_in(path)
+    ]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]

@@ -1,0 +1,367 @@
+"""To S3 and what speaks its language, through boto3: multipart, checked, resumed part by part.
+
+    marker of other contents? remove it ─▶ each file: parts that are missing, then complete ─▶ marker, last
+
+Credentials, region and endpoint come from the standard environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY,
+AWS_ENDPOINT_URL, AWS_PROFILE, …), never from the configuration. Each part travels with boto3's checksum, which S3
+verifies; a part that S3 lists is taken as sent only if its size and hash are those of the file's bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from policy_worker.errors import SettingsError
+from policy_worker.uploads.errors import UploadError
+from policy_worker.uploads.patience import USUAL, Delays, Patience
+from policy_worker.uploads.plan import MARKER, PART_BYTES, Part, object_prefix, part_bytes, parts
+from policy_worker.uploads.record import FileProgress, Record, files_in
+
+log = logging.getLogger(__name__)
+
+PARALLEL = 4
+"""Parts on their way at once: fills a fast network, and holds no more than this many parts in memory."""
+CONNECT_S, READ_S = 10.0, 60.0
+READ_BYTES = 4 * 1024 * 1024
+BUCKET_KEY = "train.ckpt.s3_bucket"
+_PASSING_CODES = {
+    "SlowDown",
+    "RequestTimeout",
+    "RequestTimeTooSkewed",
+    "Throttling",
+    "ThrottlingException",
+    "TooManyRequests",
+}
+_TOO_MANY = 429
+START_SECONDS = 30.0
+"""How long a store may be away when training begins: a restart of its server is no reason to end a job."""
+
+
+class S3Target:
+    """One bucket, below one prefix. Thread-safe."""
+
+    name = "s3"
+
+    def __init__(
+        self,
+        bucket: str,
+        prefix: str,
+        run: str,
+        stop: threading.Event,
+        delays: Delays = USUAL,
+        part_bytes: int = PART_BYTES,
+    ) -> None:
+        self.bucket, self._prefix, self._run, self._part_bytes = bucket, prefix, run, part_bytes
+        self._client = _make_client()
+        self._patience = Patience(_is_passing, self._explain, stop, delays)
+        brief = Delays(min(delays.give_up, START_SECONDS), delays.first, delays.most)
+        self._at_start = Patience(_is_passing, self._explain, stop, brief)
+
+    def place(self, name: str) -> str:
+        """Where a directory of this name goes, for people."""
+        return f"s3://{self.bucket}/{object_prefix(self._prefix, self._run, name)}/"
+
+    # ---- before training ----------------------------------------------------------------------------------
+
+    def probe(self) -> None:
+        """Prove that the bucket is there and may be written to; leaves nothing in it.
+
+        Raises:
+            SettingsError: naming key and remedy.
+        """
+        key = object_prefix(self._prefix, self._run, "probe")
+
+        def look() -> None:
+            self._client.head_bucket(Bucket=self.bucket)
+            begun = self._client.create_multipart_upload(Bucket=self.bucket, Key=key)
+            self._client.abort_multipart_upload(Bucket=self.bucket, Key=key, UploadId=begun["UploadId"])
+
+        self._at_start.begin()
+        try:
+            self._at_start.run("looking at the bucket", look)
+        except UploadError as error:
+            raise SettingsError(f'{BUCKET_KEY} = "{self.bucket}": {error}') from error
+
+    # ---- one directory ------------------------------------------------------------------------------------
+
+    def upload(self, path: Path, record: Record) -> None:
+        """Send a directory, or what is missing of it.
+
+        Raises:
+            UploadError: it failed for good. UploadStoppedError: the process leaves.
+        """
+        self._patience.begin()
+        prefix = object_prefix(self._prefix, self._run, path.name)
+        self._remove_other_marker(prefix, record.progress.stamp)
+        for file in files_in(path):
+            name = str(file.relative_to(path))
+            key, progress = f"{prefix}/{name}", record.file_progress(name)
+            if not (progress.done and self._is_there(key, file.stat().st_size, record.progress.stamp)):
+                self._send_file(file, key, name, record)
+        self._write_marker(prefix, path, record)
+
+    def _remove_other_marker(self, prefix: str, stamp: str) -> None:
+        """What lies there may be of a timeline that was left: until all is replaced it is not complete."""
+        key = f"{prefix}/{MARKER}"
+        found = self._call(f"reading {key}", lambda: self._head(key))
+        if found is not None and found.get("Metadata", {}).get("stamp") != stamp:
+            self._call(f"removing {key}", lambda: self._client.delete_object(Bucket=self.bucket, Key=key))
+
+    def _write_marker(self, prefix: str, path: Path, record: Record) -> None:
+        facts = {
+            name: {"bytes": (path / name).stat().st_size, "sha256": progress.sha256}
+            for name, progress in sorted(record.progress.files.items())
+        }
+        body = json.dumps({"run": self._run, "step": record.progress.step, "files": facts}, indent=1)
+        self._put(f"{prefix}/{MARKER}", body.encode(), record.progress.stamp)
+
+    def _put(self, key: str, body: bytes, stamp: str) -> None:
+        self._call(
+            f"sending {key}",
+            lambda: self._client.put_object(
+                Bucket=self.bucket, Key=key, Body=body, Metadata={"stamp": stamp}
+            ),
+        )
+
+    # ---- one file -----------------------------------------------------------------------------------------
+
+    def _send_file(self, file: Path, key: str, name: str, record: Record) -> None:
+        progress, size, stamp = record.file_progress(name), file.stat().st_size, record.progress.stamp
+        if size <= self._part_bytes:
+            body = file.read_bytes()
+            progress.sha256 = hashlib.sha256(body).hexdigest()
+            self._put(key, body, stamp)
+        else:
+            progress.sha256 = _sha256(file)
+            self._send_parts(file, size, key, name, record)
+            self._check_size(key, size)
+        progress.done = True
+        record.save()
+
+    def _send_parts(self, file: Path, size: int, key: str, name: str, record: Record) -> None:
+        progress = record.file_progress(name)
+        arrived = self._arrived(key, progress)
+        if arrived is None and self._is_there(key, size, record.progress.stamp):
+            return  # completed by a process that was killed before it could note it
+        if arrived is None:
+            arrived = {}
+            self._abort_others(key)
+            progress.part_bytes, progress.etags = part_bytes(size, self._part_bytes), {}
+            begun = self._call(f"beginning {key}", lambda: self._begin(key, record.progress.stamp))
+            progress.upload_id = begun["UploadId"]
+            record.save()
+        all_parts = parts(size, progress.part_bytes)
+        sent = {part.number: etag for part in all_parts if (etag := _same(file, part, arrived, progress))}
+        missing = [part for part in all_parts if part.number not in sent]
+        log.info("%s: %d of %d parts are to be sent", key, len(missing), len(all_parts))
+
+        def send(part: Part) -> tuple[int, str]:
+            etag = self._send_part(file, part, key, progress.upload_id)
+            record.finished_part(name, part.number, etag)
+            return part.number, etag
+
+        with ThreadPoolExecutor(PARALLEL, thread_name_prefix="upload-part") as pool:
+            sent |= dict(_all_or_first_error(pool, send, missing))
+        self._complete(key, progress.upload_id, sent)
+
+    def _begin(self, key: str, stamp: str) -> Any:
+        return self._client.create_multipart_upload(Bucket=self.bucket, Key=key, Metadata={"stamp": stamp})
+
+    def _send_part(self, file: Path, part: Part, key: str, upload_id: str) -> str:
+        body = _read(file, part)
+        answer = self._call(
+            f"sending part {part.number} of {key}",
+            lambda: self._client.upload_part(
+                Bucket=self.bucket, Key=key, UploadId=upload_id, PartNumber=part.number, Body=body
+            ),
+        )
+        return str(answer["ETag"])
+
+    def _complete(self, key: str, upload_id: str, sent: dict[int, str]) -> None:
+        listed = [{"PartNumber": number, "ETag": etag} for number, etag in sorted(sent.items())]
+        self._call(
+            f"completing {key}",
+            lambda: self._client.complete_multipart_upload(
+                Bucket=self.bucket, Key=key, UploadId=upload_id, MultipartUpload={"Parts": listed}
+            ),
+        )
+
+    def _arrived(self, key: str, progress: FileProgress) -> dict[int, tuple[int, str]] | None:
+        """Size and ETag of the parts that S3 has, by number; None: there is no such upload (any more)."""
+        if not progress.upload_id:
+            return None
+
+        def list_parts() -> dict[int, tuple[int, str]] | None:
+            pages = self._client.get_paginator("list_parts").paginate(
+                Bucket=self.bucket, Key=key, UploadId=progress.upload_id
+            )
+            try:
+                return {
+                    part["PartNumber"]: (part["Size"], part["ETag"])
+                    for page in pages
+                    for part in page.get("Parts", [])
+                }
+            except self._client.exceptions.ClientError as error:
+                if _code(error) in ("NoSuchUpload", "404"):
+                    return None
+                raise
+
+        arrived: dict[int, tuple[int, str]] | None = self._call(f"looking for the parts of {key}", list_parts)
+        return arrived
+
+    def _abort_others(self, key: str) -> None:
+        """Parts of an upload that was begun and never noted are paid for until somebody removes them."""
+
+        def abort() -> None:
+            found = self._client.list_multipart_uploads(Bucket=self.bucket, Prefix=key).get("Uploads", [])
+            for upload in found:
+                if upload["Key"] == key:
+                    self._client.abort_multipart_upload(
+                        Bucket=self.bucket, Key=key, UploadId=upload["UploadId"]
+                    )
+
+        try:
+            self._call(f"looking for uploads of {key}", abort)
+        except UploadError as error:
+            log.warning("left-overs of earlier uploads could not be looked for: %s", error)
+
+    def _head(self, key: str) -> Any | None:
+        try:
+            return self._client.head_object(Bucket=self.bucket, Key=key)
+        except self._client.exceptions.ClientError as error:
+            if _code(error) in ("NoSuchKey", "NotFound", "404"):
+                return None
+            raise
+
+    def _is_there(self, key: str, size: int, stamp: str) -> bool:
+        found = self._call(f"reading {key}", lambda: self._head(key))
+        return (
+            found is not None and found["ContentLength"] == size and found["Metadata"].get("stamp") == stamp
+        )
+
+    def _check_size(self, key: str, size: int) -> None:
+        found = self._call(f"reading {key}", lambda: self._head(key))
+        if found is None or found["ContentLength"] != size:
+            there = "nothing" if found is None else f"{found['ContentLength']} bytes"
+            raise UploadError(f"{key}: {size} bytes were sent, and {there} arrived")
+
+    # ---- calls and their failures -------------------------------------------------------------------------
+
+    def _call(self, what: str, work: Callable[[], Any]) -> Any:
+        return self._patience.run(f"s3://{self.bucket}: {what}", work)
+
+    def _explain(self, error: Exception) -> str:
+        """What went wrong and what to do. Names no credential."""
+        from botocore import exceptions as boto
+
+        if isinstance(error, boto.NoCredentialsError | boto.PartialCredentialsError):
+            return "there are no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
+        if isinstance(error, boto.ConnectionError | boto.HTTPClientError):
+            kind = type(error).__name__
+            return f"{self._endpoint()} does not answer ({kind}): check AWS_ENDPOINT_URL and the network"
+        if isinstance(error, boto.ClientError):
+            return _refusal(error)
+        return f"{type(error).__name__}: {error}"
+
+    def _endpoint(self) -> str:
+        parsed = urlsplit(str(self._client.meta.endpoint_url))
+        return f"{parsed.scheme}://{parsed.hostname}" + (f":{parsed.port}" if parsed.port else "")
+
+
+def _make_client() -> Any:
+    """A client with time-outs; trying again is `Patience`'s, but for what boto3 mends within a second."""
+    import boto3
+    from botocore.config import Config
+    from botocore.exceptions import BotoCoreError
+
+    try:
+        return boto3.session.Session().client(
+            "s3",
+            config=Config(
+                connect_timeout=CONNECT_S,
+                read_timeout=READ_S,
+                retries={"mode": "standard", "max_attempts": 2},
+                max_pool_connections=PARALLEL + 1,
+            ),
+        )
+    except (BotoCoreError, ValueError) as error:  # a profile that does not exist, an endpoint that is no URL
+        raise SettingsError(
+            f"train.ckpt.upload_s3: the AWS settings of the environment do not work: {error}"
+        ) from error
+
+
+def _code(error: Any) -> str:
+    return str(error.response.get("Error", {}).get("Code", ""))
+
+
+def _status(error: Any) -> int:
+    return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+
+
+def _is_passing(error: Exception) -> bool:
+    from botocore import exceptions as boto
+
+    if isinstance(error, boto.ClientError):
+        return _status(error) >= 500 or _status(error) == _TOO_MANY or _code(error) in _PASSING_CODES
+    return isinstance(error, boto.ConnectionError | boto.HTTPClientError)
+
+
+def _refusal(error: Any) -> str:
+    code, status = _code(error), _status(error)
+    remedies = {
+        "NoSuchBucket": f"there is no such bucket: create it, or correct {BUCKET_KEY}",
+        "404": f"there is no such bucket: create it, or correct {BUCKET_KEY}",
+        "AccessDenied": "access is denied: the credentials of AWS_* need s3:PutObject and s3:ListBucket on it",
+        "403": "access is denied: check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, and their right to write there",
+        "InvalidAccessKeyId": "AWS_ACCESS_KEY_ID is not known there",
+        "SignatureDoesNotMatch": "AWS_SECRET_ACCESS_KEY does not fit AWS_ACCESS_KEY_ID",
+        "ExpiredToken": "AWS_SESSION_TOKEN has expired",
+    }
+    if code in remedies:
+        return remedies[code]
+    if status in (301, 307):
+        return "the bucket is in another region: set AWS_DEFAULT_REGION"
+    return f"{code or status}: {error.response.get('Error', {}).get('Message', '')}"
+
+
+def _all_or_first_error(
+    pool: ThreadPoolExecutor, send: Callable[[Part], tuple[int, str]], missing: Iterable[Part]
+) -> Iterable[tuple[int, str]]:
+    futures = [pool.submit(send, part) for part in missing]
+    try:
+        for future in futures:
+            yield future.result()
+    finally:
+        for future in futures:
+            future.cancel()
+
+
+def _same(file: Path, part: Part, arrived: dict[int, tuple[int, str]], progress: FileProgress) -> str | None:
+    """The ETag of a part that S3 has and that is ours: as it was answered, or else the MD5 of its bytes."""
+    size, etag = arrived.get(part.number, (-1, ""))
+    if size != part.length:
+        return None
+    if progress.etags.get(part.number) == etag:
+        return etag
+    return (
+        etag if etag.strip('"') == hashlib.md5(_read(file, part), usedforsecurity=False).hexdigest() else None
+    )
+
+
+def _read(file: Path, part: Part) -> bytes:
+    with file.open("rb") as stream:
+        stream.seek(part.offset)
+        return stream.read(part.length)
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,0 +1,105 @@
+"""Rules of encryption: files that belong together are both named, and what is encrypted can act.
+
+What stands in the files is looked at on the machine that runs the job (`launcher.preflight`), not here.
+"""
+
+from __future__ import annotations
+
+from urllib.parse import parse_qs, urlsplit
+
+from schema.config.controller import ControllerConfig
+from schema.config.problem import Problem
+from schema.config.root import Config
+
+_REDIS_TLS = ("tls_ca", "tls_cert", "tls_key")
+
+
+def redis_address_is_one(config: Config) -> list[Problem]:
+    """The address of Redis can be taken apart: a host that is closed, a port that is a number."""
+    url = config.redis.url
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError as error:
+        hint = 'write redis.url = "rediss://host:6379/0", with COSMOS_REDIS_PASSWORD in the environment'
+        return [Problem("redis.url", f"cannot be read: {error}", None, hint)]
+    return []
+
+
+def redis_files_act(config: Config) -> list[Problem]:
+    """Certificates are used by rediss:// alone, a certificate only with its key."""
+    redis, problems = config.redis, []
+    for name in _REDIS_TLS:
+        value = getattr(redis, name)
+        if value and not redis.url.startswith("rediss://"):
+            message = "has no effect: only a rediss:// address is encrypted"
+            hint = f"write redis.url with rediss://, or leave redis.{name} out"
+            problems.append(Problem(f"redis.{name}", message, value, hint, related=("redis.url",)))
+    return problems + _pair("redis", redis.tls_cert, redis.tls_key)
+
+
+def controller_files_act(config: Config) -> list[Problem]:
+    """A certificate comes with its key, an authority is of use only where there is a certificate."""
+    controller = config.controller
+    problems = _pair("controller", controller.tls_cert, controller.tls_key)
+    if controller.tls_ca and not controller.tls_cert and not controller.tls_key:
+        message = "has no effect: without controller.tls_cert the API is served over http"
+        hint = "write controller.tls_cert and controller.tls_key, or leave controller.tls_ca out"
+        related = ("controller.tls_cert",)
+        problems.append(Problem("controller.tls_ca", message, controller.tls_ca, hint, related=related))
+    return problems
+
+
+def _pair(section: str, cert: str, key: str) -> list[Problem]:
+    """A certificate without its key proves nothing, a key without its certificate is never shown."""
+    if bool(cert) == bool(key):
+        return []
+    there, missing = ("tls_cert", "tls_key") if cert else ("tls_key", "tls_cert")
+    message = f"needs {section}.{missing} beside it: a certificate is of use only with its private key"
+    hint = f"write {section}.{missing} too, or leave {section}.{there} out"
+    key_path = f"{section}.{there}"
+    return [Problem(key_path, message, cert or key, hint, related=(f"{section}.{missing}",))]
+
+
+def redis_is_verified(config: Config) -> list[Problem]:
+    """Warning: an encrypted connection to whoever answers."""
+    if not config.redis.url.startswith("rediss://"):
+        return []
+    query = parse_qs(urlsplit(config.redis.url).query)
+    off = [
+        f"{name}={query[name][0]}"
+        for name, harmless in (("ssl_cert_reqs", "required"), ("ssl_check_hostname", "true"))
+        if query.get(name, [harmless])[0].lower() != harmless
+    ]
+    message = f"{' and '.join(off)} in the address: whoever answers there gets the password and every sample"
+    hint = "take it out of the address and name the server's authority with redis.tls_ca"
+    return [Problem("redis.url", message, None, hint)] if off else []
+
+
+def tokens_are_not_overheard(config: Config) -> list[Problem]:
+    """Warning: an address that others can reach, and no encryption."""
+    host = config.controller.host
+    if config.controller.tls_cert or host == "localhost" or _is_loopback(host):
+        return []
+    message = (
+        f"{host} can be reached from other machines, and without TLS tokens and samples travel in the clear"
+    )
+    hint = (
+        "write controller.tls_cert, controller.tls_key and controller.tls_ca, unless the network is trusted"
+    )
+    return [Problem("controller.host", message, host, hint, related=("controller.tls_cert",))]
+
+
+def _is_loopback(host: str) -> bool:
+    if host == ControllerConfig.model_fields["host"].default:
+        return True
+    from ipaddress import ip_address  # 10 ms that the default need not spend
+
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+TLS_RULES = (redis_address_is_one, redis_files_act, controller_files_act)
+TLS_WARNINGS = (redis_is_verified, tokens_are_not_overheard)

@@ -1,0 +1,77 @@
+"""Secrets out of values that others will see: credentials in addresses, and keys that sound like secrets.
+
+    cut(value)            credentials are left out: what is written to files and sent to workers
+    masked(value, key)    *** in their place: what is shown to people
+    found_in(value)       whether there are any
+
+An address may hold them before its host (`redis://user:password@host`) or in its query (`https://host/hook?token=…`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+MASK = "***"
+SECRET_KEY = re.compile(
+    r"(^|[_-])(token|password|passwd|passphrase|secret|(api|access|private|secret_access)[_-]?key|credential|webhook)s?$",
+    re.IGNORECASE,
+)
+_USER = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*://)(?P<name>[^/:@\s?#]*:)?[^/\s?#]*@")
+_PARAMETER = re.compile(
+    r"(?P<mark>[?&])(?P<name>[A-Za-z0-9_.-]*?(?:token|password|passwd|pwd|secret|key|sig|signature|auth|credential|"
+    r"authorization)s?=)[^&#\s]*",
+    re.IGNORECASE,
+)
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://\S+")
+
+
+def cut(value: Any) -> Any:
+    """The same values, with credentials left out of every address."""
+    return _walk(value, lambda text: _ADDRESS.sub(lambda match: _cut(match.group()), text), None)
+
+
+def masked(value: Any, key: str = "") -> Any:
+    """The same values, with credentials in addresses and the texts of keys that sound secret replaced by ***."""
+    if isinstance(value, str) and value and SECRET_KEY.search(key):
+        return MASK
+    return _walk(value, lambda text: _ADDRESS.sub(lambda match: _mask(match.group()), text), MASK)
+
+
+def found_in(value: Any) -> bool:
+    """Whether an address among the values holds credentials."""
+    return bool(cut(value) != value)
+
+
+def _walk(value: Any, change: Callable[[str], str], mask: str | None) -> Any:
+    if isinstance(value, str):
+        return change(value) if "://" in value else value
+    if isinstance(value, Mapping):
+        return {
+            key: mask
+            if mask and item and isinstance(item, str) and SECRET_KEY.search(str(key))
+            else _walk(item, change, mask)
+            for key, item in value.items()
+        }
+    if isinstance(value, list):
+        return [_walk(item, change, mask) for item in value]
+    return value
+
+
+def _mask(address: str) -> str:
+    address = _USER.sub(lambda m: f"{m['scheme']}{m['name'] or ''}{MASK}@", address)
+    return _PARAMETER.sub(rf"\g<mark>\g<name>{MASK}", address)
+
+
+def _cut(address: str) -> str:
+    head, mark, query = _USER.sub(r"\g<scheme>", address).partition("?")
+    if not mark:
+        return head
+    query, hash_mark, fragment = query.partition("#")
+    kept = [part for part in query.split("&") if not _is_secret(part)]
+    return head + ("?" + "&".join(kept) if kept else "") + hash_mark + fragment
+
+
+def _is_secret(parameter: str) -> bool:
+    return parameter.startswith("username=") or _PARAMETER.fullmatch("?" + parameter) is not None

@@ -1,0 +1,86 @@
+"""What replicas tell a controller whose store has lost history, so that all agree again. A trainer:
+
+    POST /v1/replicas/{id}/declare   who I am, which steps I can replay, what I published     (`DeclareRequest`)
+      ◀── from which step on the controller knows nothing, or that it needs a snapshot first
+    POST /v1/steps/{t}/replay        step t as it was trained: its table and metrics          (`ReplayRequest`)
+
+and a rollout replica, of leases that the controller says it does not hold:
+
+    POST /v1/replicas/{id}/leases    what was granted for which weights, which samples it pushed (`DeclareLeases`)
+
+Nothing here is done twice: a registration that is known is left as it is, a step that is committed is a duplicate.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from schema.wire.batch import StepTable
+from schema.wire.messages import HeldLease, LedgerSnapshot, Message
+from schema.wire.weights import Publication
+
+MAX_PUBLICATIONS = 256
+"""Publications that a declaration may carry: far more than a store keeps."""
+
+Step = Annotated[int, Field(ge=0, lt=2**53)]
+
+
+class DeclareRequest(Message):
+    """The registration that a trainer was given, and what it has done under it."""
+
+    registration: str = Field(
+        min_length=8, max_length=64, description="Request id of the registration: tells it from others."
+    )
+    name: str = Field(min_length=1, max_length=128)
+    incarnation: int = Field(ge=1, lt=2**53)
+    policy_epoch: Step
+    host: str = Field(default="", max_length=256)
+    pid: int = 0
+    world_size: int = Field(default=1, ge=1)
+    timeline: Step
+    began: Step = Field(description="Step at which this timeline began.")
+    first: Step = Field(description="The oldest step that it can replay; `steps` when it remembers none.")
+    steps: Step = Field(description="Steps contained in its weights now.")
+    publications: list[Publication] = Field(
+        default_factory=list, max_length=MAX_PUBLICATIONS, description="What it published, oldest first."
+    )
+    newest_publication: int = Field(
+        default=0, ge=0, lt=2**53, description="The highest publication id that it ever heard of."
+    )
+    snapshot: LedgerSnapshot | None = Field(
+        default=None, description="Of its newest checkpoint, where the controller asked for one."
+    )
+
+
+class DeclareReply(Message):
+    """`replay_from`: the steps from there to `DeclareRequest.steps` are to be replayed, in order."""
+
+    replay_from: int
+    needs_snapshot: bool = Field(
+        default=False, description="The gap is longer than what can be replayed: declare again with one."
+    )
+    durable_steps: int = Field(description="Steps that a checkpoint covers, as far as the controller knows.")
+
+
+class ReplayRequest(Message):
+    """One step as it was trained."""
+
+    replica_id: str
+    incarnation: int
+    policy_epoch: int
+    table: StepTable | None = Field(description="The batch; null in a supervised job.")
+    metrics: dict[str, float] = Field(default_factory=dict)
+    at: float = Field(description="Unix time at which it was trained.")
+
+
+class DeclareLeases(Message):
+    """Leases that a rollout replica works under."""
+
+    incarnation: int
+    leases: list[HeldLease] = Field(max_length=65536)
+
+
+class DeclaredLeases(Message):
+    lost_leases: list[str] = Field(description="Leases that it does not hold: drop that work.")

@@ -1,0 +1,259 @@
+"""The same bits, whoever is killed: `python -m tests.chaos.exactness --seeds N`.
+
+    one run that nobody disturbs ─▶ sha256 of final/model.safetensors ─┐
+    N runs with kill -9 at random moments ─▶ the same ─────────────────┴─▶ equal, or the first step that differs
+
+What is killed and when is a function of the seed (the moment within a step is the machine's, and that is the point):
+the trainer, a rollout replica, the controller, Redis, or the launcher itself, which is then started with --resume.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from examples.quickstart.make_model import make_model
+from tests.e2e.program import Program, write_config
+
+VICTIMS = ("policy_worker", "rollout_worker", "controller", "redis", "launcher")
+EXACT = "seed = 3\ndeterministic = true\noptm_warmup_steps = 0"
+CHECKPOINTS = """
+[train.ckpt]
+enable_checkpoint = true
+save_freq = {freq}
+save_mode = "{mode}"
+export_safetensors = false
+"""
+REWARD = """
+def luck(completion, row):
+    return float(sum(map(ord, completion)) % 5 == 0)
+"""
+"""Hangs on every character, and leaves about two groups of four samples in five without signal."""
+SUPERVISED = """
+[policy]
+model_name_or_path = "{model}"
+model_max_length = 128
+model_gradient_checkpointing = false
+
+[policy.parallelism]
+tp_size = 1
+
+[train]
+output_dir = "{out}"
+timestamp = "run"
+{exact}
+max_num_steps = {steps}
+train_batch_per_replica = 16
+param_dtype = "float32"
+compile = false
+optm_lr = 1e-3
+
+[train.train_policy]
+type = "sft"
+mini_batch = 4
+
+[train.train_policy.dataset]
+name = "synthetic:addition"
+options = {{ n = 2000, digits = 2, demonstrations = true }}
+
+[controller]
+heartbeat_interval = 0.5
+heartbeat_timeout = 5.0
+
+[launcher]
+cpu_threads = 1
+restart_backoff = 0.2
+shutdown_timeout = 20.0
+"""
+
+
+@dataclass(frozen=True)
+class Kill:
+    """Who dies when that many steps are committed, so many seconds later."""
+
+    victim: str
+    step: int
+    after: float
+
+
+@dataclass
+class Outcome:
+    """What is left of a run: the hash of its weights, and what each step reported."""
+
+    digest: str
+    steps: list[dict[str, Any]]
+    ledger: dict[str, Any]
+    kills: list[str] = field(default_factory=list)
+
+    def first_difference(self, other: Outcome) -> str:
+        """The first step whose numbers differ; times and counts of waiting are not compared."""
+        for mine, theirs in zip(self.steps, other.steps, strict=False):
+            a, b = (_reproducible(step["metrics"]) for step in (mine, theirs))
+            if a != b:
+                names = [name for name in a if a[name] != b.get(name)]
+                return f"step {mine['step']}: " + ", ".join(f"{n} {a[n]!r} {b.get(n)!r}" for n in names)
+        return "no step's numbers differ"
+
+
+def _reproducible(metrics: dict[str, float]) -> dict[str, float]:
+    return {
+        name.rpartition("/")[2]: value
+        for name, value in metrics.items()
+        if not name.endswith(("_seconds", "idle_fraction"))
+    }
+
+
+def plan_kills(seed: int, steps: int, victims: Sequence[str] = VICTIMS, n: int = 2) -> list[Kill]:
+    """Who is killed when, by the seed; the first victim goes round with it, so that each has its turn."""
+    chance = random.Random(seed)
+    moments = sorted(chance.sample(range(max(steps - 1, n)), n))
+    chosen = [victims[seed % len(victims)], *(chance.choice(victims) for _ in range(n - 1))]
+    return [
+        Kill(victim, step, chance.uniform(0.0, 0.5)) for victim, step in zip(chosen, moments, strict=True)
+    ]
+
+
+def exact_grpo(folder: Path, model: Path, *, steps: int, freq: int = 2, mode: str = "sync") -> Path:
+    """On-policy, one policy replica, the embedded engine; groups without signal are dropped and replaced."""
+    config = write_config(folder, model, bound=0, steps=steps, rows=2000)
+    text = config.read_text().replace("seed = 3", EXACT, 1).replace("freq = 4", "freq = 2")
+    (folder / "rewards.py").write_text(REWARD)
+    text = text.replace(
+        "{ boxed_math = 1.0, format = 0.2 }",
+        '{ "rewards.py:luck" = 1.0 }\nfilter_reward_metric = "rewards.py:luck"',
+    )
+    config.write_text(text + CHECKPOINTS.format(freq=freq, mode=mode))
+    return config
+
+
+def exact_sft(folder: Path, model: Path, *, steps: int, freq: int = 10, mode: str = "sync") -> Path:
+    """Supervised training of the same model."""
+    text = SUPERVISED.format(model=model, out=folder, exact=EXACT, steps=steps)
+    config = folder / "job.toml"
+    config.write_text(text + CHECKPOINTS.format(freq=freq, mode=mode))
+    return config
+
+
+def run(config: Path, kills: Sequence[Kill] = ()) -> Outcome:
+    """One run to its end, disturbed by these kills. Fails when it does not end well."""
+    done: list[str] = []
+    pending = list(kills)
+    arguments: tuple[str, ...] = ()
+    while True:
+        with Program(config, arguments) as program:
+            while pending:
+                kill = pending.pop(0)
+                if not _reached(program, kill):
+                    pending.clear()
+                    break
+                _strike(program, kill.victim)
+                done.append(f"{kill.victim} {kill.after:.2f} s after step {kill.step}")
+                if kill.victim == "launcher":
+                    break
+            else:
+                return _outcome(program.finish(), program.run_dir, done)
+            if not pending and (not done or not done[-1].startswith("launcher")):
+                return _outcome(program.finish(), program.run_dir, done)
+        arguments = ("--resume",)
+
+
+def _reached(program: Program, kill: Kill) -> bool:
+    """Wait for the moment of a kill; False when the job is over before."""
+    try:
+        program.until_step(kill.step)
+    except AssertionError:
+        if program.process.poll() == 0:
+            return False
+        raise
+    time.sleep(kill.after)
+    return program.process.poll() is None
+
+
+def _strike(program: Program, victim: str) -> None:
+    program.note_processes()
+    if victim == "launcher":
+        program.process.kill()
+        program.process.wait(10)
+        program.wait_no_orphans(timeout=60.0)
+    elif victim == "redis":
+        os.kill(_redis(program), signal.SIGKILL)
+    else:
+        program.kill(victim)
+
+
+def _redis(program: Program) -> int:
+    give_up = time.monotonic() + 60
+    while time.monotonic() < give_up:
+        for process in program.note_processes():
+            try:
+                if "valkey-server" in process.name():
+                    return process.pid
+            except psutil.Error:
+                continue
+        time.sleep(0.05)
+    raise AssertionError("there is no embedded Redis")
+
+
+def _outcome(summary: dict[str, Any], run_dir: Path, kills: list[str]) -> Outcome:
+    digest = hashlib.sha256((run_dir / "final" / "model.safetensors").read_bytes()).hexdigest()
+    return Outcome(digest, summary["steps"], summary["ledger"], kills)
+
+
+def check_same(calm: Outcome, disturbed: Outcome) -> None:
+    """The weights are equal bit for bit. Raises AssertionError with the first step that differs."""
+    where = f"after {disturbed.kills}: {calm.first_difference(disturbed)}"
+    assert disturbed.digest == calm.digest, f"the final weights differ {where}"
+
+
+def main() -> int:
+    """Run the comparison and print what was killed; the last line is one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--kills", type=int, default=2)
+    parser.add_argument("--mode", choices=("sync", "async"), default="sync")
+    parser.add_argument("--kind", choices=("grpo", "sft"), default="grpo")
+    arguments = parser.parse_args()
+    make = exact_grpo if arguments.kind == "grpo" else exact_sft
+    victims = [v for v in VICTIMS if arguments.kind == "grpo" or v != "rollout_worker"]
+    differing = []
+    with tempfile.TemporaryDirectory(prefix="cosmos-exactness-") as name:
+        root = Path(name)
+        make_model(root / "model", 1)
+
+        def once(label: str, kills: Sequence[Kill]) -> Outcome:
+            folder = root / label
+            folder.mkdir()
+            return run(make(folder, root / "model", steps=arguments.steps, mode=arguments.mode), kills)
+
+        calm = once("calm", ())
+        sys.stdout.write(f"calm: {calm.digest}\n")
+        for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds):
+            found = once(f"seed-{seed}", plan_kills(seed, arguments.steps, victims, arguments.kills))
+            same = found.digest == calm.digest
+            if not same:
+                differing.append(seed)
+            sys.stdout.write(f"seed {seed}: {'equal' if same else 'DIFFERENT'}; {'; '.join(found.kills)}\n")
+            if not same:
+                sys.stdout.write(f"    {calm.first_difference(found)}\n")
+            sys.stdout.flush()
+    sys.stdout.write(json.dumps({"runs": arguments.seeds, "different_seeds": differing}) + "\n")
+    return 1 if differing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

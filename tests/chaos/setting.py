@@ -1,0 +1,173 @@
+"""The job that is struck: a small asynchronous GRPO run with everything on that can be lost.
+
+Several rollout replicas with reward processes of their own, checkpoints (written beside the training) with an export,
+validation rounds, two epochs, two policy ranks in some jobs. Its work is cheap but not instant: the reward function
+sleeps, so that kills find processes at work.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.chaos.judge import Shape
+from tests.e2e.program import VLLM
+
+ROOT = Path(__file__).resolve().parents[2]
+
+REWARD = '''
+"""Cheap, deterministic, and not instant."""
+
+import time
+import zlib
+
+
+def careful(completion, row, pause):
+    time.sleep(pause)
+    return zlib.crc32(completion.encode()) % 5 / 4
+'''
+
+CONFIG = """
+[policy]
+model_name_or_path = "{model}"
+model_max_length = 128
+model_gradient_checkpointing = false
+
+[policy.parallelism]
+tp_size = 1
+dp_shard_size = {ranks}
+
+[rollout]
+backend = "{engine}"
+dtype = "float32"
+n_generation = {samples}
+batch_size = 4
+max_response_length = 16
+max_concurrent_samples = 32
+{rollout}
+
+[rollout.parallelism]
+tp_size = 1
+n_init_replicas = {replicas}
+
+[rollout.sampling_config]
+temperature = 1.0
+
+[reward]
+num_workers = 2
+
+[custom]
+pause = {pause}
+
+[train]
+output_dir = "{out}"
+timestamp = "run"
+seed = {seed}
+epoch = {epochs}
+train_batch_per_replica = {batch}
+param_dtype = "float32"
+compile = false
+optm_lr = 1e-3
+
+[train.train_policy]
+type = "grpo"
+prompt_column_name = "prompt"
+response_column_name = "answer"
+reward_function = {{ "{out}/reward.py:careful" = 1.0, format = 0.2 }}
+allowed_outdated_steps = {bound}
+
+[train.train_policy.dataset]
+name = "synthetic:addition"
+options = {{ n = {rows}, digits = 2, phrasings = 1 }}
+
+[train.ckpt]
+enable_checkpoint = true
+save_freq = {save_freq}
+save_mode = "{save_mode}"
+max_keep = 3
+{upload}
+
+[validation]
+enable = true
+freq = {validation_freq}
+temperature = 1.0
+top_k = -1
+reward_function = {{ boxed_math = 1.0 }}
+
+[validation.dataset]
+name = "synthetic:addition"
+options = {{ n = 8, digits = 2, phrasings = 1, seed = 7 }}
+
+[controller]
+heartbeat_interval = 0.5
+heartbeat_timeout = 10.0
+max_attempts = 1000
+
+[launcher]
+cpu_threads = 1
+restart_backoff = 0.2
+restart_backoff_max = 1.0
+max_restarts = 1000
+shutdown_timeout = 20.0
+{redis}
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What all jobs of one run of the script have in common. `pause`: seconds that a reward takes."""
+
+    engine: str = "transformers"
+    rows: int = 160
+    epochs: int = 2
+    replicas: int = 2
+    bound: int = 2
+    groups_per_step: int = 4
+    samples: int = 4
+    save_freq: int = 5
+    save_mode: str = "async"
+    validation_freq: int = 10
+    pause: float = 0.08
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(self.rows, self.epochs, self.groups_per_step, self.samples, self.bound)
+
+    def write(
+        self, folder: Path, model: Path, *, seed: int, ranks: int, redis: str = "", upload: str = ""
+    ) -> Path:
+        """The job's configuration and its reward function below `folder`; the configuration's path."""
+        (folder / "reward.py").write_text(REWARD)
+        path = folder / "job.toml"
+        path.write_text(
+            CONFIG.format(
+                model=model,
+                ranks=ranks,
+                engine=self.engine,
+                samples=self.samples,
+                rollout=VLLM if self.engine == "vllm" else "",
+                replicas=self.replicas,
+                pause=self.pause,
+                out=folder,
+                seed=seed,
+                epochs=self.epochs,
+                batch=self.groups_per_step * self.samples,
+                bound=self.bound,
+                rows=self.rows,
+                save_freq=self.save_freq,
+                save_mode=self.save_mode,
+                upload=upload,
+                validation_freq=self.validation_freq,
+                redis=redis,
+            )
+        )
+        return path
+
+
+def make_model(path: Path) -> Path:
+    """The quickstart's tiny model with random weights."""
+    script = ROOT / "examples" / "quickstart" / "make_model.py"
+    subprocess.run([sys.executable, str(script), "--out", str(path), "--seed", "1"], check=True, timeout=120)
+    return path

@@ -1,0 +1,219 @@
+"""Slow, silent and too many clients against real sockets: none of them holds memory or a connection for ever."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+import uvicorn
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from controller.connections import MAX_HEAD, PatientProtocol, connection_limit
+from controller.limits import BodyLimit, Budget
+from controller.problems import ProblemError, problem
+
+GRACE = 20.0
+HEAD = b"POST / HTTP/1.1\r\nhost: x\r\n"
+
+
+class NoBacklog:
+    backlog_bytes = 0
+
+
+async def echo(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers with the length of the body; /large with 64 MB."""
+    try:
+        body = await Request(scope, receive).body()
+        answer = Response(b"x" * 64_000_000 if scope["path"] == "/large" else str(len(body)))
+    except ProblemError as error:
+        answer = problem(error.code, error.detail, headers=error.headers)
+    await answer(scope, receive, send)
+
+
+class Stage:
+    """A server with short time-outs; `port` is where it listens."""
+
+    def __init__(self, limits: BodyLimit, server: uvicorn.Server, port: int) -> None:
+        self.limits, self.server, self.port = limits, server, port
+
+    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_connection("127.0.0.1", self.port)
+
+    async def ask(self, data: bytes) -> tuple[int, bytes]:
+        """Send bytes, and read until the server closes."""
+        reader, writer = await self.connect()
+        writer.write(data)
+        answer = await asyncio.wait_for(reader.read(), GRACE)
+        writer.close()
+        return (int(answer.split(b" ")[1]) if answer else 0), answer
+
+
+@asynccontextmanager
+async def served(**limits: float) -> AsyncIterator[Stage]:
+    body = BodyLimit(echo, NoBacklog(), 10_000, 15_000, stall=limits.get("stall", GRACE))  # type: ignore[arg-type]
+    protocol = PatientProtocol.limited(
+        int(limits.get("connections", 100)), limits.get("head", GRACE), limits.get("read", GRACE)
+    )
+    options = uvicorn.Config(
+        body,
+        http=protocol,
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        timeout_graceful_shutdown=1,
+        timeout_keep_alive=1,
+    )
+    server = uvicorn.Server(options)
+    listener = await asyncio.get_running_loop().create_server(lambda: None, "127.0.0.1", 0)  # type: ignore[arg-type,return-value]
+    socket = listener.sockets[0]._sock.dup()  # type: ignore[attr-defined]
+    listener.close()
+    serving = asyncio.create_task(server._serve([socket]))
+    while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
+        await asyncio.sleep(0.005)
+    try:
+        yield Stage(body, server, socket.getsockname()[1])
+    finally:
+        server.should_exit = True
+        await serving
+
+
+def run(scenario: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(scenario(), 3 * GRACE))  # type: ignore[arg-type]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110 - what is waited for happens in uvicorn; `run` limits the time
+        await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize(
+    "start", [b"", b"\r\n", HEAD, b"GET / HTTP/1.1\r\n" * 2, HEAD + b"content-length: 0\r\n\r\n\r\n"]
+)
+def test_a_head_that_never_ends_is_closed(start: bytes) -> None:
+    async def scenario() -> None:
+        async with served(head=0.2) as stage:
+            await stage.ask(start)  # returns, since the server closes
+            assert not stage.server.server_state.connections
+
+    run(scenario)
+
+
+def test_a_head_that_is_too_large_is_refused() -> None:
+    async def scenario() -> None:
+        async with served() as stage:
+            status, _ = await stage.ask(HEAD + b"x-a: " + b"a" * (MAX_HEAD + 1))
+            assert status == 431
+            many = b"".join(b"x-%d: a\r\n" % i for i in range(10_000))
+            assert (await stage.ask(HEAD + many))[0] == 431
+
+    run(scenario)
+
+
+def test_trailers_are_not_kept() -> None:
+    async def scenario() -> None:
+        async with served() as stage:
+            reader, writer = await stage.connect()
+            writer.write(HEAD + b"transfer-encoding: chunked\r\n\r\n0\r\n")
+            writer.write(b"".join(b"x-%d: a\r\n" % i for i in range(100)))
+            await writer.drain()
+            await asyncio.sleep(0.1)
+            (connection,) = stage.server.server_state.connections
+            assert len(connection.headers) == 2
+            writer.write(b"\r\n")
+            assert b"200 OK" in await asyncio.wait_for(reader.readline(), GRACE)
+            writer.close()
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    "framing", [b"content-length: 10\r\n\r\nabc", b"transfer-encoding: chunked\r\n\r\n3\r\nabc\r\n"]
+)
+def test_a_body_that_stops_is_given_up(framing: bytes) -> None:
+    async def scenario() -> None:
+        async with served(stall=0.2) as stage:
+            status, _ = await stage.ask(HEAD + framing)
+            assert status == 408
+            assert stage.limits.budget.used == 0
+
+    run(scenario)
+
+
+def test_bodies_share_a_budget_and_are_told_to_come_back() -> None:
+    async def scenario() -> None:
+        async with served() as stage:
+            _, slow = await stage.connect()
+            slow.write(HEAD + b"content-length: 9000\r\n\r\n" + b"x" * 10)
+            await until(lambda: stage.limits.budget.used == 9000)
+            close = b"connection: close\r\n"
+            status, answer = await stage.ask(HEAD + close + b"content-length: 9000\r\n\r\n" + b"x" * 9000)
+            assert status == 503
+            assert b"retry-after: 1" in answer
+            chunk = b"1388\r\n" + b"x" * 5000 + b"\r\n"
+            chunked = HEAD + close + b"transfer-encoding: chunked\r\n\r\n"
+            assert (await stage.ask(chunked + chunk + b"0\r\n\r\n"))[0] == 200
+            assert (await stage.ask(chunked + chunk + chunk[:-2] + b"\r\n0\r\n\r\n"))[0] == 503
+            assert (await stage.ask(chunked + 3 * chunk + b"0\r\n\r\n"))[0] in (413, 503)
+            assert stage.limits.budget.used == 9000
+            slow.close()
+            await until(lambda: not stage.limits.budget.used)
+            assert (await stage.ask(HEAD + close + b"content-length: 9000\r\n\r\n" + b"x" * 9000))[0] == 200
+
+    run(scenario)
+
+
+def test_one_connection_too_many_is_told_to_come_back() -> None:
+    async def scenario() -> None:
+        async with served(connections=3) as stage:
+            held = [await stage.connect() for _ in range(3)]
+            await until(lambda: len(stage.server.server_state.connections) == 3)
+            status, answer = await stage.ask(b"")
+            assert status == 503
+            assert b"retry-after: 1" in answer
+            held[0][1].close()
+            await until(lambda: len(stage.server.server_state.connections) == 2)
+            get = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+            assert (await stage.ask(get))[0] == 200
+            for _, writer in held[1:]:
+                writer.close()
+
+    run(scenario)
+
+
+@pytest.mark.slow
+def test_an_answer_that_nobody_reads_is_dropped_and_a_slow_reader_gets_it() -> None:
+    async def scenario() -> None:
+        async with served(read=0.5) as stage:
+            get = b"GET /large HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+            reader, writer = await stage.connect()
+            writer.write(get)
+            await until(lambda: bool(stage.server.server_state.connections))
+            await until(lambda: not stage.server.server_state.connections)
+            writer.close()
+            reader, writer = await stage.connect()
+            writer.write(get)
+            read = 0
+            while part := await asyncio.wait_for(reader.read(4_000_000), GRACE):
+                read += len(part)
+                await asyncio.sleep(0.02)
+            assert read > 64_000_000
+            writer.close()
+
+    run(scenario)
+
+
+def test_a_budget_takes_one_body_of_any_size() -> None:
+    budget = Budget(10)
+    assert budget.take(100)
+    assert not budget.take(1)
+    budget.give(100)
+    assert budget.take(10)
+    assert not budget.take(1)
+
+
+def test_the_limit_of_connections_leaves_descriptors_for_the_rest() -> None:
+    assert 16 <= connection_limit() <= 8192

@@ -1,0 +1,82 @@
+"""The short way of hot calls answers as the framework does."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from fastapi import FastAPI, Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.types import ASGIApp
+
+from controller import problems
+from controller.express import HOT, Express
+from controller.problems import ProblemError
+from schema.wire.messages import ErrorCode
+from tests.controller.conftest import Stage
+
+ROUTES = (("POST", "/things"), ("POST", "/things/{name}/beat"))
+
+
+def make_app() -> FastAPI:
+    app = FastAPI()
+    problems.install(app)
+
+    @app.post("/things")
+    async def things(request: Request) -> Response:
+        return PlainTextResponse(await request.body())
+
+    @app.post("/things/{name}/beat")
+    async def beat(request: Request, name: str) -> Response:
+        if name == "wrong":
+            raise ProblemError(ErrorCode.CONFLICT, "wrong name", {"x-why": "name"})
+        if name == "bug":
+            raise RuntimeError("secret")
+        return PlainTextResponse(name)
+
+    return app
+
+
+def ask(app: ASGIApp, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
+    sent: list[Any] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": body}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http", "method": method, "path": path, "raw_path": path.encode(), "query_string": b"",
+        "headers": [], "http_version": "1.1", "scheme": "http", "server": ("x", 80), "root_path": "",
+    }  # fmt: skip
+    asyncio.run(app(scope, receive, send))  # type: ignore[arg-type]
+    return sent[0]["status"], b"".join(message.get("body", b"") for message in sent[1:])
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/things"), ("POST", "/things/a/beat"), ("POST", "/things/wrong/beat"), ("GET", "/things"),
+        ("POST", "/things/a/b/beat"), ("POST", "/things//beat"), ("POST", "/things/beat"), ("POST", "/nothing"),
+    ],
+)  # fmt: skip
+def test_both_ways_give_the_same_answer(method: str, path: str) -> None:
+    app = make_app()
+    assert ask(Express(app, ROUTES), method, path, b"body") == ask(app, method, path, b"body")
+
+
+def test_a_bug_is_a_problem_without_details() -> None:
+    status, body = ask(Express(make_app(), ROUTES), "POST", "/things/bug/beat")
+    assert status == 500
+    assert b"secret" not in body
+    assert b"RuntimeError" in body
+
+
+def test_all_hot_routes_exist(stage: Stage) -> None:
+    served = stage.serve()
+    trainer, rollout = stage.ready(served)
+    assert HOT
+    assert rollout.lease(1).groups
+    assert rollout.beat().committed_steps == trainer.beat().committed_steps == 0

@@ -1,0 +1,211 @@
+"""A ledger that forgets the details of what is done answers as one that keeps everything."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from controller.assembly import Assembled
+from controller.groups import Group, State
+from controller.history import DROPS_PER_ROW, History
+from controller.ledger import LeaseDecision, Ledger, LedgerParams
+from schema.wire.messages import ErrorCode
+from tests.controller.simulation import Simulation
+from tests.controller.test_ledger import fill, lease, make, train
+from tests.support.ledger import StoredLedger
+
+COMPARED = (
+    "lease", "renew", "release", "replica_gone", "expire", "extend_leases", "push", "assemble", "commit",
+    "abandon_step", "checkpoint", "snapshot", "rewind",
+)  # fmt: skip
+
+
+def _ids() -> Callable[[], str]:
+    numbers = count()
+    return lambda: f"lease-{next(numbers)}"
+
+
+def _plain(answer: Any) -> Any:
+    """An answer without the objects of one ledger."""
+    if isinstance(answer, LeaseDecision):
+        groups = [
+            (group.id, group.lease_id, group.deadline, sorted(group.samples)) for group in answer.groups
+        ]
+        return groups, answer.refusal
+    if isinstance(answer, Assembled):
+        return answer.step, [group.id for group in answer.groups]
+    if hasattr(answer, "stragglers"):
+        return answer.reason, [group.id for group in answer.stragglers]
+    if hasattr(answer, "duplicate") and hasattr(
+        answer, "accepted"
+    ):  # a late repetition is no longer told apart
+        return answer.accepted or answer.code is ErrorCode.LEASE_LOST
+    return answer
+
+
+class Twins:
+    """Two ledgers that are asked the same: one keeps everything, one forgets as soon as it may."""
+
+    def __init__(self, params: LedgerParams) -> None:
+        self.params = params
+        self.whole = Ledger(replace(params, keep_recent=10**6), _ids())
+        self.short = Ledger(replace(params, keep_recent=0), _ids())
+        self.stored = StoredLedger()
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in COMPARED:
+            return getattr(self.whole, name)
+
+        def both(*arguments: Any, **named: Any) -> Any:
+            theirs = _plain(getattr(self.short, name)(*arguments, **named))
+            answer = getattr(self.whole, name)(*arguments, **named)
+            assert _plain(answer) == theirs, f"{name}{arguments}"
+            if name in ("commit", "rewind", "checkpoint"):
+                self.compare()
+            return answer
+
+        return both
+
+    def compare(self) -> None:
+        mine, theirs = self.whole.status(), self.short.status()
+        assert mine.model_copy(update={"duplicates": 0}) == theirs.model_copy(update={"duplicates": 0})
+        for name, group in self.whole.groups.items():
+            found = self.short.find(name)
+            assert found is not None
+            assert (found.state, found.step, found.reason) == (group.state, group.step, group.reason)
+
+    def restart_short(self) -> None:
+        """The one that forgets dies and comes back from what it had written."""
+        self.stored.write(self.short)
+        before, self.short = (
+            self.short,
+            self.stored.restore(self.short.params, self.short._new_lease_id),
+        )
+        for memory in ("_lag", "_missed", "_waiting_since"):  # not stored, and only the twin goes on with it
+            setattr(self.short, memory, getattr(before, memory))
+
+
+class TwinSimulation(Simulation):
+    """The usual schedules against twins. Restarts are those of the forgetful one."""
+
+    def __init__(self, seed: int, params: LedgerParams, n_replicas: int) -> None:
+        super().__init__(seed, params, n_replicas)
+        self.twins = Twins(params)
+        self.ledger = self.twins  # type: ignore[assignment]
+
+    def restart(self) -> None:
+        self.twins.restart_short()
+
+    def resume_from_snapshot(self) -> None:
+        return None
+
+    def crash(self) -> None:
+        return None  # how often holders crashed with a group is forgotten with it
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.integers(0, 2**32), st.integers(0, 3), st.integers(1, 3), st.booleans(), st.sampled_from([(), ("r",)])
+)
+def test_forgetting_changes_no_answer(
+    seed: int, bound: int, groups_per_step: int, keep: bool, metrics: tuple[str, ...]
+) -> None:
+    params = LedgerParams(
+        groups_per_step=groups_per_step, n_samples=2, staleness_bound=bound, n_positions=20, n_epochs=2,
+        max_attempts=1000, on_reward_error="drop", filter_metrics=metrics, keep_payloads=keep,
+    )  # fmt: skip
+    simulation = TwinSimulation(seed, params, n_replicas=2)
+    simulation.run(chaos=1.0)
+    short = simulation.twins.short
+    assert short.history.trained + short.history.dropped.total() > 0
+    assert [group.id for group in short.in_order(0, 1000)] == sorted(
+        simulation.twins.whole.groups, key=lambda name: _position(simulation.twins.whole.groups[name])
+    )
+
+
+def _position(group: Group) -> tuple[int, int]:
+    return group.epoch, group.position
+
+
+def test_a_forgotten_group_costs_a_row_of_its_step_alone() -> None:
+    ledger = make(n_positions=400, keep_recent=0)
+    stored = StoredLedger()
+    for step in range(100):
+        for group in lease(ledger, 2, version=step, request=f"r{step}"):
+            fill(ledger, group, version=step)
+        train(ledger)
+        stored.write(ledger)
+    assert (len(ledger.groups), len(stored.groups), len(stored.samples)) == (0, 0, 0)
+    assert stored.payloads == set()
+    assert len(stored.history) == 100
+    again = stored.restore(ledger.params)
+    assert again.status() == ledger.status()
+    again.rewind(40)
+    assert again.status().states["waiting"] == 120
+    assert sum(again.status().staleness.values()) == 40 * 2 * ledger.params.n_samples
+    stored.write(again)
+    assert len(stored.history) == 40
+    assert stored.restore(ledger.params).status() == again.status()
+
+
+def test_the_newest_groups_are_kept_whole() -> None:
+    ledger = make(n_positions=100, keep_recent=4)
+    for step in range(5):
+        for group in lease(ledger, 2, version=step, request=f"r{step}"):
+            fill(ledger, group, version=step)
+        train(ledger)
+    assert sorted(ledger.groups) == ["e0-p6", "e0-p7", "e0-p8", "e0-p9"]
+    old = ledger.find("e0-p0")
+    assert old is not None
+    assert (old.state, old.step, old.samples) == (State.TRAINED, 0, {})
+    assert ledger.find("e0-p00") is None
+    assert ledger.find("e0-p10") is None
+    assert [group.id for group in ledger.in_order(5, 2)] == ["e0-p5", "e0-p6"]
+
+
+def test_a_group_whose_payload_may_be_needed_is_not_forgotten() -> None:
+    ledger = make(n_positions=100, keep_recent=0, keep_payloads=True)
+    groups = lease(ledger, 4)
+    for group in groups:
+        fill(ledger, group)
+    train(ledger)
+    assert ledger.groups.keys() >= {group.id for group in groups}
+    ledger.rewind(0)
+    assert {group.state for group in groups} == {State.READY}
+
+
+def test_drops_are_stored_in_rows_of_many() -> None:
+    history = History()
+    for position in range(DROPS_PER_ROW + 1):
+        history.add_dropped(position, "stale" if position % 2 else "poison")
+    rows = {name: history.row(name) for name in history.take_changes()}
+    assert sorted(rows) == ["d0", "d1"]
+    history.add_dropped(DROPS_PER_ROW + 1, "stale")
+    assert history.take_changes() == ["d1"]
+    again = History.restore({**rows, "d1": history.row("d1")})
+    assert again.dropped == history.dropped == Counter(poison=129, stale=129)
+    assert again.reason_of(1) == "stale"
+    assert again.step_of(1) is None
+    assert DROPS_PER_ROW + 2 not in again
+    again.clear()
+    assert {name: again.row(name) for name in again.take_changes()} == {"d0": None, "d1": None}
+
+
+def test_late_samples_of_a_forgotten_group_are_refused() -> None:
+    ledger = make(keep_recent=0)
+    groups = lease(ledger, 2)
+    ids = [group.lease_id for group in groups]
+    for group in groups:
+        fill(ledger, group)
+    headers = [meta.header for meta in groups[0].samples.values()]
+    train(ledger)
+    outcome = ledger.push("e0-p0", ids[0] or "", 0, headers[0], 10, 0.0)
+    assert (outcome.accepted, outcome.code) == (False, ErrorCode.LEASE_LOST)
+    assert "trained" in outcome.detail
+    assert ledger.push("e9-p0", "x", 0, headers[0], 10, 0.0).code is ErrorCode.NOT_FOUND

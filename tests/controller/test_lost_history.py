@@ -1,0 +1,325 @@
+"""Real Valkey, its file cut at random places, a real controller process: a trainer and replicas live on meanwhile."""
+
+from __future__ import annotations
+
+import random
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from controller import api
+from controller.client import Client, Refused
+from policy_worker.errors import ReplacedError
+from policy_worker.process import Departure, Environment
+from policy_worker.session import Session
+from schema.config import Config
+from schema.wire import messages as m
+from schema.wire.batch import decode_batch
+from schema.wire.messages import ErrorCode, Phase
+from tests.controller.conftest import Stage
+from tests.controller.drivers import Rollout, Trainer, train_step
+from tests.support.controller import TOKENS, ControllerProcess, make_config, make_run_dir, running_controller
+from tests.support.valkey import ValkeyServer, running_valkey
+
+pytestmark = pytest.mark.slow
+
+SECONDS = 90.0
+
+
+class LiveTrainer(threading.Thread):
+    """A trainer without a model: the real session and its history, and the truth about what was trained."""
+
+    def __init__(self, url: str, name: str = "policy-0") -> None:
+        super().__init__(daemon=True)
+        self.session = Session(Environment(url, TOKENS["policy"], name, None, None), Departure(), 1)
+        self.trained: list[list[str]] = []
+        self.error: BaseException | None = None
+
+    @property
+    def steps(self) -> int:
+        return len(self.trained)
+
+    def run(self) -> None:
+        try:
+            self._train()
+            self.session.leave("finished")
+        except BaseException as error:
+            self.error = error
+            self.session.leave("crashed")
+
+    def _train(self) -> None:
+        session = self.session
+        reply = session.register()
+        finished = False
+        while not finished:
+            self._publish()
+            step = self.steps
+            data = None
+            while data is None:
+                data = session.call(api.step_batch(step, reply.policy_epoch, "all", wait_s=1.0))
+            table, frames = decode_batch(data)
+            assert len(frames) == table.n_samples
+            if not table.group_ids:
+                return
+            assert all(step - oldest <= 1 for oldest in table.oldest_version)
+            session.history.took(table)
+            time.sleep(0.03)
+            batch = session.history.applied(step, {"samples": float(table.n_samples)}, time.time())
+            self.trained.append(table.group_ids)
+            request = m.CommitRequest(**session.identity(), metrics={}, batch=batch)
+            answer = session.call(api.commit(step, request))
+            session.history.committed(answer)
+            assert answer.committed_steps == step + 1
+            finished = answer.finished
+        self._publish()
+
+    def _publish(self) -> None:
+        uri = f"{id(self)}-v{self.steps}"
+        request = m.PublishRequest(
+            **self.session.identity(),
+            version=self.steps,
+            uri=uri,
+            manifest_hash=uri,
+            content_hash=uri,
+            n_bytes=1,
+            newest_publication=self.session.history.newest_publication,
+        )
+        self.session.history.published(self.session.call(api.publish(request)))
+
+
+class LiveRollout(threading.Thread):
+    """A rollout replica that makes samples in no time, and registers again where it is not known any more."""
+
+    def __init__(self, url: str, name: str) -> None:
+        super().__init__(daemon=True)
+        self.client = Client(url, TOKENS["rollout"], patience=SECONDS)
+        self.driver = Rollout(self.client, name)
+        self.ids: dict[int, str] = {}
+        self.beat_at = 0.0
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self.driver.register()
+            while self._once():
+                time.sleep(0.005)
+        except BaseException as error:
+            self.error = error
+
+    def _once(self) -> bool:
+        driver = self.driver
+        try:
+            if time.monotonic() > self.beat_at:
+                driver.beat(set())  # what it is said to hold it has pushed, or never heard of
+                self.beat_at = time.monotonic() + 0.2
+            publication = self.client.send(api.latest_publication(driver.publication_id))
+            if publication is not None:
+                known = self.ids.setdefault(publication.id, publication.manifest_hash)
+                assert known == publication.manifest_hash, "an id was used for other content"
+                driver.take(publication)
+            reply = driver.lease(2, wait_s=0.2)
+            if reply.groups:
+                driver.finish(reply.groups)
+            return reply.status is not m.LeaseStatus.FINISHED
+        except Refused as error:
+            if error.code is not ErrorCode.UNKNOWN_REPLICA:
+                raise
+            publication_id, version = driver.publication_id, driver.version
+            driver.register(newest_publication=publication_id)
+            driver.publication_id, driver.version = publication_id, version
+            return True
+
+
+def cut(directory: Path, keep: Callable[[int], int]) -> None:
+    """Cut the newest append-only file, as a power cut would that lost its end."""
+    (newest,) = sorted((directory / "appendonlydir").glob("*.incr.aof"))[-1:]
+    size = newest.stat().st_size
+    with newest.open("r+b") as file:
+        file.truncate(keep(size))
+
+
+def lose(valkey: ValkeyServer, process: ControllerProcess, keep: Callable[[int], int]) -> None:
+    """Controller and Redis die at once, Redis loses the end of its file, and both come back."""
+    process.stop(signal.SIGKILL)
+    valkey.stop(signal.SIGKILL)
+    cut(valkey._directory, keep)
+    valkey.start()
+    process.start()
+
+
+def until(look: Callable[[], bool], what: str) -> None:
+    give_up = time.monotonic() + SECONDS
+    while not look():
+        assert time.monotonic() < give_up, what
+        time.sleep(0.01)
+
+
+@contextmanager
+def job(run_dir: Path) -> Iterator[tuple[ValkeyServer, ControllerProcess]]:
+    with running_valkey() as valkey, running_controller(run_dir, valkey.url) as process:
+        yield valkey, process
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_the_file_is_cut_at_random_places_while_everybody_works(tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    config = make_config(
+        controller={"heartbeat_interval": 0.2},
+        validation={"enable": seed == 2, "freq": 5},
+    )
+    with job(make_run_dir(tmp_path / "run", config, rows=40)) as (valkey, process):
+        trainer = LiveTrainer(process.url)
+        rollouts = [LiveRollout(process.url, f"rollout-{i}") for i in range(2)]
+        for thread in (trainer, *rollouts):
+            thread.start()
+        for loss in range(3):
+            target = (loss + 1) * 5
+            until(lambda target=target: trainer.steps >= target or not trainer.is_alive(), "no progress")
+            assert trainer.error is None
+            share = 0.0 if seed == 2 and loss == 2 else 1 - chance.random() ** 2
+            lose(valkey, process, lambda size, share=share: int(size * share))
+        trainer.join(SECONDS)
+        for rollout in rollouts:
+            rollout.join(SECONDS)
+            assert rollout.error is None
+        assert not trainer.is_alive()
+        assert trainer.error is None
+        with process.client() as user:
+            ledger, status = user.send(api.ledger()), user.send(api.job())
+            steps = user.send(api.steps())
+            groups = {
+                group["epoch"] * 40 + group["position"]: group["step"]
+                for group in user._http.get("/v1/groups", params={"limit": 1000}).json()
+            }
+    truth = {name: step for step, names in enumerate(trainer.trained) for name in names}
+    assert len(truth) == sum(map(len, trainer.trained)) == 40, "each position exactly once"
+    assert {f"e0-p{position}": step for position, step in groups.items()} == truth
+    assert (ledger.created, ledger.states["trained"] + ledger.states["durable"]) == (40, 40)
+    assert sum(ledger.staleness.values()) == 80
+    assert (ledger.over_bound, ledger.max_staleness <= 1) == (0, True)
+    assert (status.phase, status.step, status.timeline) == (Phase.FINISHED, 20, 0)
+    assert [record.step for record in steps] == list(range(20))
+
+
+def test_a_trainer_that_was_replaced_in_lost_history_is_refused(tmp_path: Path) -> None:
+    """The newer registration is forgotten; its trainer declares itself, and the older one may not go on."""
+    with (
+        job(make_run_dir(tmp_path / "run", make_config(), rows=12)) as (valkey, process),
+        process.client("rollout") as client,
+        process.client("policy") as policy,
+        process.client() as user,
+    ):
+        old, rollout = Trainer(policy), Rollout(client)
+        old.register()
+        old.publish(0)
+        rollout.register()
+        train_step(old, rollout, 0)
+        kept = next((valkey._directory / "appendonlydir").glob("*.incr.aof")).stat().st_size
+        session = Session(Environment(process.url, TOKENS["policy"], "policy-0", None, None), Departure(), 1)
+        newer = session.register(resume_step=0)
+        assert newer.timeline == 1
+        lose(valkey, process, lambda size: min(size, kept))
+        session.call(api.step_batch(0, newer.policy_epoch, "none"))  # refused at first: it declares itself
+        assert session.mends == 1
+        with pytest.raises(Refused) as refused:
+            old.commit(1)
+        assert refused.value.code is ErrorCode.STALE_EPOCH
+        status, ledger = user.send(api.job()), user.send(api.ledger())
+        assert (status.timeline, status.step, ledger.states["trained"]) == (1, 0, 0)
+        again = Session(Environment(process.url, TOKENS["policy"], "policy-0", None, None), Departure(), 1)
+        again.register(resume_step=0)
+        with pytest.raises(ReplacedError):
+            session.call(api.step_batch(0, newer.policy_epoch, "none"))
+        for one in (session, again):
+            one.leave("done")
+
+
+def test_an_empty_store_goes_on_from_the_checkpoint_alone(stage: Stage) -> None:
+    config = make_config(train={"ckpt": {"enable_checkpoint": True}})
+    first = stage.serve(config)
+    trainer, rollout = stage.ready(first)
+    for step in range(3):
+        train_step(trainer, rollout, step)
+    snapshot = trainer.client.send(api.ledger_snapshot(3))
+    second = stage.serve(config)  # another run directory: another job, with nothing in Redis
+    resumed = stage.trainer(second)
+    request = m.RegisterRequest(
+        request_id=secrets.token_hex(8), role="policy", name="policy-0", resume_step=3, snapshot=snapshot
+    )
+    resumed.reply = resumed.client.send(api.register(request))
+    assert (resumed.reply.committed_steps, resumed.reply.timeline, resumed.reply.timeline_began) == (3, 1, 3)
+    rollout = stage.rollout(second)
+    resumed.publish(3)
+    rollout.register()
+    for step in range(3, 6):
+        last = train_step(resumed, rollout, step)
+    assert last.finished
+    ledger = stage.client(second).send(api.ledger())
+    assert (ledger.created, ledger.states["trained"] + ledger.states["durable"]) == (12, 12)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"n_positions": 13}, "13 prepared rows"),
+        ({"frontier": 10**9}, "positions were handed out"),
+        ({"untrained": [5, 5]}, "must rise"),
+        ({"committed_steps": 4}, "different checkpoints"),
+        ({"order": "shuffled by 99"}, "another order"),
+    ],
+)
+def test_a_hostile_snapshot_is_a_clear_error_and_registers_nobody(
+    stage: Stage, changes: dict[str, object], says: str
+) -> None:
+    served = stage.serve()
+    fields = {
+        "committed_steps": 3,
+        "timeline": 0,
+        "frontier": 6,
+        "untrained": [],
+        "n_positions": 12,
+        **changes,
+    }
+    body = {
+        "request_id": "hostile-request",
+        "role": "policy",
+        "name": "p",
+        "resume_step": 3,
+        "snapshot": fields,
+    }
+    trainer = stage.trainer(served)
+    with pytest.raises(Refused, match=says):
+        trainer.client.send(api.register(m.RegisterRequest.model_validate(body)))
+    assert served.job.registry.by_name("p") is None
+    assert served.job.progress.committed == 0
+
+
+def test_supervised_steps_are_replayed_and_resumed(stage: Stage) -> None:
+    train = {"train_policy": {"type": "sft"}, "train_batch_per_replica": 4}
+    config = Config.model_validate({"train": train})
+    served = stage.serve(config, rows=24)
+    session = Session(Environment(served.url, TOKENS["policy"], "policy-0", None, None), Departure(), 1)
+    session.register()
+    for step in range(3):
+        session.history.applied(step, {"samples": 4.0}, time.time())
+    commit = session.call(api.commit(2, m.CommitRequest(**session.identity(), metrics={})))
+    assert commit.committed_steps == 3, "the first two were replayed"
+    session.leave("done")
+    user = stage.client(served)
+    assert [record.metrics for record in user.send(api.steps())] == [{"samples": 4.0}] * 3
+    snapshot = stage.client(served, "policy").send(api.ledger_snapshot(3))
+    other = stage.serve(config, rows=24)
+    request = m.RegisterRequest(
+        request_id=secrets.token_hex(8), role="policy", name="policy-0", resume_step=3, snapshot=snapshot
+    )
+    reply = stage.client(other, "policy").send(api.register(request))
+    assert (reply.committed_steps, reply.timeline, reply.total_steps) == (3, 1, 6)
+    third = stage.serve(config, rows=25)
+    with pytest.raises(Refused, match="24 prepared rows"):
+        stage.client(third, "policy").send(api.register(request))

@@ -1,0 +1,371 @@
+"""The store loses any suffix of its history: the ledger becomes again what the trainer's weights contain."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from controller.admission import schedulable
+from controller.ledger import Ledger, LedgerError, LedgerParams
+from controller.publications import Publications
+from controller.reconcile import (
+    Claim,
+    FromSnapshot,
+    Known,
+    NeedSnapshot,
+    Refuse,
+    Replay,
+    decide,
+    overdue,
+    resumes_in,
+)
+from schema.wire.batch import StepTable
+from schema.wire.messages import ErrorCode, HeldLease, LedgerSnapshot
+from schema.wire.weights import Publication
+from tests.controller.drivers import make_header
+from tests.controller.lost_history import World
+
+PARAMS = LedgerParams(groups_per_step=2, n_samples=2, staleness_bound=1, n_positions=10)
+
+
+def claim(**changes: Any) -> Claim:
+    fields: dict[str, Any] = {"policy_epoch": 7, "timeline": 1, "began": 4, "first": 4, "steps": 9}
+    return Claim(**{**fields, **changes})
+
+
+@pytest.mark.parametrize(
+    ("known", "claimed", "expected"),
+    [
+        (Known(7, 1, 9), claim(), Replay(9)),
+        (Known(7, 1, 6), claim(), Replay(6)),
+        (Known(5, 0, 8), claim(), Replay(4, back_to=4)),
+        (Known(5, 0, 3), claim(), NeedSnapshot(0)),
+        (Known(0, 0, 0), claim(), NeedSnapshot(0)),
+        (Known(0, 0, 0), claim(timeline=0, began=0, first=0), Replay(0)),
+        (Known(0, 0, 5), claim(timeline=3, began=0, first=0), Replay(0, back_to=0)),
+        (Known(7, 1, 4), claim(first=6), NeedSnapshot(4)),
+        (Known(7, 1, 4), claim(first=6, snapshot_step=8, snapshot_timeline=1), FromSnapshot(8)),
+        (Known(5, 0, 8), claim(timeline=2, first=8, began=8, steps=8), NeedSnapshot(0)),
+    ],
+)
+def test_what_follows_from_what_both_know(known: Known, claimed: Claim, expected: object) -> None:
+    assert decide(known, claimed) == expected
+
+
+@pytest.mark.parametrize(
+    ("known", "claimed", "code", "says"),
+    [
+        (Known(8, 1, 5), claim(), ErrorCode.STALE_EPOCH, "another trainer"),
+        (Known(7, 2, 5), claim(), ErrorCode.CONFLICT, "timeline 2"),
+        (Known(7, 1, 10), claim(), ErrorCode.CONFLICT, "must start again"),
+        (Known(7, 1, 4), claim(first=6, snapshot_step=5), ErrorCode.CONFLICT, "newest checkpoint covers 5"),
+        (Known(7, 1, 4), claim(first=6, snapshot_step=10), ErrorCode.CONFLICT, "newest checkpoint covers 10"),
+        (Known(7, 1, 4), claim(first=10), ErrorCode.BAD_REQUEST, "cannot replay"),
+        (Known(7, 1, 4), claim(began=10), ErrorCode.BAD_REQUEST, "begun at 10"),
+    ],
+)
+def test_who_is_refused(known: Known, claimed: Claim, code: ErrorCode, says: str) -> None:
+    decision = decide(known, claimed)
+    assert isinstance(decision, Refuse)
+    assert decision.code is code
+    assert says in decision.reason
+
+
+def test_a_checkpoint_of_another_timeline_is_not_in_the_ledger_though_the_numbers_fit() -> None:
+    known, began = Known(3, 1, 9), 4
+    assert resumes_in(known, began, 8, 1)
+    assert resumes_in(known, began, 4, 0)
+    assert not resumes_in(known, began, 5, 0), "its step 5 is of the timeline that was left at 4"
+    assert not resumes_in(known, began, 8, 2), "a timeline that the store has forgotten"
+    assert not resumes_in(known, began, 10, 1)
+    assert resumes_in(known, began, 0, 5), "the initial weights are the same in all"
+    assert resumes_in(known, began, 7, None)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), max_size=7),
+    st.integers(0, 4),
+    st.integers(1, 2),
+)
+def test_what_is_given_up_is_the_least_that_must_be(
+    jobs: list[tuple[int, int]], first: int, slots: int
+) -> None:
+    given_up = set(overdue(jobs, first, slots))
+
+    def possible(kept: set[int]) -> bool:
+        deadlines = [jobs[index][0] for index in kept]
+        counts = {deadline: deadlines.count(deadline) for deadline in deadlines}
+        return all(deadline >= first for deadline in deadlines) and schedulable(counts, first, slots)
+
+    everything = set(range(len(jobs)))
+    assert possible(everything - given_up)
+    best = max(
+        sum(jobs[index][1] for index in kept)
+        for size in range(len(jobs) + 1)
+        for kept in itertools.combinations(everything, size)
+        if possible(set(kept))
+    )
+    assert sum(jobs[index][1] for index in everything - given_up) == best
+
+
+# ---- the whole --------------------------------------------------------------------------------------------
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> LedgerParams:
+    fields: dict[str, Any] = {
+        "groups_per_step": draw(st.integers(1, 4)),
+        "n_samples": draw(st.integers(1, 3)),
+        "staleness_bound": draw(st.integers(0, 3)),
+        "n_positions": draw(st.integers(2, 25)),
+        "n_epochs": draw(st.integers(1, 2)),
+        "max_steps": draw(st.none() | st.integers(1, 8)),
+        "max_attempts": 50,
+        "on_reward_error": draw(st.sampled_from(["retry", "mask", "drop"])),
+        "filter_metrics": draw(st.sampled_from([(), ("r",)])),
+        "keep_payloads": True,
+        "keep_recent": draw(st.sampled_from([2, 512])),
+    }
+    return LedgerParams(**fields)
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(jobs(), st.integers(0, 2**32), st.integers(1, 3), st.sampled_from([0.3, 1.0, 3.0]), st.booleans())
+def test_any_loss_at_any_moment(
+    params: LedgerParams, seed: int, n_rollouts: int, chaos: float, forgetful: bool
+) -> None:
+    World(seed, params, n_rollouts, forgetful=forgetful).run(chaos, max_events=6000)
+
+
+@pytest.mark.parametrize("seed", [148, 159, 320])
+def test_a_long_job_that_loses_its_history_all_the_time(seed: int) -> None:
+    params = LedgerParams(
+        groups_per_step=3,
+        n_samples=2,
+        staleness_bound=seed % 3,
+        n_positions=40,
+        max_attempts=50,
+        filter_metrics=("r",),
+        keep_payloads=True,
+        keep_recent=8,
+    )
+    world = World(seed, params, 3)
+    world.run(chaos=1.0)
+    assert min(world.seen[what] for what in ("lost", "replayed", "crash", "zombie")) > 0
+
+
+# ---- what may not be believed -----------------------------------------------------------------------------
+
+
+def snapshot(**changes: Any) -> LedgerSnapshot:
+    fields: dict[str, Any] = {
+        "committed_steps": 2,
+        "timeline": 0,
+        "frontier": 6,
+        "untrained": [4],
+        "dropped": {"stale": 1},
+        "n_positions": 10,
+    }
+    return LedgerSnapshot.model_validate({**fields, **changes})
+
+
+def test_a_ledger_begins_from_a_snapshot_and_forgets_what_it_was() -> None:
+    ledger = Ledger(PARAMS)
+    ledger.lease("r", "request-1", 0, 0, 3, 0.0)
+    ledger.take_changes()
+    ledger.begin_from(snapshot())
+    status = ledger.status()
+    assert (ledger.committed, ledger.timeline, ledger.began, ledger.durable) == (2, 1, 2, 2)
+    assert sum(status.states.values()) == status.created == 6
+    assert (status.states["durable"], status.states["waiting"], status.dropped) == (4, 1, {"stale": 1})
+    assert set(ledger.take_changes().removed) == {"e0-p0", "e0-p1", "e0-p2"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"n_positions": 11}, "11 prepared rows"),
+        ({"frontier": 11}, "11 positions were handed out"),
+        ({"untrained": [4, 4]}, "must rise"),
+        ({"untrained": [5, 4]}, "must rise"),
+        ({"untrained": [6]}, "below its frontier"),
+        ({"untrained": [0, 1, 2, 3, 4, 5]}, "more than the 6"),
+        ({"dropped": {"stale": 6}}, "more than the 6"),
+        ({"dropped": {"boredom": 1}}, "boredom"),
+        ({"order": "shuffled by 8"}, "another order"),
+    ],
+)
+def test_a_snapshot_that_cannot_be_is_refused_and_changes_nothing(changes: dict[str, Any], says: str) -> None:
+    params = LedgerParams(
+        groups_per_step=2, n_samples=2, staleness_bound=1, n_positions=10, order="shuffled by 7"
+    )
+    ledger = Ledger(params)
+    ledger.lease("r", "request-1", 0, 0, 3, 0.0)
+    before = ledger.status()
+    with pytest.raises(LedgerError, match=says):
+        ledger.begin_from(snapshot(**changes))
+    assert ledger.status() == before
+
+
+def table(step: int, names: list[str], **changes: Any) -> StepTable:
+    n = len(names)
+    fields: dict[str, Any] = {
+        "step": step,
+        "timeline": 0,
+        "policy_epoch": 1,
+        "group_ids": names,
+        "group": list(range(n)),
+        "index": [0] * n,
+        "score": [1.0] * n,
+        "rewards": {"r": [1.0] * n},
+        "prompt_tokens": [1] * n,
+        "response_tokens": [1] * n,
+        "total_tokens": [2] * n,
+        "oldest_version": [step] * n,
+        "newest_version": [step] * n,
+        "finish_reason": ["stop"] * n,
+    }
+    return StepTable.model_validate({**fields, **changes})
+
+
+def test_a_replayed_step_takes_its_groups_wherever_they_are() -> None:
+    ledger = Ledger(PARAMS)
+    (held,) = ledger.lease("r", "request-1", 0, 0, 1, 0.0).groups
+    assert ledger.replay(table(0, ["e0-p0", "e0-p3"])).committed_steps == 1
+    status = ledger.status()
+    assert (status.states["trained"], status.states["waiting"], status.created) == (2, 2, 4)
+    assert status.staleness == {0: 2}
+    assert held.lease_id is None
+    assert ledger.replay(table(0, ["e0-p0", "e0-p3"])).duplicate
+
+
+@pytest.mark.parametrize(
+    ("replayed", "says"),
+    [
+        (table(2, []), "step 1 is next"),
+        (table(1, ["e0-p0"]), "trained in step 0"),
+        (table(1, ["e0-p4", "e0-p4"]), "twice"),
+        (table(1, ["e0-p4", "e0-p5", "e0-p6"]), "2 at most"),
+        (table(1, ["e0-p10"]), "no group of"),
+        (table(1, ["e1-p0"]), "no group of"),
+        (table(1, ["e0-p04"]), "no group of"),
+        (table(1, ["../../etc"]), "no group of"),
+        (table(1, ["e0-p4"], oldest_version=[-1], newest_version=[1]), "row 0"),
+        (table(1, ["e0-p4"], index=[2]), "sample 2"),
+        (table(1, ["e0-p4"], finish_reason=["bored"]), "row 0"),
+        (table(1, ["e0-p4"], score=[float("nan")]), "row 0"),
+    ],
+)
+def test_a_replay_that_cannot_be_is_refused_and_changes_nothing(replayed: StepTable, says: str) -> None:
+    ledger = Ledger(PARAMS)
+    ledger.replay(table(0, ["e0-p0"]))
+    before = ledger.status()
+    if replayed.oldest_version == [-1]:
+        replayed = table(3, ["e0-p4"], oldest_version=[0], newest_version=[3])
+        ledger.replay(table(1, ["e0-p1"]))
+        ledger.replay(table(2, ["e0-p2"]))
+        before = ledger.status()
+    with pytest.raises(LedgerError, match=says):
+        ledger.replay(replayed)
+    assert ledger.status() == before
+
+
+# ---- publications -----------------------------------------------------------------------------------------
+
+
+def publication(number: int, version: int, digest: str, timeline: int = 0) -> Publication:
+    return Publication(
+        id=number,
+        version=version,
+        timeline=timeline,
+        uri=digest,
+        manifest_hash=digest,
+        content_hash=digest,
+        n_bytes=1,
+    )
+
+
+def test_forgotten_publications_keep_their_ids_and_an_id_never_means_anything_else() -> None:
+    publications = Publications(keep=2)
+    publications.heard(9)
+    publications.declare([publication(7, 6, "six"), publication(8, 7, "seven")], timeline=0)
+    assert publications.newest_id == 8
+    assert publications.valid(7, "six") is not None
+    assert publications.valid(7, "other") is None
+    publications.declare([publication(8, 7, "another seven")], timeline=0)
+    newest = publications.newest
+    assert newest is not None
+    assert (newest.id, newest.manifest_hash) == (10, "another seven")
+    assert publications.valid(8, "seven") is not None
+    restored = Publications(2, [entry.to_record() for entry in publications.take_changes()], 12)
+    assert restored.highest_id == 12
+
+
+def test_a_number_from_nowhere_is_not_believed() -> None:
+    publications = Publications(keep=2)
+    publications.heard(10**15)
+    assert publications.highest_id == 0
+
+
+def test_files_that_the_trainer_does_not_declare_are_gone() -> None:
+    publications = Publications(keep=2)
+    publications.declare([publication(1, 0, "a"), publication(2, 1, "b"), publication(3, 2, "c")], timeline=0)
+    publications.declare([publication(1, 0, "a"), publication(3, 2, "c")], timeline=0)
+    assert publications.valid(2) is not None
+    publications.declare([publication(1, 0, "a")], timeline=0)
+    assert publications.newest_id == 1
+
+
+# ---- leases -----------------------------------------------------------------------------------------------
+
+
+def held(group: str, version: int = 0, pushed: Sequence[int] = ()) -> HeldLease:
+    return HeldLease(group_id=group, lease_id=f"lease-of-{group}", version=version, pushed=list(pushed))
+
+
+def test_a_forgotten_lease_is_taken_back_and_its_samples_count() -> None:
+    ledger = Ledger(PARAMS)
+    assert ledger.adopt("r", [held("e0-p1")], 0.0) == []
+    status = ledger.status()
+    assert (status.states["leased"], status.states["waiting"], status.created) == (1, 1, 2)
+    outcome = ledger.push("e0-p1", "lease-of-e0-p1", 0, make_header(0, 0), 10, 0.0)
+    assert outcome.accepted
+    assert ledger.renew("r", ["lease-of-e0-p1"], 1.0) == []
+
+
+@pytest.mark.parametrize(
+    "lease",
+    [
+        held("e0-p1", version=-1),
+        held("e0-p1", pushed=[0]),
+        held("e0-p0"),
+        held("e0-p9"),
+        held("e0-p99"),
+        held("v1-p0"),
+        held("e0-p3", version=1),
+    ],
+    ids=[
+        "no version",
+        "its sample is lost",
+        "another holds it",
+        "far away",
+        "no position",
+        "no group",
+        "stale",
+    ],
+)
+def test_a_lease_that_cannot_be_taken_back_is_lost(lease: HeldLease) -> None:
+    ledger = Ledger(PARAMS)
+    ledger.lease("other", "request-1", 0, 0, 1, 0.0)
+    if lease.version == 1:
+        for step in range(3):
+            ledger.replay(table(step, [f"e0-p{step + 4}"]))
+    before = ledger.status()
+    assert ledger.adopt("r", [lease], 0.0) == [lease.lease_id]
+    assert ledger.status() == before

@@ -1,0 +1,148 @@
+"""A whole job over https and rediss with a password, and not one byte of a secret anywhere it could be read."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from controller import api
+from controller.client import Client, Untrusted
+from tests.e2e.program import COMMAND, Program, check_ledger, write_config
+from tests.support.certificates import make_certificates
+from tests.support.tls_proxy import tls_proxy
+from tests.support.valkey import running_valkey
+
+pytestmark = pytest.mark.e2e
+
+PLANTED = {
+    "COSMOS_REDIS_PASSWORD": "planted-redis-password",
+    "HF_TOKEN": "hf_plantedhubtoken",
+    "AWS_SECRET_ACCESS_KEY": "planted-aws-secret",
+    "COSMOS_CUSTOM__HOOK": "https://bot:planted-user-info@hooks.example.org/x?token=planted-query-token&n=1",
+}
+IN_ADDRESSES = ("planted-user-info", "planted-query-token")
+
+EXTRA = """
+tls_cert = "{cert}"
+tls_key = "{key}"
+tls_ca = "{ca}"
+
+[redis]
+url = "rediss://default@127.0.0.1:{port}/0"
+tls_ca = "{ca}"
+tls_cert = "{client_cert}"
+tls_key = "{client_key}"
+
+[launcher]
+"""
+
+
+def secrets_of(program: Program) -> set[str]:
+    """Every token that a process of the job holds in its environment."""
+    found = set()
+    for process in program.note_processes():
+        try:
+            environ = process.environ()
+        except psutil.Error:
+            continue
+        found |= {value for name, value in environ.items() if name.startswith("COSMOS_TOKEN")}
+    return found
+
+
+def where_read(program: Program, secrets: set[str]) -> list[str]:
+    """Files of the run that hold a secret, but for those that are there to hold one, and command lines that do."""
+    found = []
+    keep = program.run_dir / ".tokens"
+    for path in [*program.run_dir.rglob("*"), program.config.parent / "launcher.log"]:
+        if path.is_file() and keep not in path.parents:
+            data = path.read_bytes()
+            found += [f"{path}: {secret[:12]}…" for secret in secrets if secret.encode() in data]
+    for process in program.note_processes():
+        try:
+            line = "\0".join(process.cmdline())
+        except psutil.Error:
+            continue
+        found += [f"command line of {process.pid}" for secret in secrets if secret in line]
+    return found
+
+
+def command(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(COMMAND), *arguments],
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_a_job_over_tls_gives_no_secret_away(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in PLANTED.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("COSMOS_TLS_CA", raising=False)
+    made = make_certificates(tmp_path / "tls")
+    with (
+        running_valkey(password=PLANTED["COSMOS_REDIS_PASSWORD"]) as server,
+        tls_proxy(server.url, made.server_context(ask_client=True)) as port,
+    ):
+        config = write_config(tmp_path, model, steps=5, validation=False)
+        files = {name: getattr(made, name) for name in ("ca", "cert", "key", "client_cert", "client_key")}
+        config.write_text(config.read_text().replace("\n[launcher]\n", EXTRA.format(port=port, **files)))
+        with Program(config) as program:
+            monkeypatch.setenv("COSMOS_TLS_CA", str(made.ca))  # for the test's own client
+            program.until_step(1)
+            with program.client() as user:  # it must not end while we look around
+                user.send(api.operate("pause"))
+            secrets = {*secrets_of(program), *list(PLANTED.values())[:3], *IN_ADDRESSES}
+            assert len(secrets) == 3 + 3 + 2, "the tokens of three roles, and what was planted"
+            _look_as_users_do(program, secrets)
+            with program.client() as user:
+                user.send(api.operate("resume"))
+            summary = program.finish()
+            check_ledger(summary, 2, trained=5 * 4)
+            assert where_read(program, secrets) == []
+            assert all(secret not in program.output() for secret in secrets)
+        tokens = program.run_dir / ".tokens"
+        assert stat.S_IMODE(tokens.stat().st_mode) == 0o700
+        assert {stat.S_IMODE(path.stat().st_mode) for path in tokens.iterdir()} == {0o600}
+        with server.client() as redis:
+            stored = b"".join(redis.dump(key) or b"" for key in redis.keys("*"))
+        assert all(secret.encode() not in stored for secret in secrets)
+
+
+def _look_as_users_do(program: Program, secrets: set[str]) -> None:
+    url = json.loads((program.run_dir / "controller.json").read_text())["url"]
+    assert url.startswith("https://127.0.0.1:")
+    token = (program.run_dir / ".tokens" / "user").read_text()
+    shown = [
+        command("status", str(program.run_dir), COSMOS_TLS_CA=""),
+        command("status", url, COSMOS_TOKEN=token),
+        command("show", "--config", str(program.config)),
+        command("validate", str(program.config)),
+    ]
+    assert [done.returncode for done in shown[:2]] == [0, 0], (shown[0].stderr, shown[1].stderr)
+    texts = [done.stdout + done.stderr for done in shown]
+    ca = os.environ["COSMOS_TLS_CA"]
+    with Client(url, token, tls_ca=ca) as client:
+        assert client.send(api.job()).step >= 1
+        for path in ("/v1/config", "/metrics", "/v1/job", "/v1/replicas", "/v1/steps", "/v1/openapi.json"):
+            answer = client._http.get(url + path)
+            assert answer.status_code == 200
+            texts.append(answer.text)
+        texts.append(client._http.get(url + "/v1/job", headers={"authorization": "Bearer wrong"}).text)
+    for text in texts:
+        assert all(secret not in text for secret in secrets), text
+    with Client(url, token, tls_ca="") as client, pytest.raises(Untrusted):
+        client.send(api.job())
+    with pytest.raises(httpx.TransportError):
+        httpx.get(url.replace("https://", "http://") + "/healthz", trust_env=False)

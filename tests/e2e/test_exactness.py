@@ -1,0 +1,36 @@
+"""Whoever is killed, the same bits come out; for longer: `python -m tests.chaos.exactness --seeds N`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.exactness import Kill, check_same, exact_grpo, exact_sft, run
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+
+
+def folder(root: Path, name: str) -> Path:
+    path = root / name
+    path.mkdir()
+    return path
+
+
+def test_reinforcement_ends_with_the_same_bits(tmp_path: Path, model: Path) -> None:
+    """The trainer dies between two checkpoints; then the launcher, and with it all that it has started."""
+    calm = run(exact_grpo(folder(tmp_path, "calm"), model, steps=5))
+    assert calm.ledger["dropped"].get("zero_variance", 0) > 0, "groups without signal are replaced"
+    kills = [Kill("policy_worker", 1, 0.2), Kill("launcher", 3, 0.1)]
+    disturbed = run(exact_grpo(folder(tmp_path, "disturbed"), model, steps=5), kills)
+    assert len(disturbed.kills) == len(kills), "the run was over before"
+    check_same(calm, disturbed)
+
+
+def test_supervised_training_ends_with_the_same_bits(tmp_path: Path, model: Path) -> None:
+    calm = run(exact_sft(folder(tmp_path, "calm"), model, steps=60))
+    disturbed = run(
+        exact_sft(folder(tmp_path, "disturbed"), model, steps=60), [Kill("policy_worker", 15, 0.0)]
+    )
+    assert disturbed.kills, "the run was over before"
+    check_same(calm, disturbed)

@@ -1,0 +1,145 @@
+"""Kill -9 of every kind of process at seeded random moments of a real job: nothing is lost and nothing is left.
+
+The short form of `python -m tests.chaos`, which says what is looked at afterwards (`tests.chaos.judge`,
+`tests.chaos.traces`). And what no restart mends: rewards that fail, a prompt that kills whoever takes it.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from controller.api import Call
+from controller.client import Client
+from tests.chaos.job import StruckJob
+from tests.chaos.plan import JobPlan, Role, Strike
+from tests.chaos.servers import ObjectStore
+from tests.chaos.setting import Setting
+from tests.e2e.program import Program, check_ledger, write_config
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+
+REWARDS = """
+import os
+import pathlib
+import signal
+import time
+
+def once(marker, kind):
+    path = pathlib.Path(marker + kind)
+    first = not path.exists()
+    path.touch()
+    return first
+
+def moody(completion, row, marker):
+    kind = row["answer"]
+    if kind == "raises":
+        raise KeyError("never a reward for this")
+    if kind == "kills":
+        os.kill(os.getppid(), signal.SIGSEGV)
+        time.sleep(60)
+    if kind == "hangs" and once(marker, kind):
+        time.sleep(3600)
+    if kind == "exits" and once(marker, kind):
+        os._exit(7)
+    return len(completion) / 10
+"""
+
+
+def strikes(seed: int, roles: tuple[Role, ...]) -> tuple[Strike, ...]:
+    """In random order, each some moments after the first step that follows the one before."""
+    rng = random.Random(seed)
+    order = rng.sample(roles, len(roles))
+    order.sort(key=lambda role: role != "data")
+    return tuple(
+        Strike(
+            role,
+            "start" if role == "data" else "progress",
+            0.0 if role == "data" else rng.uniform(0.0, 1.0),
+            rng.random(),
+            rng.uniform(0.0, 1.0),
+        )
+        for role in order
+    )
+
+
+@pytest.mark.parametrize(
+    ("seed", "roles"),
+    [
+        (1, ("controller", "redis", "reward", "store", "policy")),
+        (2, ("data", "rollout", "launcher")),
+    ],
+)
+def test_whoever_is_killed_nothing_is_lost(
+    tmp_path: Path, model: Path, seed: int, roles: tuple[Role, ...]
+) -> None:
+    plan = JobPlan(seed, 1, strikes(seed, roles))
+    setting = Setting(rows=160, epochs=1, save_freq=4)
+    with ObjectStore() as store:
+        job = StruckJob(plan, setting, tmp_path / "job", model, lambda kill: None, len(roles), store=store)
+        verdict = job.run()
+    assert verdict.violations == [], (tmp_path / "job" / "launcher.log").read_text()[-5000:]
+    assert len(verdict.kills) >= len(roles) - 1, "the job is long enough to be hit"
+    assert verdict.dropped == 0
+
+
+def moody_job(folder: Path, model: Path, kinds: list[str], rows: int, **changes: str) -> Path:
+    """A job whose first prompts are of these kinds, in their order."""
+    (folder / "rewards.py").write_text(REWARDS)
+    answers = [*kinds, *["plain"] * (rows - len(kinds))]
+    data = [{"prompt": f"{i} + {i} = ?", "answer": answer} for i, answer in enumerate(answers)]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, data)))
+    config = write_config(folder, model, steps=1000, validation=False)
+    text = config.read_text()
+    for old, new in {
+        '"synthetic:addition"\noptions = { n = 200, digits = 2, phrasings = 1 }': f'"{folder}/rows.jsonl"',
+        "{ boxed_math = 1.0, format = 0.2 }": f'{{ "{folder}/rewards.py:moody" = 1.0 }}\ndataloader_shuffle = false',
+        "[controller]\n": f'[reward]\ntimeout = 2.0\n{changes["reward"]}\n[custom]\nmarker = "{folder}/"\n\n'
+        f"[controller]\nmax_attempts = 2\n",
+        "[launcher]\n": "[launcher]\nmax_restarts = 20\n",
+    }.items():
+        assert old in text
+        text = text.replace(old, new, 1)
+    config.write_text(text)
+    return config
+
+
+def dropped_groups(client: Client) -> list[dict[str, Any]]:
+    call: Call[list[dict[str, Any]]] = Call(
+        "GET", "/v1/groups", lambda answer: json.loads(answer.body), params={"state": "dropped"}
+    )
+    return client.send(call)
+
+
+def test_failing_rewards_are_tried_again_and_poison_is_dropped_with_its_cause(
+    tmp_path: Path, model: Path
+) -> None:
+    config = moody_job(tmp_path, model, ["hangs", "plain", "exits", "raises", "kills"], 60, reward="")
+    with Program(config) as program:
+
+        def both(client: Client) -> list[dict[str, Any]] | None:
+            found = dropped_groups(client)
+            return found if len(found) == 2 else None
+
+        raises, kills = program.until("the drop of two groups", both)
+        summary = program.finish()
+    assert (raises["id"], raises["reason"]) == ("e0-p3", "reward_error")
+    assert "KeyError: 'never a reward for this'" in raises["error"]
+    assert "rewards.py" in raises["error"], "the traceback says where"
+    assert (kills["id"], kills["reason"]) == ("e0-p4", "poison")
+    assert "crashed" in kills["error"]
+    ledger = check_ledger(summary, 2, trained=58)
+    assert ledger.dropped == {"reward_error": 1, "poison": 1}
+    assert sum(ledger.staleness.values()) == 58 * 4, "what hung or died once has its reward in the end"
+
+
+def test_failing_rewards_are_masked_where_that_is_asked_for(tmp_path: Path, model: Path) -> None:
+    config = moody_job(tmp_path, model, ["hangs", "exits"], 12, reward='on_error = "mask"')
+    with Program(config) as program:
+        summary = program.finish()
+    ledger = check_ledger(summary, 2, trained=12)
+    assert sum(ledger.staleness.values()) == 12 * 4 - 2, "two samples without a reward are not trained"

@@ -1,0 +1,107 @@
+"""The real program, whose Redis loses history: cut at a random place, and gone altogether."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e.program import Program, check_ledger, write_config
+
+pytestmark = pytest.mark.e2e
+
+CHECKPOINTS = '\n[train.ckpt]\nenable_checkpoint = true\nsave_freq = 4\nsave_mode = "sync"\n'
+TRAINED = re.compile(r"step (\d+) of timeline (\d+) trains \d+ samples of versions (\d+) to (\d+): (.*)")
+
+
+def audit(log: Path) -> dict[int, tuple[int, list[str]]]:
+    """What the trainer's own log says: step -> oldest version and groups, of the timeline that counts."""
+    steps: dict[int, tuple[int, list[str]]] = {}
+    newest = -1
+    for line in log.read_text().splitlines():
+        match = TRAINED.search(line)
+        if match is None:
+            continue
+        step, timeline, oldest = (int(match[number]) for number in (1, 2, 3))
+        if timeline > newest:
+            newest = timeline
+            steps = {known: entry for known, entry in steps.items() if known < step}
+        groups: list[str] = []
+        for span in match[5].split():
+            prefix, _, numbers = span.rpartition("p")
+            first, _, last = numbers.partition("..")
+            groups += [f"{prefix}p{number}" for number in range(int(first), int(last or first) + 1)]
+        steps[step] = oldest, groups
+    return steps
+
+
+def check_truth(program: Program, n_steps: int, bound: int) -> None:
+    steps = audit(program.run_dir / "logs" / "policy-0.log")
+    assert sorted(steps) == list(range(n_steps))
+    trained = [name for _, groups in steps.values() for name in groups]
+    assert len(set(trained)) == len(trained) == 4 * n_steps, "each group exactly once, as the trainer saw it"
+    assert all(step - oldest <= bound for step, (oldest, _) in steps.items())
+
+
+def redis_of(program: Program) -> psutil.Process:
+    """The embedded server below the launcher."""
+    give_up = time.monotonic() + 60
+    while time.monotonic() < give_up:
+        for process in program.note_processes():
+            try:
+                if process.name().startswith("valkey-server"):
+                    return process
+            except psutil.Error:
+                continue
+        time.sleep(0.05)
+    raise AssertionError("there is no Redis")
+
+
+def lose(program: Program, share: float) -> None:
+    """Kill the controller and Redis, and cut Redis' file before it is started again."""
+    controller = program.pid_of("controller")
+    redis = redis_of(program)
+    redis.suspend()  # nothing is written any more, and nobody restarts it yet
+    os.kill(controller, signal.SIGKILL)
+    (newest,) = sorted((program.run_dir / "redis" / "appendonlydir").glob("*.incr.aof"))[-1:]
+    size = int(newest.stat().st_size * share)
+    with newest.open("r+b") as file:
+        file.truncate(size)
+    redis.kill()
+
+
+def test_redis_and_controller_die_and_the_file_loses_its_end(tmp_path: Path, model: Path) -> None:
+    chance = random.Random(5)
+    config = write_config(tmp_path, model, steps=16)
+    with Program(config) as program:
+        for step in (3, 8):
+            program.until_step(step)
+            lose(program, 1 - chance.random() / 2)
+        summary = program.finish()
+        check_truth(program, 16, 2)
+    check_ledger(summary, 2, trained=16 * 4)
+    assert sum(check_ledger(summary, 2).staleness.values()) == 16 * 16
+    assert [step["step"] for step in summary["steps"]] == list(range(16))
+    assert summary["status"]["timeline"] == 0, "the trainer lived on: nothing was trained again"
+
+
+def test_a_run_goes_on_from_its_checkpoint_when_redis_is_gone(tmp_path: Path, model: Path) -> None:
+    config = write_config(tmp_path, model, steps=8, validation=False)
+    config.write_text(config.read_text() + CHECKPOINTS)
+    with Program(config) as program:
+        program.until_step(5)
+        program.process.send_signal(signal.SIGINT)
+        assert program.process.wait(60) == 130
+    shutil.rmtree(program.run_dir / "redis")
+    with Program(config, ("--resume",)) as program:
+        summary = program.finish()
+        check_truth(program, 8, 2)
+    check_ledger(summary, 2, trained=8 * 4)
+    assert summary["status"]["timeline"] == 1

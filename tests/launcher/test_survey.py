@@ -1,0 +1,81 @@
+"""What is said of a job, and what to do next: from plain values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.checkpoints import Checkpoint, newest_checkpoint
+from launcher.survey import advice, exit_code, lines
+
+DIR = "/runs/mine"
+PROCESS = {"role": "rollout", "state": "up", "restarts": 4, "in_a_row": 1, "limit": 3}
+END = {
+    "at": 1000.0, "process": "rollout-0", "code": 137, "what": "killed by SIGKILL", "log": "r.log",
+    "lines": ["x", "y"],
+}  # fmt: skip
+
+
+def found(state: str, **changes: Any) -> dict[str, Any]:
+    launcher = {"pid": 7, "stage": "preparing data", "seen_at": 2000.0}
+    launcher |= {"processes": {"rollout-0": PROCESS}, "ends": [END]}
+    fields = dict.fromkeys(("checkpoint", "summary", "status", "ledger", "replicas", "error", "url", "next"))
+    fields |= {"state": state, "run_dir": DIR, "launcher": launcher, "leaving": ["workers"], "alive": False}
+    return {**fields, **changes}
+
+
+@pytest.mark.parametrize(
+    ("state", "code"),
+    [("running", 0), ("starting", 0), ("unreachable", 0), ("finished", 0), ("stopped", 0),
+     ("failed", 1), ("killed", 1), ("leaving", 1)],
+)  # fmt: skip
+def test_exit_codes(state: str, code: int):
+    assert exit_code(found(state)) == code
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [("starting", f"{DIR}/logs"), ("unreachable", "controller.log"), ("leaving", f"stop {DIR} --now"),
+     ("killed", f"cosmos-launch --resume {DIR}"), ("stopped", f"cosmos-launch --resume {DIR}"),
+     ("failed", "put right"), ("finished", "nothing")],
+)  # fmt: skip
+def test_every_state_says_what_to_do(state: str, words: str):
+    assert words in advice(found(state))
+
+
+def test_it_says_from_where_a_run_goes_on():
+    checkpoint = {"path": "c/step-00000012", "step": 12}
+    assert advice(found("stopped", checkpoint=checkpoint)).endswith("goes on from the checkpoint of step 12")
+    assert "there is no checkpoint" in advice(found("stopped", status={"step": 5}))
+
+
+def test_a_budget_that_is_nearly_used_up_is_a_warning():
+    running = found("running", status={"phase": "training"})
+    assert advice(running) == ""
+    running["launcher"]["processes"]["rollout-0"] = {**PROCESS, "in_a_row": 3}
+    assert "rollout-0 (3 of 3)" in advice(running)
+    assert "cosmos-launch resume" in advice(found("running", status={"phase": "paused"}))
+
+
+def test_the_dead_are_named_with_their_last_words():
+    text = "\n".join(lines(found("unreachable", alive=True, error="no answer"), now=1060.0))
+    assert "(1m00s ago) rollout-0: killed by SIGKILL; its log: r.log" in text
+    assert "│ y" in text
+    assert "restarts: rollout-0 4 (1 of 3 in a row)" in text
+    assert "controller: no answer" in text
+    assert "alive until" in lines(found("killed"))[0]
+
+
+def test_the_newest_checkpoint_is_the_one_that_latest_names(tmp_path: Path):
+    assert newest_checkpoint(tmp_path) is None
+    for name in ("step-00000004", "step-00000008", ".step-00000012.beside", "step-x"):
+        (tmp_path / name).mkdir()
+    assert newest_checkpoint(tmp_path) == Checkpoint(tmp_path / "step-00000008", 8)
+    (tmp_path / "latest").write_text("step-00000004\n")
+    assert newest_checkpoint(tmp_path) == Checkpoint(tmp_path / "step-00000004", 4), (
+        "training went back to it"
+    )
+    (tmp_path / "latest").write_text("step-00000099")
+    assert newest_checkpoint(tmp_path) == Checkpoint(tmp_path / "step-00000008", 8)

@@ -1,0 +1,53 @@
+"""Where uploads go is told beforehand, and only the trainer gets their credentials."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from launcher.restarts import Role
+from launcher.uploads import credentials_of, places
+from schema.config import Config
+
+USERS = {
+    "HOME": "/h",
+    "AWS_ACCESS_KEY_ID": "key",
+    "AWS_SECRET_ACCESS_KEY": "aws-secret",
+    "AWS_SESSION_TOKEN": "aws-session",
+    "AWS_ENDPOINT_URL": "http://user:url-secret@store:9000",
+    "HF_TOKEN": "hub-secret",
+    "HF_ENDPOINT": "https://hub.example",
+    "HF_HOME": "/h/hf",
+}
+
+
+@pytest.mark.parametrize("role", Role)
+def test_a_role_gets_what_it_has_a_use_for(role: Role) -> None:
+    given = credentials_of(role, USERS)
+    assert given["HOME"] == "/h"
+    assert given["HF_HOME"] == "/h/hf"
+    assert {name for name in given if name.startswith("AWS_")} == (
+        {name for name in USERS if name.startswith("AWS_")} if role is Role.POLICY else set()
+    )
+    assert ("HF_TOKEN" in given) == (role not in (Role.CONTROLLER, Role.REDIS))
+
+
+def told(ckpt: dict[str, Any], env: dict[str, str]) -> list[str]:
+    return list(places(Config.model_validate({"train": {"ckpt": ckpt}}), "run-1", env))
+
+
+def test_places_are_told_without_secrets() -> None:
+    bucket = {"s3_bucket": "mine", "s3_prefix": "/team/x/"}
+    everything = {**bucket, "upload_s3": "all", "upload_hf": True, "hf_repo_name": "me/model"}
+    s3, hub = told(everything, USERS)
+    assert s3.endswith("to s3://mine/team/x/run-1/<checkpoint or final>/ at http://store:9000")
+    assert "to https://hub.example/me/model, a commit each" in hub
+    assert not [
+        text for text in (s3, hub) for secret in ("secret", "session", "hub-secret") if secret in text
+    ]
+    (final,) = told({**bucket, "upload_s3": "final"}, {})
+    assert final.startswith(
+        "the final model to s3://mine/team/x/run-1/final/ at AWS; neither AWS_ACCESS_KEY_ID"
+    )
+    assert told({}, USERS) == []

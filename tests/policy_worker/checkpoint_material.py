@@ -1,0 +1,68 @@
+"""Checkpoints for tests: made from a learner without a controller, or only by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from policy_worker.checkpoints import Found, Resumption, directory, look, rng
+from policy_worker.checkpoints.contents import schedule_facts
+from policy_worker.checkpoints.layout import FileFacts, Manifest, hash_of_file, name_of, write_manifest
+from policy_worker.checkpoints.load import load
+from policy_worker.checkpoints.state import state_to_save
+from policy_worker.checkpoints.storage import Staging, pieces_of
+from policy_worker.checkpoints.write import Draft, write
+from policy_worker.learner import Learner
+from schema.config import Config
+
+ALL = ["model", "optimizer", "extra"]
+
+
+def manifest(step: int, **facts: Any) -> Manifest:
+    """Of one rank and timeline 0, without files."""
+    plain: dict[str, Any] = {
+        "step": step, "timeline": 0, "lineage": [(0, 0)], "world": 1, "written_at": 1000.0 + step,
+        "architecture": "Qwen3ForCausalLM", "contents": ALL, "exported": False, "schedule": None, "data": None,
+        "files": {},
+    }  # fmt: skip
+    return Manifest.model_validate(plain | facts)
+
+
+def make_checkpoint(root: Path, step: int, *, latest: bool = False, **facts: Any) -> Path:
+    """A complete checkpoint that holds one small file."""
+    path = root / name_of(step)
+    path.mkdir(parents=True)
+    (path / "ledger.json").write_text(f'{{"committed_steps": {step}}}')
+    files: dict[str, FileFacts] = {"ledger.json": hash_of_file(path / "ledger.json")}
+    write_manifest(path, manifest(step, **{"files": files, **facts}))
+    if latest:
+        directory.point_at(path)
+    return path
+
+
+def save_state(learner: Learner, root: Path, step: int = 0, *, staged: bool = False) -> Found | None:
+    """What the saver does, without a controller. A collective."""
+    group = learner.group
+    beside = Path(group.lead(lambda: str(directory.begin(root, step))))
+    pieces = {kind: pieces_of(state) for kind, state in state_to_save(learner, ALL).items()}
+    if staged:
+        staging = Staging(group.device)
+        copies = iter(staging.copy([piece for of_kind in pieces.values() for piece in of_kind]))
+        pieces = {kind: [next(copies) for _ in of_kind] for kind, of_kind in pieces.items()}
+    schedule = schedule_facts(learner.schedule, learner.optimizer.peak_lr)
+    draft = Draft(
+        beside=beside,
+        lock=directory.hold(beside),
+        pieces=pieces,
+        states=rng.capture(group.device),
+        manifest=manifest(step, world=group.world, schedule=schedule),
+        ledger="{}",
+        exporter=None,
+    )
+    return write(draft, group)
+
+
+def load_state(learner: Learner, path: Path, config: Config) -> None:
+    """A collective."""
+    found = look(path)
+    load(Resumption(found, found.step, own=True), learner, config, None)

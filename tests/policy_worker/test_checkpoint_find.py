@@ -1,0 +1,178 @@
+"""Which checkpoint a run resumes from, on real directories."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from policy_worker.checkpoints import choose, look, newest_in
+from policy_worker.checkpoints.find import candidates
+from policy_worker.errors import CheckpointError, DamagedCheckpointError
+from policy_worker.parallel.group import Group
+from schema.config import Config
+from tests.policy_worker.checkpoint_material import make_checkpoint
+from tests.policy_worker.material import make_config
+
+
+def config_with(resume: Any) -> Config:
+    return make_config(train={"resume": resume})
+
+
+def damage(path: Path, file: str = "ledger.json") -> Path:
+    with (path / file).open("r+") as stream:
+        stream.truncate(3)
+    return path / file
+
+
+def test_the_pointer_says_which_is_newest(tmp_path: Path):
+    make_checkpoint(tmp_path, 20)
+    make_checkpoint(tmp_path, 10, latest=True)  # after a rewind, fewer steps are newer
+    found = newest_in(tmp_path)
+    assert found is not None
+    assert (found.path.name, found.step) == ("step-00000010", 10)
+
+
+def test_without_a_pointer_the_last_timeline_wins(tmp_path: Path):
+    make_checkpoint(tmp_path, 5)
+    make_checkpoint(tmp_path, 25)
+    make_checkpoint(tmp_path, 15, timeline=1, lineage=[(0, 0), (1, 5)])
+    (tmp_path / ".step-00000030.abc").mkdir()
+    found = newest_in(tmp_path)
+    assert found is not None
+    assert found.step == 15
+    assert newest_in(tmp_path / "nowhere") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "words"),
+    [
+        ("", DamagedCheckpointError, "cannot be read"),
+        ("{", DamagedCheckpointError, "cannot be read"),
+        ("[]", DamagedCheckpointError, "not a manifest"),
+        ('{"manifest": {"format": 2}, "hash": ""}', DamagedCheckpointError, "altered"),
+        ('{"manifest": {"format": 99}}', CheckpointError, "of format 99, this build reads format 2"),
+        (None, CheckpointError, "no manifest.json"),
+    ],
+)
+def test_a_manifest_that_cannot_be_used_is_named(tmp_path: Path, text: str | None, error: Any, words: str):
+    path = make_checkpoint(tmp_path, 3)
+    if text is None:
+        (path / "manifest.json").unlink()
+    else:
+        (path / "manifest.json").write_text(text)
+    with pytest.raises(error, match=words) as raised:
+        look(path)
+    assert str(path) in str(raised.value)
+
+
+def test_a_manifest_with_another_step_is_no_more_believed(tmp_path: Path):
+    path = make_checkpoint(tmp_path, 3) / "manifest.json"
+    written = json.loads(path.read_text())
+    written["manifest"]["step"] = 4
+    path.write_text(json.dumps(written))
+    with pytest.raises(DamagedCheckpointError, match="altered"):
+        look(path.parent)
+
+
+def test_a_run_continues_itself_whatever_it_began_from(tmp_path: Path):
+    make_checkpoint(tmp_path / "b" / "checkpoints", 50, latest=True)
+    own = make_checkpoint(tmp_path / "a" / "checkpoints", 4, latest=True)
+    for resume in (False, True, str(tmp_path / "b" / "checkpoints" / "step-00000050")):
+        found = candidates(config_with(resume), tmp_path / "a")
+        assert (found.found[0].path, found.own, found.strict) == (own, True, False)
+
+
+def test_resume_true_takes_the_newest_of_the_neighbours(tmp_path: Path, group: Group):
+    for number, name in enumerate(("x", "y", "z")):
+        make_checkpoint(
+            tmp_path / name / "checkpoints", 10 - number, latest=True, written_at=1000 + number % 2
+        )
+    (tmp_path / "a").mkdir()
+    found = choose(group, config_with(True), tmp_path / "a")
+    assert found is not None
+    assert (found.path.parts[-3], found.step, found.own) == ("y", 9, False)
+    assert choose(group, config_with(False), tmp_path / "a") is None
+
+
+def test_resume_from_a_path(tmp_path: Path):
+    path = make_checkpoint(tmp_path / "b" / "checkpoints", 7, latest=True)
+    make_checkpoint(tmp_path / "b" / "checkpoints", 9)
+    for written in (path, path.parent, path.parent.parent):
+        found = candidates(config_with(str(written)), tmp_path / "a")
+        assert ([one.path for one in found.found], found.strict) == ([path], True)
+    with pytest.raises(CheckpointError, match=r"train\.resume = .*nothing.*no complete checkpoint"):
+        candidates(config_with(str(tmp_path / "nothing")), tmp_path / "a")
+
+
+def test_nothing_to_resume_from_starts_afresh(tmp_path: Path, group: Group):
+    (tmp_path / "a").mkdir()
+    assert choose(group, config_with(True), tmp_path / "a") is None
+
+
+def test_weights_alone_begin_at_step_0(tmp_path: Path, group: Group):
+    path = make_checkpoint(tmp_path / "b" / "checkpoints", 7, latest=True)
+    ckpt = {"load_contents": ["model"], "load_schedule": False}
+    config = make_config(train={"resume": str(path), "ckpt": ckpt})
+    resumption = choose(group, config, tmp_path / "a")
+    assert resumption is not None
+    assert (resumption.step, resumption.found.step) == (0, 7)
+    own = make_checkpoint(
+        tmp_path / "a" / "checkpoints", 3, latest=True
+    )  # a run that continues itself reads all
+    resumption = choose(group, config, tmp_path / "a")
+    assert resumption is not None
+    assert (resumption.path, resumption.step) == (own, 3)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize("how", ["short", "altered", "gone", "manifest"])
+def test_damage_is_passed_over_aloud(
+    tmp_path: Path, group: Group, resume: bool, how: str, caplog: pytest.LogCaptureFixture
+):
+    own = tmp_path / "a" / "checkpoints"
+    older = make_checkpoint(own, 5)
+    newest = make_checkpoint(own, 10, latest=True)
+    file = newest / "ledger.json"
+    if how == "short":
+        damage(newest)
+    elif how == "altered":
+        file.write_text(file.read_text().replace("10", "11"))
+    elif how == "gone":
+        file.unlink()
+    else:
+        file = damage(newest, "manifest.json")
+    with caplog.at_level(logging.ERROR):
+        resumption = choose(group, config_with(resume), tmp_path / "a")
+    assert resumption is not None
+    assert resumption.path == older
+    assert f"falling back to the older checkpoint {older}" in caplog.text
+    assert str(file) in caplog.text
+    assert newest.exists()
+
+
+def test_damage_at_an_explicit_path_is_an_error(tmp_path: Path, group: Group):
+    root = tmp_path / "b" / "checkpoints"
+    make_checkpoint(root, 5)
+    newest = make_checkpoint(root, 10, latest=True)
+    file = damage(newest)
+    for written in (newest, root, root.parent):
+        with pytest.raises(DamagedCheckpointError, match=f"{file} has 3 bytes"):
+            choose(group, config_with(str(written)), tmp_path / "a")
+    damage(newest, "manifest.json")
+    for written in (newest, root, root.parent):
+        with pytest.raises(DamagedCheckpointError, match=r"manifest\.json"):
+            choose(group, config_with(str(written)), tmp_path / "a")
+    assert sorted(os.listdir(root)) == ["latest", "step-00000005", "step-00000010"]
+
+
+def test_no_whole_one_is_an_error_and_no_fresh_start(tmp_path: Path, group: Group):
+    path = make_checkpoint(tmp_path / "a" / "checkpoints", 10, latest=True)
+    damage(path)
+    with pytest.raises(DamagedCheckpointError, match="no whole checkpoint to resume from"):
+        choose(group, config_with(True), tmp_path / "a")
+    assert path.exists()

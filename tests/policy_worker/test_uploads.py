@@ -1,0 +1,363 @@
+"""Uploads to S3 against moto's server: complete, checked, resumed where they stopped; failures say what to do."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from policy_worker.errors import SettingsError
+from policy_worker.uploads.errors import UploadFailedError
+from policy_worker.uploads.patience import Delays
+from policy_worker.uploads.plan import MARKER, is_wanted
+from policy_worker.uploads.s3 import S3Target
+from policy_worker.uploads.uploader import Uploader
+from tests.support.objects import CREDENTIALS, Gate, ObjectStore, free_port, running_objects
+
+BUCKET = "cosmos-tests"
+PART = 5 * 1024 * 1024
+"""S3's smallest part."""
+QUICK = Delays(give_up=1.0, first=0.05, most=0.2)
+PATIENT = Delays(give_up=60.0, first=0.05, most=0.2)
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[ObjectStore]:
+    with running_objects(BUCKET) as store:
+        yield store
+
+
+@pytest.fixture
+def objects(shared: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> ObjectStore:
+    use(shared, monkeypatch)
+    return shared
+
+
+def use(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in store.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("AWS_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
+
+
+def checkpoint(run_dir: Path, step: int, size: int = PART + 1000) -> Path:
+    """A directory like a checkpoint: a large file, a small one, one further down."""
+    path = run_dir / "checkpoints" / f"step-{step:08d}"
+    (path / "export").mkdir(parents=True)
+    block = hashlib.sha256(str(step).encode()).digest()
+    (path / "state.safetensors").write_bytes((block * (size // 32 + 1))[:size])
+    (path / "manifest.json").write_text(json.dumps({"step": step}))
+    (path / "export" / "config.json").write_text("{}")
+    return path
+
+
+def uploader(run_dir: Path, delays: Delays = QUICK, upload: str = "all") -> Uploader:
+    stop = threading.Event()
+    target = S3Target(BUCKET, "some/where", run_dir.name, stop, delays, PART)
+    return Uploader([target], run_dir, stop, lambda _, final: is_wanted(upload, final))
+
+
+def run_of(tmp_path: Path) -> Path:
+    """A run of its own: the bucket is shared."""
+    path = tmp_path / tmp_path.name
+    path.mkdir()
+    return path
+
+
+def check_arrived(store: ObjectStore, run_dir: Path, path: Path) -> None:
+    """Every file is there, byte for byte, and the marker says so."""
+    prefix = f"some/where/{run_dir.name}/{path.name}"
+    marker = json.loads(store.read(BUCKET, f"{prefix}/{MARKER}"))
+    files = {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+    assert {name: store.read(BUCKET, f"{prefix}/{name}") for name in files} == files
+    assert marker["files"] == {
+        name: {"bytes": len(body), "sha256": hashlib.sha256(body).hexdigest()} for name, body in files.items()
+    }
+    assert store.client().list_multipart_uploads(Bucket=BUCKET, Prefix=prefix).get("Uploads", []) == []
+
+
+def test_a_checkpoint_arrives_whole_and_only_once(objects: ObjectStore, tmp_path: Path) -> None:
+    run_dir = run_of(tmp_path)
+    path = checkpoint(run_dir, 20)
+    first = uploader(run_dir)
+    first.probe(strict=True)
+    first.offer(path, 20, final=False)
+    assert first.holds(path)
+    first.finish(60)
+    assert not first.holds(path)
+    assert first.trouble() == ""
+    check_arrived(objects, run_dir, path)
+    first.close()
+    written = marker_time(objects, run_dir, path)
+    second = uploader(run_dir)
+    second.resume()
+    second.offer(path, 20, final=False)
+    second.finish(60)
+    second.close()
+    assert marker_time(objects, run_dir, path) == written, "nothing is sent again"
+
+
+def marker_time(store: ObjectStore, run_dir: Path, path: Path) -> Any:
+    key = f"some/where/{run_dir.name}/{path.name}/{MARKER}"
+    return store.client().head_object(Bucket=BUCKET, Key=key)["LastModified"]
+
+
+def test_only_the_final_model_where_that_is_asked(objects: ObjectStore, tmp_path: Path) -> None:
+    run_dir = run_of(tmp_path)
+    final = run_dir / "final"
+    final.mkdir()
+    (final / "config.json").write_text("{}")
+    one = uploader(run_dir, upload="final")
+    one.offer(checkpoint(run_dir, 5, 100), 5, final=False)
+    one.offer(final, 5, final=True)
+    one.resume()
+    one.finish(60)
+    one.close()
+    keys = [key for key in objects.keys(BUCKET) if f"/{run_dir.name}/" in key]
+    assert keys == [f"some/where/{run_dir.name}/final/{name}" for name in (MARKER, "config.json")]
+
+
+def test_a_checkpoint_of_another_timeline_replaces_the_old_one(objects: ObjectStore, tmp_path: Path) -> None:
+    run_dir = run_of(tmp_path)
+    path = checkpoint(run_dir, 20)
+    one = uploader(run_dir)
+    one.offer(path, 20, final=False)
+    one.finish(60)
+    (path / "state.safetensors").write_bytes(b"new" * 400_000)
+    (path / "manifest.json").write_text('{"step": 20, "timeline": 1}')
+    one.offer(path, 20, final=False)
+    one.finish(60)
+    one.close()
+    check_arrived(objects, run_dir, path)
+
+
+def test_a_checkpoint_that_nobody_could_offer_is_found(objects: ObjectStore, tmp_path: Path) -> None:
+    """Killed between the rename and the offer."""
+    run_dir = run_of(tmp_path)
+    path = checkpoint(run_dir, 7, 1000)
+    one = uploader(run_dir)
+    one.resume()
+    one.finish(60)
+    one.close()
+    check_arrived(objects, run_dir, path)
+
+
+def test_a_record_of_a_deleted_checkpoint_is_given_up(objects: ObjectStore, tmp_path: Path) -> None:
+    run_dir = run_of(tmp_path)
+    (run_dir / "uploads").mkdir()
+    record = {"path": str(run_dir / "checkpoints" / "step-00000003"), "step": 3, "final": False, "stamp": "x"}
+    (run_dir / "uploads" / "step-00000003.s3.json").write_text(json.dumps(record))
+    (run_dir / "uploads" / "step-00000004.s3.json").write_text("half a rec")
+    one = uploader(run_dir)
+    one.resume()
+    one.finish(10)
+    one.close()
+    assert not (run_dir / "uploads" / "step-00000003.s3.json").exists()
+
+
+PROGRAM = """
+import logging, sys
+from pathlib import Path
+from tests.policy_worker.test_uploads import uploader, PATIENT
+logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+run_dir = Path(sys.argv[1])
+one = uploader(run_dir, PATIENT)
+one.offer(run_dir / "checkpoints" / "step-00000020", 20, final=False)
+one.resume()
+one.finish(100)
+"""
+
+
+def test_kill_9_in_the_middle_sends_no_finished_part_again(objects: ObjectStore, tmp_path: Path) -> None:
+    run_dir = run_of(tmp_path)
+    path = checkpoint(run_dir, 20, 6 * PART)
+    record = run_dir / "uploads" / "step-00000020.s3.json"
+    command = [sys.executable, "-c", PROGRAM, str(run_dir)]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as killed:
+        give_up = time.monotonic() + 60
+        while len(etags(record)) < 2:
+            assert time.monotonic() < give_up
+            assert killed.poll() is None, "it was done before it could be killed"
+            time.sleep(0.005)
+        killed.send_signal(signal.SIGKILL)
+    (upload,) = objects.client().list_multipart_uploads(Bucket=BUCKET, Prefix=f"some/where/{run_dir.name}")[
+        "Uploads"
+    ]
+    prefix = f"some/where/{run_dir.name}/step-00000020"
+    assert f"{prefix}/{MARKER}" not in objects.keys(BUCKET)
+    listed = objects.client().list_parts(Bucket=BUCKET, Key=upload["Key"], UploadId=upload["UploadId"])[
+        "Parts"
+    ]
+    before = {part["PartNumber"]: part["LastModified"] for part in listed}
+    assert 2 <= len(before) < 6
+    sent = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert f"state.safetensors: {6 - len(before)} of 6 parts are to be sent" in sent.stderr
+    check_arrived(objects, run_dir, path)
+
+
+def etags(record: Path) -> dict[str, str]:
+    try:
+        files = json.loads(record.read_text())["files"]
+    except (OSError, ValueError):
+        return {}
+    found: dict[str, str] = files.get("state.safetensors", {}).get("etags", {})
+    return found
+
+
+def test_a_store_that_is_away_is_waited_for(
+    objects: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(objects.port)
+    gate.open()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{gate.port}")
+    run_dir = run_of(tmp_path)
+    path = checkpoint(run_dir, 20, 4 * PART)
+    one = uploader(run_dir, PATIENT)
+    one.offer(path, 20, final=True)
+    wait_for(lambda: gate.passed > PART)
+    gate.shut()
+    time.sleep(0.5)
+    assert one.holds(path)
+    gate.open()
+    one.finish(60)
+    one.close()
+    gate.shut()
+    check_arrived(objects, run_dir, path)
+
+
+@pytest.mark.slow
+def test_a_store_that_was_killed_and_forgot_gets_all_of_it_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = ObjectStore(free_port())
+    use(store, monkeypatch)
+    run_dir = run_of(tmp_path)
+    path = checkpoint(run_dir, 20, 4 * PART)
+    store.start()
+    try:
+        store.client().create_bucket(Bucket=BUCKET)
+        one = uploader(run_dir)
+        one.offer(path, 20, final=True)
+        wait_for(lambda: len(etags(run_dir / "uploads" / "step-00000020.s3.json")) >= 2)
+        store.kill()
+        with pytest.raises(UploadFailedError, match="does not answer"):
+            one.finish(60)
+        one.close()
+        store.start()
+        store.client().create_bucket(Bucket=BUCKET)
+        check_resumed(store, run_dir, path)
+    finally:
+        store.kill()
+
+
+def check_resumed(store: ObjectStore, run_dir: Path, path: Path) -> None:
+    """A new process sends what the one before did not."""
+    again = uploader(run_dir)
+    again.resume()
+    again.finish(60)
+    again.close()
+    check_arrived(store, run_dir, path)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    give_up = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < give_up
+        time.sleep(0.005)
+
+
+@pytest.mark.slow
+def test_a_store_that_stays_away_fails_the_final_upload_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = ObjectStore(free_port())
+    use(store, monkeypatch)
+    run_dir = run_of(tmp_path)
+    path = checkpoint(run_dir, 20, 100)
+    one = uploader(run_dir)
+    with pytest.raises(
+        SettingsError, match=rf's3_bucket = "{BUCKET}": .*{store.port} does not answer.*AWS_ENDPOINT'
+    ):
+        one.probe(strict=True)
+    one.probe(strict=False)
+    one.offer(path, 20, final=False)
+    one.finish(60)
+    assert "step-00000020 to s3 failed" in one.trouble()
+    one.offer(path, 20, final=True)
+    with pytest.raises(UploadFailedError, match="--resume"):
+        one.finish(60)
+    one.close()
+    assert path.is_dir()
+    store.start()
+    try:
+        store.client().create_bucket(Bucket=BUCKET)
+        check_resumed(store, run_dir, path)
+    finally:
+        store.kill()
+    assert CREDENTIALS["AWS_SECRET_ACCESS_KEY"] not in caplog.text
+
+
+def test_finish_does_not_wait_for_ever_nor_for_one_who_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(ObjectStore(free_port()), monkeypatch)
+    run_dir = run_of(tmp_path)
+    one = uploader(run_dir, PATIENT)
+    one.offer(checkpoint(run_dir, 1, 10), 1, final=True)
+    assert not one.finish(60, leaving=lambda: True)
+    with pytest.raises(UploadFailedError, match="not uploaded within 0 s: step-00000001 to s3"):
+        one.finish(0.2)
+    one.close()
+
+
+def test_a_probe_names_key_and_remedy(
+    objects: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop = threading.Event()
+    missing = S3Target("no-such-bucket", "", "run", stop, QUICK)
+    with pytest.raises(
+        SettingsError, match=r'train\.ckpt\.s3_bucket = "no-such-bucket": .*there is no such bucket'
+    ):
+        missing.probe()
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    with pytest.raises(SettingsError, match="no credentials: set AWS_ACCESS_KEY_ID"):
+        S3Target(BUCKET, "", "run", stop, QUICK).probe()
+    monkeypatch.setenv("AWS_PROFILE", "nobody")
+    with pytest.raises(SettingsError, match="nobody"):
+        S3Target(BUCKET, "", "run", stop, QUICK)
+
+
+def test_nothing_to_upload_is_nothing_to_do(tmp_path: Path) -> None:
+    none = Uploader([], tmp_path, threading.Event())
+    none.probe(strict=True)
+    none.offer(tmp_path, 1, final=True)
+    none.resume()
+    none.finish(0.0)
+    none.close()
+    assert not none.enabled
+    assert not none.holds(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_logs_say_where_uploads_go(
+    objects: ObjectStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    run_dir = run_of(tmp_path)
+    one = uploader(run_dir)
+    one.probe(strict=True)
+    one.close()
+    assert f"s3://{BUCKET}/some/where/{run_dir.name}/" in caplog.text

@@ -1,0 +1,47 @@
+"""The stored form of a ledger in a test: what `take_changes` hands out is applied as the store does it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from pydantic_core import from_json, to_json
+
+from controller.ledger import Ledger, LedgerParams
+
+
+class StoredLedger:
+    """Rows as they would lie in Redis."""
+
+    def __init__(self) -> None:
+        self.groups: dict[str, Any] = {}
+        self.samples: dict[str, Any] = {}
+        self.history: dict[str, Any] = {}
+        self.payloads: set[tuple[str, str]] = set()
+        self.header: dict[str, Any] = {}
+
+    def write(self, ledger: Ledger) -> None:
+        """Everything that changed since the last time."""
+        changes = ledger.take_changes()
+        for name in changes.removed:
+            self.groups.pop(name, None)
+            self.samples.pop(name, None)
+        for group in changes.groups:
+            self.groups[group.id] = _travelled(group.to_row())
+        for group in changes.samples:
+            self.samples[group.id] = _travelled(group.samples_row())
+        for name in changes.history:
+            row = ledger.history.row(name)
+            self.history.pop(name, None)
+            if row is not None:
+                self.history[name] = _travelled(row)
+        self.payloads -= set(changes.dropped_payloads)
+        self.header = _travelled(changes.header)
+
+    def restore(self, params: LedgerParams, new_lease_id: Callable[[], str] | None = None) -> Ledger:
+        """The ledger of a controller that starts again."""
+        return Ledger.restore(params, self.header, self.groups, self.samples, self.history, new_lease_id)
+
+
+def _travelled(value: Any) -> Any:
+    return from_json(to_json(value))
