@@ -25,12 +25,12 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 QUICKSTART = ROOT / "examples" / "quickstart"
-sys.path.insert(0, str(QUICKSTART))
+sys.path[0:1] = [str(QUICKSTART), str(ROOT)]  # not this directory: `controller` here would hide the package
 
-from report import Phase  # noqa: E402
+from report import Phase
 
-from controller.data.synthetic import AdditionOptions, AdditionSource  # noqa: E402
-from schema.config import Config, load_config  # noqa: E402
+from controller.data.synthetic import AdditionOptions, AdditionSource
+from schema.config import Config, load_config
 
 # torch first and alone: what follows must be content with its CPU build. math-verify is for our rewards.
 TRL_PACKAGES = (

@@ -26,6 +26,9 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path[:] = [
+    p for p in sys.path if p != str(Path(__file__).parent)
+]  # its `controller` would hide the package
 
 import numpy as np
 import torch
