@@ -1,0 +1,310 @@
+"""Who may call what: every route there is, and what keeps everybody else from even looking."""
+
+from __future__ import annotations
+
+import hmac
+import re
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from fastapi.routing import APIRoute
+from starlette.routing import BaseRoute
+
+from controller import auth
+from controller.app import build
+from controller.auth import Tokens
+from controller.connections import MAX_HEAD as MOST_BEFORE_A_REQUEST
+from controller.guard import MAX_HEAD_BYTES, MAX_HEADERS, OPEN
+from controller.problems import ProblemError
+from schema.wire import messages as m
+from tests.controller.test_auth import RULES
+from tests.support.controller import TOKENS, make_config, make_run_dir, running_controller
+from tests.support.served import ServedController, served_controller
+from tests.support.valkey import running_valkey
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedController]:
+    run_dir = make_run_dir(tmp_path_factory.mktemp("routes") / "run", make_config())
+    with running_valkey() as valkey, served_controller(run_dir, valkey.url) as controller:
+        yield controller
+
+
+@pytest.fixture
+def http(served: ServedController) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=served.url, trust_env=False, timeout=60) as client:
+        yield client
+
+
+def bearer(role: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {TOKENS[role]}"}
+
+
+def routes_of(routes: list[BaseRoute]) -> Iterator[APIRoute]:
+    """All routes, those of included routers too, however this version of FastAPI keeps them."""
+    for route in routes:
+        if isinstance(route, APIRoute):
+            yield route
+        else:
+            inner: Any = getattr(route, "routes", None) or getattr(
+                getattr(route, "original_router", None), "routes", []
+            )
+            yield from routes_of(list(inner))
+
+
+def test_every_route_is_in_the_table_of_roles(served: ServedController) -> None:
+    """A route that nobody listed in `RULES` (or that is open to all on purpose) fails here, by name."""
+    document = build(served.controller).openapi()
+    there = {(method.upper(), path) for path, item in document["paths"].items() for method in item}
+    assert len(there) >= 32
+
+    def listed(method: str, template: str) -> bool:
+        pattern = re.compile(re.sub(r"\\\{[^}]+\\\}", "[^/?]+", re.escape(template)) + r"(\?.*)?")
+        return any(rule == method and pattern.fullmatch(path) for rule, path, _ in RULES)
+
+    unlisted = [
+        (method, path) for method, path in sorted(there) if path not in OPEN and not listed(method, path)
+    ]
+    assert unlisted == [], "say in tests/controller/test_auth.py which roles may call these"
+
+
+def test_no_route_hides_from_the_document(served: ServedController) -> None:
+    app = build(served.controller)
+    documented = set(app.openapi()["paths"])
+    hidden = {route.path_format for route in routes_of(app.routes)} - documented
+    assert hidden == set()
+
+
+@pytest.mark.parametrize(
+    "path", ["/no/such/path", "/docs", "/openapi.json", "/v1/steps/no-number/batch", "/"]
+)
+def test_without_a_token_nobody_learns_which_paths_there_are(http: httpx.Client, path: str) -> None:
+    for method in ("GET", "POST", "PUT", "PATCH", "OPTIONS", "TRACE", "HEAD"):
+        answer = http.request(method, path)
+        assert answer.status_code == 401
+        assert answer.headers["www-authenticate"] == "Bearer"
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"", b"Bearer",  b"bearer", b"Bearer \xff\xfe", b"Bearer \xc3\xa9\xe2\x82\xac", b"Basic dTpw",
+        b"Bearer Bearer", b"Digest x=1", b"\xff", b"Bearer " + b"a" * 20_000, b"Bearer a,b",
+        b"Bearer None", b"Bearer null", TOKENS["user"].encode(), b"Bearer " + TOKENS["user"].encode() + b"x",
+        b"Bearer " + TOKENS["user"].encode()[:-1], b"Basic " + TOKENS["user"].encode(),
+        b"Bearer " + TOKENS["user"].upper().encode(),
+    ],
+)  # fmt: skip
+def test_odd_headers_are_401(http: httpx.Client, header: bytes) -> None:
+    answer = http.get("/v1/job", headers=[(b"authorization", header)])  # type: ignore[arg-type]
+    assert answer.status_code == 401
+    assert m.Problem.model_validate_json(answer.content).code is m.ErrorCode.UNAUTHORIZED
+    assert all(token not in answer.text for token in TOKENS.values())
+
+
+def test_the_first_of_two_headers_counts(http: httpx.Client) -> None:
+    good, bad = f"Bearer {TOKENS['user']}", "Bearer nonsense"
+    for first, second, status in ((bad, good, 401), (good, bad, 200)):
+        answer = http.get("/v1/job", headers=[("authorization", first), ("authorization", second)])
+        assert answer.status_code == status
+
+
+def test_every_token_is_compared_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[bytes] = []
+
+    def watched(token: bytes, given: bytes) -> bool:
+        compared.append(token)
+        return hmac.compare_digest(token, given)
+
+    monkeypatch.setattr(auth, "hmac", SimpleNamespace(compare_digest=watched))
+    tokens = Tokens(TOKENS)  # type: ignore[arg-type]
+    for header in ("Bearer " + TOKENS["user"], "Bearer " + TOKENS["policy"], "Bearer no", "Basic x", None):
+        compared.clear()
+        with suppress(ProblemError):
+            tokens.caller(header)
+        assert compared == [token.encode() for token in TOKENS.values()]
+
+
+# ---- heads of absurd size -------------------------------------------------------------------------------------
+
+
+def test_large_heads_are_431(http: httpx.Client) -> None:
+    for extra in (
+        {"x-large": "a" * MAX_HEAD_BYTES},
+        {f"x-{i}": "a" for i in range(MAX_HEADERS)},
+    ):
+        answer = http.get("/v1/job", headers={**bearer("user"), **extra})
+        assert answer.status_code == 431
+        assert m.Problem.model_validate_json(answer.content).code is m.ErrorCode.TOO_LARGE
+    answer = http.get("/v1/steps?x=" + "a" * (MAX_HEAD_BYTES - 1000), headers=bearer("user"))
+    assert answer.status_code == 200, "the longest that httpx itself sends"
+    assert http.get("/v1/job", headers=bearer("user")).status_code == 200
+
+
+def test_a_head_without_end_is_cut_off(tmp_path: Path) -> None:
+    """Nobody needs a token to send it, and nothing keeps it."""
+    run_dir = make_run_dir(tmp_path / "run", make_config())
+    with running_valkey() as valkey, running_controller(run_dir, valkey.url) as process:
+        port = int(process.address()["url"].rpartition(":")[2])
+        for chunk in (b"x-a: " + b"a" * 4096 + b"\r\n", b"a" * 4096):
+            with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+                connection.sendall(b"GET /v1/job HTTP/1.1\r\nhost: x\r\nx-b: ")
+                sent = 0
+                try:
+                    while sent < 64 * MOST_BEFORE_A_REQUEST:
+                        sent += connection.send(chunk)
+                        time.sleep(0)
+                except (BrokenPipeError, ConnectionResetError):
+                    pass
+                assert sent < 64 * MOST_BEFORE_A_REQUEST, "the controller read without end"
+        with process.client() as client:
+            assert client._http.get(process.url + "/healthz").status_code == 200
+
+
+def test_a_head_in_many_pieces_and_a_long_body_are_fine(tmp_path: Path) -> None:
+    """Only what comes before a request counts: not its body, not the requests before it."""
+    run_dir = make_run_dir(tmp_path / "run", make_config())
+    with running_valkey() as valkey, running_controller(run_dir, valkey.url) as process:
+        port = int(process.address()["url"].rpartition(":")[2])
+        token = TOKENS["user"]
+        body = b'{"train": {"x": "' + b"a" * (4 * MOST_BEFORE_A_REQUEST) + b'"}}'
+        head = (
+            f"POST /v1/config/validate HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {token}\r\n"
+            f"content-length: {len(body)}\r\n\r\n"
+        ).encode()
+        with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+            for _ in range(3):
+                for i in range(0, len(head), 7):
+                    connection.sendall(head[i : i + 7])
+                connection.sendall(body)
+                answer = b""
+                while b'"valid":false' not in answer:
+                    received = connection.recv(65536)
+                    assert received, answer
+                    answer += received
+
+
+# ---- bodies of absurd shape -----------------------------------------------------------------------------------
+
+DEEP = 100_000
+
+
+@pytest.mark.parametrize("opening", [b"[", b'{"a":', b'{"train":{"a":'])
+def test_deep_nesting_is_422(http: httpx.Client, opening: bytes) -> None:
+    for path, role in (
+        ("/v1/config/validate", "user"), ("/v1/replicas", "rollout"), ("/v1/leases", "rollout"),
+        ("/v1/steps/0/commit", "policy"), ("/v1/publications", "policy"), ("/v1/checkpoints", "policy"),
+    ):  # fmt: skip
+        for depth in (150, 300, 990, DEEP):
+            closing = (b"]" if opening == b"[" else b"}" * opening.count(b"{")) * depth
+            for body in (opening * depth, opening * depth + b"1" + closing):
+                answer = http.post(path, content=body, headers=bearer(role))
+                assert answer.status_code in (422, 200), (path, depth, answer.text[:200])
+                assert answer.status_code == 422 or answer.json()["valid"] is False
+
+
+@pytest.mark.parametrize(
+    "number",
+    ["1e400", "-1e400", "NaN", "Infinity", "9" * 5000, "1" * 400, "-0", "1.0", "true", '"1"', "9e307"],
+)
+def test_odd_numbers_are_refused_by_name(http: httpx.Client, number: str) -> None:
+    body = (
+        '{"request_id": "12345678", "replica_id": "r", "incarnation": 1, "version": ' + number +
+        ', "publication_id": 0, "max_groups": 1}'
+    )  # fmt: skip
+    answer = http.post("/v1/leases", content=body, headers=bearer("rollout"))
+    assert answer.status_code < 500, answer.text
+    if number not in ("-0", "1.0", "true", '"1"'):
+        assert answer.status_code == 422, answer.text
+        assert len(answer.content) < 2000, "the answer does not repeat what it refuses"
+
+
+def test_numbers_in_addresses_are_refused_too(http: httpx.Client) -> None:
+    for number in ("9" * 5000, "-1", "1e9", "0x1", "NaN", "%00", "１", " 1"):
+        for path in (f"/v1/steps/{number}/batch?policy_epoch=1", f"/v1/checkpoints/{number}/ledger"):
+            assert http.get(path, headers=bearer("policy")).status_code in (404, 409, 422)
+        assert http.get("/v1/steps", params={"since": number}, headers=bearer("user")).status_code in (
+            200,
+            422,
+        )
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("name", "a" * 129), ("name", ""), ("name", "../x"), ("name", "a/b"), ("name", "a\nb"), ("name", "a\0b"),
+        ("host", "h" * 257), ("engine", "e" * 257), ("pid", -1), ("world_size", 0), ("world_size", 2**40),
+        ("request_id", "short"), ("request_id", "r" * 65), ("role", "user"), ("unknown", 1),
+        ("held_leases", [{"group_id": "g", "lease_id": "l"}] * (m.MOST_LEASES + 1)),
+        ("held_leases", [{"group_id": "g" * 100, "lease_id": "l"}]),
+    ],
+)  # fmt: skip
+def test_fields_of_a_registration_have_bounds(http: httpx.Client, field: str, value: object) -> None:
+    body = {"request_id": "12345678", "role": "rollout", "name": "r", field: value}
+    answer = http.post("/v1/replicas", json=body, headers=bearer("rollout"))
+    assert answer.status_code == 422
+    assert field in answer.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    ("message", "field", "value"),
+    [
+        (m.HeartbeatRequest, "gauges", {f"g{i}": 1.0 for i in range(m.MOST_GAUGES + 1)}),
+        (m.HeartbeatRequest, "gauges", {"g" * 129: 1.0}),
+        (m.HeartbeatRequest, "leases", ["l"] * (m.MOST_LEASES + 1)),
+        (m.HeartbeatRequest, "leases", ["l" * 257]),
+        (m.HeartbeatRequest, "status", "s" * 257),
+        (m.CommitRequest, "metrics", {f"m{i}": 1.0 for i in range(m.MOST_METRICS + 1)}),
+        (m.CommitRequest, "metrics", {"": 1.0}),
+        (m.PublishRequest, "uri", "../../etc/passwd"),
+        (m.PublishRequest, "uri", "/etc/passwd"),
+        (m.PublishRequest, "uri", "a/../b"),
+        (m.PublishRequest, "uri", "a/b/c"),
+        (m.PublishRequest, "uri", "a" * 513),
+        (m.PublishRequest, "n_bytes", 2**53),
+        (m.CheckpointRequest, "path", "/a\n/b"),
+        (m.CheckpointRequest, "path", "/" * 4097),
+        (m.PushList, "pushes", []),
+        (m.PushList, "pushes", [{"group_id": "g", "lease_id": "l", "index": 0}] * 4097),
+        (m.PushItem, "index", -1),
+        (m.PushItem, "group_id", "g" * 257),
+        (m.LeaseRequest, "max_groups", 10**9),
+        (m.LeaseRequest, "wait_s", 1e9),
+    ],
+)
+def test_fields_of_messages_have_bounds(message: type[m.Message], field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=field):
+        message.model_validate({field: value})
+
+
+def test_every_text_list_and_table_of_a_request_is_bounded() -> None:
+    """A field that somebody adds without a bound fails here, by name."""
+    requests = [kind for name, kind in vars(m).items() if name.endswith(("Request", "PushList", "HeldLease"))]
+    assert len(requests) >= 7
+    unbounded = []
+    for kind in requests:
+        schema = kind.model_json_schema()
+        parts = [(kind.__name__, schema), *schema.get("$defs", {}).items()]
+        for title, part in parts:
+            for name, field in part.get("properties", {}).items():
+                if not all(_bounded(branch) for branch in field.get("anyOf", [field])):
+                    unbounded.append(f"{title}.{name}")
+    assert unbounded == []
+
+
+def _bounded(field: dict[str, Any]) -> bool:
+    kind = field.get("type")
+    if kind == "string":
+        return "maxLength" in field or "enum" in field or "const" in field
+    if kind == "array":
+        return "maxItems" in field and _bounded(field["items"])
+    if kind == "object":
+        return "maxProperties" in field
+    return True
