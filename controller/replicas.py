@@ -27,6 +27,8 @@ ReplicaState = Literal["live", "draining", "lost", "left"]
 PRESENT: tuple[ReplicaState, ...] = ("live", "draining")
 MAX_ABSENT = 1000
 """Replicas that are remembered after they left or were lost: names of machines that come and go add up for months."""
+_INCARNATION = re.compile("[1-9][0-9]{0,15}")
+"""As an id ends; `isdigit` would let in what `int` does not read."""
 REMEMBERED_REQUESTS = 4
 """Request ids kept per name: enough to tell a late duplicate of an old registration from a new one."""
 
@@ -234,8 +236,9 @@ class Registry:
         if replica is not None:
             return replica
         slug, _, number = replica_id.rpartition(".")
+        incarnation = int(number) if _INCARNATION.fullmatch(number) else 2**64
         for other in self._by_name.values():
-            if _slug(other.name) == slug and number.isdigit() and 0 < int(number) < other.incarnation:
+            if _slug(other.name) == slug and incarnation < other.incarnation:
                 raise ReplicaError(
                     ErrorCode.STALE_INCARNATION,
                     f"replica {replica_id} was replaced by {other.replica_id}: this process must end",

@@ -253,8 +253,8 @@ class Validation:
 
     def find(self, name: str) -> ValidationGroup | None:
         """The group with this id if it belongs to the running round, or the last one if none has begun since."""
-        round_id, _, position = name.removeprefix(PREFIX).partition("-p")
-        if round_id != str(self.round_id) or not position.isdigit():
+        prefix, _, position = name.rpartition("-p")
+        if prefix != f"{PREFIX}{self.round_id}" or not position.isdecimal():
             return None
         index = int(position)
         return self.groups[index] if index < len(self.groups) else None

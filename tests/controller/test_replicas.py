@@ -51,6 +51,14 @@ def test_unknown_left_and_foreign_replicas_are_refused() -> None:
     assert refusal(registry.check, replica.replica_id, 1) is ErrorCode.UNKNOWN_REPLICA
 
 
+@pytest.mark.parametrize("number", ["", "0", "01", "-1", "1_0", "\u00b2", "\u0663", "9" * 5000])
+def test_an_id_that_no_replica_ever_had_is_unknown(number: str) -> None:
+    registry = Registry(TIMEOUT)
+    for n in range(12):
+        registry.register(request(number=n), 0.0)
+    assert refusal(registry.find, f"rollout-0.{number}") is ErrorCode.UNKNOWN_REPLICA
+
+
 def test_there_is_one_trainer_at_a_time() -> None:
     registry = Registry(TIMEOUT)
     registry.register(request("a", 0, "policy"), 0.0)

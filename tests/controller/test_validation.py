@@ -135,6 +135,17 @@ def test_samples_of_other_versions_are_refused() -> None:
     assert validation.push(name, lease_id, 0, make_header(0, 3), 0.0).duplicate
 
 
+@pytest.mark.parametrize("name", ["v1-p\u00b2", "v1-p", "v1-p-1", "v1-p99", "v1", "v2-p0", "v", "vv1-p0"])
+def test_groups_that_are_none_have_no_lease(name: str) -> None:
+    validation = make()
+    validation.published(0, final=False)
+    (group,) = lease(validation, 0, n=1)
+    assert group.lease_id is not None
+    assert validation.round_id == 1
+    outcome = validation.push(name, group.lease_id, 0, make_header(0, 0), 1.0)
+    assert outcome.code is ErrorCode.LEASE_LOST
+
+
 def test_the_last_push_of_a_round_can_be_repeated() -> None:
     validation = make(n_rows=1)
     validation.published(0, final=False)
