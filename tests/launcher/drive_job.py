@@ -23,6 +23,7 @@ from launcher.supervisor import free_port
 from schema.config import Config
 from schema.wire.prompts import write_prompts
 from tests.launcher.samples import config
+from tests.support.waiting import PATIENCE
 
 
 def job_config(steps: int, shutdown_timeout: float) -> Config:
@@ -30,23 +31,23 @@ def job_config(steps: int, shutdown_timeout: float) -> Config:
         train={
             "max_num_steps": steps,
             "train_batch_per_replica": 1,
-            "epoch": 100,
+            "epoch": 10_000,
             "train_policy": {"type": "sft"},
         },
         launcher={"max_restarts": 2, "restart_backoff": 0.05, "shutdown_timeout": shutdown_timeout},
-        controller={"start_timeout": 60.0},
+        controller={"start_timeout": PATIENCE},
     )
 
 
 def main() -> int:
     path, script = Path(sys.argv[1]), sys.argv[2]
-    grace = json.loads(script).get("shutdown_timeout", 5.0)
+    grace = json.loads(script).get("shutdown_timeout", PATIENCE)
     settings = job_config(int(sys.argv[3]) if len(sys.argv) > 3 else 10, grace)
     run = RunDir(path)
     continued = run.config_json.exists()
     run.make()
     run.lock()
-    run.wait_until_left(20.0)
+    run.wait_until_left(PATIENCE)
     run.write_config(settings)
     write_prompts(
         path / "data" / "train.safetensors", [[1, 2]] * 4, [{"key": str(i)} for i in range(4)], [[0, 1]] * 4

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
+
+from tests.support.waiting import until
 
 PYTHON = (sys.executable, "-I", "-S", "-c")
 """Starts in 15 ms."""
-
-PATIENCE = 20.0
-"""Seconds that a test waits for something that takes milliseconds on an idle machine."""
 
 ON_TERM = """
 import signal, sys, time
@@ -49,15 +46,12 @@ def alive(pid: int) -> bool:
         return False
 
 
-def eventually(check: Callable[[], bool], what: str) -> None:
-    """Wait for something; fail by name if it never comes."""
-    give_up = time.monotonic() + PATIENCE
-    while not check():
-        assert time.monotonic() < give_up, f"never: {what}"
-        time.sleep(0.01)
+def until_gone(pids: list[int]) -> None:
+    """Wait for the end of processes."""
+    until(lambda: not any(alive(pid) for pid in pids), f"the end of {pids}")
 
 
 def pids(ready: Path) -> list[int]:
     """The ids that a script wrote once it was ready."""
-    eventually(lambda: ready.exists() and ready.read_text() != "", f"{ready.name} written")
+    until(lambda: ready.exists() and ready.read_text() != "", f"{ready.name} written")
     return [int(part) for part in ready.read_text().split()]

@@ -3,7 +3,8 @@
     python -m tests.launcher.scripted_policy '{"pause": 0.05, "die_at": 3, "code": 1}'
 
 die_at: committed steps at which its first life ends with `code` (a negative one: that signal); a second life, told
-by a file beside the run, goes on. stubborn: SIGTERM is ignored.
+by a file beside the run, goes on. stubborn: SIGTERM is ignored. hold_at: committed steps at which it waits for the
+file `go` in the run directory, in every life: so a test finds the job there, however late it looks.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from typing import Any
 from controller import api
 from controller.client import Client
 from schema.wire import messages as m
+from tests.support.waiting import PATIENCE, until
 
 
 def main() -> int:
     script: dict[str, Any] = json.loads(sys.argv[1])
     signal.signal(signal.SIGTERM, signal.SIG_IGN if script.get("stubborn") else lambda *_: sys.exit(0))
-    with Client(os.environ["COSMOS_CONTROLLER_URL"], os.environ["COSMOS_TOKEN"], patience=30) as client:
+    with Client(os.environ["COSMOS_CONTROLLER_URL"], os.environ["COSMOS_TOKEN"], patience=PATIENCE) as client:
         return train(client, script)
 
 
@@ -51,6 +53,9 @@ def train(client: Client, script: dict[str, Any]) -> int:
             if script["code"] < 0:
                 os.kill(os.getpid(), -script["code"])
             return int(script["code"])
+        if step == script.get("hold_at"):
+            go = Path(reply.run_dir) / "go"
+            until(go.exists, "the word to go on", 3 * PATIENCE)
         time.sleep(script.get("pause", 0.02))
         answer = client.send(
             api.commit(

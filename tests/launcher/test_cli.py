@@ -18,6 +18,7 @@ from launcher.report import Collected, Result
 from launcher.rundir import RunDir, Tokens
 from schema.config import load_config
 from tests.launcher.samples import job_status, write_job
+from tests.support.waiting import PATIENCE
 
 COMMAND = (sys.executable, "-m", "launcher.cli")
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,7 +30,7 @@ def cosmos(*arguments: object, cwd: Path | None = None, **env: str) -> subproces
         [*COMMAND, *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
         check=False,
         cwd=cwd,
         env={**kept, "PYTHONPATH": str(ROOT), **env},
@@ -77,7 +78,7 @@ print("heavy:", [name for name in heavy if name in sys.modules])
 """
     run = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=60, check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=PATIENCE, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip().endswith("heavy: []")

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from schema.config import load_config
+from tests.support.waiting import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 ROLL = ROOT / "tests/schema/interop/examples/roll_megatron.yaml"
@@ -24,7 +25,7 @@ def convert(*arguments: object, cwd: Path = ROOT, **env: str) -> subprocess.Comp
         capture_output=True,
         text=True,
         encoding="utf-8",
-        timeout=60,
+        timeout=PATIENCE,
         check=False,
         cwd=cwd,
         env={**kept, "PYTHONPATH": str(ROOT), **env},
@@ -154,7 +155,7 @@ def test_nothing_heavy_is_imported() -> None:
         [sys.executable, "-c", script],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
         check=False,
         cwd=ROOT,
         env=env,

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.waiting import PATIENCE
+
 ROWS: list[dict[str, Any]] = [
     {"prompt": "2 + 2?", "responses": ["#### 4", "#### 5"], "answer": "4", "data_source": "gsm8k"},
     {"prompt": "3 * 3?", "responses": [r"\boxed{9}"], "answer": "9", "data_source": "math_dapo"},
@@ -30,7 +32,7 @@ def launch(
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=PATIENCE,
         check=False,
     )
 

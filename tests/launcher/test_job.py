@@ -20,7 +20,8 @@ from controller import api
 from controller.client import Client, ControllerError
 from launcher.keeper import descendants
 from launcher.rundir import RunDir, read_json
-from tests.launcher.processes import alive, eventually
+from tests.launcher.processes import alive, until_gone
+from tests.support.waiting import PATIENCE, until
 
 pytestmark = pytest.mark.slow
 
@@ -46,8 +47,12 @@ class Driven:
     def output(self) -> str:
         return self._output.read_text()
 
-    def wait(self, timeout: float = 60.0) -> int:
-        return self.process.wait(timeout)
+    def wait(self) -> int:
+        return self.process.wait(PATIENCE)
+
+    def go_on(self) -> None:
+        """Let a trainer that waits at its `hold_at` go on."""
+        (self.run_dir / "go").touch()
 
     def family(self) -> list[int]:
         return descendants(self.process.pid)
@@ -62,7 +67,7 @@ class Driven:
             ]
             return bool(found)
 
-        eventually(look, f"a process {part}")
+        until(look, f"a process {part}")
         return found[0]
 
     def step(self) -> int:
@@ -77,12 +82,15 @@ class Driven:
             return -1
 
     def reaches(self, step: int) -> None:
-        assert self.process.poll() is None, self.output()
-        eventually(lambda: self.step() >= step, f"step {step}")
+        def reached() -> bool:
+            assert self.process.poll() is None, self.output()
+            return self.step() >= step
+
+        until(reached, f"step {step}")
 
     def journal(self) -> dict[str, Any]:
         """launcher.json: written once a round, so a moment behind the ledger."""
-        return read_json(self.run_dir / "launcher.json")
+        return read_json(self.run_dir / "launcher.json") or {}
 
     def summary(self) -> dict[str, Any]:
         return json.loads((self.run_dir / "summary.json").read_text())
@@ -98,7 +106,7 @@ def cmdline(pid: int) -> str:
 def cosmos(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "launcher.cli", *map(str, arguments)]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=env)
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False, env=env)
 
 
 Drive = Callable[..., Driven]
@@ -118,7 +126,7 @@ def drive(tmp_path: Path) -> Iterator[Drive]:
         family = job.family()
         if job.process.poll() is None:
             job.process.kill()
-            job.process.wait(20)
+            job.process.wait(PATIENCE)
         for pid in family:
             try:
                 os.kill(pid, signal.SIGKILL)
@@ -154,7 +162,7 @@ def test_a_reader_that_goes_away_does_not_end_the_job(tmp_path: Path):
     assert process.stdout is not None
     process.stdout.readline()
     process.stdout.close()
-    assert process.wait(60) == 0
+    assert process.wait(PATIENCE) == 0
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["outcome"] == "finished"
     assert "finished" in (tmp_path / "run" / "logs" / "launcher.log").read_text()
 
@@ -163,11 +171,12 @@ def test_a_reader_that_goes_away_does_not_end_the_job(tmp_path: Path):
 def test_under_nohup_the_end_of_the_terminal_is_ignored(drive: Drive):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # inherited, as nohup does it
     try:
-        job = drive(60, pause=0.03)
+        job = drive(hold_at=2)
     finally:
         signal.signal(signal.SIGHUP, before)
     job.reaches(2)
     job.process.send_signal(signal.SIGHUP)
+    job.go_on()
     assert job.wait() == 0, job.output()
 
 
@@ -192,9 +201,10 @@ def test_a_killed_trainer_is_restarted_and_the_controller_told_at_once(drive: Dr
 
 @pytest.mark.slow
 def test_a_trainer_that_leaves_too_early_is_restarted(drive: Drive):
-    job = drive(150, pause=0.03)
+    job = drive(hold_at=2)
     job.reaches(2)
     os.kill(job.pid_of("scripted_policy"), signal.SIGTERM)
+    job.go_on()
     assert job.wait() == 0, job.output()
     assert job.summary()["restarts"]["policy-0"] == 1
     assert "still needs it" in job.output()
@@ -203,12 +213,14 @@ def test_a_trainer_that_leaves_too_early_is_restarted(drive: Drive):
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["-m controller", "valkey-server"])
 def test_a_killed_controller_or_redis_comes_back_with_everything(drive: Drive, part: str):
-    job = drive(150, pause=0.03)
+    job = drive(100, hold_at=5)
     job.reaches(5)
-    os.kill(job.pid_of(part), signal.SIGKILL)
+    victim = job.pid_of(part)
+    job.go_on()
+    os.kill(victim, signal.SIGKILL)
     assert job.wait() == 0, job.output()
     summary = job.summary()
-    assert steps_of(summary) == list(range(150)), "each step once, none lost"
+    assert steps_of(summary) == list(range(100)), "each step once, none lost"
     assert sum(summary["restarts"].values()) == 1
 
 
@@ -236,7 +248,7 @@ def test_ends_that_no_restart_can_help(drive: Drive, code: int, exit_code: int, 
 
 
 def test_ctrl_c_ends_in_order(drive: Drive):
-    job = drive(200, pause=0.03)
+    job = drive(2000, pause=0.05)
     job.reaches(3)
     family = job.family()
     argv = cmdline(job.pid_of("valkey-server")).split()
@@ -254,7 +266,7 @@ def test_ctrl_c_ends_in_order(drive: Drive):
 
 @pytest.mark.slow
 def test_a_stopped_and_a_failed_run_go_on(drive: Drive):
-    stopped = drive(40, pause=0.02, die_at=30, code=4)
+    stopped = drive(40, pause=0.02, hold_at=3)
     stopped.reaches(3)
     stopped.process.send_signal(signal.SIGINT)
     assert stopped.wait() == 130, stopped.output()
@@ -273,11 +285,11 @@ def test_a_stopped_and_a_failed_run_go_on(drive: Drive):
 
 @pytest.mark.slow
 def test_a_second_ctrl_c_kills_at_once(drive: Drive):
-    job = drive(200, pause=0.05, stubborn=True)
+    job = drive(hold_at=1, stubborn=True)
     job.reaches(1)
     family = job.family()
     job.process.send_signal(signal.SIGINT)
-    eventually(lambda: "stopping" in job.output(), "the first one was heard")
+    until(lambda: "stopping" in job.output(), "the first one was heard")
     job.process.send_signal(signal.SIGINT)
     assert job.wait() == 130, job.output()
     assert "killing all processes" in job.output()
@@ -286,7 +298,7 @@ def test_a_second_ctrl_c_kills_at_once(drive: Drive):
 
 @pytest.mark.slow
 def test_what_ignores_the_end_is_killed_after_its_time(drive: Drive):
-    job = drive(2000, pause=0.05, stubborn=True)
+    job = drive(hold_at=1, stubborn=True, shutdown_timeout=1.0)
     job.reaches(1)
     family = job.family()
     job.process.send_signal(signal.SIGTERM)
@@ -295,20 +307,20 @@ def test_what_ignores_the_end_is_killed_after_its_time(drive: Drive):
 
 
 def test_kill_minus_9_of_the_launcher_leaves_no_orphan_and_the_run_goes_on(drive: Drive):
-    job = drive(150, pause=0.03)
+    job = drive(20, hold_at=5)
     job.reaches(5)
     family = job.family()
     assert len(family) >= 6, "three processes and their keepers"
     job.process.kill()
     job.wait()
-    eventually(lambda: not any(alive(pid) for pid in family), "all have left")
+    until_gone(family)
     dead = cosmos("status", job.run_dir)
     assert dead.returncode == 1, "dead, and without a summary"
     assert "was killed" in dead.stdout
     assert "alive until" in dead.stdout
-    again = drive(150, pause=0.01)
+    again = drive(20)
     assert again.wait() == 0, again.output()
-    assert steps_of(again.summary()) == list(range(150)), "Redis had the steps of the first start"
+    assert steps_of(again.summary()) == list(range(20)), "Redis had the steps of the first start"
 
 
 def test_status_and_stop_from_another_terminal(drive: Drive):
@@ -330,10 +342,8 @@ def test_status_and_stop_from_another_terminal(drive: Drive):
 def test_status_tells_what_died_and_when(drive: Drive):
     job = drive(2000, pause=0.05, die_at=2, code=7)
     job.reaches(4)
-    eventually(lambda: job.journal()["stage"] == "training", "the journal's stage")
-    eventually(
-        lambda: job.journal()["processes"]["policy-0"]["state"] == "up", "its second life in the journal"
-    )
+    until(lambda: job.journal().get("stage") == "training", "the journal's stage")
+    until(lambda: job.journal()["processes"]["policy-0"]["state"] == "up", "its second life in the journal")
     found = json.loads(cosmos("status", job.run_dir, "--json").stdout)
     assert (found["alive"], found["state"], found["status"]["phase"]) == (True, "running", "training")
     assert found["launcher"]["pid"] == job.process.pid
@@ -355,7 +365,7 @@ def test_pause_resume_and_a_checkpoint_by_signal(drive: Drive):
     assert run.returncode == 1, "a supervised trainer reads its own data"
     assert "stop it and resume later" in run.stderr
     job.process.send_signal(signal.SIGUSR1)
-    eventually(lambda: "SIGUSR1: a checkpoint is saved" in job.output(), "the answer")
+    until(lambda: "SIGUSR1: a checkpoint is saved" in job.output(), "the answer")
     asked = cosmos("checkpoint", job.run_dir)
     assert (asked.returncode, "a checkpoint is saved" in asked.stdout) == (0, True), asked.stderr
     assert "there is no rollout replica 'x'" in cosmos("drain", "x", job.run_dir).stderr
@@ -366,7 +376,7 @@ def test_stop_waits_until_all_have_left(drive: Drive):
     job = drive(2000, pause=0.05)
     job.reaches(2)
     family = job.family()
-    stopped = cosmos("stop", job.run_dir, "--wait", "50")
+    stopped = cosmos("stop", job.run_dir, "--wait", str(PATIENCE))
     assert (stopped.returncode, "have left" in stopped.stdout) == (0, True), stopped.stderr
     assert not any(alive(pid) for pid in family)
     assert job.wait() == 130
@@ -390,7 +400,7 @@ def test_stop_without_a_controller_tells_the_launcher(drive: Drive):
 
 
 def test_what_a_killed_launcher_leaves_can_be_ended(drive: Drive):
-    job = drive(2000, pause=0.05, stubborn=True, shutdown_timeout=60.0)
+    job = drive(hold_at=2, stubborn=True)
     job.reaches(2)
     family = job.family()
     job.process.kill()
@@ -413,7 +423,7 @@ def test_a_wrong_token_is_told(drive: Drive):
     url = json.loads((job.run_dir / "controller.json").read_text())["url"]
     command = [sys.executable, "-m", "launcher.cli", "status", url]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "COSMOS_TOKEN": "wrong"}
-    run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=env)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False, env=env)
     assert run.returncode == 2, run.stderr
     assert "refuses the token" in run.stderr
     assert "COSMOS_TOKEN" in run.stderr

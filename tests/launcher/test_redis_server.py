@@ -8,7 +8,6 @@ import shutil
 import socket
 import stat
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +26,7 @@ from launcher.redis_server import (
     wait_ready,
 )
 from schema.config import RedisConfig
+from tests.support.waiting import PATIENCE, until
 
 
 @contextmanager
@@ -37,11 +37,11 @@ def running(data_dir: Path, *extra: str) -> Iterator[RedisServer]:
     with (data_dir / "log").open("ab") as log:
         process = subprocess.Popen([*server.replica.processes[0].argv, *extra], stdout=log, stderr=log)
     try:
-        assert asyncio.run(wait_ready(server.url, 20.0)), (data_dir / "log").read_text()
+        assert asyncio.run(wait_ready(server.url, PATIENCE)), (data_dir / "log").read_text()
         yield server
     finally:
         process.terminate()
-        process.wait(20)
+        process.wait(PATIENCE)
         shutil.rmtree(server.directory)
 
 
@@ -103,9 +103,9 @@ def test_a_named_server_takes_its_password_from_the_environment():
 def test_an_unreachable_server_is_named():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with pytest.raises(RedisUnusableError, match=f"redis://127.0.0.1:{port} cannot be reached"):
-        check(RedisServer(f"redis://:secret@127.0.0.1:{port}"), False)
+        port = probe.getsockname()[1]  # kept, so that nobody else listens there meanwhile
+        with pytest.raises(RedisUnusableError, match=f"redis://127.0.0.1:{port} cannot be reached"):
+            check(RedisServer(f"redis://:secret@127.0.0.1:{port}"), False)
 
 
 def test_a_server_that_accepts_and_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch):
@@ -115,6 +115,11 @@ def test_a_server_that_accepts_and_says_nothing_is_given_up(monkeypatch: pytest.
         check(RedisServer(f"redis://127.0.0.1:{listener.getsockname()[1]}"), False)
 
 
+def _listens(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX) as connection:
+        return connection.connect_ex(path) == 0
+
+
 def test_a_wrong_password_is_told_apart(tmp_path: Path):
     server = embedded(tmp_path)
     assert server.replica is not None
@@ -122,9 +127,7 @@ def test_a_wrong_password_is_told_apart(tmp_path: Path):
     process = subprocess.Popen(argv, stdout=subprocess.DEVNULL)
     try:
         path = server.url.removeprefix("unix://")
-        give_up = time.monotonic() + 20
-        while not os.path.exists(path) and time.monotonic() < give_up:
-            time.sleep(0.01)
+        until(lambda: _listens(path), "the server")
         for password in ("", "wrong"):
             with pytest.raises(RedisUnusableError, match="refuses the password") as caught:
                 check(RedisServer(server.url, password), False)
@@ -133,7 +136,7 @@ def test_a_wrong_password_is_told_apart(tmp_path: Path):
         assert check(RedisServer(f"unix://:right@{path}"), False) == []
     finally:
         process.terminate()
-        process.wait(20)
+        process.wait(PATIENCE)
         shutil.rmtree(server.directory)
 
 

@@ -27,6 +27,7 @@ from launcher.rundir import (
 from schema.config import Config, load_config
 from tests.launcher.processes import PYTHON
 from tests.launcher.samples import config, write_job
+from tests.support.waiting import PATIENCE
 
 NOW = 1_800_000_000.0
 
@@ -117,7 +118,7 @@ def test_a_killed_launcher_frees_its_lock(tmp_path: Path):
     assert process.stdout.readline() == b"locked\n"
     assert run.is_alive()
     process.kill()
-    process.wait(20)
+    process.wait(PATIENCE)
     assert not run.is_alive()
 
 
@@ -136,7 +137,7 @@ sys.stdin.read()
     with pytest.raises(LaunchError, match=r"still run \(workers\)"):
         run.wait_until_left(0.2)
     process.communicate()
-    run.wait_until_left(10.0)
+    run.wait_until_left(PATIENCE)
 
 
 def test_the_config_is_written_with_its_place_and_can_be_run_again(tmp_path: Path):

@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from tests.launcher.processes import PATIENCE
+from tests.support.waiting import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
@@ -25,7 +25,7 @@ def on_terminal(command: list[str], press_ctrl_c_at: str) -> tuple[int, str]:
         env={**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm-256color", "COLUMNS": "110", "LINES": "40"},
     )  # fmt: skip
     os.close(end)
-    written, pressed, give_up = "", False, time.monotonic() + 3 * PATIENCE
+    written, pressed, give_up = "", False, time.monotonic() + PATIENCE
     try:
         while time.monotonic() < give_up:
             if select.select([terminal], [], [], 0.1)[0]:
@@ -50,11 +50,11 @@ def test_the_panel_is_live_and_the_terminal_is_left_as_it_was(tmp_path: Path):
         "tests.launcher.drive_job",
         str(tmp_path / "run"),
         '{"pause": 0.05}',
-        "300",
+        "3000",
     ]
     code, written = on_terminal(command, press_ctrl_c_at="training")
     assert code == 130, written
-    for part in ("╭", "phase", "╌", "/300", "policy-0 up", "stopping (by SIGINT)", "outcome"):
+    for part in ("╭", "phase", "╌", "/3000", "policy-0 up", "stopping (by SIGINT)", "outcome"):
         assert part in written, part
     assert written.count(HIDE_CURSOR) == written.count(SHOW_CURSOR) > 0
     assert written.rindex(SHOW_CURSOR) > written.rindex("╰"), "the panel is closed before the table"

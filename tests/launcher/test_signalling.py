@@ -15,14 +15,14 @@ import pytest
 
 from launcher.rundir import RunDir
 from launcher.signalling import signal_keepers, signal_launcher
-from tests.launcher.processes import eventually
+from tests.support.waiting import PATIENCE, until
 
 HOLDS = """
 import sys, time
 from pathlib import Path
 from launcher.rundir import RunDir
 RunDir(Path(sys.argv[1])).lock()
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -36,7 +36,7 @@ def run(tmp_path: Path) -> RunDir:
 @pytest.fixture
 def holder(run: RunDir) -> Iterator[subprocess.Popen[bytes]]:
     with subprocess.Popen([sys.executable, "-c", HOLDS, str(run.path)]) as process:
-        eventually(lambda: run.holder() is not None, "the lock")
+        until(lambda: run.holder() is not None, "the lock")
         yield process
         process.kill()
 
@@ -46,7 +46,7 @@ def test_the_holder_of_the_lock_is_known_as_long_as_it_lives(run: RunDir, holder
     assert found is not None
     assert (found.pid, found.is_here) == (holder.pid, True)
     assert signal_launcher(run, found, signal.SIGTERM)
-    assert holder.wait(20) == -signal.SIGTERM
+    assert holder.wait(PATIENCE) == -signal.SIGTERM
     assert run.holder() is None, "the kernel let go of the lock"
     assert not signal_launcher(run, found, signal.SIGTERM)
 
@@ -76,7 +76,7 @@ def test_only_keepers_of_this_run_are_signalled(run: RunDir, tmp_path: Path):
     other = RunDir(tmp_path / "other")
     other.make()
     script = tmp_path / "keeper.py"
-    script.write_text("import time; time.sleep(60)")
+    script.write_text("import time; time.sleep(600)")
     keepers = [
         subprocess.Popen(
             [sys.executable, str(script), json.dumps({"hold": str(where.locks / "workers.lock")})]
@@ -84,10 +84,10 @@ def test_only_keepers_of_this_run_are_signalled(run: RunDir, tmp_path: Path):
         for where in (run, other)
     ]
     try:
-        eventually(lambda: signal_keepers(run, signal.SIGINT) == 1, "the keeper's command line")
-        assert keepers[0].wait(20) != 0
+        until(lambda: signal_keepers(run, signal.SIGINT) == 1, "the keeper's command line")
+        assert keepers[0].wait(PATIENCE) != 0
         assert keepers[1].poll() is None
     finally:
         for keeper in keepers:
             keeper.kill()
-            keeper.wait(20)
+            keeper.wait(PATIENCE)
