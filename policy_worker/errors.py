@@ -5,6 +5,7 @@ PolicyError                 exit code 1: a crash; restarting may help
 ├── BadBatchError                what the controller handed out contradicts itself
 ├── ReplacedError                another incarnation of this replica has registered
 ├── CheckpointSaveError          a checkpoint could not be written; older ones are untouched
+├── ExportError                  the trained model could not be written
 ├── JobFinishedError        exit code 0: there is nothing left to train
 ├── SettingsError           exit code 2: these settings cannot work, restarting will not help
 │   ├── SampleTooLongError
@@ -36,6 +37,10 @@ class ReplacedError(PolicyError):
 
 class CheckpointSaveError(PolicyError):
     """A checkpoint could not be written. Nothing was deleted: older checkpoints are as they were."""
+
+
+class ExportError(PolicyError):
+    """The trained model could not be written. Nothing was deleted."""
 
 
 class JobFinishedError(PolicyError):

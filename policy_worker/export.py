@@ -9,19 +9,20 @@ from __future__ import annotations
 import copy
 import json
 import logging
-import os
-import secrets
 import shutil
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import AutoTokenizer
 from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
+from policy_worker.errors import ExportError
+from policy_worker.files import remove_unfinished, written_beside
 from policy_worker.learner import Learner
 from policy_worker.model import DTYPES, PolicyModel
 from schema.config import Config
@@ -38,7 +39,7 @@ def export_model(learner: Learner, config: Config, target: Path) -> None:
     """Write the model to `target`, replacing what is there. A collective; rank 0 writes.
 
     Raises:
-        OSError: `target` cannot be written; nothing there was changed.
+        ExportError: `target` cannot be written; nothing there was changed.
     """
     dtype = DTYPES[config.train.effective_transfer_dtype]
     tensors = hub_tensors(learner.model.lm, dtype=dtype)
@@ -46,7 +47,14 @@ def export_model(learner: Learner, config: Config, target: Path) -> None:
         for _ in tensors:
             pass
         return
-    write_export(learner.model, tensors, config, target)
+    try:
+        remove_unfinished(target)
+        write_export(learner.model, tensors, config, target)
+    except (OSError, SafetensorError) as error:
+        raise ExportError(
+            f"the model could not be exported to {target}: {error}. Nothing there was changed, and checkpoints are "
+            f"whole; make room or mend the directory, then resume"
+        ) from error
     log.info("exported the model to %s", target)
 
 
@@ -58,16 +66,11 @@ def write_export(
     Raises:
         OSError: `target` cannot be written; nothing there was changed.
     """
-    beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
-    beside.mkdir(parents=True)
-    try:
+    with written_beside(target) as beside:
         write_shards(tensors, beside)
         _write_settings(model, DTYPES[config.train.effective_transfer_dtype], beside)
         _write_code(model, beside)
         _write_tokenizer(config, beside)
-        replace(beside, target)
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
 
 
 def write_shards(
@@ -138,12 +141,3 @@ def _write_tokenizer(config: Config, directory: Path) -> None:
         log.warning("exported without a tokenizer: %s has none that loads (%s)", name, error)
         return
     tokenizer.save_pretrained(directory)
-
-
-def replace(source: Path, target: Path) -> None:
-    """Put a finished directory in place of what is at `target`."""
-    old = source.with_name(f"{source.name}.old")
-    if target.exists():
-        os.rename(target, old)
-    os.rename(source, target)
-    shutil.rmtree(old, ignore_errors=True)

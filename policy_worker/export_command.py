@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -22,13 +21,14 @@ from typing import Any
 
 import torch
 
-from policy_worker.checkpoints import Found, checkpoints_of, look, newest_in
-from policy_worker.checkpoints.layout import EXPORT, state_files
+from policy_worker.checkpoints.find import newest_in
+from policy_worker.checkpoints.layout import EXPORT, Found, checkpoints_of, look, state_files
 from policy_worker.checkpoints.state import weights_from
 from policy_worker.checkpoints.storage import StateFiles
 from policy_worker.checkpoints.verify import faults
 from policy_worker.errors import CheckpointError, DamagedCheckpointError, PolicyError, SettingsError
-from policy_worker.export import replace, write_export
+from policy_worker.export import write_export
+from policy_worker.files import written_beside
 from policy_worker.model import DTYPES, PolicyModel
 from schema.config import Config, ConfigError, check_config
 from schema.config.modules import CANNOT_LOAD, remedy
@@ -112,19 +112,13 @@ def export(found: Found, target: Path, dtype: str | None, model: str, config_fil
     with StateFiles(state_files(found.path, MODEL)) as saved:
         kind = DTYPES[config.train.effective_transfer_dtype]
         tensors = names.tensors(weights_from(saved), dtype=kind)
-        target.parent.mkdir(parents=True, exist_ok=True)
         write_export(skeleton, _progress(tensors, len(list(skeleton.lm.parameters()))), config, target)
 
 
 def _copy_export(found: Found, target: Path) -> None:
     _check_whole(found, [name for name in found.manifest.files if name.startswith(f"{EXPORT}/")])
-    beside = target.with_name(f".{target.name}.{os.getpid()}")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        shutil.copytree(found.path / EXPORT, beside)
-        replace(beside, target)
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
+    with written_beside(target) as beside:
+        shutil.copytree(found.path / EXPORT, beside, dirs_exist_ok=True)
 
 
 def _check_whole(found: Found, names: list[str]) -> None:

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Protocol
 
-from policy_worker.checkpoints import Checkpointer
+from policy_worker.checkpoints.saver import Checkpointer
 from policy_worker.commits import Commits
 from policy_worker.ending import End
 from policy_worker.export import export_model

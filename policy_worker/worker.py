@@ -11,7 +11,9 @@ import numpy as np
 import torch
 
 from controller.client import Refused
-from policy_worker.checkpoints import Checkpointer, Resumption, choose, weights_directory
+from policy_worker.checkpoints.find import Resumption, choose
+from policy_worker.checkpoints.load import weights_directory
+from policy_worker.checkpoints.saver import Checkpointer
 from policy_worker.checkpoints.snapshot import newest_snapshot, snapshot_of
 from policy_worker.errors import JobFinishedError, NoCheckpointError, SettingsError
 from policy_worker.grpo import Grpo

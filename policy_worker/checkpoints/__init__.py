@@ -8,21 +8,6 @@
 
 A checkpoint is complete or it does not exist: it is written beside, read again, renamed, and only then pointed at;
 only then is the controller told, which may now forget payloads; only then do older ones go.
+
+Modules are imported by name: uploads know the layout without torch, and the saver knows uploads.
 """
-
-from policy_worker.checkpoints.find import Resumption, choose, newest_in
-from policy_worker.checkpoints.layout import Found, Manifest, checkpoints_of, look
-from policy_worker.checkpoints.load import weights_directory
-from policy_worker.checkpoints.saver import Checkpointer
-
-__all__ = [
-    "Checkpointer",
-    "Found",
-    "Manifest",
-    "Resumption",
-    "checkpoints_of",
-    "choose",
-    "look",
-    "newest_in",
-    "weights_directory",
-]

@@ -2,9 +2,10 @@
 
     mkdir .step-N.x, hold its lock ─▶ files ─▶ manifest ─▶ sync ─▶ rename to step-N ─▶ move `latest`
 
-Whoever is killed between any two of these leaves all complete checkpoints as they were. A directory that is being
-written is told from one whose writer has died by the lock in it, which the system gives back when its holders end:
-every rank holds it (shared), and who wants to clean up asks for it alone.
+Whoever is killed between any two of these leaves all complete checkpoints as they were, but for one of the same step
+and a timeline that was left, which makes room. A directory that is being written is told from one whose writer has
+died by the lock in it, which the system gives back when its holders end: every rank holds it (shared), and who wants
+to clean up asks for it alone.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import shutil
 from pathlib import Path
 from typing import IO
 
+from policy_worker import files
 from policy_worker.checkpoints.layout import BESIDE, LATEST, LOCK, TRASH, name_of
 
 log = logging.getLogger(__name__)
@@ -47,39 +49,15 @@ def place(beside: Path, step: int) -> Path:
         OSError: nothing was deleted.
     """
     directory = beside.parent
-    target, old = directory / name_of(step), directory / f"{TRASH}{secrets.token_hex(4)}"
+    target = directory / name_of(step)
     (beside / LOCK).unlink(missing_ok=True)
-    sync_tree(beside)
-    replaces = target.exists()
-    if replaces:
-        os.rename(target, old)
-    try:
-        os.rename(beside, target)
-    except OSError:
-        if replaces:
-            os.rename(old, target)
-        raise
-    sync(directory)
-    if replaces:
-        shutil.rmtree(old, ignore_errors=True)
+    files.put_in_place(beside, target, directory / f"{TRASH}{secrets.token_hex(4)}")
     return target
 
 
 def point_at(target: Path) -> None:
     """Make `target` the newest."""
-    write_atomically(target.with_name(LATEST), target.name)
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Raises `OSError`; then what was there is there."""
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        beside.write_text(text)
-        sync(beside)
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
-    sync(path.parent)
+    files.write_atomically(target.with_name(LATEST), target.name)
 
 
 def remove(path: Path) -> None:
@@ -128,18 +106,3 @@ def check_writable(directory: Path) -> None:
         probe.write_bytes(b"")
     finally:
         probe.unlink(missing_ok=True)
-
-
-def sync_tree(directory: Path) -> None:
-    """Force all files and directories below to disk. Raises `OSError`."""
-    for path in [*directory.rglob("*"), directory]:
-        sync(path)
-
-
-def sync(path: Path) -> None:
-    """Force a file or directory to disk. Raises `OSError`."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 
+from policy_worker import files
 from policy_worker.checkpoints import directory
 from policy_worker.checkpoints.find import complete_in
 from policy_worker.checkpoints.keep import best, superfluous
@@ -63,7 +64,7 @@ class Housekeeper:
             body = {
                 "name": favourite.path.name, "step": favourite.step, "score": known[favourite.step],
             }  # fmt: skip
-            directory.write_atomically(self._root / BEST, json.dumps(body))
+            files.write_atomically(self._root / BEST, json.dumps(body))
         return favourite
 
     def _note(self) -> tuple[int, float] | None:

@@ -38,6 +38,7 @@ from policy_worker.checkpoints.state import MODEL, weights_from
 from policy_worker.checkpoints.storage import Piece, StateFiles, write_pieces
 from policy_worker.checkpoints.verify import faults
 from policy_worker.errors import CheckpointSaveError
+from policy_worker.files import sync
 from policy_worker.parallel.group import Group
 
 log = logging.getLogger(__name__)
@@ -117,7 +118,7 @@ def _write_own(draft: Draft, rank: int) -> dict[str, Any]:
         written[name] = write_pieces(draft.beside / name, pieces)
     if "extra" in draft.manifest.contents:
         rng.write(draft.beside, rank, draft.states)
-        directory.sync(draft.beside / rng_file(rank))
+        sync(draft.beside / rng_file(rank))
         written[rng_file(rank)] = hash_of_file(draft.beside / rng_file(rank))
     wrong = faults(draft.beside, written)
     if wrong:

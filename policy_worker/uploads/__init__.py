@@ -1,9 +1,9 @@
 """Copies of checkpoints and of the final model on S3 and on the Hugging Face hub, made beside the training.
 
-    offer(path) ─▶ record on disk ─▶ queue ─▶ one thread ─┬─▶ s3   multipart, resumed where it stopped
-                                                          └─▶ hub  a commit per checkpoint
-    resume()    ─▶ records that are not done, checkpoints without one ──▶ queue
-    finish()    ◀─ everything is there, or UploadError
+    offer(path) ─▶ queue ─▶ one thread: whole? ─▶ record on disk ─┬─▶ s3   multipart, resumed where it stopped
+                                                              └─▶ hub  a commit per checkpoint
+resume()    ─▶ the checkpoints that are there ─▶ queue; what its record calls done is passed over
+finish()    ◀─ everything is there, or UploadError
 
 uploader  the queue, its thread, and what the trainer asks
 record    what is on its way, in files beside the checkpoints: survives kill -9

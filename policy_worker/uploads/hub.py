@@ -15,6 +15,7 @@ from typing import Any
 from policy_worker.errors import SettingsError
 from policy_worker.uploads.patience import USUAL, Delays, Patience
 from policy_worker.uploads.record import Record
+from schema.config.secrets import masked
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +94,7 @@ class HubTarget:
             return "the token is missing or not known there: set HF_TOKEN to one that may write"
         if status in (403, 404):
             return f"HF_TOKEN may not write there: take a token of write access, or correct {REPO_KEY}"
-        return f"{type(error).__name__}: {error}"
+        return str(masked(f"{type(error).__name__}: {error}"))
 
 
 def _status(error: Exception) -> int:

@@ -12,12 +12,15 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-import secrets
 import threading
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from policy_worker.checkpoints.layout import MANIFEST, hash_of_file, read_manifest
+from policy_worker.checkpoints.verify import faults
+from policy_worker.errors import DamagedCheckpointError
+from policy_worker.files import write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -39,9 +42,7 @@ class Progress(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    path: str
     step: int
-    final: bool
     stamp: str
     done: bool = False
     files: dict[str, FileProgress] = Field(default_factory=dict)
@@ -58,12 +59,7 @@ class Record:
         """Write it to disk."""
         with self._lock:
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            beside = self.file.with_name(f".{self.file.name}.{secrets.token_hex(4)}")
-            with beside.open("w") as stream:
-                stream.write(self.progress.model_dump_json(indent=1))
-                stream.flush()
-                os.fsync(stream.fileno())
-            os.replace(beside, self.file)
+            write_atomically(self.file, self.progress.model_dump_json(indent=1))
 
     def finished_part(self, name: str, number: int, etag: str) -> None:
         with self._lock:
@@ -79,15 +75,17 @@ def file_of(directory: Path, name: str, target: str) -> Path:
     return directory / f"{name}.{target}.json"
 
 
-def open_record(file: Path, path: Path, step: int, final: bool) -> Record:
-    """The record of an upload: what is known of it, or a new one where these contents are not those it knows."""
+def open_record(file: Path, path: Path, step: int) -> Record:
+    """The record of an upload: what is known of it, or a new one where these contents are not those it knows.
+
+    Raises:
+        OSError: the directory cannot be read.
+    """
     stamp = stamp_of(path)
     known = read_record(file)
     if known is not None and known.progress.stamp == stamp:
-        known.progress.final = known.progress.final or final
-        known.progress.path = str(path)
         return known
-    return Record(file, Progress(path=str(path), step=step, final=final, stamp=stamp))
+    return Record(file, Progress(step=step, stamp=stamp))
 
 
 def read_record(file: Path) -> Record | None:
@@ -107,9 +105,20 @@ def files_in(path: Path) -> list[Path]:
 
 
 def stamp_of(path: Path) -> str:
-    """Identity of a directory's contents: names, sizes and times, since nothing in it changes once it is complete."""
-    lines = [
-        f"{file.relative_to(path)} {(facts := file.stat()).st_size} {facts.st_mtime_ns}"
-        for file in files_in(path)
-    ]
+    """Identity of a directory's contents; of a checkpoint the hash of its manifest, which names those of all files.
+
+    So the upload of a model that is exported again from the same weights goes on where it was. Raises `OSError`.
+    """
+    if (path / MANIFEST).exists():
+        return hash_of_file(path / MANIFEST).hash
+    lines = [f"{file.relative_to(path)} {hash_of_file(file).hash}" for file in files_in(path)]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]
+
+
+def check_whole(path: Path) -> None:
+    """Raises `DamagedCheckpointError` for a checkpoint that is not what was written: no copy is made of it."""
+    if not (path / MANIFEST).exists():
+        return
+    wrong = faults(path, read_manifest(path).files)
+    if wrong:
+        raise DamagedCheckpointError(f"{'; '.join(wrong[:3])}: put back the right files, or delete {path}")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -24,13 +25,13 @@ from policy_worker.uploads.errors import UploadError
 from policy_worker.uploads.patience import USUAL, Delays, Patience
 from policy_worker.uploads.plan import MARKER, PART_BYTES, Part, object_prefix, part_bytes, parts
 from policy_worker.uploads.record import FileProgress, Record, files_in
+from schema.config.secrets import masked
 
 log = logging.getLogger(__name__)
 
 PARALLEL = 4
 """Parts on their way at once: fills a fast network, and holds no more than this many parts in memory."""
 CONNECT_S, READ_S = 10.0, 60.0
-READ_BYTES = 4 * 1024 * 1024
 BUCKET_KEY = "train.ckpt.s3_bucket"
 _PASSING_CODES = {
     "SlowDown",
@@ -99,13 +100,15 @@ class S3Target:
             UploadError: it failed for good. UploadStoppedError: the process leaves.
         """
         self._patience.begin()
-        prefix = object_prefix(self._prefix, self._run, path.name)
+        prefix, there = object_prefix(self._prefix, self._run, path.name), path.stat()
         self._remove_other_marker(prefix, record.progress.stamp)
         for file in files_in(path):
             name = str(file.relative_to(path))
             key, progress = f"{prefix}/{name}", record.file_progress(name)
             if not (progress.done and self._is_there(key, file.stat().st_size, record.progress.stamp)):
                 self._send_file(file, key, name, record)
+        if not os.path.samestat(there, path.stat()):
+            raise UploadError(f"{path} was replaced while it was sent")
         self._write_marker(prefix, path, record)
 
     def _remove_other_marker(self, prefix: str, stamp: str) -> None:
@@ -142,7 +145,6 @@ class S3Target:
         else:
             progress.sha256 = _sha256(file)
             self._send_parts(file, size, key, name, record)
-            self._check_size(key, size)
         progress.done = True
         record.save()
 
@@ -170,7 +172,7 @@ class S3Target:
 
         with ThreadPoolExecutor(PARALLEL, thread_name_prefix="upload-part") as pool:
             sent |= dict(_all_or_first_error(pool, send, missing))
-        self._complete(key, progress.upload_id, sent)
+        self._complete(key, size, record.progress.stamp, progress.upload_id, sent)
 
     def _begin(self, key: str, stamp: str) -> Any:
         return self._client.create_multipart_upload(Bucket=self.bucket, Key=key, Metadata={"stamp": stamp})
@@ -185,14 +187,22 @@ class S3Target:
         )
         return str(answer["ETag"])
 
-    def _complete(self, key: str, upload_id: str, sent: dict[int, str]) -> None:
+    def _complete(self, key: str, size: int, stamp: str, upload_id: str, sent: dict[int, str]) -> None:
         listed = [{"PartNumber": number, "ETag": etag} for number, etag in sorted(sent.items())]
-        self._call(
-            f"completing {key}",
-            lambda: self._client.complete_multipart_upload(
-                Bucket=self.bucket, Key=key, UploadId=upload_id, MultipartUpload={"Parts": listed}
-            ),
-        )
+
+        def complete() -> None:
+            try:
+                self._client.complete_multipart_upload(
+                    Bucket=self.bucket, Key=key, UploadId=upload_id, MultipartUpload={"Parts": listed}
+                )
+            except self._client.exceptions.ClientError as error:
+                # Asked again after an answer that was lost: the upload is gone because it is complete.
+                if _code(error) != "NoSuchUpload" or not _is(self._head(key), size, stamp):
+                    raise
+
+        self._call(f"completing {key}", complete)
+        if not self._is_there(key, size, stamp):
+            raise UploadError(f"{key}: {size} bytes were sent, and the store does not show them")
 
     def _arrived(self, key: str, progress: FileProgress) -> dict[int, tuple[int, str]] | None:
         """Size and ETag of the parts that S3 has, by number; None: there is no such upload (any more)."""
@@ -242,16 +252,7 @@ class S3Target:
             raise
 
     def _is_there(self, key: str, size: int, stamp: str) -> bool:
-        found = self._call(f"reading {key}", lambda: self._head(key))
-        return (
-            found is not None and found["ContentLength"] == size and found["Metadata"].get("stamp") == stamp
-        )
-
-    def _check_size(self, key: str, size: int) -> None:
-        found = self._call(f"reading {key}", lambda: self._head(key))
-        if found is None or found["ContentLength"] != size:
-            there = "nothing" if found is None else f"{found['ContentLength']} bytes"
-            raise UploadError(f"{key}: {size} bytes were sent, and {there} arrived")
+        return _is(self._call(f"reading {key}", lambda: self._head(key)), size, stamp)
 
     # ---- calls and their failures -------------------------------------------------------------------------
 
@@ -269,7 +270,7 @@ class S3Target:
             return f"{self._endpoint()} does not answer ({kind}): check AWS_ENDPOINT_URL and the network"
         if isinstance(error, boto.ClientError):
             return _refusal(error)
-        return f"{type(error).__name__}: {error}"
+        return str(masked(f"{type(error).__name__}: {error}"))
 
     def _endpoint(self) -> str:
         parsed = urlsplit(str(self._client.meta.endpoint_url))
@@ -298,6 +299,11 @@ def _make_client() -> Any:
         ) from error
 
 
+def _is(found: Any | None, size: int, stamp: str) -> bool:
+    """Whether an object, as `_head` finds it, is a file of this size of the directory with this stamp."""
+    return found is not None and found["ContentLength"] == size and found["Metadata"].get("stamp") == stamp
+
+
 def _code(error: Any) -> str:
     return str(error.response.get("Error", {}).get("Code", ""))
 
@@ -324,12 +330,13 @@ def _refusal(error: Any) -> str:
         "InvalidAccessKeyId": "AWS_ACCESS_KEY_ID is not known there",
         "SignatureDoesNotMatch": "AWS_SECRET_ACCESS_KEY does not fit AWS_ACCESS_KEY_ID",
         "ExpiredToken": "AWS_SESSION_TOKEN has expired",
+        "NoSuchUpload": "the store has forgotten the parts that it had: they are sent again with the next start",
     }
     if code in remedies:
         return remedies[code]
     if status in (301, 307):
         return "the bucket is in another region: set AWS_DEFAULT_REGION"
-    return f"{code or status}: {error.response.get('Error', {}).get('Message', '')}"
+    return str(masked(f"{code or status}: {error.response.get('Error', {}).get('Message', '')}"))
 
 
 def _all_or_first_error(

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from policy_worker.errors import SettingsError
+from policy_worker.errors import CheckpointError, SettingsError
 from policy_worker.uploads.errors import UploadError, UploadFailedError, UploadStoppedError
 from policy_worker.uploads.hub import HubTarget
 from policy_worker.uploads.patience import USUAL, Delays
 from policy_worker.uploads.plan import is_wanted
-from policy_worker.uploads.record import Record, file_of, open_record, read_record
+from policy_worker.uploads.record import Record, check_whole, file_of, open_record
 from policy_worker.uploads.s3 import S3Target
 from schema.config import Config
 
@@ -71,7 +71,7 @@ class Uploader:
         self._records = run_dir / "uploads"
         self._queue: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._pending: dict[tuple[str, str], Job] = {}
+        self._pending: list[Job] = []
         self._failed: dict[tuple[str, str], str] = {}
         self._failed_final: dict[tuple[str, str], str] = {}
         self._thread: threading.Thread | None = None
@@ -115,46 +115,34 @@ class Uploader:
         return [target.place(name) for target in self._targets if self._wanted(target.name, final)]
 
     def resume(self) -> None:
-        """Go on with what an earlier process has not finished, and with checkpoints that it could not offer."""
+        """Take the checkpoints that an earlier process did not finish or could not offer. The final model is offered
+        again by whoever finishes the run."""
+        there = sorted((self._run_dir / "checkpoints").glob(CHECKPOINTS))
         for target in self._targets:
-            for file in sorted(self._records.glob(f"*.{target.name}.json")):
-                record = read_record(file)
-                if record is not None and not record.progress.done:
-                    self._resume(record, target)
+            self._forget({path.name for path in there}, target)
             if self._wanted(target.name, False):
-                for path in sorted((self._run_dir / "checkpoints").glob(CHECKPOINTS)):
+                for path in there:
                     self._take(Job(path, int(path.name.rpartition("-")[2]), False, target))
 
-    def _resume(self, record: Record, target: Target) -> None:
-        progress = record.progress
-        if Path(progress.path).is_dir():
-            self._take(Job(Path(progress.path), progress.step, progress.final, target))
-        else:
-            log.warning("%s is gone, its upload to %s is given up", progress.path, target.name)
-            record.file.unlink(missing_ok=True)
+    def _forget(self, there: set[str], target: Target) -> None:
+        """Remove the records of checkpoints that have been deleted."""
+        for file in self._records.glob(f"{CHECKPOINTS}.{target.name}.json"):
+            if file.name.partition(".")[0] not in there:
+                file.unlink(missing_ok=True)
 
     def _take(self, job: Job) -> None:
-        record = self._record(job)
-        if record.progress.done:
-            return
-        record.save()
+        """A directory that is offered again while it is under way may have been replaced: it is looked at again."""
         with self._lock:
-            if job.key in self._pending:
-                return
-            self._pending[job.key] = job
+            self._pending.append(job)
         self._queue.put(job)
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="uploads", daemon=True)
             self._thread.start()
 
-    def _record(self, job: Job) -> Record:
-        file = file_of(self._records, job.path.name, job.target.name)
-        return open_record(file, job.path, job.step, job.final)
-
     def holds(self, path: Path) -> bool:
         """Whether a directory is being read, or waits to be: it must not be deleted."""
         with self._lock:
-            return any(job.path == path for job in self._pending.values())
+            return any(job.path == path for job in self._pending)
 
     def raise_if_failed(self) -> None:
         """Raises `UploadFailedError` if the final upload has failed for good; earlier ones are in `trouble`."""
@@ -193,7 +181,7 @@ class Uploader:
 
     def _left(self) -> list[tuple[str, str]]:
         with self._lock:
-            return list(self._pending)
+            return [job.key for job in self._pending]
 
     # ---- the thread ---------------------------------------------------------------------------------------
 
@@ -207,25 +195,30 @@ class Uploader:
                 self._upload(job)
             except UploadStoppedError:
                 return
-            except UploadError as error:
+            except (UploadError, CheckpointError) as error:
                 self._fail(job, str(error))
+            except OSError as error:  # a file here; what the network does is the target's matter
+                self._fail(job, f"{error.filename or job.path}: {error.strerror or error}")
             except Exception as error:
                 log.exception("an upload failed")
                 self._fail(job, f"{type(error).__name__}: {error}")
             with self._lock:
-                self._pending.pop(job.key, None)
+                self._pending.remove(job)
 
     def _upload(self, job: Job) -> None:
-        record, began = self._record(job), time.monotonic()
-        place = job.target.place(job.path.name)
-        log.info("uploading %s to %s", job.path, place)
-        job.target.upload(job.path, record)
-        record.progress.done = True
-        record.save()
+        began, place = time.monotonic(), job.target.place(job.path.name)
+        record = open_record(file_of(self._records, job.path.name, job.target.name), job.path, job.step)
+        if not record.progress.done:
+            check_whole(job.path)
+            log.info("uploading %s to %s", job.path, place)
+            record.save()
+            job.target.upload(job.path, record)
+            record.progress.done = True
+            record.save()
+            log.info("uploaded %s to %s in %.1f s", job.path, place, time.monotonic() - began)
         with self._lock:
             self._failed.pop(job.key, None)
             self._failed_final.pop(job.key, None)
-        log.info("uploaded %s to %s in %.1f s", job.path, place, time.monotonic() - began)
 
     def _fail(self, job: Job, reason: str) -> None:
         text = f"upload of {job.path.name} to {job.target.name} failed: {reason}"

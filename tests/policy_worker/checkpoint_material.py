@@ -5,9 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from policy_worker.checkpoints import Found, Resumption, directory, look, rng
+from policy_worker.checkpoints import directory, rng
 from policy_worker.checkpoints.contents import schedule_facts
-from policy_worker.checkpoints.layout import FileFacts, Manifest, hash_of_file, name_of, write_manifest
+from policy_worker.checkpoints.find import Resumption
+from policy_worker.checkpoints.layout import (
+    FileFacts,
+    Found,
+    Manifest,
+    hash_of_file,
+    look,
+    name_of,
+    write_manifest,
+)
 from policy_worker.checkpoints.load import load
 from policy_worker.checkpoints.state import state_to_save
 from policy_worker.checkpoints.storage import Staging, pieces_of

@@ -22,10 +22,11 @@ from typing import Any
 
 import torch
 
-from policy_worker.checkpoints import Checkpointer, directory
+from policy_worker.checkpoints import directory
 from policy_worker.checkpoints.find import chain_in
 from policy_worker.checkpoints.housekeeping import Housekeeper
 from policy_worker.checkpoints.layout import state_files
+from policy_worker.checkpoints.saver import Checkpointer
 from policy_worker.checkpoints.storage import StateFiles
 from policy_worker.checkpoints.verify import faults
 from policy_worker.errors import CheckpointSaveError

@@ -16,10 +16,10 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from policy_worker.checkpoints import directory, look, rng
+from policy_worker.checkpoints import directory, rng
 from policy_worker.checkpoints.background import Background
 from policy_worker.checkpoints.housekeeping import Housekeeper
-from policy_worker.checkpoints.layout import BEST, rng_file, state_files, write_manifest
+from policy_worker.checkpoints.layout import BEST, look, rng_file, state_files, write_manifest
 from policy_worker.checkpoints.state import load_model_state, state_to_save
 from policy_worker.checkpoints.storage import Staging, StateFiles, pieces_of
 from policy_worker.checkpoints.verify import faults

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from policy_worker.checkpoints import choose, look, newest_in
-from policy_worker.checkpoints.find import candidates
+from policy_worker.checkpoints.find import candidates, choose, newest_in
+from policy_worker.checkpoints.layout import look
 from policy_worker.errors import CheckpointError, DamagedCheckpointError
 from policy_worker.parallel.group import Group
 from schema.config import Config

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from controller import api
-from policy_worker.checkpoints import look
+from policy_worker.checkpoints.layout import look
 from tests.policy_worker.material import write_model
 from tests.policy_worker.ranks import wait_ranks
 from tests.policy_worker.test_worker import Job, grpo_config, start, supervised, valkey
@@ -38,7 +38,6 @@ def losses(job: Job) -> list[float]:
         return [record.metrics["loss"] for record in client.send(api.steps())]
 
 
-@pytest.mark.timeout(300)  # five starts of the program
 def test_a_failed_save_beside_the_training_ends_it_by_name(tmp_path: Path, start: Any):
     """Then, with room on the disk again, the run goes on; its weights seed two others."""
     model = write_model(tmp_path / "model")

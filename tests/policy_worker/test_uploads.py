@@ -6,17 +6,21 @@ import hashlib
 import json
 import logging
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from policy_worker.checkpoints.layout import Manifest, hash_of_file, write_manifest
 from policy_worker.errors import SettingsError
 from policy_worker.uploads.errors import UploadFailedError
 from policy_worker.uploads.patience import Delays
@@ -57,9 +61,20 @@ def checkpoint(run_dir: Path, step: int, size: int = PART + 1000) -> Path:
     (path / "export").mkdir(parents=True)
     block = hashlib.sha256(str(step).encode()).digest()
     (path / "state.safetensors").write_bytes((block * (size // 32 + 1))[:size])
-    (path / "manifest.json").write_text(json.dumps({"step": step}))
     (path / "export" / "config.json").write_text("{}")
+    seal(path, step)
     return path
+
+
+def seal(path: Path, step: int) -> None:
+    """Write the manifest of what is there now."""
+    (path / "manifest.json").unlink(missing_ok=True)
+    files = {str(file.relative_to(path)): hash_of_file(file) for file in path.rglob("*") if file.is_file()}
+    facts = Manifest(
+        step=step, timeline=0, lineage=[(0, 0)], world=1, written_at=1.0, architecture="Model", contents=["model"],
+        exported=True, schedule=None, data=None, files=files,
+    )  # fmt: skip
+    write_manifest(path, facts)
 
 
 def uploader(run_dir: Path, delays: Delays = QUICK, upload: str = "all") -> Uploader:
@@ -135,7 +150,7 @@ def test_a_checkpoint_of_another_timeline_replaces_the_old_one(objects: ObjectSt
     one.offer(path, 20, final=False)
     one.finish(60)
     (path / "state.safetensors").write_bytes(b"new" * 400_000)
-    (path / "manifest.json").write_text('{"step": 20, "timeline": 1}')
+    seal(path, 20)
     one.offer(path, 20, final=False)
     one.finish(60)
     one.close()
@@ -153,17 +168,115 @@ def test_a_checkpoint_that_nobody_could_offer_is_found(objects: ObjectStore, tmp
     check_arrived(objects, run_dir, path)
 
 
-def test_a_record_of_a_deleted_checkpoint_is_given_up(objects: ObjectStore, tmp_path: Path) -> None:
+def test_a_record_of_a_deleted_checkpoint_goes_and_half_a_record_begins_again(
+    objects: ObjectStore, tmp_path: Path
+) -> None:
     run_dir = run_of(tmp_path)
-    (run_dir / "uploads").mkdir()
-    record = {"path": str(run_dir / "checkpoints" / "step-00000003"), "step": 3, "final": False, "stamp": "x"}
-    (run_dir / "uploads" / "step-00000003.s3.json").write_text(json.dumps(record))
-    (run_dir / "uploads" / "step-00000004.s3.json").write_text("half a rec")
+    records, path = run_dir / "uploads", checkpoint(run_dir, 4, 100)
+    records.mkdir()
+    for name in ("step-00000003", path.name):
+        (records / f"{name}.s3.json").write_text("half a rec")
     one = uploader(run_dir)
     one.resume()
-    one.finish(10)
+    one.finish(60)
     one.close()
-    assert not (run_dir / "uploads" / "step-00000003.s3.json").exists()
+    assert [file.name for file in records.iterdir()] == [f"{path.name}.s3.json"]
+    check_arrived(objects, run_dir, path)
+
+
+def test_a_damaged_checkpoint_is_not_copied(objects: ObjectStore, tmp_path: Path) -> None:
+    run_dir = run_of(tmp_path)
+    damaged, path = checkpoint(run_dir, 3, 1000), checkpoint(run_dir, 4, 1000)
+    with (damaged / "state.safetensors").open("r+b") as stream:
+        stream.write(b"flipped")
+    one = uploader(run_dir)
+    one.resume()
+    one.finish(60)
+    one.close()
+    assert f"{damaged / 'state.safetensors'} was altered" in one.trouble()
+    assert [key for key in objects.keys(BUCKET) if f"{run_dir.name}/{damaged.name}/" in key] == []
+    check_arrived(objects, run_dir, path)
+
+
+def test_a_checkpoint_that_is_replaced_under_way_is_never_called_complete(
+    objects: ObjectStore, tmp_path: Path
+) -> None:
+    """A fall-back to an older checkpoint came to the same step again while its first version was on its way."""
+    run_dir = run_of(tmp_path)
+    path, newer = checkpoint(run_dir, 20, 3 * PART), checkpoint(tmp_path / "newer", 20, 2 * PART)
+    one = uploader(run_dir, PATIENT)
+    one.offer(path, 20, final=False)
+    wait_for(lambda: len(etags(run_dir / "uploads" / f"{path.name}.s3.json")) >= 1)
+    path.rename(tmp_path / "old")
+    newer.rename(path)
+    one.offer(path, 20, final=False)
+    one.finish(60)
+    one.close()
+    assert one.trouble() == ""
+    check_arrived(objects, run_dir, path)
+
+
+def test_a_model_that_is_exported_again_is_not_sent_again(objects: ObjectStore, tmp_path: Path) -> None:
+    """A run whose last upload failed comes to its end once more, with the same weights."""
+    run_dir = run_of(tmp_path)
+    final = run_dir / "final"
+    for _ in range(2):
+        shutil.rmtree(final, ignore_errors=True)
+        final.mkdir()
+        (final / "model.safetensors").write_bytes(b"weights" * 1000)
+        one = uploader(run_dir, upload="final")
+        one.offer(final, 20, final=True)
+        one.finish(60)
+        one.close()
+        marked = marker_time(objects, run_dir, final)
+    check_arrived(objects, run_dir, final)
+    (final / "model.safetensors").write_bytes(b"Weights" * 1000)
+    again = uploader(run_dir, upload="final")
+    again.offer(final, 20, final=True)
+    again.finish(60)
+    again.close()
+    assert marker_time(objects, run_dir, final) >= marked
+    check_arrived(objects, run_dir, final)
+
+
+class Forgetful(Gate):
+    """A way to the store on which the first answer to the completion of an upload gets lost."""
+
+    lost = 0
+
+    def _copy(self, source: socket.socket, sink: socket.socket, inwards: bool) -> None:
+        with suppress(OSError):
+            while data := source.recv(65536):
+                if inwards and data.startswith(b"POST ") and b"?uploadId=" in data and not self.lost:
+                    self.lost = 1
+                    self._answered(data)
+                    source.shutdown(socket.SHUT_RDWR)
+                    return
+                sink.sendall(data)
+
+    def _answered(self, request: bytes) -> None:
+        """Ask the store and wait for its answer, which nobody gets."""
+        with socket.create_connection(("127.0.0.1", self.target)) as store:
+            store.sendall(request)
+            while b"</CompleteMultipartUploadResult>" not in store.recv(65536):
+                pass
+
+
+def test_an_answer_that_is_lost_costs_nothing(
+    objects: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Forgetful(objects.port)
+    gate.open()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{gate.port}")
+    run_dir = run_of(tmp_path)
+    path = checkpoint(run_dir, 20)
+    one = uploader(run_dir, PATIENT)
+    one.offer(path, 20, final=True)
+    one.finish(60)
+    one.close()
+    gate.shut()
+    assert gate.lost == 1
+    check_arrived(objects, run_dir, path)
 
 
 PROGRAM = """
