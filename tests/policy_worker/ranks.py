@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
 
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+from tests.support.ports import free_port
+from tests.support.waiting import PATIENCE
 
 
 def start_ranks(world: int, arguments: Sequence[str], **environment: str) -> list[subprocess.Popen[str]]:
@@ -30,7 +26,7 @@ def start_ranks(world: int, arguments: Sequence[str], **environment: str) -> lis
     ]  # fmt: skip
 
 
-def wait_ranks(ranks: Sequence[subprocess.Popen[str]], timeout: float = 90.0) -> list[tuple[int, str]]:
+def wait_ranks(ranks: Sequence[subprocess.Popen[str]], timeout: float = PATIENCE) -> list[tuple[int, str]]:
     """(exit code, output) of each; none is left behind."""
     try:
         outputs = [rank.communicate(timeout=timeout)[0] for rank in ranks]

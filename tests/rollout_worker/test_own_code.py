@@ -106,7 +106,6 @@ def test_the_embedded_engine_knows_what_external_modules_register(model: Path, t
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_vllms_processes_import_external_modules(model: Path, tmp_path: Path) -> None:
     need_module(model, tmp_path, "cosmos_test_vllm")
     module = tmp_path / "cosmos_test_vllm.py"
@@ -132,7 +131,6 @@ def test_vllms_processes_import_external_modules(model: Path, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_vllm_runs_a_models_code_where_it_is_trusted(model: Path) -> None:
     bring_own_code(model)
     with pytest.raises(EngineConfigError, match="trust_remote_code"):

@@ -6,7 +6,7 @@ import pytest
 
 from tests.rollout_worker.engine_contract import EngineContract
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 
 class TestVllm(EngineContract):

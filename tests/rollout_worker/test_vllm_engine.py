@@ -46,7 +46,7 @@ from tests.rollout_worker.engine_contract import (
 from tests.rollout_worker.tiny import publish_model, random_model, save_model, tokenizer
 from weight_sync import DirectoryStore, collect, fetch, hub_tensors
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 BOOT_S = 300.0
 """Two ranks on two busy cores need a minute and more."""

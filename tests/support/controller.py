@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,9 +15,10 @@ from typing import Any
 from controller.client import AsyncClient, Client
 from schema.config import Config
 from schema.wire.prompts import write_prompts
+from tests.support.ports import free_port
+from tests.support.waiting import PATIENCE, until
 
 TOKENS = {role: f"{role}-token-for-these-tests" for role in ("user", "rollout", "policy")}
-START_SECONDS = 40.0
 
 
 def make_config(**sections: Any) -> Config:
@@ -70,7 +70,7 @@ class ControllerProcess:
             "COSMOS_REDIS_URL": redis_url,
             **environment,
         }
-        self._port = 0
+        self._port = free_port()
         self._process: subprocess.Popen[bytes] | None = None
 
     def launch(self, port: int | None = None) -> None:
@@ -88,13 +88,14 @@ class ControllerProcess:
     def start(self) -> None:
         """Start and wait until it serves; a later start gets the same port."""
         self.launch()
-        assert self._process is not None
-        give_up = time.monotonic() + START_SECONDS
-        while self.address().get("pid") != self._process.pid:
-            if time.monotonic() > give_up or self._process.poll() is not None:
-                raise RuntimeError(f"the controller did not start: {self.log()}")
-            time.sleep(0.02)
+        until(self._serves, "a controller that serves")
         self._port = int(self.address()["url"].rpartition(":")[2])
+
+    def _serves(self) -> bool:
+        assert self._process is not None
+        if self._process.poll() is not None:
+            raise RuntimeError(f"the controller did not start: {self.log()}")
+        return bool(self.address().get("pid") == self._process.pid)
 
     def address(self) -> dict[str, Any]:
         try:
@@ -110,10 +111,10 @@ class ControllerProcess:
     def url(self) -> str:
         return f"http://127.0.0.1:{self._port}"
 
-    def client(self, role: str = "user", patience: float = 20.0) -> Client:
+    def client(self, role: str = "user", patience: float = PATIENCE) -> Client:
         return Client(self.url, TOKENS[role], patience=patience)
 
-    def async_client(self, role: str = "user", patience: float = 20.0) -> AsyncClient:
+    def async_client(self, role: str = "user", patience: float = PATIENCE) -> AsyncClient:
         return AsyncClient(self.url, TOKENS[role], patience=patience)
 
     def send_signal(self, number: signal.Signals) -> None:
@@ -121,7 +122,7 @@ class ControllerProcess:
         if self._process is not None:
             self._process.send_signal(number)
 
-    def wait(self, seconds: float = 20.0) -> int:
+    def wait(self, seconds: float = PATIENCE) -> int:
         """Its exit code."""
         assert self._process is not None
         code = self._process.wait(seconds)

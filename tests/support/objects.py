@@ -6,11 +6,13 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
+
+from tests.support.ports import free_port
+from tests.support.waiting import PATIENCE, until
 
 CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": "test-key",
@@ -38,19 +40,21 @@ class ObjectStore:
     def start(self) -> None:
         command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        give_up = time.monotonic() + 60
-        while time.monotonic() < give_up:
-            try:
-                with socket.create_connection(("127.0.0.1", self.port), timeout=1):
-                    return
-            except OSError:
-                time.sleep(0.05)
-        raise AssertionError("moto's server does not answer")
+        until(self._answers, "moto's server")
+
+    def _answers(self) -> bool:
+        assert self.process is not None
+        assert self.process.poll() is None, "moto's server has ended"
+        try:
+            with socket.create_connection(("127.0.0.1", self.port), timeout=1):
+                return True
+        except OSError:
+            return False
 
     def kill(self) -> None:
         if self.process is not None:
             self.process.kill()
-            self.process.wait(10)
+            self.process.wait(PATIENCE)
 
     def client(self) -> Any:
         """A boto3 client that needs no environment."""
@@ -74,12 +78,6 @@ class ObjectStore:
         return body
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @contextmanager
 def running_objects(*buckets: str) -> Iterator[ObjectStore]:
     """A server with these buckets, ended at the end."""
@@ -101,8 +99,16 @@ class Gate:
     port: int = field(default_factory=free_port)
     passed: int = 0
     """Bytes that went in."""
+    limit: int | None = None
+    """What comes after so many bytes waits in the door until it is shut."""
     _listener: socket.socket | None = None
     _open: list[socket.socket] = field(default_factory=list)
+    _door: threading.Condition = field(default_factory=threading.Condition)
+
+    @property
+    def full(self) -> bool:
+        """Whether the limit is reached."""
+        return self.limit is not None and self.passed >= self.limit
 
     def open(self) -> None:
         listener = socket.create_server(("127.0.0.1", self.port))
@@ -110,28 +116,48 @@ class Gate:
         threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
 
     def shut(self) -> None:
-        listener, self._listener = self._listener, None
-        for each in [*([listener] if listener else []), *self._open]:
-            with suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-            each.close()
-        self._open.clear()
+        """Then open without a limit."""
+        with self._door:
+            listener, self._listener = self._listener, None
+            found, self._open = self._open, []
+            for each in [*([listener] if listener else []), *found]:
+                with suppress(OSError):
+                    each.shutdown(socket.SHUT_RDWR)
+                each.close()
+            self.limit = None
+            self._door.notify_all()
 
     def _accept(self, listener: socket.socket) -> None:
         with suppress(OSError):
             while True:
                 inside, _ = listener.accept()
-                outside = socket.create_connection(("127.0.0.1", self.target))
-                self._open += [inside, outside]
-                for source, sink in ((inside, outside), (outside, inside)):
-                    copy = threading.Thread(
-                        target=self._copy, args=(source, sink, source is inside), daemon=True
-                    )
-                    copy.start()
+                self._let_through(listener, inside)
+
+    def _let_through(self, listener: socket.socket, inside: socket.socket) -> None:
+        try:
+            outside = socket.create_connection(("127.0.0.1", self.target))
+        except OSError:  # the store is away: whoever asks for it learns that
+            inside.close()
+            return
+        with self._door:
+            if self._listener is not listener:
+                inside.close()
+                outside.close()
+                return
+            self._open += [inside, outside]
+        for source, sink in ((inside, outside), (outside, inside)):
+            copy = threading.Thread(target=self._copy, args=(source, sink, source is inside), daemon=True)
+            copy.start()
 
     def _copy(self, source: socket.socket, sink: socket.socket, inwards: bool) -> None:
         with suppress(OSError):
             while data := source.recv(65536):
+                if inwards:
+                    self._enter(len(data))
                 sink.sendall(data)
-                self.passed += len(data) if inwards else 0
             sink.shutdown(socket.SHUT_WR)
+
+    def _enter(self, n_bytes: int) -> None:
+        with self._door:
+            self._door.wait_for(lambda: not self.full, PATIENCE)
+            self.passed += n_bytes

@@ -16,7 +16,8 @@ from contextlib import contextmanager, suppress
 from random import Random
 from urllib.parse import urlsplit
 
-START_SECONDS = 20.0
+from tests.support.waiting import PATIENCE
+
 UNAVAILABLE = (
     b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 0\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 )
@@ -124,7 +125,7 @@ def faulty_proxy(target: str, seed: int, rate: float) -> Iterator[FaultyProxy]:
     proxy, loop = FaultyProxy(target, seed, rate), asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
-    server = asyncio.run_coroutine_threadsafe(proxy.start(), loop).result(START_SECONDS)
+    server = asyncio.run_coroutine_threadsafe(proxy.start(), loop).result(PATIENCE)
 
     async def stop() -> None:
         server.close()
@@ -136,7 +137,7 @@ def faulty_proxy(target: str, seed: int, rate: float) -> Iterator[FaultyProxy]:
     try:
         yield proxy
     finally:
-        asyncio.run_coroutine_threadsafe(stop(), loop).result(START_SECONDS)
+        asyncio.run_coroutine_threadsafe(stop(), loop).result(PATIENCE)
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(START_SECONDS)
+        thread.join(PATIENCE)
         loop.close()

