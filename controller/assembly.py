@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from controller.admission import tightest_prefix
 from controller.groups import Group, State
 from schema.wire.batch import StepTable
+from schema.wire.sample import MOST_REWARDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,12 +114,13 @@ def build_table(step: int, timeline: int, policy_epoch: int, groups: Sequence[Gr
     """The table of a step's batch: one row per sample, by group and then by index.
 
     A sample that cannot be trained (failed reward, too long) stays in the table with a null score, so that
-    everybody can see it and nobody trains it.
+    everybody can see it and nobody trains it. Names of rewards are those of the configuration's functions; should a
+    broken replica invent others, a batch has MOST_REWARDS columns all the same.
     """
     assert all(group.state is State.BATCHED for group in groups)
     rows = [(g, meta) for g, group in enumerate(groups) for _, meta in sorted(group.samples.items())]
     headers = [meta.header for _, meta in rows]
-    names = sorted({name for header in headers for name in header.rewards})
+    names = sorted({name for header in headers for name in header.rewards})[:MOST_REWARDS]
     return StepTable(
         step=step,
         timeline=timeline,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -16,6 +15,7 @@ from controller.publications import PublicationError
 from controller.replicas import ReplicaError
 from controller.store import StoreUnavailable
 from schema.wire.frame import FrameError
+from schema.wire.invalid import describe
 from schema.wire.messages import ErrorCode, Problem
 
 log = logging.getLogger(__name__)
@@ -79,16 +79,6 @@ def problem(
     return Response(body.model_dump_json(), number, headers=headers, media_type="application/problem+json")
 
 
-def describe_validation(errors: Any) -> str:
-    """Pydantic errors as one line: where, what, and the value that was refused."""
-    parts = []
-    for error in list(errors)[:5]:
-        where = ".".join(str(part) for part in error["loc"]) or "body"
-        value = repr(error.get("input"))
-        parts.append(f"{where}: {error['msg']} (got {value if len(value) <= 80 else value[:80] + '…'})")
-    return "; ".join(parts)
-
-
 def install(app: FastAPI) -> None:
     """Make every error of `app` a problem document."""
 
@@ -113,7 +103,7 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def _invalid(_: Request, error: RequestValidationError) -> Response:
-        return problem(ErrorCode.BAD_REQUEST, describe_validation(error.errors()))
+        return problem(ErrorCode.BAD_REQUEST, describe(error.errors()))
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> Response:

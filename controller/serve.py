@@ -26,12 +26,12 @@ from controller.app import create_app
 from controller.auth import Tokens
 from controller.connections import PatientProtocol, connection_limit
 from controller.job import Job
-from controller.problems import describe_validation
 from controller.service import Controller
 from controller.standby import FrontDoor
 from controller.store import Fenced, Held, Holder, StateStore, StoreError, StoreUnavailable, UnsuitableServer
 from schema.config import Config
 from schema.tls import TlsFileError, server_context
+from schema.wire.invalid import describe
 from schema.wire.prompts import PromptFileError
 
 log = logging.getLogger(__name__)
@@ -132,7 +132,7 @@ def _read_config(path: Path) -> Config:
     except OSError as error:
         raise StartError(f"{path} cannot be read: {error.strerror}") from None
     except ValidationError as error:
-        raise StartError(f"{path}: {describe_validation(error.errors(include_url=False))}") from None
+        raise StartError(f"{path}: {describe(error.errors(include_url=False))}") from None
 
 
 def _job_id(run_dir: Path) -> str:

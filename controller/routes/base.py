@@ -12,8 +12,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from controller.openapi import schema_of
-from controller.problems import ProblemError, describe_validation
+from controller.problems import ProblemError
 from schema.wire.frame import CONTENT_TYPE
+from schema.wire.invalid import describe
 from schema.wire.messages import ErrorCode
 
 T = TypeVar("T", bound=BaseModel)
@@ -37,7 +38,7 @@ async def read(request: Request, kind: type[T]) -> T:
     try:
         return kind.model_validate_json(await request.body())
     except ValidationError as error:
-        detail = describe_validation(error.errors(include_url=False))
+        detail = describe(error.errors(include_url=False))
         raise ProblemError(ErrorCode.BAD_REQUEST, detail) from None
 
 

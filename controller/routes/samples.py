@@ -7,12 +7,13 @@ from pydantic import ValidationError
 from starlette.responses import Response
 
 from controller.auth import ROLLOUT, USER
-from controller.problems import ProblemError, describe_validation
+from controller.problems import ProblemError
 from controller.pushes import Push
 from controller.routes.base import FRAME_ANSWER, Identifier, Number, frame_body, frame_reply, reply
 from controller.service import Controller
 from schema.wire import messages as m
 from schema.wire.frame import FrameError, bundle_ranges
+from schema.wire.invalid import describe
 
 
 def router(controller: Controller) -> APIRouter:
@@ -59,7 +60,7 @@ def _item(group_id: str, lease_id: str, index: int) -> m.PushItem:
     try:
         return m.PushItem(group_id=group_id, lease_id=lease_id, index=index)
     except ValidationError as error:
-        detail = describe_validation(error.errors(include_url=False))
+        detail = describe(error.errors(include_url=False))
         raise ProblemError(m.ErrorCode.BAD_REQUEST, detail) from None
 
 
@@ -70,7 +71,7 @@ def _unpack(body: bytes) -> tuple[str, list[Push]]:
     except KeyError:
         raise FrameError('the bundle has no "pushes" in its metadata') from None
     except ValidationError as error:
-        raise FrameError(f"pushes: {describe_validation(error.errors(include_url=False))}") from None
+        raise FrameError(f"pushes: {describe(error.errors(include_url=False))}") from None
     if len(listed.pushes) != len(ranges):
         raise FrameError(f"{len(listed.pushes)} pushes are listed, but the bundle has {len(ranges)} frames")
     view = memoryview(body)

@@ -50,10 +50,8 @@ def router(controller: Controller) -> APIRouter:
         responses={200: {"model": m.CommitReply}},
         openapi_extra=json_body(ReplayRequest),
     )
-    async def replay(request: Request, step: int) -> Response:
+    async def replay(request: Request, step: Number) -> Response:
         tokens.require(request, POLICY)
-        if step < 0:
-            raise ProblemError(m.ErrorCode.BAD_REQUEST, f"step {step} is negative")
         return reply(await controller.declaring.replay(step, await read(request, ReplayRequest)))
 
     @api.get("", responses={200: {"model": list[m.StepRecord]}})

@@ -9,11 +9,18 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from typing import Self
+from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, model_validator
 
 from schema.wire.frame import FrameError, pack_bundle, unpack_bundle
+from schema.wire.invalid import describe
+from schema.wire.sample import MOST_REWARDS
+
+Column = Field(max_length=1_000_000)
+Names = Annotated[list[Annotated[str, Field(max_length=64)]], FailFast(), Column]
+Integers = Annotated[list[int], FailFast(), Column]
+Numbers = Annotated[list[float | None], FailFast(), Column]
 
 
 class StepTable(BaseModel):
@@ -24,17 +31,17 @@ class StepTable(BaseModel):
     step: int = Field(ge=0, description="The step that trains this batch; also the newest possible version.")
     timeline: int = Field(ge=0)
     policy_epoch: int = Field(ge=0)
-    group_ids: list[str] = Field(description="Groups of the batch, in order.")
-    group: list[int] = Field(description="For each sample, which entry of group_ids it belongs to.")
-    index: list[int] = Field(description="Index of the sample inside its group.")
-    score: list[float | None] = Field(description="Null where the reward failed: the sample is masked.")
-    rewards: dict[str, list[float | None]]
-    prompt_tokens: list[int]
-    response_tokens: list[int]
-    total_tokens: list[int]
-    oldest_version: list[int]
-    newest_version: list[int]
-    finish_reason: list[str]
+    group_ids: Names = Field(description="Groups of the batch, in order.")
+    group: Integers = Field(description="For each sample, which entry of group_ids it belongs to.")
+    index: Integers = Field(description="Index of the sample inside its group.")
+    score: Numbers = Field(description="Null where the reward failed: the sample is masked.")
+    rewards: dict[str, Numbers] = Field(max_length=MOST_REWARDS)
+    prompt_tokens: Integers
+    response_tokens: Integers
+    total_tokens: Integers
+    oldest_version: Integers
+    newest_version: Integers
+    finish_reason: Names
 
     @property
     def n_samples(self) -> int:
@@ -77,4 +84,4 @@ def decode_batch(data: bytes | memoryview) -> tuple[StepTable, list[memoryview]]
     except KeyError:
         raise FrameError("batch has no table") from None
     except ValidationError as error:
-        raise FrameError(f"batch table is invalid: {error.errors(include_url=False)}") from None
+        raise FrameError(f"batch table is invalid: {describe(error.errors(include_url=False))}") from None

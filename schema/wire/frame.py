@@ -116,13 +116,13 @@ def _range(name: str, value: Any, limit: int) -> tuple[int, int]:
         dtype, shape, (start, end) = value["dtype"], value["shape"], value["data_offsets"]
         whole = type(start) is int and type(end) is int and type(shape) is list
     except (KeyError, TypeError, ValueError):
-        raise FrameError(f"frame entry {name!r} is malformed") from None
+        raise FrameError(f"frame entry {name[:80]!r} is malformed") from None
     if whole:
         for number in shape:
             if type(number) is not int or number < 0:
                 whole = False
     if not whole or type(dtype) is not str or not 0 <= start <= end <= limit:
-        raise FrameError(f"frame entry {name!r} lies outside of the frame")
+        raise FrameError(f"frame entry {name[:80]!r} lies outside of the frame")
     return start, end
 
 
@@ -135,7 +135,7 @@ def _check_contiguous(entries: Mapping[str, Entry], size: int) -> None:
     position = 0
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)):
         if entry.start != position:
-            raise FrameError(f"frame entry {name!r} overlaps its neighbour or leaves a gap")
+            raise FrameError(f"frame entry {name[:80]!r} overlaps its neighbour or leaves a gap")
         position = entry.end
     if position != size:
         raise FrameError(f"frame has {size - position} bytes that no entry names")

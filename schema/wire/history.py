@@ -15,16 +15,24 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import FailFast, Field
 
 from schema.wire.batch import StepTable
-from schema.wire.messages import HeldLease, LedgerSnapshot, Message
+from schema.wire.messages import (
+    MOST_LEASES,
+    MOST_METRICS,
+    NAME,
+    Count,
+    HeldLease,
+    LedgerSnapshot,
+    Message,
+    MetricName,
+    Text,
+)
 from schema.wire.weights import Publication
 
 MAX_PUBLICATIONS = 256
 """Publications that a declaration may carry: far more than a store keeps."""
-
-Step = Annotated[int, Field(ge=0, lt=2**53)]
 
 
 class DeclareRequest(Message):
@@ -33,16 +41,16 @@ class DeclareRequest(Message):
     registration: str = Field(
         min_length=8, max_length=64, description="Request id of the registration: tells it from others."
     )
-    name: str = Field(min_length=1, max_length=128)
+    name: str = Field(min_length=1, max_length=128, pattern=NAME)
     incarnation: int = Field(ge=1, lt=2**53)
-    policy_epoch: Step
-    host: str = Field(default="", max_length=256)
-    pid: int = 0
-    world_size: int = Field(default=1, ge=1)
-    timeline: Step
-    began: Step = Field(description="Step at which this timeline began.")
-    first: Step = Field(description="The oldest step that it can replay; `steps` when it remembers none.")
-    steps: Step = Field(description="Steps contained in its weights now.")
+    policy_epoch: Count
+    host: Text = ""
+    pid: Count = 0
+    world_size: int = Field(default=1, ge=1, le=65536)
+    timeline: Count
+    began: Count = Field(description="Step at which this timeline began.")
+    first: Count = Field(description="The oldest step that it can replay; `steps` when it remembers none.")
+    steps: Count = Field(description="Steps contained in its weights now.")
     publications: list[Publication] = Field(
         default_factory=list, max_length=MAX_PUBLICATIONS, description="What it published, oldest first."
     )
@@ -67,19 +75,19 @@ class DeclareReply(Message):
 class ReplayRequest(Message):
     """One step as it was trained."""
 
-    replica_id: str
-    incarnation: int
-    policy_epoch: int
+    replica_id: Text
+    incarnation: Count
+    policy_epoch: Count
     table: StepTable | None = Field(description="The batch; null in a supervised job.")
-    metrics: dict[str, float] = Field(default_factory=dict)
-    at: float = Field(description="Unix time at which it was trained.")
+    metrics: dict[MetricName, float] = Field(default_factory=dict, max_length=MOST_METRICS)
+    at: float = Field(ge=0, lt=2**53, description="Unix time at which it was trained.")
 
 
 class DeclareLeases(Message):
     """Leases that a rollout replica works under."""
 
-    incarnation: int
-    leases: list[HeldLease] = Field(max_length=65536)
+    incarnation: Count
+    leases: Annotated[list[HeldLease], FailFast()] = Field(max_length=MOST_LEASES)
 
 
 class DeclaredLeases(Message):

@@ -10,15 +10,14 @@ import time
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, FailFast, Field
 
-from schema.wire.weights import Publication
+from schema.wire.weights import Publication, StoreKey
 
-# Bounds of what others send: far above anything of ours, far below what would hurt.
+# Bounds of what others send: far above anything of ours, far below what would hurt. Of long lists the first fault is
+# told: a million of them would take seconds and a gigabyte.
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._:@-]*$"
 """Names of replicas: they stand in addresses, logs and labels of metrics."""
-STORE_KEY = r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?$"
-"""Keys of a weight store: nothing that leaves it."""
 MOST_LEASES, MOST_GAUGES, MOST_METRICS = 16_384, 64, 1024
 Text = Annotated[str, Field(max_length=256)]
 MetricName = Annotated[str, Field(min_length=1, max_length=128)]
@@ -83,7 +82,7 @@ class LedgerSnapshot(Message):
     frontier: int = Field(
         ge=0, lt=2**53, description="Stream positions below it were handed out at least once."
     )
-    untrained: list[Annotated[int, Field(ge=0)]] = Field(
+    untrained: Annotated[list[Annotated[int, Field(ge=0)]], FailFast()] = Field(
         max_length=1_000_000, description="Stream positions below the frontier not trained and not dropped."
     )
     dropped: dict[str, Annotated[int, Field(ge=0, lt=2**53)]] = Field(
@@ -109,7 +108,7 @@ class HeldLease(Message):
     )
     publication_id: int = Field(default=0, ge=0, lt=2**53, description="Publication that it was granted for.")
     manifest_hash: str = Field(default="", max_length=128, description="Of that publication.")
-    pushed: list[Annotated[int, Field(ge=0)]] = Field(
+    pushed: Annotated[list[Annotated[int, Field(ge=0)]], FailFast()] = Field(
         default_factory=list,
         max_length=65536,
         description="Samples whose push was answered: it does not have them any more.",
@@ -128,7 +127,7 @@ class RegisterRequest(Message):
         default=1, ge=1, le=65536, description="Ranks of a policy replica; GPUs of an engine."
     )
     engine: Text = Field(default="", description="Inference engine of a rollout replica, with its version.")
-    held_leases: list[HeldLease] = Field(
+    held_leases: Annotated[list[HeldLease], FailFast()] = Field(
         default_factory=list,
         max_length=MOST_LEASES,
         description="Leases a rollout replica still holds after losing the controller.",
@@ -173,7 +172,7 @@ class RegisterReply(Message):
 
 class HeartbeatRequest(Message):
     incarnation: Count
-    leases: list[Text] = Field(
+    leases: Annotated[list[Text], FailFast()] = Field(
         default_factory=list, max_length=MOST_LEASES, description="Ids of all leases held: they are renewed."
     )
     version: int = Field(
@@ -275,7 +274,7 @@ class PushItem(Message):
 
 class PushList(Message):
     replica_id: Text
-    pushes: list[PushItem] = Field(min_length=1, max_length=4096)
+    pushes: Annotated[list[PushItem], FailFast()] = Field(min_length=1, max_length=4096)
 
 
 class PushResult(Message):
@@ -331,9 +330,7 @@ class PublishRequest(Message):
     incarnation: Count
     policy_epoch: Count
     version: Count = Field(description="Committed steps contained in the weights.")
-    uri: str = Field(
-        max_length=512, pattern=STORE_KEY, description="Where the manifest lies in the weight store."
-    )
+    uri: StoreKey
     manifest_hash: Text
     content_hash: Text
     n_bytes: Count

@@ -22,6 +22,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from schema.wire.frame import FrameError, encode_frame, read_metadata
+from schema.wire.invalid import describe
 
 STUB_KEY = "file"
 NAME = re.compile(r"(e\d{1,18}-p\d{1,18})\.([A-Za-z0-9_-]{1,64})\.(\d{1,9})", re.ASCII)
@@ -103,7 +104,9 @@ def entry_of(metadata: Mapping[str, str]) -> FileEntry | None:
     try:
         entry = FileEntry.model_validate_json(text)
     except ValidationError as error:
-        raise FrameError(f"the stub of a payload is invalid: {error.errors(include_url=False)}") from None
+        raise FrameError(
+            f"the stub of a payload is invalid: {describe(error.errors(include_url=False))}"
+        ) from None
     if FileName.parse(entry.name) is None:
         raise FrameError(f"the stub of a payload names {entry.name!r}, which is no sample's file")
     return entry

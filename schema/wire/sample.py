@@ -27,10 +27,13 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from schema.wire.frame import FrameError, decode_frame, encode_frame, read_metadata
+from schema.wire.invalid import describe
 
 Count = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
 Version = Annotated[int, Field(strict=True, ge=-1, lt=2**31)]
 """Both end up in int32 and int64 arrays; a boolean is no number."""
+MOST_REWARDS = 256
+"""Reward functions of a sample, and of a batch."""
 FinishReason = Literal["stop", "length", "overlong", "abort"]
 
 
@@ -48,7 +51,7 @@ class SampleHeader(BaseModel):
     newest_version: Version
     finish_reason: FinishReason
     rewards: dict[Annotated[str, Field(max_length=1024)], float] = Field(
-        default_factory=dict, max_length=256, description="Reward function name to its value."
+        default_factory=dict, max_length=MOST_REWARDS, description="Reward function name to its value."
     )
     score: float | None = Field(default=None, description="Weighted sum of the rewards; null after an error.")
     error: str | None = Field(
@@ -109,7 +112,7 @@ def _parse_header(metadata: dict[str, str]) -> SampleHeader:
     except KeyError:
         raise FrameError("frame has no sample header") from None
     except ValidationError as error:
-        raise FrameError(f"sample header is invalid: {error.errors(include_url=False)}") from None
+        raise FrameError(f"sample header is invalid: {describe(error.errors(include_url=False))}") from None
 
 
 def decode_sample(data: bytes | memoryview) -> Sample:

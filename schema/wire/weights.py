@@ -7,11 +7,19 @@ so a replica that trusts the controller can check every byte before it uses one.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 MANIFEST_FORMAT: Literal[1] = 1
+StoreKey = Annotated[
+    str,
+    Field(
+        max_length=512,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?$",
+        description="Where the manifest lies in the weight store; nothing that leaves it.",
+    ),
+]
 
 
 class Publication(BaseModel):
@@ -22,9 +30,11 @@ class Publication(BaseModel):
     id: int = Field(ge=1)
     version: int = Field(ge=0, description="Committed steps contained in the weights.")
     timeline: int = Field(ge=0)
-    uri: str = Field(description="Where the manifest lies.")
-    manifest_hash: str
-    content_hash: str = Field(description="Hash over all tensors' names, dtypes, shapes and hashes.")
+    uri: StoreKey
+    manifest_hash: str = Field(max_length=256)
+    content_hash: str = Field(
+        max_length=256, description="Hash over all tensors' names, dtypes, shapes and hashes."
+    )
     n_bytes: int = Field(ge=0)
 
 

@@ -11,7 +11,7 @@ from controller.assembly import Assembled, Waiting, build_table
 from controller.groups import DropReason, Group, State
 from controller.ledger import Ledger, LedgerError, LedgerParams
 from schema.wire.messages import ErrorCode
-from schema.wire.sample import SampleHeader
+from schema.wire.sample import MOST_REWARDS, SampleHeader
 from tests.support.ledger import StoredLedger
 
 PARAMS = LedgerParams(groups_per_step=2, n_samples=2, staleness_bound=1, n_positions=10)
@@ -226,6 +226,19 @@ def test_overlong_samples_stay_out_of_training() -> None:
     table = build_table(0, 0, 1, assembled.groups)
     assert table.score == [None, 1.0, 0.0, 1.0]
     assert table.group_ids == ["e0-p1", "e0-p2"]
+
+
+def test_a_batch_has_a_bounded_number_of_rewards_whatever_names_a_replica_invents() -> None:
+    ledger = make()
+    for group in lease(ledger, 2):
+        for index in range(2):
+            rewards = {f"{group.id}.{index}.{i}": 1.0 for i in range(MOST_REWARDS)}
+            assert group.lease_id is not None
+            made = header(index, 0, rewards=rewards)
+            assert ledger.push(group.id, group.lease_id, index, made, 10, now=0.0).accepted
+    assembled = ledger.assemble(now=0.0)
+    assert isinstance(assembled, Assembled)
+    assert len(build_table(0, 0, 1, assembled.groups).rewards) == MOST_REWARDS
 
 
 def test_a_step_waits_for_what_is_due() -> None:

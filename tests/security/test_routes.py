@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 from fastapi.routing import APIRoute
+from pydantic import ValidationError
 from starlette.routing import BaseRoute
 
 from controller import auth
@@ -23,6 +24,7 @@ from controller.auth import Tokens
 from controller.connections import MAX_HEAD as MOST_BEFORE_A_REQUEST
 from controller.guard import MAX_HEAD_BYTES, MAX_HEADERS, OPEN
 from controller.problems import ProblemError
+from schema.wire import history
 from schema.wire import messages as m
 from tests.controller.test_auth import RULES
 from tests.support.controller import TOKENS, make_config, make_run_dir, running_controller
@@ -284,10 +286,26 @@ def test_fields_of_messages_have_bounds(message: type[m.Message], field: str, va
         message.model_validate({field: value})
 
 
+def test_of_a_long_list_the_first_fault_is_told(http: httpx.Client) -> None:
+    """A message of megabytes, all wrong, costs the controller next to nothing."""
+    snapshot = {"committed_steps": 0, "timeline": 0, "frontier": 0, "untrained": ["a"] * 200_000}
+    body = {"request_id": "12345678", "role": "rollout", "name": "r", "snapshot": snapshot}
+    with pytest.raises(ValidationError) as refused:
+        m.RegisterRequest.model_validate(body)
+    assert refused.value.error_count() == 1
+    answer = http.post("/v1/replicas", json=body, headers=bearer("rollout"))
+    assert answer.status_code == 422
+    assert "snapshot.untrained.0" in answer.json()["detail"]
+    answer = http.post("/v1/replicas", content=b"x" * 1_000_000, headers=bearer("rollout"))
+    assert answer.status_code == 422
+    assert len(answer.content) < 1000
+
+
 def test_every_text_list_and_table_of_a_request_is_bounded() -> None:
     """A field that somebody adds without a bound fails here, by name."""
-    requests = [kind for name, kind in vars(m).items() if name.endswith(("Request", "PushList", "HeldLease"))]
-    assert len(requests) >= 7
+    sent = ("Request", "PushList", "HeldLease", "DeclareLeases")
+    requests = [kind for part in (m, history) for name, kind in vars(part).items() if name.endswith(sent)]
+    assert len(requests) >= 10
     unbounded = []
     for kind in requests:
         schema = kind.model_json_schema()
