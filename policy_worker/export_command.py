@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from policy_worker.checkpoints.find import newest_in
-from policy_worker.checkpoints.layout import EXPORT, Found, checkpoints_of, look, state_files
+from policy_worker.checkpoints.find import found_at
+from policy_worker.checkpoints.layout import EXPORT, Found, state_files
 from policy_worker.checkpoints.state import weights_from
 from policy_worker.checkpoints.storage import StateFiles
 from policy_worker.checkpoints.verify import faults
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     try:
-        found = find(given.checkpoint)
+        found = found_at(given.checkpoint)
         _check_target(given.output, given.force)
         export(found, given.output, given.dtype, given.model, given.config)
     except PolicyError as error:
@@ -64,18 +64,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     sys.stdout.write(f"{given.output}: {found.manifest.architecture} after {found.step} steps\n")
     return 0
-
-
-def find(path: Path) -> Found:
-    """The checkpoint that a path means: itself, or the newest of a run or of a directory of them.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    if not path.exists():
-        raise CheckpointError(f"{path} does not exist")
-    found = newest_in(checkpoints_of(path)) or newest_in(path)
-    return found if found is not None else look(path)
 
 
 def _check_target(target: Path, force: bool) -> None:

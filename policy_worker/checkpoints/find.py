@@ -58,7 +58,7 @@ def complete_in(directory: Path) -> tuple[list[Found], list[str]]:
 
 
 def newest_in(directory: Path) -> Found | None:
-    """The checkpoint that `latest` names, else (it was killed between the two) the newest one."""
+    """The checkpoint that `latest` names, else the newest that is there."""
     chain = chain_in(directory)[0]
     return chain[0] if chain else None
 
@@ -66,14 +66,19 @@ def newest_in(directory: Path) -> Found | None:
 def chain_in(directory: Path) -> tuple[list[Found], list[str]]:
     """The newest checkpoint and those that led to it, newest first; and the damage that was seen."""
     found, damage = complete_in(directory)
-    try:
-        name = (directory / LATEST).read_text().strip()
-    except OSError:
-        name = ""
+    name = _pointer(directory)
     named = [one for one in found if one.path.name == name]
     if name and not named:
         damage.append(f"{directory / LATEST} names {name}, which is not whole")
     return chain_of(named[0] if named else found[0], found) if found else [], damage
+
+
+def _pointer(directory: Path) -> str:
+    """What `latest` names; "" where there is none: the first save was killed before it could be written."""
+    try:
+        return (directory / LATEST).read_text().strip()
+    except OSError:
+        return ""
 
 
 def chain_of(newest: Found, found: Iterable[Found]) -> list[Found]:
@@ -93,7 +98,12 @@ def candidates(config: Config, run_dir: Path) -> Candidates:
         return Candidates(own, own=True, damage=tuple(damage))
     resume = config.train.resume
     if isinstance(resume, str) and resume:
-        return Candidates([_at(Path(resume))], strict=True)
+        try:
+            return Candidates([found_at(Path(resume))], strict=True)
+        except CheckpointError as error:
+            raise type(error)(
+                f"train.resume = {resume!r}: there is no complete checkpoint: {error}"
+            ) from error
     if resume is True:
         runs = [run for run in run_dir.parent.iterdir() if run.is_dir() and run != run_dir]
         chains = [chain_in(checkpoints_of(run)) for run in runs]
@@ -104,25 +114,20 @@ def candidates(config: Config, run_dir: Path) -> Candidates:
     return Candidates([])
 
 
-def _at(path: Path) -> Found:
-    """The checkpoint that a path means: itself, or the newest in a directory of them, or of a run."""
-    if (path / LATEST).exists() or not (checkpoints_of(path) / LATEST).exists():
-        directory = path
-    else:
-        directory = checkpoints_of(path)
+def found_at(path: Path) -> Found:
+    """The checkpoint that a path means: itself, or the newest in a directory of them, or of a run.
+
+    Raises:
+        CheckpointError: there is none. DamagedCheckpointError: it does not tell any more which one is the newest.
+    """
+    directory = checkpoints_of(path) if checkpoints_of(path).is_dir() else path
     whole, damage = chain_in(directory)
-    if damage:
-        raise DamagedCheckpointError(f"train.resume = {str(path)!r}: {'; '.join(damage)}")
-    if whole:
+    if whole and (not damage or whole[0].path.name == _pointer(directory)):
         return whole[0]
-    try:
-        return look(path)
-    except CheckpointError as error:
-        if isinstance(error, DamagedCheckpointError):
-            raise
-        raise type(error)(
-            f"train.resume = {str(path)!r}: there is no complete checkpoint: {error}"
-        ) from error
+    if damage:
+        older = f"; {whole[0].path} is whole" if whole else ""
+        raise DamagedCheckpointError(f"{'; '.join(damage)}{older}")
+    return look(path)
 
 
 @dataclass(frozen=True)
@@ -163,7 +168,11 @@ def choose(group: Group, config: Config, run_dir: Path) -> Resumption | None:
         if listed["strict"]:
             break
     if damage:
-        raise DamagedCheckpointError(f"there is no whole checkpoint to resume from: {'; '.join(damage)}")
+        other = "name an older one with train.resume" if listed["strict"] else "begin a new run"
+        raise DamagedCheckpointError(
+            f"there is no whole checkpoint to resume from: {'; '.join(damage)}. Nothing was deleted: put back the "
+            f"right files, or {other}"
+        )
     if config.train.resume is True and group.leads:
         log.info("train.resume = true: no complete checkpoint in %s, starting afresh", run_dir.parent)
     return None

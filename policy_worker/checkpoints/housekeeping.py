@@ -10,7 +10,7 @@ from pathlib import Path
 from policy_worker import files
 from policy_worker.checkpoints import directory
 from policy_worker.checkpoints.find import complete_in
-from policy_worker.checkpoints.keep import best, superfluous
+from policy_worker.checkpoints.keep import Scored, best, scored, superfluous
 from policy_worker.checkpoints.layout import BEST, Found
 from policy_worker.uploads import Uploader
 from schema.config.train import CheckpointConfig
@@ -30,7 +30,7 @@ class Housekeeper:
             self._resumed_from = path
 
     def tidy(self, newest: Found, scores: Mapping[int, float]) -> None:
-        """newest: the checkpoint that has just become complete. scores: see `keep.best`."""
+        """newest: the checkpoint that has just become complete. scores: see `keep.scored`."""
         try:
             self._tidy(newest, scores)
         except OSError as error:
@@ -38,7 +38,7 @@ class Housekeeper:
 
     def _tidy(self, newest: Found, scores: Mapping[int, float]) -> None:
         complete = complete_in(self._root)[0]
-        favourite = self._favourite(complete, scores)
+        favourite = self._favourite(complete, newest, scores)
         held = [one for one in complete if self._is_held(one.path)]
         for one in superfluous(complete, newest, favourite, held, self._settings.max_keep):
             directory.remove(one.path)
@@ -53,23 +53,27 @@ class Housekeeper:
     def _is_held(self, path: Path) -> bool:
         return self._uploader is not None and self._uploader.holds(path)
 
-    def _favourite(self, complete: list[Found], scores: Mapping[int, float]) -> Found | None:
+    def _favourite(self, complete: list[Found], newest: Found, scores: Mapping[int, float]) -> Found | None:
         """The best validated one, by what the controller knows and, where that has begun anew, by the note."""
-        note = self._note()
-        known = dict(scores)
-        if note is not None and note[0] in {one.step for one in complete}:
-            known.setdefault(note[0], note[1])
-        favourite = best(complete, known)
-        if favourite is not None and (favourite.step, known[favourite.step]) != note:
-            body = {
-                "name": favourite.path.name, "step": favourite.step, "score": known[favourite.step],
-            }  # fmt: skip
+        noted = self._noted(complete)
+        known = scored(complete, newest, scores)
+        if noted is not None and noted[0] not in [found for found, _ in known]:
+            known.append(noted)
+        favourite = best(known)
+        if favourite is None:
+            return None
+        if favourite != noted:
+            found, score = favourite
+            body = {"name": found.path.name, "timeline": found.manifest.timeline, "score": score}
             files.write_atomically(self._root / BEST, json.dumps(body))
-        return favourite
+        return favourite[0]
 
-    def _note(self) -> tuple[int, float] | None:
+    def _noted(self, complete: list[Found]) -> Scored | None:
+        """What the note says, if it speaks of a checkpoint that is there: not of one that took its name."""
         try:
             body = json.loads((self._root / BEST).read_text())
-            return int(body["step"]), float(body["score"])
+            name, timeline, score = body["name"], body["timeline"], float(body["score"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
+        same = (one for one in complete if (one.path.name, one.manifest.timeline) == (name, timeline))
+        return next(((found, score) for found in same), None)

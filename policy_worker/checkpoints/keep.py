@@ -10,16 +10,19 @@ from collections.abc import Collection, Mapping, Sequence
 from policy_worker.checkpoints.find import is_ancestor
 from policy_worker.checkpoints.layout import Found
 
+Scored = tuple[Found, float]
+"""A checkpoint and the mean validation score of its weights."""
 
-def best(complete: Sequence[Found], scores: Mapping[int, float]) -> Found | None:
-    """The checkpoint whose version was validated with the highest mean score; the newer of equals.
 
-    scores: mean validation score by weight version, of the timeline that the newest checkpoint is of.
-    """
-    scored = [found for found in complete if found.step in scores]
-    return max(
-        scored, key=lambda found: (scores[found.step], found.manifest.timeline, found.step), default=None
-    )
+def scored(complete: Sequence[Found], newest: Found, scores: Mapping[int, float]) -> list[Scored]:
+    """The checkpoints that were validated. scores: by weight version, of the way that led to the newest one."""
+    way = [found for found in complete if is_ancestor(found.manifest, newest.manifest)]
+    return [(found, scores[found.step]) for found in way if found.step in scores]
+
+
+def best(candidates: Sequence[Scored]) -> Scored | None:
+    """The one with the highest score; the newer of equals."""
+    return max(candidates, key=lambda one: (one[1], one[0].manifest.timeline, one[0].step), default=None)
 
 
 def superfluous(

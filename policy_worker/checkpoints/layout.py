@@ -146,7 +146,8 @@ def read_manifest(directory: Path) -> Manifest:
     try:
         written = json.loads(path.read_text())
     except FileNotFoundError:
-        raise CheckpointError(f"{directory} is no checkpoint: it has no {MANIFEST}") from None
+        lacks = f"it has no {MANIFEST}" if directory.is_dir() else "it does not exist"
+        raise CheckpointError(f"{directory} is no checkpoint: {lacks}") from None
     except (OSError, ValueError) as error:
         raise DamagedCheckpointError(f"{path} cannot be read: {error}") from error
     body = written.get("manifest") if isinstance(written, dict) else None

@@ -15,11 +15,10 @@ import torch
 from safetensors import safe_open
 
 from policy_worker.batching import micro_batches
-from policy_worker.checkpoints.find import Resumption
+from policy_worker.checkpoints.find import Resumption, _resumption, candidates
 from policy_worker.checkpoints.layout import look
-from policy_worker.checkpoints.saver import Checkpointer
-from policy_worker.checkpoints.find import _resumption, candidates
 from policy_worker.checkpoints.load import load, parts_of
+from policy_worker.checkpoints.saver import Checkpointer
 from policy_worker.export import export_model
 from policy_worker.grpo import Grpo, micro_batch_rule
 from policy_worker.learner import Learner

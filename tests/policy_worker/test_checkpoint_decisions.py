@@ -16,7 +16,7 @@ from policy_worker.checkpoints.contents import (
     schedule_of,
 )
 from policy_worker.checkpoints.find import chain_of, is_ancestor
-from policy_worker.checkpoints.keep import best, superfluous
+from policy_worker.checkpoints.keep import best, scored, superfluous
 from policy_worker.checkpoints.layout import DataFacts, FileFacts, Found
 from policy_worker.checkpoints.verify import share_of
 from policy_worker.checkpoints.when import Rhythm
@@ -83,10 +83,17 @@ def test_what_led_to_the_newest_stays_before_what_was_left():
 
 
 def test_the_best_is_the_highest_score_and_the_newer_of_equals():
-    complete = [found(step) for step in (10, 20, 30)]
-    assert best(complete, {10: 0.5, 20: 0.7, 25: 0.9}) == complete[1]
-    assert best(complete, {10: 0.7, 20: 0.7}) == complete[1]
-    assert best(complete, {}) is None
+    first, middle, last = complete = [found(step) for step in (10, 20, 30)]
+    assert best(scored(complete, last, {10: 0.5, 20: 0.7, 25: 0.9})) == (middle, 0.7)
+    assert best(scored([last, *complete[:2]], last, {10: 0.7, 20: 0.7})) == (middle, 0.7)
+    assert best(scored(complete, last, {})) is None
+    assert scored(complete, first, {10: 0.5, 20: 0.7}) == [(first, 0.5)]
+
+
+def test_scores_are_of_the_way_that_was_taken():
+    """A checkpoint of a timeline that was left has the step of a version that was validated in this one."""
+    newest, left = found(20, 1, [(0, 0), (1, 10)]), found(15)
+    assert scored([newest, left], newest, {15: 0.9, 20: 0.1}) == [(newest, 0.1)]
 
 
 def test_ancestors_are_on_the_way_that_was_taken():

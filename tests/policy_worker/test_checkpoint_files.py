@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -217,13 +218,18 @@ def test_housekeeping_notes_the_best_and_remembers_it(tmp_path: Path):
     keeper = Housekeeper(tmp_path, CheckpointConfig(max_keep=2), None)
     keeper.tidy(look(paths[4]), {1: 0.9, 3: 0.2})
     assert sorted(os.listdir(tmp_path)) == ["best.json", "step-00000001", "step-00000004"]
-    assert json.loads((tmp_path / BEST).read_text()) == {"name": "step-00000001", "step": 1, "score": 0.9}
+    assert json.loads((tmp_path / BEST).read_text()) == {"name": "step-00000001", "timeline": 0, "score": 0.9}
     paths[5] = make_checkpoint(tmp_path, 5)
     keeper.tidy(look(paths[5]), {4: 0.5})  # a controller that has lost its records
     assert sorted(os.listdir(tmp_path)) == ["best.json", "step-00000001", "step-00000005"]
     paths[6] = make_checkpoint(tmp_path, 6)
     keeper.tidy(look(paths[6]), {5: 0.95})
     assert sorted(os.listdir(tmp_path)) == ["best.json", "step-00000005", "step-00000006"]
+    shutil.rmtree(paths[5])  # another one takes the name of the best: its score is not this one's
+    make_checkpoint(tmp_path, 5, timeline=1, lineage=[(0, 0), (1, 4)])
+    paths[7] = make_checkpoint(tmp_path, 7, timeline=1, lineage=[(0, 0), (1, 4)])
+    keeper.tidy(look(paths[7]), {7: 0.1})
+    assert json.loads((tmp_path / BEST).read_text())["name"] == "step-00000007"
 
 
 def test_what_is_being_uploaded_stays(tmp_path: Path):

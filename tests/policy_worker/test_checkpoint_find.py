@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from policy_worker.checkpoints.find import candidates, choose, newest_in
+from policy_worker.checkpoints.find import candidates, choose, found_at, newest_in
 from policy_worker.checkpoints.layout import look
 from policy_worker.errors import CheckpointError, DamagedCheckpointError
 from policy_worker.parallel.group import Group
@@ -105,8 +105,25 @@ def test_resume_from_a_path(tmp_path: Path):
     for written in (path, path.parent, path.parent.parent):
         found = candidates(config_with(str(written)), tmp_path / "a")
         assert ([one.path for one in found.found], found.strict) == ([path], True)
-    with pytest.raises(CheckpointError, match=r"train\.resume = .*nothing.*no complete checkpoint"):
+    with pytest.raises(
+        CheckpointError, match=r"train\.resume = .*no complete checkpoint: .*nothing .*does not exist"
+    ):
         candidates(config_with(str(tmp_path / "nothing")), tmp_path / "a")
+
+
+def test_damage_beside_the_newest_does_not_keep_it_from_being_taken(tmp_path: Path):
+    root = tmp_path / "b" / "checkpoints"
+    damage(make_checkpoint(root, 5), "manifest.json")
+    newest = make_checkpoint(root, 7, latest=True)
+    assert found_at(root).path == found_at(root.parent).path == newest
+    (root / "latest").unlink()  # now the damaged one might have been the newest
+    with pytest.raises(DamagedCheckpointError, match=rf"manifest\.json cannot be read.*{newest} is whole"):
+        found_at(root)
+
+
+def test_a_run_that_was_killed_before_its_first_pointer_can_be_named(tmp_path: Path):
+    path = make_checkpoint(tmp_path / "b" / "checkpoints", 7)
+    assert found_at(tmp_path / "b").path == path
 
 
 def test_nothing_to_resume_from_starts_afresh(tmp_path: Path, group: Group):
@@ -173,6 +190,6 @@ def test_damage_at_an_explicit_path_is_an_error(tmp_path: Path, group: Group):
 def test_no_whole_one_is_an_error_and_no_fresh_start(tmp_path: Path, group: Group):
     path = make_checkpoint(tmp_path / "a" / "checkpoints", 10, latest=True)
     damage(path)
-    with pytest.raises(DamagedCheckpointError, match="no whole checkpoint to resume from"):
+    with pytest.raises(DamagedCheckpointError, match=r"no whole checkpoint to resume from.*begin a new run"):
         choose(group, config_with(True), tmp_path / "a")
     assert path.exists()
