@@ -22,6 +22,10 @@ def shared_valkey() -> Iterator[ValkeyServer]:
         yield server
 
 
+PATIENT = {"heartbeat_timeout": 1000.0, "lease_timeout": 1000.0}
+"""For controllers with a clock of their own: nobody beats in most tests, and a busy machine makes nobody dead."""
+
+
 @dataclass
 class Stage:
     """Everything that a test of the service starts, ended with the test."""
@@ -43,7 +47,7 @@ class Stage:
 
     def process(self, config: Config | None = None, rows: int = 12, **environment: str) -> ControllerProcess:
         """A controller as a process of its own."""
-        run_dir = self.run_dir(config, rows)
+        run_dir = self.run_dir(config or make_config(controller=PATIENT), rows)
         return self.stack.enter_context(running_controller(run_dir, self.valkey.url, **environment))
 
     def trainer(self, served: ServedController | ControllerProcess, name: str = "policy-0") -> Trainer:

@@ -13,10 +13,11 @@ import psutil
 import pytest
 
 from schema.wire.messages import PushItem, PushList
-from tests.controller.conftest import Stage
+from tests.controller.conftest import PATIENT, Stage
 from tests.controller.drivers import Rollout, make_frame, make_header, train_step
 from tests.support.controller import TOKENS, ControllerProcess, make_config, running_controller
 from tests.support.valkey import running_valkey
+from tests.support.waiting import PATIENCE, until
 
 pytestmark = pytest.mark.slow
 
@@ -28,14 +29,14 @@ OTHERS = 40 * 1024 * 1024
 
 
 def push_for_ever(process: ControllerProcess, body: bytes, over: threading.Event, seen: Counter[int]) -> None:
-    with httpx.Client(headers={"authorization": f"Bearer {TOKENS['rollout']}"}, timeout=60) as client:
+    with httpx.Client(headers={"authorization": f"Bearer {TOKENS['rollout']}"}, timeout=PATIENCE) as client:
         while not over.is_set():
             seen[client.post(process.url + "/v1/samples", content=body).status_code] += 1
 
 
 def test_memory_is_bounded_while_redis_does_not_take_what_is_pushed(stage: Stage) -> None:
     config = make_config(
-        controller={"max_buffered_bytes": BUFFERED, "heartbeat_timeout": 300.0, "lock_timeout": 60.0},
+        controller={"max_buffered_bytes": BUFFERED, **PATIENT, "lock_timeout": 60.0},
         train={"train_policy": {"allowed_outdated_steps": 16}},
     )
     run_dir = stage.run_dir(config, rows=64)
@@ -50,20 +51,23 @@ def test_memory_is_bounded_while_redis_does_not_take_what_is_pushed(stage: Stage
         valkey.send_signal(signal.SIGSTOP)
         with ThreadPoolExecutor(PUSHERS) as pool:
             pushing = [pool.submit(push_for_ever, process, body, over, seen) for body in bodies]
-            peak, give_up = before, time.monotonic() + SLOW_SECONDS
-            while time.monotonic() < give_up or not seen[503]:
-                peak = max(peak, controller.memory_info().rss)
-                time.sleep(0.05)
-            over.set()
-            valkey.send_signal(signal.SIGCONT)
+            peaks, slow_until = [before], time.monotonic() + SLOW_SECONDS
+
+            def slow_enough() -> bool:
+                peaks.append(controller.memory_info().rss)
+                return time.monotonic() > slow_until and seen[503] > 0
+
+            try:
+                until(slow_enough, "a push that is told to come back")
+                valkey.send_signal(signal.SIGCONT)
+                until(lambda: seen[200] > 0, "a push that is taken")
+            finally:
+                over.set()
             for future in pushing:
-                future.result(60)
-        assert seen[503] > 0
-        assert seen[200] > 0
+                future.result(PATIENCE)
         assert not seen.keys() - {200, 503}
-        assert peak - before < 4 * BUFFERED + OTHERS, (
-            f"grew by {(peak - before) >> 20} MiB for {total >> 20} MiB"
-        )
+        grown = max(peaks) - before
+        assert grown < 4 * BUFFERED + OTHERS, f"grew by {grown >> 20} MiB for {total >> 20} MiB"
         train_step(trainer, rollout, 0)
 
 

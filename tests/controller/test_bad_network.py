@@ -15,11 +15,11 @@ from tests.controller.conftest import Stage
 from tests.controller.drivers import Rollout, Trainer
 from tests.support.controller import TOKENS, ControllerProcess, make_config
 from tests.support.proxy import FaultyProxy, faulty_proxy
+from tests.support.waiting import PATIENCE
 
 pytestmark = pytest.mark.slow
 
 ROWS, REPLICAS = 40, 3
-PATIENCE = 60.0
 
 
 def rollout(proxy: FaultyProxy, name: str, over: threading.Event) -> None:
@@ -88,7 +88,7 @@ def test_a_job_over_a_bad_network_adds_up(stage: Stage, seed: int) -> None:
         try:
             replicas = [pool.submit(rollout, proxy, f"rollout-{i}", over) for i in range(REPLICAS)]
             disturbing = pool.submit(disturb, process, over)
-            steps = pool.submit(train, proxy).result(240)
+            steps = pool.submit(train, proxy).result(3 * PATIENCE)
         finally:
             over.set()
             proxy.calm()

@@ -15,8 +15,12 @@ from starlette.types import Receive, Scope, Send
 from controller.connections import MAX_HEAD, PatientProtocol, connection_limit
 from controller.limits import BodyLimit, Budget
 from controller.problems import ProblemError, problem
+from tests.support.waiting import PATIENCE
 
-GRACE = 20.0
+GRACE = PATIENCE / 2
+"""Seconds: every limit that a test is not about, and the end of every wait."""
+SLOW = 4.0
+"""Seconds in which a slow reader takes an answer: twice what a connection may stand still."""
 HEAD = b"POST / HTTP/1.1\r\nhost: x\r\n"
 
 
@@ -82,7 +86,7 @@ async def served(**limits: float) -> AsyncIterator[Stage]:
 
 
 def run(scenario: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(scenario(), 3 * GRACE))  # type: ignore[arg-type]
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE))  # type: ignore[arg-type]
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -120,8 +124,11 @@ def test_trailers_are_not_kept() -> None:
             writer.write(HEAD + b"transfer-encoding: chunked\r\n\r\n0\r\n")
             writer.write(b"".join(b"x-%d: a\r\n" % i for i in range(100)))
             await writer.drain()
-            await asyncio.sleep(0.1)
-            (connection,) = stage.server.server_state.connections
+            connections = stage.server.server_state.connections
+            await until(lambda: any(connection.cycle is not None for connection in connections))
+            for _ in range(20):  # turns in which the server, which shares this loop, reads what is there
+                await asyncio.sleep(0.005)
+            (connection,) = connections
             assert len(connection.headers) == 2
             writer.write(b"\r\n")
             assert b"200 OK" in await asyncio.wait_for(reader.readline(), GRACE)
@@ -187,19 +194,20 @@ def test_one_connection_too_many_is_told_to_come_back() -> None:
 @pytest.mark.slow
 def test_an_answer_that_nobody_reads_is_dropped_and_a_slow_reader_gets_it() -> None:
     async def scenario() -> None:
+        get = b"GET /large HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
         async with served(read=0.5) as stage:
-            get = b"GET /large HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
-            reader, writer = await stage.connect()
+            _, writer = await stage.connect()
             writer.write(get)
             await until(lambda: bool(stage.server.server_state.connections))
             await until(lambda: not stage.server.server_state.connections)
             writer.close()
+        async with served(read=SLOW / 2) as stage:
             reader, writer = await stage.connect()
             writer.write(get)
             read = 0
-            while part := await asyncio.wait_for(reader.read(4_000_000), GRACE):
+            while part := await asyncio.wait_for(reader.read(1_000_000), GRACE):
                 read += len(part)
-                await asyncio.sleep(0.02)
+                await asyncio.sleep(SLOW / 512)  # a part is 128 kB at most
             assert read > 64_000_000
             writer.close()
 

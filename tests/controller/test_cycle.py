@@ -133,7 +133,12 @@ def test_reaching_the_last_step_drops_what_is_left_as_surplus(stage: Stage) -> N
 def test_stragglers_are_dropped_when_the_config_says_so(stage: Stage) -> None:
     """Step 1 could be filled by later groups, but two due ones are missing: it waits, then goes on without."""
     config = make_config(
-        controller={"on_stale": "drop", "straggler_timeout": 60.0, "heartbeat_timeout": 1000.0}
+        controller={
+            "on_stale": "drop",
+            "straggler_timeout": 1000.0,
+            "heartbeat_timeout": 9000.0,
+            "lease_timeout": 9000.0,
+        }
     )
     served = stage.serve(config)
     trainer, rollout = stage.ready(served)
@@ -145,9 +150,9 @@ def test_stragglers_are_dropped_when_the_config_says_so(stage: Stage) -> None:
     rollout.update()
     rollout.finish(rollout.lease(2).groups)
     assert trainer.batch(1) is None
-    served.skip(59.0)
+    served.skip(600.0)
     assert trainer.batch(1) is None
-    served.skip(2.0)
+    served.skip(600.0)
     assert trainer.batch(1) is not None
     assert stage.client(served).send(api.ledger()).dropped == {"stale": 2}
     assert rollout.push(first[2], make_header(0, 0)).code == "lease_lost"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import secrets
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,14 +23,13 @@ from schema.config import Config
 from schema.wire import messages as m
 from schema.wire.batch import decode_batch
 from schema.wire.messages import ErrorCode, Phase
-from tests.controller.conftest import Stage
+from tests.controller.conftest import PATIENT, Stage
 from tests.controller.drivers import Rollout, Trainer, train_step
 from tests.support.controller import TOKENS, ControllerProcess, make_config, make_run_dir, running_controller
 from tests.support.valkey import ValkeyServer, running_valkey
+from tests.support.waiting import PATIENCE, until
 
 pytestmark = pytest.mark.slow
-
-SECONDS = 90.0
 
 
 class LiveTrainer(threading.Thread):
@@ -39,6 +39,8 @@ class LiveTrainer(threading.Thread):
         super().__init__(daemon=True)
         self.session = Session(Environment(url, TOKENS["policy"], name, None, None), Departure(), 1)
         self.trained: list[list[str]] = []
+        self.limit = sys.maxsize
+        """Steps that it trains; then it waits for a higher limit."""
         self.error: BaseException | None = None
 
     @property
@@ -60,6 +62,7 @@ class LiveTrainer(threading.Thread):
         while not finished:
             self._publish()
             step = self.steps
+            until(lambda step=step: step < self.limit, "a higher limit")
             data = None
             while data is None:
                 data = session.call(api.step_batch(step, reply.policy_epoch, "all", wait_s=1.0))
@@ -98,7 +101,7 @@ class LiveRollout(threading.Thread):
 
     def __init__(self, url: str, name: str) -> None:
         super().__init__(daemon=True)
-        self.client = Client(url, TOKENS["rollout"], patience=SECONDS)
+        self.client = Client(url, TOKENS["rollout"], patience=PATIENCE)
         self.driver = Rollout(self.client, name)
         self.ids: dict[int, str] = {}
         self.beat_at = 0.0
@@ -153,13 +156,6 @@ def lose(valkey: ValkeyServer, process: ControllerProcess, keep: Callable[[int],
     process.start()
 
 
-def until(look: Callable[[], bool], what: str) -> None:
-    give_up = time.monotonic() + SECONDS
-    while not look():
-        assert time.monotonic() < give_up, what
-        time.sleep(0.01)
-
-
 @contextmanager
 def job(run_dir: Path) -> Iterator[tuple[ValkeyServer, ControllerProcess]]:
     with running_valkey() as valkey, running_controller(run_dir, valkey.url) as process:
@@ -170,23 +166,25 @@ def job(run_dir: Path) -> Iterator[tuple[ValkeyServer, ControllerProcess]]:
 def test_the_file_is_cut_at_random_places_while_everybody_works(tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
     config = make_config(
-        controller={"heartbeat_interval": 0.2},
+        controller={**PATIENT, "heartbeat_interval": 0.2},
         validation={"enable": seed == 2, "freq": 5},
     )
     with job(make_run_dir(tmp_path / "run", config, rows=40)) as (valkey, process):
         trainer = LiveTrainer(process.url)
+        trainer.limit = 19  # of 20 steps: nothing is lost once the job is over
         rollouts = [LiveRollout(process.url, f"rollout-{i}") for i in range(2)]
         for thread in (trainer, *rollouts):
             thread.start()
         for loss in range(3):
             target = (loss + 1) * 5
-            until(lambda target=target: trainer.steps >= target or not trainer.is_alive(), "no progress")
+            until(lambda target=target: trainer.steps >= target or not trainer.is_alive(), f"step {target}")
             assert trainer.error is None
             share = 0.0 if seed == 2 and loss == 2 else 1 - chance.random() ** 2
             lose(valkey, process, lambda size, share=share: int(size * share))
-        trainer.join(SECONDS)
+        trainer.limit = sys.maxsize
+        trainer.join(PATIENCE)
         for rollout in rollouts:
-            rollout.join(SECONDS)
+            rollout.join(PATIENCE)
             assert rollout.error is None
         assert not trainer.is_alive()
         assert trainer.error is None
@@ -210,7 +208,7 @@ def test_the_file_is_cut_at_random_places_while_everybody_works(tmp_path: Path, 
 def test_a_trainer_that_was_replaced_in_lost_history_is_refused(tmp_path: Path) -> None:
     """The newer registration is forgotten; its trainer declares itself, and the older one may not go on."""
     with (
-        job(make_run_dir(tmp_path / "run", make_config(), rows=12)) as (valkey, process),
+        job(make_run_dir(tmp_path / "run", make_config(controller=PATIENT), rows=12)) as (valkey, process),
         process.client("rollout") as client,
         process.client("policy") as policy,
         process.client() as user,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ from tests.controller.conftest import Stage
 from tests.controller.drivers import Rollout, make_frame, make_header
 from tests.controller.test_ledger import fill, lease, make, train
 from tests.support.controller import make_config
+from tests.support.waiting import until
 
 NAME = FileName("e0-p3", "lease-1_x", 1)
 
@@ -160,11 +160,12 @@ def test_payloads_pass_by_the_controller(stage: Stage, tmp_path: Path) -> None:
     shown = stage.client(served)._http.get(f"/v1/samples/{name}/0").content
     assert decode_sample(shown).header.index == 0
     trainer.commit(0)
-    give_up = time.monotonic() + 20
-    while list(rollout.root.iterdir()):
+
+    def swept() -> bool:
         served.run(served.controller.upkeep.tick())
-        assert time.monotonic() < give_up, "files of trained samples pile up"
-        time.sleep(0.1)
+        return not list(rollout.root.iterdir())
+
+    until(swept, "the sweep of what was trained")
 
 
 def test_a_file_that_has_gone_is_made_again(stage: Stage, tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import socket
-import time
 
 import httpx
 import pytest
@@ -18,6 +17,7 @@ from schema.wire.messages import ErrorCode, LeaseStatus
 from tests.controller.conftest import Stage
 from tests.controller.drivers import make_frame, make_header, request_id
 from tests.support.controller import TOKENS, make_config
+from tests.support.waiting import PATIENCE, until
 
 
 def send(stage: Stage, url: str, role: str, method: str, path: str, **options: object) -> m.Problem:
@@ -309,13 +309,9 @@ def test_a_caller_that_hangs_up_in_its_request_is_no_error(
 ) -> None:
     url = httpx.URL(stage.serve().url)
     with caplog.at_level(logging.DEBUG, "controller"):
-        with socket.create_connection((url.host, url.port), timeout=10) as connection:
+        with socket.create_connection((url.host, url.port), timeout=PATIENCE) as connection:
             token = TOKENS["rollout"]
             head = f"POST /v1/leases HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\n"
             connection.sendall(f"{head}Content-Length: 1000\r\n\r\n{{".encode())
-            time.sleep(0.1)
-        give_up = time.monotonic() + 10
-        while "hung up" not in caplog.text:
-            assert time.monotonic() < give_up, caplog.text
-            time.sleep(0.01)
+        until(lambda: "hung up" in caplog.text, "the end of the call")
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]

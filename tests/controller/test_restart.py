@@ -13,7 +13,7 @@ import pytest
 from controller import api
 from controller.client import Client
 from schema.wire.messages import LeaseStatus, Phase
-from tests.controller.conftest import Stage
+from tests.controller.conftest import PATIENT, Stage
 from tests.controller.drivers import make_header, train_step
 from tests.support.controller import ControllerProcess, make_config, make_run_dir, running_controller
 from tests.support.valkey import running_valkey
@@ -40,6 +40,7 @@ def picture(user: Client) -> dict[str, Any]:
 def test_a_killed_controller_comes_back_as_it_was(stage: Stage) -> None:
     config = make_config(
         train={"train_policy": {"allowed_outdated_steps": 2}},
+        controller=PATIENT,
         validation={"enable": True, "freq": 1, "before": True},
     )
     process = stage.process(config, rows=20)
@@ -109,7 +110,7 @@ def test_every_step_may_be_the_last_of_a_controller(stage: Stage) -> None:
 
 
 def test_a_second_controller_fences_the_first(stage: Stage) -> None:
-    first = stage.process(make_config(controller={"heartbeat_timeout": 300.0}))  # nobody beats here
+    first = stage.process()
     _, rollout = stage.ready(first)
     group = rollout.lease().groups[0]
     run_dir = first.run_dir
@@ -122,7 +123,7 @@ def test_a_second_controller_fences_the_first(stage: Stage) -> None:
 
 
 def test_a_killed_redis_is_waited_for_and_nothing_is_lost(stage: Stage, tmp_path: Path) -> None:
-    run_dir = make_run_dir(tmp_path / "own", make_config())
+    run_dir = make_run_dir(tmp_path / "own", make_config(controller=PATIENT))
     with running_valkey() as valkey, running_controller(run_dir, valkey.url) as process:
         trainer, rollout = stage.ready(process)
         user = stage.client(process)

@@ -23,6 +23,7 @@ from controller.store import (
 from controller.store.fence import FencedConnection
 from controller.store.server import ServerFacts, sync_always
 from tests.support.valkey import ValkeyServer, running_valkey
+from tests.support.waiting import PATIENCE
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ async def open_store(valkey: ValkeyServer, job: str = "job", **options: bool) ->
 
 
 def run(scenario: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(scenario(), 60))  # type: ignore[arg-type]
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE))  # type: ignore[arg-type]
 
 
 async def until_available(store: StateStore) -> None:
@@ -104,7 +105,7 @@ def test_a_repeat_without_changes_waits_for_the_write_it_repeats(shared_valkey: 
     async def scenario() -> None:
         store, _ = await open_store(shared_valkey, "repeat")
         with shared_valkey.client() as client:
-            client.client_pause(20_000, all=False)  # writes wait
+            client.client_pause(int(1000 * PATIENCE), all=False)  # writes wait
             put(store, "a", 1)
             first = asyncio.create_task(store.flush())
             await asyncio.sleep(0.1)  # now it is on its way, and nothing is pending

@@ -20,6 +20,7 @@ from controller.data.prepare import held_out_rows, jsonable, main, prepare
 from controller.data.tokenizer import PromptTokenizer
 from schema.config import Config
 from schema.wire.prompts import PromptFile
+from tests.support.waiting import PATIENCE
 
 QUESTIONS = [
     {
@@ -207,7 +208,7 @@ def test_the_command_prepares_without_torch_and_answers_2_on_bad_data(
         )
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-c", code, "--run-dir", str(tmp_path)]
-        return subprocess.run(command, capture_output=True, check=False, text=True, timeout=60, env=env)
+        return subprocess.run(command, capture_output=True, check=False, text=True, timeout=PATIENCE, env=env)
 
     good = run(config(model_dir, questions, COLUMNS))
     assert good.returncode == 0, good.stderr

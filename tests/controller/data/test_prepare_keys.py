@@ -23,6 +23,7 @@ from schema.wire.prompts import PromptFile
 from tests.controller.data.conftest import save_tokenizer
 from tests.controller.data.test_prepare import config
 from tests.support.own_code import code_kept_in
+from tests.support.waiting import PATIENCE
 
 LONG = "a" * 30
 BEFORE, AFTER = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
@@ -285,7 +286,7 @@ def test_external_modules_are_imported_first(model_dir: Path, tmp_path: Path):
         command = [sys.executable, "-m", "controller.data.prepare", "--run-dir", str(tmp_path)]
         python_path = os.pathsep.join([str(tmp_path), os.getcwd()])
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path}
-        return subprocess.run(command, capture_output=True, check=False, text=True, timeout=60, env=env)
+        return subprocess.run(command, capture_output=True, check=False, text=True, timeout=PATIENCE, env=env)
 
     good, bad = run("cosmos_test_noisy"), run("cosmos_test_missing")
     assert (good.returncode, good.stdout) == (0, "imported\n"), good.stderr
