@@ -71,14 +71,15 @@ class PolicyModel(nn.Module):
 def load_model(config: Config, weights: str | None = None) -> PolicyModel:
     """The model of `[policy]` on the CPU, in `train.master_dtype`, ready to train.
 
-    weights: an export of it to load instead.
+    weights: an export of it, whose weights are taken instead.
 
     Raises:
         SettingsError: it cannot be loaded, or is of an architecture that this trainer would get wrong.
     """
     name, revision = config.policy.model_name_or_path, config.policy.model_revision
+    what = f"policy.model_name_or_path = {name!r}"
     if weights is not None:
-        name, revision = weights, None
+        what = f"the export {weights} as a model of {what}"
     trust = config.policy.trust_remote_code
     dtype = DTYPES[config.train.master_dtype]
     _import_modules(config)
@@ -86,22 +87,21 @@ def load_model(config: Config, weights: str | None = None) -> PolicyModel:
         model_config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust)
         dropout = _disable_dropout(model_config)
         lm, loaded = AutoModelForCausalLM.from_pretrained(
-            name,
-            revision=revision,
+            name if weights is None else weights,
+            revision=revision if weights is None else None,
             trust_remote_code=trust,
             config=model_config,
             dtype=dtype,
             output_loading_info=True,
         )
     except (*CANNOT_LOAD, RuntimeError, SafetensorError) as error:
-        raise SettingsError(
-            f"policy.model_name_or_path = {name!r} cannot be loaded: {error}{remedy(error)}"
-        ) from error
+        raise SettingsError(f"{what} cannot be loaded: {error}{remedy(error)}") from error
     missing = sorted(loaded["missing_keys"])
     if missing:  # transformers would fill them with random numbers
-        raise SettingsError(
-            f"policy.model_name_or_path = {name!r} lacks weights: {', '.join(missing[:5])}, …"
-        )
+        raise SettingsError(f"{what} lacks weights: {', '.join(missing[:5])}, …")
+    surplus = sorted(loaded["unexpected_keys"])
+    if weights is not None and surplus:
+        raise SettingsError(f"{what} has weights that this model does not: {', '.join(surplus[:5])}, …")
     recompute = config.policy.model_gradient_checkpointing
     return prepare_model(PolicyModel(lm, dropout), packed=config.train.sequence_packing, recompute=recompute)
 

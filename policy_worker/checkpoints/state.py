@@ -95,7 +95,10 @@ def _load(files: StateFiles, state: State, prefix: str) -> None:
     wrong = differences(saved, state)
     if wrong:
         more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        raise CheckpointError(f"its {prefix} is another one: {'; '.join(wrong[:3])}{more}")
+        raise CheckpointError(
+            f"its {prefix} is another one: {'; '.join(wrong[:3])}{more}: name the model that it was trained from with "
+            f"policy.model_name_or_path"
+        )
     files.load(state)
 
 

@@ -87,6 +87,24 @@ def test_a_model_that_lacks_weights_is_refused(tmp_path: Path):
         load_model(make_config(policy={"model_name_or_path": str(tmp_path)}))
 
 
+def test_an_export_is_of_the_configured_model(tmp_path: Path):
+    """Weights that are resumed from an export never bring another model along."""
+    settings = {"model_name_or_path": str(write_model(tmp_path / "model")), "model_max_length": 64}
+    config = make_config(policy=settings)
+    same = write_model(tmp_path / "same", seed=1)
+    loaded = load_model(config, str(same)).lm.state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in tiny_lm(seed=1).state_dict().items())
+    for layers, said in (
+        (1, r"lacks weights: model\.layers\.1"),
+        (3, r"that this model does not: model\.layers\.2"),
+    ):
+        tiny_lm(layers=layers).save_pretrained(tmp_path / "other")
+        with pytest.raises(
+            SettingsError, match=rf"other as a model of policy\.model_name_or_path = .*{said}"
+        ):
+            load_model(config, str(tmp_path / "other"))
+
+
 def test_decoder_layers_are_found():
     model = from_config(LlamaConfig(**SMALL))
     assert [type(layer).__name__ for layer in model.decoder_layers()] == ["LlamaDecoderLayer"] * 2
