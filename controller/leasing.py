@@ -255,12 +255,11 @@ class Leasing:
             ReplicaError, StoreUnavailable: nothing was taken.
         """
         job = self._job
+        missing = await self._missing_files(pushes)  # first of all: no await may lie between the others
         job.store.require()
-        replica = job.registry.find(replica_id)
+        replica, now = job.registry.find(replica_id), job.clock()
         if replica.role != "rollout":
             raise ReplicaError(ErrorCode.FORBIDDEN, f"replica {replica_id} is a {replica.role} replica")
-        missing = await self._missing_files(pushes)
-        now = job.clock()
         job.registry.seen(replica, now)
         before = self._counts()
         results: list[PushResult] = []

@@ -335,6 +335,11 @@ class Ledger(Replayable):
             self._drop(group, DropReason.STALE)
         return self.assemble(now)
 
+    def abandon_step(self) -> int:
+        """As of any book; while no trainer is there, no step waits for stragglers either."""
+        self._waiting_since = None
+        return super().abandon_step()
+
     def batch(self, step: int) -> list[Group] | None:
         """Groups of an assembled, uncommitted step in table order, or None."""
         if step != self.committed or not self._by_state[State.BATCHED]:

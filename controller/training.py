@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from controller.assembly import Place, Waiting, build_table, places
 from controller.job import Job
@@ -27,14 +28,21 @@ from schema.wire.weights import Publication
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """A step's batch as it was assembled: its table, and where the payload of each row is."""
+
+    table: StepTable
+    places: list[Place] = field(default_factory=list)
+
+
 class Training:
     """The calls of policy replicas."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._table: StepTable | None = None
-        self._places: list[Place] = []
-        """Where the payload of each row of the table is."""
+        self._batch: Batch | None = None
+        """The one assembled last."""
 
     def _check_epoch(self, epoch: int) -> None:
         current = self._job.facts.policy_epoch
@@ -68,16 +76,16 @@ class Training:
             job.store.require()
             seen = job.batch_signal.generation
             self._check_epoch(epoch)
-            table = self._assemble(ledger, step)
+            batch = self._assemble(ledger, step)
             await job.save()
-            if table is not None and (data := await self._with_payloads(table, rows)) is not None:
+            if batch is not None and (data := await self._with_payloads(batch, rows)) is not None:
                 return data
             left = give_up - loop.time()
             if left <= 0 or job.closing:
                 return None
             await job.batch_signal.wait(seen, left)
 
-    def _assemble(self, ledger: Ledger, step: int) -> StepTable | None:
+    def _assemble(self, ledger: Ledger, step: int) -> Batch | None:
         job = self._job
         if job.facts.ended is Phase.FAILED:
             raise ProblemError(ErrorCode.JOB_FAILED, f"the job has failed: {job.facts.last_error}")
@@ -86,34 +94,31 @@ class Training:
             raise LedgerError(ErrorCode.WRONG_STEP, detail)
         if job.ended:
             return None
+        key = (step, ledger.timeline, job.facts.policy_epoch)
         if ledger.finished:
-            return build_table(step, ledger.timeline, job.facts.policy_epoch, [])
+            return Batch(build_table(*key, []))
         if job.facts.paused and ledger.batch(step) is None:
             return None
         assembled = ledger.assemble(job.clock())
         if isinstance(assembled, Waiting):
             if ledger.finished:  # dropping stragglers has ended the data
-                return build_table(step, ledger.timeline, job.facts.policy_epoch, [])
+                return Batch(build_table(*key, []))
             return None
-        key = (step, ledger.timeline, job.facts.policy_epoch)
-        names, known = [group.id for group in assembled.groups], self._table
-        if known is None or (known.step, known.timeline, known.policy_epoch, known.group_ids) != (
-            *key,
-            names,
-        ):
-            self._table = build_table(*key, assembled.groups)
-            self._places = places(assembled.groups)
+        names, known = [group.id for group in assembled.groups], self._batch
+        if known is None or _key(known.table) != (*key, names):
+            self._batch = known = Batch(build_table(*key, assembled.groups), places(assembled.groups))
             job.lease_signal.notify()  # the slots of this step are taken, those of the next are open
-        return self._table
+        return known
 
-    async def _with_payloads(self, table: StepTable, rows: Sequence[int] | None) -> bytes | None:
+    async def _with_payloads(self, batch: Batch, rows: Sequence[int] | None) -> bytes | None:
         """The table with payloads; None if some of these are gone: their groups are made again."""
+        table = batch.table
         wanted = range(table.n_samples) if rows is None else rows
         outside = [row for row in wanted if not 0 <= row < table.n_samples]
-        if outside:
-            detail = f"row {outside[0]} of a batch of {table.n_samples} samples"
-            raise ProblemError(ErrorCode.BAD_REQUEST, detail)
-        chosen = [self._places[row] for row in wanted]
+        if outside or len(set(wanted)) != len(wanted):
+            fault = f"row {outside[0]}" if outside else "a row twice"
+            raise ProblemError(ErrorCode.BAD_REQUEST, f"{fault} of a batch of {table.n_samples} samples")
+        chosen = [batch.places[row] for row in wanted]
         keys = list(dict.fromkeys(key for key, _, _ in chosen))
         parts = dict(zip(keys, await self._job.store.get_payloads(keys), strict=True))
         frames: list[memoryview] = []
@@ -127,7 +132,7 @@ class Training:
         gone |= await self._without_file(frames)
         if gone:
             self._job.store.require()  # a successor may have removed them while this process was suspended
-            self._make_again(table, gone)
+            self._make_again(batch, gone)
             await self._job.save()
             return None
         return encode_batch(table, frames)
@@ -140,17 +145,16 @@ class Training:
         entries = [entry for frame in frames if (entry := read_entry(frame)) is not None]
         return {name.partition(".")[0] for name in await files.missing(entries)}
 
-    def _make_again(self, table: StepTable, gone: set[str]) -> None:
+    def _make_again(self, batch: Batch, gone: set[str]) -> None:
         """Payloads that the store names and does not have: it lost history, and they were deleted in what it lost."""
         job, ledger = self._job, self._job.require_ledger()
-        if {
-            group.id for group in ledger.batch(table.step) or []
-        } >= gone:  # else the step has changed meanwhile
-            log.error("payloads of %d groups are not in the store: they are made again", len(gone))
-            ledger.lost_payloads(sorted(gone))
-            self._table = None
-            job.lease_signal.notify()
-            job.batch_signal.notify()
+        if self._batch is not batch or ledger.batch(batch.table.step) is None:
+            return  # the step was assembled anew, committed or given up meanwhile
+        log.error("payloads of %d groups are not in the store: they are made again", len(gone))
+        ledger.lost_payloads(sorted(gone))
+        self._batch = None
+        job.lease_signal.notify()
+        job.batch_signal.notify()
 
     # ---- commit, publish, checkpoint ----------------------------------------------------------------------
 
@@ -252,3 +256,7 @@ class Training:
             if left <= 0 or job.closing or job.ended:
                 return None
             await job.publication_signal.wait(seen, left)
+
+
+def _key(table: StepTable) -> tuple[int, int, int, list[str]]:
+    return table.step, table.timeline, table.policy_epoch, table.group_ids

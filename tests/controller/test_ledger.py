@@ -274,6 +274,20 @@ def test_stragglers_are_dropped_after_the_time_out_if_asked_for() -> None:
     assert {group.reason for group in due} == {DropReason.STALE}
 
 
+def test_no_step_waits_for_stragglers_while_there_is_no_trainer() -> None:
+    ledger = make(on_stale="drop", straggler_timeout=10.0, staleness_bound=0)
+    for group in lease(ledger, 2)[:1]:
+        fill(ledger, group)
+    assert isinstance(ledger.assemble(now=0.0), Waiting)
+    ledger.abandon_step()  # the next trainer comes an hour later
+    ledger.rewind(0)
+    (again,) = lease(ledger, 1)
+    assert isinstance(ledger.assemble(now=3600.0), Waiting)
+    assert again.state is State.LEASED
+    ledger.assemble(now=3611.0)
+    assert again.reason is DropReason.STALE
+
+
 def test_the_end_of_the_data_makes_a_short_last_step() -> None:
     ledger = make(n_positions=3)
     assert ledger.total_steps == 2
