@@ -96,8 +96,8 @@ def _load(files: StateFiles, state: State, prefix: str) -> None:
     if wrong:
         more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise CheckpointError(
-            f"its {prefix} is another one: {'; '.join(wrong[:3])}{more}: name the model that it was trained from with "
-            f"policy.model_name_or_path"
+            f"its {prefix} is another one: {'; '.join(wrong[:3])}{more}: name the model that it was trained "
+            f"from with policy.model_name_or_path"
         )
     files.load(state)
 

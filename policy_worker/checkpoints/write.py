@@ -104,7 +104,7 @@ def _attempt(work: Callable[[], Any]) -> tuple[Any, str | None]:
     try:
         return work(), None
     except OSError as error:
-        return None, f"{error.filename or 'a file'}: {error.strerror}" if error.strerror else str(error)
+        return None, f"{error.filename}: {error.strerror}" if error.filename else str(error)
     except Exception as error:
         log.exception("writing a checkpoint failed")
         return None, f"{type(error).__name__}: {error}"
@@ -115,7 +115,10 @@ def _write_own(draft: Draft, rank: int) -> dict[str, Any]:
     written: dict[str, FileFacts] = {}
     for kind, pieces in draft.pieces.items():
         name = state_file(kind, rank)
-        written[name] = write_pieces(draft.beside / name, pieces)
+        try:
+            written[name] = write_pieces(draft.beside / name, pieces)
+        except OSError as error:  # a full disk does not say which file it was
+            raise OSError(error.errno, error.strerror, str(draft.beside / name)) from error
     if "extra" in draft.manifest.contents:
         rng.write(draft.beside, rank, draft.states)
         sync(draft.beside / rng_file(rank))
