@@ -1,161 +1,57 @@
-"""The command `cosmos-launch`. Imports are inside the commands: `--help` and `validate` answer in an instant."""
+"""The program `cosmos-launch`: runs a command, and makes of every error that people can put right a message.
+
+What the commands are stands in `launcher.app`.
+"""
 
 from __future__ import annotations
 
 import errno
-import os
 import sys
-from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from launcher.commands import check, convert, export, learn, operate
-from launcher.commands.options import Overrides, print_json, print_problems
-from launcher.errors import LaunchError
-from launcher.restarts import EXIT_CONFIG, EXIT_FAILED
-
-HELP = """
-Train a language model by asynchronous reinforcement learning, from one file.
-
-\b
-Begin
-  cosmos-launch init                                      list the recipes to start from
-  cosmos-launch init addition-sft                         one that runs at once, without a GPU
-  cosmos-launch init grpo -o run.toml                     a commented file that fits this machine
-  cosmos-launch explain train.optm_lr                     what a key does; explain 'rollout.*_len*' finds keys
-  cosmos-launch convert verl.yaml -o run.toml             a file of verl, ROLL or cosmos-rl, every key accounted for
-
-\b
-Check
-  cosmos-launch validate run.toml                         every mistake at once, with line and remedy
-  cosmos-launch show run.toml --changed                   what was written, and where; without it everything
-  cosmos-launch --config run.toml --dry-run               processes, commands and memory; starts nothing
-  cosmos-launch schema -o config.schema.json              the JSON schema, for editors
-
-\b
-Run
-  cosmos-launch --config run.toml                         run the job, with a live display
-  cosmos-launch --config run.toml --set train.epoch=2     change a key for this run
-  cosmos-launch --config base.toml --config mine.toml     several files, later ones over earlier ones
-  COSMOS_TRAIN__EPOCH=2 cosmos-launch --config run.toml   a key from the environment
-  cosmos-launch --resume                                  go on with the newest run below ./outputs, as it was
-  cosmos-launch --resume outputs/20260131120000           go on with a certain run
-  cosmos-launch --config run.toml --resume                go on with the newest run of this file, as it says now
-
-\b
-Precedence
-  default < first --config < last --config < environment (COSMOS_<SECTION>__<KEY>) < --set
-  Tables of files are merged; lists and single values are replaced.
-
-\b
-Look and operate (from another terminal)
-  cosmos-launch status                                    the newest run below ./outputs
-  cosmos-launch status outputs/20260131120000 --json      a certain run, for programs
-  COSMOS_TOKEN=... cosmos-launch status http://host:port  a job on another machine
-  cosmos-launch stop --wait 60                            end it in order, and wait for that
-  cosmos-launch checkpoint --wait 60                      save a checkpoint now
-  cosmos-launch export outputs/20260131120000 -o my-model its newest checkpoint as a model for transformers
-  cosmos-launch pause, cosmos-launch resume               hand out no more work; go on
-  cosmos-launch drain rollout-1                           let a rollout replica finish and leave
-
-\b
-One start makes <train.output_dir>/<timestamp>/ with logs/, weights/, checkpoints/, final/ (the trained
-model) and summary.json. Ctrl-C ends in order, a second one at once; SIGUSR1 saves a checkpoint.
-
-\b
-Exit codes: 0 success, 1 the job failed, 2 wrong configuration or usage (nothing was started),
-130 stopped (Ctrl-C or `cosmos-launch stop`), 143 and 129 stopped by SIGTERM and SIGHUP.
-"""
-
-app = typer.Typer(
-    name="cosmos-launch",
-    help=HELP,
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-
-# Commands of the same meaning share a module.
-app.command()(learn.init)
-app.command()(learn.explain)
-app.command()(convert.convert)
-app.command()(check.validate)
-app.command()(check.show)
-app.command()(learn.schema)
-app.command()(operate.status)
-app.command()(operate.stop)
-app.command()(operate.pause)
-app.command()(operate.resume)
-app.command()(operate.checkpoint)
-app.command()(operate.drain)
-app.command()(export.export)
+INTERRUPTED = 130
 
 
-COMMANDS = frozenset(command.callback.__name__ for command in app.registered_commands if command.callback)
+def main() -> None:
+    """The console script. A Ctrl-C is no error, however early it comes."""
+    try:
+        _run(sys.argv[1:])
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
 
 
-@app.callback(invoke_without_command=True)
-def run(
-    context: typer.Context,
-    config: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--config", "-c", metavar="FILE", help="The job, a TOML file; of several, later ones win."
-        ),
-    ] = None,
-    set_: Overrides = None,
-    resume: Annotated[
-        str | None,
-        typer.Option(
-            "--resume",
-            metavar="[RUN_DIR]",
-            help="Go on with a run; without a name the newest. Without --config: as it was started.",
-        ),
-    ] = None,
-    dry_run: Annotated[
-        bool,
-        typer.Option("--dry-run", help="Check everything, show processes and memory, start nothing."),
-    ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="With --dry-run: print JSON, for programs.")
-    ] = False,
-) -> None:
-    """Run a job (without a command)."""
-    if context.invoked_subcommand is not None:
-        if config or set_ or resume is not None or dry_run or as_json:
-            raise LaunchError(
-                f"the options of a run go without the command {context.invoked_subcommand!r}",
-                f"put --set and --json behind it: cosmos-launch {context.invoked_subcommand} run.toml --set …",
-            )
-        return
-    if not config and resume is None:
-        raise LaunchError("no job is named", "cosmos-launch --config run.toml (see cosmos-launch --help)")
-    if as_json and not dry_run:
-        raise LaunchError("--json needs --dry-run", "a run writes summary.json at its end")
-    from launcher.resume import continued
-    from launcher.run import check as check_job
-    from launcher.run import launch
+def _run(arguments: list[str]) -> None:
+    import typer
 
-    configs, overrides = config or [], set_ or []
-    if not dry_run:
-        raise typer.Exit(launch(configs, overrides, resume=resume, env=os.environ))
-    from launcher.dryrun import plan, plan_lines
+    from launcher.app import app
+    from launcher.commands.options import print_problems
+    from launcher.errors import LaunchError
+    from launcher.restarts import EXIT_CONFIG, EXIT_FAILED
 
-    if resume is not None:
-        found = continued(resume, configs, overrides)
-        configs, overrides = found.configs, found.overrides
-    planned = plan(check_job(configs, overrides, os.environ), resume=resume is not None, env=os.environ)
-    if as_json:
-        print_json(planned.as_dict())
-    else:
-        typer.echo("\n".join(plan_lines(planned)))
-        print_problems("warning", planned.warnings)
+    try:
+        _refuse_bare_file(arguments)
+        app(args=_name_newest(arguments))
+    except LaunchError as error:
+        typer.echo("error: " + error.render(), err=True)
+        sys.exit(error.exit_code)
+    except OSError as error:
+        if error.strerror is None:
+            raise
+        what = " cannot be written" if error.errno == errno.ENOSPC else ""
+        typer.echo(f"error: {error.filename or 'the output'}{what}: {error.strerror}", err=True)
+        sys.exit(EXIT_FAILED)
+    except ValueError as error:
+        from schema.config import ConfigError
+
+        if not isinstance(error, ConfigError):
+            raise
+        print_problems("error", error.problems)
+        sys.exit(EXIT_CONFIG)
 
 
 def _refuse_bare_file(arguments: list[str]) -> None:
     """`cosmos-launch run.toml` does not say what to do with it."""
+    from launcher.errors import LaunchError
+
     first = arguments[0] if arguments else ""
     if first.endswith((".toml", ".yaml", ".yml")):
         hint = f"cosmos-launch --config {first} runs it, cosmos-launch validate {first} checks it"
@@ -166,37 +62,14 @@ def _refuse_bare_file(arguments: list[str]) -> None:
 
 def _name_newest(arguments: list[str]) -> list[str]:
     """`--resume` with nothing behind it means the newest run: typer knows no options that may have a value."""
+    from launcher.app import COMMANDS
+
     spelled = list(arguments)
     for i, argument in enumerate(arguments):
         following = arguments[i + 1] if i + 1 < len(arguments) else "-"
         if argument == "--resume" and (following.startswith("-") or following in COMMANDS):
             spelled[i] = "--resume="
     return spelled
-
-
-def main() -> None:
-    """The console script: errors that the user can put right are messages, not tracebacks."""
-    try:
-        arguments = sys.argv[1:]
-        _refuse_bare_file(arguments)
-        app(args=_name_newest(arguments))
-    except LaunchError as error:
-        typer.echo("error: " + error.render(), err=True)
-        sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        typer.echo(f"error: {error.filename or 'the output'} cannot be written: {error.strerror}", err=True)
-        sys.exit(EXIT_FAILED)
-    except ValueError as error:
-        from schema.config import ConfigError
-
-        if not isinstance(error, ConfigError):
-            raise
-        print_problems("error", error.problems)
-        sys.exit(EXIT_CONFIG)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ The run directory is made as for a job. Ctrl-C ends both steps at once: an evalu
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import sys
 import time
@@ -16,8 +17,9 @@ from typing import Any
 
 from launcher.logs import tail
 from launcher.placement import ProcessSpec, Replica
-from launcher.restarts import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, Budget, Role
-from launcher.rundir import RunDir, base_environment, read_json
+from launcher.report import FORMAT
+from launcher.restarts import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, SIGNALLED, Budget, Role
+from launcher.rundir import RunDir, base_environment, read_json, write_text
 from launcher.screen import Screen
 from launcher.supervisor import Exit, Setting, Situation, Supervised, Supervisor
 from launcher.uploads import credentials_of
@@ -142,5 +144,11 @@ def run_evaluation(config: Config, run: RunDir, env: Mapping[str, str], screen: 
     began = time.monotonic()
     run.write_config(config)
     code = asyncio.run(evaluate(config, run, env, screen))
-    screen.event(f"done in {time.monotonic() - began:.1f} s, exit code {code}")
+    elapsed = time.monotonic() - began
+    outcome = "stopped" if code > SIGNALLED else "finished" if code == EXIT_OK else "failed"
+    reason = "" if code == EXIT_OK else f"exit code {code}"
+    # What `cosmos-launch status` reads of any run that has ended.
+    summary = {"outcome": outcome, "exit_code": code, "reason": reason, "elapsed_s": round(elapsed, 3)}
+    write_text(run.summary_json, json.dumps({"format": FORMAT, "run_dir": str(run.path), **summary}) + "\n")
+    screen.event(f"done in {elapsed:.1f} s, exit code {code}")
     return code

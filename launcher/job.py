@@ -115,6 +115,8 @@ class Job:
 
     async def _unless_killed(self, outcome: Outcome) -> Collected:
         """End the job in order; the second Ctrl-C ends it at once."""
+        self.journal.ending = outcome.name + (f": {outcome.reason}" if outcome.reason else "")
+        self._show()
         finish = asyncio.create_task(self._finish(outcome))
         interrupt = asyncio.create_task(self._second_interrupt(already=outcome.exit_code > 128))
         await asyncio.wait({finish, interrupt}, return_when=asyncio.FIRST_COMPLETED)
@@ -188,9 +190,10 @@ class Job:
 
     async def _reopen(self) -> bool:
         """Open a stopped or failed job again: it would send its workers away. False if nothing is left to do."""
-        status = await self.contact.ask(api.job(), BRIEF)
+        patience = self.plan.config.controller.start_timeout  # one that is killed now is restarted, too
+        status = await self.contact.ask(api.job(), patience)
         if status.phase in (Phase.STOPPED, Phase.FAILED):
-            status = await self.contact.ask(api.operate("resume"), BRIEF)
+            status = await self.contact.ask(api.operate("resume"), patience)
         self.event(f"going on after {status.step} of {status.total_steps} steps")
         return status.phase is not Phase.FINISHED
 

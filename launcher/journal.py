@@ -45,6 +45,8 @@ class Journal:
     path: Path
     started_at: float = field(default_factory=time.time)
     ends: deque[End] = field(default_factory=lambda: deque(maxlen=MOST_ENDS))
+    ending: str = ""
+    """Why the launcher is ending the job; empty as long as it is not."""
     _written: str = ""
     _at: float = 0.0
 
@@ -71,16 +73,18 @@ class Journal:
             "host": socket.gethostname(),
             "started_at": self.started_at,
             "stage": stage,
+            "ending": self.ending,
             "processes": {kept.replica.name: _process(kept) for kept in replicas},
             "ends": [asdict(end) for end in self.ends],
         }
 
 
 def _process(kept: Supervised) -> dict[str, Any]:
+    restarts = kept.restarts
     return {
         "role": str(kept.replica.role),
         "state": kept.state,
-        "restarts": kept.restarts.total,
-        "in_a_row": kept.restarts.streak,
-        "limit": kept.restarts.budget.max_restarts,
+        "restarts": restarts.total,
+        "in_a_row": restarts.in_a_row(time.monotonic()) if kept.state == "up" else restarts.streak,
+        "limit": restarts.budget.max_restarts,
     }

@@ -36,6 +36,8 @@ POLL = 1.0
 """Seconds between looks at the parent, where the kernel cannot tell of its death."""
 LEFTOVER_GRACE = 2.0
 """Seconds for the worker's children after its end: enough to notice a closed pipe and release shared memory."""
+HOLD_PATIENCE = 5.0
+"""Seconds to get hold of `hold`: whoever looks whether anybody holds it has it for a moment."""
 KILL_TIMEOUT = 10.0
 """Seconds to wait for killed processes: only one in an uninterruptible system call takes longer."""
 
@@ -132,7 +134,9 @@ class Keeper:
         prctl(PR_SET_CHILD_SUBREAPER, 1)
         if self._orphaned():
             return 0
-        self._held = self._open_lock(self.settings.hold, fcntl.LOCK_SH)
+        if not self._hold():
+            say(f"{self.settings.hold} is held by somebody else")
+            return 1
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
             signal.signal(number, self._on_signal)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -154,9 +158,19 @@ class Keeper:
         self._asked_to_end |= number == signal.SIGTERM
         self._asked_to_kill |= number == signal.SIGINT
 
+    def _hold(self) -> bool:
+        """Take the lock that says that this process lives; False if that is not possible."""
+        if not self.settings.hold:
+            return True
+        give_up = time.monotonic() + HOLD_PATIENCE
+        while (held := self._open_lock(self.settings.hold, fcntl.LOCK_SH)) is None:
+            if time.monotonic() >= give_up:
+                return False
+            time.sleep(0.01)
+        self._held = held
+        return True
+
     def _open_lock(self, path: str, kind: int) -> int | None:
-        if not path:
-            return None
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(handle, kind | fcntl.LOCK_NB)

@@ -7,6 +7,7 @@ token comes from COSMOS_TOKEN.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,12 +90,16 @@ def no_controller(target: Target) -> LaunchError:
     """Why nobody can be asked."""
     assert target.run is not None
     if target.run.is_alive():
+        ending = target.run.launcher().get("ending")
         return LaunchError(
-            f"the job in {target.name} is starting: its controller is not there yet",
-            f"try again in a moment; its logs are in {target.run.logs}",
+            f"the job in {target.name} is "
+            + (f"ending: {ending}" if ending else "starting: its controller is not there yet"),
+            f"`cosmos-launch status {target.name}` tells when it has ended"
+            if ending
+            else f"try again in a moment; its logs are in {target.run.logs}",
             EXIT_FAILED,
         )
-    summary = read_json(target.run.summary_json) or {}
+    summary = target.run.summary() or {}
     if summary.get("outcome") == "finished":
         return LaunchError(f"{target.name} has finished", "", EXIT_FAILED)
     return LaunchError(
@@ -145,6 +150,11 @@ def run_below(path: Path, *, named: bool) -> RunDir:
         what = f"{path} does not exist" if named else f"there is no {DEFAULT_OUTPUT} here"
         raise LaunchError(what, "name a run directory, a configuration or the URL of a controller")
     path = path.absolute()
+    if not os.access(path, os.R_OK | os.X_OK):
+        raise LaunchError(
+            f"{path} cannot be read: Permission denied",
+            "ask as the user who started it, or ask its controller: COSMOS_TOKEN=… cosmos-launch status URL",
+        )
     if is_run(path):
         return RunDir(path)
     run = newest(path, nested=True)  # recipes write to ./outputs/<recipe>

@@ -106,6 +106,10 @@ class Restarts:
     def started(self, now: float) -> None:
         self._started_at = now
 
+    def in_a_row(self, now: float) -> int:
+        """Restarts that count against the budget if the replica, which runs now, ends now."""
+        return 0 if now - self._started_at >= self.budget.healthy_after else self.streak
+
     def exited(self, now: float, code: int, *, over: bool, needed: bool, counts: bool = True) -> Verdict:
         """Decide after an exit.
 
@@ -122,8 +126,10 @@ class Restarts:
         limit = self.budget.max_restarts
         if not counts:
             return Restart(0.0, 0, limit, how)
-        if now - self._started_at >= self.budget.healthy_after:
-            self.streak = 0
+        if code == EXIT_OK and self.role is Role.ROLLOUT:  # it was asked to leave: no failure
+            self.total += 1
+            return Restart(self.budget.delay(1), 0, limit, "it left in order and is the last one")
+        self.streak = self.in_a_row(now)
         if self.streak >= limit:
             used = f"its restarts are used up (launcher.max_restarts = {limit})"
             return EndJob(EXIT_FAILED, f"{self.name} ended ({how}) and {used}")

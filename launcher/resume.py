@@ -18,7 +18,7 @@ from typing import Any
 
 from launcher.errors import LaunchError
 from launcher.remote import DEFAULT_OUTPUT, run_below
-from launcher.rundir import RunDir, already_running, read_json
+from launcher.rundir import RunDir, already_running
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,8 @@ def continued(resume: str, configs: Sequence[Path], overrides: Sequence[str]) ->
 
 def finished(run: RunDir) -> dict[str, Any] | None:
     """The summary of a run that has reached its end: there is nothing to go on with."""
-    summary = read_json(run.summary_json)
-    return summary if summary is not None and summary.get("outcome") == "finished" else None
+    summary = run.summary()
+    return summary if summary is not None and summary["outcome"] == "finished" else None
 
 
 def finished_lines(run: RunDir, summary: Mapping[str, Any]) -> list[str]:

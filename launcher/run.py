@@ -73,7 +73,7 @@ def launch(
         )
     asked = resume is not None or checked.config.train.resume is True
     wants_resume = asked and not checked.config.is_evaluation
-    run, goes_on = choose(checked.config, wants_resume, time.time())
+    run, goes_on = _chosen(checked.config, wants_resume)
     if goes_on and run.is_alive():
         raise already_running(run)
     if goes_on and (summary := finished(run)) is not None:
@@ -87,6 +87,8 @@ def launch(
         if wants_resume and not goes_on:
             screen.event(f"nothing to resume in {checked.config.train.output_dir}: starting afresh")
         if goes_on:
+            if leaving := run.leaving():
+                screen.event(f"waiting for processes of an earlier start to leave ({', '.join(leaving)})")
             # Workers, controller and Redis leave one after the other, each within that time.
             run.wait_until_left(3 * checked.config.launcher.shutdown_timeout)
             run.forget_earlier_end()
@@ -100,6 +102,15 @@ def launch(
     finally:
         screen.close()
         run.unlock()
+
+
+def _chosen(config: Config, wants_resume: bool) -> tuple[RunDir, bool]:
+    """The directory for this start, and whether it continues an earlier run. One without a name is taken at once:
+    another launcher may begin in the same second."""
+    while True:
+        run, goes_on = choose(config, wants_resume, time.time())
+        if goes_on or config.train.timestamp or run.take():
+            return run, goes_on
 
 
 def _say_finished(run: RunDir, summary: Mapping[str, Any]) -> int:

@@ -17,6 +17,7 @@ some seconds holds the lock of its role: whoever resumes the run waits for it.
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import os
 import re
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from launcher.errors import LaunchError
+from launcher.locks import held_alone, held_by_any
 from launcher.paths import absolute, resolved
 from launcher.restarts import Role
 from schema.config import Config
@@ -41,6 +43,7 @@ BESIDE = re.compile(r"\..+\.[0-9a-f]+")
 """Names under which files are written before they are renamed: `.<name>.<pid or chance>`."""
 SWEPT = (".tokens", "checkpoints", "data", "uploads")
 LOCKED_ROLES = ("workers", "controller", "redis")
+OUTCOMES = ("finished", "stopped", "failed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,16 @@ class RunDir:
         self.config_toml, self.checkpoints = path / "config.toml", path / "checkpoints"
         self._lock: int | None = None
 
+    def take(self) -> bool:
+        """Make the directory itself; False if somebody else was faster. Raises LaunchError if it cannot be made."""
+        try:
+            self.path.mkdir(parents=True)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            raise self._not_made(error) from None
+        return True
+
     def make(self) -> None:
         """Make the folders. Raises LaunchError where that is not possible."""
         try:
@@ -92,10 +105,13 @@ class RunDir:
             for folder in (self.locks, self.redis, self.path / ".tokens"):
                 folder.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
-            raise LaunchError(
-                f"train.output_dir: {self.path} cannot be made: {error.strerror}",
-                "choose a directory that you may write to",
-            ) from None
+            raise self._not_made(error) from None
+
+    def _not_made(self, error: OSError) -> LaunchError:
+        return LaunchError(
+            f"train.output_dir: {self.path} cannot be made: {error.strerror}",
+            "choose a directory that you may write to",
+        )
 
     def write_config(self, config: Config) -> dict[str, Any]:
         """Write config.json and config.toml, and return what they hold."""
@@ -126,7 +142,7 @@ class RunDir:
 
     def is_alive(self) -> bool:
         """Whether a launcher runs in this directory."""
-        return not _is_free(self.locks / "launcher.lock")
+        return held_alone(self.locks / "launcher.lock")
 
     def holder(self) -> Holder | None:
         """The launcher that holds the lock; None if nobody does, or a launcher that has not said who it is yet."""
@@ -138,13 +154,34 @@ class RunDir:
         except (KeyError, TypeError, ValueError):
             return None
 
+    def launcher(self) -> dict[str, Any]:
+        """What the launcher has written of itself (see `launcher.journal`): the one that lives, else the last one."""
+        found, holder = read_json(self.launcher_json) or {}, self.holder()
+        earlier = self.is_alive() if holder is None else found.get("pid") != holder.pid
+        return {} if earlier else found
+
+    def summary(self) -> dict[str, Any] | None:
+        """How the run ended, with paths as they are now; None if it has not, or nobody could write it."""
+        found = read_json(self.summary_json)
+        if found is None or found.get("outcome") not in OUTCOMES:
+            return None
+        model = self.path / "final"
+        return {
+            **found,
+            "run_dir": str(self.path),
+            "final_model": str(model) if found.get("final_model") else None,
+        }
+
     def leaving(self) -> list[str]:
         """Roles whose processes still run: the job's, or what outlives a killed launcher."""
-        return [role for role in LOCKED_ROLES if not _is_free(self.locks / f"{role}.lock")]
+        return [role for role in LOCKED_ROLES if held_by_any(self.locks / f"{role}.lock")]
 
     def lock(self) -> None:
         """Take the launcher's lock for the life of this process. Raises LaunchError if the run is alive."""
-        handle = os.open(self.locks / "launcher.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            handle = os.open(self.locks / "launcher.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise _not_ours(self.path, error) from None
         give_up = time.monotonic() + LOCK_PATIENCE
         while True:
             try:
@@ -191,6 +228,13 @@ class RunDir:
                     path.unlink(missing_ok=True)
 
 
+def _not_ours(path: Path, error: OSError) -> LaunchError:
+    return LaunchError(
+        f"{path} cannot be written to: {error.strerror}",
+        "go on with it as the user who started it, where it can be written, or copy it and resume the copy",
+    )
+
+
 def already_running(run: RunDir) -> LaunchError:
     holder = run.holder()
     return LaunchError(
@@ -230,18 +274,22 @@ def choose(config: Config, resume: bool, now: float) -> tuple[RunDir, bool]:
 
 def is_run(path: Path) -> bool:
     """Whether a directory is that of a run."""
-    return (path / "config.json").is_file() and (path / "logs").is_dir()
+    return os.path.isfile(path / "config.json") and os.path.isdir(path / "logs")
 
 
 def newest(root: Path, *, nested: bool = False) -> RunDir | None:
-    """The run below `root` that was started last. nested: `root` may hold directories of runs, too."""
-    try:
-        runs = [path for path in root.iterdir() if (path / "config.json").is_file()]
-        if nested:
-            runs += [path for path in root.glob("*/*") if is_run(path)]
-    except OSError:
-        return None
-    return RunDir(max(runs, key=lambda path: (path / "config.json").stat().st_mtime)) if runs else None
+    """The run below `root` that was started last. nested: `root` may hold directories of runs, too.
+
+    What cannot be read is passed over.
+    """
+    runs = {}
+    for path in itertools.chain(root.glob("*"), root.glob("*/*") if nested else ()):
+        if is_run(path):
+            try:
+                runs[path] = (path / "config.json").stat().st_mtime
+            except OSError:  # removed just now
+                continue
+    return RunDir(max(runs, key=lambda path: runs[path])) if runs else None
 
 
 def environment(
@@ -295,18 +343,3 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return data if isinstance(data, dict) else None
-
-
-def _is_free(path: Path) -> bool:
-    """Whether nobody holds a lock file."""
-    try:
-        handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
-        return True
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    finally:
-        os.close(handle)
-    return True

@@ -13,16 +13,18 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from launcher.errors import LaunchError
+from launcher.restarts import EXIT_FAILED
 from launcher.rundir import Holder, RunDir
 
 
 def signal_launcher(run: RunDir, holder: Holder, number: signal.Signals) -> bool:
-    """Signal the launcher of a run; False if it has gone."""
+    """Signal the launcher of a run; False if it has gone. Raises LaunchError if it is another user's."""
     return _send(holder.pid, number, lambda: run.holder() == holder)
 
 
 def signal_keepers(run: RunDir, number: signal.Signals) -> int:
-    """Signal the keepers of all processes of a run; how many there were."""
+    """Signal the keepers of all processes of a run; how many there were. Raises LaunchError as above."""
     return sum(_send(pid, number, partial(_keeps, pid, run)) for pid in _all_pids() if _keeps(pid, run))
 
 
@@ -37,6 +39,12 @@ def _send(pid: int, number: signal.Signals, is_meant: Callable[[], bool]) -> boo
         signal.pidfd_send_signal(handle, number)
     except ProcessLookupError:
         return False
+    except PermissionError:
+        raise LaunchError(
+            f"process {pid} of this run belongs to somebody else: it cannot be signalled",
+            "stop the run as the user who started it",
+            EXIT_FAILED,
+        ) from None
     finally:
         os.close(handle)
     return True

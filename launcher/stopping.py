@@ -43,8 +43,11 @@ def stop(target: Target, *, now: bool, wait: float) -> str:
 
 
 def _ask_to_stop(target: Target, run: RunDir) -> str:
+    """Through the controller, else by a Ctrl-C; never by a second one, which would kill what ends in order."""
     from controller import api
 
+    if ending := run.launcher().get("ending"):
+        return f"it is ending already ({ending})"
     try:
         target.ask(api.operate("stop"))
         return "stopped"
@@ -72,11 +75,12 @@ def _stop_without_launcher(target: Target, run: RunDir, now: bool) -> str:
 def _kill(run: RunDir) -> str:
     """Ctrl-C, again and again until the launcher has killed everything and left."""
     holder = run.holder()
-    if holder is None or not holder.is_here:
-        where = f"on {holder.host}" if holder else "just now starting or ending"
+    if holder is None:
         raise LaunchError(
-            f"the launcher of {run.path} is {where}", "use --now on the machine that runs the job"
+            f"the launcher of {run.path} is just now starting or ending", "try again", EXIT_FAILED
         )
+    if not holder.is_here:
+        raise LaunchError(f"the launcher of {run.path} is {holder}", "use --now on that machine", EXIT_FAILED)
     give_up = time.monotonic() + KILL_SECONDS
     while signal_launcher(run, holder, signal.SIGINT) and time.monotonic() < give_up:
         _gone(run, AGAIN)

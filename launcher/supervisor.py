@@ -180,10 +180,10 @@ class Supervisor:
                 supervised.last_exit = exit_
                 if supervised.stopping:
                     return
-                supervised.state = "waiting"
+                supervised.state, ended_at = "waiting", time.monotonic()
                 situation = await self.observer.exited(exit_)
                 verdict = restarts.exited(
-                    time.monotonic(),
+                    ended_at,
                     exit_.code,
                     over=situation.over or supervised.stopping,
                     needed=situation.needed,
@@ -193,19 +193,21 @@ class Supervisor:
                     return self.end(verdict, exit_)
                 if isinstance(verdict, Left):
                     return
-                await self._back_off(supervised, verdict)
+                await self._back_off(supervised, verdict, exit_)
         finally:
             supervised.state = "stopped" if supervised.stopping else "ended"
             supervised.done.set()
             log.debug("%s is %s", replica.name, supervised.state)
 
-    async def _back_off(self, supervised: Supervised, verdict: Restart) -> None:
-        supervised.state = "waiting"
+    async def _back_off(self, supervised: Supervised, verdict: Restart, exit_: Exit) -> None:
+        name, delay = supervised.replica.name, f"in {verdict.delay:.1f} s"
         if verdict.attempt:
             self.observer.event(
-                f"{supervised.replica.name} ended ({verdict.reason}); restart {verdict.attempt} of {verdict.limit} "
-                f"in {verdict.delay:.1f} s; its log: {self._log_file(supervised.last_exit)}"
+                f"{name} ended ({verdict.reason}); restart {verdict.attempt} of {verdict.limit} {delay}; "
+                f"its log: {exit_.log_file}"
             )
+        elif verdict.delay:
+            self.observer.event(f"{name}: {verdict.reason}; it is started again {delay}")
         await asyncio.sleep(verdict.delay)
 
     async def _run_once(self, supervised: Supervised) -> Exit:
@@ -213,8 +215,12 @@ class Supervisor:
         replica = supervised.replica
         supervised.state, supervised.since = "starting", time.monotonic()
         shared = _rendezvous() if replica.rendezvous else {}
-        for spec in replica.processes:
-            supervised.processes[spec.name] = await self._spawn(supervised, spec, shared)
+        try:
+            for spec in replica.processes:
+                supervised.processes[spec.name] = await self._spawn(supervised, spec, shared)
+        except OSError:  # the ranks that were started would wait for this one, and nobody for them
+            await self._end_peers(supervised)
+            raise
         supervised.state = "up"
         if supervised.stopping:  # asked to stop between two spawns
             self._signal(supervised, signal.SIGTERM)
@@ -247,6 +253,7 @@ class Supervisor:
         _, late = await asyncio.wait(waits, timeout=PEER_GRACE)
         if late:
             self._signal(supervised, signal.SIGINT)
+            await asyncio.wait(late, timeout=keeper.KILL_TIMEOUT + KEEPER_MARGIN)
 
     async def _spawn(
         self, supervised: Supervised, spec: ProcessSpec, shared: Mapping[str, str]
@@ -273,10 +280,6 @@ class Supervisor:
 
     def _log_path(self, spec: ProcessSpec) -> Path:
         return self.setting.log_dir / f"{spec.name}.log"
-
-    @staticmethod
-    def _log_file(exit_: Exit | None) -> str:
-        return str(exit_.log_file) if exit_ else ""
 
     @staticmethod
     def _signal(supervised: Supervised, number: signal.Signals) -> None:

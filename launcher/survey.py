@@ -4,6 +4,7 @@ state        the launcher   the controller   the run
 running      alive          answers
 starting     alive          not there yet
 unreachable  alive          no answer        the launcher restarts it
+ending       alive                           it has finished, was stopped or has failed; its processes are leaving
 leaving      gone                            its processes are still ending
 killed       gone                            left no summary
 finished, stopped, failed                    as its summary says
@@ -19,8 +20,9 @@ from launcher.checkpoints import newest_checkpoint
 from launcher.errors import LaunchError
 from launcher.remote import HOW_TO_GET_IN, Target
 from launcher.restarts import EXIT_FAILED, EXIT_OK
-from launcher.rundir import RunDir, read_json
+from launcher.rundir import RunDir
 
+ALIVE = frozenset({"running", "starting", "unreachable", "ending"})
 ENDED = frozenset({"finished", "stopped", "failed", "killed"})
 """States in which nothing will change by itself."""
 BAD = frozenset({"failed", "killed", "leaving"})
@@ -31,14 +33,14 @@ def survey(target: Target) -> dict[str, Any]:
     found: dict[str, Any] = dict.fromkeys(
         ("launcher", "checkpoint", "summary", "status", "ledger", "replicas", "error")
     )
-    found |= {"run_dir": None, "url": target.address() or None, "leaving": []}
+    found |= {"run_dir": None, "url": target.address() or None, "leaving": [], "evaluates": False}
     if target.run is None:
         found |= _ask(target)
         phase = found["status"]["phase"]
         found["state"] = phase if phase in ENDED else "running"
     else:
         found |= _local(target, target.run)
-    found["alive"] = found["state"] in ("running", "starting", "unreachable")
+    found["alive"] = found["state"] in ALIVE
     found["next"] = advice(found)
     return found
 
@@ -62,25 +64,41 @@ def _local(target: Target, run: RunDir) -> dict[str, Any]:
     checkpoint = newest_checkpoint(run.checkpoints)
     found: dict[str, Any] = {
         "run_dir": str(run.path),
-        "launcher": read_json(run.launcher_json),
+        "launcher": run.launcher() or None,
+        "evaluates": _evaluates(run),
         "checkpoint": {"path": str(checkpoint.path), "step": checkpoint.step} if checkpoint else None,
-        "leaving": [],
     }
     if run.is_alive():
-        if not target.address():
-            return {**found, "state": "starting"}
-        try:
-            return {**found, **_ask(target), "state": "running"}
-        except LaunchError as error:
-            if error.hint == HOW_TO_GET_IN:
-                raise
-            return {**found, "state": "unreachable", "error": error.message}
+        seen = _alive(target, bool((found["launcher"] or {}).get("ending")))
+        if run.is_alive():  # else it has ended meanwhile
+            return {**found, **seen}
     if leaving := run.leaving():
         return {**found, "state": "leaving", "leaving": leaving}
-    summary = read_json(run.summary_json)
+    summary = run.summary()
     if summary is None:
         return {**found, "state": "killed"}
     return {**found, "state": summary["outcome"], "summary": summary, "status": summary.get("status")}
+
+
+def _evaluates(run: RunDir) -> bool:
+    """Whether the run scores answers of a file (see `schema.config.evaluation`)."""
+    dataset = ((run.written_config() or {}).get("evaluation") or {}).get("dataset") or {}
+    return bool(dataset.get("name") or dataset.get("files"))
+
+
+def _alive(target: Target, ending: bool) -> dict[str, Any]:
+    """What a run with a launcher is at. The controller of one that ends may be gone, and need not be asked."""
+    if not target.address():
+        return {"state": "ending" if ending else "starting"}
+    try:
+        asked = _ask(target)
+    except LaunchError as error:
+        if ending:
+            return {"state": "ending"}
+        if error.hint == HOW_TO_GET_IN:
+            raise
+        return {"state": "unreachable", "error": error.message}
+    return {**asked, "state": "ending" if ending else "running"}
 
 
 # ---- what to do -------------------------------------------------------------------------------------------
@@ -95,11 +113,15 @@ def advice(found: Mapping[str, Any]) -> str:
         return f"wait; what it is doing stands in {where}/logs"
     if state == "unreachable":
         return f"wait: the launcher restarts the controller, the others keep trying; see {where}/logs/controller.log"
+    if state == "ending":
+        return f"wait until its processes have left, or `cosmos-launch stop {where} --now`"
     if state == "leaving":
         return f"wait until they have left, or `cosmos-launch stop {where} --now`; then --resume goes on"
     if state == "finished":
         model = (found["summary"] or {}).get("final_model")
         return f"nothing: the trained model is in {model}" if model else "nothing: it has reached its end"
+    if found["evaluates"]:
+        return f"its logs are in {where}/logs; an evaluation is not resumed, but run again"
     resume = f"`cosmos-launch --resume {where}` goes on{_from_where(found)}" if where else "start it again"
     if state == "failed":
         return f"put right what the reason says (the logs are in {where}/logs), then {resume}"
@@ -161,15 +183,18 @@ def _title(found: Mapping[str, Any]) -> str:
     launcher = found["launcher"] or {}
     where, pid = found["run_dir"] or found["url"], launcher.get("pid")
     match found["state"]:
+        case "running" if found["run_dir"]:
+            return f"{where} runs (pid {pid}), its controller at {found['url']}"
         case "running":
-            status = found["status"]
-            return f"{status['name']} ({status['job_id']}) at {found['url']}" + (
-                f", pid {pid}" if pid else ""
-            )
+            return f"{found['status']['name']} ({found['status']['job_id']}) at {where}"
+        case "starting" if found["evaluates"]:
+            return f"{where} scores answers"
         case "starting":
             return f"{where} is starting: {launcher.get('stage', 'the launcher has begun')}"
         case "unreachable":
             return f"{where} runs (pid {pid}), but its controller does not answer"
+        case "ending":
+            return f"{where} is ending: {launcher['ending']}"
         case "leaving":
             return f"{where}: the launcher is gone, its processes are leaving ({', '.join(found['leaving'])})"
         case "killed":
@@ -202,7 +227,7 @@ def _job_lines(found: Mapping[str, Any]) -> list[str]:
             f"  {replica['name']}: {replica['state']}, version {replica['version']}, {replica['leases']} leases, "
             f"pid {replica['pid']}, seen {replica['last_seen_s']:.0f} s ago {gauges}".rstrip()
         )
-    return [*text, f"  {gone} replicas have left in order"] if gone else text
+    return [*text, f"  left in order: {gone}"] if gone else text
 
 
 def _process_lines(found: Mapping[str, Any], now: float) -> list[str]:

@@ -57,10 +57,10 @@ class Watch:
                 log.debug("no status: %s", error)
                 now = time.monotonic()
                 silent_since = silent_since or now
-                if now - silent_since > HUNG_AFTER and not await self._contact.is_healthy():
-                    self._event(
-                        f"the controller has not answered for {now - silent_since:.0f} s: restarting it"
-                    )
+                # A silence that began before its present process was started is not that one's.
+                silent = now - max(silent_since, self._supervisor.replicas["controller"].since)
+                if silent > HUNG_AFTER and not await self._contact.is_healthy():
+                    self._event(f"the controller has not answered for {silent:.0f} s: restarting it")
                     self._supervisor.kill("controller")
                     silent_since = None
             self._view.reachable = silent_since is None

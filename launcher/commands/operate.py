@@ -15,6 +15,7 @@ from launcher.restarts import EXIT_FAILED
 
 if TYPE_CHECKING:
     from launcher.remote import Target
+    from launcher.rundir import RunDir
 
 WATCH_EVERY = 2.0
 CHECKPOINT_POLL = 0.5
@@ -24,7 +25,7 @@ Wait = Annotated[
     float, typer.Option("--wait", metavar="SECONDS", min=0.0, help="Wait that long for it to be done.")
 ]
 OneTarget = Annotated[
-    str | None, typer.Argument(metavar="[RUN_DIR|CONFIG|URL]", help="The job. Default: ./outputs.")
+    str | None, typer.Argument(metavar="RUN_DIR|CONFIG|URL", help="The job. Default: ./outputs.")
 ]
 
 
@@ -40,14 +41,15 @@ def status(
 
     \b
     Exit codes: 0 it runs, or has ended as it was asked to (finished, stopped); 1 it failed or was killed,
-    or a URL does not answer; 2 there is no such job.
+    or a URL does not answer; 2 there is no such job, or it is not yours to look at.
 
     \b
       cosmos-launch status                     the newest run below ./outputs
       cosmos-launch status --watch             again every two seconds, until it has ended
       cosmos-launch status run.toml            the newest run of this file
       cosmos-launch status RUN_DIR --json      everything, for programs: .state is running, starting,
-                                               unreachable, leaving, killed, finished, stopped or failed
+                                               unreachable, ending, leaving, killed, finished,
+                                               stopped or failed
     """
     from launcher import survey
 
@@ -115,25 +117,36 @@ def checkpoint(targets: Targets = None, set_: Overrides = None, wait: Wait = 0.0
 
     With --wait the command returns when it is complete, and names it; exit code 1 if that takes longer.
     """
-    from launcher.checkpoints import newest_checkpoint
-
     target = _find(targets, set_)
     if wait and target.run is None:
         raise LaunchError(
             "--wait looks into the run directory, which a URL does not reach", "leave --wait out"
         )
-    before = newest_checkpoint(target.run.checkpoints) if target.run else None
-    _operate(target, "checkpoint")
+    step = _operate(target, "checkpoint")
+    if wait and target.run is not None:
+        _wait_for_checkpoint(target.run, step, wait)
+
+
+def _wait_for_checkpoint(run: RunDir, step: int, wait: float) -> None:
+    """Until everything that was committed when it was asked for is in a checkpoint."""
+    from launcher.checkpoints import newest_checkpoint
+
     give_up = time.monotonic() + wait
-    while wait and target.run:
-        newest = newest_checkpoint(target.run.checkpoints)
-        if newest is not None and newest != before:
+    while True:
+        alive, newest = run.is_alive(), newest_checkpoint(run.checkpoints)
+        if newest is not None and newest.step >= step:
             typer.echo(f"step {newest.step}: {newest.path}")
             return
+        if not alive:
+            raise LaunchError(
+                f"{run.path} ended before step {step} was in a checkpoint",
+                f"`cosmos-launch status {run.path}` says why",
+                EXIT_FAILED,
+            )
         if time.monotonic() >= give_up:
             raise LaunchError(
-                f"there is no newer checkpoint after {wait:g} s",
-                f"a step may take longer; see {target.run.logs}/policy-0.log",
+                f"step {step} is in no checkpoint after {wait:g} s",
+                f"a step may take longer; see {run.logs}/policy-0.log",
                 EXIT_FAILED,
             )
         time.sleep(CHECKPOINT_POLL)
@@ -172,9 +185,11 @@ def _find(targets: list[str] | None, set_: list[str] | None) -> Target:
     return remote.find(targets or [], set_ or [], os.environ)
 
 
-def _operate(target: Target, action: Any) -> None:
+def _operate(target: Target, action: Any) -> int:
+    """Do it, and say so; the steps that are committed."""
     from controller import api
 
     done = target.ask(api.operate(action))
     what = "a checkpoint is saved after this step" if action == "checkpoint" else str(done.phase)
     typer.echo(f"{target.name}: {what} (step {done.step} of {done.total_steps})")
+    return done.step

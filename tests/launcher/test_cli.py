@@ -458,6 +458,30 @@ def test_a_live_run_is_not_started_twice(tmp_path: Path, ended: RunDir):
     assert f"already (its launcher is pid {os.getpid()})" in run.stderr
 
 
+def test_a_run_of_somebody_else_is_told_from_a_dead_one(tmp_path: Path, ended: RunDir):
+    (ended.locks / "launcher.lock").symlink_to("launcher.lock")  # nobody can open it, not even root
+    for arguments in (["status"], ["stop"], ["stop", "--now"], ["pause"], ["--resume"]):
+        run = cosmos(*arguments, ended.path)
+        assert run.returncode == 2, run.stderr
+        assert "cannot be seen" in run.stderr
+        assert "Traceback" not in run.stderr
+
+
+def test_a_ctrl_c_before_anything_is_loaded_is_no_traceback():
+    script = """
+import sys
+class Interrupted:
+    def find_spec(name, *_):
+        if name == "launcher.app":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupted)
+from launcher.cli import main
+main()
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stderr) == (130, "")
+
+
 def test_a_named_run_is_not_overwritten(tmp_path: Path, ended: RunDir):
     run = cosmos("--config", tmp_path / "run.toml", "--set", "train.timestamp=mine")
     assert run.returncode == 2

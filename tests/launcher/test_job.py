@@ -384,7 +384,7 @@ def test_stop_waits_until_all_have_left(drive: Drive):
 
 def test_stop_without_a_controller_tells_the_launcher(drive: Drive):
     """The controller hangs: it neither answers nor ends."""
-    job = drive(2000, pause=0.05)
+    job = drive(2000, pause=0.05, shutdown_timeout=PATIENCE)
     job.reaches(2)
     os.kill(job.pid_of("-m controller"), signal.SIGSTOP)
     address = job.run_dir / "controller.json"
@@ -393,6 +393,12 @@ def test_stop_without_a_controller_tells_the_launcher(drive: Drive):
     assert (stuck.returncode, "does not answer" in stuck.stdout) == (0, True), stuck.stdout
     stopped = cosmos("stop", job.run_dir)
     assert (stopped.returncode, "was told to stop" in stopped.stdout) == (0, True), stopped.stderr
+    until(lambda: job.journal().get("ending"), "the launcher to end the job")
+    ending = cosmos("status", job.run_dir)
+    assert (ending.returncode, "is ending: stopped: by SIGINT" in ending.stdout) == (0, True), ending.stdout
+    again = cosmos("stop", job.run_dir)
+    assert (again.returncode, "it is ending already" in again.stdout) == (0, True), again.stderr
+    assert "killing" not in job.output(), "a second Ctrl-C would have killed what ends in order"
     killed = cosmos("stop", job.run_dir, "--now")
     assert killed.returncode == 0, killed.stderr
     assert job.wait() == 130

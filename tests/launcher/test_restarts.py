@@ -89,9 +89,27 @@ def test_killed_data_preparation_is_repeated():
 
 def test_leaving_in_order():
     assert exited(Restarts("rollout-0", Role.ROLLOUT, BUDGET), 0.0, 0, needed=False) == Left()
-    missed = exited(Restarts("rollout-0", Role.ROLLOUT, BUDGET), 0.0, 0, needed=True)
+    missed = exited(Restarts("policy-0", Role.POLICY, BUDGET), 0.0, 0, needed=True)
     assert isinstance(missed, Restart)
     assert "still needs it" in missed.reason
+
+
+def test_a_replica_that_was_drained_and_is_the_last_one_costs_nothing_of_the_budget():
+    restarts = Restarts("rollout-0", Role.ROLLOUT, BUDGET)
+    exited(restarts, 0.0, 137)
+    for _ in range(2 * BUDGET.max_restarts):
+        restarts.started(0.0)
+        verdict = exited(restarts, 1.0, 0)
+        assert verdict == Restart(1.0, 0, 3, "it left in order and is the last one")
+    assert (restarts.streak, restarts.total) == (1, 1 + 2 * BUDGET.max_restarts)
+
+
+def test_a_row_is_over_as_soon_as_the_replica_is_healthy():
+    restarts = Restarts("policy-0", Role.POLICY, BUDGET)
+    exited(restarts, 0.0, 1)
+    restarts.started(10.0)
+    assert restarts.in_a_row(109.9) == 1
+    assert restarts.in_a_row(110.0) == 0, "the next end begins a new one"
 
 
 @given(code=st.integers(0, 255), role=st.sampled_from(list(Role)))

@@ -122,6 +122,33 @@ def test_a_killed_launcher_frees_its_lock(tmp_path: Path):
     assert not run.is_alive()
 
 
+def test_two_that_begin_in_the_same_second_take_two_directories(tmp_path: Path):
+    first, _ = choose(job(tmp_path), False, NOW)
+    second, _ = choose(job(tmp_path), False, NOW)
+    assert (first.path, first.take(), second.take()) == (second.path, True, False)
+    assert choose(job(tmp_path), False, NOW)[0].take()
+
+
+def test_what_ended_is_told_with_the_places_of_today(tmp_path: Path):
+    run = make(RunDir(tmp_path / "mine"), job(tmp_path))
+    assert run.summary() is None
+    run.summary_json.write_text(json.dumps({"outcome": "exploded"}))
+    assert run.summary() is None, "not a file of ours"
+    told = {"outcome": "finished", "run_dir": str(run.path), "final_model": str(run.path / "final")}
+    run.summary_json.write_text(json.dumps(told))
+    moved = RunDir(run.path.rename(tmp_path / "moved"))
+    told |= {"run_dir": str(moved.path), "final_model": str(moved.path / "final")}
+    assert moved.summary() == told
+
+
+def test_a_run_that_cannot_be_written_is_refused_by_name(tmp_path: Path):
+    run = make(RunDir(tmp_path / "mine"), job(tmp_path))
+    (run.locks / "launcher.lock").mkdir()
+    with pytest.raises(LaunchError, match=r"mine cannot be written to: Is a directory") as caught:
+        run.lock()
+    assert "as the user who started it" in caught.value.hint
+
+
 def test_processes_of_a_killed_launcher_are_waited_for(tmp_path: Path):
     run = make(RunDir(tmp_path / "mine"), job(tmp_path))
     held = f"""

@@ -154,6 +154,24 @@ raise SystemExit('rank 1 is out of memory')
     assert len(list(met.iterdir())) > 1, "three, unless the kernel gives the same port twice"
 
 
+def test_a_rank_that_cannot_be_started_leaves_no_other_behind(tmp_path: Path):
+    """Its log cannot be written; the first rank runs already."""
+    watcher = Watcher()
+    (tmp_path / "policy-0-rank1.log").mkdir()
+
+    async def body(supervisor: Supervisor) -> None:
+        kept = supervisor.launch(
+            replica("policy-0", "import time; time.sleep(600)", "pass", role=Role.POLICY)
+        )
+        ending = await supervisor.ended
+        assert "could not keep policy-0: IsADirectoryError" in ending.verdict.reason
+        await kept.done.wait()
+        (first,) = kept.processes.values()
+        assert first.returncode is not None
+
+    supervise(tmp_path, body, watcher)
+
+
 def test_ranks_that_finish_at_different_times_are_waited_for(tmp_path: Path):
     watcher = Watcher(over=True)
     late = tmp_path / "late"

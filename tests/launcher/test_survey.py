@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from controller import api
 from launcher.checkpoints import Checkpoint, newest_checkpoint
-from launcher.survey import advice, exit_code, lines
+from launcher.errors import LaunchError
+from launcher.remote import Target
+from launcher.rundir import RunDir
+from launcher.survey import advice, exit_code, lines, survey
 
 DIR = "/runs/mine"
 PROCESS = {"role": "rollout", "state": "up", "restarts": 4, "in_a_row": 1, "limit": 3}
@@ -23,12 +29,13 @@ def found(state: str, **changes: Any) -> dict[str, Any]:
     launcher |= {"processes": {"rollout-0": PROCESS}, "ends": [END]}
     fields = dict.fromkeys(("checkpoint", "summary", "status", "ledger", "replicas", "error", "url", "next"))
     fields |= {"state": state, "run_dir": DIR, "launcher": launcher, "leaving": ["workers"], "alive": False}
+    fields |= {"evaluates": False}
     return {**fields, **changes}
 
 
 @pytest.mark.parametrize(
     ("state", "code"),
-    [("running", 0), ("starting", 0), ("unreachable", 0), ("finished", 0), ("stopped", 0),
+    [("running", 0), ("starting", 0), ("unreachable", 0), ("ending", 0), ("finished", 0), ("stopped", 0),
      ("failed", 1), ("killed", 1), ("leaving", 1)],
 )  # fmt: skip
 def test_exit_codes(state: str, code: int):
@@ -37,12 +44,38 @@ def test_exit_codes(state: str, code: int):
 
 @pytest.mark.parametrize(
     ("state", "words"),
-    [("starting", f"{DIR}/logs"), ("unreachable", "controller.log"), ("leaving", f"stop {DIR} --now"),
+    [("starting", f"{DIR}/logs"), ("unreachable", "controller.log"), ("ending", "--now"),
+     ("leaving", f"stop {DIR} --now"),
      ("killed", f"cosmos-launch --resume {DIR}"), ("stopped", f"cosmos-launch --resume {DIR}"),
      ("failed", "put right"), ("finished", "nothing")],
 )  # fmt: skip
 def test_every_state_says_what_to_do(state: str, words: str):
     assert words in advice(found(state))
+
+
+def test_an_evaluation_is_not_said_to_go_on():
+    for state in ("killed", "stopped", "failed"):
+        assert "--resume" not in advice(found(state, evaluates=True))
+    assert lines(found("starting", evaluates=True))[0] == f"{DIR} scores answers"
+
+
+def test_a_launcher_that_ends_the_job_is_not_said_to_start_it(tmp_path: Path):
+    """Its controller never came up: nothing but the launcher itself knows of the end."""
+    run = RunDir(tmp_path)
+    run.make()
+    run.lock()
+    try:
+        run.launcher_json.write_text(json.dumps({"pid": os.getpid() + 1, "ending": "stopped"}))
+        assert survey(Target(run))["state"] == "starting", "that file is of an earlier start"
+        run.launcher_json.write_text(json.dumps({"pid": os.getpid(), "ending": "failed: no controller"}))
+        now = survey(Target(run))
+        with pytest.raises(LaunchError, match="is ending: failed: no controller"):
+            Target(run).ask(api.job())
+    finally:
+        run.unlock()
+    assert (now["state"], now["alive"]) == ("ending", True)
+    assert lines(now)[0] == f"{tmp_path} is ending: failed: no controller"
+    assert survey(Target(run))["state"] == "killed"
 
 
 def test_it_says_from_where_a_run_goes_on():

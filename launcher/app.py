@@ -1,0 +1,151 @@
+"""The commands and options of `cosmos-launch`. Imports are inside the commands: `--help` answers in an instant."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from launcher.commands import check, convert, export, learn, operate
+from launcher.commands.options import Overrides, print_json, print_problems
+from launcher.errors import LaunchError
+
+HELP = """
+Train a language model by asynchronous reinforcement learning, from one file.
+
+\b
+Begin
+  cosmos-launch init                                      list the recipes to start from
+  cosmos-launch init addition-sft                         one that runs at once, without a GPU
+  cosmos-launch init grpo -o run.toml                     a commented file that fits this machine
+  cosmos-launch explain train.optm_lr                     what a key does; explain 'rollout.*_len*' finds keys
+  cosmos-launch convert verl.yaml -o run.toml             a file of verl, ROLL or cosmos-rl, every key accounted for
+
+\b
+Check
+  cosmos-launch validate run.toml                         every mistake at once, with line and remedy
+  cosmos-launch show run.toml --changed                   what was written, and where; without it everything
+  cosmos-launch --config run.toml --dry-run               processes, commands and memory; starts nothing
+  cosmos-launch schema -o config.schema.json              the JSON schema, for editors
+
+\b
+Run
+  cosmos-launch --config run.toml                         run the job, with a live display
+  cosmos-launch --config run.toml --set train.epoch=2     change a key for this run
+  cosmos-launch --config base.toml --config mine.toml     several files, later ones over earlier ones
+  COSMOS_TRAIN__EPOCH=2 cosmos-launch --config run.toml   a key from the environment
+  cosmos-launch --resume                                  go on with the newest run below ./outputs, as it was
+  cosmos-launch --resume outputs/20260131120000           go on with a certain run
+  cosmos-launch --config run.toml --resume                go on with the newest run of this file, as it says now
+
+\b
+Precedence
+  default < first --config < last --config < environment (COSMOS_<SECTION>__<KEY>) < --set
+  Tables of files are merged; lists and single values are replaced.
+
+\b
+Look and operate (from another terminal)
+  cosmos-launch status                                    the newest run below ./outputs
+  cosmos-launch status outputs/20260131120000 --json      a certain run, for programs
+  COSMOS_TOKEN=... cosmos-launch status http://host:port  a job on another machine
+  cosmos-launch stop --wait 60                            end it in order, and wait for that
+  cosmos-launch checkpoint --wait 60                      save a checkpoint now
+  cosmos-launch export outputs/20260131120000 -o my-model its newest checkpoint as a model for transformers
+  cosmos-launch pause, cosmos-launch resume               hand out no more work; go on
+  cosmos-launch drain rollout-1                           let a rollout replica finish and leave
+
+\b
+One start makes <train.output_dir>/<timestamp>/ with logs/, weights/, checkpoints/, final/ (the trained
+model) and summary.json. Ctrl-C ends in order, a second one at once; SIGUSR1 saves a checkpoint.
+
+\b
+Exit codes: 0 success, 1 the job failed, 2 wrong configuration or usage (nothing was started),
+130 stopped (Ctrl-C or `cosmos-launch stop`), 143 and 129 stopped by SIGTERM and SIGHUP.
+"""
+
+app = typer.Typer(
+    name="cosmos-launch",
+    help=HELP,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+# Commands of the same meaning share a module.
+app.command()(learn.init)
+app.command()(learn.explain)
+app.command()(convert.convert)
+app.command()(check.validate)
+app.command()(check.show)
+app.command()(learn.schema)
+app.command()(operate.status)
+app.command()(operate.stop)
+app.command()(operate.pause)
+app.command()(operate.resume)
+app.command()(operate.checkpoint)
+app.command()(operate.drain)
+app.command()(export.export)
+
+
+COMMANDS = frozenset(command.callback.__name__ for command in app.registered_commands if command.callback)
+
+
+@app.callback(invoke_without_command=True)
+def run(
+    context: typer.Context,
+    config: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--config", "-c", metavar="FILE", help="The job, a TOML file; of several, later ones win."
+        ),
+    ] = None,
+    set_: Overrides = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            "--resume",
+            metavar="[RUN_DIR]",
+            help="Go on with a run; without a name the newest. Without --config: as it was started.",
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Check everything, show processes and memory, start nothing."),
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="With --dry-run: print JSON, for programs.")
+    ] = False,
+) -> None:
+    """Run a job (without a command)."""
+    if context.invoked_subcommand is not None:
+        if config or set_ or resume is not None or dry_run or as_json:
+            raise LaunchError(
+                f"the options of a run go without the command {context.invoked_subcommand!r}",
+                f"put --set and --json behind it: cosmos-launch {context.invoked_subcommand} run.toml --set …",
+            )
+        return
+    if not config and resume is None:
+        raise LaunchError("no job is named", "cosmos-launch --config run.toml (see cosmos-launch --help)")
+    if as_json and not dry_run:
+        raise LaunchError("--json needs --dry-run", "a run writes summary.json at its end")
+    from launcher.resume import continued
+    from launcher.run import check as check_job
+    from launcher.run import launch
+
+    configs, overrides = config or [], set_ or []
+    if not dry_run:
+        raise typer.Exit(launch(configs, overrides, resume=resume, env=os.environ))
+    from launcher.dryrun import plan, plan_lines
+
+    if resume is not None:
+        found = continued(resume, configs, overrides)
+        configs, overrides = found.configs, found.overrides
+    planned = plan(check_job(configs, overrides, os.environ), resume=resume is not None, env=os.environ)
+    if as_json:
+        print_json(planned.as_dict())
+    else:
+        typer.echo("\n".join(plan_lines(planned)))
+        print_problems("warning", planned.warnings)

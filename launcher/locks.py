@@ -1,0 +1,68 @@
+"""Looking at lock files without getting into anybody's way: who of a run lives.
+
+The launcher holds its lock alone (exclusively); the keepers of a role hold that role's together (shared). Whoever
+only looks has to take a lock for a moment, too. A look at the launcher's is therefore a shared one, so that two who
+look never take each other for a launcher; a look at a role's must be exclusive, and is repeated before it is
+believed that somebody holds it. Keepers try again for longer than any look takes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from pathlib import Path
+
+from launcher.errors import LaunchError
+
+LOOKS, BETWEEN_LOOKS = 4, 0.01
+"""A look takes microseconds: one that met another is over at the next."""
+
+
+def held_alone(path: Path) -> bool:
+    """Whether somebody holds a lock exclusively. Raises LaunchError if that cannot be learnt."""
+    return not _can_take(path, fcntl.LOCK_SH)
+
+
+def held_by_any(path: Path) -> bool:
+    """Whether anybody holds a lock, shared or not. Raises LaunchError if that cannot be learnt."""
+    for look in range(LOOKS):
+        if look:
+            time.sleep(BETWEEN_LOOKS)
+        if _can_take(path, fcntl.LOCK_EX):
+            return False
+    return True
+
+
+def _can_take(path: Path, kind: int) -> bool:
+    handle = _open(path)
+    if handle is None:
+        return True
+    try:
+        fcntl.flock(handle, kind | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise _unseen(path, error) from None
+    finally:
+        os.close(handle)
+
+
+def _open(path: Path) -> int | None:
+    """The file, to be written to where that is allowed (NFS asks for it); None if there is none."""
+    for flags in (os.O_RDWR, os.O_RDONLY):
+        try:
+            return os.open(path, flags | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            fault = error
+    raise _unseen(path, fault)
+
+
+def _unseen(path: Path, error: OSError) -> LaunchError:
+    return LaunchError(
+        f"whether the run in {path.parent.parent} is alive cannot be seen: {path}: {error.strerror}",
+        "ask as the user who started it, or ask its controller: COSMOS_TOKEN=… cosmos-launch status URL",
+    )
