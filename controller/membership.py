@@ -248,12 +248,12 @@ class Membership:
     # ---- go -----------------------------------------------------------------------------------------------
 
     async def drain(self, replica_id: str) -> m.DrainReply:
-        """Ask a replica to finish what it holds and leave."""
+        """Ask a replica to finish what it holds and leave; durable when answered."""
         self._job.store.require()
         replica = self._job.registry.find(replica_id)
         self._job.registry.drain(replica)
         self._job.lease_signal.notify()
-        await self._job.save()
+        await self._job.save_durably()
         return m.DrainReply(replica_id=replica_id, draining=replica.state == "draining")
 
     async def leave(self, replica_id: str, incarnation: int, reason: str) -> None:

@@ -33,7 +33,10 @@ class Operations:
         self._job = job
 
     async def operate(self, action: Action) -> m.JobStatus:
-        """Do it, or refuse it in a job that has ended. Raises `ProblemError`."""
+        """Do it, or refuse it in a job that has ended; durable when answered: nobody else would tell it again.
+
+        Raises `ProblemError`, `StoreUnavailable`.
+        """
         job = self._job
         job.store.require()
         if action == "resume" and job.phase in (Phase.STOPPED, Phase.FAILED):
@@ -50,14 +53,14 @@ class Operations:
         else:
             job.facts.paused = action == "pause"
             job.wake_all()
-        await job.save()
+        await job.save_durably()
         return self.status()
 
     async def fail(self, reason: str) -> m.JobStatus:
         """End the job as failed; a job that has ended stays as it is."""
         self._job.store.require()
         self._job.end(Phase.FAILED, reason or "no reason was given")
-        await self._job.save()
+        await self._job.save_durably()
         return self.status()
 
     def status(self) -> m.JobStatus:

@@ -60,8 +60,11 @@ def test_payloads_go_when_nobody_can_need_them_any_more(stage: Stage) -> None:
         assert redis.keys(pattern) == []
 
 
-def test_commits_and_checkpoints_wait_for_the_append_only_file(stage: Stage) -> None:
-    trainer, rollout = stage.ready(stage.serve())
+def test_commits_checkpoints_and_what_users_ask_for_wait_for_the_append_only_file(stage: Stage) -> None:
+    """What the store loses is told again by those who did it; nobody would tell of a user's pause."""
+    served = stage.serve()
+    trainer, rollout = stage.ready(served)
+    user = stage.client(served)
     with stage.valkey.client() as redis:
 
         def waits() -> int:
@@ -74,6 +77,10 @@ def test_commits_and_checkpoints_wait_for_the_append_only_file(stage: Stage) -> 
         assert waits() == before + 2
         trainer.checkpoint(1)
         assert waits() == before + 3
+        calls = [api.operate("pause"), api.operate("resume"), api.drain(rollout.reply.replica_id)]
+        for number, call in enumerate([*calls, api.operate("stop"), api.fail("by hand")], start=4):
+            user.send(call)
+            assert waits() == before + number, call.path
 
 
 def test_the_batch_holds_the_pushed_frames_in_table_order(stage: Stage) -> None:
