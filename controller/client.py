@@ -9,7 +9,7 @@ while the others stand by. They are tried in turn, beginning with the one that a
 Of an https:// controller the certificate is verified: against the authorities of `tls_ca`, else of the file that
 COSMOS_TLS_CA names, else of the system.
 
-Every call has a time-out. Lost connections, time-outs and 503 are retried with jittered back-off for up to
+Every call has a time-out. Lost connections, time-outs, 408 and 503 are retried with jittered back-off for up to
 `patience` seconds (all calls are idempotent, see `controller.api`), since a controller that died comes back.
 Everything else raises:
 
@@ -196,7 +196,7 @@ def _cause(url: str, error: httpx.TransportError) -> str:
 
 
 def _retryable(response: httpx.Response) -> bool:
-    return response.status_code in (502, 503, 504)
+    return response.status_code in (408, 502, 503, 504)
 
 
 class Client(_Base):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from controller.problems import ProblemError, problem
@@ -58,14 +59,10 @@ class BodyLimit:
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        headers = dict(scope["headers"])
+        headers = dict(scope["headers"]) if scope["type"] == "http" else {}
         announced = headers.get(b"content-length", b"0")
         if not announced.isdigit() or int(announced) > self._limit:
-            await self._discard(receive)
-            await problem(ErrorCode.TOO_LARGE, self._too_large)(scope, receive, send)
+            await (await self._refusal(receive))(scope, receive, send)
             return
         size = int(announced)
         if not size and b"transfer-encoding" not in headers:
@@ -79,6 +76,14 @@ class BodyLimit:
             await self._app(scope, body.receive, send)
         finally:
             self.budget.give(body.counted)
+
+    async def _refusal(self, receive: Receive) -> Response:
+        """The answer to a body that is announced as too large, once it has been thrown away."""
+        try:
+            await self._discard(receive)
+        except ProblemError as error:
+            return problem(error.code, error.detail, headers=error.headers)
+        return problem(ErrorCode.TOO_LARGE, self._too_large)
 
     async def next_part(self, receive: Receive) -> Message:
         """The next message of a body. Raises `ProblemError` (408) when none comes."""

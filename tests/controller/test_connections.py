@@ -138,7 +138,12 @@ def test_trailers_are_not_kept() -> None:
 
 
 @pytest.mark.parametrize(
-    "framing", [b"content-length: 10\r\n\r\nabc", b"transfer-encoding: chunked\r\n\r\n3\r\nabc\r\n"]
+    "framing",
+    [
+        b"content-length: 10\r\n\r\nabc",
+        b"content-length: 99999999\r\n\r\nabc",
+        b"transfer-encoding: chunked\r\n\r\n3\r\nabc\r\n",
+    ],
 )
 def test_a_body_that_stops_is_given_up(framing: bytes) -> None:
     async def scenario() -> None:

@@ -1,0 +1,70 @@
+"""The client against a server that answers as it is told: what is tried again, and what is the caller's."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from controller import api
+from controller.client import AsyncClient, Client, ControllerError, ControllerLost, Refused
+
+PATIENCE = 60.0
+
+
+@contextmanager
+def answering(*statuses: int) -> Iterator[tuple[str, list[int]]]:
+    """A server that gives these answers in turn; its address, and those that are left."""
+    left = list(statuses)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(left.pop(0))
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}", left
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def ask(url: str, patience: float, *, waits: bool) -> None:
+    async def send() -> None:
+        async with AsyncClient(url, "token", patience=patience) as client:
+            await client.send(api.ready())
+
+    if waits:
+        with Client(url, "token", patience=patience) as client:
+            client.send(api.ready())
+    else:
+        asyncio.run(send())
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_what_may_be_over_soon_is_tried_again(waits: bool) -> None:
+    with answering(503, 408, 502, 504, 200) as (url, left):
+        ask(url, PATIENCE, waits=waits)
+        assert left == []
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize(("status", "error"), [(409, Refused), (500, Refused), (503, ControllerLost)])
+def test_without_patience_and_for_good_there_is_one_attempt(
+    waits: bool, status: int, error: type[ControllerError]
+) -> None:
+    with answering(status, 200) as (url, left), pytest.raises(error):
+        ask(url, 0.0 if status == 503 else PATIENCE, waits=waits)
+    assert left == [200]
