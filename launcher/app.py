@@ -11,6 +11,7 @@ import typer
 from launcher.commands import check, convert, export, learn, operate
 from launcher.commands.options import Overrides, print_json, print_problems
 from launcher.errors import LaunchError
+from launcher.interrupts import ended_at_once
 
 HELP = """
 Train a language model by asynchronous reinforcement learning, from one file.
@@ -131,9 +132,10 @@ def run(
         raise LaunchError("no job is named", "cosmos-launch --config run.toml (see cosmos-launch --help)")
     if as_json and not dry_run:
         raise LaunchError("--json needs --dry-run", "a run writes summary.json at its end")
-    from launcher.resume import continued
-    from launcher.run import check as check_job
-    from launcher.run import launch
+    with ended_at_once():
+        from launcher.resume import continued
+        from launcher.run import check as check_job
+        from launcher.run import launch
 
     configs, overrides = config or [], set_ or []
     if not dry_run:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import errno
 import sys
 
+from launcher.interrupts import ended_at_once
+
 INTERRUPTED = 130
 
 
@@ -20,12 +22,13 @@ def main() -> None:
 
 
 def _run(arguments: list[str]) -> None:
-    import typer
+    with ended_at_once():
+        import typer
 
-    from launcher.app import app
-    from launcher.commands.options import print_problems
-    from launcher.errors import LaunchError
-    from launcher.restarts import EXIT_CONFIG, EXIT_FAILED
+        from launcher.app import app
+        from launcher.commands.options import print_problems
+        from launcher.errors import LaunchError
+        from launcher.restarts import EXIT_CONFIG, EXIT_FAILED
 
     try:
         _refuse_bare_file(arguments)

@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from launcher.interrupts import stop_signals
 from launcher.logs import tail
 from launcher.placement import ProcessSpec, Replica
 from launcher.report import FORMAT
@@ -67,7 +68,7 @@ async def evaluate(config: Config, run: RunDir, env: Mapping[str, str], screen: 
     )
     supervisor = Supervisor(setting, Watcher(screen))
     interrupted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-    signals = (signal.SIGINT, signal.SIGTERM)
+    signals = stop_signals()
     for number in signals:
         asyncio.get_running_loop().add_signal_handler(number, _once, interrupted, int(number))
     try:

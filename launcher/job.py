@@ -17,7 +17,7 @@ import logging
 import shutil
 import signal
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 from controller import api
@@ -25,6 +25,7 @@ from controller.client import ControllerError
 from launcher import placement, redis_server
 from launcher.contact import BRIEF, Contact
 from launcher.display import View, duration
+from launcher.interrupts import stop_signals
 from launcher.journal import Journal
 from launcher.logs import tail
 from launcher.paths import absolute
@@ -54,8 +55,9 @@ OVER = TERMINAL_PHASES | {Phase.FINISHING}
 class Job:
     """One start of `cosmos-launch`."""
 
-    def __init__(self, plan: Plan, screen: Screen) -> None:
-        self.plan, self.screen = plan, screen
+    def __init__(self, plan: Plan, screen: Screen, early: Sequence[int] = ()) -> None:
+        """early: signals that came before this; read when the job begins to handle them itself."""
+        self.plan, self.screen, self._early = plan, screen, early
         config, run = plan.config, plan.run
         self.view = View(bound=config.staleness_bound if config.is_grpo else None, log_dir=str(run.logs))
         launcher = config.launcher
@@ -74,8 +76,10 @@ class Job:
     async def run(self) -> Result:
         """Run the job to its end, whatever that is; leaves no process behind."""
         loop = asyncio.get_running_loop()
-        for number in _stop_signals():
+        for number in stop_signals():
             loop.add_signal_handler(number, self._interrupts.put_nowait, int(number))
+        for early in self._early:
+            self._interrupts.put_nowait(early)
         loop.add_signal_handler(signal.SIGUSR1, self._send, self._ask_for_checkpoint)
         ticker = asyncio.create_task(self._tick())
         try:
@@ -88,7 +92,7 @@ class Job:
                 shutil.rmtree(self.plan.redis.directory, ignore_errors=True)
             await self.contact.close()
             self.screen.close()
-            for number in (*_stop_signals(), signal.SIGUSR1):
+            for number in (*stop_signals(), signal.SIGUSR1):
                 loop.remove_signal_handler(number)
                 signal.signal(
                     number, signal.SIG_IGN
@@ -373,12 +377,6 @@ class Job:
             )
         else:
             self.event(f"SIGUSR1: a checkpoint is saved after step {told.step}")
-
-
-def _stop_signals() -> list[signal.Signals]:
-    """Signals that stop the job. Under `nohup` the end of the terminal is not one of them."""
-    hangs_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
-    return [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hangs_up else [])]
 
 
 def _is_worker(role: Role) -> bool:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from launcher import redis_server
 from launcher.encryption import controller_url, reachable_host
 from launcher.errors import LaunchError
+from launcher.interrupts import note_signals
 from launcher.machine import Machine, find_machine
 from launcher.placement import place
 from launcher.preflight import check_machine, check_redis
@@ -119,6 +120,7 @@ def _say_finished(run: RunDir, summary: Mapping[str, Any]) -> int:
 
 
 def _run(checked: Checked, run: RunDir, goes_on: bool, screen: Screen, env: Mapping[str, str]) -> int:
+    early = note_signals()
     import asyncio  # a dry run, which loads this module too, need not wait for it
 
     from launcher.job import Job
@@ -149,7 +151,7 @@ def _run(checked: Checked, run: RunDir, goes_on: bool, screen: Screen, env: Mapp
     )
 
     async def main() -> Result:
-        return await Job(plan, screen).run()
+        return await Job(plan, screen, early).run()
 
     result = asyncio.run(main())
     run.sweep()

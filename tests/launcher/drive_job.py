@@ -71,7 +71,7 @@ def main() -> int:
     screen = open_screen()
 
     async def drive() -> Result:
-        return await Job(plan, screen).run()
+        return await Job(plan, screen, json.loads(script).get("early", ())).run()
 
     result = asyncio.run(drive())
     screen.table(result.summary())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -467,19 +468,38 @@ def test_a_run_of_somebody_else_is_told_from_a_dead_one(tmp_path: Path, ended: R
         assert "Traceback" not in run.stderr
 
 
-def test_a_ctrl_c_before_anything_is_loaded_is_no_traceback():
-    script = """
+def interrupted(body: str) -> subprocess.CompletedProcess[str]:
+    """A program that runs `body`; `ctrl_c()` in it is one."""
+    script = f"import os, signal\ndef ctrl_c(): os.kill(os.getpid(), signal.SIGINT)\n{body}"
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+
+
+def test_a_ctrl_c_while_modules_are_imported_ends_the_program_without_a_traceback():
+    run = interrupted("""
 import sys
 class Interrupted:
     def find_spec(name, *_):
         if name == "launcher.app":
-            raise KeyboardInterrupt
+            ctrl_c()
 sys.meta_path.insert(0, Interrupted)
 from launcher.cli import main
 main()
-"""
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert (run.returncode, run.stderr) == (130, "")
+""")
+    assert (run.returncode, run.stdout, run.stderr) == (-signal.SIGINT, "", "")
+
+
+def test_signals_are_noted_until_the_job_handles_them():
+    run = interrupted("""
+from launcher.interrupts import note_signals
+noted = note_signals()
+try:
+    ctrl_c()
+except BaseException:  # what a library may do
+    pass
+os.kill(os.getpid(), signal.SIGTERM)
+print(noted)
+""")
+    assert (run.returncode, run.stdout) == (0, "[2, 15]\n"), run.stderr
 
 
 def test_a_named_run_is_not_overwritten(tmp_path: Path, ended: RunDir):

@@ -264,6 +264,13 @@ def test_ctrl_c_ends_in_order(drive: Drive):
     assert not socket.parent.exists(), "the private directory of Valkey's socket"
 
 
+def test_a_ctrl_c_while_the_launcher_is_still_loading_counts(drive: Drive):
+    job = drive(2000, early=[signal.SIGINT])
+    assert job.wait() == 130, job.output()
+    assert "stopping (by SIGINT)" in job.output()
+    assert job.summary()["outcome"] == "stopped"
+
+
 @pytest.mark.slow
 def test_a_stopped_and_a_failed_run_go_on(drive: Drive):
     stopped = drive(40, pause=0.02, hold_at=3)

@@ -1,0 +1,38 @@
+"""The signals that stop a job, from the first moment on.
+
+Python makes of a Ctrl-C an exception that is raised wherever the program is just then. While a library is imported
+that may be inside of a callback which drops it, and the Ctrl-C is lost: therefore it ends the program at once while
+modules are imported, and once the run directory is taken signals are noted until the job's event loop handles them.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+def stop_signals() -> list[signal.Signals]:
+    """Signals that stop the job. Under `nohup` the end of the terminal is not one of them."""
+    hangs_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+    return [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hangs_up else [])]
+
+
+@contextmanager
+def ended_at_once() -> Iterator[None]:
+    """Inside, a Ctrl-C ends the program without an exception: nothing has been done yet."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.default_int_handler:  # not where a shell has a background job ignore it
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def note_signals() -> list[int]:
+    """From now on signals that stop the job do nothing but appear, in order, in the list that is returned."""
+    noted: list[int] = []
+    for number in stop_signals():
+        signal.signal(number, lambda number, _: noted.append(number))
+    return noted
