@@ -6,15 +6,15 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +27,17 @@ from policy_worker.uploads.patience import Delays
 from policy_worker.uploads.plan import MARKER, is_wanted
 from policy_worker.uploads.s3 import S3Target
 from policy_worker.uploads.uploader import Uploader
-from tests.support.objects import CREDENTIALS, Gate, ObjectStore, free_port, running_objects
+from tests.support.objects import CREDENTIALS, Gate, ObjectStore, running_objects
+from tests.support.ports import free_port
+from tests.support.waiting import PATIENCE, until
 
 BUCKET = "cosmos-tests"
 PART = 5 * 1024 * 1024
 """S3's smallest part."""
+HALF_WAY = 5 * PART + PART // 2
+"""Bytes of a file of six parts, four of which travel at once: two or more have arrived whole, and not all."""
 QUICK = Delays(give_up=1.0, first=0.05, most=0.2)
-PATIENT = Delays(give_up=60.0, first=0.05, most=0.2)
+PATIENT = Delays(give_up=PATIENCE, first=0.05, most=0.2)
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +50,18 @@ def shared() -> Iterator[ObjectStore]:
 def objects(shared: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> ObjectStore:
     use(shared, monkeypatch)
     return shared
+
+
+@contextmanager
+def half_way(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    """A door in front of the store in which an upload of six parts stops until it is shut and opened again."""
+    gate = Gate(store.port, limit=HALF_WAY)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{gate.port}")
+    gate.open()
+    try:
+        yield gate
+    finally:
+        gate.shut()
 
 
 def use(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +125,7 @@ def test_a_checkpoint_arrives_whole_and_only_once(objects: ObjectStore, tmp_path
     first.probe(strict=True)
     first.offer(path, 20, final=False)
     assert first.holds(path)
-    first.finish(60)
+    first.finish(PATIENCE)
     assert not first.holds(path)
     assert first.trouble() == ""
     check_arrived(objects, run_dir, path)
@@ -118,7 +134,7 @@ def test_a_checkpoint_arrives_whole_and_only_once(objects: ObjectStore, tmp_path
     second = uploader(run_dir)
     second.resume()
     second.offer(path, 20, final=False)
-    second.finish(60)
+    second.finish(PATIENCE)
     second.close()
     assert marker_time(objects, run_dir, path) == written, "nothing is sent again"
 
@@ -137,7 +153,7 @@ def test_only_the_final_model_where_that_is_asked(objects: ObjectStore, tmp_path
     one.offer(checkpoint(run_dir, 5, 100), 5, final=False)
     one.offer(final, 5, final=True)
     one.resume()
-    one.finish(60)
+    one.finish(PATIENCE)
     one.close()
     keys = [key for key in objects.keys(BUCKET) if f"/{run_dir.name}/" in key]
     assert keys == [f"some/where/{run_dir.name}/final/{name}" for name in (MARKER, "config.json")]
@@ -148,11 +164,11 @@ def test_a_checkpoint_of_another_timeline_replaces_the_old_one(objects: ObjectSt
     path = checkpoint(run_dir, 20)
     one = uploader(run_dir)
     one.offer(path, 20, final=False)
-    one.finish(60)
+    one.finish(PATIENCE)
     (path / "state.safetensors").write_bytes(b"new" * 400_000)
     seal(path, 20)
     one.offer(path, 20, final=False)
-    one.finish(60)
+    one.finish(PATIENCE)
     one.close()
     check_arrived(objects, run_dir, path)
 
@@ -163,7 +179,7 @@ def test_a_checkpoint_that_nobody_could_offer_is_found(objects: ObjectStore, tmp
     path = checkpoint(run_dir, 7, 1000)
     one = uploader(run_dir)
     one.resume()
-    one.finish(60)
+    one.finish(PATIENCE)
     one.close()
     check_arrived(objects, run_dir, path)
 
@@ -178,7 +194,7 @@ def test_a_record_of_a_deleted_checkpoint_goes_and_half_a_record_begins_again(
         (records / f"{name}.s3.json").write_text("half a rec")
     one = uploader(run_dir)
     one.resume()
-    one.finish(60)
+    one.finish(PATIENCE)
     one.close()
     assert [file.name for file in records.iterdir()] == [f"{path.name}.s3.json"]
     check_arrived(objects, run_dir, path)
@@ -191,7 +207,7 @@ def test_a_damaged_checkpoint_is_not_copied(objects: ObjectStore, tmp_path: Path
         stream.write(b"flipped")
     one = uploader(run_dir)
     one.resume()
-    one.finish(60)
+    one.finish(PATIENCE)
     one.close()
     assert f"{damaged / 'state.safetensors'} was altered" in one.trouble()
     assert [key for key in objects.keys(BUCKET) if f"{run_dir.name}/{damaged.name}/" in key] == []
@@ -199,19 +215,22 @@ def test_a_damaged_checkpoint_is_not_copied(objects: ObjectStore, tmp_path: Path
 
 
 def test_a_checkpoint_that_is_replaced_under_way_is_never_called_complete(
-    objects: ObjectStore, tmp_path: Path
+    objects: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A fall-back to an older checkpoint came to the same step again while its first version was on its way."""
     run_dir = run_of(tmp_path)
-    path, newer = checkpoint(run_dir, 20, 3 * PART), checkpoint(tmp_path / "newer", 20, 2 * PART)
-    one = uploader(run_dir, PATIENT)
-    one.offer(path, 20, final=False)
-    wait_for(lambda: len(etags(run_dir / "uploads" / f"{path.name}.s3.json")) >= 1)
-    path.rename(tmp_path / "old")
-    newer.rename(path)
-    one.offer(path, 20, final=False)
-    one.finish(60)
-    one.close()
+    path, newer = checkpoint(run_dir, 20, 6 * PART), checkpoint(tmp_path / "newer", 20, 2 * PART)
+    with half_way(objects, monkeypatch) as gate:
+        one = uploader(run_dir, PATIENT)
+        one.offer(path, 20, final=False)
+        wait_for_parts(run_dir)
+        path.rename(tmp_path / "old")
+        newer.rename(path)
+        one.offer(path, 20, final=False)
+        gate.shut()
+        gate.open()
+        one.finish(PATIENCE)
+        one.close()
     assert one.trouble() == ""
     check_arrived(objects, run_dir, path)
 
@@ -226,14 +245,14 @@ def test_a_model_that_is_exported_again_is_not_sent_again(objects: ObjectStore, 
         (final / "model.safetensors").write_bytes(b"weights" * 1000)
         one = uploader(run_dir, upload="final")
         one.offer(final, 20, final=True)
-        one.finish(60)
+        one.finish(PATIENCE)
         one.close()
         marked = marker_time(objects, run_dir, final)
     check_arrived(objects, run_dir, final)
     (final / "model.safetensors").write_bytes(b"Weights" * 1000)
     again = uploader(run_dir, upload="final")
     again.offer(final, 20, final=True)
-    again.finish(60)
+    again.finish(PATIENCE)
     again.close()
     assert marker_time(objects, run_dir, final) >= marked
     check_arrived(objects, run_dir, final)
@@ -258,8 +277,27 @@ class Forgetful(Gate):
         """Ask the store and wait for its answer, which nobody gets."""
         with socket.create_connection(("127.0.0.1", self.target)) as store:
             store.sendall(request)
-            while b"</CompleteMultipartUploadResult>" not in store.recv(65536):
-                pass
+            answer = b""
+            while b"</CompleteMultipartUploadResult>" not in answer:
+                data = store.recv(65536)
+                assert data, "the store did not complete the upload"
+                answer += data
+
+
+def test_a_store_that_hangs_keeps_nobody_from_leaving(
+    objects: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = run_of(tmp_path)
+    path = checkpoint(run_dir, 20, 6 * PART)
+    with half_way(objects, monkeypatch) as gate:
+        one = uploader(run_dir, PATIENT)
+        one.offer(path, 20, final=True)
+        until(lambda: gate.full, "half of the upload")
+        uploading = [thread for thread in threading.enumerate() if thread.name.startswith("upload")]
+        assert len(uploading) > 1
+        assert all(thread.daemon for thread in uploading), "the interpreter would wait for them"
+        gate.shut()
+        one.close(PATIENCE)
 
 
 def test_an_answer_that_is_lost_costs_nothing(
@@ -272,7 +310,7 @@ def test_an_answer_that_is_lost_costs_nothing(
     path = checkpoint(run_dir, 20)
     one = uploader(run_dir, PATIENT)
     one.offer(path, 20, final=True)
-    one.finish(60)
+    one.finish(PATIENCE)
     one.close()
     gate.shut()
     assert gate.lost == 1
@@ -282,28 +320,31 @@ def test_an_answer_that_is_lost_costs_nothing(
 PROGRAM = """
 import logging, sys
 from pathlib import Path
-from tests.policy_worker.test_uploads import uploader, PATIENT
+from tests.policy_worker.test_uploads import uploader, PATIENCE, PATIENT
 logging.basicConfig(level=logging.INFO, stream=sys.stderr)
 run_dir = Path(sys.argv[1])
 one = uploader(run_dir, PATIENT)
 one.offer(run_dir / "checkpoints" / "step-00000020", 20, final=False)
 one.resume()
-one.finish(100)
+one.finish(PATIENCE)
 """
 
 
-def test_kill_9_in_the_middle_sends_no_finished_part_again(objects: ObjectStore, tmp_path: Path) -> None:
+def test_kill_9_in_the_middle_sends_no_finished_part_again(
+    objects: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run_dir = run_of(tmp_path)
     path = checkpoint(run_dir, 20, 6 * PART)
-    record = run_dir / "uploads" / "step-00000020.s3.json"
     command = [sys.executable, "-c", PROGRAM, str(run_dir)]
-    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as killed:
-        give_up = time.monotonic() + 60
-        while len(etags(record)) < 2:
-            assert time.monotonic() < give_up
-            assert killed.poll() is None, "it was done before it could be killed"
-            time.sleep(0.005)
-        killed.send_signal(signal.SIGKILL)
+    with (
+        half_way(objects, monkeypatch),
+        subprocess.Popen(command, stderr=subprocess.DEVNULL) as killed,
+    ):
+        try:
+            wait_for_parts(run_dir)
+        finally:
+            killed.send_signal(signal.SIGKILL)
+    use(objects, monkeypatch)
     (upload,) = objects.client().list_multipart_uploads(Bucket=BUCKET, Prefix=f"some/where/{run_dir.name}")[
         "Uploads"
     ]
@@ -312,40 +353,43 @@ def test_kill_9_in_the_middle_sends_no_finished_part_again(objects: ObjectStore,
     listed = objects.client().list_parts(Bucket=BUCKET, Key=upload["Key"], UploadId=upload["UploadId"])[
         "Parts"
     ]
-    before = {part["PartNumber"]: part["LastModified"] for part in listed}
-    assert 2 <= len(before) < 6
-    sent = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    assert f"state.safetensors: {6 - len(before)} of 6 parts are to be sent" in sent.stderr
+    there = sum(part["Size"] == PART for part in listed)
+    assert 2 <= there < 6
+    sent = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=True)
+    told = re.search(r"state\.safetensors: (\d) of 6 parts are to be sent", sent.stderr)
+    assert told is not None
+    assert int(told[1]) <= 6 - there
     check_arrived(objects, run_dir, path)
 
 
-def etags(record: Path) -> dict[str, str]:
-    try:
-        files = json.loads(record.read_text())["files"]
-    except (OSError, ValueError):
-        return {}
-    found: dict[str, str] = files.get("state.safetensors", {}).get("etags", {})
-    return found
+def wait_for_parts(run_dir: Path) -> None:
+    """Until two parts of a checkpoint's file have arrived, according to the uploader's record."""
+
+    def arrived() -> bool:
+        try:
+            files = json.loads((run_dir / "uploads" / "step-00000020.s3.json").read_text())["files"]
+        except (OSError, ValueError):
+            return False
+        return len(files.get("state.safetensors", {}).get("etags", {})) >= 2
+
+    until(arrived, "two parts in the store")
 
 
 def test_a_store_that_is_away_is_waited_for(
-    objects: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    objects: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    gate = Gate(objects.port)
-    gate.open()
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{gate.port}")
     run_dir = run_of(tmp_path)
-    path = checkpoint(run_dir, 20, 4 * PART)
-    one = uploader(run_dir, PATIENT)
-    one.offer(path, 20, final=True)
-    wait_for(lambda: gate.passed > PART)
-    gate.shut()
-    time.sleep(0.5)
-    assert one.holds(path)
-    gate.open()
-    one.finish(60)
-    one.close()
-    gate.shut()
+    path = checkpoint(run_dir, 20, 6 * PART)
+    with half_way(objects, monkeypatch) as gate:
+        one = uploader(run_dir, PATIENT)
+        one.offer(path, 20, final=True)
+        until(lambda: gate.full, "half of the upload")
+        gate.shut()
+        until(lambda: "does not answer" in caplog.text, "an attempt in vain")
+        assert one.holds(path)
+        gate.open()
+        one.finish(PATIENCE)
+        one.close()
     check_arrived(objects, run_dir, path)
 
 
@@ -356,17 +400,19 @@ def test_a_store_that_was_killed_and_forgot_gets_all_of_it_again(
     store = ObjectStore(free_port())
     use(store, monkeypatch)
     run_dir = run_of(tmp_path)
-    path = checkpoint(run_dir, 20, 4 * PART)
+    path = checkpoint(run_dir, 20, 6 * PART)
     store.start()
     try:
         store.client().create_bucket(Bucket=BUCKET)
-        one = uploader(run_dir)
-        one.offer(path, 20, final=True)
-        wait_for(lambda: len(etags(run_dir / "uploads" / "step-00000020.s3.json")) >= 2)
-        store.kill()
+        with half_way(store, monkeypatch):
+            one = uploader(run_dir)
+            one.offer(path, 20, final=True)
+            wait_for_parts(run_dir)
+            store.kill()
         with pytest.raises(UploadFailedError, match="does not answer"):
-            one.finish(60)
+            one.finish(PATIENCE)
         one.close()
+        use(store, monkeypatch)
         store.start()
         store.client().create_bucket(Bucket=BUCKET)
         check_resumed(store, run_dir, path)
@@ -378,16 +424,9 @@ def check_resumed(store: ObjectStore, run_dir: Path, path: Path) -> None:
     """A new process sends what the one before did not."""
     again = uploader(run_dir)
     again.resume()
-    again.finish(60)
+    again.finish(PATIENCE)
     again.close()
     check_arrived(store, run_dir, path)
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    give_up = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < give_up
-        time.sleep(0.005)
 
 
 @pytest.mark.slow
@@ -405,11 +444,11 @@ def test_a_store_that_stays_away_fails_the_final_upload_and_nothing_else(
         one.probe(strict=True)
     one.probe(strict=False)
     one.offer(path, 20, final=False)
-    one.finish(60)
+    one.finish(PATIENCE)
     assert "step-00000020 to s3 failed" in one.trouble()
     one.offer(path, 20, final=True)
     with pytest.raises(UploadFailedError, match="--resume"):
-        one.finish(60)
+        one.finish(PATIENCE)
     one.close()
     assert path.is_dir()
     store.start()
@@ -428,7 +467,7 @@ def test_finish_does_not_wait_for_ever_nor_for_one_who_leaves(
     run_dir = run_of(tmp_path)
     one = uploader(run_dir, PATIENT)
     one.offer(checkpoint(run_dir, 1, 10), 1, final=True)
-    assert not one.finish(60, leaving=lambda: True)
+    assert not one.finish(PATIENCE, leaving=lambda: True)
     with pytest.raises(UploadFailedError, match="not uploaded within 0 s: step-00000001 to s3"):
         one.finish(0.2)
     one.close()
