@@ -24,7 +24,7 @@ from typing import Any, TextIO
 
 from rollout_worker.rewards.pool import Result, RewardPool, RewardPoolError, Task
 from rollout_worker.rewards.registry import RewardConfigError
-from rollout_worker.rewards.scoring import total
+from rollout_worker.rewards.scoring import score_of
 from schema.config import Config
 
 log = logging.getLogger("rollout_worker.evaluate")  # run with -m, __name__ would say nothing
@@ -141,17 +141,22 @@ async def _settle(
     """Wait for the answers of one prompt, write and count them; answers how many they were."""
     row, futures = waiting
     results = [await future for future in futures]
-    scores = [None if result.error else total(result.rewards, weights) for result in results]
+    judged = [score_of(result.rewards, weights, result.error) for result in results]
+    scores, faults = [score for score, _ in judged], [error for _, error in judged]
     kept = [score for score in scores if score is not None]
     source = row.get("data_source")
     for name in {ALL, source if isinstance(source, str) and source != ALL else ""} - {""}:
-        tallies[name].add(kept, [r.rewards for r in results if not r.error], len(scores) - len(kept))
-    errors += [result.error for result in results if result.error][: MAX_ERRORS_SHOWN - len(errors)]
+        tallies[name].add(
+            kept,
+            [r.rewards for r, fault in zip(results, faults, strict=True) if not fault],
+            len(scores) - len(kept),
+        )
+    errors += [fault for fault in faults if fault][: MAX_ERRORS_SHOWN - len(errors)]
     line = {
         "key": row["key"],
         "scores": scores,
         "rewards": [result.rewards for result in results],
-        "errors": [result.error for result in results],
+        "errors": faults,
     }
     file.write(json.dumps(line, ensure_ascii=False) + "\n")
     return len(results)

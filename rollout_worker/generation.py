@@ -12,10 +12,12 @@ from rollout_worker.held import Held, HeldGroup
 from rollout_worker.leasing import Leasing
 from rollout_worker.pushing import Pusher
 from rollout_worker.rewards.pool import Result, RewardPool, Task
-from rollout_worker.rewards.scoring import OVERLONG, overlong_penalty, total
-from rollout_worker.samples import finish_reason, scored
+from rollout_worker.rewards.scoring import OVERLONG, overlong_penalty, score_of
+from rollout_worker.samples import failed, finish_reason, scored
 from rollout_worker.tokens import texts
 from schema.config import Config
+from schema.wire.messages import LeasedGroup
+from schema.wire.sample import Sample
 
 log = logging.getLogger(__name__)
 
@@ -72,14 +74,19 @@ class Generating:
         lease = group.lease
         if future.cancelled() or future.exception() or self._held.get(lease.lease_id) is not group:
             return
-        result = future.result()
+        try:
+            self._pusher.add(lease, self._made(lease, index, sample, text, future.result()))
+        except Exception as error:  # nobody hears of it in a callback, and the group would be held for ever
+            log.exception("sample %d of group %s cannot be made", index, lease.group_id)
+            self._pusher.add(lease, failed(lease, index, f"{type(error).__name__}: {error}"))
+
+    def _made(self, lease: LeasedGroup, index: int, sample: Generation, text: str, result: Result) -> Sample:
         config, limit = self._config, self._leasing.settings[lease.kind].max_tokens
-        rewards, score = dict(result.rewards), None
+        rewards = dict(result.rewards)
         overlong = config.grpo.overlong_reward
         if overlong.enable_overlong_penalty and lease.kind == "train":
             rewards[OVERLONG] = overlong_penalty(len(sample.token_ids), limit, overlong)
-        if result.error is None:
-            score = total(rewards, self._weights[lease.kind])
+        score, error = score_of(rewards, self._weights[lease.kind], result.error)
         reason = finish_reason(sample, len(lease.prompt_token_ids), limit, config.policy.model_max_length)
         told = None if config.grpo.rollout_as_token_ids else text
-        self._pusher.add(lease, scored(lease, index, sample, reason, rewards, score, result.error, told))
+        return scored(lease, index, sample, reason, rewards, score, error, told)

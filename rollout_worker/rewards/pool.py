@@ -262,8 +262,7 @@ class _Process:
                 await self._reply_in_time(timeout, timeout)
         finally:
             sending.cancel()
-            with contextlib.suppress(asyncio.CancelledError, _Lost):
-                await sending
+            await asyncio.gather(sending, return_exceptions=True)  # its end, not that of this task
 
     async def _answers(self, seconds: float) -> bool:
         """Whether the next reply is there within some seconds."""

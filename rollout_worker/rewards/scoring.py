@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from schema.config import OverlongRewardConfig
@@ -16,6 +17,18 @@ def overlong_penalty(response_tokens: int, max_tokens: int, config: OverlongRewa
     """
     over = response_tokens - (max_tokens - config.buffer_length)
     return min(-over / config.buffer_length * config.penalty_factor, 0.0)
+
+
+def score_of(
+    rewards: Mapping[str, float], weights: Mapping[str, float], error: str | None
+) -> tuple[float | None, str | None]:
+    """The score of a sample, or the error that takes its place: of its rewards, or of a sum that is no number."""
+    if error is not None:
+        return None, error
+    score = total(rewards, weights)
+    if not math.isfinite(score):
+        return None, f"RewardNotANumber: the weighted sum of the rewards is {score}"
+    return score, None
 
 
 def total(rewards: Mapping[str, float], weights: Mapping[str, float]) -> float:

@@ -1,0 +1,68 @@
+"""From the rewards of a sample to what is pushed: whatever comes out, every sample of a group is settled."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from rollout_worker.gauges import Gauges
+from rollout_worker.generation import Generating
+from rollout_worker.held import Held
+from rollout_worker.leasing import Leasing
+from rollout_worker.pushing import Pusher
+from rollout_worker.rewards.pool import Result
+from rollout_worker.weights import WeightFollower
+from schema.wire.sample import SampleHeader, read_sample_header
+from tests.launcher.samples import config
+from tests.rollout_worker.test_bookkeeping import generation, lease
+
+REWARDS = {"boxed_math": 1.0, "format": 10.0}
+
+
+def pushed(result: Result, text: Any = "text") -> SampleHeader:
+    """The header of what is queued for a sample with these rewards."""
+    settings = config(train={"train_policy": {"type": "grpo", "reward_function": REWARDS}})
+    held, nothing = Held(), None
+
+    async def work() -> SampleHeader:
+        weights = WeightFollower(nothing, nothing, held, Gauges())  # type: ignore[arg-type]
+        leasing = Leasing(settings, nothing, nothing, held, weights, nothing, nothing, Gauges())  # type: ignore[arg-type]
+        pusher = Pusher(nothing, held, 1 << 20)  # type: ignore[arg-type]
+        generating = Generating(settings, nothing, nothing, held, leasing, nothing, pusher)  # type: ignore[arg-type]
+        group = held.add(lease())
+        assert group is not None
+        scored: Future[Result] = Future()
+        scored.set_result(result)
+        generating._push(group, 2, generation(), text, scored)  # type: ignore[arg-type]
+        (entry,) = pusher._queue
+        assert entry.index == 2
+        return read_sample_header(entry.frame)
+
+    return asyncio.run(work())
+
+
+def test_rewards_become_a_score() -> None:
+    header = pushed(Result({"boxed_math": 0.5, "format": 0.25}))
+    assert (header.score, header.error) == (3.0, None)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "words"),
+    [
+        (Result({"boxed_math": 1.0}, "KeyError: no such word"), "KeyError: no such word"),
+        (Result({"boxed_math": 1.0, "format": 1e308}), "RewardNotANumber: the weighted sum of the rewards is inf"),
+    ],
+)  # fmt: skip
+def test_what_has_no_score_is_an_error_by_name(rewards: Result, words: str) -> None:
+    header = pushed(rewards)
+    assert (header.score, header.error) == (None, words)
+
+
+def test_a_sample_that_cannot_be_made_does_not_hold_its_group_for_ever() -> None:
+    header = pushed(Result({"boxed_math": 1.0, "format": 1.0}), text="\ud800")
+    assert header.score is None
+    assert header.error is not None
+    assert header.error.startswith("UnicodeEncodeError")
