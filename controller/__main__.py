@@ -2,7 +2,7 @@
 
 While another controller is in charge of the job, this one stands by (see `controller.store.lock`).
 
-Exit codes: 0 ended by SIGTERM or SIGINT, 1 the store failed for good (start again), 2 the config, the data or the
+Exit codes: 0 ended by SIGTERM or SIGINT, 1 the store failed (start again), 2 the config, the data or the
 environment is wrong, 3 fenced: another controller took the job over.
 """
 

@@ -213,7 +213,7 @@ class _Server(uvicorn.Server):
 async def serve(settings: Settings) -> int:
     """Take charge of the job, serve it until a signal comes or the store is lost, and return the exit code.
 
-    While another controller is in charge this one stands by. Raises `StartError`.
+    While another controller is in charge this one stands by. Raises `StartError`, and what a part of it fails with.
     """
     gc.set_threshold(*GC_THRESHOLDS)
     door = FrontDoor()
@@ -231,8 +231,14 @@ async def serve(settings: Settings) -> int:
     try:
         await asyncio.wait((serving, stopping, opening), return_when=asyncio.FIRST_COMPLETED)
         if opening.done():
-            job = opening.result()
+            try:
+                job = opening.result()
+            except StoreUnavailable as error:  # Redis is not there yet, or died while it was read
+                log.error("%s", error)
+                return STORE_FAILED
             await _serve(job, settings, address, door, {serving, stopping})
+        if serving.done():
+            serving.result()
     finally:
         for task in (opening, stopping):
             task.cancel()
@@ -272,7 +278,7 @@ def _options(app: ASGIApp, config: Config) -> uvicorn.Config:
 async def open_job(
     settings: Settings, address: str = "", stand_by: Callable[[Holder], None] | None = None
 ) -> Job:
-    """Take charge, however long that takes, and read the job. Raises `StartError`.
+    """Take charge, however long that takes, and read the job. Raises `StartError`, `StoreUnavailable`.
 
     `stand_by` is called with the controller that is in charge, again and again; without it, that is an error.
     """
@@ -289,7 +295,7 @@ async def open_job(
             replace=settings.replace,
             stand_by=stand_by,
         )
-    except (Held, StoreUnavailable, UnsuitableServer) as error:
+    except (Held, UnsuitableServer) as error:
         raise StartError(str(error)) from None
     try:
         job = Job(config, job_id=settings.job_id, run_dir=settings.run_dir, store=store, saved=saved)

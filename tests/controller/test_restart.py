@@ -156,9 +156,9 @@ def test_sigterm_ends_in_order(stage: Stage) -> None:
     assert "taking the job over" not in process.log()
 
 
-def start_fails(process: ControllerProcess, port: int | None = None) -> str:
+def start_fails(process: ControllerProcess, port: int | None = None, code: int = 2) -> str:
     process.launch(port)
-    assert process.wait() == 2
+    assert process.wait() == code
     lines = process.log().strip().splitlines()
     assert len(lines) == 1, lines
     return lines[0]
@@ -193,3 +193,19 @@ def test_wrong_environments_are_one_message_each(run_dir: Path, stage: Stage, tm
     empty = tmp_path / "empty"
     empty.mkdir()
     assert "config.json cannot be read" in start_fails(ControllerProcess(empty, url))
+
+
+def test_a_redis_that_fails_while_the_job_is_read_is_no_mistake_of_the_user(
+    run_dir: Path, stage: Stage
+) -> None:
+    """Exit code 1: start again. 2 would end the whole job."""
+    (run_dir / "job_id").write_text("unreadable")
+    with stage.valkey.client() as client:
+        client.set("cosmos:unreadable:groups", "no table")
+    message = start_fails(ControllerProcess(run_dir, stage.valkey.url), code=1)
+    assert "failed while the job was read" in message
+    with stage.valkey.client() as client:
+        client.delete("cosmos:unreadable:groups")
+    process = ControllerProcess(run_dir, stage.valkey.url)
+    process.start()
+    assert process.stop(signal.SIGTERM) == 0
