@@ -12,31 +12,40 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from controller.groups import State
 from controller.ledger import Ledger
+from controller.store import StoreUnavailable
 from schema.wire.payload_file import FileEntry, FileName, is_there
 
 log = logging.getLogger(__name__)
 
 GRACE = 60.0
+LOOK_SECONDS = 10.0
+"""For a look at the files of one call: a directory on another machine may hang for ever."""
 UNDECIDED = (State.WAITING, State.LEASED)
 
 
 class PayloadFiles:
     """The directory of one job. Everything that touches it runs in a thread: it may be on another machine."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    def __init__(self, root: Path, look_seconds: float = LOOK_SECONDS) -> None:
+        self.root, self._look_seconds = root, look_seconds
 
     async def missing(self, entries: Sequence[FileEntry]) -> set[str]:
-        """Names of those whose file is not there, or not whole."""
+        """Names of those whose file is not there, or not whole. Raises `StoreUnavailable` if that cannot be told."""
         if not entries:
             return set()
-        found = await asyncio.to_thread(lambda: [is_there(self.root, entry) for entry in entries])
+        try:
+            async with asyncio.timeout(self._look_seconds):
+                found = await asyncio.to_thread(lambda: [is_there(self.root, entry) for entry in entries])
+        except TimeoutError:
+            raise StoreUnavailable(f"the directory {self.root} of payloads does not answer") from None
         return {entry.name for entry, there in zip(entries, found, strict=True) if not there}
 
     async def sweep(self, ledger: Ledger, saved: Callable[[], Awaitable[None]]) -> int:
@@ -50,14 +59,16 @@ class PayloadFiles:
 
     def _list(self) -> list[tuple[str, float]]:
         """Names and ages in seconds."""
-        now = time.time()
+        now, found = time.time(), []
         try:
-            return [(path.name, now - path.stat().st_mtime) for path in self.root.iterdir()]
-        except FileNotFoundError:  # nobody has written yet, or a file was renamed while we looked
+            for entry in os.scandir(self.root):
+                with suppress(FileNotFoundError):  # renamed or removed while we looked
+                    found.append((entry.name, now - entry.stat(follow_symlinks=False).st_mtime))
+        except FileNotFoundError:  # nobody has written yet
             return []
         except OSError as error:
             log.warning("payloads in %s cannot be listed: %s", self.root, error)
-            return []
+        return found
 
     def _remove(self, names: Iterable[str]) -> None:
         for name in names:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import suppress
 
 from controller.job import Job
+from controller.ledger import Ledger
 from controller.membership import Membership
+from controller.payload_files import PayloadFiles
 from controller.store import StoreUnavailable
 from controller.store.lock import elapsed
 from schema.wire.messages import Phase
@@ -29,6 +32,7 @@ class Upkeep:
     def __init__(self, job: Job, membership: Membership) -> None:
         self._job, self._membership = job, membership
         self._task: asyncio.Task[None] | None = None
+        self._sweeping: asyncio.Task[None] | None = None
         self._next_sweep = 0.0
 
     def start(self) -> asyncio.Task[None]:
@@ -37,9 +41,10 @@ class Upkeep:
         return self._task
 
     async def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        tasks = [task for task in (self._task, self._sweeping) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _run(self) -> None:
         looked_at = elapsed()
@@ -68,14 +73,23 @@ class Upkeep:
         self._check_start(now)
         job.settle()
         await job.save()
-        await self._sweep()
+        self._begin_sweep()
 
-    async def _sweep(self) -> None:
-        """Files of payloads that nobody can need any more."""
-        job, now = self._job, elapsed()
-        if job.payload_files is not None and job.ledger is not None and now >= self._next_sweep:
-            self._next_sweep = now + SWEEP
-            await job.payload_files.sweep(job.ledger, job.save)
+    def _begin_sweep(self) -> None:
+        """Look for files of payloads that nobody can need any more; a directory that hangs holds up nothing else."""
+        files, ledger = self._job.payload_files, self._job.ledger
+        if files is None or ledger is None or elapsed() < self._next_sweep:
+            return
+        if self._sweeping is not None:
+            if not self._sweeping.done():
+                return
+            self._sweeping.result()
+        self._next_sweep = elapsed() + SWEEP
+        self._sweeping = asyncio.create_task(self._sweep(files, ledger), name="payload-sweep")
+
+    async def _sweep(self, files: PayloadFiles, ledger: Ledger) -> None:
+        with suppress(StoreUnavailable):  # the next one does it
+            await files.sweep(ledger, self._job.save)
 
     def _expire_leases(self, now: float) -> None:
         job = self._job

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from controller.payload_files import GRACE, PayloadFiles, needed
+from controller.store import StoreUnavailable
 from rollout_worker.pushing import SharedPayloads, _Entry
 from schema.wire import messages as m
 from schema.wire import payload_file
@@ -128,6 +131,34 @@ def test_a_sweep_removes_after_the_ledger_is_stored(tmp_path: Path) -> None:
     assert asyncio.run(PayloadFiles(tmp_path / "none").sweep(ledger, saved)) == 0
 
 
+def test_a_file_that_vanishes_while_it_is_listed_keeps_no_other(tmp_path: Path) -> None:
+    """Replicas write beside and rename all the time."""
+    for number in range(3):
+        path = tmp_path / f"e5-p{number}.x.0"
+        path.write_bytes(b"old")
+        os.utime(path, (0, 0))
+    over = threading.Event()
+
+    def write_and_rename() -> None:
+        while not over.is_set():
+            payload_file.write(tmp_path, FileName("e5-p9", "busy", 0), make_frame(make_header(0, 0)))
+
+    async def saved() -> None:
+        pass
+
+    writer = threading.Thread(target=write_and_rename)
+    writer.start()
+    try:
+        until(lambda: (tmp_path / "e5-p9.busy.0").exists(), "the first file")
+        for _ in range(200):
+            names = {name for name, _ in PayloadFiles(tmp_path)._list()}
+            assert names >= {f"e5-p{number}.x.0" for number in range(3)}
+        assert asyncio.run(PayloadFiles(tmp_path).sweep(make(), saved)) == 3
+    finally:
+        over.set()
+        writer.join()
+
+
 class SharingRollout(Rollout):
     """A replica whose samples go through the directory."""
 
@@ -217,3 +248,27 @@ def test_a_directory_that_cannot_be_written_is_passed_by(tmp_path: Path) -> None
     assert SharedPayloads(tmp_path / "new", len(frame) + 1).put([_Entry(group, 0, frame)]) == [frame]
     (stub,) = SharedPayloads(tmp_path / "new", len(frame)).put([_Entry(group, 0, frame)])
     assert "file" in read_metadata(stub)
+
+
+def test_a_directory_that_hangs_holds_up_neither_the_clock_nor_a_call_for_ever(
+    stage: Stage, tmp_path: Path
+) -> None:
+    served = stage.serve(make_config(controller={"payload_store": str(tmp_path / "shared")}))
+    stage.ready(served)
+    released = threading.Event()
+    stage.stack.callback(released.set)
+    files = PayloadFiles(tmp_path, look_seconds=0.05)
+    stub = payload_file.write(tmp_path, NAME, make_frame(make_header(1, 0)))
+
+    async def hang() -> None:
+        loop, threads = asyncio.get_running_loop(), ThreadPoolExecutor(1)
+        loop.set_default_executor(threads)
+        threads.submit(released.wait)  # as a thread that asks a server which is gone
+        entry = read_entry(stub)
+        assert entry is not None
+        with pytest.raises(StoreUnavailable, match="does not answer"):
+            await files.missing([entry])
+
+    served.run(hang())
+    for _ in range(3):
+        served.skip(1.0)
