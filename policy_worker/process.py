@@ -108,6 +108,12 @@ class Departure:
         handler could not set what its own thread holds."""
         return self._event.wait(seconds)
 
+    def pause(self, seconds: float) -> None:
+        """As `wait`, for the main thread."""
+        give_up = time.monotonic() + seconds
+        while not self and time.monotonic() < give_up:
+            time.sleep(0.1)
+
 
 def enforce(departure: Departure) -> None:
     """End the process by force if it does not leave within the grace: a collective that hangs, a dead controller."""

@@ -119,7 +119,7 @@ class Caller:
     def mend(self, seen: int, client: Client) -> None:
         """The controller does not know what it should: rank 0 tells it, the others wait for that."""
         del seen, client
-        self.departure.wait(LEADER_SECONDS / MENDS)
+        self.departure.pause(LEADER_SECONDS / MENDS)
 
     def close(self) -> None:
         self._client.close()

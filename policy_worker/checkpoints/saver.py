@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from pathlib import Path
+from typing import IO
 
 from controller import api
 from policy_worker.checkpoints import directory, rng
@@ -181,7 +182,7 @@ class Checkpointer:
         )
         return Draft(
             beside=Path(beside),
-            lock=directory.hold(Path(beside)),
+            lock=self._hold(Path(beside)),
             pieces=self._copied(pieces),
             states=rng.capture(group.device),
             manifest=manifest,
@@ -205,6 +206,15 @@ class Checkpointer:
             raise CheckpointSaveError(
                 f"checkpoint of step {step} could not be written to {self._directory}: {error.strerror or error}. "
                 f"Nothing was deleted; mend the directory, then resume"
+            ) from error
+
+    def _hold(self, beside: Path) -> IO[bytes]:
+        try:
+            return directory.hold(beside)
+        except OSError as error:
+            raise CheckpointSaveError(
+                f"rank {self._learner.group.rank} does not see {beside}, which rank 0 has just made: "
+                f"{error.strerror or error}; train.output_dir must be a directory that all machines share"
             ) from error
 
     def _exporter(self) -> Exporter:
@@ -239,6 +249,7 @@ class Checkpointer:
         """
         if self._beside.busy and self._learner.group.any(self._beside.failed):
             self.wait()
+            raise CheckpointSaveError("another rank could not finish its checkpoint: its log says why")
         if self._uploader is not None:
             self._uploader.raise_if_failed()
 

@@ -13,9 +13,9 @@ import hashlib
 import json
 import logging
 import os
+import queue
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -165,13 +165,12 @@ class S3Target:
         missing = [part for part in all_parts if part.number not in sent]
         log.info("%s: %d of %d parts are to be sent", key, len(missing), len(all_parts))
 
-        def send(part: Part) -> tuple[int, str]:
+        def send(part: Part) -> str:
             etag = self._send_part(file, part, key, progress.upload_id)
             record.finished_part(name, part.number, etag)
-            return part.number, etag
+            return etag
 
-        with ThreadPoolExecutor(PARALLEL, thread_name_prefix="upload-part") as pool:
-            sent |= dict(_all_or_first_error(pool, send, missing))
+        sent |= _in_parallel(send, missing)
         self._complete(key, size, record.progress.stamp, progress.upload_id, sent)
 
     def _begin(self, key: str, stamp: str) -> Any:
@@ -339,16 +338,35 @@ def _refusal(error: Any) -> str:
     return str(masked(f"{code or status}: {error.response.get('Error', {}).get('Message', '')}"))
 
 
-def _all_or_first_error(
-    pool: ThreadPoolExecutor, send: Callable[[Part], tuple[int, str]], missing: Iterable[Part]
-) -> Iterable[tuple[int, str]]:
-    futures = [pool.submit(send, part) for part in missing]
-    try:
-        for future in futures:
-            yield future.result()
-    finally:
-        for future in futures:
-            future.cancel()
+def _in_parallel(send: Callable[[Part], str], missing: Iterable[Part]) -> dict[int, str]:
+    """What `send` returns for each part, by number; the first error ends it.
+
+    The threads are daemons: a request that hangs does not keep the process from leaving.
+    """
+    waiting: queue.SimpleQueue[Part] = queue.SimpleQueue()
+    sent: dict[int, str] = {}
+    errors: list[Exception] = []
+
+    def work() -> None:
+        while not errors:
+            try:
+                part = waiting.get_nowait()
+                sent[part.number] = send(part)
+            except queue.Empty:
+                return
+            except Exception as error:  # handed to the thread that waits
+                errors.append(error)
+
+    for part in missing:
+        waiting.put(part)
+    threads = [threading.Thread(target=work, name="upload-part", daemon=True) for _ in range(PARALLEL)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return sent
 
 
 def _same(file: Path, part: Part, arrived: dict[int, tuple[int, str]], progress: FileProgress) -> str | None:
