@@ -98,11 +98,43 @@ def test_a_lease_request_that_was_withdrawn_is_granted_nothing(stage: Stage) -> 
     with socket.create_connection((url.host, url.port), PATIENCE) as connection:
         connection.sendall(f"{head}content-length: {len(body)}\r\n\r\n{body}".encode())
         until(lambda: waiters(served) > 0, "a call that is held")
-    until(lambda: waiters(served) == 0, "the end of the call")
+    until(lambda: waiters(served) == 0, "the end of the call", SOON)
     stage.client(served).send(api.replica_exited("rollout-0", "killed"))
     assert second.beat().lost_leases == []
     (_, info) = sorted(stage.client(served).send(api.replicas()), key=lambda info: info.name)[1:]
     assert (info.name, info.leases) == ("rollout-1", 0)
+
+
+def test_a_replica_that_is_lost_while_it_waits_is_granted_nothing(stage: Stage) -> None:
+    """Its machine may have lost its power, with the connection still open."""
+    served = stage.serve()
+    _, first = stage.ready(served)
+    second = stage.rollout(served, "rollout-1")
+    second.register()
+    first.lease(4)
+    waiting = held_open(served, lambda: second.lease(4, LONG))
+    for name in ("rollout-1", "rollout-0"):
+        stage.client(served).send(api.replica_exited(name, "killed"))
+    assert waiting.result(PATIENCE).status is LeaseStatus.THROTTLED
+    states = {info.name: info.state for info in stage.client(served).send(api.replicas())}
+    assert (states["rollout-0"], states["rollout-1"]) == ("lost", "lost")
+    assert second.lease(4).status is LeaseStatus.GRANTED, "who asks again is there again"
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/steps/0/batch?policy_epoch={}&wait_s=60", "/v1/publications/latest?newer_than=1&wait_s=60"]
+)
+def test_nothing_is_kept_of_a_caller_that_hung_up(stage: Stage, path: str) -> None:
+    """So no more calls are held open than there are connections."""
+    served = stage.serve()
+    trainer, _ = stage.ready(served)
+    target = path.format(trainer.reply.policy_epoch)
+    head = f"GET {target} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {TOKENS['policy']}\r\n\r\n"
+    url = httpx.URL(served.url)
+    with socket.create_connection((url.host, url.port), PATIENCE) as connection:
+        connection.sendall(head.encode())
+        until(lambda: waiters(served) > 0, "a call that is held")
+    until(lambda: waiters(served) == 0, "the end of the call")
 
 
 def test_a_request_that_is_sent_again_ends_its_predecessor(stage: Stage) -> None:
