@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from typing import TYPE_CHECKING
 
 from schema.config import Config, Problem
@@ -19,7 +20,17 @@ def reachable_host(config: Config) -> str:
 
 def controller_url(config: Config, port: int | str) -> str:
     """The address of the controller for processes of this machine."""
-    host = reachable_host(config)
+    return _url(config, reachable_host(config), port)
+
+
+def url_from_elsewhere(config: Config, port: int | str) -> str:
+    """The address for other machines, as far as this one knows its name; that of this machine if it is reached by
+    no other."""
+    host = config.controller.host
+    return _url(config, socket.gethostname() if host in ANY_ADDRESS else host, port)
+
+
+def _url(config: Config, host: str, port: int | str) -> str:
     return f"{config.controller.scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 

@@ -25,6 +25,7 @@ from controller.client import ControllerError
 from launcher import placement, redis_server
 from launcher.contact import BRIEF, Contact
 from launcher.display import View, duration
+from launcher.encryption import url_from_elsewhere
 from launcher.interrupts import stop_signals
 from launcher.journal import Journal
 from launcher.logs import tail
@@ -222,10 +223,10 @@ class Job:
         if self.plan.config.is_grpo:
             token, ca = self.plan.run.path / ".tokens" / "rollout", self.plan.config.controller.tls_ca
             trusted = f"COSMOS_TLS_CA={absolute(ca)} " if ca else ""
+            url = url_from_elsewhere(self.plan.config, self.plan.port)
             self.event(
                 f"the controller listens at {self.plan.url}; another rollout replica joins with "
-                f'COSMOS_CONTROLLER_URL={self.plan.url} {trusted}COSMOS_TOKEN="$(cat {token})" '
-                "python -m rollout_worker"
+                f'COSMOS_CONTROLLER_URL={url} {trusted}COSMOS_TOKEN="$(cat {token})" python -m rollout_worker'
             )
 
     def _environment(self, spec: ProcessSpec) -> dict[str, str]:

@@ -76,10 +76,12 @@ class Target:
         return ((config or {}).get("controller") or {}).get("tls_ca") or None
 
     def _refused(self, url: str, error: Exception) -> LaunchError:
-        from controller.client import Refused, Unauthorized
+        from controller.client import Refused, Unauthorized, Untrusted
 
         if isinstance(error, Unauthorized):
             return LaunchError(f"{url} refuses the token: {error}", HOW_TO_GET_IN)
+        if isinstance(error, Untrusted):
+            return LaunchError(str(error), "", EXIT_FAILED)  # it says what to do
         if isinstance(error, Refused):
             return LaunchError(error.detail.partition(": ")[2] or error.detail, "", EXIT_FAILED)
         hint = f"its logs are in {self.run.logs}" if self.run else "is the address right?"
