@@ -18,10 +18,16 @@ import psutil
 from controller import api
 from controller.client import Client, ControllerError
 from schema.wire.messages import JobStatus, LedgerStatus
+from tests.chaos.traces import is_keeper
+from tests.support.waiting import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = Path(sys.executable).with_name("cosmos-launch")
 T = TypeVar("T")
+GROUPS = 4
+"""Groups of a step of `write_config`'s jobs."""
+LONG = 3 * PATIENCE
+"""Seconds for what takes a minute at most on an idle machine: engines that start, a whole job."""
 
 SMALL = """
 [policy]
@@ -80,7 +86,7 @@ options = {{ n = 8, digits = 2, phrasings = 1, seed = 7 }}
 
 [controller]
 heartbeat_interval = 0.5
-heartbeat_timeout = 5.0
+heartbeat_timeout = 60.0
 
 [launcher]
 cpu_threads = 1
@@ -148,10 +154,10 @@ class Program:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
             try:
-                self.process.wait(60)
+                self.process.wait(PATIENCE)
             except subprocess.TimeoutExpired:
                 self.process.kill()
-                self.process.wait(10)
+                self.process.wait(PATIENCE)
         self.wait_no_orphans()
 
     # ---- looking ------------------------------------------------------------------------------------------
@@ -168,7 +174,11 @@ class Program:
         self.seen |= {child.pid for child in found}
         return found
 
-    def wait_no_orphans(self, timeout: float = 20.0) -> None:
+    def wait(self) -> int:
+        """The launcher's exit code."""
+        return self.process.wait(PATIENCE)
+
+    def wait_no_orphans(self, timeout: float = PATIENCE) -> None:
         """Everything that was seen below the launcher is gone."""
 
         def alive() -> list[str]:
@@ -183,8 +193,8 @@ class Program:
             return left
 
         give_up = time.monotonic() + timeout
-        while alive():
-            assert time.monotonic() < give_up, f"processes outlived the job: {alive()}"
+        while left := alive():
+            assert time.monotonic() < give_up, f"processes outlived the job: {left}"
             time.sleep(0.1)
 
     def client(self, role: str = "user", patience: float = 30.0) -> Client:
@@ -192,7 +202,7 @@ class Program:
         token = (self.run_dir / ".tokens" / role).read_text().strip()
         return Client(url, token, patience=patience)
 
-    def until(self, what: str, look: Callable[[Client], T | None], timeout: float = 180.0) -> T:
+    def until(self, what: str, look: Callable[[Client], T | None], timeout: float = LONG) -> T:
         """Ask until `look` answers something true. The job must not end before."""
         give_up = time.monotonic() + timeout
         while time.monotonic() < give_up:
@@ -217,15 +227,16 @@ class Program:
         return self.until(f"step {step}", reached)
 
     def pid_of(self, module: str) -> int:
-        """The process that runs `python -m <module>`."""
+        """The process that runs `python -m <module>`: not its keeper, nor a child of it."""
 
         def find(_: Client) -> int | None:
             for process in self.note_processes():
                 try:
-                    argv = process.cmdline()
+                    argv, above = process.cmdline(), process.parent()
+                    kept = above is not None and is_keeper(tuple(above.cmdline()))
                 except psutil.Error:
                     continue
-                if "-m" in argv and argv[argv.index("-m") + 1] == module and _is_worker(process):
+                if kept and "-m" in argv[:-1] and argv[argv.index("-m") + 1] == module:
                     return process.pid
             return None
 
@@ -235,7 +246,7 @@ class Program:
         """kill -9 of that very process."""
         os.kill(self.pid_of(module), signal.SIGKILL)
 
-    def finish(self, timeout: float = 300.0) -> dict[str, Any]:
+    def finish(self, timeout: float = LONG) -> dict[str, Any]:
         """Wait for the end; the summary. Fails with the output if the exit code is not 0."""
         give_up = time.monotonic() + timeout
         while self.process.poll() is None:
@@ -253,12 +264,6 @@ def _traces(process: psutil.Process) -> str:
         return " ".join([*process.cmdline(), *files, process.cwd()])
     except psutil.Error:
         return ""
-
-
-def _is_worker(process: psutil.Process) -> bool:
-    """Not a reward process or another child of a worker."""
-    parent = process.parent()
-    return parent is None or "policy_worker" not in " ".join(parent.cmdline()).split()
 
 
 def check_ledger(summary: dict[str, Any], bound: int, trained: int | None = None) -> LedgerStatus:

@@ -19,13 +19,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from controller import api
 from rollout_worker.worker import Worker
 from schema.wire.messages import ReplicaInfo
-from tests.e2e.program import COMMAND, ROOT, Program, check_ledger, write_config
+from tests.e2e.held import REWARDS, go_on, hold
+from tests.e2e.program import COMMAND, LONG, ROOT, Program, check_ledger, write_config
+from tests.support.waiting import PATIENCE
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 LAZY = (AutoConfig, AutoModelForCausalLM, AutoTokenizer)
 """Imported before replicas share this process: transformers loads its parts when they are asked for."""
-GUESTS, AT_ONCE = 20, 3
+GUESTS, AT_ONCE, BOUND = 20, 3, 8
 LENGTHS = """
 def length(completion, row):
     return float(len(completion))
@@ -76,7 +78,7 @@ class Guests:
 
     @staticmethod
     async def _until(condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(90.0):
+        async with asyncio.timeout(PATIENCE):
             while not condition():  # noqa: ASYNC110 - looks at what has no event
                 await asyncio.sleep(0.02)
 
@@ -88,17 +90,18 @@ def replicas(program: Program) -> dict[str, ReplicaInfo]:
 
 def command(*arguments: object) -> subprocess.CompletedProcess[str]:
     line = [str(COMMAND), *map(str, arguments)]
-    return subprocess.run(line, capture_output=True, text=True, timeout=300, check=False, cwd=ROOT)
+    return subprocess.run(line, capture_output=True, text=True, timeout=LONG, check=False, cwd=ROOT)
 
 
 def test_twenty_replicas_come_and_go(tmp_path: Path, model: Path) -> None:
-    config = write_config(tmp_path, model, steps=2000, rows=20_000, validation=False)
+    """The bound is wide, or a guest on a busy machine finds that the trainer has outrun its weights, each time."""
+    config = write_config(tmp_path, model, bound=BOUND, steps=5000, rows=20_000, validation=False)
     with Program(config) as program:
         program.until_step(1)
         token = (program.run_dir / ".tokens" / "rollout").read_text().strip()
         guests = Guests(program.client().url, token)
         guests.start()
-        program.until("all guests have come and gone", lambda _: guests.gone, timeout=240.0)
+        program.until("all guests have come and gone", lambda _: guests.gone, timeout=2 * LONG)
         assert guests.errors == []
         assert len(guests.left) == GUESTS
         found = replicas(program)
@@ -107,35 +110,34 @@ def test_twenty_replicas_come_and_go(tmp_path: Path, model: Path) -> None:
         assert all(found[name].version >= 1 for name in guests.left), "the newest weights came first"
         step = program.until_step(0).step
         program.until_step(step + 3)
-        stopped = command("stop", program.run_dir, "--wait", "60")
+        stopped = command("stop", program.run_dir, "--wait", str(PATIENCE))
         assert stopped.returncode == 0, stopped.stderr
-        assert program.process.wait(60) == 130
+        assert program.wait() == 130
     summary = json.loads((program.run_dir / "summary.json").read_text())
     ledger = summary["ledger"]
     assert sum(ledger["states"].values()) == ledger["created"]
     assert ledger["states"]["trained"] == 4 * len(summary["steps"])
     assert set(ledger["dropped"]) <= {"surplus"}
-    assert (ledger["over_bound"], ledger["max_staleness"] <= 2) == (0, True)
+    assert (ledger["over_bound"], ledger["max_staleness"] <= BOUND) == (0, True)
 
 
 def lengths_of(folder: Path, model: Path, disturb: Callable[[Program], None]) -> dict[str, Any]:
     """Moments of the lengths of all trained samples, in a job whose weights stay as they are."""
     folder.mkdir()
-    config = write_config(folder, model, steps=8, rows=32, validation=False)
+    config = hold(write_config(folder, model, steps=8, validation=False), step=6, rows=32)
     functions = folder / "lengths.py"
     functions.write_text(LENGTHS)
-    text = config.read_text().replace(
-        "{ boxed_math = 1.0, format = 0.2 }", f'{{ "{functions}:length" = 1.0, "{functions}:square" = 1.0 }}'
-    )
+    plain = REWARDS.strip("{ }")
+    text = config.read_text().replace(plain, f'"{functions}:length" = 1.0, "{functions}:square" = 1.0')
     config.write_text(text.replace("optm_lr = 1e-3", "optm_lr = 1e-30\nepoch = 1"))
     with Program(config) as program:
         disturb(program)
+        go_on(program)
         summary = program.finish()
     check_ledger(summary, 2, trained=32)
     assert summary["ledger"]["dropped"] == {}
     steps = [step["metrics"] for step in summary["steps"]]
-    names = ["response_tokens_mean", *(name for name in steps[0] if name.startswith("reward/"))]
-    assert len(names) == 3
+    names = ["response_tokens_mean", *(f"reward/{functions}:{name}" for name in ("length", "square"))]
     moments = {name.rpartition(":")[2]: sum(step[name] * step["samples"] for step in steps) for name in names}
     return {"samples": sum(step["samples"] for step in steps), **moments}
 
@@ -173,16 +175,16 @@ def test_sigterm_to_the_last_replica_and_drain_by_name(tmp_path: Path, model: Pa
         log = (program.run_dir / "logs" / "rollout-0.log").read_text()
         assert "may end within 12 s (launcher.shutdown_timeout = 20)" in log
         assert command("stop", program.run_dir, "--now").returncode == 0
-        assert program.process.wait(60) == 130
+        assert program.wait() == 130
 
 
 def test_a_run_is_moved_and_goes_on_from_its_own_configuration(tmp_path: Path, model: Path) -> None:
-    config = write_config(tmp_path, model, steps=60, rows=300, validation=False)
+    config = hold(write_config(tmp_path, model, steps=12, validation=False), step=4, rows=60)
     checkpoints = '[train.ckpt]\nenable_checkpoint = true\nsave_freq = 100\nsave_mode = "sync"\n'
     config.write_text(config.read_text() + checkpoints)
     with Program(config) as program:
         program.until_step(2)
-        asked = command("checkpoint", program.run_dir, "--wait", "60")
+        asked = command("checkpoint", program.run_dir, "--wait", str(PATIENCE))
         assert asked.returncode == 0, asked.stderr
         assert "step-" in asked.stdout
         assert command("pause", program.run_dir).returncode == 0
@@ -191,8 +193,9 @@ def test_a_run_is_moved_and_goes_on_from_its_own_configuration(tmp_path: Path, m
         assert refused.returncode == 2
         assert f"its launcher is pid {program.process.pid}" in refused.stderr
         assert command("resume", program.run_dir).returncode == 0
-        assert command("stop", program.run_dir, "--wait", "60").returncode == 0
-        assert program.process.wait(60) == 130
+        assert command("stop", program.run_dir, "--wait", str(PATIENCE)).returncode == 0
+        assert program.wait() == 130
+    go_on(program)
     moved = tmp_path / "elsewhere" / "moved"
     moved.parent.mkdir()
     program.run_dir.rename(moved)
@@ -203,7 +206,7 @@ def test_a_run_is_moved_and_goes_on_from_its_own_configuration(tmp_path: Path, m
     ) == (0, True)
     resumed = command("--resume", moved)
     assert resumed.returncode == 0, resumed.stdout[-3000:] + resumed.stderr[-3000:]
-    assert "60 of 60" in resumed.stdout
+    assert "12 of 12" in resumed.stdout
     assert (moved / "final" / "config.json").exists()
     again = command("--resume", moved)
     assert (again.returncode, "nothing to resume" in again.stdout) == (0, True)

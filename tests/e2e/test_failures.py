@@ -5,24 +5,25 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 
+from tests.e2e.held import go_on, hold
 from tests.e2e.program import Program, check_ledger, write_config
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.e2e
 
 
 def test_a_killed_rollout_replica_of_vllm_is_survived(tmp_path: Path, model: Path) -> None:
-    config = write_config(tmp_path, model, engine="vllm", steps=30)
+    config = hold(write_config(tmp_path, model, engine="vllm", steps=12), step=6, rows=60)
     with Program(config) as program:
         program.until_step(3)
         program.kill("rollout_worker")
+        go_on(program)
         summary = program.finish()
-    check_ledger(summary, 2, trained=30 * 4)
+    check_ledger(summary, 2, trained=12 * 4)
     assert sum(count for name, count in summary["restarts"].items() if "rollout" in name) == 1
 
 
@@ -31,7 +32,7 @@ def test_losing_the_trainer_without_a_checkpoint_is_a_named_error(tmp_path: Path
     with Program(config) as program:
         program.until_step(3)
         program.kill("policy_worker")
-        assert program.process.wait(120) == 1
+        assert program.wait() == 1
     assert "checkpoint" in program.output()
 
 
@@ -42,7 +43,7 @@ def test_ctrl_c_ends_in_order_and_leaves_nobody(tmp_path: Path, model: Path, eng
         program.until_step(2)
         program.note_processes()
         program.process.send_signal(signal.SIGINT)
-        assert program.process.wait(60) == 130
+        assert program.wait() == 130
         program.wait_no_orphans(timeout=1.0)
 
 
@@ -52,8 +53,8 @@ def test_a_killed_launcher_leaves_no_orphan_of_vllm(tmp_path: Path, model: Path)
         program.until_step(2)
         program.note_processes()
         program.process.kill()
-        program.process.wait(10)
-        program.wait_no_orphans(timeout=40.0)
+        program.wait()
+        program.wait_no_orphans()
 
 
 def test_a_crashing_replica_ends_the_job_when_its_budget_is_used_up(tmp_path: Path, model: Path) -> None:
@@ -63,12 +64,9 @@ def test_a_crashing_replica_ends_the_job_when_its_budget_is_used_up(tmp_path: Pa
         program.until_step(2)
         first = program.pid_of("rollout_worker")
         os.kill(first, signal.SIGKILL)
-        give_up = time.monotonic() + 60
-        while (second := program.pid_of("rollout_worker")) == first or not psutil.pid_exists(second):
-            assert time.monotonic() < give_up
-            time.sleep(0.1)
-        os.kill(second, signal.SIGKILL)
-        assert program.process.wait(90) == 1
+        until(lambda: program.pid_of("rollout_worker") != first, "the second start")
+        program.kill("rollout_worker")
+        assert program.wait() == 1
     assert "max_restarts" in program.output()
 
 
@@ -80,7 +78,7 @@ def test_data_that_cannot_be_prepared_is_a_clear_error(tmp_path: Path, model: Pa
     text = config.read_text().replace("synthetic:addition", str(tmp_path / "rows.jsonl"), 1)
     config.write_text(text.replace("options = { n = 200, digits = 2, phrasings = 1 }", "", 1))
     with Program(config) as program:
-        assert program.process.wait(90) == 2
+        assert program.wait() == 2
     output = program.output()
     assert "row 6" in output, "rows are counted from 1: " + output
     assert "`prompt`" in output

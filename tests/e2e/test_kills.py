@@ -21,7 +21,7 @@ from tests.chaos.servers import ObjectStore
 from tests.chaos.setting import Setting
 from tests.e2e.program import Program, check_ledger, write_config
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 REWARDS = """
 import os
@@ -98,7 +98,7 @@ def moody_job(folder: Path, model: Path, kinds: list[str], rows: int, **changes:
     for old, new in {
         '"synthetic:addition"\noptions = { n = 200, digits = 2, phrasings = 1 }': f'"{folder}/rows.jsonl"',
         "{ boxed_math = 1.0, format = 0.2 }": f'{{ "{folder}/rewards.py:moody" = 1.0 }}\ndataloader_shuffle = false',
-        "[controller]\n": f'[reward]\ntimeout = 2.0\n{changes["reward"]}\n[custom]\nmarker = "{folder}/"\n\n'
+        "[controller]\n": f'[reward]\ntimeout = 5.0\n{changes["reward"]}\n[custom]\nmarker = "{folder}/"\n\n'
         f"[controller]\nmax_attempts = 2\n",
         "[launcher]\n": "[launcher]\nmax_restarts = 20\n",
     }.items():

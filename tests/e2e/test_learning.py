@@ -18,7 +18,7 @@ pytestmark = pytest.mark.e2e
 def quickstart(out: Path, *arguments: str) -> dict[str, object]:
     script = ROOT / "examples" / "quickstart" / "run.py"
     command = [sys.executable, str(script), "--plain", "--out", str(out), *arguments]
-    result = subprocess.run(command, cwd=out.parent, capture_output=True, text=True, timeout=600, check=False)
+    result = subprocess.run(command, cwd=out.parent, capture_output=True, text=True, timeout=800, check=False)
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-3000:]
     return json.loads((out / "grpo" / "summary.json").read_text())  # type: ignore[no-any-return]
 

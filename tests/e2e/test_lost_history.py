@@ -7,13 +7,14 @@ import random
 import re
 import shutil
 import signal
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.e2e.held import go_on, hold
 from tests.e2e.program import Program, check_ledger, write_config
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.e2e
 
@@ -52,16 +53,17 @@ def check_truth(program: Program, n_steps: int, bound: int) -> None:
 
 def redis_of(program: Program) -> psutil.Process:
     """The embedded server below the launcher."""
-    give_up = time.monotonic() + 60
-    while time.monotonic() < give_up:
+
+    def found() -> psutil.Process | None:
         for process in program.note_processes():
             try:
                 if process.name().startswith("valkey-server"):
                     return process
             except psutil.Error:
                 continue
-        time.sleep(0.05)
-    raise AssertionError("there is no Redis")
+        return None
+
+    return until(found, "a Redis")
 
 
 def lose(program: Program, share: float) -> None:
@@ -79,11 +81,12 @@ def lose(program: Program, share: float) -> None:
 
 def test_redis_and_controller_die_and_the_file_loses_its_end(tmp_path: Path, model: Path) -> None:
     chance = random.Random(5)
-    config = write_config(tmp_path, model, steps=16)
+    config = hold(write_config(tmp_path, model, steps=16), step=12, rows=80)
     with Program(config) as program:
         for step in (3, 8):
             program.until_step(step)
             lose(program, 1 - chance.random() / 2)
+        go_on(program)
         summary = program.finish()
         check_truth(program, 16, 2)
     check_ledger(summary, 2, trained=16 * 4)
@@ -93,12 +96,13 @@ def test_redis_and_controller_die_and_the_file_loses_its_end(tmp_path: Path, mod
 
 
 def test_a_run_goes_on_from_its_checkpoint_when_redis_is_gone(tmp_path: Path, model: Path) -> None:
-    config = write_config(tmp_path, model, steps=8, validation=False)
+    config = hold(write_config(tmp_path, model, steps=8, validation=False), step=6, rows=80)
     config.write_text(config.read_text() + CHECKPOINTS)
     with Program(config) as program:
         program.until_step(5)
         program.process.send_signal(signal.SIGINT)
-        assert program.process.wait(60) == 130
+        assert program.wait() == 130
+    go_on(program)
     shutil.rmtree(program.run_dir / "redis")
     with Program(config, ("--resume",)) as program:
         summary = program.finish()
