@@ -19,6 +19,7 @@ from tests.chaos.servers import NamedRedis, ObjectStore
 from tests.chaos.setting import Setting
 from tests.chaos.traces import Traces, is_keeper, kill
 from tests.chaos.watch import Watch
+from tests.support.waiting import PATIENCE
 
 COMMAND = Path(sys.executable).with_name("cosmos-launch")
 TICK = 0.01
@@ -29,7 +30,6 @@ NOBODY = 15.0
 """Seconds for which a strike that is due waits for somebody of its role; then the next one has its turn."""
 STUCK = 180.0
 """Seconds without a committed step, a kill or an end after which the job counts as stuck."""
-END_SECONDS = 60.0
 
 
 @dataclass(slots=True)
@@ -205,7 +205,7 @@ class StruckJob:
         if launcher is None or launcher.poll() is not None:
             return None
         launcher.kill()
-        launcher.wait(END_SECONDS)
+        launcher.wait(PATIENCE)
         self._launcher = None
         self._revivals.append((time.monotonic() + strike.pause, lambda: self._launch("--resume")))
         return f"launcher {launcher.pid}"
@@ -300,10 +300,10 @@ class StruckJob:
         if self._launcher is not None and self._launcher.poll() is None:
             self._launcher.send_signal(signal.SIGTERM)
             try:
-                self._launcher.wait(END_SECONDS)
+                self._launcher.wait(PATIENCE)
             except subprocess.TimeoutExpired:
                 self._launcher.kill()
-                self._launcher.wait(END_SECONDS)
+                self._launcher.wait(PATIENCE)
         for process in self.traces.look():
             kill(process)
         for server in (self.redis, self.store):

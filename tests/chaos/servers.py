@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -23,8 +22,8 @@ from tests.support.certificates import make_certificates
 from tests.support.objects import Gate, running_objects
 from tests.support.ports import free_port
 from tests.support.tls_proxy import tls_proxy
+from tests.support.waiting import PATIENCE, until
 
-READY_SECONDS = 30.0
 BUCKET = "chaos"
 
 
@@ -78,25 +77,23 @@ class NamedRedis:
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Start, and wait until it has loaded its file. Raises TimeoutError."""
+        """Start, and wait until it has loaded its file."""
         self._process = subprocess.Popen([str(get_binary_path()), str(self._config)], start_new_session=True)
-        give_up = time.monotonic() + READY_SECONDS
-        while True:
-            try:
-                with redis.Redis.from_url(self._socket_url, password=self._password) as client:
-                    client.ping()
-                return
-            except redis.RedisError as error:
-                if time.monotonic() > give_up:
-                    raise TimeoutError(f"the Redis server does not get ready: {error}") from None
-                time.sleep(0.02)
+        until(self._answers, "the Redis server")
+
+    def _answers(self) -> bool:
+        try:
+            with redis.Redis.from_url(self._socket_url, password=self._password) as client:
+                return bool(client.ping())
+        except redis.RedisError:
+            return False
 
     def kill(self) -> None:
         """kill -9; nothing if it is down already."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
-            process.wait(READY_SECONDS)
+            process.wait(PATIENCE)
 
 
 class ObjectStore:
@@ -138,25 +135,24 @@ class ObjectStore:
         return None if self._front is None else self._front.pid
 
     def start(self) -> None:
-        """Start, and wait until it takes connections. Raises TimeoutError."""
+        """Start, and wait until it takes connections."""
         command = [sys.executable, "-m", "tests.chaos.servers", str(self._port), str(self._behind.port)]
         self._front = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
-        give_up = time.monotonic() + READY_SECONDS
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", self._port), timeout=1).close()
-                return
-            except OSError as error:
-                if time.monotonic() > give_up:
-                    raise TimeoutError(f"the object store does not get ready: {error}") from None
-                time.sleep(0.02)
+        until(self._listens, "the front of the object store")
+
+    def _listens(self) -> bool:
+        try:
+            socket.create_connection(("127.0.0.1", self._port), timeout=1).close()
+        except OSError:
+            return False
+        return True
 
     def kill(self) -> None:
         """kill -9; nothing if it is down already."""
         process, self._front = self._front, None
         if process is not None:
             process.kill()
-            process.wait(READY_SECONDS)
+            process.wait(PATIENCE)
 
     def missing(self, run_dir: Path) -> list[str]:
         """Violations: what a finished run holds and the store does not, byte for byte, and parts left under way."""

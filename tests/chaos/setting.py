@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.chaos.judge import Shape
-from tests.e2e.program import VLLM
+from tests.e2e.program import LONG, VLLM
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -169,5 +169,5 @@ class Setting:
 def make_model(path: Path) -> Path:
     """The quickstart's tiny model with random weights."""
     script = ROOT / "examples" / "quickstart" / "make_model.py"
-    subprocess.run([sys.executable, str(script), "--out", str(path), "--seed", "1"], check=True, timeout=120)
+    subprocess.run([sys.executable, str(script), "--out", str(path), "--seed", "1"], check=True, timeout=LONG)
     return path

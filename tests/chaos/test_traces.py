@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.traces import Process, Traces, is_keeper, kill, role_of, strays
+from tests.support.waiting import PATIENCE
 
 SLEEPER = """
 import mmap, os, socket, sys, time
@@ -51,7 +52,7 @@ def test_what_a_job_leaves_is_found(tmp_path: Path) -> None:
             for trace in (f"process {process.pid}", "port ", f"shared memory {shared}"):
                 assert trace in left
             assert kill(found)
-            process.wait(10)
+            process.wait(PATIENCE)
             assert traces.left_behind(folder / "run") == [f"shared memory {shared} was left"]
     finally:
         shared.unlink()

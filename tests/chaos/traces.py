@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.chaos.plan import Role
+from tests.support.waiting import PATIENCE
 
 PROC = Path("/proc")
 SHM = Path("/dev/shm")
@@ -84,7 +85,7 @@ class Traces:
 
     # ---- at the end ---------------------------------------------------------------------------------------
 
-    def left_behind(self, run_dir: Path, patience: float = 10.0) -> list[str]:
+    def left_behind(self, run_dir: Path, patience: float = PATIENCE) -> list[str]:
         """Violations: what of this job is still there although the launcher has ended."""
         give_up = time.monotonic() + patience
         while (alive := list(self._processes())) and time.monotonic() < give_up:

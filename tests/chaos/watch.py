@@ -10,6 +10,7 @@ from pathlib import Path
 from controller import api
 from controller.client import Client, ControllerError
 from schema.wire.messages import JobStatus
+from tests.support.waiting import PATIENCE
 
 EVERY = 0.1
 
@@ -31,7 +32,7 @@ class Watch:
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
-        self._thread.join(60)
+        self._thread.join(PATIENCE)
 
     def _run(self) -> None:
         while not self._stop.wait(EVERY):

@@ -38,6 +38,7 @@ from tests.controller.drivers import Rollout, Trainer, train_step
 from tests.support.controller import TOKENS, make_config, make_run_dir
 from tests.support.served import ServedController, served_controller
 from tests.support.valkey import running_valkey
+from tests.support.waiting import PATIENCE
 
 CHECKS = (not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance)
 WAITS = ("wait_s",)
@@ -117,7 +118,7 @@ def fuzz(
         found.ok() for found in schemathesis.openapi.from_dict(document(served)).get_all_operations()
     ]
     operations.sort(key=lambda operation: operation.path in ENDS)
-    with httpx.Client(base_url=served.url, trust_env=False, timeout=60) as http:
+    with httpx.Client(base_url=served.url, trust_env=False, timeout=PATIENCE) as http:
         for operation in operations:
             for role, token in TOKENS.items():
                 begun = time.monotonic()
@@ -159,7 +160,7 @@ def _fuzz_one(
                 case.query.pop(name, None)  # it would be right to wait
         if isinstance(case.body, dict) and "wait_s" in case.body:
             case.body["wait_s"] = 0.0
-        response = case.call(base_url=str(http.base_url), headers=headers, timeout=60)
+        response = case.call(base_url=str(http.base_url), headers=headers, timeout=PATIENCE)
         seen[f"{response.status_code // 100}xx"] += 1
         case.validate_response(response, checks=list(CHECKS))
 

@@ -29,6 +29,7 @@ from schema.tls import client_context, faults, server_context
 from tests.support.certificates import Certificates, make_certificates
 from tests.support.controller import TOKENS, ControllerProcess, make_config, make_run_dir, running_controller
 from tests.support.valkey import running_valkey
+from tests.support.waiting import PATIENCE
 
 
 def encrypted(certificates: Certificates, **more: Any) -> Config:
@@ -111,7 +112,7 @@ def test_older_protocols_are_refused(https_controller: ControllerProcess, certif
 
 def _connected(process: ControllerProcess, context: ssl.SSLContext) -> ssl.SSLSocket:
     port = int(url_of(process).rpartition(":")[2])
-    plain = socket.create_connection(("127.0.0.1", port), timeout=20)
+    plain = socket.create_connection(("127.0.0.1", port), timeout=PATIENCE)
     try:
         return context.wrap_socket(plain, server_hostname="127.0.0.1")
     except BaseException:

@@ -21,6 +21,7 @@ from tests.controller.drivers import Rollout, Trainer
 from tests.support.controller import TOKENS, make_config, make_run_dir
 from tests.support.served import ServedController, served_controller
 from tests.support.valkey import ValkeyServer, running_valkey
+from tests.support.waiting import PATIENCE
 from weight_sync import DirectoryStore, WeightError, fetch
 
 HOSTILE = [
@@ -186,7 +187,7 @@ def test_names_in_requests_touch_neither_files_nor_foreign_keys(
         ("policy", "GET", f"/v1/checkpoints/{part}/ledger"),
     ]  # fmt: skip
     body = json.dumps({"request_id": "12345678", "role": "rollout", "name": name})
-    with httpx.Client(base_url=served.url, trust_env=False, timeout=60) as http:
+    with httpx.Client(base_url=served.url, trust_env=False, timeout=PATIENCE) as http:
         for role, method, path in asked:
             answer = http.request(method, path, headers={"authorization": f"Bearer {TOKENS[role]}"})
             assert answer.status_code < 500, (method, path, answer.text)

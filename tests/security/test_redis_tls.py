@@ -10,6 +10,7 @@ import pytest
 from controller.serve import Settings
 from launcher.redis_server import RedisUnusableError, check, named
 from schema.config import RedisConfig
+from tests.controller.conftest import PATIENT
 from tests.controller.drivers import Rollout, Trainer, train_step
 from tests.security.conftest import PASSWORD, GuardedRedis
 from tests.support.certificates import Certificates
@@ -20,7 +21,7 @@ from tests.support.controller import TOKENS, make_config, make_run_dir, running_
 def test_a_controller_works_on_a_server_with_password_and_mutual_tls(
     tmp_path: Path, guarded_redis: GuardedRedis
 ) -> None:
-    config = make_config(redis={"url": guarded_redis.url, **guarded_redis.files()})
+    config = make_config(redis={"url": guarded_redis.url, **guarded_redis.files()}, controller=PATIENT)
     run_dir = make_run_dir(tmp_path / "run", config)
     environment = {"COSMOS_REDIS_PASSWORD": PASSWORD}
     with running_controller(run_dir, guarded_redis.url, **environment) as process:

@@ -30,6 +30,7 @@ from tests.controller.test_auth import RULES
 from tests.support.controller import TOKENS, make_config, make_run_dir, running_controller
 from tests.support.served import ServedController, served_controller
 from tests.support.valkey import running_valkey
+from tests.support.waiting import PATIENCE
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +42,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedControlle
 
 @pytest.fixture
 def http(served: ServedController) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=served.url, trust_env=False, timeout=60) as client:
+    with httpx.Client(base_url=served.url, trust_env=False, timeout=PATIENCE) as client:
         yield client
 
 
@@ -156,7 +157,10 @@ def test_a_head_without_end_is_cut_off(tmp_path: Path) -> None:
     with running_valkey() as valkey, running_controller(run_dir, valkey.url) as process:
         port = int(process.address()["url"].rpartition(":")[2])
         for chunk in (b"x-a: " + b"a" * 4096 + b"\r\n", b"a" * 4096):
-            with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+            with socket.socket() as connection:
+                connection.settimeout(PATIENCE)
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MOST_BEFORE_A_REQUEST)
+                connection.connect(("127.0.0.1", port))  # what nobody has read yet cannot pile up in between
                 connection.sendall(b"GET /v1/job HTTP/1.1\r\nhost: x\r\nx-b: ")
                 sent = 0
                 try:
@@ -181,7 +185,7 @@ def test_a_head_in_many_pieces_and_a_long_body_are_fine(tmp_path: Path) -> None:
             f"POST /v1/config/validate HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {token}\r\n"
             f"content-length: {len(body)}\r\n\r\n"
         ).encode()
-        with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+        with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as connection:
             for _ in range(3):
                 for i in range(0, len(head), 7):
                     connection.sendall(head[i : i + 7])
