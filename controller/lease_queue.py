@@ -47,7 +47,7 @@ class LeaseQueue:
 
     Args:
         changed: moves whenever an answer might be another one.
-        decide: the answer to a request now. Raises `ReplicaError`, `StoreUnavailable`.
+        decide: the answer to a request now; None: it waits no longer. Raises `ReplicaError`, `StoreUnavailable`.
         alike: whether all requests of a kind are refused together now.
         stage: hands over what `decide` has changed, before anything else may change.
         closing: whether everybody has to leave.
@@ -56,7 +56,7 @@ class LeaseQueue:
     def __init__(
         self,
         changed: Signal,
-        decide: Callable[[LeaseRequest], LeaseReply],
+        decide: Callable[[LeaseRequest], LeaseReply | None],
         alike: Callable[[], bool],
         stage: Callable[[], None],
         closing: Callable[[], bool],
@@ -140,6 +140,9 @@ class LeaseQueue:
             reply = self._decide(waiter.request)
         except (ReplicaError, StoreUnavailable) as error:
             waiter.answer.set_exception(error)
+            return True
+        if reply is None:
+            self._settle(waiter, waiter.refusal)
             return True
         waiter.refusal = reply
         if reply.status in HELD_OPEN and not self._closing():

@@ -58,7 +58,7 @@ class Leasing:
         self._answered: dict[str, None] = {}
         """Request ids that were granted groups, the oldest first: a late duplicate gets no others."""
         self._waiting = LeaseQueue(
-            job.lease_signal, self._decide, self._alike, job.stage, lambda: job.closing
+            job.lease_signal, self._decide_later, self._alike, job.stage, lambda: job.closing
         )
 
     # ---- lease --------------------------------------------------------------------------------------------
@@ -70,10 +70,14 @@ class Leasing:
 
     async def lease_now(self, request: LeaseRequest) -> LeaseReply:
         """The answer of this moment. Raises as `lease`."""
+        job = self._job
+        job.store.require()
+        replica = job.registry.check(request.replica_id, request.incarnation, "rollout")
+        job.registry.seen(replica, job.clock())
         self._waiting.withdraw(request.request_id)
         self._waiting.catch_up()
         reply = self._decide(request)
-        await self._job.save()
+        await job.save()
         return reply
 
     def may_wait(self, request: LeaseRequest, reply: LeaseReply) -> bool:
@@ -93,11 +97,15 @@ class Leasing:
             return False
         return not any(replica.state == "draining" for replica in job.registry)
 
+    def _decide_later(self, request: LeaseRequest) -> LeaseReply | None:
+        """The answer to a request that waits; None if its replica was lost meanwhile: nobody may be listening."""
+        replica = self._job.registry.check(request.replica_id, request.incarnation, "rollout")
+        return None if replica.state == "lost" else self._decide(request)
+
     def _decide(self, request: LeaseRequest) -> LeaseReply:
         job, now = self._job, self._job.clock()
         job.store.require()
         replica = job.registry.check(request.replica_id, request.incarnation, "rollout")
-        job.registry.seen(replica, now)
         if request.publication_id >= replica.publication_id:  # else this request is late
             replica.version, replica.publication_id = request.version, request.publication_id
         if job.ended:

@@ -253,7 +253,7 @@ class Training:
                 await job.save()  # nobody may load what a successor of this controller would not know
                 return newest
             left = give_up - loop.time()
-            if left <= 0 or job.closing or job.ended:
+            if left <= 0 or job.closing:
                 return None
             await job.publication_signal.wait(seen, left)
 

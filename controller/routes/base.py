@@ -18,6 +18,7 @@ from schema.wire.invalid import describe
 from schema.wire.messages import ErrorCode
 
 T = TypeVar("T", bound=BaseModel)
+R = TypeVar("R")
 
 Number = Annotated[int, Path(ge=0, lt=2**53)]
 """A step, or the index of a sample, in a path."""
@@ -42,7 +43,7 @@ async def read(request: Request, kind: type[T]) -> T:
         raise ProblemError(ErrorCode.BAD_REQUEST, detail) from None
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
+async def unless_gone(request: Request, work: Coroutine[Any, Any, R]) -> R | None:
     """The result of `work`, or None, with `work` cancelled, when the caller hangs up before it is there."""
     working = asyncio.create_task(work)
     leaving = asyncio.create_task(_hung_up(request))

@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from controller.auth import ANYBODY, POLICY
-from controller.routes.base import Since, WaitSeconds, json_body, nothing, read, reply
+from controller.routes.base import Since, WaitSeconds, json_body, nothing, read, reply, unless_gone
 from controller.service import Controller
 from schema.wire import messages as m
 from schema.wire.weights import Publication
@@ -24,7 +24,7 @@ def router(controller: Controller) -> APIRouter:
     @api.get("/latest", responses={200: {"model": Publication}, 204: {"description": "nothing newer"}})
     async def latest(request: Request, newer_than: Since = 0, wait_s: WaitSeconds = 0.0) -> Response:
         tokens.require(request, ANYBODY)
-        publication = await training.latest_publication(newer_than, wait_s)
+        publication = await unless_gone(request, training.latest_publication(newer_than, wait_s))
         return nothing() if publication is None else reply(publication)
 
     return api

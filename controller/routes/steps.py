@@ -18,6 +18,7 @@ from controller.routes.base import (
     read,
     reply,
     reply_list,
+    unless_gone,
 )
 from controller.service import Controller
 from schema.wire import messages as m
@@ -33,7 +34,7 @@ def router(controller: Controller) -> APIRouter:
         request: Request, step: Number, policy_epoch: Since, samples: str = "all", wait_s: WaitSeconds = 0.0
     ) -> Response:
         tokens.require(request, POLICY)
-        data = await training.batch(step, policy_epoch, _rows(samples), wait_s)
+        data = await unless_gone(request, training.batch(step, policy_epoch, _rows(samples), wait_s))
         return nothing() if data is None else frame_reply(data)
 
     @api.post(

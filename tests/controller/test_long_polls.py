@@ -115,7 +115,7 @@ def test_a_replica_that_is_lost_while_it_waits_is_granted_nothing(stage: Stage) 
     waiting = held_open(served, lambda: second.lease(4, LONG))
     for name in ("rollout-1", "rollout-0"):
         stage.client(served).send(api.replica_exited(name, "killed"))
-    assert waiting.result(PATIENCE).status is LeaseStatus.THROTTLED
+    assert waiting.result(SOON).status is LeaseStatus.THROTTLED
     states = {info.name: info.state for info in stage.client(served).send(api.replicas())}
     assert (states["rollout-0"], states["rollout-1"]) == ("lost", "lost")
     assert second.lease(4).status is LeaseStatus.GRANTED, "who asks again is there again"
@@ -134,7 +134,7 @@ def test_nothing_is_kept_of_a_caller_that_hung_up(stage: Stage, path: str) -> No
     with socket.create_connection((url.host, url.port), PATIENCE) as connection:
         connection.sendall(head.encode())
         until(lambda: waiters(served) > 0, "a call that is held")
-    until(lambda: waiters(served) == 0, "the end of the call")
+    until(lambda: waiters(served) == 0, "the end of the call", SOON)
 
 
 def test_a_request_that_is_sent_again_ends_its_predecessor(stage: Stage) -> None:

@@ -149,7 +149,7 @@ def test_a_file_that_vanishes_while_it_is_listed_keeps_no_other(tmp_path: Path) 
     writer = threading.Thread(target=write_and_rename)
     writer.start()
     try:
-        until(lambda: (tmp_path / "e5-p9.busy.0").exists(), "the first file")
+        until((tmp_path / "e5-p9.busy.0").exists, "the first file")
         for _ in range(200):
             names = {name for name, _ in PayloadFiles(tmp_path)._list()}
             assert names >= {f"e5-p{number}.x.0" for number in range(3)}
