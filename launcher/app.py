@@ -62,7 +62,7 @@ One start makes <train.output_dir>/<timestamp>/ with logs/, weights/, checkpoint
 model) and summary.json. Ctrl-C ends in order, a second one at once; SIGUSR1 saves a checkpoint.
 
 \b
-Exit codes: 0 success, 1 the job failed, 2 wrong configuration or usage (nothing was started),
+Exit codes: 0 success, 1 the job failed, 2 wrong configuration or usage,
 130 stopped (Ctrl-C or `cosmos-launch stop`), 143 and 129 stopped by SIGTERM and SIGHUP.
 """
 
