@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,8 +46,13 @@ class Result:
 
     @property
     def final_model(self) -> Path | None:
+        """The exported model; None where an earlier start left one and training has gone on since."""
         final = self.run_dir / "final"
-        return final if (final / "config.json").exists() else None
+        try:
+            written = (final / "config.json").stat().st_mtime
+        except OSError:
+            return None
+        return final if self.outcome == "finished" or written >= time.time() - self.elapsed else None
 
     def summary(self) -> dict[str, Any]:
         """The content of `summary.json`."""

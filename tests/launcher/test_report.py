@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import time
 from pathlib import Path
 
 from rich.console import Console
@@ -43,6 +45,17 @@ def test_the_table_says_what_changed_and_where_things_are(tmp_path: Path):
     assert found["model"] == str(tmp_path / "final")
     assert found["logs"] == str(tmp_path / "logs")
     assert "loss" not in found, "reward says more, and both would be two answers to one question"
+
+
+def test_the_model_of_an_earlier_start_is_not_that_of_a_run_that_went_on(tmp_path: Path):
+    (tmp_path / "final").mkdir()
+    config = tmp_path / "final" / "config.json"
+    config.write_text("{}")
+    assert result(tmp_path, full(), "stopped").final_model == tmp_path / "final", "exported before it left"
+    before = time.time() - 1000.0
+    os.utime(config, (before, before))
+    assert result(tmp_path, full(), "stopped").final_model is None
+    assert result(tmp_path, full(), "finished").final_model == tmp_path / "final", "finished before, too"
 
 
 def test_a_run_that_never_got_a_controller_has_a_table_too(tmp_path: Path):
