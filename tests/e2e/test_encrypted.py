@@ -1,4 +1,4 @@
-"""A whole job over https and rediss with a password, and not one byte of a secret anywhere it could be read."""
+"""A whole job over https and rediss with a password, uploaded to S3, and no secret anywhere it could be read."""
 
 from __future__ import annotations
 
@@ -14,13 +14,18 @@ import pytest
 
 from controller import api
 from controller.client import Client, Untrusted
+from tests.e2e.held import go_on, hold
 from tests.e2e.program import COMMAND, Program, check_ledger, write_config
 from tests.support.certificates import make_certificates
+from tests.support.objects import running_objects
 from tests.support.tls_proxy import tls_proxy
+from tests.support.uploaded import check_uploaded
 from tests.support.valkey import running_valkey
+from tests.support.waiting import PATIENCE
 
 pytestmark = pytest.mark.e2e
 
+BUCKET = "cosmos-encrypted"
 PLANTED = {
     "COSMOS_REDIS_PASSWORD": "planted-redis-password",
     "HF_TOKEN": "hf_plantedhubtoken",
@@ -39,6 +44,12 @@ url = "rediss://default@127.0.0.1:{port}/0"
 tls_ca = "{ca}"
 tls_cert = "{client_cert}"
 tls_key = "{client_key}"
+
+[train.ckpt]
+enable_checkpoint = true
+save_freq = 2
+upload_s3 = "all"
+s3_bucket = "{bucket}"
 
 [launcher]
 """
@@ -79,7 +90,7 @@ def command(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, **env},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
         check=False,
     )
 
@@ -87,31 +98,35 @@ def command(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
 def test_a_job_over_tls_gives_no_secret_away(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in PLANTED.items():
-        monkeypatch.setenv(name, value)
     monkeypatch.delenv("COSMOS_TLS_CA", raising=False)
     made = make_certificates(tmp_path / "tls")
     with (
         running_valkey(password=PLANTED["COSMOS_REDIS_PASSWORD"]) as server,
         tls_proxy(server.url, made.server_context(ask_client=True)) as port,
+        running_objects(BUCKET) as store,
     ):
-        config = write_config(tmp_path, model, steps=5, validation=False)
+        for name, value in (store.environment | PLANTED).items():
+            monkeypatch.setenv(name, value)
+        config = hold(write_config(tmp_path, model, steps=5, validation=False), step=2, rows=40)
         files = {name: getattr(made, name) for name in ("ca", "cert", "key", "client_cert", "client_key")}
-        config.write_text(config.read_text().replace("\n[launcher]\n", EXTRA.format(port=port, **files)))
+        config.write_text(
+            config.read_text().replace("\n[launcher]\n", EXTRA.format(port=port, bucket=BUCKET, **files))
+        )
         with Program(config) as program:
             monkeypatch.setenv("COSMOS_TLS_CA", str(made.ca))  # for the test's own client
             program.until_step(1)
-            with program.client() as user:  # it must not end while we look around
-                user.send(api.operate("pause"))
             secrets = {*secrets_of(program), *list(PLANTED.values())[:3], *IN_ADDRESSES}
             assert len(secrets) == 3 + 3 + 2, "the tokens of three roles, and what was planted"
             _look_as_users_do(program, secrets)
-            with program.client() as user:
-                user.send(api.operate("resume"))
+            go_on(program)
             summary = program.finish()
             check_ledger(summary, 2, trained=5 * 4)
             assert where_read(program, secrets) == []
             assert all(secret not in program.output() for secret in secrets)
+            checkpoints = sorted((program.run_dir / "checkpoints").glob("step-*"))
+            assert [path.name for path in checkpoints] == [f"step-{step:08d}" for step in (2, 4, 5)]
+            for path in (*checkpoints, program.run_dir / "final"):
+                check_uploaded(store, BUCKET, f"outputs/run/{path.name}", path)
         tokens = program.run_dir / ".tokens"
         assert stat.S_IMODE(tokens.stat().st_mode) == 0o700
         assert {stat.S_IMODE(path.stat().st_mode) for path in tokens.iterdir()} == {0o600}

@@ -29,6 +29,7 @@ from policy_worker.uploads.s3 import S3Target
 from policy_worker.uploads.uploader import Uploader
 from tests.support.objects import CREDENTIALS, Gate, ObjectStore, running_objects
 from tests.support.ports import free_port
+from tests.support.uploaded import check_uploaded
 from tests.support.waiting import PATIENCE, until
 
 BUCKET = "cosmos-tests"
@@ -107,15 +108,7 @@ def run_of(tmp_path: Path) -> Path:
 
 
 def check_arrived(store: ObjectStore, run_dir: Path, path: Path) -> None:
-    """Every file is there, byte for byte, and the marker says so."""
-    prefix = f"some/where/{run_dir.name}/{path.name}"
-    marker = json.loads(store.read(BUCKET, f"{prefix}/{MARKER}"))
-    files = {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
-    assert {name: store.read(BUCKET, f"{prefix}/{name}") for name in files} == files
-    assert marker["files"] == {
-        name: {"bytes": len(body), "sha256": hashlib.sha256(body).hexdigest()} for name, body in files.items()
-    }
-    assert store.client().list_multipart_uploads(Bucket=BUCKET, Prefix=prefix).get("Uploads", []) == []
+    check_uploaded(store, BUCKET, f"some/where/{run_dir.name}/{path.name}", path)
 
 
 def test_a_checkpoint_arrives_whole_and_only_once(objects: ObjectStore, tmp_path: Path) -> None:
@@ -258,30 +251,45 @@ def test_a_model_that_is_exported_again_is_not_sent_again(objects: ObjectStore, 
     check_arrived(objects, run_dir, final)
 
 
-class Forgetful(Gate):
-    """A way to the store on which the first answer to the completion of an upload gets lost."""
+GONE = b"<Error><Code>NoSuchUpload</Code><Message>It may have been completed.</Message></Error>"
+REFUSAL = b"HTTP/1.1 404 Not Found\r\ncontent-length: %d\r\n\r\n%s" % (len(GONE), GONE)
 
-    lost = 0
+
+class Forgetful(Gate):
+    """A way to a store that forgets an upload once it is complete; its first answer to that gets lost."""
+
+    lost = False
 
     def _copy(self, source: socket.socket, sink: socket.socket, inwards: bool) -> None:
         with suppress(OSError):
             while data := source.recv(65536):
-                if inwards and data.startswith(b"POST ") and b"?uploadId=" in data and not self.lost:
-                    self.lost = 1
-                    self._answered(data)
-                    source.shutdown(socket.SHUT_RDWR)
-                    return
-                sink.sendall(data)
+                if not (inwards and data.startswith(b"POST ") and b"?uploadId=" in data):
+                    sink.sendall(data)
+                    continue
+                while not is_whole(data):
+                    data += source.recv(65536)
+                if self.lost:
+                    source.sendall(REFUSAL)
+                    continue
+                self.lost = b"</CompleteMultipartUploadResult>" in self._answer(data)
+                source.shutdown(socket.SHUT_RDWR)
+                return
 
-    def _answered(self, request: bytes) -> None:
-        """Ask the store and wait for its answer, which nobody gets."""
-        with socket.create_connection(("127.0.0.1", self.target)) as store:
+    def _answer(self, request: bytes) -> bytes:
+        """What the store says, to the end of the answer."""
+        answer = b""
+        with socket.create_connection(("127.0.0.1", self.target), timeout=PATIENCE) as store:
             store.sendall(request)
-            answer = b""
-            while b"</CompleteMultipartUploadResult>" not in answer:
-                data = store.recv(65536)
-                assert data, "the store did not complete the upload"
+            while b"</CompleteMultipartUploadResult>" not in answer and (data := store.recv(65536)):
                 answer += data
+        return answer
+
+
+def is_whole(request: bytes) -> bool:
+    """Whether the body is as long as the head says."""
+    head, _, body = request.partition(b"\r\n\r\n")
+    length = re.search(rb"content-length: *(\d+)", head, re.IGNORECASE)
+    return length is not None and len(body) >= int(length[1])
 
 
 def test_a_store_that_hangs_keeps_nobody_from_leaving(
@@ -313,7 +321,7 @@ def test_an_answer_that_is_lost_costs_nothing(
     one.finish(PATIENCE)
     one.close()
     gate.shut()
-    assert gate.lost == 1
+    assert gate.lost, "the upload was complete, and nobody knew"
     check_arrived(objects, run_dir, path)
 
 
