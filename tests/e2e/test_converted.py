@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.e2e.program import COMMAND, ROOT
+from tests.e2e.program import COMMAND, LONG, ROOT
 
 pytestmark = pytest.mark.e2e
 EXAMPLES = ROOT / "tests" / "schema" / "interop" / "examples"
@@ -149,9 +149,9 @@ def place(tmp_path: Path, model: Path) -> Path:
     return tmp_path
 
 
-def command(place: Path, *arguments: str, timeout: float = 240) -> str:
+def command(place: Path, *arguments: str) -> str:
     done = subprocess.run(
-        [str(COMMAND), *arguments], cwd=place, capture_output=True, text=True, timeout=timeout, check=False
+        [str(COMMAND), *arguments], cwd=place, capture_output=True, text=True, timeout=LONG, check=False
     )
     assert done.returncode == 0, f"{arguments}:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
     return done.stdout
@@ -160,9 +160,9 @@ def command(place: Path, *arguments: str, timeout: float = 240) -> str:
 def convert_and_launch(place: Path, name: str, text: str, *overrides: str) -> Path:
     """The run directory of the finished job."""
     (place / name).write_text(text)
-    command(place, "convert", name, "-o", "run.toml", timeout=60)
+    command(place, "convert", name, "-o", "run.toml")
     options = [part for override in overrides for part in ("--set", override)]
-    command(place, "validate", "run.toml", *options, timeout=60)
+    command(place, "validate", "run.toml", *options)
     command(place, "--config", "run.toml", *options)
     (run,) = (path.parent for path in place.glob("outputs/**/config.json") if path.parent.name != "final")
     return run

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.program import COMMAND
+from tests.e2e.program import COMMAND, LONG
 
 pytestmark = pytest.mark.e2e
 
@@ -22,7 +22,7 @@ def cosmos(directory: Path, *arguments: str, **env: str) -> str:
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **env},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=LONG,
         check=False,
     )
     assert run.returncode == 0, run.stdout + run.stderr

@@ -248,7 +248,7 @@ def test_ends_that_no_restart_can_help(drive: Drive, code: int, exit_code: int, 
 
 
 def test_ctrl_c_ends_in_order(drive: Drive):
-    job = drive(2000, pause=0.05)
+    job = drive(20_000, pause=0.05)
     job.reaches(3)
     family = job.family()
     argv = cmdline(job.pid_of("valkey-server")).split()
@@ -265,7 +265,7 @@ def test_ctrl_c_ends_in_order(drive: Drive):
 
 
 def test_a_ctrl_c_while_the_launcher_is_still_loading_counts(drive: Drive):
-    job = drive(2000, early=[signal.SIGINT])
+    job = drive(20_000, early=[signal.SIGINT])
     assert job.wait() == 130, job.output()
     assert "stopping (by SIGINT)" in job.output()
     assert job.summary()["outcome"] == "stopped"
@@ -331,7 +331,7 @@ def test_kill_minus_9_of_the_launcher_leaves_no_orphan_and_the_run_goes_on(drive
 
 
 def test_status_and_stop_from_another_terminal(drive: Drive):
-    job = drive(2000, pause=0.05)
+    job = drive(20_000, pause=0.05)
     job.reaches(2)
     run = cosmos("status", job.run_dir)
     assert run.returncode == 0, run.stderr
@@ -347,7 +347,7 @@ def test_status_and_stop_from_another_terminal(drive: Drive):
 
 
 def test_status_tells_what_died_and_when(drive: Drive):
-    job = drive(2000, pause=0.05, die_at=2, code=7)
+    job = drive(20_000, pause=0.05, die_at=2, code=7)
     job.reaches(4)
     until(lambda: job.journal().get("stage") == "training", "the journal's stage")
     until(lambda: job.journal()["processes"]["policy-0"]["state"] == "up", "its second life in the journal")
@@ -366,7 +366,7 @@ def test_status_tells_what_died_and_when(drive: Drive):
 
 
 def test_pause_resume_and_a_checkpoint_by_signal(drive: Drive):
-    job = drive(2000, pause=0.05)
+    job = drive(20_000, pause=0.05)
     job.reaches(2)
     run = cosmos("pause", job.run_dir)
     assert run.returncode == 1, "a supervised trainer reads its own data"
@@ -380,7 +380,7 @@ def test_pause_resume_and_a_checkpoint_by_signal(drive: Drive):
 
 
 def test_stop_waits_until_all_have_left(drive: Drive):
-    job = drive(2000, pause=0.05)
+    job = drive(20_000, pause=0.05)
     job.reaches(2)
     family = job.family()
     stopped = cosmos("stop", job.run_dir, "--wait", str(PATIENCE))
@@ -391,7 +391,7 @@ def test_stop_waits_until_all_have_left(drive: Drive):
 
 def test_stop_without_a_controller_tells_the_launcher(drive: Drive):
     """The controller hangs: it neither answers nor ends."""
-    job = drive(2000, pause=0.05, shutdown_timeout=PATIENCE)
+    job = drive(20_000, pause=0.05, shutdown_timeout=PATIENCE)
     job.reaches(2)
     os.kill(job.pid_of("-m controller"), signal.SIGSTOP)
     address = job.run_dir / "controller.json"
@@ -431,7 +431,7 @@ def test_what_a_killed_launcher_leaves_can_be_ended(drive: Drive):
 
 @pytest.mark.slow
 def test_a_wrong_token_is_told(drive: Drive):
-    job = drive(2000, pause=0.05)
+    job = drive(20_000, pause=0.05)
     job.reaches(0)
     url = json.loads((job.run_dir / "controller.json").read_text())["url"]
     command = [sys.executable, "-m", "launcher.cli", "status", url]
