@@ -222,6 +222,7 @@ async def _accuracies(case: Case, config: Config, data: PromptFile, steps: int) 
                 table = source.poll(step)
                 assert table is not None
                 metrics = algorithm.train_on(table)
+                assert metrics is not None
                 found.append(metrics["reward/boxed_math"])
                 versions[step + 1] = Snapshot.of(learner.model.lm)
                 versions = {v: w for v, w in versions.items() if v > version or v == engine.version}

@@ -49,14 +49,15 @@ class Grpo:
 
     def train(self, step: int) -> dict[str, float] | End:
         """Wait for the batch of a step and train on it; the step's metrics, or why there was no step."""
-        waiting_since = time.monotonic()
-        table = self._wait(step)
-        if isinstance(table, End):
-            return table
-        if table.n_samples == 0:  # the last groups were dropped: no step follows after all
-            return End.NO_DATA
-        began = time.monotonic()
-        metrics = self.train_on(table)
+        waiting_since, metrics = time.monotonic(), None
+        while metrics is None:
+            table = self._wait(step)
+            if isinstance(table, End):
+                return table
+            if table.n_samples == 0:  # the last groups were dropped: no step follows after all
+                return End.NO_DATA
+            began = time.monotonic()
+            metrics = self.train_on(table)
         now = time.monotonic()
         if self._first_batch_at is None:
             self._first_batch_at = began
@@ -77,8 +78,8 @@ class Grpo:
             if table is not None:
                 return table
 
-    def train_on(self, table: StepTable) -> dict[str, float]:
-        """One training step: advantages, then every optimizer step of the plan."""
+    def train_on(self, table: StepTable) -> dict[str, float] | None:
+        """One training step: advantages, then every optimizer step of the plan. None: its payloads are gone."""
         advantages = sample_advantages(
             table.score, table.group, ESTIMATORS["grpo"], self._config.unbiased_advantage
         )
@@ -92,6 +93,8 @@ class Grpo:
             balance=self._config.balance_dp_token,
         )
         samples = self._source.payloads(table, self._rows_of_this_rank(plan))
+        if samples is None:
+            return None
         results = [self._optimizer_step(piece, samples, table, advantages) for piece in plan]
         if not results:
             log.warning("step %d has no sample with a score: it is committed without an update", table.step)

@@ -79,30 +79,36 @@ class BatchSource:
     def _ask(self, step: int, rows: Sequence[int] | Literal["all", "none"]) -> bytes | None:
         return self._call(api.step_batch(step, self._epoch, rows, wait_s=POLL))
 
-    def payloads(self, table: StepTable, rows: Sequence[int]) -> dict[int, TrainSample]:
-        """The samples of these rows of the table just polled.
+    def payloads(self, table: StepTable, rows: Sequence[int]) -> dict[int, TrainSample] | None:
+        """The samples of these rows of the table just polled; a collective.
+
+        None, on all ranks, if the batch is not there any more for one of them: the store lost payloads of it, and
+        their groups are made again. Then it has to be polled for once more.
 
         Raises:
             BadBatchError: a payload cannot be decoded, or contradicts the table.
         """
-        if not rows:
-            return {}
-        if self._group.world == 1 and self._frames is not None:
-            frames = [self._frames[row] for row in rows]
-        else:
-            data = self._ask(table.step, rows)
-            if data is None:
-                raise BadBatchError(f"the batch of step {table.step} was ready, and is not any more")
-            assembled, fetched = _decode(data)
-            if assembled.group_ids != table.group_ids:
-                raise BadBatchError(f"the batch of step {table.step} was assembled anew while it was fetched")
-            frames = list(fetched)
+        frames = self._fetch(table, rows)
+        (gone,) = self._group.reduce([float(frames is None)], "max")
+        if gone or frames is None:
+            log.warning("the batch of step %d is not there any more: waiting for it again", table.step)
+            return None
         if len(frames) != len(rows):
             raise BadBatchError(f"asked for {len(rows)} samples of step {table.step}, got {len(frames)}")
         return {
             row: decode_payload(table, row, self._whole(table, row, frame))
             for row, frame in zip(rows, frames, strict=True)
         }
+
+    def _fetch(self, table: StepTable, rows: Sequence[int]) -> Frames | None:
+        """The frames of these rows, None if the batch is another one by now, or none."""
+        if self._group.world == 1 and self._frames is not None:
+            return [self._frames[row] for row in rows]
+        data = self._ask(table.step, rows) if rows else b""
+        if not data:
+            return None if data is None else []
+        assembled, frames = _decode(data)
+        return frames if assembled == table else None
 
     def _whole(self, table: StepTable, row: int, frame: bytes | memoryview) -> bytes | memoryview:
         try:

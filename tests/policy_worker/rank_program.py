@@ -1,6 +1,8 @@
 """One rank of a replica that trains a fixed batch: `python -m tests.policy_worker.rank_program OUT OPTIONS`.
 
-OPTIONS is JSON: {grpo, train, samples, steps, first_step, save, staged, restore}. Rank 0 writes gradients of the
+OPTIONS is JSON: {grpo, train, samples, steps, first_step, save, staged, restore, answers}. `answers` says for a rank
+what becomes of its first fetches of payloads: "whole", "gone" (the step is not assembled any more), "anew" (it is
+another batch by now). Rank 0 writes gradients of the
 last step, weights and metrics to OUT as safetensors and JSON.
 """
 
@@ -40,11 +42,17 @@ def train(group: Group, options: dict[str, Any]) -> tuple[dict[str, torch.Tensor
             gradients[f"grad.{name}"] = (grad.full_tensor() if hasattr(grad, "full_tensor") else grad).clone()
 
     samples = random_samples(**options["samples"])
+    answers = options.get("answers", {}).get(str(group.rank), [])
 
-    def answer(call: Any) -> bytes:
+    def answer(call: Any) -> bytes | None:
         """What the controller sends: the table, and the payloads that were asked for."""
         table = make_table(samples, step=int(call.path.split("/")[3]))
         wanted = call.params["samples"]
+        fate = answers.pop(0) if answers and wanted != "none" else "whole"
+        if fate == "gone":
+            return None
+        if fate == "anew":
+            table = table.model_copy(update={"group_ids": [f"e1-p{i}" for i in range(len(table.group_ids))]})
         named = {"all": list(range(len(samples))), "none": []}
         rows = named[wanted] if wanted in named else [int(row) for row in wanted.split(",")]
         return encode_batch(table, [encode_sample(samples[row]) for row in rows])
@@ -55,6 +63,7 @@ def train(group: Group, options: dict[str, Any]) -> tuple[dict[str, torch.Tensor
     learner.optimizer.adamw.register_step_pre_hook(keep)
     first, last = options.get("first_step", 0), options.get("steps", 1)
     metrics = [algorithm.train(step) for step in range(first, last)]
+    assert not answers
     if "save" in options:
         save_state(learner, Path(options["save"]), staged=options.get("staged", False))
     return {**gradients, **dict(hub_tensors(learner.model.lm))}, metrics
