@@ -35,13 +35,17 @@ from rollout_worker.engines.base import (
 )
 from schema.config import Config
 from tests.rollout_worker.tiny import publish_model, random_model, save_model, tokenizer
+from tests.support.waiting import PATIENCE
 from weight_sync import Weights, fetch
 
 T = TypeVar("T")
 EOS = 256
 MAX_LEN = 96
 TOLERANCE = 1e-4
-WAIT_S = 100.0
+BOOT_S = 600.0
+"""An engine of several processes needs a minute and more where others work, too."""
+ATTEMPTS = 10
+"""At meeting an engine in the midst of its work: on a busy machine it may be done before anybody looks."""
 PROMPTS = ["What is 1+1?", "Hello", "x", "A much longer prompt, to be padded: 0123456789."]
 _ids = itertools.count()
 
@@ -68,9 +72,9 @@ class Subject:
     loop: asyncio.AbstractEventLoop
     version: int = 0
 
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        future: Future[T] = asyncio.run_coroutine_threadsafe(asyncio.wait_for(work, WAIT_S), self.loop)
-        return future.result(WAIT_S + 5)
+    def run(self, work: Coroutine[Any, Any, T], seconds: float = PATIENCE) -> T:
+        future: Future[T] = asyncio.run_coroutine_threadsafe(asyncio.wait_for(work, seconds), self.loop)
+        return future.result(seconds + PATIENCE)
 
     def load(self, which: int, version: int) -> None:
         self.run(self.engine.load_weights(self.weights[which], version))
@@ -247,13 +251,13 @@ class EngineContract:
         engine = cls.make(cls.config(folder))
         subject = Subject(engine, models, [fetch(root / "store", one) for one in publications], loop)
         try:
-            subject.run(engine.start())
+            subject.run(engine.start(), BOOT_S)
             subject.load(0, 0)
             yield subject
         finally:
             subject.run(engine.close())
             loop.call_soon_threadsafe(loop.stop)
-            thread.join(10)
+            thread.join(PATIENCE)
             loop.close()
 
     @pytest.fixture(autouse=True)
@@ -408,17 +412,27 @@ class EngineContract:
     def test_weights_change_under_running_requests(self, subject: Subject) -> None:
         """Each token's log-prob is that of the weights its version names, over the whole sequence before it."""
         settings = SamplingSettings(max_tokens=MAX_LEN, ignore_eos=True)
-        requests = [request(prompt, settings, range(8)) for prompt in PROMPTS]
 
-        async def swap() -> list[Generation]:
+        async def swap(requests: list[GenerationRequest]) -> list[Generation]:
             before = subject.engine.stats().tokens
             subject.engine.submit(requests)
             await _until(lambda: subject.engine.stats().tokens >= before + 150)
             await subject.engine.load_weights(subject.weights[1], 3)
             return await subject._collect(32)
 
-        found = subject.run(swap())
-        subject.version = 3
+        for _ in range(ATTEMPTS):
+            subject.load(0, 0)
+            requests = [request(prompt, settings, range(8)) for prompt in PROMPTS]
+            found = subject.run(swap(requests))
+            subject.version = 3
+            if self._check_versions(subject, requests, found):
+                return
+        pytest.fail("no update met a running sample")
+
+    def _check_versions(
+        self, subject: Subject, requests: list[GenerationRequest], found: list[Generation]
+    ) -> int:
+        """How many samples are of both weights; the log-probs of all are right."""
         by_id = {one.request_id: one for one in requests}
         mixed = 0
         for sample in found:
@@ -433,7 +447,7 @@ class EngineContract:
             for i, version in enumerate(versions):
                 expected = log_softmax(plain[version][i])[response[i]]
                 assert abs(expected - sample.logprobs[i]) <= TOLERANCE, f"token {i} of version {version}"
-        assert mixed >= 1
+        return mixed
 
     def test_weights_of_another_model_are_refused(self, subject: Subject, tmp_path: Path) -> None:
         wrong = {
@@ -481,17 +495,23 @@ class EngineContract:
         assert rested.idle_s - before.idle_s > 0.1
         assert rested.tokens == before.tokens
 
-        async def busy() -> float:
-            """Idle time between the first and the last moment at which something ran for certain."""
+        async def busy() -> list[float]:
+            """Idle time up to each of some moments at which something ran for certain."""
             subject.engine.submit([request(PROMPTS[0], settings, range(64))])
-            await _until(lambda: subject.engine.stats().running > 0)
-            start = subject.engine.stats().idle_s
-            early = await subject._collect(32)
-            end = subject.engine.stats().idle_s if len(early) < 64 else start
-            await subject._collect(64 - len(early))
-            return end - start
+            seen, left = [], 64
+            await _until(lambda: subject.engine.stats().tokens > rested.tokens)
+            while left:
+                now = subject.engine.stats()
+                seen += [now.idle_s] if now.running else []
+                left -= len(await subject.engine.collect())
+            return seen
 
-        assert subject.run(busy()) == 0.0
+        for _ in range(ATTEMPTS):
+            seen = subject.run(busy())
+            if len(seen) > 1:
+                break
+        assert len(seen) > 1
+        assert len(set(seen)) == 1
 
     def test_counts(self, subject: Subject) -> None:
         before = subject.engine.stats()
@@ -527,7 +547,7 @@ class EngineContract:
             with pytest.raises(EngineFailed):
                 await waiting
 
-        subject.run(work())
+        subject.run(work(), BOOT_S)
 
 
 async def _until(condition: Callable[[], bool]) -> None:

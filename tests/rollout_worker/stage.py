@@ -9,12 +9,10 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,9 +30,8 @@ from tests.rollout_worker.tiny import publish_model, random_model, save_model, t
 from tests.support.controller import TOKENS, ControllerProcess, running_controller
 from tests.support.served import ServedController, served_controller
 from tests.support.valkey import ValkeyServer
+from tests.support.waiting import PATIENCE, until
 
-T = TypeVar("T")
-WAIT_S = 90.0
 MAX_LEN = 64
 
 REWARDS = """
@@ -48,24 +45,15 @@ def once(marker, kind):
         return False
     return True
 
-def length(completion, row, unit=1.0, marker="", seconds=3600.0):
+def length(completion, row, unit=1.0, marker=""):
     if row["answer"] == "hang" and once(marker, "hang"):
-        time.sleep(seconds)
+        while not pathlib.Path(marker + "go").exists():
+            time.sleep(0.01)
     if row["answer"] == "raise" and once(marker, "raise"):
         raise KeyError("no reward for this")
     return len(completion) * unit
 """
-# A user's reward: the text's length; for two answers the first call fails.
-
-
-def until(condition: Callable[[], T], what: str) -> T:
-    """Wait for something to become true; an error that says what did not."""
-    give_up = time.monotonic() + WAIT_S
-    while not (value := condition()):
-        if time.monotonic() > give_up:
-            raise AssertionError(f"waited {WAIT_S:.0f} s in vain for {what}")
-        time.sleep(0.01)
-    return value
+# A user's reward: the text's length; for two answers the first call fails: one hangs until "go" exists.
 
 
 @dataclass
@@ -118,7 +106,7 @@ class WorkerThread:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._made = threading.Event()
         self._thread.start()
-        assert self._made.wait(WAIT_S)
+        assert self._made.wait(PATIENCE)
 
     def _run(self) -> None:
         async def work() -> None:
@@ -137,7 +125,7 @@ class WorkerThread:
 
     def join(self) -> None:
         """Wait for its end; raises what ended it."""
-        self._thread.join(WAIT_S)
+        self._thread.join(PATIENCE)
         assert not self._thread.is_alive(), "the worker does not end"
         if self.error is not None:
             raise self.error
@@ -145,7 +133,8 @@ class WorkerThread:
     def stop(self) -> None:
         if self._thread.is_alive():
             self.ask("stop")
-            self._thread.join(WAIT_S)
+            self._thread.join(PATIENCE)
+            assert not self._thread.is_alive(), "the worker does not end"
 
 
 class WorkerProcess:
@@ -165,7 +154,7 @@ class WorkerProcess:
             self.process = subprocess.Popen(command, env={**os.environ, **fixed, **environment}, stderr=out)
 
     def wait(self) -> int:
-        return self.process.wait(WAIT_S)
+        return self.process.wait(PATIENCE)
 
     def stop(self, how: signal.Signals = signal.SIGKILL) -> int:
         if self.process.poll() is None:
@@ -211,8 +200,8 @@ class Stage:
                 "max_concurrent_samples": 16,
                 "parallelism": {"tp_size": 1},
             },
-            "controller": {"heartbeat_interval": 0.2, "heartbeat_timeout": 3.0},
-            "launcher": {"shutdown_timeout": 20.0},
+            "controller": {"heartbeat_interval": 0.2, "heartbeat_timeout": PATIENCE},
+            "launcher": {"shutdown_timeout": PATIENCE},
         }
         for path, value in changes.items():
             *sections, key = path.split("__")
@@ -243,7 +232,7 @@ class Stage:
         return self.stack.enter_context(running_controller(self.run_dir, self.valkey.url))
 
     def client(self, controller: ServedController | ControllerProcess, role: str) -> Client:
-        return self.stack.enter_context(controller.client(role, 20.0))
+        return self.stack.enter_context(controller.client(role, PATIENCE))
 
     def trainer(self, controller: ServedController | ControllerProcess) -> Publisher:
         return Publisher(self.client(controller, "policy"), models=self.models)
@@ -276,5 +265,4 @@ __all__ = [
     "WorkerProcess",
     "plain_logprobs",
     "request_id",
-    "until",
 ]

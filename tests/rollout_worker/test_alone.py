@@ -17,11 +17,11 @@ from schema.config import Config
 from tests.rollout_worker.engine_contract import EOS, encode
 from tests.rollout_worker.stage import Models
 from tests.rollout_worker.tiny import publish_model, tokenizer
+from tests.support.waiting import PATIENCE
 from weight_sync import Weights, fetch
 
 SETTINGS = SamplingSettings(max_tokens=40, ignore_eos=True)
 PROMPTS = ("What is 12 + 34?", "Hi", "Add 5 and 6, then think about it for a good while.", "7 + 7 = ?")
-WAIT_S = 100.0
 
 
 def requests(label: str, prompts: Sequence[str] = PROMPTS) -> list[GenerationRequest]:
@@ -54,7 +54,7 @@ def weights(tmp_path: Path, models: Models) -> Weights:
 
 async def collect(engine: TransformersEngine, n: int) -> list[Generation]:
     found: list[Generation] = []
-    async with asyncio.timeout(WAIT_S):
+    async with asyncio.timeout(PATIENCE):
         while len(found) < n:
             found += await engine.collect()
     return found

@@ -9,9 +9,8 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -31,6 +30,8 @@ from rollout_worker.engines.base import (
 from rollout_worker.engines.vllm.arguments import engine_arguments, sampling_arguments
 from schema.config import Config
 from tests.rollout_worker.engine_contract import (
+    ATTEMPTS,
+    BOOT_S,
     EOS,
     MAX_LEN,
     TOLERANCE,
@@ -44,12 +45,11 @@ from tests.rollout_worker.engine_contract import (
     token_versions,
 )
 from tests.rollout_worker.tiny import publish_model, random_model, save_model, tokenizer
+from tests.support.waiting import PATIENCE, until
 from weight_sync import DirectoryStore, collect, fetch, hub_tensors
 
 pytestmark = pytest.mark.slow
 
-BOOT_S = 300.0
-"""Two ranks on two busy cores need a minute and more."""
 FREE = SamplingSettings(max_tokens=MAX_LEN, ignore_eos=True)
 
 
@@ -80,19 +80,30 @@ def subject_of(root: Path, models: list[Any], rollout: dict[str, Any], **section
     engine = create_engine(config, tokenizer(), frozenset({EOS}))
     subject = Subject(engine, models, [fetch(root / "store", one) for one in publications], loop)
     try:
-        asyncio.run_coroutine_threadsafe(engine.start(), loop).result(BOOT_S)
+        subject.run(engine.start(), BOOT_S)
         subject.load(0, 0)
         yield subject
     finally:
         subject.run(engine.close())
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(10)
+        thread.join(PATIENCE)
         loop.close()
 
 
 def children() -> list[psutil.Process]:
     found = psutil.Process().children(recursive=True)
     return [child for child in found if child.name().startswith("VLLM")]
+
+
+def unused_segments() -> set[Path]:
+    """Shared memory between vLLM's processes that no other process uses: other engines may run on this machine."""
+    found = set(Path("/dev/shm").glob("vllm_dist_*"))
+    used = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):
+            text = "" if maps.parent.name == str(os.getpid()) else maps.read_text()
+            used |= {path for path in found if str(path) in text}
+    return found - used
 
 
 class TestUntied:
@@ -152,20 +163,22 @@ class TestUntied:
 
     def test_several_updates_under_one_sample(self, subject: Subject) -> None:
         """Spans are exact to the token: each log-prob is that of the version its token names."""
-        subject.load(0, 20)
-        requests = [request("x", FREE, range(8)) for _ in range(2)]
 
         async def swap() -> list[Generation]:
             start = subject.engine.stats().tokens
-            subject.engine.submit(requests)
+            subject.engine.submit([request("x", FREE, range(8)) for _ in range(2)])
             for i, which in enumerate((1, 2, 0)):
                 while subject.engine.stats().tokens < start + 250 * (i + 1):  # noqa: ASYNC110
                     await asyncio.sleep(0.001)
                 await subject.engine.load_weights(subject.weights[which], 21 + i)
             return await subject._collect(16)
 
-        found = subject.run(swap())
-        subject.version = 23
+        for _ in range(ATTEMPTS):
+            subject.load(0, 20)
+            found = subject.run(swap())
+            subject.version = 23
+            if max(len(sample.version_starts) for sample in found) >= 3:
+                break
         models = {20: 0, 21: 1, 22: 2, 23: 0}
         assert max(len(sample.version_starts) for sample in found) >= 3
         for sample in found:
@@ -302,7 +315,7 @@ class TestKeepKv:
 class TestTensorParallel:
     def test_two_ranks_load_and_prove_their_shards(self, tmp_path: Path) -> None:
         models = [random_model(seed) for seed in (1, 2)]
-        segments = set(Path("/dev/shm").glob("vllm_dist_*"))
+        before = unused_segments()
         with subject_of(tmp_path, models, {"parallelism": {"tp_size": 2}}) as subject:
             for version, which in enumerate((0, 1, 0)):
                 subject.load(which, version)
@@ -313,8 +326,8 @@ class TestTensorParallel:
             wrong = fetch(tmp_path, publish_model(tmp_path, random_model(1, num_hidden_layers=1), 9))
             with pytest.raises(WeightMismatch, match=r"layers\.1\."):
                 subject.run(subject.engine.load_weights(wrong, 9))
-        assert children() == []
-        assert set(Path("/dev/shm").glob("vllm_dist_*")) <= segments
+        until(lambda: not children(), "the end of all processes")
+        until(lambda: not unused_segments() - before, "the end of all shared memory")
 
 
 class TestRefusals:
@@ -331,7 +344,7 @@ class TestRefusals:
 
         with pytest.raises(EngineConfigError, match=message):
             asyncio.run(start())
-        assert children() == []
+        until(lambda: not children(), "the end of all processes")
 
     def test_unknown_engine_argument(self, tmp_path: Path) -> None:
         rollout = {"backend": "vllm", "parallelism": {"tp_size": 1}, "engine_kwargs": {"max_num_batchd": 1}}
@@ -388,7 +401,7 @@ async def main():
     engine = create_engine(Config.model_validate_json(Path(sys.argv[1]).read_text()), None, frozenset({256}))
     await engine.start()
     print("started", flush=True)
-    await asyncio.sleep(100)
+    await asyncio.sleep(3600)
 
 if __name__ == "__main__":
     asyncio.run(main())
@@ -408,9 +421,9 @@ def test_nothing_outlives_a_killed_worker(tmp_path: Path) -> None:
         assert any(child.name().startswith("VLLM") for child in below)
     finally:
         worker.kill()
-        worker.wait(10)
+        worker.wait(PATIENCE)
         worker.stdout.close()
-    _, left = psutil.wait_procs(below, timeout=20)
+    _, left = psutil.wait_procs(below, timeout=PATIENCE)
     assert left == []
 
 
@@ -426,10 +439,7 @@ def test_closing_while_it_boots(tmp_path: Path) -> None:
         await engine.close()
 
     asyncio.run(work())
-    deadline = time.monotonic() + 10
-    while children() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert children() == []
+    until(lambda: not children(), "the end of all processes")
 
 
 class TestPlugin:
@@ -451,7 +461,7 @@ class TestPlugin:
             "utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)\n"
             "assert layer.weight.numel() == 0\n"
         )
-        subprocess.run([sys.executable, "-c", program], check=True, timeout=200)
+        subprocess.run([sys.executable, "-c", program], check=True, timeout=PATIENCE)
 
     def test_layers_compute_from_their_weights(
         self, layer: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
@@ -481,4 +491,4 @@ class TestPlugin:
             "assert factory._registry['cosmos_store']().__name__ == 'StoreWeightTransferEngine'\n"
             "assert utils.dispatch_cpu_unquantized_gemm is before\n"
         )
-        subprocess.run([sys.executable, "-c", program], check=True, timeout=200)
+        subprocess.run([sys.executable, "-c", program], check=True, timeout=PATIENCE)

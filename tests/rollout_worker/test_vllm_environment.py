@@ -7,11 +7,13 @@ import signal
 import subprocess
 import sys
 import textwrap
+from contextlib import suppress
 
 import psutil
 import pytest
 
 from rollout_worker.engines.vllm.environment import MODULES, PARENT, boot_environment, environment
+from tests.support.waiting import PATIENCE
 
 
 def test_everything_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,7 +63,7 @@ import os, time
 from rollout_worker.engines.vllm.environment import follow_parent
 follow_parent()
 print(os.getpid(), flush=True)
-time.sleep(60)
+time.sleep(3600)
 """
 
 PARENT_PROGRAM = """
@@ -69,7 +71,7 @@ import os, subprocess, sys, time
 environment = {**os.environ, "COSMOS_VLLM_PARENT": str(os.getpid())}
 middle = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
 subprocess.Popen([sys.executable, "-c", middle, sys.argv[1]], env=environment)
-time.sleep(60)
+time.sleep(3600)
 """
 
 
@@ -80,19 +82,22 @@ def test_a_process_ends_when_the_worker_is_killed() -> None:
     )
     assert program.stdout is not None
     child = psutil.Process(int(program.stdout.readline()))
-    assert child.is_running()
-    program.send_signal(signal.SIGKILL)
-    program.wait(10)
-    child.wait(10)
-    assert not child.is_running()
-    program.stdout.close()
+    try:
+        assert child.is_running()
+        program.send_signal(signal.SIGKILL)
+        program.wait(PATIENCE)
+        child.wait(PATIENCE)
+    finally:
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
+        program.stdout.close()
 
 
 def test_a_process_whose_worker_is_gone_already_does_not_start() -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait(20)
+    gone.wait(PATIENCE)
     child = [sys.executable, "-c", CHILD]
-    done = subprocess.run(child, env={**os.environ, PARENT: str(gone.pid)}, timeout=30, check=False)
+    done = subprocess.run(child, env={**os.environ, PARENT: str(gone.pid)}, timeout=PATIENCE, check=False)
     assert done.returncode == 1
 
 
@@ -105,7 +110,12 @@ def test_nothing_is_followed_elsewhere(value: str | None) -> None:
     program += "f(); print(t.active_count())"
     variables = {k: v for k, v in os.environ.items() if k != PARENT} | ({PARENT: value} if value else {})
     done = subprocess.run(
-        [sys.executable, "-c", program], env=variables, timeout=30, check=True, capture_output=True, text=True
+        [sys.executable, "-c", program],
+        env=variables,
+        timeout=PATIENCE,
+        check=True,
+        capture_output=True,
+        text=True,
     )
     assert done.stdout.strip() == "1"
 
@@ -124,7 +134,7 @@ def test_a_missing_vllm_is_named_with_its_extra() -> None:
     """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)],
-        timeout=60,
+        timeout=PATIENCE,
         check=True,
         capture_output=True,
         text=True,

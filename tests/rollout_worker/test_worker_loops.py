@@ -6,7 +6,8 @@ import psutil
 import pytest
 
 from controller import api
-from tests.rollout_worker.stage import Stage, until
+from tests.rollout_worker.stage import Stage
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
 

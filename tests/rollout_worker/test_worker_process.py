@@ -12,7 +12,8 @@ import pytest
 
 from controller import api
 from schema.wire.messages import Phase
-from tests.rollout_worker.stage import Stage, until
+from tests.rollout_worker.stage import Stage
+from tests.support.waiting import PATIENCE, until
 
 pytestmark = pytest.mark.slow
 
@@ -75,7 +76,7 @@ def test_sigterm_while_it_boots(stage: Stage) -> None:
 def test_sigterm_while_no_controller_answers(stage: Stage) -> None:
     """It waits a minute for a controller that may be starting, but not when it is asked to leave."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        silent.settimeout(60)
+        silent.settimeout(PATIENCE)
         worker = stage.worker_process(f"http://127.0.0.1:{silent.getsockname()[1]}")
         with silent.accept()[0]:
             assert worker.stop(signal.SIGTERM) == 0, worker.log.read_text()
@@ -141,7 +142,7 @@ def test_an_environment_that_cannot_work_is_exit_code_2(environment: dict[str, s
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
         check=False,
     )
     assert done.returncode == 2
