@@ -29,14 +29,13 @@ _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://\S+")
 
 def cut(value: Any) -> Any:
     """The same values, with credentials left out of every address."""
-    return _walk(value, lambda text: _ADDRESS.sub(lambda match: _cut(match.group()), text), None)
+    return _walk(value, lambda text: _in_addresses(text, _cut), hides=False)
 
 
 def masked(value: Any, key: str = "") -> Any:
-    """The same values, with credentials in addresses and the texts of keys that sound secret replaced by ***."""
-    if isinstance(value, str) and value and SECRET_KEY.search(key):
-        return MASK
-    return _walk(value, lambda text: _ADDRESS.sub(lambda match: _mask(match.group()), text), MASK)
+    """The same values, with credentials in addresses and the texts below keys that sound secret replaced by ***."""
+    change = _hidden if SECRET_KEY.search(key) else lambda text: _in_addresses(text, _mask)
+    return _walk(value, change, hides=True)
 
 
 def found_in(value: Any) -> bool:
@@ -44,19 +43,26 @@ def found_in(value: Any) -> bool:
     return bool(cut(value) != value)
 
 
-def _walk(value: Any, change: Callable[[str], str], mask: str | None) -> Any:
+def _walk(value: Any, change: Callable[[str], str], hides: bool) -> Any:
+    """All texts changed; hides: those below a key that sounds secret are replaced whole."""
     if isinstance(value, str):
-        return change(value) if "://" in value else value
+        return change(value)
     if isinstance(value, Mapping):
         return {
-            key: mask
-            if mask and item and isinstance(item, str) and SECRET_KEY.search(str(key))
-            else _walk(item, change, mask)
+            key: _walk(item, _hidden if hides and SECRET_KEY.search(str(key)) else change, hides)
             for key, item in value.items()
         }
     if isinstance(value, list):
-        return [_walk(item, change, mask) for item in value]
+        return [_walk(item, change, hides) for item in value]
     return value
+
+
+def _hidden(text: str) -> str:
+    return MASK if text else text
+
+
+def _in_addresses(text: str, change: Callable[[str], str]) -> str:
+    return _ADDRESS.sub(lambda match: change(match.group()), text) if "://" in text else text
 
 
 def _mask(address: str) -> str:

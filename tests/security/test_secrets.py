@@ -58,6 +58,7 @@ def test_other_texts_stay(text: str) -> None:
 )  # fmt: skip
 def test_keys_that_sound_like_secrets(key: str) -> None:
     assert masked({"custom": {key: S}}) == {"custom": {key: "***"}}
+    assert masked({key: [S, {"a": S}], "b": S}) == {key: ["***", {"a": "***"}], "b": S}
     assert masked(S, key) == "***"
     assert masked({key: ""}) == {key: ""}
 
@@ -69,6 +70,7 @@ def test_keys_that_do_not(key: str) -> None:
 
 def planted() -> Config:
     custom = {"hook": f"https://h/x?token={S}", "list": [f"https://{S}@h"], "api_key": "in-the-open", "n": 1}
+    custom |= {"tokens": ["in-the-open"]}
     return make_config(redis={"url": f"redis://me:{S}@h:1/0"}, custom=custom)
 
 
@@ -91,6 +93,6 @@ def test_the_user_is_told() -> None:
     warned: dict[str, Any] = {
         p.key: p for p in check_warnings(planted()) if p.key.startswith(("custom", "redis"))
     }
-    assert set(warned) == {"custom.hook", "custom.list[0]", "custom.api_key"}
+    assert set(warned) == {"custom.hook", "custom.list[0]", "custom.api_key", "custom.tokens[0]"}
     assert all("file that" in problem.hint for problem in warned.values())
     assert all(S not in problem.render() for problem in warned.values())

@@ -21,7 +21,7 @@ def secrets_stay_out(config: Config) -> list[Problem]:
             message = "holds credentials in its address: they are left out of what the processes get"
             hint = "write the address without them, and keep them in a file that you alone may read"
             problems.append(Problem(key, message, None, hint))
-        elif path[0] == "custom" and SECRET_KEY.search(str(path[-1])):
+        elif path[0] == "custom" and any(SECRET_KEY.search(str(part)) for part in path):
             message = "sounds like a secret, and is written to the run's directory and sent to every worker"
             hint = "write the path of a file that holds it and that you alone may read; the function opens it"
             problems.append(Problem(key, message, None, hint))
