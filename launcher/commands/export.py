@@ -10,8 +10,21 @@ from typing import Annotated
 
 import typer
 
+from launcher.checkpoints import newest_checkpoint
 from launcher.errors import LaunchError
 from launcher.machine import has_module
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def _refuse_run_without_checkpoint(path: Path) -> None:
+    from launcher.rundir import is_run
+
+    if not is_run(path) or newest_checkpoint(path / "checkpoints") is not None:
+        return
+    if (path / "final" / "config.json").exists():
+        raise LaunchError(f"{path} holds no checkpoint", f"its model is in {path / 'final'}")
+    raise LaunchError(f"{path} holds no checkpoint", "train.ckpt.enable_checkpoint = true saves some")
 
 
 def export(
@@ -41,6 +54,9 @@ def export(
     Works offline in one process on the CPU, however many ranks have written the checkpoint, and checks every file
     that it reads. The model of a finished run is in its final/ already.
     """
+    if dtype and dtype not in DTYPES:
+        raise LaunchError(f"--dtype {dtype} is unknown", f"there are {', '.join(DTYPES)}")
+    _refuse_run_without_checkpoint(checkpoint)
     if not has_module("torch"):
         raise LaunchError("the package torch is not installed", "pip install 'cosmos-launch[policy]'")
     command = [sys.executable, "-P", "-m", "policy_worker.export_command", str(checkpoint), str(output)]

@@ -448,6 +448,18 @@ def test_resume_reads_the_configuration_that_the_run_was_started_with(tmp_path: 
     assert json.loads(run.stdout)["run_dir"] == str(moved), "a run goes on where it lies now"
 
 
+def test_what_cannot_be_exported(tmp_path: Path, ended: RunDir):
+    for arguments, words in (
+        ([ended.path], "holds no checkpoint"),
+        ([ended.path, "--dtype", "int8"], "--dtype int8 is unknown"),
+    ):
+        run = cosmos("export", *arguments, "-o", tmp_path / "model")
+        assert (run.returncode, words in run.stderr) == (2, True), run.stderr
+    (ended.path / "final").mkdir()
+    (ended.path / "final" / "config.json").write_text("{}")
+    assert f"its model is in {ended.path}/final" in cosmos("export", ended.path, "-o", "model").stderr
+
+
 def test_a_live_run_is_not_started_twice(tmp_path: Path, ended: RunDir):
     ended.lock()
     try:

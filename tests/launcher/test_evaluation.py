@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 
+from launcher.remote import Target
+from launcher.rundir import RunDir
+from launcher.survey import exit_code, lines, survey
 from tests.support.waiting import PATIENCE
 
 ROWS: list[dict[str, Any]] = [
@@ -47,6 +50,8 @@ def test_scores_are_told_and_written(tmp_path: Path) -> None:
     assert "gsm8k" in done.stdout
     assert "0.7500" in done.stdout
     assert len((run / "scores.jsonl").read_text().splitlines()) == 2
+    told = survey(Target(RunDir(run)))
+    assert (told["state"], exit_code(told), lines(told)[1]) == ("finished", 0, "  outcome: finished")
 
 
 def test_a_faulty_row_ends_it_with_its_name(tmp_path: Path) -> None:
