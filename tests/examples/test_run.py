@@ -6,8 +6,8 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from argparse import Namespace
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -15,6 +15,7 @@ import pytest
 from run import foreground, jobs
 
 from schema.config import load_config
+from tests.support.waiting import PATIENCE, until
 
 from .conftest import QUICKSTART
 
@@ -67,24 +68,28 @@ def test_the_exit_code_of_a_job_is_answered():
 def test_a_terminated_driver_ends_its_job():
     code = (
         "import signal, sys; import run; signal.signal(signal.SIGTERM, run.on_sigterm); "
-        "sys.exit(run.foreground([sys.executable, '-c', 'import time; time.sleep(60)']))"
+        "sys.exit(run.foreground([sys.executable, '-c', 'import time; time.sleep(3600)']))"
     )
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(QUICKSTART), str(QUICKSTART.parents[1])])}
     with subprocess.Popen([sys.executable, "-c", code], env=env) as driver:
-        children: list[psutil.Process] = []
-        give_up = time.monotonic() + 20
-        while not children and time.monotonic() < give_up:
-            time.sleep(0.05)
-            children = psutil.Process(driver.pid).children()
-        driver.send_signal(signal.SIGTERM)
-        assert driver.wait(20) != 0
-    assert len(children) == 1
-    assert not children[0].is_running()
+        running = psutil.Process(driver.pid)
+        (child,) = until(running.children, "the job")
+        until(
+            lambda: "foreground" not in str(child.cmdline()) and running.status() == psutil.STATUS_SLEEPING,
+            "a driver that waits for its job",
+        )
+        try:
+            driver.send_signal(signal.SIGTERM)
+            assert driver.wait(PATIENCE) != 0
+            assert not child.is_running()
+        finally:
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
 
 
 def test_a_used_directory_is_refused(tmp_path: Path):
     (tmp_path / "sft").mkdir()
     command = [sys.executable, str(QUICKSTART / "run.py"), "--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == 2
     assert "holds a quickstart already" in done.stderr

@@ -31,6 +31,7 @@ from policy_worker.schedule import Schedule
 from schema.config.train import CheckpointConfig
 from tests.policy_worker.checkpoint_material import load_state, make_checkpoint, save_state
 from tests.policy_worker.material import make_config, tiny_model
+from tests.support.waiting import PATIENCE
 
 
 def learner_of(group: Group, seed: int = 0, **train: Any) -> Learner:
@@ -161,14 +162,14 @@ def test_ranks_without_saved_states_are_seeded_by_seed_steps_and_rank(tmp_path: 
 # ---- directories ----------------------------------------------------------------------------------------------
 
 HOLDER = """
-import sys, time
+import sys
 from pathlib import Path
 from policy_worker.checkpoints import directory
 beside = directory.begin(Path(sys.argv[1]), 7)
 stream = directory.hold(beside)
 (beside / "half").write_text("x")
 print(beside, flush=True)
-time.sleep(60)
+sys.stdin.read()
 """
 
 
@@ -177,7 +178,10 @@ def test_only_what_the_dead_left_is_removed(tmp_path: Path):
     (tmp_path / ".trash-0011").mkdir()
     (tmp_path / ".latest.0011").write_text("half")
     holder = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", HOLDER, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     try:
         assert holder.stdout is not None
@@ -232,6 +236,13 @@ def test_housekeeping_notes_the_best_and_remembers_it(tmp_path: Path):
     assert json.loads((tmp_path / BEST).read_text())["name"] == "step-00000007"
 
 
+def test_a_copy_that_somebody_keeps_beside_them_is_not_ours(tmp_path: Path):
+    paths = {step: make_checkpoint(tmp_path, step) for step in (1, 2)}
+    shutil.copytree(paths[1], tmp_path / "step-00000001.keep")
+    Housekeeper(tmp_path, CheckpointConfig(max_keep=1), None).tidy(look(paths[2]), {})
+    assert sorted(os.listdir(tmp_path)) == ["step-00000001.keep", "step-00000002"]
+
+
 def test_what_is_being_uploaded_stays(tmp_path: Path):
     paths = {step: make_checkpoint(tmp_path, step) for step in (1, 2, 3)}
     holding: Any = Holding(paths[1])
@@ -265,7 +276,7 @@ def test_an_error_beside_the_training_is_kept_until_it_is_asked_for():
         raise OSError("full")
 
     background.start(fail)
-    background._thread.join(10)  # type: ignore[union-attr]
+    background._thread.join(PATIENCE)  # type: ignore[union-attr]
     assert background.failed
     with pytest.raises(OSError, match="full"):
         background.wait()

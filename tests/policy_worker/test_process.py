@@ -10,6 +10,7 @@ import pytest
 
 from policy_worker.errors import SettingsError
 from policy_worker.process import Departure, Environment, RankEnvironment
+from tests.support.waiting import PATIENCE
 
 NAMES = (
     "COSMOS_CONTROLLER_URL",
@@ -74,10 +75,10 @@ def test_only_the_first_reason_counts():
 def test_a_request_wakes_who_waits():
     departure = Departure()
     woken = threading.Event()
-    thread = threading.Thread(target=lambda: departure.wait(30) and woken.set())
+    thread = threading.Thread(target=lambda: departure.wait(PATIENCE) and woken.set())
     thread.start()
     departure.request("now")
-    thread.join(10)
+    thread.join(PATIENCE)
     assert woken.is_set()
 
 
@@ -91,7 +92,7 @@ if sys.argv[1] == "stuck":
 if sys.argv[1] == "orphan":
     watch_parent(int(sys.argv[2]), departure)
 print("ready", flush=True)
-give_up = time.monotonic() + 30
+give_up = time.monotonic() + 300
 while time.monotonic() < give_up and (sys.argv[1] == "stuck" or not departure):
     time.sleep(0.02)
 print(departure.reason, flush=True)
@@ -104,7 +105,7 @@ def run(*arguments: str, number: signal.Signals | None = None) -> tuple[int, str
     assert process.stdout.readline() == "ready\n"
     if number is not None:
         process.send_signal(number)
-    output, _ = process.communicate(timeout=25)
+    output, _ = process.communicate(timeout=PATIENCE)
     return process.returncode, output
 
 
