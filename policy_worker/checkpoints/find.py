@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from policy_worker.checkpoints.layout import LATEST, STEP, Found, Manifest, checkpoints_of, look
+from policy_worker.checkpoints.layout import LATEST, Found, Manifest, checkpoints_of, look, named_in
 from policy_worker.checkpoints.verify import faults, share_of
 from policy_worker.errors import CheckpointError, DamagedCheckpointError
 from policy_worker.parallel.group import Group
@@ -48,7 +48,7 @@ def is_ancestor(older: Manifest, newer: Manifest) -> bool:
 def complete_in(directory: Path) -> tuple[list[Found], list[str]]:
     """All checkpoints in a directory by (timeline, step), newest first, and what is wrong with others there."""
     found, damage = [], []
-    for path in sorted(directory.glob(f"{STEP}*")) if directory.is_dir() else []:
+    for _, path in named_in(directory):
         try:
             found.append(look(path))
         except CheckpointError as error:

@@ -19,6 +19,7 @@ Nothing here is a pickle. Hashes are xxh3-128, against torn, stale and flipped b
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -32,6 +33,7 @@ FORMAT = 2
 MANIFEST, LEDGER, EXPORT = "manifest.json", "ledger.json", "export"
 LATEST, BEST, LOCK = "latest", "best.json", "lock"
 STEP, BESIDE, TRASH = "step-", ".step-", ".trash-"
+_NAME = re.compile(rf"{STEP}(\d{{8,}})")
 _CHUNK = 4 * 1024 * 1024
 
 
@@ -112,6 +114,12 @@ def checkpoints_of(run_dir: Path) -> Path:
 
 def name_of(step: int) -> str:
     return f"{STEP}{step:08d}"
+
+
+def named_in(directory: Path) -> list[tuple[int, Path]]:
+    """What has the name of a checkpoint, by step; copies that somebody keeps beside them have other names."""
+    found = ((_NAME.fullmatch(path.name), path) for path in directory.glob(f"{STEP}*"))
+    return sorted((int(match[1]), path) for match, path in found if match is not None)
 
 
 def state_file(kind: str, rank: int) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from policy_worker.checkpoints.layout import STEP, checkpoints_of, named_in
 from policy_worker.errors import CheckpointError, SettingsError
 from policy_worker.uploads.errors import UploadError, UploadFailedError, UploadStoppedError
 from policy_worker.uploads.hub import HubTarget
@@ -25,7 +26,6 @@ log = logging.getLogger(__name__)
 LOOK_S = 0.1
 """How often `finish` looks whether it should leave."""
 FINAL = "final"
-CHECKPOINTS = "step-*"
 
 
 class Target(Protocol):
@@ -76,10 +76,6 @@ class Uploader:
         self._failed_final: dict[tuple[str, str], str] = {}
         self._thread: threading.Thread | None = None
 
-    @property
-    def enabled(self) -> bool:
-        return bool(self._targets)
-
     def trouble(self) -> str:
         """Of the uploads that have failed for good, the last one; "" if there is none."""
         with self._lock:
@@ -117,16 +113,16 @@ class Uploader:
     def resume(self) -> None:
         """Take the checkpoints that an earlier process did not finish or could not offer. The final model is offered
         again by whoever finishes the run."""
-        there = sorted((self._run_dir / "checkpoints").glob(CHECKPOINTS))
+        there = named_in(checkpoints_of(self._run_dir))
         for target in self._targets:
-            self._forget({path.name for path in there}, target)
+            self._forget({path.name for _, path in there}, target)
             if self._wanted(target.name, False):
-                for path in there:
-                    self._take(Job(path, int(path.name.rpartition("-")[2]), False, target))
+                for step, path in there:
+                    self._take(Job(path, step, False, target))
 
     def _forget(self, there: set[str], target: Target) -> None:
         """Remove the records of checkpoints that have been deleted."""
-        for file in self._records.glob(f"{CHECKPOINTS}.{target.name}.json"):
+        for file in self._records.glob(f"{STEP}*.{target.name}.json"):
             if file.name.partition(".")[0] not in there:
                 file.unlink(missing_ok=True)
 
