@@ -10,8 +10,9 @@ import logging
 from controller.job import Job
 from controller.ledger import Ledger, LedgerError
 from controller.problems import ProblemError
+from controller.progress import own_counts
 from controller.reconcile import Claim, FromSnapshot, Known, NeedSnapshot, Refuse, Replay, decide
-from controller.replicas import ReplicaError
+from controller.replicas import ReplicaError, id_of
 from schema.wire import messages as m
 from schema.wire.history import DeclareReply, DeclareRequest, ReplayRequest
 from schema.wire.messages import ErrorCode, Phase
@@ -33,15 +34,15 @@ class Declaring:
         """
         job = self._job
         job.store.require()
+        if replica_id != id_of(request.name, request.incarnation):
+            detail = f"replica {replica_id} is not incarnation {request.incarnation} of {request.name!r}"
+            raise ReplicaError(ErrorCode.STALE_INCARNATION, detail)
         if job.facts.ended in (Phase.FAILED, Phase.STOPPED):
             raise ProblemError(ErrorCode.JOB_FAILED, f"the job is {job.facts.ended}")
         decision = decide(self._known(), _claim(request))
         if isinstance(decision, Refuse):
             raise ProblemError(decision.code, f"trainer {request.name!r}: {decision.reason}")
-        replica = job.registry.restore(request, job.clock())
-        if replica.replica_id != replica_id:
-            detail = f"replica {replica_id} is not incarnation {request.incarnation} of {request.name!r}"
-            raise ReplicaError(ErrorCode.STALE_INCARNATION, detail)
+        job.registry.restore(request, job.clock())
         job.facts.policy_epoch = request.policy_epoch
         if isinstance(decision, NeedSnapshot):
             await job.save()
@@ -111,8 +112,7 @@ class Declaring:
         job, table = self._job, request.table
         if not isinstance(job.progress, Ledger):
             outcome = job.progress.commit(step)
-            metrics = request.metrics
-            return outcome.duplicate, int(metrics.get("samples", 0)), int(metrics.get("tokens", 0)), None
+            return outcome.duplicate, *own_counts(request.metrics), None
         if table is None or table.step != step or table.timeline != job.progress.timeline:
             raise LedgerError(
                 ErrorCode.BAD_REQUEST,

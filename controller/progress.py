@@ -18,6 +18,8 @@ WINDOW_SECONDS = 60.0
 """Long enough to smooth steps of a second, short enough to see a change."""
 WINDOW_STEPS = 8
 """The window never holds fewer steps than this, however long they take."""
+MOST = 2.0**53
+"""Samples or tokens of a step: what is more is no number of any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +108,12 @@ def _speed(entries: list[_Entry]) -> Speed:
         sum(entry.tokens for entry in counted) / seconds,
         seconds / len(counted),
     )
+
+
+def own_counts(metrics: Mapping[str, float]) -> tuple[int, int]:
+    """Samples and tokens of a step, counted by a supervised trainer itself; bounded, whatever it claims."""
+    samples, tokens = (int(min(max(metrics.get(name, 0.0), 0.0), MOST)) for name in ("samples", "tokens"))
+    return samples, tokens
 
 
 class StepCounter:

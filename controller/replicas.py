@@ -7,7 +7,8 @@
 
 A replica has a name that is stable over its restarts. Each registration of a name starts a new *incarnation*
 with an id of its own (`name.3`), and from then on only the newest incarnation is heard. A repeated registration
-(same request id) gets the same incarnation. A lost replica that beats again is live again, without its leases.
+(same request id) gets the same incarnation. A lost replica that beats again is live again, without its leases; but
+there is one trainer at a time, and one that was lost has left for good when another one comes.
 
 Pure: time comes in as `now`, and `take_changes` hands out the names whose records must be written.
 """
@@ -133,22 +134,23 @@ class Registry:
                     ErrorCode.CONFLICT,
                     f"the name {request.name!r} belongs to a {known.role} replica: choose another name",
                 )
-            if known.request_ids[-1] == request.request_id:
+            if known.request_ids[-1] == request.request_id and known.state != "left":
                 known.last_seen = now
                 return Registered(known, repeated=True, superseded=None)
             if request.request_id in known.request_ids:
                 raise ReplicaError(
                     ErrorCode.STALE_INCARNATION,
-                    f"a newer registration of {request.name!r} has taken its place",
+                    f"the registration of {request.name!r} has ended, or a newer one has taken its place",
                 )
         if request.role == "policy":
             self._check_single_policy(request.name)
+            self._take_the_place_of_others(request.name)
         if known is None:
             self._forget()
         incarnation = 1 + (self._floor if known is None else known.incarnation)
         requests = [] if known is None else known.request_ids
         replica = Replica(
-            replica_id=f"{_slug(request.name)}.{incarnation}",
+            replica_id=id_of(request.name, incarnation),
             role=request.role,
             name=request.name,
             incarnation=incarnation,
@@ -203,11 +205,9 @@ class Registry:
                     self._set(known, "live")
                 return known
             del self._by_id[known.replica_id]
-        for other in self.present("policy"):
-            if other.name != request.name:
-                self.gone(other, "another trainer has taken its place")
+        self._take_the_place_of_others(request.name)
         replica = Replica(
-            replica_id=f"{_slug(request.name)}.{request.incarnation}",
+            replica_id=id_of(request.name, request.incarnation),
             role="policy",
             name=request.name,
             incarnation=request.incarnation,
@@ -216,10 +216,17 @@ class Registry:
             host=request.host,
             pid=request.pid,
             world_size=request.world_size,
+            floor=self._floor,
         )
         self._by_name[replica.name] = self._by_id[replica.replica_id] = replica
         self._dirty[replica.name] = replica
         return replica
+
+    def _take_the_place_of_others(self, name: str) -> None:
+        """A trainer comes: one of another name that was lost, or forgotten, does not come to life again."""
+        for other in self._by_name.values():
+            if other.role == "policy" and other.name != name and other.state != "left":
+                self.leave(other, "another trainer has taken its place")
 
     def _check_single_policy(self, name: str) -> None:
         others = [replica.name for replica in self.present("policy") if replica.name != name]
@@ -315,6 +322,11 @@ class Registry:
     def _set(self, replica: Replica, state: ReplicaState) -> None:
         replica.state = state
         self._dirty[replica.name] = replica
+
+
+def id_of(name: str, incarnation: int) -> str:
+    """The id of an incarnation of a name."""
+    return f"{_slug(name)}.{incarnation}"
 
 
 def _slug(name: str) -> str:

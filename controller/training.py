@@ -18,6 +18,7 @@ from controller.assembly import Place, Waiting, build_table, places
 from controller.job import Job
 from controller.ledger import Ledger, LedgerError
 from controller.problems import ProblemError
+from controller.progress import own_counts
 from controller.replicas import Replica
 from schema.wire import messages as m
 from schema.wire.batch import StepTable, batch_digest, encode_batch
@@ -198,7 +199,7 @@ class Training:
         """Samples, generated tokens and mean score of a step; a supervised trainer counts for itself."""
         ledger = self._job.ledger
         if ledger is None:
-            return int(metrics.get("samples", 0)), int(metrics.get("tokens", 0)), None
+            return *own_counts(metrics), None
         headers = [meta.header for group in ledger.batch(step) or [] for meta in group.samples.values()]
         scores = [header.score for header in headers if header.score is not None]
         mean = sum(scores) / len(scores) if scores else None

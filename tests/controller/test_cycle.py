@@ -189,8 +189,9 @@ def test_a_supervised_job_has_steps_and_no_groups(stage: Stage) -> None:
     assert user.send(api.job()).phase is Phase.TRAINING
     with pytest.raises(Refused, match="cannot be paused"):
         user.send(api.operate("pause"))
-    for step in range(5):
-        last = trainer.commit(step, loss=1.0, samples=5.0, tokens=50.0)
+    for step, samples in enumerate((5.0, 1.7e308, 1.7e308, -1.7e308, 5.0)):
+        last = trainer.commit(step, loss=1.0, samples=samples, tokens=10 * 5.0)
+        assert user.send(api.job()).step == step + 1, "whatever a trainer claims to have counted"
     assert last.finished
     assert trainer.commit(4).committed_steps == 5
     trainer.leave("finished")

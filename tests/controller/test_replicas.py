@@ -68,6 +68,17 @@ def test_there_is_one_trainer_at_a_time() -> None:
     assert registry.register(request("b", 3, "policy"), 20.0).replica.incarnation == 1
 
 
+def test_a_trainer_that_was_lost_does_not_come_back_beside_another() -> None:
+    registry = Registry(TIMEOUT)
+    old = registry.register(request("a", 0, "policy"), 0.0).replica
+    registry.expire(TIMEOUT + 1)
+    new = registry.register(request("b", 1, "policy"), 20.0).replica
+    assert refusal(registry.check, old.replica_id, 1) is ErrorCode.UNKNOWN_REPLICA
+    assert refusal(registry.register, request("a", 0, "policy"), 21.0) is ErrorCode.STALE_INCARNATION
+    registry.seen(old, 22.0)
+    assert registry.present("policy") == [new]
+
+
 def test_silence_loses_a_replica_and_a_beat_brings_it_back_as_it_was() -> None:
     registry = Registry(TIMEOUT)
     replica = registry.register(request(), 0.0).replica
