@@ -258,8 +258,13 @@ class Checkpointer:
         self._beside.wait()
 
     def offer_final(self, export: Path, step: int) -> None:
-        """Rank 0 hands the final export to the uploader, if there is one."""
+        """Rank 0 hands the final export to the uploader, if there is one; it comes last, after the last checkpoint.
+
+        Raises:
+            CheckpointSaveError: see `check`.
+        """
         if self._uploader is not None:
+            self.wait()
             self._uploader.offer(export, step, final=True)
 
     def finish(self) -> bool:

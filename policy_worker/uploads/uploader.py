@@ -57,7 +57,8 @@ class Job:
 class Uploader:
     """See the package's docstring. Without targets everything here does nothing.
 
-    wanted: whether a target takes a directory (target's name, final). Methods are called from the training thread.
+    wanted: whether a target takes a directory (target's name, final). Methods are called from the training
+    thread, and `offer` and `holds` from the one that writes checkpoints, too.
     """
 
     def __init__(
@@ -130,10 +131,10 @@ class Uploader:
         """A directory that is offered again while it is under way may have been replaced: it is looked at again."""
         with self._lock:
             self._pending.append(job)
-        self._queue.put(job)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="uploads", daemon=True)
-            self._thread.start()
+            self._queue.put(job)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="uploads", daemon=True)
+                self._thread.start()
 
     def holds(self, path: Path) -> bool:
         """Whether a directory is being read, or waits to be: it must not be deleted."""
