@@ -38,7 +38,7 @@ def run_directory(config: Config, place: Place) -> tuple[str, bool]:
 
 def _older_run(place: Place) -> str:
     path = place.root / "runs" / "older"
-    path.mkdir(parents=True, exist_ok=True)
+    (path / "logs").mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text("{}")
     return str(path.parent)
 
