@@ -15,15 +15,18 @@ from schema.wire import messages as m
 from schema.wire.sample import encode_sample
 from schema.wire.weights import Publication
 from tests.policy_worker.material import VOCABULARY, make_sample
-from weight_sync import fetch
+from tests.support.waiting import PATIENCE
+from weight_sync import WeightError, fetch
 
 
 class Player:
     """Runs in a thread until the controller says that the job is finished."""
 
-    def __init__(self, url: str, token: str) -> None:
-        self._client = Client(url, token, patience=20.0)
-        self._stop = threading.Event()
+    def __init__(self, url: str, token: str, groups: int | None = None) -> None:
+        """groups: after so many it makes no more before `go_on`, and the trainer waits."""
+        self._client = Client(url, token, patience=PATIENCE)
+        self._limit = groups
+        self._stop, self._go_on = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._rng = np.random.default_rng(0)
         self.error: BaseException | None = None
@@ -36,12 +39,17 @@ class Player:
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
-        self._thread.join(20)
+        self._go_on.set()
+        self._thread.join(PATIENCE)
         self._client.close()
 
-    def finish(self, seconds: float = 60.0) -> None:
+    def go_on(self) -> None:
+        self._limit = None
+        self._go_on.set()
+
+    def finish(self) -> None:
         """Wait for the end of the job; raises what went wrong."""
-        self._thread.join(seconds)
+        self._thread.join(PATIENCE)
         if self.error is not None:
             raise self.error
         assert not self._thread.is_alive(), "the job did not finish"
@@ -55,32 +63,48 @@ class Player:
     def _play(self) -> None:
         request = m.RegisterRequest(request_id=uuid.uuid4().hex, role="rollout", name="player")
         reply = self._client.send(api.register(request))
-        publication = None
+        publication, made = None, 0
         while publication is None and not self._stop.is_set():
-            publication = self._client.send(api.latest_publication(0, wait_s=1.0))
-        assert publication is not None
-        self._load(reply.weight_store, publication)
+            publication = self._update(reply.weight_store, None)
         while not self._stop.is_set():
+            assert publication is not None
+            limit = self._limit
+            room = 4 if limit is None else min(4, limit - made)
+            if not room:
+                self._go_on.wait(PATIENCE)
+                continue
             lease = self._client.send(
                 api.lease(
                     m.LeaseRequest(
                         request_id=uuid.uuid4().hex, replica_id=reply.replica_id, incarnation=reply.incarnation,
-                        version=publication.version, publication_id=publication.id, max_groups=4, wait_s=0.5,
+                        version=publication.version, publication_id=publication.id,
+                        max_groups=room, wait_s=0.5,
                     )
                 )
             )  # fmt: skip
             for group in lease.groups:
                 self._push(group, reply.replica_id, publication.version)
-            newest = self._client.send(api.latest_publication(publication.id))
-            if newest is not None:
-                publication = newest
-                self._load(reply.weight_store, publication)
+            made += len(lease.groups)
+            publication = self._update(reply.weight_store, publication)
             if lease.status == m.LeaseStatus.FINISHED:
                 return
 
-    def _load(self, store: str, publication: Publication) -> None:
-        self.weights = {name: tensor.clone() for name, tensor in fetch(Path(store), publication).tensors()}
-        self.versions.append(publication.version)
+    def _update(self, store: str, known: Publication | None) -> Publication | None:
+        """Load what is newer than `known`; it may be gone as soon as there is something newer still."""
+        newest = self._client.send(
+            api.latest_publication(known.id if known else 0, wait_s=0.0 if known else 1.0)
+        )
+        if newest is None:
+            return known
+        try:
+            weights = fetch(Path(store), newest, patience=0.0)
+        except WeightError:
+            if self._client.send(api.latest_publication(newest.id)) is None:
+                raise
+            return self._update(store, known)
+        self.weights = {name: tensor.clone() for name, tensor in weights.tensors()}
+        self.versions.append(newest.version)
+        return newest
 
     def _push(self, group: m.LeasedGroup, replica_id: str, version: int) -> None:
         pushes, frames = [], []

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.waiting import PATIENCE
+
 SEEDS = 8
 
 
@@ -18,7 +20,7 @@ def run(what: str, root: Path, seeds: int = 1) -> list[dict[str, Any]]:
     arguments = [what, str(root), *map(str, range(seeds))]
     process = subprocess.run(
         [sys.executable, "-m", "tests.policy_worker.save_program", *arguments],
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, timeout=PATIENCE, check=False,
     )  # fmt: skip
     assert process.returncode == 0, process.stderr
     return [json.loads(line) for line in process.stdout.splitlines()]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import resource
 import signal
-import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +23,6 @@ __all__ = ["start", "valkey"]
 ASYNC = {"enable_checkpoint": True, "save_freq": 4, "save_mode": "async", "export_safetensors": False}
 
 
-def wait_for(path: Path, process: subprocess.Popen[str], seconds: float = 60.0) -> None:
-    give_up = time.monotonic() + seconds
-    while not path.exists():
-        assert time.monotonic() < give_up, f"{path} was not made"
-        assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.02)
-
-
 def losses(job: Job) -> list[float]:
     with job.controller.client() as client:
         return [record.metrics["loss"] for record in client.send(api.steps())]
@@ -42,11 +32,12 @@ def test_a_failed_save_beside_the_training_ends_it_by_name(tmp_path: Path, start
     """Then, with room on the disk again, the run goes on; its weights seed two others."""
     model = write_model(tmp_path / "model")
     job = start(supervised(model, ckpt=ASYNC, max_num_steps=16), "first")
-    ranks = job.start_policy()
     checkpoints = job.run_dir / "checkpoints"
-    wait_for(checkpoints / "step-00000004", ranks[0])
-    resource.prlimit(ranks[0].pid, resource.RLIMIT_FSIZE, (5000, resource.RLIM_INFINITY))
-    ((code, output),) = wait_ranks(ranks)
+    with job.stopped_before(7) as (ranks, proxy):
+        job.wait_for_checkpoint("step-00000004")
+        resource.prlimit(ranks[0].pid, resource.RLIMIT_FSIZE, (5000, resource.RLIM_INFINITY))
+        proxy.hold = None
+        ((code, output),) = wait_ranks(ranks)
     assert code == 1, output
     assert "CheckpointSaveError: checkpoint of step" in output
     assert "File too large" in output
@@ -87,18 +78,14 @@ def test_signals_save(tmp_path: Path, start: Any):
     job = start(config)
     ranks = job.start_policy(2)
     checkpoints = job.run_dir / "checkpoints"
-    with job.controller.client() as client:
-        give_up = time.monotonic() + 60
-        while client.send(api.job()).version < 0:
-            assert time.monotonic() < give_up
-            time.sleep(0.05)
+    job.wait_for_weights()
     ranks[1].send_signal(signal.SIGUSR1)  # any rank may be asked
-    wait_for(checkpoints / "latest", ranks[0])
+    job.wait_for_checkpoint("latest")
     found = look(checkpoints / "step-00000000")
     assert (found.manifest.world, found.manifest.step) == (2, 0)
     exported = load_file(found.path / "export" / "model.safetensors")
     for name, tensor in load_file(tmp_path / "model" / "model.safetensors").items():
         assert torch.equal(exported[name], tensor), name
     ranks[0].send_signal(signal.SIGTERM)
-    for code, output in wait_ranks(ranks, 30):
+    for code, output in wait_ranks(ranks):
         assert code == 0, output

@@ -20,6 +20,7 @@ from policy_worker.export_command import main
 from tests.policy_worker.material import make_config, tiny_lm
 from tests.policy_worker.ranks import start_ranks, wait_ranks
 from tests.rollout_worker.tiny import tokenizer
+from tests.support.waiting import PATIENCE
 
 COMMAND = Path(sys.executable).with_name("cosmos-launch")
 
@@ -65,7 +66,7 @@ def test_two_ranks_become_one_model_without_a_network(run_dir: Path, tmp_path: P
     """As a user gives it; a hub that is asked for anything would not answer."""
     env = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "OMP_NUM_THREADS": "1"}
     command = [str(COMMAND), "export", str(run_dir), "-o", str(tmp_path / "model")]
-    done = subprocess.run(command, env=env, check=False, capture_output=True, text=True, timeout=110)
+    done = subprocess.run(command, env=env, check=False, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     assert "100 %" in done.stdout
     assert "Qwen3ForCausalLM after 0 steps" in done.stdout

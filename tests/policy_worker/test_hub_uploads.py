@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.hub import TOKEN, Hub, running_hub
+from tests.support.waiting import PATIENCE
 
 PROGRAM = """
 import logging, sys, threading
@@ -21,31 +22,31 @@ from policy_worker.uploads.patience import Delays
 from policy_worker.uploads.uploader import Uploader
 
 logging.basicConfig(level=logging.INFO, stream=sys.stderr)
-repository, run_dir, *offers = sys.argv[1:]
+repository, run_dir, give_up, *offers = sys.argv[1:]
 stop = threading.Event()
-one = Uploader([HubTarget(repository, "run", stop, Delays(1.0, 0.05, 0.1))], Path(run_dir), stop)
+one = Uploader([HubTarget(repository, "run", stop, Delays(float(give_up), 0.05, 0.1))], Path(run_dir), stop)
 try:
     one.probe(strict=True)
     for offer in offers:
         one.offer(Path(offer), 20, final=Path(offer).name == "final")
-    one.finish(60)
+    one.finish(300)
 except (SettingsError, UploadFailedError) as error:
     sys.exit(f"{type(error).__name__}: {error}")
 """
 
 
 def upload(
-    hub: Hub, repository: str, run_dir: Path, *offers: Path, **env: str
+    hub: Hub, repository: str, run_dir: Path, *offers: Path, give_up: float = PATIENCE, **env: str
 ) -> subprocess.CompletedProcess[str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     home = {"HF_HOME": str(run_dir / "hf-home")}
     return subprocess.run(
-        [sys.executable, "-c", PROGRAM, repository, str(run_dir), *map(str, offers)],
+        [sys.executable, "-c", PROGRAM, repository, str(run_dir), str(give_up), *map(str, offers)],
         env={**kept, **hub.environment, **home, **env},
         check=False,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
     )
 
 
@@ -96,7 +97,7 @@ def test_a_probe_names_key_and_remedy(
     tmp_path: Path, export: Path, repository: str, env: dict[str, str], said: str
 ) -> None:
     with running_hub() as hub:
-        done = upload(hub, repository, tmp_path, export, **env)
+        done = upload(hub, repository, tmp_path, export, give_up=1.0, **env)
         assert done.returncode == 1
         assert said in done.stderr
         assert "SettingsError" in done.stderr
@@ -109,6 +110,6 @@ def test_a_hub_that_stays_away_fails_the_final_model(tmp_path: Path, export: Pat
     (final / "config.json").write_text("{}")
     with running_hub() as hub:
         hub.fail_next = [500] * 200
-        done = upload(hub, "me/model", tmp_path, final)
+        done = upload(hub, "me/model", tmp_path, final, give_up=1.0)
         assert done.returncode == 1
         assert "UploadFailedError: upload of final to hub failed" in done.stderr

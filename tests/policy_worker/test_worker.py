@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,9 @@ from tests.policy_worker.material import make_config, sft_config, write_model
 from tests.policy_worker.player import Player
 from tests.policy_worker.ranks import start_ranks, wait_ranks
 from tests.support.controller import TOKENS, ControllerProcess, make_run_dir
+from tests.support.proxy import FaultyProxy, faulty_proxy
 from tests.support.valkey import ValkeyServer, running_valkey
+from tests.support.waiting import until
 
 
 @pytest.fixture(scope="module")
@@ -40,29 +42,47 @@ class Job:
         if not config.is_grpo:
             _write_conversations(self.run_dir / "data" / "train.safetensors")
         self.controller = ControllerProcess(self.run_dir, redis_url)
+        self._ranks: list[subprocess.Popen[str]] = []
 
     def start_policy(self, world: int = 1, **environment: str) -> list[subprocess.Popen[str]]:
         settings = {
             "COSMOS_CONTROLLER_URL": self.controller.url, "COSMOS_TOKEN": TOKENS["policy"],
             "COSMOS_REPLICA_NAME": "policy-0", "COSMOS_CPU_THREADS": "1", **environment,
         }  # fmt: skip
-        return start_ranks(world, ["policy_worker"], **settings)
+        self._ranks = start_ranks(world, ["policy_worker"], **settings)
+        return self._ranks
+
+    @contextmanager
+    def stopped_before(self, step: int) -> Iterator[tuple[list[subprocess.Popen[str]], FaultyProxy]]:
+        """A trainer that is about to commit this step (counted from 1); it may when the proxy holds nothing."""
+        with faulty_proxy(self.controller.url, seed=0, rate=0.0) as proxy:
+            proxy.hold = f"POST /v1/steps/{step - 1}/commit ".encode()
+            ranks = self.start_policy(COSMOS_CONTROLLER_URL=proxy.url)
+            self.wait_for(proxy.holding.is_set, f"step {step}")
+            yield ranks, proxy
 
     def status(self) -> JobStatus:
         with self.controller.client() as client:
             return client.send(api.job())
 
-    def wait_for_step(self, step: int, seconds: float = 60.0) -> None:
-        give_up = time.monotonic() + seconds
-        while self.status().step < step:
-            assert time.monotonic() < give_up, f"step {step} was not reached"
-            time.sleep(0.02)
+    def wait_for(self, condition: Callable[[], bool], what: str) -> None:
+        """Something that the trainer does; if it ends before, that is told."""
 
-    def wait_for_checkpoint(self, step: int, seconds: float = 60.0) -> None:
-        give_up = time.monotonic() + seconds
-        while not (self.run_dir / "checkpoints" / f"step-{step:08d}").exists():
-            assert time.monotonic() < give_up, f"checkpoint {step} was not made"
-            time.sleep(0.02)
+        def look() -> bool:
+            for rank in self._ranks:
+                assert rank.poll() is None, f"waited for {what}: {rank.communicate()[0]}"
+            return condition()
+
+        until(look, what)
+
+    def wait_for_weights(self) -> None:
+        self.wait_for(lambda: self.status().version >= 0, "the first weights")
+
+    def wait_for_step(self, step: int) -> None:
+        self.wait_for(lambda: self.status().step >= step, f"step {step}")
+
+    def wait_for_checkpoint(self, name: str) -> None:
+        self.wait_for((self.run_dir / "checkpoints" / name).exists, f"{name} among the checkpoints")
 
     def final(self) -> dict[str, torch.Tensor]:
         return load_file(self.run_dir / "final" / "model.safetensors")
@@ -147,13 +167,10 @@ def test_a_whole_job(tmp_path: Path, start: Any, world: int):
 def test_asked_to_leave_while_it_waits(tmp_path: Path, start: Any):
     job = start(grpo_config(write_model(tmp_path / "model"), 4))
     ranks = job.start_policy()
-    with job.controller.client(patience=0.0) as client:
-        give_up = time.monotonic() + 60
-        while client.send(api.job()).version < 0:
-            assert time.monotonic() < give_up
-            time.sleep(0.05)
+    with job.controller.client() as client:
+        job.wait_for_weights()
         ranks[0].send_signal(signal.SIGTERM)
-        ((code, output),) = wait_ranks(ranks, 20)
+        ((code, output),) = wait_ranks(ranks)
         assert code == 0, output
         (replica,) = client.send(api.replicas())
     assert (replica.state, replica.status) == ("left", "signal SIGTERM")
@@ -163,7 +180,7 @@ def test_asked_to_leave_while_it_waits(tmp_path: Path, start: Any):
 @pytest.mark.slow
 def test_without_a_checkpoint_a_restarted_trainer_says_that_it_cannot_go_on(tmp_path: Path, start: Any):
     job = start(grpo_config(write_model(tmp_path / "model"), 50, {"epoch": 5}))
-    with Player(job.controller.url, TOKENS["rollout"]):
+    with Player(job.controller.url, TOKENS["rollout"], groups=8):
         ranks = job.start_policy()
         job.wait_for_step(2)
         ranks[0].kill()
@@ -178,12 +195,14 @@ def test_without_a_checkpoint_a_restarted_trainer_says_that_it_cannot_go_on(tmp_
 def test_reinforcement_goes_on_from_its_newest_checkpoint(tmp_path: Path, start: Any):
     checkpoints = {"enable_checkpoint": True, "save_freq": 3, "max_keep": 2}
     job = start(grpo_config(write_model(tmp_path / "model"), 10, {"ckpt": checkpoints}))
-    with Player(job.controller.url, TOKENS["rollout"]) as player, job.controller.client() as client:
+    player = Player(job.controller.url, TOKENS["rollout"], groups=10)
+    with player, job.controller.client() as client:
         ranks = job.start_policy()
         job.wait_for_step(4)
-        job.wait_for_checkpoint(3)  # written beside the training
+        job.wait_for_checkpoint("step-00000003")  # written beside the training
         ranks[0].kill()
         wait_ranks(ranks)
+        player.go_on()
         ((code, output),) = wait_ranks(job.start_policy())
         assert code == 0, output
         player.finish()
@@ -202,11 +221,11 @@ def test_reinforcement_goes_on_from_its_newest_checkpoint(tmp_path: Path, start:
 @pytest.mark.slow
 def test_a_killed_controller_is_waited_for(tmp_path: Path, start: Any):
     job = start(grpo_config(write_model(tmp_path / "model"), 12))
-    with Player(job.controller.url, TOKENS["rollout"]) as player:
+    with Player(job.controller.url, TOKENS["rollout"], groups=12) as player:
         ranks = job.start_policy()
         job.wait_for_step(2)
         job.controller.stop(signal.SIGKILL)
-        time.sleep(0.5)
+        player.go_on()
         job.controller.start()
         ((code, output),) = wait_ranks(ranks)
         assert code == 0, output
@@ -217,27 +236,26 @@ def test_a_killed_controller_is_waited_for(tmp_path: Path, start: Any):
 
 @pytest.mark.slow
 def test_a_checkpoint_on_command_a_drain_and_a_return(tmp_path: Path, start: Any):
-    job = start(grpo_config(write_model(tmp_path / "model"), 100, {"epoch": 5}))
-    with Player(job.controller.url, TOKENS["rollout"]) as player, job.controller.client() as client:
+    job = start(grpo_config(write_model(tmp_path / "model"), 60, {"epoch": 5}))
+    player = Player(job.controller.url, TOKENS["rollout"], groups=60)
+    with player, job.controller.client() as client:
         ranks = job.start_policy()
         job.wait_for_step(2)
         client.send(api.operate("checkpoint"))
-        give_up = time.monotonic() + 30
-        while not (job.run_dir / "checkpoints" / "latest").exists():
-            assert time.monotonic() < give_up
-            time.sleep(0.05)
+        job.wait_for_checkpoint("latest")
         (policy,) = [r for r in client.send(api.replicas()) if r.role == "policy"]
         client.send(api.drain(policy.replica_id))
-        ((code, output),) = wait_ranks(ranks, 30)
+        ((code, output),) = wait_ranks(ranks)
         assert code == 0, output
         (policy,) = [r for r in client.send(api.replicas()) if r.role == "policy"]
         assert (policy.state, policy.status) == ("left", "command drain")
-        assert client.send(api.job()).step < 100
+        assert client.send(api.job()).step < 60
+        player.go_on()
         ((code, output),) = wait_ranks(job.start_policy())
         assert code == 0, output
         assert "resumed from" in output
         player.finish()
-        check_ledger(client, 100, 2)
+        check_ledger(client, 60, 2)
 
 
 def supervised(model: Path, **train: Any) -> Config:
@@ -262,10 +280,9 @@ def test_supervised_training_learns_and_resumes_bit_for_bit(tmp_path: Path, star
 
     ckpt = {"enable_checkpoint": True, "save_freq": 5, "save_mode": "sync", "export_safetensors": False}
     broken = start(supervised(model, ckpt=ckpt), "broken")
-    ranks = broken.start_policy()
-    broken.wait_for_step(7)
-    ranks[0].kill()
-    wait_ranks(ranks)
+    with broken.stopped_before(8) as (ranks, _):
+        ranks[0].kill()
+        wait_ranks(ranks)
     for code, output in wait_ranks(broken.start_policy()):
         assert code == 0, output
     assert "resumed from" in output

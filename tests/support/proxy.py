@@ -3,7 +3,7 @@
     client ──▶ delay? ──▶ cut | 503 ──▶ request, once, twice, again seconds later ──▶ controller
     client ◀── whole | in the middle cut | drop by drop | cut without an answer ◀────────┘
 
-In a thread of its own, one request per connection. `calm` lets everything pass.
+In a thread of its own, one request per connection. `calm` lets everything pass; `hold` stops chosen requests.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ class FaultyProxy:
     def __init__(self, target: str, seed: int, rate: float) -> None:
         self._target, self._random, self.rate = urlsplit(target), Random(seed), rate
         self.faults: Counter[str] = Counter()
+        self.hold: bytes | None = None
+        """Requests that begin so wait here until this is None again; `holding` is set when one does."""
+        self.holding = threading.Event()
         self._late: set[asyncio.Task[bytes]] = set()
         self.port = 0
 
@@ -57,6 +60,9 @@ class FaultyProxy:
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(ConnectionError, asyncio.IncompleteReadError):
             request = await _read_request(reader)
+            while self.hold is not None and request.startswith(self.hold):
+                self.holding.set()
+                await asyncio.sleep(0.01)
             await self._serve(request, writer)
         writer.close()
 
