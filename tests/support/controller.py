@@ -30,6 +30,7 @@ def make_config(**sections: Any) -> Config:
         },
         "rollout": {"n_generation": 2, "backend": "transformers"},
         "policy": {"model_max_length": 64},
+        "controller": {"lock_timeout": 1000.0},  # nobody stands by unless a test says so
     }
     for name, values in sections.items():
         base[name] = _merged(base.get(name, {}), values)
