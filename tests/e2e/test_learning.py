@@ -28,8 +28,8 @@ def test_a_model_learns_to_add(tmp_path: Path, engine: str, seed: int) -> None:
     summary = quickstart(tmp_path / "quickstart", "--engine", engine, "--seed", str(seed))
     check_ledger(summary, summary["ledger"]["bound"])  # type: ignore[arg-type, index]
     accuracy = [record["score_mean"] for record in summary["validations"]]  # type: ignore[attr-defined, index]
-    assert accuracy[0] < 0.55
-    assert accuracy[-1] > 0.8
+    assert accuracy[0] < 0.55, "0.30 to 0.36 were seen"
+    assert accuracy[-1] > 0.7, "0.88 to 0.96 were seen"
     rewards = [step["metrics"]["reward_mean"] for step in summary["steps"]]  # type: ignore[attr-defined, index]
-    assert mean(rewards[-5:]) > mean(rewards[:5]) + 0.3
+    assert mean(rewards[-5:]) > mean(rewards[:5]) + 0.3, "0.70 to 0.76 were seen"
     assert (tmp_path / "quickstart" / "learning_curve.png").stat().st_size > 10_000

@@ -18,12 +18,12 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_four_steps_of_lag_cost_little_at_a_modest_rate(warm: Path) -> None:
     fresh, stale = end(accuracies(Case(0, 3e-4), warm)), end(accuracies(Case(4, 3e-4), warm))
-    assert fresh > 0.85
-    assert stale > fresh - 0.07
+    assert fresh > 0.75, "0.90 to 0.95 were seen: each kind of processor rounds in its own way"
+    assert stale > fresh - 0.15, "0.03 to 0.04 less were seen"
 
 
 def test_a_trainer_that_ignores_staleness_collapses_where_ours_learns(warm: Path) -> None:
     ignored = end(accuracies(Case(4, 1e-3, corrected=False), warm))
     corrected = end(accuracies(Case(4, 1e-3), warm))
-    assert ignored < 0.2
-    assert corrected > 0.6
+    assert ignored < 0.3, "0.00 was seen"
+    assert corrected > 0.5, "0.78 to 0.83 were seen"
