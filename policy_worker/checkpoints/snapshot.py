@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from policy_worker.checkpoints.find import Resumption, newest_in
 from policy_worker.checkpoints.layout import LEDGER, Found, checkpoints_of
+from policy_worker.checkpoints.verify import faults
 from policy_worker.errors import CheckpointError, DamagedCheckpointError
 from schema.wire.messages import LedgerSnapshot
 
@@ -21,11 +22,13 @@ def snapshot_of(found: Found) -> LedgerSnapshot | None:
     Raises:
         DamagedCheckpointError: the file is not what a controller has written.
     """
-    path = found.path / LEDGER
+    if LEDGER not in found.manifest.files:
+        return None
+    wrong, path = faults(found.path, found.manifest.files, [LEDGER]), found.path / LEDGER
+    if wrong:
+        raise DamagedCheckpointError(wrong[0])
     try:
         return LedgerSnapshot.model_validate_json(path.read_bytes())
-    except FileNotFoundError:
-        return None
     except (OSError, ValidationError) as error:
         raise DamagedCheckpointError(f"{path} cannot be read: {error}") from error
 

@@ -20,7 +20,8 @@ from safetensors import safe_open
 from policy_worker.checkpoints import directory, rng
 from policy_worker.checkpoints.background import Background
 from policy_worker.checkpoints.housekeeping import Housekeeper
-from policy_worker.checkpoints.layout import BEST, look, rng_file, state_files, write_manifest
+from policy_worker.checkpoints.layout import BEST, hash_of_file, look, rng_file, state_files, write_manifest
+from policy_worker.checkpoints.snapshot import newest_snapshot
 from policy_worker.checkpoints.state import load_model_state, state_to_save
 from policy_worker.checkpoints.storage import Staging, StateFiles, pieces_of
 from policy_worker.checkpoints.verify import faults
@@ -29,6 +30,7 @@ from policy_worker.learner import Learner
 from policy_worker.parallel.group import Group
 from policy_worker.schedule import Schedule
 from schema.config.train import CheckpointConfig
+from schema.wire.messages import LedgerSnapshot
 from tests.policy_worker.checkpoint_material import load_state, make_checkpoint, save_state
 from tests.policy_worker.material import make_config, tiny_model
 from tests.support.waiting import PATIENCE
@@ -259,6 +261,22 @@ def test_the_one_resumed_from_goes_when_the_next_is_complete(tmp_path: Path):
         assert old.exists()
         keeper.tidy(look(new), {})
         assert old.exists() is not wanted
+
+
+def test_a_ledger_is_believed_byte_for_byte(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """A controller that lost everything takes it for what was trained."""
+    root = tmp_path / "checkpoints"
+    file = make_checkpoint(root, 5, latest=True) / "ledger.json"
+    written = look(file.parent).manifest
+    ledger = LedgerSnapshot(committed_steps=5, timeline=0, frontier=8, untrained=[]).model_dump_json()
+    file.write_text(ledger)
+    write_manifest(file.parent, written.model_copy(update={"files": {file.name: hash_of_file(file)}}))
+    found = newest_snapshot(tmp_path, None)
+    assert found is not None
+    assert found.committed_steps == 5
+    file.write_text(ledger.replace("5", "6"))
+    assert newest_snapshot(tmp_path, None) is None
+    assert f"{file} was altered" in caplog.text
 
 
 # ---- beside the training --------------------------------------------------------------------------------------
