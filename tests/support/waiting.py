@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 T = TypeVar("T")
-PATIENCE = 120.0
+PATIENCE = 240.0
 """Seconds. Long, since nobody waits so long unless the test fails anyway, and a busy machine is no failure."""
 PAUSE = 0.01
 
