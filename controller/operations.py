@@ -93,7 +93,7 @@ class Operations:
             reward=metrics.get("reward_mean", job.facts.last_score),
             validation=list(records.values())[-1] if records else None,
             staleness_mean=metrics.get("staleness_mean"),
-            staleness_max=0 if ledger is None else ledger.status().max_staleness,
+            staleness_max=0 if ledger is None else max(ledger.totals.staleness, default=0),
             queue_ready=0 if ledger is None else ledger.ready,
             outstanding=0 if ledger is None else ledger.outstanding,
             replicas={role: len(job.registry.present(role)) for role in ("policy", "rollout")},
