@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 LAZY = (AutoConfig, AutoModelForCausalLM, AutoTokenizer)
 """Imported before replicas share this process: transformers loads its parts when they are asked for."""
-GUESTS, AT_ONCE, BOUND = 20, 3, 8
+GUESTS, AT_ONCE, BOUND = 20, 3, 16
 LENGTHS = """
 def length(completion, row):
     return float(len(completion))
@@ -78,7 +78,7 @@ class Guests:
 
     @staticmethod
     async def _until(condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(LONG):
             while not condition():  # noqa: ASYNC110 - looks at what has no event
                 await asyncio.sleep(0.02)
 
@@ -94,8 +94,9 @@ def command(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def test_twenty_replicas_come_and_go(tmp_path: Path, model: Path) -> None:
-    """The bound is wide, or a guest on a busy machine finds that the trainer has outrun its weights, each time."""
+    """The bound is wide and weights are kept: a guest on a busy machine is slower than a trainer of tiny steps."""
     config = write_config(tmp_path, model, bound=BOUND, steps=5000, rows=20_000, validation=False)
+    config.write_text(config.read_text() + "\n[weight_sync]\nkeep = 50\n")
     with Program(config) as program:
         program.until_step(1)
         token = (program.run_dir / ".tokens" / "rollout").read_text().strip()
