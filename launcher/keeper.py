@@ -155,8 +155,11 @@ class Keeper:
         return os.getppid() != self.settings.parent
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
-        self._asked_to_end |= number == signal.SIGTERM
-        self._asked_to_kill |= number == signal.SIGINT
+        # Assigned only where it becomes true: one handler may interrupt another.
+        if number == signal.SIGTERM:
+            self._asked_to_end = True
+        elif number == signal.SIGINT:
+            self._asked_to_kill = True
 
     def _hold(self) -> bool:
         """Take the lock that says that this process lives; False if that is not possible."""
