@@ -15,7 +15,8 @@ class Signal:
 
     def __init__(self) -> None:
         self.generation = 0
-        self._waiters: set[asyncio.Future[None]] = set()
+        self._waiters: dict[asyncio.Future[None], None] = {}
+        """In the order in which they came, which is the one in which they go on."""
 
     def notify(self) -> None:
         self.generation += 1
@@ -29,9 +30,9 @@ class Signal:
         if self.generation != seen or timeout <= 0:
             return
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiters.add(waiter)
+        self._waiters[waiter] = None
         try:
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(waiter, timeout)
         finally:
-            self._waiters.discard(waiter)
+            self._waiters.pop(waiter, None)

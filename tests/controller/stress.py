@@ -73,16 +73,20 @@ class Died(Exception):
 
 @dataclass(eq=False)
 class Host:
-    """One controller process. `serving` is unset while it stands by."""
+    """One controller process. `serving` is unset while it stands by. `tasks` have an order, unlike those of a set."""
 
     serving: Controller | None = None
-    tasks: set[asyncio.Task[Any]] = field(default_factory=set)
+    tasks: dict[asyncio.Task[Any], None] = field(default_factory=dict)
     ended: str = ""
+
+    def keep(self, *tasks: asyncio.Task[Any]) -> None:
+        """They are killed with this host."""
+        self.tasks.update(dict.fromkeys(tasks))
 
     def spawn(self, work: Awaitable[T]) -> asyncio.Task[T]:
         task: asyncio.Task[T] = asyncio.ensure_future(work)
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
+        self.keep(task)
+        task.add_done_callback(lambda _: self.tasks.pop(task, None))
         return task
 
 
@@ -146,7 +150,7 @@ class World:
                 stand_by=lambda holder: None, clock=self.loop.time,
                 connection_class=self.redis.connection_class(host),
             )  # fmt: skip
-            host.tasks |= set(store._tasks)
+            host.keep(*store._tasks)
             await self.open(host, store, saved)
         except StoreUnavailable as error:
             await self.kill(host, f"could not start: {error}")
@@ -156,9 +160,9 @@ class World:
         job.forgive_downtime(await store.alive_at())
         await job.save()
         controller = Controller.of(job, Tokens(TOKENS))  # type: ignore[arg-type]
-        host.tasks.add(controller.upkeep.start())
+        host.keep(controller.upkeep.start())
         host.serving = controller
-        host.tasks.add(asyncio.ensure_future(self._until_fatal(host, store)))
+        host.keep(asyncio.ensure_future(self._until_fatal(host, store)))
 
     async def _until_fatal(self, host: Host, store: StateStore) -> None:
         error = await asyncio.shield(store.fatal)

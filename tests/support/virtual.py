@@ -80,7 +80,8 @@ class Redis:
         self.data: dict[bytes, Any] = {}
         self.expires: dict[bytes, float] = {}
         self.versions: dict[bytes, int] = {}
-        self.connections: set[Wire] = set()
+        self.connections: dict[Wire, None] = {}
+        """Not a set: its order would be that of addresses in memory, and no seed decides those."""
         self.up = True
         self.written: Callable[[object, list[list[bytes]]], None] = lambda client, commands: None
         """Called with each transaction, just before it is executed."""
@@ -201,7 +202,7 @@ class Wire:
         self._queue: list[list[bytes]] | None = None
         self._closed = False
         self._there_at = self._back_at = 0.0  # a stream keeps its order, both ways
-        server.connections.add(self)
+        server.connections[self] = None
 
     def write(self, data: bytes) -> None:
         if self._closed:
@@ -230,7 +231,7 @@ class Wire:
     def cut(self, *, deliver: bool) -> None:
         """End it; with `deliver`, what was sent still reaches the server."""
         self._closed, self._lost = True, not deliver
-        self._server.connections.discard(self)
+        self._server.connections.pop(self, None)
         if not self._reader.at_eof():
             self._reader.feed_eof()
 
