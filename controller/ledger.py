@@ -75,13 +75,14 @@ class Ledger(Replayable):
     ) -> LeaseDecision:
         """Grant up to `max_groups` groups to a replica whose engine holds `version`.
 
-        The same `request_id` from the same replica gets the same groups again, as far as it still holds them.
+        The same `request_id` from the same replica gets the same groups again, as far as it still holds them, in
+        the same order.
         An empty answer carries the refusal of the first group.
         """
         held = self.held_by(replica_id)
         repeated = [group for group in held if group.request_id == request_id]
         if repeated:
-            return LeaseDecision(repeated)
+            return LeaseDecision(sorted(repeated, key=lambda group: (group.epoch, group.position)))
         granted: list[Group] = []
         refusal: Refusal | None = None
         while len(granted) < max_groups and refusal is None:

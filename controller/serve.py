@@ -335,8 +335,9 @@ async def _until_stopped(stop: asyncio.Event, parent_pid: int | None) -> None:
         if parent_pid is not None and os.getppid() != parent_pid:
             log.warning("the parent process %d is gone: ending", parent_pid)
             return
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(stop.wait(), PARENT_CHECK)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(PARENT_CHECK):
+                await stop.wait()
 
 
 def _exit_code(fatal: StoreError | None) -> int:

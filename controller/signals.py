@@ -32,7 +32,10 @@ class Signal:
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiters[waiter] = None
         try:
-            with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(waiter, timeout)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(
+                    timeout
+                ):  # `wait_for` forgets a cancellation that meets a notification
+                    await waiter
         finally:
             self._waiters.pop(waiter, None)

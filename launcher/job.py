@@ -209,7 +209,8 @@ class Job:
             said = tail(log_file, 1)
             self.view.stage = "preparing data" + (f": {said[0][:100]}" if said else "")
             try:
-                await asyncio.wait_for(data.done.wait(), POLL / 2)
+                async with asyncio.timeout(POLL / 2):
+                    await data.done.wait()
             except TimeoutError:
                 continue
         if data.last_exit is None or data.last_exit.code != EXIT_OK:

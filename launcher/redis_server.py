@@ -125,7 +125,8 @@ async def wait_ready(url: str, timeout: float) -> bool:
             continue
         try:
             writer.write(b"PING\r\n")
-            answer = await asyncio.wait_for(reader.readline(), CONNECT_TIMEOUT)
+            async with asyncio.timeout(CONNECT_TIMEOUT):
+                answer = await reader.readline()
         except (OSError, TimeoutError):
             answer = b""
         finally:

@@ -385,8 +385,9 @@ class StateStore:
         """Write what is pending if Redis takes it, give the lock back and disconnect."""
         if self._outage is None and not self.fatal.done():
             self._pending.lock = "release"
-            with suppress(StoreUnavailable, asyncio.TimeoutError):
-                await asyncio.wait_for(self.flush(), DURABLE_TIMEOUT)
+            with suppress(StoreUnavailable, TimeoutError):
+                async with asyncio.timeout(DURABLE_TIMEOUT):
+                    await self.flush()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -316,7 +316,8 @@ class _Process:
     async def was_killed(self) -> bool:
         """Whether a signal ended it, or was about to: its pipes are closed before its end is known."""
         try:
-            return await asyncio.wait_for(self._process.wait(), STOP_TIMEOUT) < 0
+            async with asyncio.timeout(STOP_TIMEOUT):
+                return await self._process.wait() < 0
         except TimeoutError:
             return False
 
@@ -325,7 +326,8 @@ class _Process:
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._process.wait(), STOP_TIMEOUT)
+            async with asyncio.timeout(STOP_TIMEOUT):
+                await self._process.wait()
         if self._process.stdin is not None:
             self._process.stdin.close()
 

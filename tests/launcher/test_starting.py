@@ -77,6 +77,7 @@ def test_the_addition_recipes_follow_each_other(here: Path) -> None:
     run = here / "outputs" / "addition" / "20260101"
     write_tiny_model(run / "final")
     (run / "config.json").write_text("{}")
+    (run / "logs").mkdir()
     begin("addition-grpo", "grpo.toml")
     assert load_config("grpo.toml").policy.model_name_or_path == "outputs/addition/20260101/final"
     begin("addition-grpo", "other.toml", model="sft-model")

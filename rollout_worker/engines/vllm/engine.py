@@ -196,7 +196,8 @@ class VllmEngine:
             self._running()
             self._news.clear()
             try:
-                await asyncio.wait_for(self._news.wait(), WATCH_SECONDS)
+                async with asyncio.timeout(WATCH_SECONDS):
+                    await self._news.wait()
             except TimeoutError:
                 continue
         finished, self._finished = self._finished, []
