@@ -1,3 +1,5 @@
+"""Waiting for a change: none is missed, and nobody who was asked to end goes on waiting."""
+
 from __future__ import annotations
 
 import asyncio
@@ -10,26 +12,52 @@ def test_a_change_between_looking_and_waiting_is_not_missed() -> None:
         signal = Signal()
         seen = signal.generation
         signal.notify()
-        await asyncio.wait_for(signal.wait(seen, 60.0), 10.0)
+        await signal.wait(seen, 3600.0)
 
     asyncio.run(scenario())
 
 
-def test_all_waiters_wake_up() -> None:
+def test_the_end_of_the_time_is_no_error() -> None:
     async def scenario() -> None:
         signal = Signal()
-        waiters = [asyncio.create_task(signal.wait(signal.generation, 60.0)) for _ in range(3)]
+        await signal.wait(signal.generation, 0.001)
+
+    asyncio.run(scenario())
+
+
+def test_who_is_cancelled_in_the_round_of_a_change_ends() -> None:
+    """A loop around the wait would otherwise go on for ever, and its owner wait for it as long."""
+
+    async def scenario() -> None:
+        signal = Signal()
+
+        async def forever() -> None:
+            while True:
+                await signal.wait(signal.generation, 3600.0)
+
+        waiting = asyncio.create_task(forever())
         await asyncio.sleep(0)
         signal.notify()
-        await asyncio.wait_for(asyncio.gather(*waiters), 10.0)
+        waiting.cancel()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert waiting.cancelled()
 
     asyncio.run(scenario())
 
 
-def test_without_a_change_the_wait_ends_by_itself() -> None:
-    async def scenario() -> None:
-        signal = Signal()
-        await asyncio.wait_for(signal.wait(signal.generation, 0.01), 10.0)
-        assert signal.generation == 0
+def test_waiters_go_on_in_the_order_in_which_they_came() -> None:
+    async def scenario() -> list[int]:
+        signal, order = Signal(), []
 
-    asyncio.run(scenario())
+        async def wait(number: int) -> None:
+            await signal.wait(signal.generation, 3600.0)
+            order.append(number)
+
+        waiting = [asyncio.create_task(wait(number)) for number in range(20)]
+        await asyncio.sleep(0)
+        signal.notify()
+        await asyncio.gather(*waiting)
+        return order
+
+    assert asyncio.run(scenario()) == list(range(20))
