@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import faulthandler
 import gc
 import json
 import logging
@@ -40,6 +41,8 @@ FENCED = 3
 STORE_FAILED = 1
 SHUTDOWN_SECONDS = 5
 """For requests that are under way; long-polls are ended at once."""
+LEAVE_SECONDS = 60.0
+"""More than calls, Redis and its file may take together: then something hangs, and nobody shall wait for it."""
 KEEP_ALIVE_SECONDS = 75
 """Longer than the pauses between two calls of a replica, so that connections are used again."""
 PARENT_CHECK = 1.0
@@ -240,6 +243,7 @@ async def serve(settings: Settings) -> int:
         if serving.done():
             serving.result()
     finally:
+        _leave_in_time(loop)
         for task in (opening, stopping):
             task.cancel()
         if job is not None:
@@ -338,6 +342,17 @@ async def _until_stopped(stop: asyncio.Event, parent_pid: int | None) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(PARENT_CHECK):
                 await stop.wait()
+
+
+def _leave_in_time(loop: asyncio.AbstractEventLoop) -> None:
+    """From now on the process ends, if need be by force, with the stacks of its threads in the log."""
+    faulthandler.dump_traceback_later(LEAVE_SECONDS, exit=True)
+    loop.call_later(LEAVE_SECONDS / 2, _tell_who_is_left)
+
+
+def _tell_who_is_left() -> None:
+    for task in asyncio.all_tasks():
+        log.warning("it takes long to end; there still is %r", task)
 
 
 def _exit_code(fatal: StoreError | None) -> int:
