@@ -26,6 +26,7 @@ from starlette.types import ASGIApp
 from controller.app import create_app
 from controller.auth import Tokens
 from controller.connections import PatientProtocol, connection_limit
+from controller.ending import end
 from controller.job import Job
 from controller.service import Controller
 from controller.standby import FrontDoor
@@ -244,12 +245,13 @@ async def serve(settings: Settings) -> int:
             serving.result()
     finally:
         _leave_in_time(loop)
-        for task in (opening, stopping):
-            task.cancel()
+        await end((opening, stopping))
+        if job is None and not opening.cancelled() and opening.exception() is None:
+            job = opening.result()  # it came in the very moment
         if job is not None:
             job.close()
         server.should_exit = True
-        await asyncio.gather(serving, stopping, opening, return_exceptions=True)
+        await asyncio.gather(serving, return_exceptions=True)
         if job is not None:
             await job.store.close()
     return _exit_code(job.store.fatal.result() if job is not None and job.store.fatal.done() else None)

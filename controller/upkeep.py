@@ -6,6 +6,7 @@ import asyncio
 import logging
 from contextlib import suppress
 
+from controller.ending import end
 from controller.job import Job
 from controller.ledger import Ledger
 from controller.membership import Membership
@@ -41,10 +42,7 @@ class Upkeep:
         return self._task
 
     async def stop(self) -> None:
-        tasks = [task for task in (self._task, self._sweeping) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end([task for task in (self._task, self._sweeping) if task is not None])
 
     async def _run(self) -> None:
         looked_at = elapsed()

@@ -11,6 +11,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
+from controller.ending import end
 from controller.openapi import schema_of
 from controller.problems import ProblemError
 from schema.wire.frame import CONTENT_TYPE
@@ -51,9 +52,7 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, R]) -> R | Non
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
         return await working if working.done() else None
     finally:
-        for task in (working, leaving):
-            task.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+        await end((working, leaving))
 
 
 async def _hung_up(request: Request) -> None:
