@@ -91,11 +91,9 @@ class Declaring:
         job.registry.seen(replica, job.clock())
         duplicate, samples, tokens, score = self._replay(step, request)
         if not duplicate:
-            record = m.StepRecord(step=step, at=request.at, metrics=request.metrics)
-            job.steps.add(record, samples, tokens)
-            job.facts.last_score = score if score is not None else job.facts.last_score
-            job.settle()
-            job.wake_all()
+            job.trained(
+                m.StepRecord(step=step, at=request.at, metrics=request.metrics), samples, tokens, score
+            )
         finished = job.progress.finished or job.ended
         reply = m.CommitReply(
             committed_steps=job.progress.committed,

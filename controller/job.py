@@ -30,7 +30,7 @@ from controller.store.state import Render
 from controller.validation import Validation
 from schema.config import Config
 from schema.wire import payload_file
-from schema.wire.messages import ErrorCode, LedgerSnapshot, Phase
+from schema.wire.messages import ErrorCode, LedgerSnapshot, Phase, StepRecord
 
 log = logging.getLogger(__name__)
 
@@ -232,6 +232,13 @@ class Job:
         self.facts.ended, self.facts.last_error = None, None
         self.facts.paused = False
         self.opened_at = self.clock()
+        self.settle()
+        self.wake_all()
+
+    def trained(self, record: StepRecord, samples: int, tokens: int, score: float | None) -> None:
+        """A step was committed. score: the mean of its samples, None where nothing was scored."""
+        self.steps.add(record, samples, tokens)
+        self.facts.last_score = score if score is not None else self.facts.last_score
         self.settle()
         self.wake_all()
 

@@ -167,10 +167,9 @@ class Training:
         samples, tokens, score = self._work(step, request.metrics)
         outcome = job.progress.commit(step)
         if not outcome.duplicate:
-            job.steps.add(m.StepRecord(step=step, at=job.clock(), metrics=request.metrics), samples, tokens)
-            job.facts.last_score = score if score is not None else job.facts.last_score
-            job.settle()
-            job.wake_all()
+            job.trained(
+                m.StepRecord(step=step, at=job.clock(), metrics=request.metrics), samples, tokens, score
+            )
         finished = job.progress.finished or job.ended
         reply = m.CommitReply(
             committed_steps=job.progress.committed,

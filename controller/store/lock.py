@@ -18,7 +18,9 @@ suspended, so a controller that was stopped and woken refuses to answer before i
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import logging
 import os
 import secrets
 import socket
@@ -28,6 +30,11 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Self
+
+from redis.asyncio import Redis
+from redis.exceptions import WatchError
+
+log = logging.getLogger(__name__)
 
 RENEWALS = 4
 """Renewals per life of a lock: two may be lost or late before it runs out."""
@@ -144,3 +151,34 @@ class Term:
     @property
     def valid(self) -> bool:
         return self.clock() - self._since < self.seconds * TRUSTED
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """What came of an attempt to take the lock: it is `mine` now, or `other`'s. Neither: somebody was quicker."""
+
+    mine: Holder | None = None
+    other: Holder | None = None
+
+
+async def attempt(
+    client: Redis, lock: str, epoch: str, me: Holder, seconds: float, *, replace: bool
+) -> Attempt:
+    """Take the lock in the key `lock` for `seconds`, and raise the epoch. Raises RedisError, OSError."""
+    async with client.pipeline(transaction=True) as pipeline:
+        await pipeline.watch(lock, epoch)
+        text = await pipeline.get(lock)
+        other = None if text is None else Holder.parse(text)
+        if other is not None and not (replace or other.is_dead() or other.key == me.key):
+            return Attempt(other=other)
+        mine = dataclasses.replace(me, epoch=int(await pipeline.get(epoch) or 0) + 1)
+        pipeline.multi()  # type: ignore[no-untyped-call]
+        pipeline.set(epoch, mine.epoch)
+        pipeline.set(lock, mine.render(), px=round(seconds * 1000))
+        try:
+            await pipeline.execute()
+        except WatchError:
+            return Attempt()
+    if other is not None and other.key != me.key:  # else the answer to an earlier attempt was lost
+        log.warning("taking the job over from %s, which %s", other, "is replaced" if replace else "is dead")
+    return Attempt(mine=mine)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import logging
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
 from redis.asyncio import Redis
-from redis.exceptions import ResponseError
+from redis.exceptions import RedisError, ResponseError
 
 from controller.store.errors import UnsuitableServer
 
 log = logging.getLogger(__name__)
 
+FIRST_PAUSE, MAX_PAUSE = 0.05, 2.0
+"""Seconds between attempts to reach Redis: a restarted server is found soon, a dead one is not flooded."""
 OLDEST = (6, 2)
 """GETDEL, reliable MULTI semantics with scripts off, and what managed services still run."""
 WAITAOF_SINCE = (7, 2)
@@ -77,6 +81,19 @@ class ServerFacts:
             if require_durable:
                 raise UnsuitableServer(f"the Redis server is not durable: {problem}")
             log.warning("the Redis server is not durable: %s", problem)
+
+
+async def server_facts(client: Redis, patience: float) -> ServerFacts:
+    """What the server is, once it answers. Raises RedisError, OSError if it does not within `patience` seconds."""
+    give_up, pause = time.monotonic() + patience, FIRST_PAUSE
+    while True:
+        try:
+            return await sync_always(client, ServerFacts.from_info(await client.info()))
+        except (RedisError, OSError):
+            if time.monotonic() + pause > give_up:
+                raise
+            await asyncio.sleep(pause)
+            pause = min(pause * 2, MAX_PAUSE)
 
 
 async def sync_always(client: Redis, facts: ServerFacts) -> ServerFacts:

@@ -17,7 +17,6 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,19 +30,18 @@ from redis.asyncio import ConnectionPool, Redis
 from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError, WatchError
+from redis.exceptions import RedisError
 
+from controller.ending import end
 from controller.store.errors import Fenced, Held, HistoryLost, StoreError, StoreUnavailable
 from controller.store.fence import REPLY_TIMEOUT, Command, FencedConnection
-from controller.store.lock import LOOK, Holder, Term, elapsed
+from controller.store.lock import LOOK, Attempt, Holder, Term, attempt, elapsed
 from controller.store.payloads import Payload, PayloadKey, PayloadStore, RedisPayloads
-from controller.store.server import ServerFacts, sync_always
+from controller.store.server import FIRST_PAUSE, MAX_PAUSE, ServerFacts, server_facts
 from schema.config.secrets import cut
 
 log = logging.getLogger(__name__)
 
-FIRST_PAUSE, MAX_PAUSE = 0.05, 2.0
-"""Seconds between attempts to reach Redis: a restarted server is found soon, a dead one is not flooded."""
 LOCK_SECONDS = 10.0
 """Life of the lock, where the caller does not say."""
 DURABLE_TIMEOUT = 10.0
@@ -108,6 +106,8 @@ class StateStore:
         self._wake = asyncio.Event()
         self._outage: str | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._closing = False
+        """Then the lock is given back, and nobody may take it once more."""
 
     @classmethod
     async def open(
@@ -142,7 +142,10 @@ class StateStore:
         if connection_class is not None:
             options["connection_class"] = connection_class
         pool: ConnectionPool = ConnectionPool.from_url(url, **options)
-        facts = await _server_facts(Redis(connection_pool=pool), url, patience)
+        try:
+            facts = await server_facts(Redis(connection_pool=pool), patience)
+        except (RedisError, OSError) as error:
+            raise StoreUnavailable(f"no answer from Redis at {_where(url)}: {error}") from None
         facts.check(require_durable=require_durable)
         store = cls(pool, f"{prefix}:{job_id}:", facts, Holder.myself(address), Term(lock_seconds, clock))
         try:
@@ -237,7 +240,7 @@ class StateStore:
         await self.flush()
 
     async def _keep_lock(self) -> None:
-        while not self.fatal.done():
+        while not self.fatal.done() and not self._closing:
             with suppress(StoreUnavailable):  # it is renewed first of all when Redis is back
                 await self.renew_lock()
             await asyncio.sleep(self._term.interval)
@@ -320,45 +323,24 @@ class StateStore:
     async def _take_charge(self, replace: bool, stand_by: Callable[[Holder], None] | None) -> None:
         """Wait until the lock may be taken, and take it. Raises `Held` where waiting is not wanted."""
         while True:
-            began = self._term.clock()
+            began, found = self._term.clock(), Attempt()
             try:
-                other = await self._try_to_take(replace)
+                found = await attempt(
+                    self._client, self._key("lock"), self._key("epoch"), self.holder, self._term.seconds,
+                    replace=replace,
+                )  # fmt: skip
             except (RedisError, OSError):
                 if stand_by is None:
-                    raise
-                other = None  # an outage while standing by: look again
-            if self._fence.epoch:
+                    raise  # else an outage while standing by: look again
+            if found.mine is not None:
+                self.holder, self._fence.epoch = found.mine, found.mine.epoch
                 self._term.renewed(began)
                 return
             if stand_by is None:
-                raise Held(f"{other} is in charge of this job")
-            if other is not None:
-                stand_by(other)
+                raise Held(f"{found.other or 'another one'} is in charge of this job")
+            if found.other is not None:
+                stand_by(found.other)
             await asyncio.sleep(LOOK)
-
-    async def _try_to_take(self, replace: bool) -> Holder | None:
-        """One attempt; the holder that keeps us from it, or None (taken, or somebody was quicker)."""
-        async with self._client.pipeline(transaction=True) as pipeline:
-            await pipeline.watch(self._key("lock"), self._key("epoch"))
-            text = await pipeline.get(self._key("lock"))
-            other = None if text is None else Holder.parse(text)
-            if other is not None and not (replace or other.is_dead() or other.key == self.holder.key):
-                return other
-            epoch = int(await pipeline.get(self._key("epoch")) or 0) + 1
-            holder = dataclasses.replace(self.holder, epoch=epoch)
-            pipeline.multi()  # type: ignore[no-untyped-call]
-            pipeline.set(self._key("epoch"), epoch)
-            pipeline.set(self._key("lock"), holder.render(), px=round(self._term.seconds * 1000))
-            try:
-                await pipeline.execute()
-            except WatchError:
-                return None
-        self.holder, self._fence.epoch = holder, epoch
-        if other is not None and other.key != holder.key:  # else the answer to an earlier attempt was lost
-            log.warning(
-                "taking the job over from %s, which %s", other, "is replaced" if replace else "is dead"
-            )
-        return None
 
     async def _load(self) -> Saved:
         self._fence.seq = int(await self._client.get(self._key("seq")) or 0)
@@ -383,14 +365,13 @@ class StateStore:
 
     async def close(self) -> None:
         """Write what is pending if Redis takes it, give the lock back and disconnect."""
+        self._closing = True
         if self._outage is None and not self.fatal.done():
             self._pending.lock = "release"
             with suppress(StoreUnavailable, TimeoutError):
                 async with asyncio.timeout(DURABLE_TIMEOUT):
                     await self.flush()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end(self._tasks)
         await self._fence.close()
         await self._client.aclose()
         await self._client.connection_pool.disconnect()
@@ -403,9 +384,7 @@ class StateStore:
 
 
 def _dump(value: Any) -> bytes:
-    return to_json(
-        value, inf_nan_mode="constants"
-    )  # read back by json.loads, five times as fast as json.dumps
+    return to_json(value, inf_nan_mode="constants")  # five times as fast as json.dumps
 
 
 def _answer(waiters: Sequence[asyncio.Future[None]], error: StoreUnavailable | None) -> None:
@@ -421,15 +400,3 @@ def _answer(waiters: Sequence[asyncio.Future[None]], error: StoreUnavailable | N
 def _where(url: str) -> str:
     """The address without its credentials and options."""
     return str(cut(url)).partition("?")[0]
-
-
-async def _server_facts(client: Redis, url: str, patience: float) -> ServerFacts:
-    give_up, pause = time.monotonic() + patience, FIRST_PAUSE
-    while True:
-        try:
-            return await sync_always(client, ServerFacts.from_info(await client.info()))
-        except (RedisError, OSError) as error:
-            if time.monotonic() + pause > give_up:
-                raise StoreUnavailable(f"no answer from Redis at {_where(url)}: {error}") from None
-            await asyncio.sleep(pause)
-            pause = min(pause * 2, MAX_PAUSE)

@@ -178,6 +178,18 @@ def test_an_idle_controller_finds_its_successor_by_renewing_the_lock(shared_valk
     run(scenario)
 
 
+def test_a_store_that_is_closed_as_soon_as_it_is_open_gives_its_lock_back(valkey: ValkeyServer) -> None:
+    """The lock is about to be renewed then, and what sends that forgets the first cancellation."""
+
+    async def scenario() -> None:
+        store, _ = await open_store(valkey)
+        await store.close()
+        with valkey.client() as client:
+            assert client.get("test:job:lock") is None
+
+    run(scenario)
+
+
 def test_a_restart_of_the_server_loses_nothing(valkey: ValkeyServer) -> None:
     async def scenario() -> None:
         store, _ = await open_store(valkey)
