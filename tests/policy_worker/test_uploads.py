@@ -194,6 +194,7 @@ def test_a_record_of_a_deleted_checkpoint_goes_and_half_a_record_begins_again(
     check_arrived(objects, run_dir, path)
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_not_copied(objects: ObjectStore, tmp_path: Path) -> None:
     run_dir = run_of(tmp_path)
     damaged, path = checkpoint(run_dir, 3, 1000), checkpoint(run_dir, 4, 1000)
@@ -208,6 +209,7 @@ def test_a_damaged_checkpoint_is_not_copied(objects: ObjectStore, tmp_path: Path
     check_arrived(objects, run_dir, path)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_is_replaced_under_way_is_never_called_complete(
     objects: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,6 +231,7 @@ def test_a_checkpoint_that_is_replaced_under_way_is_never_called_complete(
     check_arrived(objects, run_dir, path)
 
 
+@pytest.mark.slow
 def test_a_model_that_is_exported_again_is_not_sent_again(objects: ObjectStore, tmp_path: Path) -> None:
     """A run whose last upload failed comes to its end once more, with the same weights."""
     run_dir = run_of(tmp_path)
@@ -309,6 +312,7 @@ def test_a_store_that_hangs_keeps_nobody_from_leaving(
         one.close(PATIENCE)
 
 
+@pytest.mark.slow
 def test_an_answer_that_is_lost_costs_nothing(
     objects: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -339,6 +343,7 @@ one.finish(PATIENCE)
 """
 
 
+@pytest.mark.slow
 def test_kill_9_in_the_middle_sends_no_finished_part_again(
     objects: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -384,6 +389,7 @@ def wait_for_parts(run_dir: Path) -> None:
     until(arrived, "two parts in the store")
 
 
+@pytest.mark.slow
 def test_a_store_that_is_away_is_waited_for(
     objects: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
