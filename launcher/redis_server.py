@@ -11,6 +11,7 @@ import importlib.util
 import os
 import platform
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -138,7 +139,10 @@ async def wait_ready(url: str, timeout: float) -> bool:
 
 
 def check(server: RedisServer, require_durable: bool) -> list[str]:
-    """Look at a named server. Returns warnings; raises RedisUnusableError when it cannot be used."""
+    """Look at a named server. Returns warnings; raises RedisUnusableError when it cannot be used.
+
+    One that refuses connections may be starting again: it is waited for, `CONNECT_TIMEOUT` seconds in all.
+    """
     import redis
     from redis.backoff import NoBackoff
     from redis.retry import Retry
@@ -157,7 +161,17 @@ def check(server: RedisServer, require_durable: bool) -> list[str]:
             **extra,
         )
         with client:
-            info = client.info()
+            give_up = time.monotonic() + CONNECT_TIMEOUT
+            while True:
+                try:
+                    info = client.info()
+                    break
+                except redis.AuthenticationError:
+                    raise
+                except redis.ConnectionError:
+                    if time.monotonic() > give_up:
+                        raise
+                    time.sleep(READY_POLL)
     except (redis.AuthenticationError, redis.exceptions.NoPermissionError) as error:
         hint = "set COSMOS_REDIS_PASSWORD, or write user and password into redis.url"
         raise RedisUnusableError(f"{shown} refuses the password: {error}", hint) from None

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import threading
 from pathlib import Path
 
 import pytest
 
+from launcher import redis_server
 from launcher.hardware import check_hardware
 from launcher.machine import Machine, count_cores, find_machine, has_module
 from launcher.preflight import check_machine, check_redis, missing_packages
 from schema.config import Config
 from tests.launcher.samples import config
+from tests.support.valkey import running_valkey
+from tests.support.waiting import PATIENCE
 
 
 def job(tmp_path: Path, **sections: object) -> Config:
@@ -167,13 +172,26 @@ def test_all_problems_at_once(tmp_path: Path):
     assert keys(found.problems) == ["controller.port", "rollout.parallelism", "train.output_dir"]
 
 
-def test_redis_that_does_not_answer(tmp_path: Path):
+def test_redis_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(redis_server, "CONNECT_TIMEOUT", 0.1)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         url = f"redis://127.0.0.1:{probe.getsockname()[1]}"
     (problem,) = check_redis(job(tmp_path, redis={"url": url}), {}).problems
     assert problem.key == "redis.url"
     assert "cannot be reached" in problem.message
+
+
+def test_redis_that_is_starting_again_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """`--resume` at the moment at which Redis is restarted is no mistake of the user's."""
+    monkeypatch.setattr(redis_server, "CONNECT_TIMEOUT", PATIENCE)
+    with running_valkey() as valkey:
+        valkey.stop(signal.SIGKILL)
+        starting = threading.Timer(0.3, valkey.start)
+        starting.start()
+        found = check_redis(job(tmp_path, redis={"url": valkey.url}), {})
+        starting.join()
+    assert found.problems == []
 
 
 def test_this_machine():

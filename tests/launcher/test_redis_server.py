@@ -100,7 +100,8 @@ def test_a_named_server_takes_its_password_from_the_environment():
     assert named(RedisConfig(), {}) is None
 
 
-def test_an_unreachable_server_is_named():
+def test_an_unreachable_server_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("launcher.redis_server.CONNECT_TIMEOUT", 0.1)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]  # kept, so that nobody else listens there meanwhile
