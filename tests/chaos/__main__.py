@@ -54,31 +54,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     begun = time.monotonic()
     verdicts: list[Verdict] = []
     interrupted = False
-    with ExitStack() as stack:
-        folder = _folder(options, stack)
-        try:
-            _run(options, folder, stack, verdicts, begun)
-        except KeyboardInterrupt:
-            interrupted = True
-            _say("interrupted; everything was ended")
-        failed = [verdict for verdict in verdicts if verdict.violations]
-        _say("", table(verdicts), sep="\n")
-        if options.report:
-            text = report(verdicts, _command(options), time.monotonic() - begun, complete=not interrupted)
-            options.report.write_text(text)
-            _say(f"report: {options.report}")
-        if failed and not options.folder:
-            stack.pop_all()  # its logs are needed
-            _say(f"kept: {folder}")
+    folder = _folder(options)
+    try:
+        with ExitStack() as servers:
+            _run(options, folder, servers, verdicts, begun)
+    except KeyboardInterrupt:
+        interrupted = True
+        _say("interrupted; everything was ended")
+    failed = [verdict for verdict in verdicts if verdict.violations]
+    _say("", table(verdicts), sep="\n")
+    if options.report:
+        text = report(verdicts, _command(options), time.monotonic() - begun, complete=not interrupted)
+        options.report.write_text(text)
+        _say(f"report: {options.report}")
+    if failed:
+        _say(f"kept: {folder}")  # its logs are needed
+    elif not options.folder:
+        shutil.rmtree(folder)
     return 130 if interrupted else 1 if failed else 0
 
 
 def _run(
-    options: argparse.Namespace, folder: Path, stack: ExitStack, verdicts: list[Verdict], begun: float
+    options: argparse.Namespace, folder: Path, servers: ExitStack, verdicts: list[Verdict], begun: float
 ) -> None:
     model = make_model(folder / "model")
-    redis = stack.enter_context(NamedRedis()) if options.redis == "rediss" else None
-    store = stack.enter_context(ObjectStore()) if "store" in options.roles else None
+    redis = servers.enter_context(NamedRedis()) if options.redis == "rediss" else None
+    store = servers.enter_context(ObjectStore()) if "store" in options.roles else None
     setting = Setting(engine=options.engine)
     done = 0
 
@@ -121,12 +122,12 @@ def _tell_verdict(number: int, verdict: Verdict, begun: float) -> None:
         _say(f"          VIOLATION {violation}")
 
 
-def _folder(options: argparse.Namespace, stack: ExitStack) -> Path:
+def _folder(options: argparse.Namespace) -> Path:
     if options.folder:
         path: Path = options.folder.absolute()
         path.mkdir(parents=True)
         return path
-    return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="chaos-")))
+    return Path(tempfile.mkdtemp(prefix="chaos-"))
 
 
 def _how(options: argparse.Namespace) -> str:
