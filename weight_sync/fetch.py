@@ -23,7 +23,7 @@ from pydantic import ValidationError
 from schema.wire.frame import FrameError, Header, read_header
 from schema.wire.weights import FileEntry, Publication, TensorEntry, WeightManifest
 from weight_sync.errors import NotReadableError, WeightError
-from weight_sync.layout import as_tensor, content_hash, digest, file_hash, size_of, torch_dtype
+from weight_sync.layout import as_tensor, content_hash, digest, file_hash, size_of, tensor_digest, torch_dtype
 from weight_sync.store import DirectoryStore, Store, split_key
 
 log = logging.getLogger(__name__)
@@ -142,7 +142,7 @@ def _verified(store: Store, version: str, file: FileEntry, manifest: WeightManif
     for name, entry in expected.items():
         place = header.entries[name]
         view = data[header.body + place.start : header.body + place.end]
-        value = digest(view)
+        value = tensor_digest(view, torch_dtype(entry.dtype, name).itemsize)
         if value.hex() != entry.hash:
             raise NotReadableError(f"tensor {name!r} in {key} does not have the hash of its manifest")
         digests.append(value)

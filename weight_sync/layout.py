@@ -9,8 +9,10 @@ goes in front when the file is full. Any safetensors reader loads these files.
 Hashes are xxh3-128, as 32 hex digits: against torn, stale and flipped bytes, not against forgers (who would
 need the controller's token to point at their manifest). Every byte is hashed once:
 
-    tensor   its bytes in C order
-    file     header bytes, then the digests of its tensors in file order
+    block    BLOCK elements of a tensor in C order, the last one shorter
+    tensor   the digests of its blocks
+    file     header bytes, then for each of its tensors in file order: of a whole one its hash, of sparse blocks the
+             digest of their bytes
     content  names, dtypes, shapes and hashes of all tensors, sorted by name: equal weights have equal content
     manifest the bytes of manifest.json
 """
@@ -31,6 +33,9 @@ from weight_sync.errors import WeightError
 
 RESERVED = 64 * 1024
 """Bytes for the header of one file, enough for about 500 tensors; a file whose header is full is closed."""
+
+BLOCK = 1 << 20
+"""Elements that are hashed, compared and encoded together: what a cache holds, and enough pieces for every thread."""
 
 _DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -106,6 +111,16 @@ def digest(data: bytes | memoryview) -> bytes:
     return value
 
 
+def tensor_digest(data: bytes | memoryview, itemsize: int) -> bytes:
+    """Hash of a tensor from its bytes in C order: of the digests of its blocks."""
+    state, step = xxhash.xxh3_128(), BLOCK * itemsize
+    view = memoryview(data)
+    for start in range(0, len(view), step):
+        state.update(digest(view[start : start + step]))
+    value: bytes = state.digest()
+    return value
+
+
 def file_hash(header: bytes | memoryview, tensors: Iterable[bytes]) -> str:
     """Hash of a data file from its header bytes and the digests of its tensors in file order."""
     state = xxhash.xxh3_128(header)
@@ -149,8 +164,11 @@ class DataFile:
             and self._header_size + len(row.encode()) + 1 <= self._reserved
         )
 
-    def add(self, name: str, dtype: str, shape: Sequence[int], data: memoryview) -> TensorEntry:
-        """Append one tensor. Raises `WeightError` when its name alone would overflow the header."""
+    def add(self, name: str, dtype: str, shape: Sequence[int], data: memoryview, value: bytes) -> None:
+        """Append one tensor, whose bytes have the digest `value` (see the module's table).
+
+        Raises `WeightError` when its name alone would overflow the header.
+        """
         row = self._row(name, dtype, shape, len(data))
         needed = self._header_size + len(row.encode()) + 1
         if needed > self._reserved:
@@ -163,9 +181,7 @@ class DataFile:
         self._rows.append(row)
         self._stream.write(data)
         self._size += len(data)
-        value = digest(data)
         self._digests.append(value)
-        return TensorEntry(dtype=dtype, shape=list(shape), file=self.name, hash=value.hex())
 
     def finish(self) -> FileEntry:
         """Write the header; the stream is complete afterwards."""

@@ -16,7 +16,15 @@ import torch
 
 from schema.wire.weights import FileEntry, TensorEntry, WeightManifest
 from weight_sync.errors import WeightError
-from weight_sync.layout import DataFile, content_hash, digest, dtype_name, tensor_bytes
+from weight_sync.layout import (
+    DataFile,
+    content_hash,
+    digest,
+    dtype_name,
+    tensor_bytes,
+    tensor_digest,
+    torch_dtype,
+)
 from weight_sync.store import Stage, Store
 
 MANIFEST = "manifest.json"
@@ -113,7 +121,9 @@ def _write_tensors(
                     streams.close()
                 file = f"{len(files):05d}.safetensors"
                 current = DataFile(streams.enter_context(stage.create(file)), file, max_file_bytes)
-            entries[name] = current.add(name, dtype, shape, data)
+            value = tensor_digest(data, torch_dtype(dtype, name).itemsize)
+            current.add(name, dtype, shape, data, value)
+            entries[name] = TensorEntry(dtype=dtype, shape=shape, file=current.name, hash=value.hex())
         if current is None:
             raise WeightError("publish was handed no tensors")
         files.append(current.finish())

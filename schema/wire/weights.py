@@ -3,6 +3,10 @@
 A *publication* is a small record that the controller hands out. It points at a *manifest*, a JSON file in the
 weight store that names every data file and tensor with its hash. The manifest's own hash is in the publication,
 so a replica that trusts the controller can check every byte before it uses one.
+
+A version is stored *full* (all tensors), as a *delta* (what changed against the version before), or both. The
+manifest of a delta lists the versions before it as a *chain* of links, each with its hashes, so whoever holds any
+of them, or nothing, finds a way from there. `docs/weights.md` specifies the bytes.
 """
 
 from __future__ import annotations
@@ -11,7 +15,9 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-MANIFEST_FORMAT: Literal[1] = 1
+MANIFEST_FORMAT: Literal[2] = 2
+MAX_CHAIN = 512
+"""Links that a manifest may list."""
 StoreKey = Annotated[
     str,
     Field(
@@ -35,7 +41,14 @@ class Publication(BaseModel):
     content_hash: str = Field(
         max_length=256, description="Hash over all tensors' names, dtypes, shapes and hashes."
     )
-    n_bytes: int = Field(ge=0)
+    n_bytes: int = Field(ge=0, description="Bytes of its data files.")
+    kind: Literal["full", "delta"] = "full"
+    begins: int = Field(
+        default=0,
+        ge=0,
+        description="Publication whose full version a replica without weights begins with: all from there on "
+        "up to this one are needed. 0: this one itself.",
+    )
 
 
 class FileEntry(BaseModel):
@@ -51,24 +64,62 @@ class FileEntry(BaseModel):
 
 
 class TensorEntry(BaseModel):
+    """One tensor of a version. In the manifest of a delta: one that changed."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     dtype: str = Field(description="As safetensors writes it: F32, BF16, F16, …")
     shape: list[int]
     file: str
-    hash: str = Field(description="xxh3-128 of the tensor's bytes in C order.")
+    hash: str = Field(
+        description="Of the tensor as it is in this version: xxh3-128 over the digests of its blocks, each of 2^20 "
+        "elements in C order."
+    )
+    changed: int | None = Field(
+        default=None,
+        ge=0,
+        description="Elements that the file holds of it, as sparse blocks (U8); null: the file holds all of it.",
+    )
 
 
-class WeightManifest(BaseModel):
-    """The index of one version in a store. `kind` and `base` leave room for deltas."""
+class Piece(BaseModel):
+    """A manifest in the store, and the bytes of the data files that it names."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    format: Literal[1] = MANIFEST_FORMAT
-    kind: Literal["full"] = "full"
-    base: int | None = Field(default=None, description="Publication that a delta applies to; null when full.")
+    uri: StoreKey
+    manifest_hash: str = Field(max_length=256)
+    n_bytes: int = Field(ge=0)
+
+
+class Link(BaseModel):
+    """One version of a chain: how to come to it from the link before, and from nothing."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    version: int = Field(ge=0)
+    content_hash: str = Field(max_length=256)
+    delta: Piece | None = None
+    full: Piece | None = None
+
+
+class WeightManifest(BaseModel):
+    """The index of one stored form of one version."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    format: Literal[2] = MANIFEST_FORMAT
+    kind: Literal["full", "delta"] = "full"
     version: int = Field(ge=0)
     timeline: int = Field(ge=0)
+    base: str | None = Field(
+        default=None, description="Content hash of the version that a delta applies to; null when full."
+    )
     files: list[FileEntry]
-    tensors: dict[str, TensorEntry]
-    content_hash: str
+    tensors: dict[str, TensorEntry] = Field(description="All tensors; of a delta those that changed.")
+    content_hash: str = Field(description="Of all tensors of the version, whatever this manifest lists.")
+    chain: list[Link] = Field(
+        default_factory=list,
+        max_length=MAX_CHAIN,
+        description="Versions before it, oldest first, as far as they are kept; the last one is the base of a delta.",
+    )

@@ -161,7 +161,7 @@ LIES: dict[str, Callable[[dict], None]] = {
     "additional tensor": lambda m: m["tensors"].update(more=m["tensors"]["embed.weight"]),
     "file twice": lambda m: m["files"].append(m["files"][0]),
     "no files": lambda m: m.update(files=[], tensors={}),
-    "format": lambda m: m.update(format=2),
+    "format": lambda m: m.update(format=3),
     "kind": lambda m: m.update(kind="delta"),
     "unknown field": lambda m: m.update(surprise=1),
 }
