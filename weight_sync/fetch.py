@@ -106,11 +106,17 @@ def _checked_manifest(text: bytes, publication: Publication) -> WeightManifest:
     except ValidationError as error:
         raise WeightError(f"{uri} is not a manifest that this build reads: {error}") from None
     n_bytes = sum(file.n_bytes for file in manifest.files)
-    claims = (manifest.version, manifest.timeline, manifest.content_hash, n_bytes)
-    promise = (publication.version, publication.timeline, publication.content_hash, publication.n_bytes)
+    claims = (manifest.kind, manifest.version, manifest.timeline, manifest.content_hash, n_bytes)
+    promise = (
+        publication.kind,
+        publication.version,
+        publication.timeline,
+        publication.content_hash,
+        publication.n_bytes,
+    )
     if claims != promise:
         raise WeightError(
-            f"{uri} holds {claims}, published was {promise} (version, timeline, content hash, bytes)"
+            f"{uri} holds {claims}, published was {promise} (kind, version, timeline, content hash, bytes)"
         )
     names = [file.name for file in manifest.files]
     if not names or len(set(names)) != len(names):
