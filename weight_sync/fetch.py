@@ -14,16 +14,14 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
-from pydantic import ValidationError
 
-from schema.wire.frame import FrameError, Header, read_header
-from schema.wire.weights import FileEntry, Publication, TensorEntry, WeightManifest
+from schema.wire.weights import Piece, Publication, WeightManifest
 from weight_sync.errors import NotReadableError, WeightError
-from weight_sync.layout import as_tensor, content_hash, digest, file_hash, size_of, tensor_digest, torch_dtype
+from weight_sync.layout import as_tensor, torch_dtype
+from weight_sync.pieces import open_piece
 from weight_sync.store import DirectoryStore, Store, split_key
 
 log = logging.getLogger(__name__)
@@ -31,8 +29,6 @@ log = logging.getLogger(__name__)
 PATIENCE = 10.0
 """Seconds: attribute caches of NFS live 3 to 60 s by default; longer than this is a broken store."""
 FIRST_PAUSE, MAX_PAUSE = 0.01, 0.5
-HASH_THREADS = 4
-"""One thread hashes 30 GB/s out of the page cache: more help only to keep a disk or network busy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,83 +83,14 @@ def fetch(
 
 
 def _fetch(store: Store, publication: Publication) -> Weights:
-    version, _ = split_key(publication.uri)
-    text = store.read(publication.uri)
-    if digest(text).hex() != publication.manifest_hash:
-        raise NotReadableError(f"{publication.uri} in {store!r} does not have the hash that was published")
-    manifest = _checked_manifest(bytes(text), publication)
-    with ThreadPoolExecutor(min(HASH_THREADS, len(manifest.files))) as pool:
-        parts = pool.map(lambda file: _verified(store, version, file, manifest), manifest.files)
-        found = {name: view for part in parts for name, view in part.items()}
-    return Weights(store, publication, manifest, found)
-
-
-def _checked_manifest(text: bytes, publication: Publication) -> WeightManifest:
-    """The manifest, proven consistent with itself and with the publication."""
-    uri = publication.uri
-    try:
-        manifest = WeightManifest.model_validate_json(text)
-    except ValidationError as error:
-        raise WeightError(f"{uri} is not a manifest that this build reads: {error}") from None
-    n_bytes = sum(file.n_bytes for file in manifest.files)
-    claims = (manifest.kind, manifest.version, manifest.timeline, manifest.content_hash, n_bytes)
-    promise = (
-        publication.kind,
-        publication.version,
-        publication.timeline,
-        publication.content_hash,
-        publication.n_bytes,
-    )
+    split_key(publication.uri)
+    piece = Piece(uri=publication.uri, manifest_hash=publication.manifest_hash, n_bytes=publication.n_bytes)
+    opened = open_piece(store, piece, "full")
+    manifest = opened.manifest
+    claims = (manifest.version, manifest.timeline, manifest.content_hash)
+    promise = (publication.version, publication.timeline, publication.content_hash)
     if claims != promise:
         raise WeightError(
-            f"{uri} holds {claims}, published was {promise} (kind, version, timeline, content hash, bytes)"
+            f"{publication.uri} holds {claims}, published was {promise} (version, timeline, content hash)"
         )
-    names = [file.name for file in manifest.files]
-    if not names or len(set(names)) != len(names):
-        raise WeightError(f"{uri} names no data file, or one twice: {names}")
-    for name, entry in manifest.tensors.items():
-        if entry.file not in names:
-            raise WeightError(f"{uri}: tensor {name!r} lies in {entry.file!r}, which is not a file of it")
-        size_of(name, torch_dtype(entry.dtype, name), entry.shape)
-    if content_hash(manifest.tensors) != manifest.content_hash:
-        raise WeightError(f"{uri}: the content hash does not follow from its tensors")
-    return manifest
-
-
-def _verified(store: Store, version: str, file: FileEntry, manifest: WeightManifest) -> dict[str, memoryview]:
-    """The tensors of one data file, every byte of it checked."""
-    key = f"{version}/{file.name}"
-    data = store.read(key)
-    if len(data) != file.n_bytes:
-        raise NotReadableError(f"{key} has {len(data)} bytes, its manifest says {file.n_bytes}")
-    try:
-        header = read_header(data)
-    except FrameError as error:
-        raise NotReadableError(f"{key} is damaged: {error}") from None
-    expected = {name: entry for name, entry in manifest.tensors.items() if entry.file == file.name}
-    _check_header(key, header, expected)
-    found: dict[str, memoryview] = {}
-    digests: list[bytes] = []
-    # Several tensors may share an offset when they are empty; file order is then the order of the manifest.
-    for name, entry in expected.items():
-        place = header.entries[name]
-        view = data[header.body + place.start : header.body + place.end]
-        value = tensor_digest(view, torch_dtype(entry.dtype, name).itemsize)
-        if value.hex() != entry.hash:
-            raise NotReadableError(f"tensor {name!r} in {key} does not have the hash of its manifest")
-        digests.append(value)
-        found[name] = view
-    if file_hash(data[: header.body], digests) != file.hash:
-        raise NotReadableError(f"the header of {key} does not have the hash of its manifest")
-    return found
-
-
-def _check_header(key: str, header: Header, expected: Mapping[str, TensorEntry]) -> None:
-    if header.entries.keys() != expected.keys():
-        odd = sorted(header.entries.keys() ^ expected.keys())[:5]
-        raise NotReadableError(f"{key} and its manifest differ in the tensors {odd}")
-    for name, entry in expected.items():
-        place = header.entries[name]
-        size = size_of(name, torch_dtype(entry.dtype, name), entry.shape)
-        if (place.dtype, list(place.shape), place.end - place.start) != (entry.dtype, entry.shape, size):
-            raise NotReadableError(f"tensor {name!r} in {key} has not the type and shape of its manifest")
+    return Weights(store, publication, manifest, opened.data)
