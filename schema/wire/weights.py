@@ -28,6 +28,23 @@ StoreKey = Annotated[
 ]
 
 
+class Offer(BaseModel):
+    """Where the trainer hands a publication out itself, for some seconds after it was announced.
+
+    Whoever has the token may take part; what is received is believed only where it has the publication's hashes.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    address: str = Field(min_length=1, max_length=255, pattern=r"^[A-Za-z0-9][A-Za-z0-9.:-]*$|^::1$")
+    port: int = Field(ge=1, le=65535)
+    round: int = Field(ge=1, lt=2**53, description="Rises by one per offer of a trainer process.")
+    token: str = Field(pattern=r"^[0-9a-f]{32}$", description="Drawn at random for each offer.")
+    fabric: Literal["gloo", "nccl"] = Field(
+        default="gloo", description="What carries it: TCP between host memories, or NCCL between GPUs."
+    )
+
+
 class Publication(BaseModel):
     """One published version. Ids rise by one per publication, over all timelines of a job; the first is 1."""
 
@@ -48,6 +65,9 @@ class Publication(BaseModel):
         ge=0,
         description="Publication whose full version a replica without weights begins with: all from there on "
         "up to this one are needed. 0: this one itself.",
+    )
+    offer: Offer | None = Field(
+        default=None, description="Of the collective transport; the files lie in the store all the same."
     )
 
 
