@@ -107,14 +107,27 @@ def push_many(pushes: m.PushList, frames: Sequence[bytes]) -> Call[m.PushReply]:
     return Call("POST", "/v1/samples", _model(m.PushReply), body=body, content_type=CONTENT_TYPE)
 
 
-def latest_publication(newer_than: int = 0, wait_s: float = 0.0) -> Call[Publication | None]:
-    """The newest publication with an id above `newer_than`, or None when the wait is over."""
+def latest_publication(
+    newer_than: int = 0, wait_s: float = 0.0, replica_id: str = "", incarnation: int = 0
+) -> Call[Publication | None]:
+    """The newest publication with an id above `newer_than`, or None when the wait is over.
+
+    Its files, and all that it builds on, stay until the replica named asks again or is lost.
+    """
 
     def read(answer: Answer) -> Publication | None:
         return None if answer.status == 204 else Publication.model_validate_json(answer.body)
 
     params: dict[str, str | int | float] = {"newer_than": newer_than, "wait_s": wait_s}
+    if replica_id:
+        params |= {"replica_id": replica_id, "incarnation": incarnation}
     return Call("GET", "/v1/publications/latest", read, params=params, wait_s=wait_s)
+
+
+def report_update(publication_id: int, request: m.UpdateReport) -> Call[None]:
+    """Say what came of a publication: applied, or unreadable."""
+    path = f"/v1/publications/{publication_id}/reports"
+    return Call("POST", path, _nothing, body=request.model_dump_json().encode())
 
 
 # ---- policy -----------------------------------------------------------------------------------------------
@@ -196,6 +209,11 @@ def steps(since: int = 0) -> Call[list[m.StepRecord]]:
 
 def validations() -> Call[list[m.ValidationRecord]]:
     return Call("GET", "/v1/validations", _model(list[m.ValidationRecord]))
+
+
+def publications() -> Call[list[m.PublicationInfo]]:
+    """The newest publications and what replicas have reported of them, oldest first."""
+    return Call("GET", "/v1/publications", _model(list[m.PublicationInfo]))
 
 
 def replicas() -> Call[list[m.ReplicaInfo]]:

@@ -19,9 +19,15 @@ from schema.wire.weights import Publication, StoreKey
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._:@-]*$"
 """Names of replicas: they stand in addresses, logs and labels of metrics."""
 MOST_LEASES, MOST_GAUGES, MOST_METRICS = 16_384, 64, 1024
+MOST_STAGES = 32
+"""Timed stages of a publication or an update: encode, write; fetch, verify, prepare, pause, apply, …"""
 Text = Annotated[str, Field(max_length=256)]
 MetricName = Annotated[str, Field(min_length=1, max_length=128)]
 Count = Annotated[int, Field(strict=True, ge=0, lt=2**53)]
+Seconds = Annotated[
+    dict[MetricName, Annotated[float, Field(ge=0)]],
+    Field(max_length=MOST_STAGES, description="Seconds by stage."),
+]
 
 Role = Literal["rollout", "policy"]
 GroupKind = Literal["train", "validation"]
@@ -165,7 +171,7 @@ class RegisterReply(Message):
     heartbeat_interval: float
     heartbeat_timeout: float
     run_dir: str = Field(description="Directory of this run; exports and checkpoints go below it.")
-    weight_store: str = Field(description="Root of the weight store: a directory.")
+    weight_store: str = Field(description="Root of the weight store: a directory, or `s3://bucket/prefix`.")
     data_file: str = Field(description="Prepared training data (see schema.wire.prompts); SFT reads it.")
     publication: Publication | None = Field(description="Newest published weights, if there are any yet.")
 
@@ -177,6 +183,9 @@ class HeartbeatRequest(Message):
     )
     version: int = Field(
         default=-1, ge=-1, lt=2**53, description="Weight version in use; -1 before the first one."
+    )
+    fetching: int = Field(
+        default=0, ge=0, lt=2**53, description="Publication whose files it is reading now; 0: none."
     )
     sequence: int = Field(
         default_factory=lambda: time.monotonic_ns() // 1000,
@@ -334,6 +343,17 @@ class PublishRequest(Message):
     manifest_hash: Text
     content_hash: Text
     n_bytes: Count
+    kind: Literal["full", "delta"] = "full"
+    begins: int | None = Field(
+        default=None,
+        ge=1,
+        lt=2**53,
+        description="Publication whose full version its chain begins with (`Publication.begins`); null: this one.",
+    )
+    full_bytes: Count = Field(default=0, description="Bytes of all its tensors, however it is stored.")
+    changed: Count = Field(default=0, description="Elements that differ from the version before.")
+    elements: Count = Field(default=0, description="Elements of all its tensors; 0: not told.")
+    metrics: Seconds = Field(default_factory=dict)
     newest_publication: int = Field(
         default=0, ge=0, lt=2**53, description="The highest publication id that the trainer ever heard of."
     )
@@ -342,8 +362,72 @@ class PublishRequest(Message):
 class PublishReply(Message):
     publication: Publication
     collectable: list[int] = Field(
-        default_factory=list, description="Publications that no live replica needs: their files may go."
+        default_factory=list, description="Publications that nobody needs: their files may go."
     )
+    anchor: bool = Field(
+        default=False,
+        description="Attach a full version to the next publication: a replica could not read what there is.",
+    )
+
+
+UpdateMode = Literal["in_place", "full"]
+Transport = Literal["store", "collective"]
+
+
+class UpdateReport(Message):
+    """What came of a publication at one rollout replica."""
+
+    replica_id: Text
+    incarnation: Count
+    status: Literal["applied", "unreadable"]
+    transport: Transport = "store"
+    mode: UpdateMode = Field(
+        default="full", description="Whether changed elements were written in place, or all tensors loaded."
+    )
+    served_hash: str = Field(
+        default="",
+        max_length=256,
+        description="Content hash computed from the weights being served; empty: not computed this time.",
+    )
+    n_bytes: Count = Field(default=0, description="Bytes that were fetched for it.")
+    seconds: Seconds = Field(default_factory=dict)
+    detail: str = Field(
+        default="",
+        max_length=4096,
+        description="Why it is unreadable, or why the transport is not the one that was asked for.",
+    )
+
+
+class ReplicaUpdate(Message):
+    """The newest report of a replica about a publication, for people."""
+
+    replica_id: str
+    at: float = Field(description="Unix time of the report.")
+    status: Literal["applied", "unreadable"]
+    transport: Transport
+    mode: UpdateMode
+    checked: bool | None = Field(
+        description="Whether the served weights have the trainer's hash; null: not compared."
+    )
+    n_bytes: int
+    seconds: dict[str, float]
+    detail: str
+
+
+class PublicationInfo(Message):
+    """A publication as people see it."""
+
+    publication: Publication
+    at: float = Field(description="Unix time of its publication; 0: not known.")
+    valid: bool = Field(description="Whether its weights are part of the run (a rewind takes them out).")
+    files: Literal["kept", "listed", "collected"] = Field(
+        description="`listed`: the trainer was told to remove its files; `collected`: it has been."
+    )
+    full_bytes: int
+    ratio: float | None = Field(description="Bytes stored, of those of all tensors; null: not known.")
+    density: float | None = Field(description="Elements changed, of all; null: not known.")
+    seconds: dict[str, float] = Field(description="Of the trainer, by stage.")
+    updates: list[ReplicaUpdate] = Field(description="What replicas have reported, newest last.")
 
 
 class CheckpointRequest(Message):

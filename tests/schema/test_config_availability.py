@@ -39,7 +39,7 @@ EXAMPLES: dict[str, Any] = {
     "train.train_policy.dataloader_prefetch_factor": 2,
     "train.train_policy.min_filter_prefix_tokens": 8,
     "train.train_policy.reference_reset_interval": 10,
-    "weight_sync.update_mode": "keep_kv",
+    "weight_sync.lora": "adapter",
 }
 
 

@@ -16,6 +16,7 @@ _VLLM, _EMBEDDED = (
     "rollout_worker/engines/transformers/settings.py",
 )
 _LEASES = "rollout_worker/leasing.py"
+_PUBLISH, _FOLLOW = "policy_worker/publish.py", "rollout_worker/weights.py"
 _ROLLOUT, _LEASING = "rollout_worker/worker.py", "controller/leasing.py"
 _PLACEMENT, _LAUNCH, _RUNDIR = "launcher/placement.py", "launcher/job.py", "launcher/rundir.py"
 _REDIS = "schema/config/redis.py"
@@ -48,7 +49,7 @@ _TRAIN = {
     "fsdp_reshard_after_forward": _e("number", "Which modules are sharded again after forward.", _FSDP),
     "transfer_dtype": _e(
         "file", "Type of the tensors that are published and exported.",
-        f"policy_worker/publish.py {_EXPORT}", "effective_transfer_dtype",
+        f"{_PUBLISH} {_EXPORT}", "effective_transfer_dtype",
     ),
     "train_batch_per_replica": _e(
         "request or reply", "Groups of a step; rows of a supervised step.",
@@ -275,6 +276,23 @@ _CONTROLLER = {
                                 f"launcher/preflight.py {_SERVE}"),
 }  # fmt: skip
 
+_WEIGHT_SYNC = {
+    "encoding": _e("file", "Whether publications hold all weights or what changed.", _PUBLISH),
+    "anchor_interval": _e("file", "Which publications have a full version.", _PUBLISH),
+    "store": _e("file", "Where weight versions are written.", _MEMBERS),
+    "store_timeout": _e(
+        "request or reply", "How long a store that fails is tried again.", f"{_PUBLISH} {_FOLLOW}"
+    ),
+    "keep": _e("file", "Which weight versions stay.", _JOB),
+    "host_cache": _e("file", "Where a host keeps the weights that its replicas load.", _FOLLOW),
+    "update_mode": _e(
+        "engine argument",
+        "What becomes of the cache of running requests.",
+        f"{_EMBEDDED} rollout_worker/engines/vllm/engine.py",
+    ),
+    "checksum_interval": _e("request or reply", "Which reports of a replica carry a hash.", _FOLLOW),
+}
+
 TABLE: dict[str, Entry] = {
     **_under("train", _TRAIN),
     **_under("train.train_policy", _POLICY_LOSS),
@@ -295,8 +313,7 @@ TABLE: dict[str, Entry] = {
     "redis.tls_ca": _e("process", "Which server's certificate is trusted.", _REDIS),
     "redis.tls_cert": _e("process", "Certificate shown to a server that asks for one.", _REDIS),
     "redis.tls_key": _e("process", "Certificate shown to a server that asks for one.", _REDIS),
-    "weight_sync.store": _e("file", "Where weight versions are written.", _MEMBERS),
-    "weight_sync.keep": _e("file", "Which weight versions stay.", _JOB),
+    **_under("weight_sync", _WEIGHT_SYNC),
     "placement.gpus_per_node": _e("process", "`CUDA_VISIBLE_DEVICES` of the processes.", _PLACEMENT),
     "placement.share": _e("process", "Whether two roles may have one GPU.", _PLACEMENT),
     "placement.policy": _e("process", "`CUDA_VISIBLE_DEVICES` of policy processes.", _PLACEMENT),
