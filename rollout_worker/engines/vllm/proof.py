@@ -8,12 +8,14 @@ which part of which parameter came from which part of which tensor. Afterwards i
     each element of each parameter was written: none is left over from the version before
     each element of each given tensor was read: none was ignored
 
-Sources are the mapped files whose hashes `weight_sync.fetch` has checked, so the chain reaches from the
-controller's publication to the memory that the engine computes with. No model or layout is known here.
+Sources are mapped files whose hashes were checked, so the chain reaches from the controller's publication to the
+memory that the engine computes with. No model or layout is known here. The remembered copies are also the map by
+which deltas find their elements afterwards (`engines.scatter`).
 """
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,11 +23,18 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_aten = torch.ops.aten
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+from rollout_worker.engines.scatter import (
+    BITS,
+    Place,
+    Published,
+    Region,
+    UnmappedError,
+    WeightMap,
+    region_of,
+    storage_of,
+)
 
-Region = tuple[int, tuple[int, ...], tuple[int, ...]]
-"""Offset, shape and strides of a view, in elements of its storage."""
+_aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -34,7 +43,7 @@ class ProofReport:
 
     problems: list[str]
     read: dict[str, list[Region]]
-    """For each given tensor, the parts of it that this rank loaded."""
+    """For each given tensor, the parts of it that this rank loaded, from its first element on."""
     sizes: dict[str, int]
     """Elements of each given tensor."""
 
@@ -64,9 +73,7 @@ class LoadTrace(TorchDispatchMode):  # type: ignore[misc]
         for name, parameter in model.named_parameters():
             if parameter.numel():
                 self._targets.setdefault(_address(parameter), _Known(name, parameter.data))
-        self._given: dict[int, str] = {}
-        self._sizes: dict[str, int] = {}
-        self._sources: list[torch.Tensor] = []
+        self._given = _Given()
         self.current = ""
         """The tensor that the loader took last, in words."""
 
@@ -74,10 +81,7 @@ class LoadTrace(TorchDispatchMode):  # type: ignore[misc]
         """Pass tensors on to the loader and remember where they lie."""
         for name, tensor in tensors:
             self.current = f"{name} of shape {list(tensor.shape)}"
-            self._sizes[name] = tensor.numel()
-            if tensor.numel():
-                self._given[_address(tensor)] = name
-                self._sources.append(tensor)  # kept alive, so that no address is used twice
+            self._given.add(name, tensor)
             yield name, tensor
 
     def __torch_dispatch__(
@@ -94,18 +98,49 @@ class LoadTrace(TorchDispatchMode):  # type: ignore[misc]
     def report(self) -> ProofReport:
         """Read everything again. Call it when loading is over, outside of the trace."""
         problems: list[str] = []
-        read: dict[str, list[Region]] = {name: [] for name in self._sizes}
+        read: dict[str, list[Region]] = {name: [] for name in self._given.tensors}
         for known in self._targets.values():
             problems += self._check(known, read)
-        return ProofReport(problems, read, dict(self._sizes))
+        return ProofReport(
+            problems, read, {name: tensor.numel() for name, tensor in self._given.tensors.items()}
+        )
+
+    def weight_map(self) -> WeightMap:
+        """Where the given tensors lie in the model. Call it after a report without problems.
+
+        Raises `UnmappedError` where a loader copied in a way that gives no map.
+        """
+        places: dict[str, list[Place]] = {}
+        for known in self._targets.values():
+            for copy in known.copies:
+                source = copy.source
+                found = self._given.part(source) if isinstance(source, torch.Tensor) else None
+                if found is None or not isinstance(source, torch.Tensor):
+                    continue
+                name, offset = found
+                tensor = self._given.tensors[name]
+                if not tensor.is_contiguous() or source.dtype is not tensor.dtype:
+                    raise UnmappedError(
+                        f"{known.name} was loaded from {name} by reading it as something else"
+                    )
+                spread = source.expand(copy.target.shape)
+                region = offset, tuple(spread.shape), tuple(spread.stride())
+                places.setdefault(name, []).append(
+                    Place(known.name, storage_of(copy.target), region, region_of(copy.target))
+                )
+        published = {
+            name: Published(tensor.dtype, tuple(tensor.shape)) for name, tensor in self._given.tensors.items()
+        }
+        return WeightMap(published, places)
 
     def _check(self, known: _Known, read: dict[str, list[Region]]) -> list[str]:
         for copy in known.copies:
             if isinstance(copy.source, torch.Tensor):
-                name = self._given.get(_address(copy.source))
-                if name is None:
+                found = self._given.part(copy.source)
+                if found is None:
                     return [f"{known.name} was loaded from something other than the published tensors"]
-                read[name].append(_region(copy.source))
+                name, offset = found
+                read[name].append((offset, *region_of(copy.source)[1:]))
                 if not _same_bits(copy.target, copy.source):
                     return [f"{known.name} differs from the published {name}"]
             elif not bool((copy.target == copy.source).all()):
@@ -115,6 +150,32 @@ class LoadTrace(TorchDispatchMode):  # type: ignore[misc]
             total = known.tensor.numel()
             return [f"{missing} of {total} elements of {known.name} were not part of the published weights"]
         return []
+
+
+class _Given:
+    """The tensors handed to a loader, found again by where in memory a view of one begins."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        """Kept alive, so that no address is used twice."""
+        self._starts: list[tuple[int, str]] = []
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        self.tensors[name] = tensor
+        if tensor.numel():
+            bisect.insort(self._starts, (tensor.data_ptr(), name))
+
+    def part(self, view: torch.Tensor) -> tuple[str, int] | None:
+        """Which tensor a view is of, and at which of its elements it begins."""
+        address = view.data_ptr()
+        index = bisect.bisect_right(self._starts, (address, chr(0x10FFFF))) - 1
+        if index < 0:
+            return None
+        start, name = self._starts[index]
+        tensor = self.tensors[name]
+        if _address(view) != _address(tensor):
+            return None
+        return name, (address - start) // view.itemsize
 
 
 def unread(reports: Iterable[ProofReport]) -> list[str]:
@@ -142,10 +203,6 @@ def _address(tensor: torch.Tensor) -> int:
     return address
 
 
-def _region(tensor: torch.Tensor) -> Region:
-    return tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride())
-
-
 def _elements(region: Region) -> int:
     count = 1
     for length in region[1]:
@@ -157,7 +214,7 @@ def _same_bits(target: torch.Tensor, source: torch.Tensor) -> bool:
     cast = source.to(device=target.device, dtype=target.dtype).expand(target.shape)
     sides = target.contiguous(), cast.contiguous()
     wide = all(_is_wide(side) for side in sides)  # eight bytes at once: twice as fast
-    bits = torch.int64 if wide else _BITS[target.dtype.itemsize]
+    bits = torch.int64 if wide else BITS[target.dtype.itemsize]
     same: bool = torch.equal(*(side.as_strided((side.numel(),), (1,)).view(bits) for side in sides))
     return same
 
