@@ -67,6 +67,14 @@ class Encoded:
     digest: bytes
 
 
+class EncodedBlock(NamedTuple):
+    """The same of one block."""
+
+    changed: int
+    parts: list[bytes]
+    digest: bytes
+
+
 class _Tools(threading.local):
     """What each thread keeps between blocks."""
 
@@ -101,16 +109,23 @@ def encode(
     assert old.dtype == new.dtype == _unsigned(old.itemsize)
     assert old.ndim == 1
 
-    def one(start: int) -> tuple[int, list[bytes], bytes]:
-        return _encode_block(old[start : start + BLOCK], new[start : start + BLOCK])
+    def one(start: int) -> EncodedBlock:
+        before, now = old[start : start + BLOCK], new[start : start + BLOCK]
+        positions = _changed(before, now)
+        return EncodedBlock(len(positions), pack(positions, now[positions]), digest(now.data))
 
+    return combine(each(one, range(0, len(new), BLOCK), pool), most_bytes)
+
+
+def combine(blocks: Iterable[EncodedBlock], most_bytes: int | None) -> Encoded | None:
+    """The changes of a tensor from those of its blocks in order; None as soon as they exceed `most_bytes`."""
     changed, n_bytes, state = 0, 0, xxhash.xxh3_128()
     parts: list[bytes] = []
-    for count, pieces, value in _each(one, range(0, len(new), BLOCK), pool):
-        changed += count
-        parts += pieces
-        n_bytes += sum(map(len, pieces))
-        state.update(value)
+    for block in blocks:
+        changed += block.changed
+        parts += block.parts
+        n_bytes += sum(map(len, block.parts))
+        state.update(block.digest)
         if changed and most_bytes is not None and n_bytes > most_bytes:
             return None
     if not changed:
@@ -180,7 +195,7 @@ def apply(payload: memoryview, target: Array, pool: Executor | None = None) -> b
     assert target.dtype == _unsigned(target.itemsize)
     assert target.ndim == 1
     state = xxhash.xxh3_128()
-    for value in _each(one, list(_blocks(payload, target.itemsize, len(target))), pool):
+    for value in each(one, list(_blocks(payload, target.itemsize, len(target))), pool):
         state.update(value)
     return state.digest()
 
@@ -189,14 +204,9 @@ def _unsigned(itemsize: int) -> np.dtype[Any]:
     return np.dtype(f"<u{itemsize}")
 
 
-def _each(work: Callable[[_T], _R], items: Iterable[_T], pool: Executor | None) -> Iterator[_R]:
-    """`map`, by threads where there are some."""
+def each(work: Callable[[_T], _R], items: Iterable[_T], pool: Executor | None) -> Iterator[_R]:
+    """`map` in order, by threads where there are some."""
     return map(work, items) if pool is None else pool.map(work, items)
-
-
-def _encode_block(old: Array, new: Array) -> tuple[int, list[bytes], bytes]:
-    positions = _changed(old, new)
-    return len(positions), pack(positions, new[positions]), digest(new.data)
 
 
 def _changed(old: Array, new: Array) -> Positions:
