@@ -1,21 +1,26 @@
-"""A model's weights under the names and shapes of its hub checkpoint, one tensor at a time.
+"""A model's weights under the names and shapes of its hub checkpoint, one unit at a time.
 
 Left out: aliases of tied tensors (`lm_head.weight` of a model that ties it to its embedding) and what the
 model class itself does not save. Turned back: weights that transformers fuses or renames in memory (experts,
-say), layer by layer, so no more than one layer is in memory beside the model.
+say). A *unit* is what must be together for that: a layer where transformers fuses anything, else one tensor; so
+no more than one unit is in memory beside the model.
 
-On several ranks every rank must run through the whole iterator, because gathering a shard is a collective:
-the order is that of the module tree, the same everywhere.
+Where gathering a shard is a collective, every rank must run through the same units in the same order: that of the
+module tree.
 """
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from weight_sync.errors import WeightError
+from weight_sync.lora import Publishes, Source, base_of, has_adapters, sources
 
 Gather = Callable[[str, torch.Tensor], torch.Tensor]
 """Makes the full tensor out of this rank's part, by name; a collective on sharded models."""
@@ -46,28 +51,86 @@ def hub_tensors(
     yield from HubNames(model).tensors(gather, dtype=dtype)
 
 
+@dataclass(frozen=True)
+class Unit:
+    """Stored tensors that become hub tensors together.
+
+    names: of the stored tensors. n_bytes: of all of them, whole. exact: whether they only move and are cast, so that
+    they may be cast before they are gathered.
+    """
+
+    names: tuple[str, ...]
+    n_bytes: int
+    exact: bool
+
+
 class HubNames:
     """Which tensors a model is stored as, found out at once: the model is not asked again.
 
     So a copy of its weights can be named later, and by another thread, while the model itself trains on.
+
+    Args:
+        model: see `hub_tensors`; one with adapters of peft's too. lora: what is published of such a one: its weights
+            with the active adapters merged in, or the active adapter alone.
+
+    Raises:
+        WeightError: adapters that cannot be published so.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._stored = list(_stored(model))
-        self._convert = _reverse_conversion(model)
+    def __init__(self, model: torch.nn.Module, *, lora: Publishes = "merged") -> None:
+        self.stored: dict[str, torch.Tensor] = dict(_stored(model))
+        self._convert = None
+        if not has_adapters(model):
+            made = [Source(name, name) for name in self.stored]
+            self._convert = _reverse_conversion(model)
+        else:
+            made = list(sources(model, self.stored, lora))
+            _check_ties(model, made)
+            if lora == "merged":
+                self._convert = _reverse_conversion(base_of(model))
+        self._made: dict[Unit, list[Source]] = {}
+        together = (
+            (lambda source: source.name) if self._convert is None else lambda source: _layer_of(source.name)
+        )
+        for _, group in itertools.groupby(made, key=together):
+            members = list(group)
+            names = tuple(dict.fromkeys(name for source in members for name in source.names))
+            n_bytes = sum(_n_bytes(self.stored[name]) for name in names)
+            self._made[Unit(names, n_bytes, not any(source.factors for source in members))] = members
+
+    @property
+    def units(self) -> list[Unit]:
+        """All units, in the order of the module tree."""
+        return list(self._made)
+
+    def hub(
+        self, unit: Unit, tensors: Mapping[str, torch.Tensor], *, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Hub names and tensors of one unit, cast to `dtype`, from the stored tensors of its names, whole."""
+        named = {s.name: _cast(s.value(tensors, dtype), dtype) for s in self._made[unit]}
+        yield from (named if self._convert is None else self._convert(named)).items()
 
     def tensors(
         self, gather: Gather = gather_full, *, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """As `hub_tensors`. A `gather` that looks only at the name never touches the model's tensors."""
-        for _, group in itertools.groupby(self._stored, key=lambda item: _layer_of(item[0])):
-            if self._convert is None:
-                for name, tensor in group:
-                    yield name, _cast(gather(name, tensor), dtype)
-            else:
-                whole = {name: gather(name, tensor) for name, tensor in group}
-                for name, tensor in self._convert(whole).items():
-                    yield name, _cast(tensor, dtype)
+        for unit in self._made:
+            whole = {name: gather(name, self.stored[name]) for name in unit.names}
+            yield from self.hub(unit, whole, dtype=dtype)
+
+
+def _check_ties(model: torch.nn.Module, made: list[Source]) -> None:
+    """Merging into one of two tied tensors would change the other as well. Raises `WeightError`."""
+    everything: Mapping[str, torch.Tensor] = model.state_dict(keep_vars=True)
+    for source in made:
+        if source.factors:
+            weight = everything[source.stored]
+            tied = [name for name, other in everything.items() if other is weight and name != source.stored]
+            if tied:
+                raise WeightError(
+                    f"{source.stored!r} has an adapter and is tied to {tied[0]!r}, which has not: merged, both would "
+                    f"change; leave it out of the adapter's target modules, or untie them"
+                )
 
 
 def _stored(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -98,6 +161,11 @@ def _tied_names(model: torch.nn.Module) -> set[str]:
 def _layer_of(name: str) -> str:
     match = _LAYER.match(name)
     return "" if match is None else match.group()
+
+
+def _n_bytes(tensor: torch.Tensor) -> int:
+    """Of the whole tensor, also where this rank has a part of it."""
+    return int(tensor.numel() * tensor.dtype.itemsize)
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:

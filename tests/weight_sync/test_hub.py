@@ -47,6 +47,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"tie_word_embeddings": False}),
     "biases": ("Qwen2", {"tie_word_embeddings": True}),
     "experts": ("Qwen3Moe", {"tie_word_embeddings": False, **EXPERTS}),
+    "fused projections": ("Phi3", {"tie_word_embeddings": False, "pad_token_id": 0}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "tie_word_embeddings": False}),
 }
 

@@ -1,0 +1,147 @@
+"""Low-rank adapters on a model (as the `peft` library puts them there): merged into its weights, or alone.
+
+    merged    W + Σ over active adapters of scaling · B A, in float32, rounded once     under the model's own names
+    adapter   A and B as they are, and whole modules that are trained beside them       under peft's saved names
+
+The model is only read. What it consists of is told by its modules' attributes, so peft itself is not needed here.
+Variants whose product is not B A (DoRA, biases of adapters, convolutions) are refused instead of merged wrongly.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from weight_sync.errors import WeightError
+
+Publishes = Literal["merged", "adapter"]
+_PREFIX = "base_model.model."
+_FACTOR = re.compile(r"(?P<module>.*)\.lora_(?:embedding_)?(?P<side>[AB])\.(?P<adapter>[^.]+)(?:\.weight)?")
+_SAVED = re.compile(r"(?P<module>.*)\.modules_to_save\.(?P<adapter>[^.]+)\.(?P<rest>.+)")
+
+
+@dataclass
+class Source:
+    """One tensor to publish, and the stored ones that it is made of."""
+
+    name: str
+    stored: str
+    factors: list[tuple[str, str, float, bool]] = field(default_factory=list)
+    """Stored names of A and B, their scaling, and whether the product is transposed."""
+
+    @property
+    def names(self) -> list[str]:
+        return [self.stored, *(name for a, b, _, _ in self.factors for name in (a, b))]
+
+    def value(self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> torch.Tensor:
+        """The tensor; where adapters are merged in `dtype`, else as it is stored."""
+        weight = tensors[self.stored]
+        if not self.factors:
+            return weight
+        total = weight.float()
+        for a, b, scaling, transposed in self.factors:
+            product = tensors[b].float() @ tensors[a].float()
+            total = total + (product.T if transposed else product) * scaling
+        return total.to(dtype or weight.dtype)
+
+
+def has_adapters(model: torch.nn.Module) -> bool:
+    """Whether this is a model of peft's."""
+    return bool(getattr(model, "peft_config", None)) and hasattr(model, "get_base_model")
+
+
+def base_of(model: torch.nn.Module) -> torch.nn.Module:
+    """The transformers model inside."""
+    base: torch.nn.Module = model.get_base_model()
+    return base
+
+
+def sources(
+    model: torch.nn.Module, stored: Mapping[str, torch.Tensor], publishes: Publishes
+) -> Iterator[Source]:
+    """What to publish of a model with adapters, in the order of its modules.
+
+    Args:
+        model: of peft's. stored: its state dict's tensors, aliases left out.
+
+    Raises:
+        WeightError: adapters that cannot be published so; the message names the module.
+    """
+    if publishes == "adapter":
+        yield from _adapter(model, stored)
+    else:
+        yield from _merged(model, stored)
+
+
+def _adapter(model: Any, stored: Mapping[str, torch.Tensor]) -> Iterator[Source]:
+    active = list(model.active_adapters)
+    if len(active) != 1:
+        raise WeightError(f"the adapters {active} are active at once: only one can be published alone")
+    for name in stored:
+        saved, factor = _SAVED.fullmatch(name), _FACTOR.fullmatch(name)
+        if saved is not None and saved["adapter"] == active[0]:
+            yield Source(f"{saved['module']}.{saved['rest']}", name)
+        elif factor is not None and factor["adapter"] == active[0]:
+            yield Source(re.sub(rf"\.{re.escape(active[0])}(?=$|\.weight$)", "", name), name)
+
+
+def _merged(model: Any, stored: Mapping[str, torch.Tensor]) -> Iterator[Source]:
+    modules = dict(model.named_modules())
+    factors = _factors(modules, stored)
+    for name, tensor in stored.items():
+        module, _, last = name.rpartition(".")
+        saved = _SAVED.fullmatch(name)
+        if saved is not None:
+            if saved["adapter"] in modules[saved["module"]].active_adapters:
+                yield Source(f"{saved['module']}.{saved['rest']}".removeprefix(_PREFIX), name)
+        elif _is_inside(name, "original_module") or ".lora_" in name:
+            continue
+        elif module.endswith(".base_layer"):
+            outer = module.removesuffix(".base_layer")
+            source = Source(f"{outer}.{last}".removeprefix(_PREFIX), name)
+            if last == "weight":
+                if tensor.ndim != 2 and factors.get(outer):
+                    raise WeightError(
+                        f"the adapter of {outer!r}, a weight of {tensor.ndim} dimensions, cannot be merged"
+                    )
+                source.factors = factors.get(outer, [])
+            yield source
+        else:
+            yield Source(name.removeprefix(_PREFIX), name)
+
+
+def _factors(
+    modules: Mapping[str, Any], stored: Mapping[str, torch.Tensor]
+) -> dict[str, list[tuple[str, str, float, bool]]]:
+    """By module: the products that its active adapters add."""
+    sides: dict[tuple[str, str], dict[str, str]] = {}
+    for name in stored:
+        found = _FACTOR.fullmatch(name)
+        if found is not None:
+            sides.setdefault((found["module"], found["adapter"]), {})[found["side"]] = name
+        elif ".lora_" in name:
+            raise WeightError(
+                f"{name!r} is of an adapter that is more than the product B A (DoRA, a bias of it): it cannot be "
+                f"merged here; publish the adapter itself"
+            )
+    result: dict[str, list[tuple[str, str, float, bool]]] = {}
+    for (module, adapter), names in sides.items():
+        layer = modules[module]
+        if layer.merged:
+            raise WeightError(
+                f"the adapters of {module!r} are merged in memory: unmerge them, they are merged here"
+            )
+        if adapter in layer.active_adapters and not layer.disable_adapters:
+            turned = "lora_embedding_" in names["A"] or bool(getattr(layer, "fan_in_fan_out", False))
+            result.setdefault(module, []).append(
+                (names["A"], names["B"], float(layer.scaling[adapter]), turned)
+            )
+    return result
+
+
+def _is_inside(name: str, part: str) -> bool:
+    return part in name.split(".")
