@@ -40,8 +40,8 @@ class Offer(BaseModel):
     port: int = Field(ge=1, le=65535)
     round: int = Field(ge=1, lt=2**53, description="Rises by one per offer of a trainer process.")
     token: str = Field(pattern=r"^[0-9a-f]{32}$", description="Drawn at random for each offer.")
-    fabric: Literal["gloo", "nccl"] = Field(
-        default="gloo", description="What carries it: TCP between host memories, or NCCL between GPUs."
+    fabric: Literal["tcp", "nccl"] = Field(
+        default="tcp", description="What carries it: TCP between host memories, or NCCL between GPUs."
     )
 
 
