@@ -4,7 +4,7 @@
     …the controller hands out a Publication…
     for name, tensor in fetch(root, publication).tensors(): …
 
-`store` says where versions lie, `layout` what the bytes are and what is hashed, `publish`, `fetch` and
+`stores` says where versions lie, `layout` what the bytes are and what is hashed, `publish`, `fetch` and
 `collect` are the three things one does with a version, `hub` gives a model's weights the names of its hub
 checkpoint.
 """
@@ -14,7 +14,7 @@ from weight_sync.errors import NotReadableError, WeightError
 from weight_sync.fetch import Weights, fetch
 from weight_sync.hub import HubNames, gather_full, hub_tensors
 from weight_sync.publish import Published, publish
-from weight_sync.store import DirectoryStore, Store
+from weight_sync.stores import DirectoryStore, Store, open_store
 
 __all__ = [
     "DirectoryStore",
@@ -28,6 +28,7 @@ __all__ = [
     "fetch",
     "gather_full",
     "hub_tensors",
+    "open_store",
     "publish",
     "remove",
 ]

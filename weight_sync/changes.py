@@ -23,10 +23,7 @@ from weight_sync.codec import CodecError, decode
 from weight_sync.errors import NotReadableError
 from weight_sync.layout import as_tensor, torch_dtype
 from weight_sync.pieces import Opened, open_piece
-from weight_sync.store import DirectoryStore
-
-UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-"""Elements are compared and stored as unsigned integers of their size in bytes."""
+from weight_sync.stores import DirectoryStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +71,7 @@ class Delta:
     def _sparse(
         self, name: str, dtype: torch.dtype, n_elements: int, changed: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        unsigned = np.dtype(UNSIGNED[dtype.itemsize])
+        unsigned = np.dtype(f"<u{dtype.itemsize}")
         try:
             blocks = list(decode(self._data[name], unsigned, n_elements))
         except CodecError as error:

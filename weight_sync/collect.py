@@ -10,8 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 
-from weight_sync.publish import owner_of
-from weight_sync.store import Store, split_key
+from weight_sync.stores import Store, owner_of, split_key
 
 log = logging.getLogger(__name__)
 

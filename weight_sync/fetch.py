@@ -18,11 +18,11 @@ from dataclasses import dataclass
 
 import torch
 
-from schema.wire.weights import Piece, Publication, WeightManifest
+from schema.wire.weights import Publication, WeightManifest
 from weight_sync.errors import NotReadableError, WeightError
 from weight_sync.layout import as_tensor, torch_dtype
-from weight_sync.pieces import open_piece
-from weight_sync.store import DirectoryStore, Store, split_key
+from weight_sync.pieces import open_piece, piece_of
+from weight_sync.stores import DirectoryStore, Store
 
 log = logging.getLogger(__name__)
 
@@ -83,9 +83,7 @@ def fetch(
 
 
 def _fetch(store: Store, publication: Publication) -> Weights:
-    split_key(publication.uri)
-    piece = Piece(uri=publication.uri, manifest_hash=publication.manifest_hash, n_bytes=publication.n_bytes)
-    opened = open_piece(store, piece, "full")
+    opened = open_piece(store, piece_of(publication), "full")
     manifest = opened.manifest
     claims = (manifest.version, manifest.timeline, manifest.content_hash)
     promise = (publication.version, publication.timeline, publication.content_hash)

@@ -17,10 +17,10 @@ from typing import Literal
 from pydantic import ValidationError
 
 from schema.wire.frame import FrameError, Header, read_header
-from schema.wire.weights import FileEntry, Piece, TensorEntry, WeightManifest
+from schema.wire.weights import FileEntry, Piece, Publication, TensorEntry, WeightManifest
 from weight_sync.errors import NotReadableError, WeightError
 from weight_sync.layout import content_hash, digest, file_hash, size_of, tensor_digest, torch_dtype
-from weight_sync.store import Store, split_key
+from weight_sync.stores import Store, split_key
 
 HASH_THREADS = 4
 """One thread hashes 30 GB/s out of the page cache: more help only to keep a disk or network busy."""
@@ -34,19 +34,17 @@ class Opened:
     data: Mapping[str, memoryview]
 
 
-def read_manifest(store: Store, piece: Piece) -> WeightManifest:
-    """The manifest of a piece, proven by the piece's hash and consistent with itself.
+def parse_manifest(text: bytes, piece: Piece) -> WeightManifest:
+    """The manifest of a piece out of its bytes, proven by the piece's hash and consistent with itself.
 
     Raises:
-        NotReadableError: it is missing or its bytes are not those that were announced.
+        NotReadableError: the bytes are not those that were announced.
         WeightError: it can never become right: another format, or it contradicts itself.
     """
-    split_key(piece.uri)
-    text = store.read(piece.uri)
     if digest(text).hex() != piece.manifest_hash:
-        raise NotReadableError(f"{piece.uri} in {store!r} does not have the hash that was published")
+        raise NotReadableError(f"{piece.uri} does not have the hash that was published")
     try:
-        manifest = WeightManifest.model_validate_json(bytes(text))
+        manifest = WeightManifest.model_validate_json(text)
     except ValidationError as error:
         raise WeightError(f"{piece.uri} is not a manifest that this build reads: {error}") from None
     _check_manifest(piece, manifest)
@@ -60,16 +58,22 @@ def open_piece(store: Store, piece: Piece, kind: Literal["full", "delta"]) -> Op
         NotReadableError: a file is missing, short, or not what its manifest says.
         WeightError: the manifest contradicts itself or is of another kind.
     """
-    manifest = read_manifest(store, piece)
+    manifest = parse_manifest(bytes(store.read(piece.uri)), piece)
     if manifest.kind != kind:
         raise WeightError(f"{piece.uri} is a {manifest.kind} version where a {kind} one was announced")
     version, _ = split_key(piece.uri)
     found: dict[str, memoryview] = {}
     if manifest.files:
         with ThreadPoolExecutor(min(HASH_THREADS, len(manifest.files))) as pool:
-            for part in pool.map(lambda file: _verified(store, version, file, manifest), manifest.files):
+            for part in pool.map(lambda file: open_file(store, version, file, manifest), manifest.files):
                 found.update(part)
     return Opened(manifest, {name: found[name] for name in manifest.tensors})
+
+
+def piece_of(publication: Publication) -> Piece:
+    """What a publication announces. Raises `WeightError` when its URI is none of a store."""
+    split_key(publication.uri)
+    return Piece(uri=publication.uri, manifest_hash=publication.manifest_hash, n_bytes=publication.n_bytes)
 
 
 def _check_manifest(piece: Piece, manifest: WeightManifest) -> None:
@@ -94,8 +98,11 @@ def _check_manifest(piece: Piece, manifest: WeightManifest) -> None:
         raise WeightError(f"{uri}: the content hash does not follow from its tensors")
 
 
-def _verified(store: Store, version: str, file: FileEntry, manifest: WeightManifest) -> dict[str, memoryview]:
-    """The stored bytes of the tensors of one data file, every byte of it checked."""
+def open_file(store: Store, version: str, file: FileEntry, manifest: WeightManifest) -> dict[str, memoryview]:
+    """The stored bytes of the tensors of one data file, every byte of it checked.
+
+    version: the folder of the store in which it lies. Raises `NotReadableError`.
+    """
     key = f"{version}/{file.name}"
     data = store.read(key)
     if len(data) != file.n_bytes:

@@ -14,8 +14,6 @@ all tensors whatever the form, so a full and a delta form of one version have th
 from __future__ import annotations
 
 import math
-import re
-import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Executor
@@ -38,9 +36,8 @@ from weight_sync.layout import (
     tensor_bytes,
     tensor_digest,
 )
-from weight_sync.store import Stage, Store
+from weight_sync.stores import MANIFEST, Stage, Store, version_name
 
-MANIFEST = "manifest.json"
 MAX_FILE_BYTES = 1 << 30
 """A data file ends before it grows beyond this: files of a gigabyte are verified and copied in parallel."""
 SPARSE_SHARE = 0.5
@@ -49,9 +46,6 @@ their scattered writes cost a receiver about what it saves against one plain cop
 DELTA_SHARE = 0.5
 """Of a full version's bytes: a delta of more is published full instead, for the same reason, and as an anchor that
 somebody will need anyway."""
-
-_OWNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
-_VERSION = re.compile(r"(?:(?P<name>[A-Za-z0-9][A-Za-z0-9_-]*)\.)?t\d+-v\d{8,}-[0-9a-f]{16}")
 
 Pair = tuple[str, torch.Tensor, torch.Tensor]
 """Name, tensor of the base, tensor of the new version: same dtype and shape."""
@@ -93,19 +87,6 @@ class Published:
     def piece(self) -> Piece:
         """As a link of a chain names it."""
         return Piece(uri=self.uri, manifest_hash=self.manifest_hash, n_bytes=self.n_bytes)
-
-
-def version_name(timeline: int, version: int, name: str) -> str:
-    """A new name for a stored version. Raises `ValueError` for a `name` that may not stand in a path."""
-    if name and not _OWNER.fullmatch(name):
-        raise ValueError(f"name {name!r} may hold only letters, digits, '-' and '_'")
-    return f"{name + '.' if name else ''}t{timeline}-v{version:08d}-{secrets.token_hex(8)}"
-
-
-def owner_of(version: str) -> str | None:
-    """The `name` under which a version was published; None when it is not one of ours."""
-    match = _VERSION.fullmatch(version)
-    return None if match is None else match["name"] or ""
 
 
 # ---- one process ----------------------------------------------------------------------------------------------

@@ -1,97 +1,55 @@
-"""Where versions lie: the `Store` protocol, and the directory that all replicas see.
+"""The store in a directory that all replicas see.
 
     <root>/
       t0-v00000007-5f0c1d2e/        one version: immutable once it has this name
         manifest.json
         00000.safetensors
-      .tmp-t0-v00000008-1b2c3d4e/   being written; nobody reads it
+      .tmp-t0-v00000008-1b2c3d4e/   being written, by one process or several; nobody reads it
       .trash-t0-v00000003-9a8b7c6d/ being deleted; nobody opens it any more
 
-Invariant: a version becomes visible whole, by one rename, and is never written again. A reader therefore
-sees all of a version or none of it; what a file system shows late or loses is caught by the hashes of the
-manifest. Another store (an object store, say) keeps the invariant by writing `manifest.json` last in
-`commit`.
+A version becomes visible by one rename.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-import re
 import secrets
 import shutil
 import stat
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO
 
 from weight_sync.errors import NotReadableError, WeightError
+from weight_sync.stores.base import FILE_NAME, check_name, split_key
 
-FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
-"""Names of versions and files: never hidden, never a path, the same on every file system."""
-
-_TMP, _TRASH = ".tmp-", ".trash-"
-
-
-class Stage(Protocol):
-    """A version being written; `commit` makes it visible, leaving the context without it throws it away."""
-
-    def create(self, file: str) -> AbstractContextManager[IO[bytes]]:
-        """A new seekable file of the version."""
-
-    def commit(self) -> None:
-        """Make the version visible under its name, whole."""
-
-
-class Store(Protocol):
-    """A place for versions. Keys are `<version>/<file>`."""
-
-    def stage(self, version: str) -> AbstractContextManager[Stage]:
-        """Start to write a version. Raises `WeightError` when the name is taken or not allowed."""
-
-    def read(self, key: str) -> memoryview:
-        """The bytes of a file, mapped where possible. Raises `NotReadableError` when it is not there."""
-
-    def versions(self) -> list[str]:
-        """Names of all visible versions, sorted."""
-
-    def age(self, version: str) -> float:
-        """Seconds since the version became visible; infinity when it is gone."""
-
-    def delete(self, version: str) -> bool:
-        """Remove a version; those who already read it keep what they mapped. False when it was gone."""
-
-    def sweep(self, older_than: float, beginning: str = "") -> None:
-        """Remove what writers and deleters that died left behind of versions whose names begin so, once it is
-        `older_than` seconds old."""
-
-
-def split_key(key: str) -> tuple[str, str]:
-    """`<version>/<file>` in its parts. Raises `WeightError` for anything else: no key leaves a store."""
-    parts = key.split("/")
-    if len(parts) != 2 or not all(FILE_NAME.fullmatch(part) for part in parts):
-        raise WeightError(f"{key!r} is not a key of a weight store (expected <version>/<file>)")
-    return parts[0], parts[1]
+_TMP, _TRASH, _PROBE, _PART = ".tmp-", ".trash-", ".probe-", ".part-"
 
 
 class _DirectoryStage:
-    def __init__(self, path: Path, target: Path, durable: bool) -> None:
-        self.path, self.target, self.durable = path, target, durable
+    def __init__(self, path: Path, target: Path, *, leads: bool, durable: bool) -> None:
+        self.path, self.target, self.leads, self.durable = path, target, leads, durable
         self.committed = False
 
     @contextmanager
     def create(self, file: str) -> Iterator[IO[bytes]]:
-        if not FILE_NAME.fullmatch(file):
-            raise WeightError(f"{file!r} cannot be the name of a file in a weight store")
-        with (self.path / file).open("xb") as stream:
-            yield stream
-            if self.durable:
-                stream.flush()
-                os.fsync(stream.fileno())
+        check_name(file, "file")
+        try:
+            with (self.path / file).open("xb") as stream:
+                yield stream
+                if self.durable:
+                    stream.flush()
+                    os.fsync(stream.fileno())
+        except BaseException:
+            (self.path / file).unlink(missing_ok=True)
+            raise
 
     def commit(self) -> None:
+        if not self.leads:
+            raise WeightError(f"version {self.target} is made visible by the process that leads")
         if self.durable:
             _sync_directory(self.path)
         self.path.rename(self.target)
@@ -116,24 +74,47 @@ class DirectoryStore:
     def __repr__(self) -> str:
         return f"DirectoryStore({str(self.root)!r})"
 
+    @property
+    def directory(self) -> Path:
+        return self.root
+
     @contextmanager
-    def stage(self, version: str) -> Iterator[_DirectoryStage]:
-        if not FILE_NAME.fullmatch(version):
-            raise WeightError(f"{version!r} cannot be the name of a version in a weight store")
+    def stage(self, version: str, *, leads: bool = True) -> Iterator[_DirectoryStage]:
+        check_name(version, "version")
         self.root.mkdir(parents=True, exist_ok=True)
         target = self.root / version
         if target.exists():
             raise WeightError(f"version {target} exists already: versions are never overwritten")
-        path = self.root / f"{_TMP}{version}-{secrets.token_hex(4)}"
-        path.mkdir()
-        stage = _DirectoryStage(path, target, self.durable)
+        path = self.root / f"{_TMP}{version}"
+        path.mkdir(exist_ok=True)
+        stage = _DirectoryStage(path, target, leads=leads, durable=self.durable)
         try:
             yield stage
         finally:
-            if not stage.committed:
+            if leads and not stage.committed:
                 shutil.rmtree(path, ignore_errors=True)
 
     def read(self, key: str) -> memoryview:
+        with self._opened(key) as (descriptor, size):
+            if size == 0:
+                return memoryview(b"")
+            # Private and writable: consumers get ordinary tensors, and no write of theirs reaches the file.
+            return memoryview(mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY))
+
+    def download(self, key: str, to: Path) -> int:
+        with self._opened(key) as (descriptor, size):
+            beside = to.with_name(f"{_PART}{secrets.token_hex(4)}")
+            try:
+                with beside.open("xb") as stream, open(descriptor, "rb", closefd=False) as source:
+                    shutil.copyfileobj(source, stream, 1 << 20)
+                beside.rename(to)
+            finally:
+                beside.unlink(missing_ok=True)
+        return size
+
+    @contextmanager
+    def _opened(self, key: str) -> Iterator[tuple[int, int]]:
+        """Descriptor and bytes of a file. Raises `NotReadableError` when it is not there."""
         version, file = split_key(key)
         path = self.root / version / file
         try:
@@ -144,12 +125,7 @@ class DirectoryStore:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
                 raise WeightError(f"{path} is not a regular file")
-            if status.st_size == 0:
-                return memoryview(b"")
-            # Private and writable: consumers get ordinary tensors, and no write of theirs reaches the file.
-            return memoryview(mmap.mmap(descriptor, status.st_size, access=mmap.ACCESS_COPY))
-        except OSError as error:
-            raise NotReadableError(f"{path}: {error.strerror}") from error
+            yield descriptor, status.st_size
         finally:
             os.close(descriptor)
 
@@ -173,8 +149,7 @@ class DirectoryStore:
         return _age(self.root / version)
 
     def delete(self, version: str) -> bool:
-        if not FILE_NAME.fullmatch(version):
-            raise WeightError(f"{version!r} is not the name of a version")
+        check_name(version, "version")
         trash = self.root / f"{_TRASH}{version}-{secrets.token_hex(4)}"
         try:
             (self.root / version).rename(trash)  # from here on nobody opens it
@@ -193,6 +168,25 @@ class DirectoryStore:
         for name in left:
             if _age(self.root / name) >= older_than:
                 shutil.rmtree(self.root / name, ignore_errors=True)
+
+    def probe(self, *, writing: bool) -> None:
+        try:
+            if writing:
+                self.root.mkdir(parents=True, exist_ok=True)
+                probe = self.root / f"{_PROBE}{secrets.token_hex(4)}"
+                probe.touch()
+                probe.unlink()
+            elif self.root.exists():  # the first one who writes makes it
+                self.versions()
+        except OSError as error:
+            doing = "written" if writing else "read"
+            raise WeightError(
+                f"the directory {self.root} cannot be {doing}: {error.strerror}: let user {os.geteuid()} do so, or "
+                f"name another directory"
+            ) from error
+
+    def trouble(self) -> str:
+        return ""  # a file system that fails is an error at once: nothing here tries again
 
 
 def _is_directory(entry: os.DirEntry[str]) -> bool:
