@@ -1,0 +1,128 @@
+"""One copy per host: bit-equal at every version, fetched once, mended whoever dies and whatever is damaged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.waiting import PATIENCE
+from tests.weight_sync.versions import RemoteStore, Versions, same, stepped
+from weight_sync.changes import open_delta
+from weight_sync.host_copy import HostCopy, Weights
+from weight_sync.host_files import open_copy
+from weight_sync.stores import DirectoryStore
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    return tmp_path / "copy"
+
+
+@pytest.fixture
+def versions(tmp_path: Path) -> Versions:
+    return Versions(tmp_path / "store")
+
+
+def opened(place: Path, store: DirectoryStore) -> HostCopy:
+    return HostCopy(place, store, lock_timeout=PATIENCE)
+
+
+def holds(weights: Weights, versions: Versions, version: int) -> bool:
+    """Whether the copy is bit-equal to a version, read as the replica and as another process reads it."""
+    expected = versions.weights[version]
+    with weights.reading() as publication:
+        assert publication.version == version
+        here = same(weights.tensors(), expected)
+    with open_copy(weights.copy_directory) as view:
+        assert view.content_hash == versions.publications[version].content_hash
+        return here and same(view.tensors(), expected)
+
+
+@pytest.fixture(params=["directory", "remote"])
+def store(request: pytest.FixtureRequest, tmp_path: Path, versions: Versions) -> Iterator[DirectoryStore]:
+    if request.param == "directory":
+        yield DirectoryStore(versions.root)
+    else:
+        yield RemoteStore(versions.root, tmp_path / "notes")
+
+
+def test_every_version_in_turn(place: Path, versions: Versions, store: DirectoryStore) -> None:
+    copy = opened(place, store)
+    served = dict(versions.weights[0])
+    weights = copy.advance(versions.newest, patience=0.0)
+    assert holds(weights, versions, 0)
+    assert weights.changes_since("other") is None
+    assert weights.density is None
+    for version in range(1, 10):
+        before = weights.content_hash
+        weights = copy.advance(versions.next(), patience=0.0)
+        assert holds(weights, versions, version)
+        assert weights.density is not None
+        assert 0 < weights.density < 0.02
+        found = weights.changes_since(before)
+        assert found is not None
+        assert len(found) == 1
+        for root, piece in found:
+            for change in open_delta(root, piece).changes():
+                flat = served[change.name].clone().reshape(-1)
+                flat[slice(None) if change.positions is None else change.positions] = change.values
+                served[change.name] = flat.reshape(change.shape)
+        assert same(served.items(), versions.weights[version])
+        assert weights.changes_since(weights.content_hash) == []
+    copy.close()
+    assert not place.exists()
+
+
+def test_who_joins_at_version_30(place: Path, versions: Versions, store: DirectoryStore) -> None:
+    for _ in range(30):
+        versions.next()
+    copy = opened(place, store)
+    weights = copy.advance(versions.newest, patience=0.0)
+    assert holds(weights, versions, 30)
+    anchor = versions.links[28].full
+    assert anchor is not None
+    deltas = [link.delta.n_bytes for link in versions.links[29:] if link.delta is not None]
+    assert weights.n_bytes == anchor.n_bytes + sum(deltas)
+    if isinstance(store, RemoteStore):
+        names = {key.split("/")[0] for key in store.accesses()}
+        assert len(names) == 3
+    copy.close()
+
+
+def test_who_lags_takes_deltas_in_one_go(place: Path, versions: Versions, store: DirectoryStore) -> None:
+    copy = opened(place, store)
+    first = copy.advance(versions.newest, patience=0.0)
+    for _ in range(3):
+        versions.next()
+    weights = copy.advance(versions.newest, patience=0.0)
+    assert holds(weights, versions, 3)
+    found = weights.changes_since(first.content_hash)
+    assert found is not None
+    assert [piece.uri for _, piece in found] == [p.uri for p in versions.publications[1:]]
+    # An older wish is not a step back: what is there is handed out.
+    late = copy.advance(versions.publications[1], patience=0.0)
+    assert late.publication == versions.newest
+    assert late.n_bytes == 0
+    with first.reading() as publication:
+        assert publication == versions.newest
+    copy.close()
+
+
+def test_a_full_version_and_one_without_changes(
+    place: Path, versions: Versions, store: DirectoryStore
+) -> None:
+    copy = opened(place, store)
+    copy.advance(versions.newest, patience=0.0)
+    for weights, full in ((stepped(versions.weights[0], 1, 0.9), True), (None, False)):
+        versions.next(weights, full=full)
+        assert holds(copy.advance(versions.newest, patience=0.0), versions, len(versions.weights) - 1)
+    versions.next(dict(versions.weights[-1]))
+    same_again = copy.advance(versions.newest, patience=0.0)
+    assert same_again.n_bytes == 0
+    assert same_again.publication == versions.newest
+    assert holds(same_again, versions, 3)
+    versions.next(stepped(versions.weights[-1], 4, 0.9))  # as a delta all the same: tensors stored whole
+    assert holds(copy.advance(versions.newest, patience=0.0), versions, 4)
+    copy.close()

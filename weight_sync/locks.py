@@ -1,0 +1,99 @@
+"""Locks between the processes of one host: `flock` on a file, with an end to every wait.
+
+A lock belongs to an open file, so threads of one process exclude each other as processes do, and the kernel
+releases the locks of whoever dies. Waiting is looking again and again: a blocked `flock` could
+neither time out nor be stopped.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from weight_sync.errors import WeightError
+
+LOOK_S = 0.01
+
+
+class LockTimeoutError(WeightError):
+    """A lock was not had in time; the message names who holds it."""
+
+
+class StoppedError(WeightError):
+    """The wait was given up because this process is to end."""
+
+
+def open_lock(path: Path) -> int:
+    """Open a lock file, made where it is missing. Raises `OSError`; a symbolic link is one."""
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+
+
+def try_lock(descriptor: int, *, exclusive: bool) -> bool:
+    """Take the lock of an open file if that is possible at once."""
+    try:
+        fcntl.flock(descriptor, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def release(descriptor: int) -> None:
+    """Release and close. Explicitly, since a forked child would keep the lock of a file that is only closed."""
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)
+
+
+@contextmanager
+def locked(
+    path: Path, *, exclusive: bool, timeout: float, stop: threading.Event | None = None
+) -> Iterator[None]:
+    """Hold the lock of a file.
+
+    Args:
+        timeout: seconds to wait for it. stop: set from another thread, ends the wait.
+
+    Raises:
+        LockTimeoutError: others hold it, named as far as the kernel tells. StoppedError: `stop` was set.
+        OSError: the file cannot be opened.
+    """
+    descriptor = open_lock(path)
+    try:
+        give_up = time.monotonic() + timeout
+        while not try_lock(descriptor, exclusive=exclusive):
+            if stop is not None and stop.is_set():
+                raise StoppedError(f"no longer waiting for {path}: this process ends")
+            if time.monotonic() > give_up:
+                raise LockTimeoutError(f"{path} was not free within {timeout:g} s: {holders(path)}")
+            time.sleep(LOOK_S)
+        yield
+    finally:
+        release(descriptor)
+
+
+def holders(path: Path) -> str:
+    """Who holds the lock of a file, in words."""
+    try:
+        inode = path.stat().st_ino
+        with open("/proc/locks", encoding="ascii") as table:
+            rows = [line.split() for line in table]
+    except OSError:
+        return "the system does not tell who holds it"
+    # "1: FLOCK  ADVISORY  READ 4711 00:1b:4 0 EOF", and "1: -> FLOCK …" of one who waits
+    found = {row[4] for row in rows if row[1] == "FLOCK" and row[5].rsplit(":", 1)[-1] == str(inode)}
+    if not found:
+        return "the system does not tell who holds it"
+    return "held by " + ", ".join(_described(pid) for pid in sorted(found))
+
+
+def _described(pid: str) -> str:
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return f"pid {pid}"
+    command = b" ".join(words).decode(errors="replace").strip()
+    return f"pid {pid} ({command[:100]})"
