@@ -28,6 +28,10 @@ class JobFacts:
     exported: bool = False
     """The trainer left because it was finished: the final weights are published and exported."""
     last_error: str | None = None
+    anchor_wanted: int = 0
+    """A replica could not read a chain: one is wanted that begins after this publication; 0: none is wanted."""
+    anchor_told: int = 0
+    """The publication in whose answer the trainer was told so last."""
     last_score: float | None = None
     """Mean score of the last trained batch."""
 

@@ -27,6 +27,7 @@ from controller.signals import Signal
 from controller.store import PayloadKey, Saved, StateStore, Table
 from controller.store.payloads import Payload
 from controller.store.state import Render
+from controller.updates import Updates
 from controller.validation import Validation
 from schema.config import Config
 from schema.wire import payload_file
@@ -70,6 +71,7 @@ class Job:
         self.publications = Publications(
             config.weight_sync.keep, saved[Table.PUBLICATIONS].values(), self.facts.highest_publication
         )
+        self.updates = Updates()
         self.opened_at = clock()
         self.closing = False
         self.checkpoint_asked = False

@@ -64,6 +64,8 @@ class Membership:
         if not registered.repeated:
             self._welcome(request, registered, now)
         reply = self._reply(registered.replica)
+        if reply.publication is not None and request.role == "rollout":
+            job.registry.hand_out(registered.replica, reply.publication.id)
         await job.save()
         return reply
 
@@ -207,7 +209,7 @@ class Membership:
         job.store.require()
         now = job.clock()
         replica = job.registry.check(replica_id, request.incarnation)
-        job.registry.beat(replica, now, version=request.version, status=request.status, gauges=request.gauges)
+        job.registry.beat(replica, now, request)
         late = request.sequence <= replica.sequence
         replica.sequence = max(replica.sequence, request.sequence)
         lost = self._renew(replica, request.leases, now) if replica.role == "rollout" and not late else []

@@ -8,17 +8,30 @@ A publication is *valid* while its weights lie on the current timeline. A rewind
 those of later versions: what they contain is no longer part of the run. Samples are only leased to engines that
 hold a valid publication.
 
-Kept are the newest `keep` valid ones and all that somebody still holds or is pinned to. Others are
-*collectable*: each answer to the publisher lists them until it publishes again, which shows that it got the list.
+The *chain* of a publication is what a replica without weights reads to come to it: the publications of its
+timeline from the one that it begins with (`Publication.begins`) up to itself.
+
+    begins = 3:   3 (full) ─ 4 ─ 5 ─ 6 ─▶ 7        `newest` is the newest valid one whose whole chain is there
+
+Invariant: the chain of whatever somebody was handed, and has not come back from, stays; so do the chains of what
+replicas hold, of what validation pins, and of the newest `keep`. Others are *collectable*: each answer to the
+publisher lists them until it publishes again, which shows that it got the list. With chains of at most L
+publications, of which others hold, fetch, pin or were handed M, at most (keep + 1 + M) · L are kept; in a run
+without rewinds whose replicas keep up, fewer than keep + L.
+
+Numbers: a trainer knows what it published under the ids that it was told. Where `declare` had to give another id,
+the entry keeps the trainer's as its `number`: `begins` and the list of collectables are in the trainer's numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from bisect import bisect_left, insort
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, islice
 from typing import Any, Literal
 
-from schema.wire.messages import ErrorCode, PublishRequest
+from schema.wire.messages import ErrorCode, PublicationInfo, PublishRequest, ReplicaUpdate
 from schema.wire.weights import Publication
 
 FileState = Literal["kept", "listed", "collected"]
@@ -35,12 +48,47 @@ class PublicationError(Exception):
         self.code, self.detail = code, detail
 
 
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a publication cost its trainer. at: Unix time; seconds: by stage; all 0 or empty where it was not told."""
+
+    at: float = 0.0
+    full_bytes: int = 0
+    changed: int = 0
+    elements: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def density(self) -> float | None:
+        """Elements that changed, of all."""
+        return self.changed / self.elements if self.elements else None
+
+    def to_record(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
 @dataclass(slots=True)
 class Entry:
     publication: Publication
     request_id: str
     valid: bool = True
     files: FileState = "kept"
+    number: int = 0
+    """Its id as its trainer knows it."""
+    cost: Cost = field(default_factory=Cost)
+
+    def __post_init__(self) -> None:
+        self.number = self.number or self.publication.id
+
+    @property
+    def begins(self) -> int:
+        """Number of the publication that its chain begins with."""
+        return self.publication.begins or self.number
+
+    @property
+    def ratio(self) -> float | None:
+        """Bytes stored, of those of all tensors."""
+        return self.publication.n_bytes / self.cost.full_bytes if self.cost.full_bytes else None
 
     def to_record(self) -> dict[str, Any]:
         return {
@@ -48,7 +96,34 @@ class Entry:
             "request_id": self.request_id,
             "valid": self.valid,
             "files": self.files,
+            "number": self.number,
+            "cost": self.cost.to_record(),
         }
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Entry:
+        return cls(
+            Publication.model_validate(record["publication"]),
+            record["request_id"],
+            record["valid"],
+            record["files"],
+            record.get("number", 0),
+            Cost(**record.get("cost", {})),
+        )
+
+    def info(self, updates: Sequence[ReplicaUpdate]) -> PublicationInfo:
+        """For people; an offer is a secret of those who may fetch."""
+        return PublicationInfo(
+            publication=self.publication.model_copy(update={"offer": None}),
+            at=self.cost.at,
+            valid=self.valid,
+            files=self.files,
+            full_bytes=self.cost.full_bytes,
+            ratio=self.ratio,
+            density=self.cost.density,
+            seconds=self.cost.seconds,
+            updates=list(updates),
+        )
 
 
 class Publications:
@@ -56,20 +131,16 @@ class Publications:
 
     def __init__(self, keep: int, records: Iterable[Mapping[str, Any]] = (), highest_id: int = 0) -> None:
         self._keep = keep
-        entries = (
-            Entry(
-                Publication.model_validate(record["publication"]),
-                record["request_id"],
-                record["valid"],
-                record["files"],
-            )
-            for record in records
-        )
-        self._entries = {
-            entry.publication.id: entry for entry in sorted(entries, key=lambda entry: entry.publication.id)
-        }
+        self._entries: dict[int, Entry] = {}
+        self._numbers: dict[int, list[tuple[int, int]]] = {}
+        """By timeline: (number, id) of its publications, in order."""
         self._dirty: dict[int, Entry] = {}
-        self.highest_id = max(self._entries, default=0)
+        self._newest: Entry | None = None
+        self._sought = False
+        self.highest_id = 0
+        for entry in sorted(map(Entry.from_record, records), key=lambda entry: entry.publication.id):
+            self._mark(entry)
+        self._dirty.clear()
         self.heard(highest_id)
 
     def heard(self, publication_id: int) -> None:
@@ -77,13 +148,20 @@ class Publications:
         if publication_id <= self.highest_id + MAX_LEAP:
             self.highest_id = max(self.highest_id, publication_id)
 
+    # ---- what there is ------------------------------------------------------------------------------------
+
     @property
     def newest(self) -> Publication | None:
-        """The newest valid publication whose files are there (after a rewind they may be gone)."""
-        for entry in reversed(self._entries.values()):
-            if entry.valid and entry.files == "kept":
-                return entry.publication
-        return None
+        """The newest valid publication that can be fetched (after a rewind files may be gone)."""
+        return None if (entry := self.newest_entry) is None else entry.publication
+
+    @property
+    def newest_entry(self) -> Entry | None:
+        """That of `newest`."""
+        if not self._sought:
+            self._newest = next(self._fetchable(), None)
+            self._sought = True
+        return self._newest
 
     @property
     def newest_id(self) -> int:
@@ -102,8 +180,53 @@ class Publications:
             return None
         return entry.publication if manifest_hash in ("", entry.publication.manifest_hash) else None
 
-    def publish(self, request: PublishRequest, timeline: int, committed: int) -> Publication:
-        """Add a publication; the same request again gets the same one.
+    def find(self, publication_id: int) -> Publication | None:
+        """The publication with this id, of whatever timeline."""
+        entry = self._entries.get(publication_id)
+        return None if entry is None else entry.publication
+
+    def recent(self, n: int) -> list[Entry]:
+        """The `n` newest entries, oldest first."""
+        return list(islice(reversed(self._entries.values()), n))[::-1]
+
+    def can_be_fetched(self, publication_id: int) -> bool:
+        """Whether the whole chain of a publication is there."""
+        entry = self._entries.get(publication_id)
+        return entry is not None and self._is_whole(entry)
+
+    def begins_after(self, publication_id: int) -> bool:
+        """Whether the chain of the newest publication begins later than this one."""
+        entry, other = self.newest_entry, self._entries.get(publication_id)
+        return entry is not None and entry.begins > (publication_id if other is None else other.number)
+
+    def _fetchable(self) -> Iterator[Entry]:
+        """Valid publications whose chain is there, newest first."""
+        return (entry for entry in reversed(self._entries.values()) if entry.valid and self._is_whole(entry))
+
+    def _is_whole(self, entry: Entry) -> bool:
+        return entry.files == "kept" and all(member.files == "kept" for member in self._chain(entry))
+
+    def _numbered(self, number: int, timeline: int) -> Entry | None:
+        """What a trainer of this timeline knows under this number: rather what it declared than another's id."""
+        numbers = self._numbers.get(timeline, [])
+        last = bisect_left(numbers, (number + 1, 0)) - 1
+        return self._entries[numbers[last][1]] if last >= 0 and numbers[last][0] == number else None
+
+    def _chain(self, entry: Entry) -> Iterator[Entry]:
+        """The publications of its chain that are known, itself included."""
+        if entry.begins == entry.number:
+            return iter((entry,))
+        numbers = self._numbers[entry.publication.timeline]
+        first, last = bisect_left(numbers, (entry.begins, 0)), bisect_left(numbers, (entry.number, 0))
+        members = dict(numbers[first:last])  # of two with one number the later one: it was declared
+        return chain((self._entries[member] for member in members.values()), (entry,))
+
+    # ---- what happens -------------------------------------------------------------------------------------
+
+    def publish(
+        self, request: PublishRequest, timeline: int, committed: int, now: float = 0.0
+    ) -> Publication:
+        """Add a publication; the same request again gets the same one. now: Unix time.
 
         Raises:
             PublicationError: a version of steps that are not committed, or older than the newest one.
@@ -134,8 +257,12 @@ class Publications:
             manifest_hash=request.manifest_hash,
             content_hash=request.content_hash,
             n_bytes=request.n_bytes,
+            kind=request.kind,
+            begins=request.begins or 0,
+            offer=request.offer,
         )
-        self._mark(Entry(publication, request.request_id))
+        cost = Cost(now, request.full_bytes, request.changed, request.elements, dict(request.metrics))
+        self._mark(Entry(publication, request.request_id, cost=cost))
         return publication
 
     def declare(self, declared: Sequence[Publication], timeline: int) -> None:
@@ -145,16 +272,17 @@ class Publications:
         Files of those not declared, but of its time, are gone.
         """
         mine = [publication for publication in declared if publication.timeline == timeline]
+        hashes = {publication.manifest_hash for publication in mine}
         for publication in mine:
-            known = self._entries.get(publication.id)
+            number = publication.id
+            known = self._numbered(number, timeline)
             if known is not None and known.publication.manifest_hash == publication.manifest_hash:
                 self._mark(known, valid=True)
                 continue
-            if known is not None or publication.id > self.highest_id + MAX_LEAP:
+            if number in self._entries or number > self.highest_id + MAX_LEAP:
                 publication = publication.model_copy(update={"id": self.highest_id + 1})  # noqa: PLW2901
-            self._mark(Entry(publication, request_id=""))
+            self._mark(Entry(publication, request_id="", number=number))
         self._entries = dict(sorted(self._entries.items()))
-        hashes = {publication.manifest_hash for publication in mine}
         first = min((publication.id for publication in mine), default=self.highest_id + 1)
         for entry in self._entries.values():
             publication = entry.publication
@@ -163,18 +291,33 @@ class Publications:
                 self._mark(entry, files="collected")
 
     def collect(self, held_ids: Collection[int], held_versions: Collection[int]) -> list[int]:
-        """Ids whose files may go, given what live replicas and validation rounds hold."""
-        valid = [entry.publication.id for entry in self._entries.values() if entry.valid]
-        kept = set(valid[-self._keep :]) | set(held_ids)
+        """Numbers of those whose files may go.
+
+        Args:
+            held_ids: publications that replicas hold, fetch or were handed, and those that are pinned.
+            held_versions: versions that replicas hold, for replicas that are late in telling the publication.
+        """
+        held = set(held_ids)
+        wanted = [
+            entry
+            for entry in self._entries.values()
+            if entry.publication.id in held
+            or entry.number in held
+            or entry.publication.version in held_versions
+        ]
+        wanted += islice(self._fetchable(), self._keep)
+        latest = next((entry for entry in reversed(self._entries.values()) if entry.valid), None)
+        wanted += [] if latest is None else [latest]  # the next one may begin with it
+        needed = {member.publication.id for entry in wanted for member in self._chain(entry)}
         for entry in self._entries.values():
-            publication = entry.publication
-            if (
-                entry.files == "kept"
-                and publication.id not in kept
-                and publication.version not in held_versions
-            ):
+            if entry.files == "kept" and entry.publication.id not in needed:
                 self._mark(entry, files="listed")
-        return [entry.publication.id for entry in self._entries.values() if entry.files == "listed"]
+        kept = {entry.number for entry in self._entries.values() if entry.files == "kept"}
+        return [
+            entry.number
+            for entry in self._entries.values()
+            if entry.files == "listed" and entry.number not in kept
+        ]
 
     def rewind(self, step: int) -> None:
         """The run goes back to `step` committed steps: versions after it are no longer part of it."""
@@ -187,7 +330,11 @@ class Publications:
         return changed
 
     def _mark(self, entry: Entry, *, valid: bool | None = None, files: FileState | None = None) -> None:
+        publication = entry.publication
         entry.valid = entry.valid if valid is None else valid
         entry.files = entry.files if files is None else files
-        self._entries[entry.publication.id] = self._dirty[entry.publication.id] = entry
-        self.highest_id = max(self.highest_id, entry.publication.id)
+        if publication.id not in self._entries:
+            insort(self._numbers.setdefault(publication.timeline, []), (entry.number, publication.id))
+        self._entries[publication.id] = self._dirty[publication.id] = entry
+        self.highest_id = max(self.highest_id, publication.id)
+        self._sought = False

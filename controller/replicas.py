@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from schema.wire.history import DeclareRequest
-from schema.wire.messages import ErrorCode, RegisterRequest, ReplicaInfo, Role
+from schema.wire.messages import ErrorCode, HeartbeatRequest, RegisterRequest, ReplicaInfo, Role
 
 ReplicaState = Literal["live", "draining", "lost", "left"]
 PRESENT: tuple[ReplicaState, ...] = ("live", "draining")
@@ -58,6 +58,10 @@ class Replica:
     """Of its newest heartbeat."""
     version: int = -1
     publication_id: int = 0
+    fetching: int = 0
+    """Publication whose files it reads, as it says."""
+    handed: list[int] = field(default_factory=list)
+    """Publications handed out to it since it last asked: it may be about to read them."""
     host: str = ""
     pid: int = 0
     world_size: int = 1
@@ -73,6 +77,11 @@ class Replica:
 
     def to_record(self) -> dict[str, Any]:
         return asdict(self)
+
+    @property
+    def publications(self) -> set[int]:
+        """All that it holds, reads, or may be about to read."""
+        return {self.publication_id, self.fetching, *self.handed} - {0}
 
     def info(self, leases: int, now: float) -> ReplicaInfo:
         return ReplicaInfo(
@@ -267,12 +276,23 @@ class Registry:
             raise ReplicaError(ErrorCode.FORBIDDEN, f"replica {replica_id} is a {replica.role} replica")
         return replica
 
-    def beat(
-        self, replica: Replica, now: float, *, version: int, status: str, gauges: Mapping[str, float]
-    ) -> None:
+    def beat(self, replica: Replica, now: float, request: HeartbeatRequest) -> None:
         """A sign of life of a checked replica."""
         self.seen(replica, now)
-        replica.version, replica.status, replica.gauges = version, status, dict(gauges)
+        replica.version, replica.fetching = request.version, request.fetching
+        replica.status, replica.gauges = request.status, dict(request.gauges)
+
+    def asks(self, replica: Replica) -> None:
+        """It asks for a publication: it has read those that it was handed, or given them up."""
+        if replica.handed:
+            replica.handed = []
+            self._dirty[replica.name] = replica
+
+    def hand_out(self, replica: Replica, publication_id: int) -> None:
+        """It is told of a publication. Stored: a successor of this controller must know that it may be read."""
+        if publication_id not in replica.handed:
+            replica.handed = [*replica.handed, publication_id]
+            self._dirty[replica.name] = replica
 
     def seen(self, replica: Replica, now: float) -> None:
         """Any other call is a sign of life too."""

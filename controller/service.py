@@ -11,6 +11,7 @@ from controller.leasing import Leasing
 from controller.membership import Membership
 from controller.operations import Operations
 from controller.problems import ProblemError
+from controller.publishing import Publishing
 from controller.training import Training
 from controller.upkeep import Upkeep
 from schema.wire.messages import ErrorCode
@@ -25,6 +26,7 @@ class Controller:
     membership: Membership
     leasing: Leasing
     training: Training
+    publishing: Publishing
     declaring: Declaring
     operations: Operations
     upkeep: Upkeep
@@ -33,7 +35,8 @@ class Controller:
     def of(cls, job: Job, tokens: Tokens) -> Controller:
         membership = Membership(job)
         leasing, training, upkeep = Leasing(job), Training(job), Upkeep(job, membership)
-        return cls(job, tokens, membership, leasing, training, Declaring(job), Operations(job), upkeep)
+        publishing, declaring, operations = Publishing(job, training), Declaring(job), Operations(job)
+        return cls(job, tokens, membership, leasing, training, publishing, declaring, operations, upkeep)
 
     def require_own(self, caller: Caller, replica_id: str) -> None:
         """A replica's token speaks for replicas of its own role. Raises `ProblemError`, `ReplicaError`."""

@@ -1,4 +1,4 @@
-"""What trainers do: fetch the batch of a step, commit it, publish weights, register checkpoints.
+"""What trainers do: fetch the batch of a step, commit it, register checkpoints (and see `controller.publishing`).
 
 All calls present the policy epoch of their registration; after another registration they are refused, so a
 trainer that was replaced can neither commit nor publish.
@@ -24,7 +24,6 @@ from schema.wire import messages as m
 from schema.wire.batch import StepTable, batch_digest, encode_batch
 from schema.wire.messages import ErrorCode, Phase
 from schema.wire.payload_file import read_entry
-from schema.wire.weights import Publication
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +44,7 @@ class Training:
         self._batch: Batch | None = None
         """The one assembled last."""
 
-    def _check_epoch(self, epoch: int) -> None:
+    def check_epoch(self, epoch: int) -> None:
         current = self._job.facts.policy_epoch
         if epoch != current:
             raise ProblemError(
@@ -53,12 +52,12 @@ class Training:
                 f"policy epoch {epoch} has ended, the current one is {current}: another trainer has registered",
             )
 
-    def _check(self, replica_id: str, incarnation: int, epoch: int) -> Replica:
+    def check(self, replica_id: str, incarnation: int, epoch: int) -> Replica:
         job = self._job
         job.store.require()
         if job.facts.ended is Phase.FAILED:
             raise ProblemError(ErrorCode.JOB_FAILED, f"the job has failed: {job.facts.last_error}")
-        self._check_epoch(epoch)
+        self.check_epoch(epoch)
         replica = job.registry.check(replica_id, incarnation, "policy")
         job.registry.seen(replica, job.clock())
         return replica
@@ -76,7 +75,7 @@ class Training:
         while True:
             job.store.require()
             seen = job.batch_signal.generation
-            self._check_epoch(epoch)
+            self.check_epoch(epoch)
             batch = self._assemble(ledger, step)
             await job.save()
             if batch is not None and (data := await self._with_payloads(batch, rows)) is not None:
@@ -157,12 +156,12 @@ class Training:
         job.lease_signal.notify()
         job.batch_signal.notify()
 
-    # ---- commit, publish, checkpoint ----------------------------------------------------------------------
+    # ---- commit, checkpoint ------------------------------------------------------------------------------
 
     async def commit(self, step: int, request: m.CommitRequest) -> m.CommitReply:
         """Finish a step; durable when answered. Raises `ProblemError`, `LedgerError`, `ReplicaError`."""
         job = self._job
-        self._check(request.replica_id, request.incarnation, request.policy_epoch)
+        self.check(request.replica_id, request.incarnation, request.policy_epoch)
         self._check_batch(step, request.batch)
         samples, tokens, score = self._work(step, request.metrics)
         outcome = job.progress.commit(step)
@@ -207,28 +206,10 @@ class Training:
     def _publication_due(self, version: int) -> bool:
         return version % self._job.config.train.sync_weight_interval == 0
 
-    async def publish(self, request: m.PublishRequest) -> m.PublishReply:
-        """Make a weight version known. Raises `ProblemError`, `PublicationError`, `ReplicaError`."""
-        job = self._job
-        self._check(request.replica_id, request.incarnation, request.policy_epoch)
-        publication = job.publications.publish(request, job.progress.timeline, job.progress.committed)
-        validation = job.validation
-        if validation is not None:
-            final = job.progress.finished and publication.version == job.progress.committed
-            validation.published(publication.version, final=final)
-        rollouts = job.registry.present("rollout")
-        held = {replica.publication_id for replica in rollouts}
-        if validation is not None and validation.pinned_publication is not None:
-            held.add(validation.pinned_publication)
-        collectable = job.publications.collect(held, {replica.version for replica in rollouts})
-        job.wake_all()
-        await job.save()
-        return m.PublishReply(publication=publication, collectable=collectable)
-
     async def checkpoint(self, request: m.CheckpointRequest) -> m.CheckpointReply:
         """A complete checkpoint covers `step` committed steps: they are durable now."""
         job = self._job
-        self._check(request.replica_id, request.incarnation, request.policy_epoch)
+        self.check(request.replica_id, request.incarnation, request.policy_epoch)
         durable = job.progress.checkpoint(request.step)
         log.info("checkpoint %s covers %d steps", request.path, request.step)
         await job.save_durably()
@@ -240,22 +221,6 @@ class Training:
         return {
             version: record.score_mean for version, record in records.items() if record.score_mean is not None
         }
-
-    async def latest_publication(self, newer_than: int, wait_s: float) -> Publication | None:
-        """The newest publication with an id above `newer_than`, or None when the wait is over."""
-        job, loop = self._job, asyncio.get_running_loop()
-        give_up = loop.time() + wait_s
-        while True:
-            job.store.require()
-            seen = job.publication_signal.generation
-            newest = job.publications.newest
-            if newest is not None and newest.id > newer_than:
-                await job.save()  # nobody may load what a successor of this controller would not know
-                return newest
-            left = give_up - loop.time()
-            if left <= 0 or job.closing:
-                return None
-            await job.publication_signal.wait(seen, left)
 
 
 def _key(table: StepTable) -> tuple[int, int, int, list[str]]:

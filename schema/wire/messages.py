@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field
 
-from schema.wire.weights import Publication, StoreKey
+from schema.wire.weights import Offer, Publication, StoreKey
 
 # Bounds of what others send: far above anything of ours, far below what would hurt. Of long lists the first fault is
 # told: a million of them would take seconds and a gigabyte.
@@ -354,6 +354,7 @@ class PublishRequest(Message):
     changed: Count = Field(default=0, description="Elements that differ from the version before.")
     elements: Count = Field(default=0, description="Elements of all its tensors; 0: not told.")
     metrics: Seconds = Field(default_factory=dict)
+    offer: Offer | None = None
     newest_publication: int = Field(
         default=0, ge=0, lt=2**53, description="The highest publication id that the trainer ever heard of."
     )

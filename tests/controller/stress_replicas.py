@@ -138,7 +138,7 @@ class _Trainer:
         request = m.PublishRequest.model_validate({**mine, **values, "version": version})
 
         async def ask(controller: Controller) -> m.PublishReply:
-            reply = await controller.training.publish(request)
+            reply = await controller.publishing.publish(request)
             world.always(request.request_id, reply.publication)
             world.heard(reply.publication)
             return reply
@@ -307,8 +307,8 @@ class _Rollout:
         if reply.status is LeaseStatus.DRAINING:
             await self.leave()
         if reply.status is LeaseStatus.UPDATE or world.random.random() < 0.3:
-            newer = self.publication
-            self.take(await world.insist(lambda c: c.training.latest_publication(newer, 1.0)))
+            newer, mine = self.publication, (self.reply.replica_id, self.reply.incarnation)
+            self.take(await world.insist(lambda c: c.publishing.latest(newer, 1.0, *mine)))
         fresh = [group for group in reply.groups if group.lease_id not in self.held]
         self.held |= {group.lease_id: group for group in fresh}
         return fresh

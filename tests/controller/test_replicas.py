@@ -6,9 +6,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from controller.replicas import MAX_ABSENT, Registry, Replica, ReplicaError
-from schema.wire.messages import ErrorCode, RegisterRequest, Role
+from schema.wire.messages import ErrorCode, HeartbeatRequest, RegisterRequest, Role
 
 TIMEOUT = 10.0
+BEAT = HeartbeatRequest(incarnation=1, version=3)
 
 
 def request(name: str = "rollout-0", number: int = 0, role: Role = "rollout") -> RegisterRequest:
@@ -86,7 +87,7 @@ def test_silence_loses_a_replica_and_a_beat_brings_it_back_as_it_was() -> None:
     assert registry.expire(TIMEOUT) == []
     assert registry.expire(TIMEOUT + 0.1) == [replica]
     assert registry.expire(TIMEOUT + 0.2) == []
-    registry.beat(replica, 20.0, version=3, status="", gauges={})
+    registry.beat(replica, 20.0, BEAT)
     assert replica.state == "draining"
 
 
@@ -153,7 +154,7 @@ class RegistryMachine(RuleBasedStateMachine):
         if replica is None or replica.state == "left":
             return
         if event == "beat":
-            self.registry.beat(replica, self.now, version=0, status="", gauges={})
+            self.registry.beat(replica, self.now, BEAT)
             assert replica.present
         elif event == "drain":
             self.registry.drain(replica)

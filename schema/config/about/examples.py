@@ -41,7 +41,7 @@ EXAMPLES: dict[str, Any] = {
     "forward_mini_batch": 4,
     "fsdp_wrap_layers": ["Qwen3DecoderLayer"],
     "gpus_per_node": 8,
-    "host_cache": "/dev/shm/weights",
+    "host_cache": "/scratch/weights",
     "image_column_name": "images",
     "load_contents": ["model", "optimizer"],
     "max_length": 4096,
