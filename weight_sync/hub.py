@@ -107,7 +107,7 @@ class HubNames:
         self, unit: Unit, tensors: Mapping[str, torch.Tensor], *, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Hub names and tensors of one unit, cast to `dtype`, from the stored tensors of its names, whole."""
-        named = {s.name: _cast(s.value(tensors, dtype), dtype) for s in self._made[unit]}
+        named = {s.name: cast(s.value(tensors, dtype), dtype) for s in self._made[unit]}
         yield from (named if self._convert is None else self._convert(named)).items()
 
     def tensors(
@@ -168,7 +168,8 @@ def _n_bytes(tensor: torch.Tensor) -> int:
     return int(tensor.numel() * tensor.dtype.itemsize)
 
 
-def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+def cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """As it is published: floating-point numbers of 16 bits or more become `dtype`, unless that is None."""
     if dtype is None or not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
         return tensor
     return tensor.to(dtype)

@@ -1,0 +1,145 @@
+"""Sharded models: each tensor comes whole to the rank that owns it, and to no other."""
+
+from __future__ import annotations
+
+import gc
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from tests.support.ports import free_port
+from tests.weight_sync.helpers import bits
+from tests.weight_sync.test_hub import CASES, model_of
+from weight_sync import HubNames, WeightError, hub_tensors
+from weight_sync.sharded import Gathering, owners, shard_rows
+
+
+def test_units_go_to_the_rank_with_the_least() -> None:
+    assert owners([5, 9, 1, 7, 3], 2) == [1, 0, 0, 1, 0]  # 9, 3 to the first, 7, 5 to the second, then 1
+    assert owners([4, 4, 4], 3) == [0, 1, 2]
+    assert owners([4], 3) == [0]
+    assert owners([], 2) == []
+
+
+@given(st.lists(st.integers(0, 1000), max_size=40), st.integers(1, 8))
+def test_no_rank_owns_much_more_than_the_others(sizes: list[int], world: int) -> None:
+    owner = owners(sizes, world)
+    loads = [sum(size for size, of in zip(sizes, owner, strict=True) if of == rank) for rank in range(world)]
+    assert sum(loads) == sum(sizes)
+    assert max(loads) - min(loads) <= max(sizes, default=0)
+
+
+@given(st.integers(0, 50), st.integers(1, 9))
+def test_shards_are_cut_as_torch_cuts(rows: int, world: int) -> None:
+    chunks = [len(chunk) for chunk in torch.arange(rows).chunk(world)] if rows else []
+    assert shard_rows(rows, world) == chunks + [0] * (world - len(chunks))
+
+
+class Odd(torch.nn.Module):
+    """Rows that do not divide, ranks without a row, a replicated scalar, a buffer of integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = torch.nn.Linear(5, 7)
+        self.b = torch.nn.Linear(3, 1, bias=False)
+        self.register_buffer("steps", torch.tensor([1, 2, 3]))
+        self.register_buffer("scale", torch.tensor(0.25))
+
+
+def build(case: str) -> torch.nn.Module:
+    torch.manual_seed(0)
+    if case == "odd":
+        return Odd()
+    kind, changes = CASES[case]
+    return model_of(kind, **changes)
+
+
+def _rank(rank: int, world: int, port: int, root: str, cases: list[str], dtype: torch.dtype | None) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world
+    )
+    for case in cases:
+        model: Any = build(case)
+        mesh = init_device_mesh("cpu", (world,))
+        for layer in () if case == "odd" else model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        gathering = Gathering(HubNames(model), rank, world)
+        for _ in range(2):  # and once more
+            found = {name: tensor.clone() for name, tensor in gathering.tensors(dtype)}
+        save_file(found, Path(root) / f"{case}-{rank}.safetensors")
+        (Path(root) / f"{case}-{rank}.json").write_text(json.dumps(gathering.owned_bytes))
+        torch.distributed.barrier()
+        del model, mesh, gathering  # they hold groups, whose threads must not outlive the interpreter
+        gc.collect()
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "dtype"), [(2, torch.bfloat16), (3, None)])
+def test_owners_get_whole_tensors_and_others_nothing(
+    world: int, dtype: torch.dtype | None, tmp_path: Path
+) -> None:
+    cases = ["odd", "tied", "untied", "fused projections", "experts"]
+    mp.spawn(_rank, args=(world, free_port(), str(tmp_path), cases, dtype), nprocs=world)
+    for case in cases:
+        parts = [load_file(tmp_path / f"{case}-{rank}.safetensors") for rank in range(world)]
+        loads = [json.loads((tmp_path / f"{case}-{rank}.json").read_text()) for rank in range(world)]
+        found = {name: tensor for part in parts for name, tensor in part.items()}
+        assert sum(map(len, parts)) == len(found)
+        model: Any = build(case)
+        model.save_pretrained(tmp_path / case) if case != "odd" else None
+        expected = {name: bits(tensor) for name, tensor in hub_tensors(model, dtype=dtype)}
+        assert {name: bits(tensor) for name, tensor in found.items()} == expected
+        if case != "odd" and dtype is None:
+            saved = load_file(tmp_path / case / "model.safetensors")
+            assert {name: bits(tensor) for name, tensor in saved.items()} == expected
+        largest = max(unit.n_bytes for unit in HubNames(model).units)
+        assert max(loads) - min(loads) <= largest
+
+
+def test_a_model_that_is_not_sharded_needs_no_group() -> None:
+    model = build("experts")
+    found = dict(Gathering(HubNames(model), 0, 1).tensors())
+    assert {name: bits(tensor) for name, tensor in found.items()} == {
+        name: bits(tensor) for name, tensor in hub_tensors(model)
+    }
+
+
+def test_replicas_of_a_model_share_the_work() -> None:
+    model = build("untied")
+    parts = [dict(Gathering(HubNames(model), rank, 2).tensors()) for rank in range(2)]
+    assert not parts[0].keys() & parts[1].keys()
+    assert parts[0].keys() | parts[1].keys() == dict(hub_tensors(model)).keys()
+
+
+def _other_layout(rank: int, port: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2
+    )
+    mesh = init_device_mesh("cpu", (2,))
+    model = torch.nn.Linear(4, 4, bias=False)
+    model.weight = torch.nn.Parameter(distribute_tensor(model.weight.data, mesh, [Shard(1)]))
+    with pytest.raises(WeightError, match="'weight' is laid out as"):
+        Gathering(HubNames(model), rank, 2)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_another_layout_is_refused() -> None:
+    mp.spawn(_other_layout, args=(free_port(),), nprocs=2)

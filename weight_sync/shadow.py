@@ -1,0 +1,62 @@
+"""The tensors of one process in host memory, twice: as they were announced last, and as they are being published.
+
+    take ──▶ taken ── encoded against announced ──▶ announce: the buffers change places
+                  └── anything fails ──▶ forget: announced stays what it was
+
+Invariant: `announced` has the bits of the newest version that the controller was told of, whatever happened to
+others meanwhile; so it is what a delta may be made against. Buffers are allocated once and written in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+
+Tensors = dict[str, torch.Tensor]
+
+
+class Shadow:
+    """See the module's docstring. Takes twice the memory of the tensors, once without `keeps`.
+
+    keeps: whether the announced version is kept, so that the next one can be a delta.
+    """
+
+    def __init__(self, *, keeps: bool) -> None:
+        self.keeps = keeps
+        self.taken: Tensors = {}
+        """The snapshot; whose it is while it is published is for the caller to say."""
+        self._announced: Tensors | None = None
+
+    @property
+    def announced(self) -> Tensors | None:
+        """The newest version that was announced; None: there is none, or none is kept."""
+        return self._announced
+
+    def take(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy the tensors as they are now, each dropped before the next is asked for. Complete when it returns."""
+        devices: set[torch.device] = set()
+        for name, tensor in tensors:
+            held = self.taken.get(name)
+            if held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:
+                # Pinned, so that the copy runs at the speed of the bus.
+                held = torch.empty(
+                    tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.device.type == "cuda"
+                )
+                self.taken[name] = held
+            held.copy_(tensor, non_blocking=True)
+            if tensor.device.type == "cuda":
+                devices.add(tensor.device)
+        for device in devices:
+            torch.cuda.synchronize(device)
+
+    def announce(self) -> None:
+        """What was taken has been announced."""
+        if self.keeps:
+            self.taken, self._announced = self._announced or {}, self.taken
+
+    def pairs(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        """Name, announced and taken tensor of each."""
+        assert self._announced is not None
+        for name, tensor in self.taken.items():
+            yield name, self._announced[name], tensor
