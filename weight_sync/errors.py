@@ -12,3 +12,11 @@ class WeightError(RuntimeError):
 
 class NotReadableError(WeightError):
     """Missing, short or different from its hash: on a shared file system it may still be on its way."""
+
+
+class StoreError(WeightError):
+    """A store refuses for good, or has failed for longer than it is tried again: says what, why and what to do."""
+
+
+class StoppedError(WeightError):
+    """The process leaves: what it waited for was given up."""

@@ -66,7 +66,6 @@ class HubTarget:
         if not (folder / "config.json").exists():
             log.info("%s holds no export: nothing of it goes to the hub", path)
             return
-        self._patience.begin()
         step = record.progress.step
         message = f"Final model, step {step}" if path.name == "final" else f"Step {step}"
 

@@ -18,30 +18,20 @@ import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from policy_worker.errors import SettingsError
 from policy_worker.uploads.errors import UploadError
 from policy_worker.uploads.patience import USUAL, Delays, Patience
 from policy_worker.uploads.plan import MARKER, PART_BYTES, Part, object_prefix, part_bytes, parts
 from policy_worker.uploads.record import FileProgress, Record, files_in
-from schema.config.secrets import masked
+from weight_sync.errors import StoreError
+from weight_sync.stores.aws import MISSING, code_of, explain, is_passing, make_client
 
 log = logging.getLogger(__name__)
 
 PARALLEL = 4
 """Parts on their way at once: fills a fast network, and holds no more than this many parts in memory."""
-CONNECT_S, READ_S = 10.0, 60.0
 BUCKET_KEY = "train.ckpt.s3_bucket"
-_PASSING_CODES = {
-    "SlowDown",
-    "RequestTimeout",
-    "RequestTimeTooSkewed",
-    "Throttling",
-    "ThrottlingException",
-    "TooManyRequests",
-}
-_TOO_MANY = 429
 START_SECONDS = 30.0
 """How long a store may be away when training begins: a restart of its server is no reason to end a job."""
 
@@ -61,10 +51,13 @@ class S3Target:
         part_bytes: int = PART_BYTES,
     ) -> None:
         self.bucket, self._prefix, self._run, self._part_bytes = bucket, prefix, run, part_bytes
-        self._client = _make_client()
-        self._patience = Patience(_is_passing, self._explain, stop, delays)
+        try:
+            self._client = make_client(PARALLEL)
+        except StoreError as error:
+            raise SettingsError(f"train.ckpt.upload_s3: {error}") from error
+        self._patience = Patience(is_passing, self._explain, stop, delays)
         brief = Delays(min(delays.give_up, START_SECONDS), delays.first, delays.most)
-        self._at_start = Patience(_is_passing, self._explain, stop, brief)
+        self._at_start = Patience(is_passing, self._explain, stop, brief)
 
     def place(self, name: str) -> str:
         """Where a directory of this name goes, for people."""
@@ -85,7 +78,6 @@ class S3Target:
             begun = self._client.create_multipart_upload(Bucket=self.bucket, Key=key)
             self._client.abort_multipart_upload(Bucket=self.bucket, Key=key, UploadId=begun["UploadId"])
 
-        self._at_start.begin()
         try:
             self._at_start.run("looking at the bucket", look)
         except UploadError as error:
@@ -99,7 +91,6 @@ class S3Target:
         Raises:
             UploadError: it failed for good. UploadStoppedError: the process leaves.
         """
-        self._patience.begin()
         prefix, there = object_prefix(self._prefix, self._run, path.name), path.stat()
         self._remove_other_marker(prefix, record.progress.stamp)
         for file in files_in(path):
@@ -196,7 +187,7 @@ class S3Target:
                 )
             except self._client.exceptions.ClientError as error:
                 # Asked again after an answer that was lost: the upload is gone because it is complete.
-                if _code(error) != "NoSuchUpload" or not _is(self._head(key), size, stamp):
+                if code_of(error) != "NoSuchUpload" or not _is(self._head(key), size, stamp):
                     raise
 
         self._call(f"completing {key}", complete)
@@ -219,7 +210,7 @@ class S3Target:
                     for part in page.get("Parts", [])
                 }
             except self._client.exceptions.ClientError as error:
-                if _code(error) in ("NoSuchUpload", "404"):
+                if code_of(error) in ("NoSuchUpload", "404"):
                     return None
                 raise
 
@@ -246,7 +237,7 @@ class S3Target:
         try:
             return self._client.head_object(Bucket=self.bucket, Key=key)
         except self._client.exceptions.ClientError as error:
-            if _code(error) in ("NoSuchKey", "NotFound", "404"):
+            if code_of(error) in MISSING:
                 return None
             raise
 
@@ -259,83 +250,12 @@ class S3Target:
         return self._patience.run(f"s3://{self.bucket}: {what}", work)
 
     def _explain(self, error: Exception) -> str:
-        """What went wrong and what to do. Names no credential."""
-        from botocore import exceptions as boto
-
-        if isinstance(error, boto.NoCredentialsError | boto.PartialCredentialsError):
-            return "there are no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
-        if isinstance(error, boto.ConnectionError | boto.HTTPClientError):
-            kind = type(error).__name__
-            return f"{self._endpoint()} does not answer ({kind}): check AWS_ENDPOINT_URL and the network"
-        if isinstance(error, boto.ClientError):
-            return _refusal(error)
-        return str(masked(f"{type(error).__name__}: {error}"))
-
-    def _endpoint(self) -> str:
-        parsed = urlsplit(str(self._client.meta.endpoint_url))
-        return f"{parsed.scheme}://{parsed.hostname}" + (f":{parsed.port}" if parsed.port else "")
-
-
-def _make_client() -> Any:
-    """A client with time-outs; trying again is `Patience`'s, but for what boto3 mends within a second."""
-    import boto3
-    from botocore.config import Config
-    from botocore.exceptions import BotoCoreError
-
-    try:
-        return boto3.session.Session().client(
-            "s3",
-            config=Config(
-                connect_timeout=CONNECT_S,
-                read_timeout=READ_S,
-                retries={"mode": "standard", "max_attempts": 2},
-                max_pool_connections=PARALLEL + 1,
-            ),
-        )
-    except (BotoCoreError, ValueError) as error:  # a profile that does not exist, an endpoint that is no URL
-        raise SettingsError(
-            f"train.ckpt.upload_s3: the AWS settings of the environment do not work: {error}"
-        ) from error
+        return explain(error, self._client, BUCKET_KEY)
 
 
 def _is(found: Any | None, size: int, stamp: str) -> bool:
     """Whether an object, as `_head` finds it, is a file of this size of the directory with this stamp."""
     return found is not None and found["ContentLength"] == size and found["Metadata"].get("stamp") == stamp
-
-
-def _code(error: Any) -> str:
-    return str(error.response.get("Error", {}).get("Code", ""))
-
-
-def _status(error: Any) -> int:
-    return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-
-
-def _is_passing(error: Exception) -> bool:
-    from botocore import exceptions as boto
-
-    if isinstance(error, boto.ClientError):
-        return _status(error) >= 500 or _status(error) == _TOO_MANY or _code(error) in _PASSING_CODES
-    return isinstance(error, boto.ConnectionError | boto.HTTPClientError)
-
-
-def _refusal(error: Any) -> str:
-    code, status = _code(error), _status(error)
-    remedies = {
-        "NoSuchBucket": f"there is no such bucket: create it, or correct {BUCKET_KEY}",
-        "404": f"there is no such bucket: create it, or correct {BUCKET_KEY}",
-        "AccessDenied": "access is denied: the credentials of AWS_* need s3:PutObject and s3:ListBucket on it",
-        "403": "access is denied: check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, and their right to write there",
-        "InvalidAccessKeyId": "AWS_ACCESS_KEY_ID is not known there",
-        "SignatureDoesNotMatch": "AWS_SECRET_ACCESS_KEY does not fit AWS_ACCESS_KEY_ID",
-        "ExpiredToken": "AWS_SESSION_TOKEN has expired",
-        "NoSuchUpload": "the store has forgotten the parts that it had: they are sent again with the next start",
-    }
-    if code in remedies:
-        return remedies[code]
-    if status in (301, 307):
-        return "the bucket is in another region: set AWS_DEFAULT_REGION"
-    return str(masked(f"{code or status}: {error.response.get('Error', {}).get('Message', '')}"))
 
 
 def _in_parallel(send: Callable[[Part], str], missing: Iterable[Part]) -> dict[int, str]:

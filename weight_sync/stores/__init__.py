@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
 
+from schema.wire.store_url import is_url
 from weight_sync.stores.base import (
     FILE_NAME,
     HEAD_BYTES,
@@ -16,10 +18,14 @@ from weight_sync.stores.base import (
 )
 from weight_sync.stores.directory import DirectoryStore
 
+TIMEOUT = 1800.0
+"""Seconds, as `weight_sync.store_timeout` unless it is set."""
+
 __all__ = [
     "FILE_NAME",
     "HEAD_BYTES",
     "MANIFEST",
+    "TIMEOUT",
     "DirectoryStore",
     "Stage",
     "Store",
@@ -30,6 +36,19 @@ __all__ = [
 ]
 
 
-def open_store(place: str | os.PathLike[str]) -> Store:
-    """The store at a place: the path of a directory."""
+def open_store(
+    place: str | os.PathLike[str], *, timeout: float = TIMEOUT, stop: threading.Event | None = None
+) -> Store:
+    """The store at a place: `s3://bucket/prefix`, or the path of a directory.
+
+    Args:
+        timeout: seconds for which each request that fails is tried again, where the store is a remote one.
+        stop: set when the process leaves; whoever waits for a remote store then gets a `StoppedError`.
+
+    Raises `StoreError` for another URL, or when the environment's settings make no client.
+    """
+    if isinstance(place, str) and is_url(place):
+        from weight_sync.stores.s3 import open_s3  # boto3 takes its time to import
+
+        return open_s3(place, timeout, stop)
     return DirectoryStore(place)

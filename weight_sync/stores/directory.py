@@ -37,15 +37,15 @@ class _DirectoryStage:
     @contextmanager
     def create(self, file: str) -> Iterator[IO[bytes]]:
         check_name(file, "file")
-        try:
-            with (self.path / file).open("xb") as stream:
+        with (self.path / file).open("xb") as stream:
+            try:
                 yield stream
-                if self.durable:
-                    stream.flush()
-                    os.fsync(stream.fileno())
-        except BaseException:
-            (self.path / file).unlink(missing_ok=True)
-            raise
+            except BaseException:
+                (self.path / file).unlink(missing_ok=True)
+                raise
+            if self.durable:
+                stream.flush()
+                os.fsync(stream.fileno())
 
     def commit(self) -> None:
         if not self.leads:

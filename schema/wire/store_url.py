@@ -1,0 +1,53 @@
+"""`s3://bucket/prefix`: what such a place of a weight store may be. Pure, for who checks and for who opens it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+SCHEME = "s3://"
+MAX_PREFIX = 512
+"""Bytes: with the names of a version and file it stays below the 1024 that S3 allows a key."""
+
+_BUCKET = re.compile(r"[a-z0-9](?:[a-z0-9.-]{1,61})[a-z0-9]")
+_PREFIX = re.compile(r"[A-Za-z0-9!_.*'()=+@,-]+(?:/[A-Za-z0-9!_.*'()=+@,-]+)*")
+
+
+@dataclass(frozen=True)
+class S3Place:
+    """A bucket, and what the keys in it begin with: no `/` at either end, empty for the whole bucket."""
+
+    bucket: str
+    prefix: str
+
+    def __str__(self) -> str:
+        return f"{SCHEME}{self.bucket}" + (f"/{self.prefix}" if self.prefix else "")
+
+
+def is_url(place: str) -> bool:
+    """Whether a place of a weight store is meant to be a URL and not the path of a directory."""
+    return "://" in place
+
+
+def parse_url(url: str) -> S3Place:
+    """The bucket and prefix of a URL; a `/` at its end says nothing.
+
+    Raises `ValueError` saying what is wrong and what to write.
+    """
+    if not url.startswith(SCHEME):
+        raise ValueError(f"{url} is no place of a weight store: write a directory, or s3://bucket/prefix")
+    bucket, _, rest = url[len(SCHEME) :].partition("/")
+    prefix = rest.removesuffix("/")
+    if not _BUCKET.fullmatch(bucket) or ".." in bucket:
+        raise ValueError(
+            f"{bucket!r} is no name of a bucket: 3 to 63 small letters, digits, '-' and '.', and nothing else before "
+            f"the '/' (credentials and endpoint come from AWS_* variables)"
+        )
+    if prefix and (not _PREFIX.fullmatch(prefix) or {".", ".."} & set(prefix.split("/"))):
+        raise ValueError(
+            f"{prefix!r} is no prefix of keys: write names separated by single '/', of letters, digits and "
+            f"!_.*'()=+@,-"
+        )
+    if len(prefix) > MAX_PREFIX:
+        raise ValueError(f"a prefix of {len(prefix)} characters is too long: at most {MAX_PREFIX}")
+    return S3Place(bucket, prefix)

@@ -1,0 +1,123 @@
+"""S3 and what speaks its language, through boto3: the client, which failures pass, and all of them in words.
+
+Credentials, region and endpoint come from the standard environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY,
+AWS_ENDPOINT_URL, AWS_PROFILE, …), never from the configuration.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import urlsplit
+
+from schema.config.secrets import masked
+from weight_sync.errors import StoreError
+
+CONNECT_S, READ_S = 10.0, 60.0
+"""Seconds without an answer, or between two pieces of one, after which an attempt has failed."""
+MISSING = ("NoSuchKey", "NotFound", "404")
+_PASSING_CODES = {
+    "SlowDown",
+    "RequestTimeout",
+    "RequestTimeTooSkewed",
+    "Throttling",
+    "ThrottlingException",
+    "TooManyRequests",
+    "OperationAborted",
+}
+_TOO_MANY = 429
+
+
+class CutError(Exception):
+    """The body of an answer is shorter than it was announced."""
+
+
+def make_client(parallel: int, read_timeout: float = READ_S) -> Any:
+    """A client with time-outs; trying again is `Patience`'s, but for what boto3 mends within a second.
+
+    parallel: requests at once. Raises `StoreError` when the environment's settings make none.
+    """
+    import boto3
+    from botocore.config import Config
+    from botocore.exceptions import BotoCoreError
+
+    try:
+        return boto3.session.Session().client(
+            "s3",
+            config=Config(
+                connect_timeout=min(CONNECT_S, read_timeout),
+                read_timeout=read_timeout,
+                retries={"mode": "standard", "max_attempts": 2},
+                max_pool_connections=parallel + 1,
+            ),
+        )
+    except (BotoCoreError, ValueError) as error:  # a profile that does not exist, an endpoint that is no URL
+        raise StoreError(f"the AWS settings of the environment do not work: {error}") from error
+
+
+def code_of(error: Any) -> str:
+    """The code of a `ClientError`."""
+    return str(error.response.get("Error", {}).get("Code", ""))
+
+
+def _status(error: Any) -> int:
+    return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+
+
+def is_passing(error: Exception) -> bool:
+    """Whether waiting may mend a failure."""
+    from botocore import exceptions as boto
+    from botocore import parsers
+
+    if isinstance(error, boto.ClientError):
+        return _status(error) >= 500 or _status(error) == _TOO_MANY or code_of(error) in _PASSING_CODES
+    return isinstance(error, _of_the_network() | boto.FlexibleChecksumError | parsers.ResponseParserError)
+
+
+def _of_the_network() -> Any:
+    from botocore import exceptions as boto
+
+    return boto.ConnectionError | boto.HTTPClientError | boto.IncompleteReadError | CutError
+
+
+def explain(error: Exception, client: Any, bucket_key: str) -> str:
+    """What went wrong and what to do. Names no credential.
+
+    bucket_key: key of the configuration that names the bucket.
+    """
+    from botocore import exceptions as boto
+
+    if isinstance(error, boto.NoCredentialsError | boto.PartialCredentialsError):
+        return "there are no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
+    if isinstance(error, _of_the_network()):
+        kind = type(error).__name__
+        return f"{_endpoint(client)} does not answer ({kind}): check AWS_ENDPOINT_URL and the network"
+    if isinstance(error, boto.ClientError):
+        return _refusal(error, bucket_key)
+    return str(masked(f"{type(error).__name__}: {error}"))
+
+
+def _endpoint(client: Any) -> str:
+    parsed = urlsplit(str(client.meta.endpoint_url))
+    return f"{parsed.scheme}://{parsed.hostname}" + (f":{parsed.port}" if parsed.port else "")
+
+
+def _refusal(error: Any, bucket_key: str) -> str:
+    code, status = code_of(error), _status(error)
+    missing = f"there is no such bucket: create it, or correct {bucket_key}"
+    remedies = {
+        "NoSuchBucket": missing,
+        "404": missing,
+        "AccessDenied": "access is denied: the credentials of AWS_* need s3:ListBucket on the bucket, and "
+        "s3:GetObject, s3:PutObject and s3:DeleteObject on what is in it",
+        "403": "access is denied: check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, and their right to read and "
+        "write there",
+        "InvalidAccessKeyId": "AWS_ACCESS_KEY_ID is not known there",
+        "SignatureDoesNotMatch": "AWS_SECRET_ACCESS_KEY does not fit AWS_ACCESS_KEY_ID",
+        "ExpiredToken": "AWS_SESSION_TOKEN has expired",
+        "NoSuchUpload": "the store has forgotten the parts that it had: they are sent again with the next start",
+    }
+    if code in remedies:
+        return remedies[code]
+    if status in (301, 307):
+        return "the bucket is in another region: set AWS_DEFAULT_REGION"
+    return str(masked(f"{code or status}: {error.response.get('Error', {}).get('Message', '')}"))
