@@ -96,7 +96,9 @@ def plan(checked: Checked, *, resume: bool, env: Mapping[str, str]) -> Planned:
         for replica in [*_services(config, run), *workers]
         for spec in replica.processes
     ]
-    shared = (memory.store_copy(config, model),) if model is not None and config.is_grpo else ()
+    shared: tuple[Part, ...] = ()
+    if model is not None and config.is_grpo:
+        shared = memory.host_copy(config, model), memory.snapshots(config, model)
     planned = Planned(
         checked.machine, str(run.path), continued, model, no_model, processes, shared,
         warnings=list(checked.warnings), uploads=list(uploads.places(config, run.path.name, env)),
@@ -325,7 +327,7 @@ def _memory_lines(planned: Planned) -> Iterator[str]:
                 f"{cache.sequence_tokens:,} tokens"
             )
     for part in planned.shared:
-        yield f"  {part.name} (shared by the rollout replicas): {size_text(part.bytes)}  {part.formula}"
+        yield f"  {part.name} (host memory): {size_text(part.bytes)}  {part.formula}"
     for device, used in planned.used.items():
         there = planned.capacity.get(device, 0)
         of = f" of {size_text(there)}{' free' if device == HOST else ''}" if there else ""

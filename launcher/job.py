@@ -234,7 +234,8 @@ class Job:
         plan = self.plan
         tls_ca = plan.config.controller.tls_ca
         own = environment(spec.role, plan.tokens, plan.url, plan.redis.url, plan.redis.password, tls_ca)
-        return {**credentials_of(spec.role, base_environment(plan.env)), **spec.env, **own}
+        given = credentials_of(spec.role, base_environment(plan.env), plan.config.weight_sync.store)
+        return {**given, **spec.env, **own}
 
     # ---- what the supervisor asks (Observer) --------------------------------------------------------------
 

@@ -10,6 +10,8 @@ N parameters, W shards of one copy (tensor, pipeline and data-parallel), T token
                              A = 4·H + 2·heads·dim + 2·kv·dim + 3·I numbers of one layer are kept per token
     output layer             3·4·min(2^25, T·V) bytes of logits + 4·V·H bytes of their gradient
     a rollout replica        N·dtype + KV cache: 2·L·kv·dim·dtype bytes per token
+    a host with rollouts     N·transfer, shared by them
+    a host with a trainer    N·transfer being published, and as much again for deltas, over all its ranks
 
 Compared once: four supervised steps of 101M parameters in float32 on a CPU came to 2.59 GiB, against 2.42 GiB by
 these formulas and the program's own 420 MiB. Left out: fragmentation, CUDA contexts (about half a gigabyte each)
@@ -169,10 +171,28 @@ def rollout_cache(
     return Cache(per_token, max(0, room), sequences, config.engine_max_len)
 
 
-def store_copy(config: Config, model: LocalModel) -> Part:
-    """One publication: mapped once by all rollout replicas of a host, and as large on disk."""
+def host_copy(config: Config, model: LocalModel) -> Part:
+    """The copy of the newest weights that all rollout replicas of a host share (`weight_sync.host_cache`)."""
+    n_bytes, words = _published(config, model)
+    return Part("weights that the rollout replicas share", n_bytes, words)
+
+
+def snapshots(config: Config, model: LocalModel) -> Part:
+    """What the ranks of a policy replica keep in host memory, together: the version that is being published while
+    training goes on and, for deltas, the one before.
+    """
+    n_bytes, words = _published(config, model)
+    copies = 2 if config.weight_sync.encoding == "delta" else 1
+    return Part(
+        "snapshots that the trainer publishes from",
+        copies * n_bytes,
+        f"{copies} x {words}" if copies > 1 else words,
+    )
+
+
+def _published(config: Config, model: LocalModel) -> tuple[int, str]:
     size = BYTES[config.train.effective_transfer_dtype]
-    return Part("published weights", model.parameters * size, f"{model.parameters:,} x {size} B")
+    return model.parameters * size, f"{model.parameters:,} x {size} B"
 
 
 def size_text(n_bytes: int) -> str:

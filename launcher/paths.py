@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from schema.config import BUILTIN_REWARDS, Config, local_path
 from schema.config.secrets import cut
+from schema.wire.store_url import is_url
 
 TLS_FILES = tuple(
     (section, name) for section in ("controller", "redis") for name in ("tls_ca", "tls_cert", "tls_key")
@@ -22,7 +23,7 @@ def absolute(path: str) -> str:
 def resolved(config: Config) -> dict[str, Any]:
     """The resolved configuration as JSON-compatible values, with absolute paths and without credentials.
 
-    Names on the hub, built-in generators and built-in rewards are no paths and stay as they are.
+    Names on the hub, buckets, built-in generators and built-in rewards are no paths and stay as they are.
     """
     data = config.to_dict()
     train, policy = data["train"], data["train"]["train_policy"]
@@ -36,7 +37,7 @@ def resolved(config: Config) -> dict[str, Any]:
     train["output_dir"] = absolute(train["output_dir"])
     if isinstance(train["resume"], str):
         train["resume"] = absolute(train["resume"])
-    if data["weight_sync"]["store"]:
+    if data["weight_sync"]["store"] and not is_url(data["weight_sync"]["store"]):
         data["weight_sync"]["store"] = absolute(data["weight_sync"]["store"])
     if data["controller"]["payload_store"]:
         data["controller"]["payload_store"] = absolute(data["controller"]["payload_store"])

@@ -161,11 +161,12 @@ def _check_disk(config: Config, findings: Findings) -> None:
         return
     model = 0 if config.is_evaluation else _model_bytes(config.policy.model_name_or_path)
     free = shutil.disk_usage(existing).free
-    least, roomy = MIN_FREE_BYTES + 2 * model, MIN_FREE_BYTES + (config.weight_sync.keep + 2) * model
+    # With deltas two anchors at a time, and deltas that together are about one more: `keep` is an upper bound.
+    versions = 0 if config.weight_sync.store else config.weight_sync.keep + 1
+    least, roomy = MIN_FREE_BYTES + (1 + min(versions, 1)) * model, MIN_FREE_BYTES + (versions + 1) * model
     if free < roomy:
-        message = (
-            f"{_size(free)} free in {existing}, and weight versions and export take about {_size(roomy)}"
-        )
+        what = "weight versions and export take" if versions else "the export takes"
+        message = f"{_size(free)} free in {existing}, and {what} about {_size(roomy)}"
         found = Problem(key, message, str(target), "free some room or choose another disk")
         (findings.problems if free < least else findings.warnings).append(found)
 

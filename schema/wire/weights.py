@@ -39,7 +39,9 @@ class Offer(BaseModel):
     address: str = Field(min_length=1, max_length=255, pattern=r"^[A-Za-z0-9][A-Za-z0-9.:-]*$|^::1$")
     port: int = Field(ge=1, le=65535)
     round: int = Field(ge=1, lt=2**53, description="Rises by one per offer of a trainer process.")
-    token: str = Field(max_length=32, pattern=r"^[0-9a-f]{32}$", description="Drawn at random for each offer.")
+    token: str = Field(
+        max_length=32, pattern=r"^[0-9a-f]{32}$", description="Drawn at random for each offer."
+    )
     fabric: Literal["tcp", "nccl"] = Field(
         default="tcp", description="What carries it: TCP between host memories, or NCCL between GPUs."
     )

@@ -87,9 +87,11 @@ def test_memory_is_summed_by_device(here: Path, monkeypatch: pytest.MonkeyPatch)
     assert cache is not None
     assert cache.per_token == 2 * 2 * 2 * 32 * 4
     assert cache.tokens == GIB // cache.per_token, "a quarter of what is free"
-    assert found.shared[0].bytes == N * 4
+    assert [part.bytes for part in found.shared] == [N * 4, 2 * N * 4], (
+        "the hosts' copy, the trainer's snapshots"
+    )
     programs = PROGRAM_BYTES["policy"] + PROGRAM_BYTES["rollout"] + PROGRAM_BYTES["controller"]
-    assert found.used == {HOST: by_name["policy-0"] + by_name["rollout-0"] + N * 4 + programs}
+    assert found.used == {HOST: by_name["policy-0"] + by_name["rollout-0"] + 3 * N * 4 + programs}
     assert found.capacity[HOST] == 4 * GIB
     assert found.warnings == []
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from launcher.capacity import find_capacity, host_memory, parse_gpus
-from launcher.memory import rollout_cache, rollout_weights, size_text, store_copy, trainer
+from launcher.memory import host_copy, rollout_cache, rollout_weights, size_text, snapshots, trainer
 from launcher.models import LocalModel, Shape
 from tests.launcher.samples import config
 
@@ -127,8 +127,14 @@ def test_vllm_takes_its_share_and_splits_heads() -> None:
 
 
 def test_the_published_copy_has_the_transfer_type() -> None:
-    assert store_copy(config(train={"param_dtype": "bfloat16"}), MODEL).bytes == 2000
-    assert store_copy(config(train={"transfer_dtype": "float32"}), MODEL).bytes == 4000
+    assert host_copy(config(train={"param_dtype": "bfloat16"}), MODEL).bytes == 2000
+    assert host_copy(config(train={"transfer_dtype": "float32"}), MODEL).bytes == 4000
+
+
+def test_the_trainer_keeps_the_version_before_for_deltas() -> None:
+    assert snapshots(config(train={"param_dtype": "bfloat16"}), MODEL).bytes == 2 * 2000
+    whole = config(train={"param_dtype": "bfloat16"}, weight_sync={"encoding": "full"})
+    assert snapshots(whole, MODEL).bytes == 2000
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,8 @@ def test_what_is_no_path_stays():
     assert data["train"]["train_policy"]["dataset"]["name"] == "synthetic:addition"
     assert data["weight_sync"]["store"] == ""
     assert data["train"]["resume"] is False
+    bucket = "s3://bucket/weights"
+    assert resolved(config(weight_sync={"store": bucket}))["weight_sync"]["store"] == bucket
 
 
 def test_the_result_is_a_sound_configuration_and_stable():

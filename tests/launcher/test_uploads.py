@@ -22,19 +22,22 @@ USERS = {
 }
 
 
+@pytest.mark.parametrize("store", ["", "/shared/weights", "s3://bucket/weights"])
 @pytest.mark.parametrize("role", Role)
-def test_a_role_gets_what_it_has_a_use_for(role: Role) -> None:
-    given = credentials_of(role, USERS)
+def test_a_role_gets_what_it_has_a_use_for(role: Role, store: str) -> None:
+    given = credentials_of(role, USERS, store)
+    reads = role is Role.ROLLOUT and store.startswith("s3://")
     assert given["HOME"] == "/h"
     assert given["HF_HOME"] == "/h/hf"
     assert {name for name in given if name.startswith("AWS_")} == (
-        {name for name in USERS if name.startswith("AWS_")} if role is Role.POLICY else set()
+        {name for name in USERS if name.startswith("AWS_")} if role is Role.POLICY or reads else set()
     )
     assert ("HF_TOKEN" in given) == (role not in (Role.CONTROLLER, Role.REDIS))
 
 
-def told(ckpt: dict[str, Any], env: dict[str, str]) -> list[str]:
-    return list(places(Config.model_validate({"train": {"ckpt": ckpt}}), "run-1", env))
+def told(ckpt: dict[str, Any], env: dict[str, str], store: str = "") -> list[str]:
+    data = {"train": {"ckpt": ckpt}, "weight_sync": {"store": store}}
+    return list(places(Config.model_validate(data), "run-1", env))
 
 
 def test_places_are_told_without_secrets() -> None:
@@ -51,3 +54,6 @@ def test_places_are_told_without_secrets() -> None:
         "the final model to s3://mine/team/x/run-1/final/ at AWS; neither AWS_ACCESS_KEY_ID"
     )
     assert told({}, USERS) == []
+    (weights,) = told({}, USERS, "s3://mine/weights/")
+    assert weights == "every weight version to s3://mine/weights/ at http://store:9000"
+    assert told({}, USERS, "/shared/weights") == []

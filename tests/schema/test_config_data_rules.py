@@ -288,9 +288,7 @@ def test_filter_metrics_are_among_the_rewards() -> None:
 def test_places_to_write_and_to_resume_from() -> None:
     Path("file").write_text("")
     assert only(train__output_dir="file").key == "train.output_dir"
-    assert only(weight_sync__store="file").key == "weight_sync.store"
-    assert only(weight_sync__store="s3://bucket/x").key == "weight_sync.store"
-    assert problems(train__output_dir="new/dir", weight_sync__store="elsewhere") == []
+    assert problems(train__output_dir="new/dir") == []
     assert only(train__resume="nope").key == "train.resume"
     assert only(train__resume="").key == "train.resume"
     Path("checkpoint").mkdir()

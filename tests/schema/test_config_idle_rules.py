@@ -48,6 +48,8 @@ OFF: dict[str, tuple[Any, dict[str, Any]]] = {
     "validation.top_k": (5, {"validation.enable": True}),
     "launcher.restart_backoff": (2.0, {"launcher.max_restarts": 0}),
     "launcher.restart_backoff_max": (90.0, {"launcher.max_restarts": 0}),
+    "weight_sync.anchor_interval": (5, {"weight_sync.encoding": "full"}),
+    "weight_sync.collective_timeout": (5.0, {}),
 }
 ON: dict[str, dict[str, Any]] = {
     "validation.freq": {"validation.enable": True},
@@ -64,6 +66,8 @@ ON: dict[str, dict[str, Any]] = {
     "validation.top_k": {"validation.enable": True, "validation.temperature": 0.5},
     "launcher.restart_backoff": {},
     "launcher.restart_backoff_max": {},
+    "weight_sync.anchor_interval": {},
+    "weight_sync.collective_timeout": {"weight_sync.transport": "collective"},
 }
 
 

@@ -9,6 +9,7 @@ changes anything. They stand by what they speak of:
     architecture model              the model that is named
     tls secrets                     encryption, what must not be seen
     engine checkpoint upload role   other parts, and parts that need each other
+    weights                         how versions travel
     data reward evaluation          the user's files and functions
     idle                            keys that cannot act
 
@@ -47,6 +48,7 @@ from schema.config.rules.secrets import SECRET_WARNINGS
 from schema.config.rules.timing import TIMING_RULES
 from schema.config.rules.tls import TLS_RULES, TLS_WARNINGS
 from schema.config.rules.upload import UPLOAD_RULES
+from schema.config.rules.weights import WEIGHT_RULES
 
 Rule = Callable[[Config], list[Problem]]
 
@@ -76,6 +78,7 @@ RULES: tuple[Rule, ...] = (
     *ARCHITECTURE_RULES,
     *PLACEMENT_RULES,
     *TLS_RULES,
+    *WEIGHT_RULES,
     *IDLE_RULES,
 )
 

@@ -338,18 +338,14 @@ def _is_number(value: Any, kind: type) -> bool:
 
 def places_can_be_used(config: Config) -> list[Problem]:
     """Directories that will be written are not files, and what is resumed from exists."""
-    problems = []
-    for key, name in (
-        ("train.output_dir", config.train.output_dir),
-        ("weight_sync.store", config.weight_sync.store),
-    ):
-        if "://" in name:
-            hint = "write the path of a directory that all machines of the job see"
-            problems.append(Problem(key, f"{name} is not a directory", name, hint))
-        elif name.startswith("~"):
-            problems.append(Problem(key, f"{name} is no path", name, home_hint(name)))
-        elif name and is_file(Path(name)):
-            problems.append(Problem(key, f"{name} is a file, not a directory", name, "name a directory"))
+    problems, key, name = [], "train.output_dir", config.train.output_dir
+    if "://" in name:
+        hint = "write the path of a directory that all machines of the job see"
+        problems.append(Problem(key, f"{name} is not a directory", name, hint))
+    elif name.startswith("~"):
+        problems.append(Problem(key, f"{name} is no path", name, home_hint(name)))
+    elif is_file(Path(name)):
+        problems.append(Problem(key, f"{name} is a file, not a directory", name, "name a directory"))
     resume = config.train.resume
     if isinstance(resume, str) and not (resume and exists(Path(resume))):
         newest = "name a checkpoint's directory, or write train.resume = true for the newest of output_dir"

@@ -116,6 +116,18 @@ SWITCHED_OFF = (
         Idle(f"launcher.{name}", lambda config: config.launcher.max_restarts > 0, "nothing is started again")
         for name in ("restart_backoff", "restart_backoff_max")
     ),
+    Idle(
+        "weight_sync.anchor_interval",
+        lambda config: not config.is_grpo or config.weight_sync.encoding == "delta",
+        'every publication is full: weight_sync.encoding = "full"',
+        'write weight_sync.encoding = "delta", or leave it out',
+    ),
+    Idle(
+        "weight_sync.collective_timeout",
+        lambda config: not config.is_grpo or config.weight_sync.transport == "collective",
+        'weights travel through the store: weight_sync.transport = "store"',
+        'write weight_sync.transport = "collective", or leave it out',
+    ),
     Idle("custom", _is_grpo, "supervised training runs no functions of yours"),
 )
 """Shown as a warning: a switch elsewhere in the job turns the key off."""
