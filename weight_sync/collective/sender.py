@@ -1,0 +1,166 @@
+"""The trainer's side: it listens at one port for as long as it lives, and hands out the newest publication.
+
+What is sent lies in the store already; a store of this machine is mapped, of a distant one each file is fetched once
+and kept for the round. Connections are served by threads, `MAX_CONNECTIONS` at most, each with a deadline, so that
+nobody who connects can hold up publishing or other replicas.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import socket
+import threading
+from dataclasses import dataclass, field
+
+from schema.wire.weights import Offer, Piece
+from weight_sync.collective.wire import Deadline, Request, Status, answer, greet, read_request, refuse
+from weight_sync.errors import WeightError
+from weight_sync.stores import Store, split_key
+
+log = logging.getLogger(__name__)
+
+MAX_CONNECTIONS = 256
+GREETING_S = 5.0
+"""In which a replica must have said what it wants."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """Totals of one sender."""
+
+    files: int
+    n_bytes: int
+    failed: int
+    """Transfers that broke off: who did not get a file by the deadline fetches it from the store."""
+
+
+@dataclass(slots=True)
+class _Round:
+    number: int
+    token: bytes
+    version: str
+    kept: dict[str, memoryview] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class Sender:
+    """Hands out the version offered last.
+
+    Args:
+        store: where publications lie.
+        address: of this machine, as replicas reach it; nothing else is listened at.
+        timeout: seconds for one file, from the connection to its last byte.
+
+    Raises `OSError` when the address is not one of this machine.
+    """
+
+    def __init__(self, store: Store, address: str, timeout: float) -> None:
+        self._store, self.address, self._timeout = store, address, timeout
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._listener = socket.create_server((address, 0), family=family, backlog=MAX_CONNECTIONS)
+        self.port: int = self._listener.getsockname()[1]
+        self._round: _Round | None = None
+        self._number = 0
+        self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self._lock = threading.Lock()
+        self._files = self._n_bytes = self._failed = 0
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._accept, name="weights-sender", daemon=True)
+        self._thread.start()
+
+    def offer(self, piece: Piece) -> Offer:
+        """Hand out this version from now on, and the one before to nobody who asks from now on."""
+        self._number += 1
+        version, _ = split_key(piece.uri)
+        token = secrets.token_bytes(16)
+        self._round = _Round(self._number, token, version)
+        return Offer(address=self.address, port=self.port, round=self._number, token=token.hex())
+
+    def withdraw(self) -> None:
+        """Hand out nothing until the next offer."""
+        self._round = None
+
+    @property
+    def served(self) -> Served:
+        with self._lock:
+            return Served(self._files, self._n_bytes, self._failed)
+
+    def close(self) -> None:
+        """Listen no more; transfers that are under way end by themselves. Idempotent."""
+        self._round = None
+        self._closed.set()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        self._thread.join(GREETING_S)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while not self._closed.is_set():
+            try:
+                connection, _ = self._listener.accept()
+            except OSError as error:
+                if not self._closed.wait(0.1):  # too many open files, say: others still have the store
+                    log.warning("no replica can be served at the moment: %s", error)
+                continue
+            if not self._free.acquire(blocking=False):
+                connection.close()
+                continue
+            threading.Thread(target=self._serve, args=(connection,), name="weights-send", daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            with connection:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                self._converse(connection)
+        finally:
+            self._free.release()
+
+    def _converse(self, connection: socket.socket) -> None:
+        present = self._round
+        greeting, deadline = Deadline(min(GREETING_S, self._timeout)), Deadline(self._timeout)
+
+        def token_of(number: int) -> bytes | None:
+            return present.token if present is not None and present.number == number else None
+
+        try:
+            request = read_request(connection, greet(connection, greeting), token_of, greeting)
+            if isinstance(request, Status):
+                refuse(connection, request, deadline)
+                return
+        except (OSError, EOFError) as error:
+            log.debug("somebody connected and asked for nothing: %s", error)
+            return
+        assert present is not None, "a request of no round is refused"
+        self._send(connection, present, request, deadline)
+
+    def _send(self, connection: socket.socket, present: _Round, request: Request, deadline: Deadline) -> None:
+        try:
+            data = self._read(present, request.file)
+        except (WeightError, OSError) as error:
+            log.warning("%s/%s cannot be sent: %s", present.version, request.file, error)
+            with contextlib.suppress(OSError):
+                refuse(connection, Status.MISSING, deadline)
+            return
+        try:
+            answer(connection, request, present.token, data, deadline)
+        except OSError as error:
+            with self._lock:
+                self._failed += 1
+            log.warning(
+                "sending %s/%s broke off, its receiver has the store: %s",
+                present.version,
+                request.file,
+                error,
+            )
+        else:
+            with self._lock:
+                self._files += 1
+                self._n_bytes += len(data)
+
+    def _read(self, present: _Round, file: str) -> memoryview:
+        with present.lock:  # a distant store is asked once, however many replicas ask
+            if file not in present.kept:
+                present.kept[file] = self._store.read(f"{present.version}/{file}")
+            return present.kept[file]
