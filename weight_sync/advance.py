@@ -28,7 +28,7 @@ from pathlib import Path
 from secrets import token_hex
 
 from schema.wire.weights import Link, Piece, Publication, WeightManifest
-from weight_sync.errors import NotReadableError, WeightError
+from weight_sync.errors import NotReadableError, StoppedError, StoreError, WeightError
 from weight_sync.host_files import (
     ADVANCING,
     CONTENT,
@@ -43,7 +43,7 @@ from weight_sync.host_files import (
     write_model,
 )
 from weight_sync.layout import content_hash
-from weight_sync.locks import LockTimeoutError, StoppedError, locked
+from weight_sync.locks import LockTimeoutError, locked
 from weight_sync.pieces import Opened, piece_of
 from weight_sync.plan import Plan, Step, cheapest, links_of
 from weight_sync.publish import after, changed_elements
@@ -110,7 +110,7 @@ class Advance:
         """The copy's state when it is there, or further.
 
         Raises:
-            CacheFullError: no room. StoppedError, LockTimeoutError: as they say.
+            CacheFullError: no room. StoreError, StoppedError, LockTimeoutError: as they say.
             WeightError: there is no way to it; the message says what was tried.
         """
         try:
@@ -276,7 +276,7 @@ class Advance:
         """What goes wrong with this step's piece is noted, and the way is planned anew without it."""
         try:
             yield
-        except (StoppedError, LockTimeoutError, CacheFullError):
+        except (StoppedError, StoreError, LockTimeoutError, CacheFullError):
             raise
         except WeightError as error:
             log.warning("looking for a way without %s: %s", step.piece.uri, error)

@@ -25,7 +25,9 @@ from weight_sync.errors import NotReadableError
 from weight_sync.host_files import FETCHING, LOCK_TIMEOUT, CopyState, CopyView, bytes_of, open_copy
 from weight_sync.host_users import join, leave
 from weight_sync.locks import locked
-from weight_sync.plan import deltas_between
+from weight_sync.pieces import piece_of
+from weight_sync.plan import deltas_between, links_of
+from weight_sync.receive import Receiver
 from weight_sync.stores import Store
 
 log = logging.getLogger(__name__)
@@ -34,6 +36,16 @@ PATIENCE = 10.0
 """Seconds: attribute caches of NFS live 3 to 60 s by default; longer than this is a broken store."""
 WORTH_SHARE = 0.5
 """Of the weights' bytes: deltas of more are not worth applying one by one, loading the whole costs no more."""
+
+
+def whole_bytes(
+    store: Store, publication: Publication, *, patience: float = PATIENCE, stop: threading.Event | None = None
+) -> int:
+    """Bytes of a publication's weights as a whole, from its manifest; arguments and errors as of `HostCopy`."""
+    receiver = Receiver(store, Path(), patience, threading.Event() if stop is None else stop)
+    manifest = receiver.manifest(piece_of(publication))
+    links = links_of(manifest, piece_of(publication))
+    return max((link.full.n_bytes for link in links if link.full is not None), default=publication.n_bytes)
 
 
 @dataclass(slots=True)
@@ -104,23 +116,26 @@ class HostCopy:
 
     directory: of the copy (`host_users.copy_directory`). store: where publications lie.
     lock_timeout: seconds to wait for other processes of the host.
+    stop: set from any thread, it ends an `advance` under way soon, with `StoppedError`.
 
     Raises `WeightError` when the directory cannot be used.
     """
 
-    def __init__(self, directory: Path, store: Store, *, lock_timeout: float = LOCK_TIMEOUT) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        store: Store,
+        *,
+        lock_timeout: float = LOCK_TIMEOUT,
+        stop: threading.Event | None = None,
+    ) -> None:
         self.directory = directory
         self._store, self._lock_timeout = store, lock_timeout
-        self._stop = threading.Event()
+        self._stop = threading.Event() if stop is None else stop
         self._users: int | None = join(directory)
-
-    def stop(self) -> None:
-        """From any thread: an `advance` under way ends soon, with `StoppedError`."""
-        self._stop.set()
 
     def close(self) -> None:
         """Give the share back; the last one removes the directory. After `advance` and `reading` have ended."""
-        self._stop.set()
         if self._users is not None:
             leave(self.directory, self._users)
             self._users = None
@@ -133,7 +148,8 @@ class HostCopy:
                 is looked for.
 
         Raises:
-            CacheFullError: no room. StoppedError: `stop` was called. LockTimeoutError: others hold the copy.
+            CacheFullError: no room. StoppedError: `stop` was set. LockTimeoutError: others hold the copy.
+            StoreError: the store refuses, or fails for too long.
             WeightError: there is no way to it; the message says what was tried.
         """
         began = time.monotonic()

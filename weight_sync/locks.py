@@ -15,17 +15,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from weight_sync.errors import WeightError
+from weight_sync.errors import StoppedError, WeightError
 
 LOOK_S = 0.01
 
 
 class LockTimeoutError(WeightError):
     """A lock was not had in time; the message names who holds it."""
-
-
-class StoppedError(WeightError):
-    """The wait was given up because this process is to end."""
 
 
 def open_lock(path: Path) -> int:

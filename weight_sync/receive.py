@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from schema.wire.weights import FileEntry, Piece, WeightManifest
-from weight_sync.errors import NotReadableError
-from weight_sync.locks import StoppedError
+from weight_sync.errors import NotReadableError, StoppedError
 from weight_sync.pieces import Opened, open_file, open_piece, parse_manifest
 from weight_sync.stores import DirectoryStore, Store, split_key
 
