@@ -3,7 +3,9 @@
     worker loop                          engine (its own thread or processes)
     ───────────                          ─────────────────────────────────────
     start()                ───────────▶  boots; no weights are trusted yet (version −1)
-    load_weights(w, v)     ───────────▶  pauses, applies, proves, resumes; running requests go on under v
+    load_weights(w, v)     ───────────▶  prepares while requests run; pauses, applies, proves, resumes; they go on
+                                         under v
+    checksum()             ───────────▶  reads the served weights back while requests run
     submit([request, …])   ───────────▶  queued at once, never blocks
     collect()              ◀───────────  everything that has finished since the last call
     abort({request_id, …}) ───────────▶  forgotten, running or waiting
@@ -28,11 +30,15 @@ All methods are called from one event loop, in any order after `start`; none of 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
+
+from schema.wire.weights import Piece, Publication
 
 if TYPE_CHECKING:
     import torch
@@ -125,12 +131,39 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """Seconds that an update took, by stage."""
+    """What an update did, and the seconds it took by stage."""
 
     pause_s: float
-    """From the call until no request was running."""
+    """From asking requests to pause until none was running."""
     apply_s: float
     verify_s: float
+    """Reading back what was written."""
+    prepare_s: float = 0.0
+    """Before the pause: decoding changes and finding their elements, or making a full version readable."""
+    interrupted_s: float = 0.0
+    """From asking requests to pause until they could run again."""
+    mode: Literal["in_place", "full"] = "full"
+    """Whether only what changed was written, or everything loaded."""
+    publication: Publication | None = None
+    """What was really loaded, where that is known: a full load takes what the host's copy holds, which may be newer
+    than what was asked for."""
+    detail: str = ""
+    """Why everything was loaded although the changes were at hand."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checksum:
+    """What the parameters in use say of the weights being served."""
+
+    content_hash: str | None
+    """Content hash of the published tensors as put together from the engine's parameters; the same as the
+    publication's where all is right. None: it cannot be told now (`problems` says what is wrong, if anything)."""
+    exact: bool
+    """Whether every tensor was hashed from the parameters alone. False: the engine's type has lost bits of the
+    published one, so tensors were cast and compared with the host's copy, whose hashes then stand for them."""
+    problems: list[str]
+    """Tensors that differ from the host's copy, or of which the engine holds copies that disagree."""
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +182,27 @@ class EngineStats:
 
 
 class WeightSource(Protocol):
-    """A verified weight version, e.g. `weight_sync.Weights`: names and shapes are the hub checkpoint's."""
+    """A verified weight version: names and shapes are the hub checkpoint's."""
 
     def tensors(self) -> Iterable[tuple[str, torch.Tensor]]: ...
+
+
+@runtime_checkable
+class SharedWeights(WeightSource, Protocol):
+    """A published version in the host's copy, which processes share and which moves on to newer versions."""
+
+    @property
+    def publication(self) -> Publication: ...
+
+    @property
+    def copy_directory(self) -> Path: ...
+
+    def reading(self) -> AbstractContextManager[Publication]:
+        """Hold the copy; yields what it holds now. `tensors` are to be read only meanwhile."""
+
+    def changes_since(self, content_hash: str) -> list[tuple[Path, Piece]] | None:
+        """Deltas (root of a local store, piece) that lead from these weights to the publication, oldest first.
+        None: there is no such way."""
 
 
 class Engine(Protocol):
@@ -191,8 +242,12 @@ class Engine(Protocol):
         """Forget requests: none of their samples is returned by a `collect` that starts after this call."""
 
     async def load_weights(self, weights: WeightSource, version: int) -> LoadReport:
-        """Replace the weights, and prove that each tensor in use equals the one given (cast to the engine's
-        dtype) before anything is generated with it.
+        """Replace the weights, and prove that what is in use equals what was given (cast to the engine's dtype)
+        before anything is generated with it.
+
+        Of `SharedWeights` that lead here from what is served, only the elements that changed are written, prepared
+        while requests run and read back. Everything else, and whatever cannot be prepared, is loaded and proven
+        whole; the version is then that of what the host's copy holds.
 
         Requests in flight are kept: with `weight_sync.update_mode = "recompute"` their cache is computed
         again under the new weights, with `"keep_kv"` it is used as it is.
@@ -200,6 +255,10 @@ class Engine(Protocol):
         Raises `WeightMismatch` (tensors missing, unknown, of another shape, or not equal after loading),
         after which the engine generates nothing until a later `load_weights` succeeds.
         """
+
+    async def checksum(self) -> Checksum:
+        """Put the published tensors together from the parameters in use, and hash them. Requests go on; an update
+        waits until it is done. Raises `EngineFailed` when the engine has died."""
 
     def stats(self) -> EngineStats: ...
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
 from rollout_worker.engines.base import EngineConfigError, Generation, GenerationRequest, SamplingSettings
 from rollout_worker.engines.transformers import attention
@@ -164,25 +165,14 @@ def load(path: Any) -> Any:
     return load_model(str(path), None, "dummy", torch.float32, torch.device("cpu"))
 
 
-class Checkpoint:
-    """The tensors of a saved model, as a weight version would hold them."""
-
-    def __init__(self, path: Any) -> None:
-        from safetensors.torch import load_file
-
-        self._tensors = load_file(path / "model.safetensors")
-
-    def tensors(self) -> Any:
-        return self._tensors.items()
-
-
 @pytest.mark.parametrize("saved", FITTING, indirect=True)
 def test_models_that_fit_are_decoded_rightly_and_take_hub_weights(saved: Any) -> None:
     model = load(saved)
     assert self_test(model, frozenset({1})) > 0
     original = transformers.AutoModelForCausalLM.from_pretrained(saved).state_dict()
-    apply_weights(model, Checkpoint(saved))
-    verify_weights(model, Checkpoint(saved))
+    tensors = load_file(saved / "model.safetensors")
+    apply_weights(model, tensors)
+    verify_weights(model, tensors)
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, original[name]), name
 

@@ -16,27 +16,35 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from rollout_worker.engines.base import (
+    Checksum,
     EngineConfigError,
     EngineFailed,
     EngineStats,
     Generation,
     GenerationRequest,
     LoadReport,
+    SharedWeights,
     WeightMismatch,
     WeightSource,
 )
+from rollout_worker.engines.chain import open_chain
+from rollout_worker.engines.checksum import Tally, loses_bits
+from rollout_worker.engines.scatter import Patch, Published, UnmappedError, WeightMap, merge
 from rollout_worker.engines.transformers import model as models
 from rollout_worker.engines.transformers import scheduler
 from rollout_worker.engines.transformers.decoder import Decoder
 from rollout_worker.engines.transformers.settings import Settings, settings_of
+from schema.wire.weights import Publication
+from weight_sync import WeightError
 
 if TYPE_CHECKING:
     from schema.config import Config
@@ -50,16 +58,44 @@ GPU_CACHE_SHARE = 0.8
 DELIVER_S = 0.01
 """Finished samples are handed over at most this often: small models end some at every step, and waking the
 event loop each time would cost it more than the samples do."""
+NAMED_PROBLEMS = 5
 JOIN_TIMEOUT = 60.0
 """Seconds that `close` waits for the thread: one forward of a large model on a CPU may take that long."""
 
 
 @dataclass(slots=True)
 class _Load:
-    weights: WeightSource
+    """An update on its way to the engine thread."""
+
     version: int
-    asked_at: float
-    future: Future[LoadReport]
+    what: Mapping[str, torch.Tensor] | Patch
+    """All tensors, or prepared writes of what has changed."""
+    asked_at: float = 0.0
+    future: Future[_Loaded] = field(default_factory=Future)
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """Moments of an update that has succeeded."""
+
+    began: float
+    applied: float
+    verified: float
+    done: float
+
+
+class _NotWrittenError(Exception):
+    """Changes are not in the model as they should be after they were written."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Served:
+    """What is known of the weights in use, from their last full load on."""
+
+    published: Mapping[str, Published]
+    map: WeightMap | None
+    content_hash: str | None
+    weights: SharedWeights | None
 
 
 @dataclass(slots=True)
@@ -82,7 +118,9 @@ class TransformersEngine:
         self._finished: list[Generation] = []
         self._arrived = asyncio.Event()
         self._failure: EngineFailed | None = None
-        self._loading: Future[LoadReport] | None = None
+        self._loading: Future[_Loaded] | None = None
+        self._updating = asyncio.Lock()
+        self._served: _Served | None = None
         self._booted: Decoder | None = None  # only looked at from here
         # The thread's side.
         self._queue: deque[_Queued] = deque()
@@ -159,13 +197,78 @@ class TransformersEngine:
         self._post(lambda: self._forget(gone))
 
     async def load_weights(self, weights: WeightSource, version: int) -> LoadReport:
+        async with self._updating:
+            before, self._served = self._served, None
+            try:
+                return await self._update_to(weights, version, before)
+            except Exception:
+                self._post(self._distrust)
+                raise
+
+    async def _update_to(self, weights: WeightSource, version: int, before: _Served | None) -> LoadReport:
+        began, detail = time.monotonic(), ""
+        if before is not None and isinstance(weights, SharedWeights):
+            try:
+                patch = await asyncio.to_thread(_prepared, weights, before)
+                if patch is not None:
+                    prepare_s, publication = time.monotonic() - began, weights.publication
+                    loaded, asked = await self._load(publication.version, patch)
+                    self._served = replace(before, content_hash=publication.content_hash, weights=weights)
+                    return _report(asked, loaded, prepare_s, "in_place", publication)
+            except (WeightError, UnmappedError, ValueError, OSError, _NotWrittenError) as error:
+                detail = f"the changes could not be used: {error}"
+                log.warning("version %d is loaded whole: %s", version, detail)
+        return await self._load_whole(weights, version, began, detail)
+
+    async def _load_whole(self, weights: WeightSource, version: int, began: float, detail: str) -> LoadReport:
+        shared = weights if isinstance(weights, SharedWeights) else None
+        publication: Publication | None = None
+        async with AsyncExitStack() as stack:
+            if shared is not None:
+                publication = await asyncio.to_thread(stack.enter_context, shared.reading())
+                version = publication.version
+            tensors = await asyncio.to_thread(lambda: dict(weights.tensors()))
+            prepare_s = time.monotonic() - began
+            loaded, asked = await self._load(version, tensors)
+            self._served = _Served(
+                {name: Published(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()},
+                models.weight_map(self._decoder.model, tensors),
+                None if publication is None else publication.content_hash,
+                shared,
+            )
+        return replace(_report(asked, loaded, prepare_s, "full", publication), detail=detail)
+
+    async def _load(self, version: int, what: Mapping[str, torch.Tensor] | Patch) -> tuple[_Loaded, float]:
+        """Have the thread update the model. Returns its report, and when it was asked."""
         if self._failure is not None:
             raise self._failure
-        load = _Load(weights, version, time.monotonic(), Future())
+        load = _Load(version, what, time.monotonic())
         load.future.set_running_or_notify_cancel()  # a cancelled caller does not cancel the update
         self._loading = load.future
         self._post(lambda: self._take_load(load))
-        return await asyncio.wrap_future(load.future)
+        return await asyncio.wrap_future(load.future), load.asked_at
+
+    async def checksum(self) -> Checksum:
+        async with self._updating:
+            if self._failure is not None:
+                raise self._failure
+            began, served = time.monotonic(), self._served
+            if served is None:
+                return Checksum(None, False, ["no weights are served"], 0.0)
+            tally = await asyncio.to_thread(self._tally, served)
+            return Checksum(tally.content_hash, tally.exact, tally.problems, time.monotonic() - began)
+
+    def _tally(self, served: _Served) -> Tally:
+        """In a thread beside the engine's: nobody writes the weights meanwhile."""
+        model, published = self._decoder.model, served.published
+        lossy = any(loses_bits(one.dtype, model.dtype) for one in published.values())
+        if not lossy or served.weights is None:
+            found: Tally = models.served(model, published, None)
+            return found
+        with served.weights.reading() as publication:
+            same = publication.content_hash == served.content_hash
+            found = models.served(model, published, dict(served.weights.tensors()) if same else None)
+            return found
 
     def stats(self) -> EngineStats:
         decoder, (idle, since) = self._booted, self._idle
@@ -358,20 +461,28 @@ class TransformersEngine:
     def _update(self, load: _Load) -> None:
         decoder, began = self._decoder, time.monotonic()
         try:
-            models.apply_weights(decoder.model, load.weights)
-            applied = time.monotonic()
-            models.verify_weights(decoder.model, load.weights)
+            if isinstance(load.what, Patch):
+                load.what.apply()
+                applied = time.monotonic()
+                problems = load.what.problems()
+                if problems:
+                    raise _NotWrittenError("; ".join(problems[:NAMED_PROBLEMS]))
+            else:
+                models.apply_weights(decoder.model, load.what)
+                applied = time.monotonic()
+                models.verify_weights(decoder.model, load.what)
             verified = time.monotonic()
             decoder.set_version(load.version)
-        except WeightMismatch as error:
+        except (WeightMismatch, _NotWrittenError) as error:
             decoder.version = -1
             load.future.set_exception(error)
         else:
-            done = time.monotonic()
-            # Computing the cache again is part of applying: the weights are in use when it is done.
-            apply_s = applied - began + done - verified
-            load.future.set_result(LoadReport(began - load.asked_at, apply_s, verified - applied))
+            load.future.set_result(_Loaded(began, applied, verified, time.monotonic()))
         self._pending = None
+
+    def _distrust(self) -> None:
+        """Nothing is generated until a later update has succeeded."""
+        self._decoder.version = -1
 
     def _forget(self, request_ids: set[str]) -> None:
         self._queue = deque(entry for entry in self._queue if entry.request.request_id not in request_ids)
@@ -379,6 +490,39 @@ class TransformersEngine:
 
     def _stop(self) -> None:
         self._closing = True
+
+
+def _prepared(weights: SharedWeights, before: _Served) -> Patch | None:
+    """Writes that lead from the weights in use to these; None: there is no such way.
+
+    Raises `WeightError`, `UnmappedError`, `ValueError`; nothing was changed.
+    """
+    if before.map is None or before.content_hash is None:
+        return None
+    pieces = weights.changes_since(before.content_hash)
+    if pieces is None:
+        return None
+    deltas = open_chain(pieces, before.content_hash, weights.publication.content_hash)
+    return before.map.patch(merge([delta.changes() for delta in deltas]))
+
+
+def _report(
+    asked: float,
+    loaded: _Loaded,
+    prepare_s: float,
+    mode: Literal["in_place", "full"],
+    publication: Publication | None,
+) -> LoadReport:
+    return LoadReport(
+        pause_s=loaded.began - asked,
+        # Computing the cache again is part of applying: the weights are in use when it is done.
+        apply_s=loaded.applied - loaded.began + loaded.done - loaded.verified,
+        verify_s=loaded.verified - loaded.applied,
+        prepare_s=prepare_s,
+        interrupted_s=loaded.done - loaded.began,
+        mode=mode,
+        publication=publication,
+    )
 
 
 def _cache_memory(device: torch.device) -> int:

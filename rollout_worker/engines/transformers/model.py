@@ -7,6 +7,7 @@ every start by comparing log-probs, so a model that is attended to differently i
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,8 +18,9 @@ from rollout_worker.engines.base import (
     GenerationRequest,
     SamplingSettings,
     WeightMismatch,
-    WeightSource,
 )
+from rollout_worker.engines.checksum import Tally
+from rollout_worker.engines.scatter import Place, Published, WeightMap, region_of, storage_of, whole
 from rollout_worker.engines.transformers import attention
 from rollout_worker.engines.transformers.decoder import Decoder
 from schema.config.modules import CANNOT_LOAD, remedy
@@ -137,10 +139,10 @@ def _differences(model: Any, decoder: Decoder) -> torch.Tensor:
 
 
 @torch.inference_mode()  # type: ignore[untyped-decorator]
-def apply_weights(model: Any, weights: WeightSource) -> None:
+def apply_weights(model: Any, given: Mapping[str, torch.Tensor]) -> None:
     """Copy a version into the model in place, cast to its dtype. Raises `WeightMismatch`."""
     targets = dict(model.state_dict(keep_vars=True))
-    tensors = dict(weights.tensors())
+    tensors = dict(given)
     if not tensors.keys() <= targets.keys():
         # The model is fused or renamed in memory: transformers converts checkpoint names as it does on loading.
         converted = type(model).from_pretrained(
@@ -158,9 +160,8 @@ def apply_weights(model: Any, weights: WeightSource) -> None:
 
 
 @torch.inference_mode()  # type: ignore[untyped-decorator]
-def verify_weights(model: Any, weights: WeightSource) -> None:
+def verify_weights(model: Any, given: Mapping[str, torch.Tensor]) -> None:
     """Prove that every weight in use equals the version's, cast to the model's dtype. Raises `WeightMismatch`."""
-    given = dict(weights.tensors())
     held = dict(hub_tensors(model))
     missing = sorted(held.keys() - given.keys())
     # A trainer may name the other alias of a tied tensor; it is then in the model under both names.
@@ -178,6 +179,32 @@ def verify_weights(model: Any, weights: WeightSource) -> None:
     ]
     if different:
         raise WeightMismatch(f"{len(different)} tensors differ after loading (or hold NaN): {different[:5]}")
+
+
+def weight_map(model: Any, given: Mapping[str, torch.Tensor]) -> WeightMap | None:
+    """Where the elements of published tensors lie, after they have been applied; None where the model is fused or
+    renamed in memory."""
+    targets = dict(model.state_dict(keep_vars=True))
+    if not given.keys() <= targets.keys():
+        return None
+    places = {
+        name: [Place(name, storage_of(targets[name]), whole(tensor.shape), region_of(targets[name]))]
+        for name, tensor in given.items()
+        if tensor.numel()
+    }
+    return WeightMap(
+        {name: Published(tensor.dtype, tuple(tensor.shape)) for name, tensor in given.items()}, places
+    )
+
+
+@torch.inference_mode()  # type: ignore[untyped-decorator]
+def served(model: Any, published: Mapping[str, Published], copy: Mapping[str, torch.Tensor] | None) -> Tally:
+    """Hash the published tensors as the model holds them; `copy`: those of the host's copy, where needed."""
+    held = {**model.state_dict(keep_vars=True), **dict(hub_tensors(model))}
+    tally = Tally(copy)
+    for name, one in published.items():
+        tally.add(name, one, held[name].detach().cpu())
+    return tally
 
 
 def _same(tensors: dict[str, torch.Tensor], one: str, other: str) -> bool:

@@ -17,6 +17,7 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,9 +31,12 @@ from rollout_worker.engines.vllm.arguments import check_sampling, engine_argumen
 from rollout_worker.engines.vllm.environment import boot_environment, environment
 from rollout_worker.engines.vllm.proof import ProofReport, report_from_dict
 from schema.config import Config
-from schema.wire.weights import Publication
+from schema.wire.weights import Piece
 
 log = logging.getLogger(__name__)
+
+FIRST_LOOK_S, LOOK_S = 0.002, 0.05
+"""How often vLLM's workers are asked whether they are done: each question takes its turn between two steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +56,6 @@ class Update:
     """What one weight update found, a proof for each of vLLM's ranks, and the slowest rank's seconds."""
 
     proofs: list[ProofReport]
-    unreadable: bool
-    """Whether a rank could not read the version at all; nothing was changed there."""
     apply_s: float
     verify_s: float
 
@@ -211,26 +213,80 @@ class VllmAdapter:
     async def resume(self) -> None:
         await self._llm.resume_generation()
 
-    async def update(self, root: str, publication: Publication, version: int) -> Update:
-        """Load a version from a directory store in all of vLLM's workers, and prove it. Pause before."""
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+    async def prepare(self, base: str, deltas: Sequence[tuple[Path, Piece]], content_hash: str) -> str | None:
+        """Make all of vLLM's workers ready to write deltas over the weights `base`, while requests run.
 
-        info = {"root": root, "publication": publication.model_dump_json()}
-        await self._llm.start_weight_update()
-        await self._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
-        await self._llm.finish_weight_update(weight_version=str(version))
-        answers = await self._llm.collective_rpc("cosmos_last_update")
-        return Update(
-            [report_from_dict(answer["proof"]) for answer in answers],
-            unreadable=any(answer["unreadable"] for answer in answers),
-            apply_s=max(answer["apply_s"] for answer in answers),
-            verify_s=max(answer["verify_s"] for answer in answers),
+        Returns:
+            None when `apply` may follow; otherwise why not, and only `load` may.
+        """
+        info = {
+            "content_hash": content_hash,
+            "base": base,
+            "deltas": [[str(root), piece.model_dump_json()] for root, piece in deltas],
+        }
+        await self._llm.collective_rpc("cosmos_update", args=(info,))
+        pause = FIRST_LOOK_S
+        while True:
+            states = await self._llm.collective_rpc("cosmos_prepared")
+            problems = [state["problem"] for state in states if state["problem"] is not None]
+            if problems:
+                return str(problems[0])
+            if all(state["done"] for state in states):
+                return None
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LOOK_S)
+
+    async def apply(self, version: int) -> Update:
+        """Write what was prepared, and read it back. Pause before."""
+        found, _ = await asyncio.gather(
+            self._llm.collective_rpc("cosmos_finish"), self._llm.update_weight_version(str(version))
         )
+        return _update(found)
+
+    async def load(self, place: Mapping[str, str], version: int) -> Update:
+        """Load a full version in all of vLLM's workers, and prove it. Pause before.
+
+        Args:
+            place: fields of `transfer.StoreUpdateInfo` that say where it lies.
+        """
+        await self._llm.collective_rpc("cosmos_update", args=(dict(place),))
+        return await self.apply(version)
+
+    async def layouts(self) -> list[dict[str, Any] | None]:
+        """For each rank, what `StoreWeightTransferEngine.layout` says."""
+        found: list[dict[str, Any] | None] = await self._llm.collective_rpc("cosmos_layout")
+        return found
+
+    async def read(self, directory: Path, n_bytes: int, rows: Sequence[tuple[str, int]]) -> list[str]:
+        """Let each rank write published tensors, as it keeps them, to a file of the name of its rank.
+
+        Returns:
+            What is wrong with them. Raises `EngineFailed` when a file cannot be written.
+        """
+        await self._llm.collective_rpc("cosmos_read", args=(str(directory), n_bytes, list(rows)))
+        pause = FIRST_LOOK_S
+        while True:
+            states = await self._llm.collective_rpc("cosmos_reading")
+            failed = [state["problem"] for state in states if state["problem"] is not None]
+            if failed:
+                raise EngineFailed(f"the weights inside of vLLM cannot be read: {failed[0]}")
+            if all(state["done"] for state in states):
+                return [problem for state in states for problem in state["problems"]]
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LOOK_S)
 
     async def unsupported_layers(self) -> list[str]:
         """Layers whose weights this build cannot replace."""
         answers = await self._llm.collective_rpc("cosmos_unsupported_layers")
         return sorted({name for answer in answers for name in answer})
+
+
+def _update(answers: Sequence[Mapping[str, Any]]) -> Update:
+    return Update(
+        [report_from_dict(answer["proof"]) for answer in answers],
+        apply_s=max(answer["apply_s"] for answer in answers),
+        verify_s=max(answer["verify_s"] for answer in answers),
+    )
 
 
 @functools.cache

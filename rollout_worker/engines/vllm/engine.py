@@ -2,11 +2,14 @@
 
     submit ─▶ one task per sample ─▶ gate ─▶ vLLM's own processes ─▶ finished samples ─▶ collect
                                       ▲
-    load_weights: gate closed ─ pause ─ update ─ proof ─ resume ─ gate open
+    load_weights: prepare ─ gate closed ─ pause ─ write ─ proof ─ resume ─ gate open
 
 Invariant: the gate is open only while the weights inside of vLLM are proven. It is closed from the start
 until the first version has been loaded, during every update, and from a failed update until a later one
 succeeds (requests that are inside of vLLM then stay paused).
+
+`_content` is the content hash of what is proven to be inside, and only from there may deltas lead on: it is
+forgotten before anything is written and known again when the proof is there.
 """
 
 from __future__ import annotations
@@ -18,13 +21,15 @@ import shutil
 import tempfile
 import time
 from collections.abc import AsyncIterator, Collection, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
 from rollout_worker.engines.base import (
+    Checksum,
     EngineConfigError,
     EngineError,
     EngineFailed,
@@ -32,15 +37,17 @@ from rollout_worker.engines.base import (
     Generation,
     GenerationRequest,
     LoadReport,
+    SharedWeights,
     WeightMismatch,
     WeightSource,
 )
 from rollout_worker.engines.vllm.adapter import Boot, Completion, Update, VllmAdapter, installed_version
 from rollout_worker.engines.vllm.arguments import sampling_arguments
 from rollout_worker.engines.vllm.proof import unread
+from rollout_worker.engines.vllm.reading import served_weights
 from schema.config import Config
-from schema.wire.weights import Publication
-from weight_sync import DirectoryStore, Weights, publish
+from schema.wire.weights import Piece, Publication
+from weight_sync import DirectoryStore, publish
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +72,9 @@ class VllmEngine:
         self._booting: asyncio.Future[VllmAdapter] | None = None
         self._failure: EngineError | None = None
         self._closed = False
+        self._content: str | None = None
+        self._weights: SharedWeights | None = None
+        self._loads = 0
         self._gate = asyncio.Event()
         self._updating = asyncio.Lock()
         self._tasks: dict[str, set[asyncio.Task[None]]] = {}
@@ -148,8 +158,8 @@ class VllmEngine:
             )
             await self._gate.wait()
             version = self.version
-            name = f"{request.request_id}/{index}"
-            completion = await adapter.generate(name, request.prompt_token_ids, arguments, str(version))
+            name, salt = f"{request.request_id}/{index}", str(self._loads)
+            completion = await adapter.generate(name, request.prompt_token_ids, arguments, salt)
             generation = self._generation(request, index, completion, version)
         except EngineError as error:
             self._fail(error)
@@ -214,43 +224,124 @@ class VllmEngine:
     # ---- weights ------------------------------------------------------------------------------------------
 
     async def load_weights(self, weights: WeightSource, version: int) -> LoadReport:
-        """See the contract. The proof compares every parameter of vLLM with the files of the version."""
+        """See the contract. The proof compares what was written in vLLM's parameters with its source."""
         adapter = self._running()
-        async with self._updating, _located(weights, version) as place:
-            started = time.monotonic()
-            self._gate.clear()
-            self._idle.suspend()
+        async with self._updating, AsyncExitStack() as stack:
+            update = _Updating(self._content, time.monotonic())
             try:
+                await self._prepare(adapter, weights, version, update, stack)
+                self._gate.clear()
+                self._idle.suspend()
+                stack.callback(self._idle.go_on)
+                update.asked = time.monotonic()
                 await adapter.pause(forget_cache=not self._keep_kv)
-                paused = time.monotonic()
-                update = await self._apply(adapter, weights, version, place)
-                self.version = version
+                update.paused = time.monotonic()
+                self._content = None
+                found = await self._apply(adapter, weights, version, update, stack)
                 await adapter.resume()
-                self._gate.set()
             except BaseException as error:
-                self.version = -1
+                await self._distrust(adapter, update)
                 if isinstance(error, EngineError) or not isinstance(error, Exception):
                     raise
                 self._running()  # where vLLM died, that is the news
                 raise EngineFailed(f"version {version} could not be loaded into vLLM: {error}") from error
-            finally:
-                self._idle.go_on()
-        return LoadReport(paused - started, update.apply_s, update.verify_s)
+            resumed = time.monotonic()
+            self.version, self._content = update.version, update.content_hash
+            self._weights = weights if isinstance(weights, SharedWeights) else None
+            self._loads += 1
+            self._gate.set()
+        return LoadReport(
+            pause_s=update.paused - update.asked,
+            apply_s=found.apply_s,
+            verify_s=found.verify_s,
+            prepare_s=update.asked - update.began,
+            interrupted_s=resumed - update.asked,
+            mode="full" if update.place else "in_place",
+            publication=update.publication,
+            detail=update.detail,
+        )
+
+    async def _prepare(
+        self,
+        adapter: VllmAdapter,
+        weights: WeightSource,
+        version: int,
+        update: _Updating,
+        stack: AsyncExitStack,
+    ) -> None:
+        """Everything that can be done while requests run."""
+        if isinstance(weights, SharedWeights) and update.base is not None:
+            deltas = await asyncio.to_thread(weights.changes_since, update.base)
+            if deltas is not None:
+                update.publication, update.version = weights.publication, weights.publication.version
+                update.content_hash = weights.publication.content_hash
+                problem = await adapter.prepare(update.base, deltas, update.content_hash)
+                if problem is None:
+                    return
+                update.detail = f"the changes could not be prepared: {problem}"
+                log.warning("version %d is loaded whole: %s", version, update.detail)
+        await self._locate(weights, version, update, stack)
+
+    async def _locate(
+        self, weights: WeightSource, version: int, update: _Updating, stack: AsyncExitStack
+    ) -> None:
+        """Where vLLM's processes can read all of the weights, until the stack is closed."""
+        if isinstance(weights, SharedWeights):
+            publication = await asyncio.to_thread(stack.enter_context, weights.reading())
+            update.place = {"copy": str(weights.copy_directory), "content_hash": publication.content_hash}
+            update.publication, update.version = publication, publication.version
+            update.content_hash = publication.content_hash
+            return
+        update.place = await stack.enter_async_context(_copied(weights, version))
+        update.publication, update.version = None, version
+        update.content_hash = update.place["content_hash"]
 
     async def _apply(
-        self, adapter: VllmAdapter, weights: WeightSource, version: int, place: tuple[str, Publication]
+        self,
+        adapter: VllmAdapter,
+        weights: WeightSource,
+        version: int,
+        update: _Updating,
+        stack: AsyncExitStack,
     ) -> Update:
-        """Load and prove. Raises `WeightMismatch`."""
-        update = await adapter.update(*place, version)
-        if update.unreadable and isinstance(weights, Weights):
-            log.info("version %d has left the store: loading it from what was fetched", version)
-            async with _copied(weights, version) as copy:
-                update = await adapter.update(*copy, version)
-        problems = [problem for proof in update.proofs for problem in proof.problems]
-        problems = problems or [f"vLLM ignored the published {name}" for name in unread(update.proofs)]
+        """Write and prove; all of the weights where writing changes has failed. Raises `WeightMismatch`."""
+        if not update.place:
+            found = await adapter.apply(update.version)
+            problems = _problems(found)
+            if not problems:
+                return found
+            update.detail = f"writing the changes failed: {'; '.join(problems[:NAMED_PROBLEMS])}"
+            log.error("version %d is loaded whole: %s", version, update.detail)
+            await self._locate(weights, version, update, stack)
+        found = await adapter.load(update.place, update.version)
+        problems = _problems(found)
         if problems:
-            raise _mismatch(version, problems)
-        return update
+            raise _mismatch(update.version, problems)
+        return found
+
+    async def _distrust(self, adapter: VllmAdapter, update: _Updating) -> None:
+        """After a failure: nothing is generated until a later update has succeeded."""
+        self.version, self._content = -1, None
+        self._gate.clear()
+        if update.paused is None and not adapter.dead:
+            with suppress(Exception):
+                await adapter.pause(forget_cache=not self._keep_kv)
+
+    async def checksum(self) -> Checksum:
+        """See the contract. See `reading`."""
+        adapter = self._running()
+        async with self._updating:
+            began = time.monotonic()
+            if self._content is None:
+                return Checksum(None, False, ["no weights are served"], 0.0)
+            try:
+                found = await served_weights(adapter, self._weights, self._content)
+            except EngineError:
+                raise
+            except Exception as error:
+                self._running()
+                raise EngineFailed(f"the weights inside of vLLM cannot be read: {error}") from error
+        return replace(found, seconds=time.monotonic() - began)
 
     def stats(self) -> EngineStats:
         inside = sum(map(len, self._tasks.values()))
@@ -321,36 +412,50 @@ class _IdleClock:
             self._since = now
 
 
+@dataclass(slots=True)
+class _Updating:
+    """What is known of an update under way."""
+
+    base: str | None
+    """Content hash of the weights that are replaced."""
+    began: float
+    asked: float = 0.0
+    paused: float | None = None
+    place: dict[str, str] = field(default_factory=dict)
+    """Where all of the weights lie; empty while only changes are to be written."""
+    publication: Publication | None = None
+    version: int = -1
+    content_hash: str | None = None
+    detail: str = ""
+
+
+def _problems(update: Update) -> list[str]:
+    problems = [problem for proof in update.proofs for problem in proof.problems]
+    return problems or [f"vLLM ignored the published {name}" for name in unread(update.proofs)]
+
+
 def _mismatch(version: int, problems: list[str]) -> WeightMismatch:
     more = f" (and {len(problems) - NAMED_PROBLEMS} more)" if len(problems) > NAMED_PROBLEMS else ""
     return WeightMismatch(f"version {version} in vLLM: {'; '.join(problems[:NAMED_PROBLEMS])}{more}")
 
 
 @asynccontextmanager
-async def _located(weights: WeightSource, version: int) -> AsyncIterator[tuple[str, Publication]]:
-    """Where vLLM's processes can read these weights: in their store, or in a copy made for this update."""
-    if isinstance(weights, Weights) and isinstance(weights.store, DirectoryStore):
-        yield str(weights.store.root.absolute()), weights.publication
-        return
-    async with _copied(weights, version) as place:
-        yield place
+async def _copied(weights: WeightSource, version: int) -> AsyncIterator[dict[str, str]]:
+    """A store of its own for weights that other processes cannot read; fields of `transfer.StoreUpdateInfo`.
 
-
-@asynccontextmanager
-async def _copied(weights: WeightSource, version: int) -> AsyncIterator[tuple[str, Publication]]:
-    """A store of its own for these weights. Raises `WeightMismatch` where fetched ones are not as they were."""
+    Raises `WeightMismatch` where published ones are not as they were.
+    """
     root = await asyncio.to_thread(_temporary_directory)
     try:
         store = DirectoryStore(root)
         done = await asyncio.to_thread(
             publish, store, version=max(version, 0), timeline=0, tensors=weights.tensors()
         )
-        if isinstance(weights, Weights) and done.content_hash != weights.publication.content_hash:
+        published: Publication | None = getattr(weights, "publication", None)
+        if published is not None and done.content_hash != published.content_hash:
             raise _mismatch(version, ["its files have changed since they were fetched and verified"])
-        yield str(root), Publication(
-            id=1, version=max(version, 0), timeline=0, uri=done.uri,
-            manifest_hash=done.manifest_hash, content_hash=done.content_hash, n_bytes=done.n_bytes,
-        )  # fmt: skip
+        piece = Piece(uri=done.uri, manifest_hash=done.manifest_hash, n_bytes=done.n_bytes)
+        yield {"root": str(root), "piece": piece.model_dump_json(), "content_hash": done.content_hash}
     finally:
         await asyncio.to_thread(shutil.rmtree, root, ignore_errors=True)
 

@@ -1,17 +1,26 @@
-"""Inside of vLLM's worker processes: the weight-transfer engine that reads versions from our store.
+"""Inside of vLLM's worker processes: the weight-transfer engine that applies versions from our store.
 
-    start_weight_update ─▶ update_weights(root, publication) ─▶ finish_weight_update ─▶ last_update()
+    start_weight_update ─▶ update_weights(deltas) ─▶ prepared? ─▶ [pause] ─▶ finish_weight_update ─▶ last_update
+                           update_weights(full), while paused ─────────────▶
 
-Weights are copied into the parameters where they lie, so graphs and tied layers keep seeing them. That is
-right only where a parameter is what its layer computes with; `unsupported` names layers that compute from
-something derived of it (quantised, repacked), which this build does not update.
+Deltas are prepared in a thread while requests run: decoded, and turned into writes to the parameters by the map
+that the last full load left. Finishing the update writes and reads back what was written, in milliseconds. A full
+version is loaded by vLLM's own loader, watched and proven by `proof`.
+
+Weights are written into the parameters where they lie, so graphs and tied layers keep seeing them. That is right
+only where a parameter is what its layer computes with; `unsupported` names layers that compute from something
+derived of it (quantised, repacked), which this build does not update.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import ValidationError
@@ -22,12 +31,19 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 
+from rollout_worker.engines.chain import open_chain
+from rollout_worker.engines.scatter import Patch, UnmappedError, WeightMap, merge
 from rollout_worker.engines.vllm.proof import LoadTrace, ProofReport
-from schema.wire.weights import Publication
-from weight_sync import WeightError, fetch
+from schema.wire.weights import Piece
+from weight_sync import DirectoryStore, WeightError
+from weight_sync.host_files import open_copy
+from weight_sync.layout import as_tensor, dtype_name, torch_dtype
+from weight_sync.pieces import open_piece
 
-PATIENCE = 1.0
-"""Seconds: the worker has fetched this version just now, only another host may see it later."""
+DRAIN_S = 600.0
+"""Seconds that finishing an update waits for what is still being prepared; our adapter asks before."""
+DEVICE_SHARE = 0.5
+"""Share of the device's free memory that prepared changes may take; the rest of them travels during the pause."""
 _PLAIN = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
 """Ways of vLLM's layers to compute that use the parameter itself."""
 
@@ -39,49 +55,131 @@ class StoreInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class StoreUpdateInfo(WeightTransferUpdateInfo):
-    """One version: root of a directory store, and the publication as JSON."""
+    """One version, in one of three forms; pieces are JSON."""
 
-    root: str
-    publication: str
+    content_hash: str
+    """Of the version."""
+    copy: str = ""
+    """Directory of the host's copy, which holds it."""
+    root: str = ""
+    piece: str = ""
+    """A full version in a directory store."""
+    base: str = ""
+    deltas: Sequence[Sequence[str]] | None = None
+    """(root, piece) of each delta that leads to it from the content hash `base`, oldest first."""
 
 
 class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateInfo]):
-    """Loads verified versions from a directory store into a vLLM model, and proves that they arrived."""
+    """Applies verified versions to a vLLM model, and proves that they arrived."""
 
     init_info_cls = StoreInitInfo
     update_info_cls = StoreUpdateInfo
     supports_draft_weight_update = False
+    defers_processing = True
 
     _proof = ProofReport(["no version was loaded yet"], {}, {})
     _apply_s = _verify_s = 0.0
-    _unreadable = False
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._pool = ThreadPoolExecutor(1, "weights")
+        self._job: Future[Patch] | None = None
+        self._reading: Future[list[str]] | None = None
+        self._wanted = ""
+        # What a full load leaves for the deltas after it; None while the weights are not proven.
+        self._map: WeightMap | None = None
+        self._content = ""
+        self.active = False
 
     def init_transfer_engine(self, init_info: StoreInitInfo) -> None:
         """Nothing to set up."""
 
+    # ---- updates ------------------------------------------------------------------------------------------
+
     def start_weight_update(self) -> None:
+        self.active = True
+        self._job = None
         self._proof = ProofReport(["the update was not finished"], {}, {})
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load one version; what went wrong stands in `last_update`, so that the update always ends in order.
+        """Load a full version, or begin to prepare deltas; what went wrong stands in `last_update` or `prepared`,
+        so that the update always ends in order.
 
         Replaces the base class's method, which waits for an accelerator that a CPU does not have.
         """
         self.receive_weights(self.parse_update_info(update_info))
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: StoreUpdateInfo) -> None:
+        if update_info.deltas is not None:
+            self._wanted = update_info.content_hash
+            self._job = self._pool.submit(self._prepare, update_info)
+        else:
+            self._job = None
+            self._load(update_info)
+
+    def _prepare(self, info: StoreUpdateInfo) -> Patch:
+        """In the thread. Changes nothing. Raises `UnmappedError`, `WeightError`, `ValueError`."""
+        assert info.deltas is not None
+        if self._map is None or self._content != info.base:
+            raise UnmappedError(f"the weights here are {self._content or 'unproven'}, not {info.base}")
+        self._check_addresses(self._map)
+        pieces = [(Path(root), Piece.model_validate_json(piece)) for root, piece in info.deltas]
+        deltas = open_chain(pieces, info.base, info.content_hash)
+        with self._beside():
+            changes = merge([delta.changes() for delta in deltas])
+            return self._map.patch(changes, device_bytes=self._spare_bytes())
+
+    def _check_addresses(self, known: WeightMap) -> None:
+        here = {
+            name: parameter.data.untyped_storage().data_ptr()
+            for name, parameter in self.model.named_parameters()
+        }
+        for places in known.places.values():
+            for place in places:
+                if here.get(place.parameter) != place.storage.untyped_storage().data_ptr():
+                    raise UnmappedError(f"{place.parameter} has moved in memory since it was loaded")
+
+    @contextlib.contextmanager
+    def _beside(self) -> Iterator[None]:
+        """Work of the thread runs beside that of the model, and is over at the end."""
+        if self.device.type != "cuda":
+            yield
+            return
+        stream = torch.cuda.Stream(self.device)
+        with torch.cuda.stream(stream):
+            yield
+        stream.synchronize()
+
+    def _spare_bytes(self) -> float:
+        if self.device.type != "cuda":
+            return float("inf")
+        free: int = torch.cuda.mem_get_info(self.device)[0]
+        return free * DEVICE_SHARE
+
+    def prepared(self) -> dict[str, Any]:
+        """Whether the deltas are ready to be written, and why they never will be."""
+        if self._job is None:
+            return {"done": True, "problem": "nothing is being prepared"}
+        return _state(self._job)
+
+    def _load(self, info: StoreUpdateInfo) -> None:
+        self._map, self._content = None, ""
         trace = LoadTrace(self.model)
-        self._unreadable = False
         started = time.monotonic()
         try:
-            publication = Publication.model_validate_json(update_info.publication)
-            weights = fetch(update_info.root, publication, patience=PATIENCE)
-            with disable_mtp_completeness_check(), torch.no_grad(), trace:
-                self.model.load_weights(trace.given(weights.tensors()))
+            with (
+                _opened(info) as tensors,
+                disable_mtp_completeness_check(),
+                torch.no_grad(),
+            ):
+                with trace:
+                    self.model.load_weights(trace.given(tensors))
+                self._wait()
+                loaded = time.monotonic()
+                self._proof = trace.report()
+                if not self._proof.problems:
+                    self._remember(trace, info.content_hash)
         except (WeightError, ValidationError) as error:
-            self._unreadable = True
             self._proof = ProofReport([str(error)], {}, {})
         except (
             Exception
@@ -89,21 +187,103 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateI
             cause = f"{type(error).__name__}: {error}".rstrip(": ")[:300]
             self._proof = ProofReport([f"{trace.current} cannot be loaded ({cause})"], {}, {})
         else:
-            loaded = time.monotonic()
-            self._proof = trace.report()
             self._apply_s, self._verify_s = loaded - started, time.monotonic() - loaded
 
+    def _remember(self, trace: LoadTrace, content: str) -> None:
+        with contextlib.suppress(UnmappedError):  # then every version is loaded whole
+            self._map, self._content = trace.weight_map(), content
+
     def finish_weight_update(self) -> None:
-        """Nothing is left to do: `load_weights` has written the parameters in place."""
+        """Write what was prepared, if anything, and read it back."""
+        self.active = False
+        job, self._job = self._job, None
+        if job is None:
+            return
+        self._content = ""
+        started = time.monotonic()
+        try:
+            patch = job.result(DRAIN_S)
+            patch.apply()
+            self._wait()
+            applied = time.monotonic()
+            problems = patch.problems()
+        except Exception as error:  # the update ends in order, and is told of
+            problems = [f"changes cannot be written ({type(error).__name__}: {error})"[:300]]
+        else:
+            self._apply_s, self._verify_s = applied - started, time.monotonic() - applied
+        self._proof = ProofReport(problems, {}, {})
+        if problems:
+            self._map = None
+        else:
+            self._content = self._wanted
+
+    def _wait(self) -> None:
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def abandon(self) -> None:
+        """Forget what was being prepared."""
+        self._job = None
 
     def last_update(self) -> dict[str, Any]:
-        """What the last update found, and its seconds (reading and hashing the files is part of applying)."""
+        """What the last update found, and its seconds (reading and hashing files is part of applying)."""
+        return {"proof": self._proof.to_dict(), "apply_s": self._apply_s, "verify_s": self._verify_s}
+
+    # ---- reading back -------------------------------------------------------------------------------------
+
+    def layout(self) -> dict[str, Any] | None:
+        """Of each published tensor: its type and shape, the type in which it is kept, and the parts kept here.
+
+        None where it is not known where the tensors lie.
+        """
+        if self._map is None:
+            return None
+        try:
+            kept = {name: self._map.served_dtype(name) for name in self._map.published}
+        except UnmappedError:
+            return None
         return {
-            "proof": self._proof.to_dict(),
-            "unreadable": self._unreadable,
-            "apply_s": self._apply_s,
-            "verify_s": self._verify_s,
+            name: {
+                "dtype": dtype_name(published.dtype, name),
+                "shape": published.shape,
+                "kept": None if dtype is None else dtype_name(dtype, name),
+                "parts": [place.source for place in self._map.places[name]],
+            }
+            for (name, published), dtype in zip(self._map.published.items(), kept.values(), strict=True)
         }
+
+    def read(self, path: str, n_bytes: int, rows: Sequence[tuple[str, int]]) -> None:
+        """Begin to write published tensors, as they are kept here, to a new file of that many bytes.
+
+        Args:
+            rows: names and where each begins, in bytes. Parts that are not kept here stay 0.
+        """
+        self._reading = self._pool.submit(self._read, path, n_bytes, rows)
+
+    def _read(self, path: str, n_bytes: int, rows: Sequence[tuple[str, int]]) -> list[str]:
+        assert self._map is not None
+        with open(path, "xb") as file:
+            file.truncate(n_bytes)
+        data = torch.from_file(path, shared=True, size=n_bytes, dtype=torch.uint8)
+        problems = []
+        with self._beside(), torch.no_grad():
+            for name, start in rows:
+                kept, elements = self._map.served_dtype(name), self._map.published[name].elements
+                if kept is None or not elements:
+                    continue
+                out = data[start : start + elements * kept.itemsize].view(kept)
+                if not self._map.read(name, out):
+                    problems.append(f"copies of {name} in one rank disagree")
+        return problems
+
+    def reading(self) -> dict[str, Any]:
+        """Whether the file is complete, and what is wrong with what was read."""
+        assert self._reading is not None
+        state = _state(self._reading)
+        found = self._reading.result() if state["done"] and state["problem"] is None else []
+        return {**state, "problems": found}
+
+    # ---- life ---------------------------------------------------------------------------------------------
 
     def unsupported(self) -> list[str]:
         """Layers that compute from something other than their parameters."""
@@ -117,16 +297,67 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateI
         return found
 
     def shutdown(self) -> None:
-        """Nothing is held between updates."""
+        """End the thread."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _state(job: Future[Any]) -> dict[str, Any]:
+    error = job.exception() if job.done() else None
+    problem = None if error is None else f"{type(error).__name__}: {error}"[:300]
+    return {"done": job.done(), "problem": problem}
+
+
+@contextlib.contextmanager
+def _opened(info: StoreUpdateInfo) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
+    """The tensors of a full version. Raises `WeightError`, `ValidationError`."""
+    if info.copy:
+        with open_copy(Path(info.copy)) as view:
+            if view.content_hash != info.content_hash:
+                raise WeightError(f"{info.copy} holds {view.content_hash}, not {info.content_hash}")
+            yield view.tensors()
+        return
+    opened = open_piece(DirectoryStore(info.root), Piece.model_validate_json(info.piece), "full")
+    yield (
+        (name, as_tensor(name, opened.data[name], torch_dtype(entry.dtype, name), entry.shape))
+        for name, entry in opened.manifest.tensors.items()
+    )
 
 
 class WorkerExtension:
     """Methods that vLLM adds to its worker class, to be called by `collective_rpc`."""
 
     weight_transfer_engine: StoreWeightTransferEngine
+    rank: int
+    if TYPE_CHECKING:  # vLLM's own: what it finds here besides, it takes for a clash of names
 
-    def cosmos_last_update(self) -> dict[str, Any]:
+        def start_weight_update(self) -> None: ...
+        def update_weights(self, update_info: dict[str, Any]) -> None: ...
+        def finish_weight_update(self) -> None: ...
+
+    def cosmos_update(self, info: dict[str, Any]) -> None:
+        """Start an update and hand it over: one way to the processes, which may be between any two steps."""
+        if self.weight_transfer_engine.active:  # left by a caller that went away
+            self.weight_transfer_engine.abandon()
+            self.finish_weight_update()
+        self.start_weight_update()
+        self.update_weights(info)
+
+    def cosmos_prepared(self) -> dict[str, Any]:
+        return self.weight_transfer_engine.prepared()
+
+    def cosmos_finish(self) -> dict[str, Any]:
+        """Finish the update; what it found, for one way to the processes and back."""
+        self.finish_weight_update()
         return self.weight_transfer_engine.last_update()
+
+    def cosmos_layout(self) -> dict[str, Any] | None:
+        return self.weight_transfer_engine.layout()
+
+    def cosmos_read(self, directory: str, n_bytes: int, rows: list[tuple[str, int]]) -> None:
+        self.weight_transfer_engine.read(f"{directory}/{self.rank}", n_bytes, rows)
+
+    def cosmos_reading(self) -> dict[str, Any]:
+        return self.weight_transfer_engine.reading()
 
     def cosmos_unsupported_layers(self) -> list[str]:
         return self.weight_transfer_engine.unsupported()

@@ -1,0 +1,158 @@
+"""Reading the served weights back out of vLLM's processes, and hashing them as the published tensors they are.
+
+    each rank ─ its parts of a group of tensors ─▶ a file of its own in shared memory ─▶ put together, hashed
+
+Tensors come over in groups, so that the files stay small beside the model. Parts that several ranks hold must be
+equal in all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rollout_worker.engines.base import Checksum, SharedWeights
+from rollout_worker.engines.checksum import Tally, loses_bits
+from rollout_worker.engines.scatter import BITS, Published, Region
+from rollout_worker.engines.vllm.adapter import VllmAdapter
+from weight_sync.layout import torch_dtype
+
+READ_BYTES = 1 << 28
+"""Of a group of tensors, over all ranks, unless one tensor is larger: the files take so much shared memory."""
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """A published tensor, the type in which it is kept, and for each rank the parts that lie there."""
+
+    name: str
+    published: Published
+    kept: torch.dtype
+    parts: list[list[Region]]
+
+    @property
+    def n_bytes(self) -> int:
+        return self.published.elements * int(self.kept.itemsize)
+
+
+async def served_weights(adapter: VllmAdapter, weights: SharedWeights | None, content_hash: str) -> Checksum:
+    """Hash what is served. Nobody updates the weights meanwhile.
+
+    Args:
+        weights: the host's copy, if there is one. content_hash: of what should be served.
+
+    Returns:
+        Everything but the seconds.
+    """
+    layouts = await adapter.layouts()
+    known = [layout for layout in layouts if layout is not None]
+    if len(known) < len(layouts) or not known:
+        return Checksum(None, False, [], 0.0)
+    tensors = _joined(known)
+    async with AsyncExitStack() as stack:
+        copy = None
+        if weights is not None and any(loses_bits(one.published.dtype, one.kept) for one in tensors):
+            publication = await asyncio.to_thread(stack.enter_context, weights.reading())
+            if publication.content_hash == content_hash:
+                copy = dict(weights.tensors())
+        tally = Tally(copy)
+        for group in _groups(tensors, READ_BYTES // len(known)):
+            tally.problems.extend(await _add(adapter, group, len(known), tally))
+        found = tally.content_hash
+    return Checksum(found, tally.exact, tally.problems, 0.0)
+
+
+def _joined(layouts: Sequence[Mapping[str, Any]]) -> list[_Tensor]:
+    found = []
+    for name, row in layouts[0].items():
+        published = Published(torch_dtype(row["dtype"], name), tuple(row["shape"]))
+        kept = {layout[name]["kept"] for layout in layouts} - {None}
+        parts = [
+            [(offset, tuple(shape), tuple(strides)) for offset, shape, strides in layout[name]["parts"]]
+            for layout in layouts
+        ]
+        dtype = torch_dtype(kept.pop(), name) if kept else published.dtype
+        found.append(_Tensor(name, published, dtype, parts))
+    return found
+
+
+def _groups(tensors: Sequence[_Tensor], most: int) -> Iterator[list[tuple[_Tensor, int]]]:
+    """Tensors with where each begins in its file, so many that a file has at most so many bytes."""
+    group: list[tuple[_Tensor, int]] = []
+    end = 0
+    for tensor in tensors:
+        if group and end + tensor.n_bytes > most:
+            yield group
+            group, end = [], 0
+        group.append((tensor, end))
+        end += math.ceil(tensor.n_bytes / _ALIGNMENT) * _ALIGNMENT
+    if group:
+        yield group
+
+
+async def _add(
+    adapter: VllmAdapter, group: Sequence[tuple[_Tensor, int]], n_ranks: int, tally: Tally
+) -> list[str]:
+    """Hash a group of tensors. Returns what is wrong inside of single ranks."""
+    directory = await asyncio.to_thread(_shared_directory)
+    last, start = group[-1]
+    n_bytes = max(start + last.n_bytes, 1)
+    try:
+        problems = await adapter.read(directory, n_bytes, [(tensor.name, begin) for tensor, begin in group])
+        await asyncio.to_thread(_tally, directory, n_bytes, group, n_ranks, tally)
+        return problems
+    finally:
+        await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+
+
+def _shared_directory() -> Path:
+    shared = Path("/dev/shm")  # noqa: S108
+    return Path(tempfile.mkdtemp(prefix="cosmos-served-", dir=shared if shared.is_dir() else None))
+
+
+def _tally(
+    directory: Path, n_bytes: int, group: Sequence[tuple[_Tensor, int]], n_ranks: int, tally: Tally
+) -> None:
+    files = [
+        torch.from_file(str(directory / str(rank)), shared=True, size=n_bytes, dtype=torch.uint8)
+        for rank in range(n_ranks)
+    ]
+    for tensor, start in group:
+        copies = [file[start : start + tensor.n_bytes].view(tensor.kept) for file in files]
+        if not _join(tensor, copies):
+            tally.problems.append(f"copies of {tensor.name} in several ranks disagree")
+        tally.add(tensor.name, tensor.published, copies[0])
+
+
+def _join(tensor: _Tensor, copies: Sequence[torch.Tensor]) -> bool:
+    """Put all parts into the first copy. Returns whether parts that several ranks hold are equal."""
+    if len(copies) == 1 or not tensor.published.elements:
+        return True
+    into = copies[0].view(BITS[tensor.kept.itemsize])
+    written = torch.zeros(into.shape, dtype=torch.bool)
+    equal = True
+    for copy, parts in zip(copies, tensor.parts, strict=True):
+        bits = copy.view(BITS[tensor.kept.itemsize])
+        for region in parts:
+            target, source, seen = (_part(flat, region) for flat in (into, bits, written))
+            equal = equal and bool(((target == source) | ~seen).all())
+            target.copy_(source)
+            seen.fill_(True)
+    return equal
+
+
+def _part(flat: torch.Tensor, region: Region) -> torch.Tensor:
+    """A view of a region, each element once."""
+    offset, shape, strides = region
+    lengths = [1 if stride == 0 and length else length for length, stride in zip(shape, strides, strict=True)]
+    return flat.as_strided(lengths, strides, flat.storage_offset() + offset)
