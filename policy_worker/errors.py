@@ -6,6 +6,7 @@ PolicyError                 exit code 1: a crash; restarting may help
 ├── ReplacedError                another incarnation of this replica has registered
 ├── CheckpointSaveError          a checkpoint could not be written; older ones are untouched
 ├── ExportError                  the trained model could not be written
+├── PublishError                 a version could not be written to the weight store for too long
 ├── JobFinishedError        exit code 0: there is nothing left to train
 ├── SettingsError           exit code 2: these settings cannot work, restarting will not help
 │   ├── SampleTooLongError
@@ -41,6 +42,10 @@ class CheckpointSaveError(PolicyError):
 
 class ExportError(PolicyError):
     """The trained model could not be written. Nothing was deleted."""
+
+
+class PublishError(PolicyError):
+    """A version could not be written to the weight store for as long as this is tried again."""
 
 
 class JobFinishedError(PolicyError):

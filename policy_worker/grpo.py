@@ -28,19 +28,30 @@ from policy_worker.learner import Learner, ShareOfLoss, StepResult
 from policy_worker.logprobs import TokenOutputs
 from policy_worker.micro_batch import MicroBatch, TrainSample
 from policy_worker.process import Departure
-from policy_worker.step_batch import BatchSource, counts
+from policy_worker.publish import NothingOwed, Owing
+from policy_worker.step_batch import POLL, BatchSource, counts
 from schema.config import Config, GrpoConfig
 from schema.wire.batch import StepTable
 
 log = logging.getLogger(__name__)
 
+POLL_OWING = 0.2
+"""Seconds that one question for a batch may wait while a version is owed: somebody may be waiting for it."""
+
 
 class Grpo:
     """One training step at a time; the loop around it commits and publishes."""
 
-    def __init__(self, config: Config, learner: Learner, source: BatchSource, departure: Departure) -> None:
+    def __init__(
+        self,
+        config: Config,
+        learner: Learner,
+        source: BatchSource,
+        departure: Departure,
+        publishing: Owing | None = None,
+    ) -> None:
         self._config, self._learner, self._source = config.grpo, learner, source
-        self._departure = departure
+        self._departure, self._publishing = departure, publishing or NothingOwed()
         self._objective = objective_of(config.grpo)
         self._rule = micro_batch_rule(config)
         self._temperature = config.sampling_temperature
@@ -69,12 +80,16 @@ class Grpo:
         return metrics
 
     def _wait(self, step: int) -> StepTable | End:
+        publishing = self._publishing
         while True:
             asked = float(bool(self._departure)), float(self._departure.checkpoint_asked)
-            leaves, saves = self._learner.group.reduce(list(asked), "max")
+            flags = [*asked, *publishing.signals()]
+            leaves, saves, failed, publishes, wanted = self._learner.group.reduce(flags, "max")
             if leaves or saves:
                 return End.ASKED if leaves else End.SAVE
-            table = self._source.poll(step)
+            if failed or ((publishing.owed or wanted) and not publishes):
+                return End.PUBLISH
+            table = self._source.poll(step, POLL_OWING if publishing.owed else POLL)
             if table is not None:
                 return table
 

@@ -4,8 +4,8 @@
                          └──────────────────── until the controller says finished ─────────┘
 
 A step counts when it is committed: whatever happens before is done again from the last commit. Publishing comes
-right after the commit, since rollout replicas wait for it. Supervised training publishes nothing, so its commits
-travel while the next step is trained.
+right after the commit, since rollout replicas wait for it; all of it but a copy of the weights runs beside the next
+step. Supervised training publishes nothing, so its commits travel while the next step is trained.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ from schema.config import Config
 from schema.wire import messages as m
 
 log = logging.getLogger(__name__)
+
+LEAVING_SHARE = 0.3
+"""Of the grace in which a replica leaves: for a publication that is on its way."""
 
 
 class Algorithm(Protocol):
@@ -50,7 +53,9 @@ class Loop:
     ) -> None:
         self._config, self._reply, self._learner = config, reply, learner
         self._session, self._departure, self._checkpointer = session, departure, checkpointer
-        self._publisher = Publisher(config, learner, session, reply)
+        self.publisher: Publisher | None = None
+        if reply.mode != "sft":  # where nobody would fetch
+            self.publisher = Publisher(config, learner, session, reply, departure)
         self._commits = Commits(learner.group, session)
         self._overlaps = reply.mode == "sft"
         self._published = -1
@@ -72,11 +77,16 @@ class Loop:
             if metrics is End.SAVE:
                 self._save(step)
                 continue
+            if metrics is End.PUBLISH:
+                self._publish(step)
+                continue
             if not isinstance(metrics, dict):
                 self._commits.wait()
                 if metrics is End.ASKED:
                     return self._leave_early(step)
                 break
+            if self.publisher is not None:
+                metrics |= self.publisher.metrics
             metrics["publish_seconds"] = self._publish_seconds
             metrics["step_seconds"] = time.monotonic() - began + self._publish_seconds
             self._commits.send(step, metrics)
@@ -96,7 +106,8 @@ class Loop:
                 self._save(step)
         if self._checkpointer.enabled:  # once: the data may have ended after the last commit
             self._save(step)
-        self._publish(step)
+        if self.publisher is not None and self._published != step and self._settle():
+            self._publish(step)
         return self._finish(step)
 
     def _save(self, step: int) -> None:
@@ -108,17 +119,22 @@ class Loop:
         reply = self._commits.wait()
         assert reply is not None
         assert reply.committed_steps == step
-        if reply.publish:
+        if reply.publish and self._published != step:
             self._publish(step)
         return reply
 
     def _publish(self, version: int) -> None:
-        """Publish, once per version; a supervised job has nobody who would fetch it."""
-        if self._reply.mode == "sft" or version == self._published:
+        """Publish, or owe it while the version before is on its way; without publisher there is nothing to do."""
+        if self.publisher is None:
             return
         began = time.monotonic()
-        self._publisher.publish(version)
-        self._published, self._publish_seconds = version, time.monotonic() - began
+        if self.publisher.publish(version):
+            self._published = version
+        self._publish_seconds = time.monotonic() - began
+
+    def _settle(self) -> bool:
+        """Wait for what is being published; False if this replica was asked to leave meanwhile."""
+        return self.publisher is None or self.publisher.settle(LEAVING_SHARE * self._departure.grace)
 
     def _finish(self, step: int) -> str:
         if self._config.launcher.export_final:
@@ -126,13 +142,15 @@ class Loop:
             final = Path(self._reply.run_dir) / "final"
             export_model(self._learner, self._config, final)
             self._checkpointer.offer_final(final, step)
-        self._say("waiting for checkpoints and uploads")
+        self._say("waiting for publications, checkpoints and uploads")
+        published = self._settle()
         whole = self._checkpointer.finish()
-        return "finished" if whole else self._departure.reason
+        return "finished" if whole and published else self._departure.reason
 
     def _leave_early(self, step: int) -> str:
         if self._checkpointer.enabled:
             self._checkpointer.save(step)
+        self._settle()
         self._checkpointer.finish()
         return self._departure.reason or "asked to leave on another rank"
 

@@ -1,115 +1,191 @@
-"""Publishing: the weights after a commit, into the store and to the controller's attention.
+"""Publishing: the weights after a commit, into the store and to the controller's attention, while training goes on.
 
-Gathering a sharded tensor is a collective, so every rank runs through all tensors; rank 0 writes them as they
-come, one in memory at a time. The controller answers with the publications that nobody needs any more, and their
-files are removed afterwards, off the path that rollout replicas wait on.
+    training     gather + cast + copy │ next step ····· next step │ gather + cast + copy
+                       snapshot ──────┘                           └── only when the one before is through
+    background         compare, compress, hash, write, commit, announce ─▶ (anchor)
+
+Each rank gathers, copies and writes the tensors that it owns (`weight_sync.sharded`). Training waits for the snapshot
+alone; a version that falls due while the one before is still on its way is skipped and *owed*, and published as soon
+as possible: between steps, and while there is no batch, so nobody waits in vain even if every step needs new weights.
+
+Memory of a rank beside the model, with T the bytes of all tensors in `train.transfer_dtype`: T / ranks in host memory
+for the snapshot, as much again for what was announced last (none of it with `weight_sync.encoding = "full"`); on the
+training device the largest unit and one more tensor while gathering; in the background what one tensor takes encoded,
+half of it at most, and what the store buffers.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import re
+import threading
+import time
 from pathlib import Path
+from typing import Protocol
 
-from controller import api
+from policy_worker.checkpoints.background import Background
+from policy_worker.errors import PolicyError
 from policy_worker.learner import Learner
 from policy_worker.model import DTYPES
+from policy_worker.process import Departure
+from policy_worker.publish_record import RECORD, Record
+from policy_worker.publish_release import Leader, Place, Release
 from policy_worker.session import Session
 from schema.config import Config
 from schema.wire import messages as m
-from schema.wire.weights import Publication
-from weight_sync import DirectoryStore, WeightError, collect, hub_tensors, publish, remove
+from weight_sync import HubNames
+from weight_sync.chain import Chain
+from weight_sync.shadow import Shadow
+from weight_sync.sharded import Gathering
+from weight_sync.stores import open_store
 
 log = logging.getLogger(__name__)
 
-RECORD = "publications.jsonl"
-"""Publication id and URI, one line each: a restarted trainer still knows which files belong to which id."""
+LOOK = 0.05
+"""Seconds between two looks at the background, by all ranks together."""
+LAST_WORD = 2.0
+"""Seconds that a background which was told to stop may take."""
+
+
+class Owing(Protocol):
+    """What a wait for a batch has to know of publishing."""
+
+    @property
+    def owed(self) -> bool:
+        """Whether a version was skipped; the same on all ranks."""
+
+    def signals(self) -> tuple[float, float, float]:
+        """Of this rank: whether publishing has failed, is under way, and is asked for by replicas."""
+
+
+class NothingOwed:
+    """Where nothing is published."""
+
+    owed = False
+
+    def signals(self) -> tuple[float, float, float]:
+        return 0.0, 0.0, 0.0
 
 
 class Publisher:
-    """Rank 0 has a session; the other ranks only take part in the gathering."""
+    """All ranks call alike, from the training's thread; `session` on rank 0 only."""
 
     def __init__(
-        self, config: Config, learner: Learner, session: Session | None, reply: m.RegisterReply
+        self,
+        config: Config,
+        learner: Learner,
+        session: Session | None,
+        reply: m.RegisterReply,
+        departure: Departure,
     ) -> None:
-        self._learner, self._session = learner, session
-        self._dtype = DTYPES[config.train.effective_transfer_dtype]
-        self._store = DirectoryStore(reply.weight_store)
-        self._name = re.sub(r"[^A-Za-z0-9_-]", "-", reply.job_id).lstrip("-_")
-        self._record = Path(reply.run_dir) / RECORD
-        self._uris = read_record(self._record) if session is not None else {}
+        """A collective."""
+        settings = config.weight_sync
+        self._learner, self._departure, self._session = learner, departure, session
+        self._dtype, self._lora = DTYPES[config.train.effective_transfer_dtype], settings.lora
+        self._shadow = Shadow(keeps=settings.encoding == "delta")
+        self._beside = Background("publish")
+        self._stop = threading.Event()
+        self._store = open_store(reply.weight_store, timeout=settings.store_timeout, stop=self._stop)
+        self._leader: Leader | None = None
+        name = re.sub(r"[^A-Za-z0-9_-]", "-", reply.job_id).lstrip("-_")
         if session is not None:
-            self._tidy(reply.publication)
+            record = Record(Path(reply.run_dir) / RECORD, self._store, name)
+            self._leader = Leader(session, session.another(), Chain(settings.anchor_interval), record)
+            session.troubles.append(self._trouble)
+        # The ranks of the background wait for the one whose store fails, or for the controller.
+        patience = max(settings.store_timeout, config.controller.controller_lost_timeout)
+        group = learner.group
+        place = Place(self._store, name, reply.timeline, settings.store_timeout)
+        self._release = Release(
+            group.sibling(patience), group.sibling(patience), place, self._shadow, departure, self._leader
+        )
+        self.owed = False
 
-    def _tidy(self, newest: Publication | None) -> None:
-        """Remove what a trainer that was killed began to publish and nobody was told of.
+    def publish(self, version: int) -> bool:
+        """Begin to publish the current weights; returns as soon as training may change them. A collective.
 
-        It may have been killed after the controller knew and before the record did: then it is the newest one.
-        """
-        if newest is not None and newest.id not in self._uris:
-            self._remember(newest.id, newest.uri)
-        try:
-            collect(self._store, self._uris.values(), name=self._name)
-        except (WeightError, OSError) as error:
-            log.warning("the weight store %s could not be tidied up: %s", self._store, error)
-
-    def publish(self, version: int) -> None:
-        """Make the current weights the newest version of the job. A collective.
+        Returns False, and the version is owed, while the one before is still under way.
 
         Raises:
-            WeightError: the store cannot be written.
-            Refused, ControllerLost: see `controller.client`.
+            PublishError, WeightError, PolicyError, Refused, ControllerLost: the one before could not be published.
         """
-        tensors = hub_tensors(self._learner.model.lm, dtype=self._dtype)
-        if self._session is None:
-            for _ in tensors:
-                pass
-            return
-        timeline = self._session.reply.timeline
-        stored = publish(self._store, version=version, timeline=timeline, tensors=tensors, name=self._name)
-        request = m.PublishRequest(
-            **self._session.identity(),
-            version=version,
-            uri=stored.uri,
-            manifest_hash=stored.manifest_hash,
-            content_hash=stored.content_hash,
-            n_bytes=stored.n_bytes,
-            newest_publication=max(self._session.history.newest_publication, max(self._uris, default=0)),
-        )
-        answer = self._session.call(api.publish(request))
-        self._session.history.published(answer)
-        self._session.version = version
-        self._remember(answer.publication.id, stored.uri)
-        self._collect(answer.collectable)
+        if not self._free():
+            if not self.owed:
+                log.warning("version %d is published later: the one before is still on its way", version)
+            self.owed = True
+            return False
+        began = time.monotonic()
+        names = HubNames(self._learner.model.lm, lora=self._lora)
+        group = self._learner.group
+        self._shadow.take(Gathering(names, group.rank, group.world).tensors(self._dtype))
+        seconds = time.monotonic() - began
+        self.owed = False
+        self._beside.start(lambda: self._release.publish(version, seconds))
+        return True
 
-    def _remember(self, publication: int, uri: str) -> None:
-        self._uris[publication] = uri
-        line = json.dumps({"id": publication, "uri": uri}) + "\n"
-        with self._record.open("a+b") as stream:
-            if stream.seek(0, os.SEEK_END):
-                stream.seek(-1, os.SEEK_END)
-                line = line if stream.read() == b"\n" else "\n" + line  # after a line that was cut off
-            stream.write(line.encode())
+    def signals(self) -> tuple[float, float, float]:
+        """Of this rank: whether publishing has failed, is under way, and is asked for by replicas."""
+        running = self._beside.running or self._release.reads_taken
+        asked = self._session is not None and self._session.anchor_asked
+        return float(self._beside.failed), float(running), float(asked)
 
-    def _collect(self, publications: list[int]) -> None:
-        uris = [self._uris.pop(number) for number in publications if number in self._uris]
+    def settle(self, patience: float) -> bool:
+        """Wait until everything is published. A collective.
+
+        patience: seconds to wait on once this replica was asked to leave. Returns False if they were not enough, or
+        publishing has failed meanwhile.
+
+        Raises: see `publish`.
+        """
+        give_up: float | None = None
+        while True:
+            asked = bool(self._departure)
+            if asked and give_up is None:
+                give_up = time.monotonic() + patience
+            late = give_up is not None and time.monotonic() >= give_up
+            running = self._beside.running or self._release.anchoring
+            flags = [float(self._beside.failed), float(running), float(asked), float(late)]
+            failed, runs, leaves, gives_up = self._learner.group.reduce(flags, "max")
+            if leaves and (failed or gives_up):
+                log.warning("leaving while a version is still being published")
+                return False
+            if failed:
+                self._raise()
+            if not runs:
+                self._beside.wait()
+                return True
+            time.sleep(LOOK)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Of the newest version that is announced, on rank 0."""
+        return {} if self._leader is None else dict(self._leader.metrics)
+
+    def close(self) -> None:
+        """On the way out, whatever the reason: what is still under way is given up."""
+        self._stop.set()
         try:
-            remove(self._store, uris)
-        except (WeightError, OSError) as error:  # wasted space, and no reason to end a run
-            log.warning("old weight versions could not be removed from %s: %s", self._store, error)
+            self._beside.wait(LAST_WORD)
+        except Exception:
+            log.exception("publishing has failed")
+        if self._leader is not None:
+            self._leader.caller.close()
 
+    def _free(self) -> bool:
+        """Whether the snapshot may be taken on all ranks. Raises what went wrong before."""
+        failed, running, _ = self._learner.group.reduce(list(self.signals()), "max")
+        if failed:
+            self._raise()
+        if running:
+            return False
+        self._beside.wait()
+        return True
 
-def read_record(path: Path) -> dict[int, str]:
-    """Publication id to URI, as far as the file is readable."""
-    if not path.exists():
-        return {}
-    uris: dict[int, str] = {}
-    for line in path.read_text().splitlines():
-        try:
-            entry = json.loads(line)
-            uris[int(entry["id"])] = str(entry["uri"])
-        except (ValueError, KeyError, TypeError):  # the last line of a process that was killed
-            log.warning("%s: a damaged line is passed over: %r", path, line)
-    return uris
+    def _raise(self) -> None:
+        """Publishing has failed on some rank; the others are told in the background, and end it there."""
+        self._beside.wait(LAST_WORD)
+        raise PolicyError("another rank could not publish: its log says why")
+
+    def _trouble(self) -> str:
+        told = "" if self._leader is None else self._leader.trouble
+        return told or self._store.trouble()

@@ -152,8 +152,9 @@ class Session(Caller):
         self.gauges: dict[str, float] = {}
         self.status = "starting"
         self.version = -1
-        self.trouble: Callable[[], str] = lambda: ""
-        """What goes wrong beside the training, for the user to see."""
+        self.troubles: list[Callable[[], str]] = []
+        """Each tells what goes wrong beside the training, for the user to see; "": nothing."""
+        self.anchor_asked = False
         self.history = History()
         self.reply: m.RegisterReply
         self._mending = threading.Lock()
@@ -276,6 +277,11 @@ class Session(Caller):
             "policy_epoch": self.reply.policy_epoch,
         }
 
+    def take_anchor_request(self) -> bool:
+        """Whether replicas wait for a full version because they can read nothing that there is; asked once."""
+        asked, self.anchor_asked = self.anchor_asked, False
+        return asked
+
     def another(self) -> Caller:
         """For another thread: a client serves one."""
         return Companion(self, self._environment)
@@ -319,7 +325,7 @@ class Session(Caller):
             version=self.version,
             status=self.status,
             gauges=dict(self.gauges),
-            trouble=self.trouble()[:TROUBLE],
+            trouble="; ".join(filter(None, (tell() for tell in self.troubles)))[:TROUBLE],
         )
         known, seen = self.history.known, self._mends
         try:
@@ -347,6 +353,8 @@ class Session(Caller):
         for command in answer.commands:
             if command == "checkpoint":
                 self.departure.checkpoint_asked = True
+            elif command == "anchor":
+                self.anchor_asked = True
             else:
                 self.departure.request(f"command {command}")
         if answer.phase in (m.Phase.FAILED, m.Phase.STOPPED):

@@ -50,19 +50,19 @@ class BatchSource:
         """Told of every batch before it is trained on."""
         self._frames: Frames | None = None
 
-    def poll(self, step: int) -> StepTable | None:
-        """The table of a step, or None when it is not ready yet. Waits a few seconds; a collective.
+    def poll(self, step: int, wait_s: float = POLL) -> StepTable | None:
+        """The table of a step, or None when it is not ready yet after `wait_s` seconds. A collective.
 
         Raises:
             BadBatchError: the table breaks the staleness bound, or is of another step.
         """
         if self._group.world == 1:  # alone, so all payloads are ours: they come along
-            data = self._ask(step, "all")
+            data = self._ask(step, "all", wait_s)
             if data is None:
                 return None
             table, self._frames = _decode(data)
         else:
-            text = self._group.lead(lambda: self._table_text(step))
+            text = self._group.lead(lambda: self._table_text(step, wait_s))
             if text is None:
                 return None
             table = StepTable.model_validate_json(text)
@@ -72,12 +72,14 @@ class BatchSource:
             log.info("%s", describe(table))
         return table
 
-    def _table_text(self, step: int) -> str | None:
-        data = self._ask(step, "none")
+    def _table_text(self, step: int, wait_s: float) -> str | None:
+        data = self._ask(step, "none", wait_s)
         return None if data is None else _decode(data)[0].model_dump_json()
 
-    def _ask(self, step: int, rows: Sequence[int] | Literal["all", "none"]) -> bytes | None:
-        return self._call(api.step_batch(step, self._epoch, rows, wait_s=POLL))
+    def _ask(
+        self, step: int, rows: Sequence[int] | Literal["all", "none"], wait_s: float = POLL
+    ) -> bytes | None:
+        return self._call(api.step_batch(step, self._epoch, rows, wait_s=wait_s))
 
     def payloads(self, table: StepTable, rows: Sequence[int]) -> dict[int, TrainSample] | None:
         """The samples of these rows of the table just polled; a collective.

@@ -22,6 +22,7 @@ from policy_worker.loop import Algorithm, Loop
 from policy_worker.model import load_model
 from policy_worker.parallel.group import Group
 from policy_worker.process import Departure, Environment, RankEnvironment
+from policy_worker.publish import Publisher
 from policy_worker.schedule import Schedule
 from policy_worker.session import Caller, Session
 from policy_worker.sft import Sft
@@ -70,13 +71,20 @@ def _train(environment: Environment, group: Group, session: Session | None, depa
     loop = Loop(config, reply, learner, session, departure, checkpointer)
     caller = session or Caller(environment, departure, config.controller.controller_lost_timeout)
     try:
-        return loop.run(_algorithm(config, reply, learner, caller, departure), step)
+        return loop.run(_algorithm(config, reply, learner, caller, departure, loop.publisher), step)
     finally:
         checkpointer.close(departure.grace)
+        if loop.publisher is not None:
+            loop.publisher.close()
 
 
 def _algorithm(
-    config: Config, reply: m.RegisterReply, learner: Learner, caller: Caller, departure: Departure
+    config: Config,
+    reply: m.RegisterReply,
+    learner: Learner,
+    caller: Caller,
+    departure: Departure,
+    publisher: Publisher | None,
 ) -> Algorithm:
     if reply.mode == "sft":
         return Sft(config, learner, Path(reply.data_file), departure)
@@ -85,7 +93,7 @@ def _algorithm(
     source = BatchSource(learner.group, caller.call, reply.policy_epoch, config.staleness_bound, payloads)
     if isinstance(caller, Session):
         source.seen = caller.history.took
-    return Grpo(config, learner, source, departure)
+    return Grpo(config, learner, source, departure, publisher)
 
 
 def _register(group: Group, session: Session | None) -> tuple[m.RegisterReply, Resumption | None]:

@@ -76,16 +76,11 @@ class Chain:
         with self._lock:
             return self._asked and not self._failed
 
-    @property
-    def begins(self) -> int | None:
-        """`Publication.begins` of a delta that is published next: the newest publication with a full form."""
+    def named(self) -> tuple[list[Link], int | None]:
+        """The chain of the next manifest, oldest first, whose last link is what a delta applies to; and its
+        `Publication.begins`: the newest publication with a full form."""
         with self._lock:
-            return self._begins()
-
-    def links(self) -> list[Link]:
-        """The chain of the next manifest, oldest first; its last link is what a delta applies to."""
-        with self._lock:
-            return [entry.link for entry in self._entries]
+            return [entry.link for entry in self._entries], self._begins()
 
     # ---- what happened ------------------------------------------------------------------------------------
 

@@ -64,6 +64,8 @@ class Part(BaseModel):
 
     files: list[FileEntry]
     tensors: dict[str, TensorEntry]
+    data_bytes: int = 0
+    """Of what it stored of its tensors, without headers."""
     seconds: dict[str, float] = {}
     """By stage: "encode" (compare, compress, hash) and "write"."""
 
@@ -314,7 +316,7 @@ class _Writer:
         began = time.monotonic()
         self._close()
         self._seconds["write"] += time.monotonic() - began
-        return Part(files=self._files, tensors=self._tensors, seconds=self._seconds)
+        return Part(files=self._files, tensors=self._tensors, data_bytes=self.n_bytes, seconds=self._seconds)
 
     @property
     def _name(self) -> str:

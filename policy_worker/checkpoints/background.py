@@ -10,9 +10,10 @@ from collections.abc import Callable
 
 
 class Background:
-    """The last piece of work that was started."""
+    """The last piece of work that was started. name: of its thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "checkpoint") -> None:
+        self._name = name
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -20,6 +21,11 @@ class Background:
     def busy(self) -> bool:
         """Whether work was started that nobody has awaited yet."""
         return self._thread is not None
+
+    @property
+    def running(self) -> bool:
+        """Whether work is under way at this moment."""
+        return self._thread is not None and self._thread.is_alive()
 
     @property
     def failed(self) -> bool:
@@ -36,7 +42,7 @@ class Background:
             except BaseException as error:  # handed to whoever awaits
                 self._error = error
 
-        self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
+        self._thread = threading.Thread(target=run, name=self._name, daemon=True)
         self._thread.start()
 
     def wait(self, seconds: float | None = None) -> bool:

@@ -90,7 +90,7 @@ class Checkpointer:
         self._uploader = make_uploader(self._config, Path(reply.run_dir))
         self._uploader.probe(strict=reply.committed_steps == 0)
         if self._session is not None:
-            self._session.trouble = self._uploader.trouble
+            self._session.troubles.append(self._uploader.trouble)
         self._uploader.resume()
 
     def _prepare_directory(self) -> None:

@@ -19,7 +19,7 @@ def stored(number: int, kind: str) -> Published:
 def publish(chain: Chain, number: int, *, asked: bool = False) -> str:
     """One publication as the trainer does it, anchors included; its form and where its chain begins."""
     kind = "full" if chain.next_is_full else "delta"
-    begins = chain.begins if kind == "delta" else None
+    begins = chain.named()[1] if kind == "delta" else None
     chain.published(number, number - 1, stored(number, kind))
     if asked:
         chain.asked()
@@ -32,7 +32,7 @@ def publish(chain: Chain, number: int, *, asked: bool = False) -> str:
 def names(chain: Chain) -> list[str]:
     return [
         f"{link.version + 1}" + ("d" if link.delta else "") + ("f" if link.full else "")
-        for link in chain.links()
+        for link in chain.named()[0]
     ]
 
 
@@ -43,7 +43,7 @@ def test_anchors_by_count() -> None:
         "full", "delta<1", "delta<1", "delta+full<1", "delta<4", "delta<4", "delta+full<4", "delta<7"
     ]  # fmt: skip
     assert names(chain) == ["1f", "2d", "3d", "4df", "5d", "6d", "7df", "8d"]
-    assert chain.links()[-1].content_hash == "content-8"
+    assert chain.named()[0][-1].content_hash == "content-8"
 
 
 def test_an_interval_of_one_anchors_every_version() -> None:
@@ -124,9 +124,9 @@ def test_collected_links_leave_and_a_chain_begins_at_a_full_one() -> None:
     assert names(chain) == ["4df", "5d", "6d", "7df", "8d", "9d"]
     chain.collected([2, 3, 5])
     assert names(chain) == ["7df", "8d", "9d"]
-    assert chain.begins == 7
+    assert chain.named()[1] == 7
     chain.collected([7])
-    assert chain.begins is None
+    assert chain.named()[1] is None
     assert chain.next_is_full
     assert publish(chain, 10) == "full"
 
@@ -138,7 +138,7 @@ def test_a_chain_has_an_end() -> None:
     while not chain.next_is_full:
         number += 1
         publish(chain, number)
-        assert len(chain.links()) <= LONGEST + 1
+        assert len(chain.named()[0]) <= LONGEST + 1
     assert number == LONGEST + 1
     assert publish(chain, number + 1) == "full"
     assert names(chain) == [f"{number + 1}f"]
@@ -160,7 +160,7 @@ def test_whoever_holds_anything_that_is_listed_has_a_way(
         else:
             number += 1
             kind = "full" if chain.next_is_full else "delta"
-            begins = chain.begins
+            begins = chain.named()[1]
             if kind == "delta" and what == "dense":
                 chain.dense()
                 kind = "full"
@@ -175,7 +175,7 @@ def test_whoever_holds_anything_that_is_listed_has_a_way(
                     chain.anchor_failed()
                 else:
                     chain.anchored(number, Piece(uri="a/b", manifest_hash="m", n_bytes=1))
-        links = chain.links()
+        links = chain.named()[0]
         assert not links or links[0].full is not None
         assert all(link.delta is not None for link in links[1:])
         versions = [link.version for link in links]

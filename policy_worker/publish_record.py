@@ -1,0 +1,102 @@
+"""Which files in the weight store belong to which publication: on disk, for the trainer that comes after this one.
+
+One line `{"id": 7, "uri": "…/manifest.json"}` for each stored form, so a publication may have several: a delta, and
+an anchor that was written later. Lines are only added; of a publication whose files are gone nothing is ever asked.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from collections.abc import Collection
+from pathlib import Path
+
+from schema.wire.weights import Publication
+from weight_sync import WeightError, collect, remove
+from weight_sync.stores import Store
+
+log = logging.getLogger(__name__)
+
+RECORD = "publications.jsonl"
+
+
+class Record:
+    """Of rank 0; safe to use from several threads.
+
+    path: of the record. store: where the files lie. name: of the job's versions there.
+    """
+
+    def __init__(self, path: Path, store: Store, name: str) -> None:
+        self._path, self._store, self._name = path, store, name
+        self._uris = read_record(path)
+        self._lock = threading.Lock()
+
+    @property
+    def newest(self) -> int:
+        """The highest id of a publication that has files; 0: none has."""
+        with self._lock:
+            return max(self._uris, default=0)
+
+    def tidy(self, newest: Publication | None) -> None:
+        """Remove what a trainer that was killed began to publish and nobody was told of.
+
+        newest: what the controller knows. The trainer may have been killed after it knew and before the record did.
+        """
+        if newest is not None and newest.uri not in self._uris.get(newest.id, []):
+            self.remember(newest.id, newest.uri)
+        try:
+            collect(self._store, [uri for uris in self._uris.values() for uri in uris], name=self._name)
+        except (WeightError, OSError) as error:
+            log.warning("the weight store %s could not be tidied up: %s", self._store, error)
+
+    def remember(self, publication: int, uri: str) -> None:
+        """A publication has these files."""
+        with self._lock:
+            self._uris.setdefault(publication, []).append(uri)
+            self._write(publication, uri)
+
+    def attach(self, publication: int, uri: str) -> None:
+        """A publication has these files as well; if it was removed meanwhile, they go too."""
+        with self._lock:
+            known = publication in self._uris
+            if known:
+                self._uris[publication].append(uri)
+                self._write(publication, uri)
+        if not known:
+            self._remove([uri])
+
+    def remove(self, publications: Collection[int]) -> None:
+        """Remove all files of these publications, as far as they are known."""
+        with self._lock:
+            uris = [uri for number in publications for uri in self._uris.pop(number, [])]
+        self._remove(uris)
+
+    def _remove(self, uris: Collection[str]) -> None:
+        try:
+            remove(self._store, uris)
+        except (WeightError, OSError) as error:  # wasted space, and no reason to end a run
+            log.warning("old weight versions could not be removed from %s: %s", self._store, error)
+
+    def _write(self, publication: int, uri: str) -> None:
+        line = json.dumps({"id": publication, "uri": uri}) + "\n"
+        with self._path.open("a+b") as stream:
+            if stream.seek(0, os.SEEK_END):
+                stream.seek(-1, os.SEEK_END)
+                line = line if stream.read() == b"\n" else "\n" + line  # after a line that was cut off
+            stream.write(line.encode())
+
+
+def read_record(path: Path) -> dict[int, list[str]]:
+    """Publication id to URIs, as far as the file is readable."""
+    if not path.exists():
+        return {}
+    uris: dict[int, list[str]] = {}
+    for line in path.read_text().splitlines():
+        try:
+            entry = json.loads(line)
+            uris.setdefault(int(entry["id"]), []).append(str(entry["uri"]))
+        except (ValueError, KeyError, TypeError):  # the last line of a process that was killed
+            log.warning("%s: a damaged line is passed over: %r", path, line)
+    return uris
