@@ -23,7 +23,7 @@ from tests.support.relay import Relay
 from tests.support.waiting import PATIENCE, until
 from tests.weight_sync.versions import RemoteStore, Versions, same
 from weight_sync import WeightError
-from weight_sync.collective import DirectStore, Outcome, Sender, TransferError
+from weight_sync.collective import DirectStore, Outcome, Sender, TransferError, own_address
 from weight_sync.collective.wire import Deadline, Status, ask, greet, read_request, receive, refuse
 from weight_sync.host_copy import HostCopy
 from weight_sync.pieces import piece_of
@@ -474,3 +474,22 @@ def test_replicas_of_one_host_fetch_once(tmp_path: Path, versions: Versions, not
         assert sorted(outcome.files > 0 for outcome in outcomes) == [False, False, True]
         for copy in copies:
             copy.close()
+
+
+# ---- where the trainer listens ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
+def test_where_all_is_on_one_machine_nobody_else_can_connect(host: str) -> None:
+    assert own_address("http://127.0.0.1:8000", host) == "127.0.0.1"
+
+
+def test_a_controller_open_to_others_has_a_trainer_open_to_others() -> None:
+    address = own_address("http://127.0.0.1:8000", "0.0.0.0")
+    with socket.create_server((address, 0)):  # one of this machine, the loopback where there is no network
+        pass
+
+
+def test_a_controller_that_has_no_address_is_told() -> None:
+    with pytest.raises(OSError):
+        own_address("http://nowhere.invalid:8000", "0.0.0.0")

@@ -16,8 +16,9 @@ Invariant: every wait ends within the time-out. Nothing that comes is trusted: t
 hashes of the publication what was said.
 """
 
+from weight_sync.collective.address import own_address
 from weight_sync.collective.direct import DirectStore, Outcome
 from weight_sync.collective.sender import Sender, Served
 from weight_sync.collective.wire import TransferError
 
-__all__ = ["DirectStore", "Outcome", "Sender", "Served", "TransferError"]
+__all__ = ["DirectStore", "Outcome", "Sender", "Served", "TransferError", "own_address"]
