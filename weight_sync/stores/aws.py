@@ -75,8 +75,9 @@ def is_passing(error: Exception) -> bool:
 
 def _of_the_network() -> Any:
     from botocore import exceptions as boto
+    from urllib3.exceptions import HTTPError  # boto3 lets some pass through while it reads a body
 
-    return boto.ConnectionError | boto.HTTPClientError | boto.IncompleteReadError | CutError
+    return boto.ConnectionError | boto.HTTPClientError | boto.IncompleteReadError | HTTPError | CutError
 
 
 def explain(error: Exception, client: Any, bucket_key: str) -> str:
