@@ -281,7 +281,7 @@ class Advance:
         except WeightError as error:
             log.warning("looking for a way without %s: %s", step.piece.uri, error)
             self._broken.add(step.piece.uri)
-            self._tried.append(str(error))
+            self._tried.append(f"{step.piece.uri}: {error}")
             raise _BrokenError(str(error)) from error
 
     # ---- files --------------------------------------------------------------------------------------------
