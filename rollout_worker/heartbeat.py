@@ -12,10 +12,12 @@ from rollout_worker.engines.base import Engine
 from rollout_worker.gauges import Gauges
 from rollout_worker.held import Held
 from rollout_worker.session import Session
+from rollout_worker.weights import WeightFollower
 from schema.wire.history import DeclareLeases
 from schema.wire.messages import HeartbeatReply, HeartbeatRequest
 
 PARENT_CHECK_S = 0.5
+MOST_TROUBLE = 4096
 
 
 class Heartbeat:
@@ -28,6 +30,7 @@ class Heartbeat:
         self._departure, self._parent = departure, parent
         self.status = "starting"
         self.engine: Engine | None = None
+        self.weights: WeightFollower | None = None
         self.on_lost: Callable[[list[str]], None] = lambda lease_ids: None
 
     async def run(self) -> None:
@@ -39,12 +42,14 @@ class Heartbeat:
             await self._pause(self._session.reply.heartbeat_interval)
 
     def _beat(self) -> HeartbeatRequest:
-        engine = self.engine
+        engine, weights = self.engine, self.weights
         return HeartbeatRequest(
             incarnation=self._session.incarnation,
             leases=self._held.lease_ids,
             version=-1 if engine is None else engine.version,
+            fetching=0 if weights is None else weights.fetching,
             status=self.status,
+            trouble="" if weights is None else weights.trouble[:MOST_TROUBLE],
             gauges={} if engine is None else self._gauges.read(time.monotonic(), engine.stats()),
         )
 

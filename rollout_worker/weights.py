@@ -1,11 +1,15 @@
-"""Following the published weights: fetched and proven in the background, applied when nothing forbids it.
+"""Following the published weights: brought to this host in the background, applied when nothing forbids it.
 
-    long-poll ─▶ newest publication ─▶ fetch and verify (thread) ─▶ ready ─▶ engine.load_weights ─▶ current
-                                                                      │
-                                               waits while a validation group pins the present weights
+    long-poll ─▶ newest publication ─▶ host's copy (thread) ─▶ ready ─▶ engine.load_weights ─▶ current ─▶ checksum
+                                                                 │
+                                          waits while a validation group pins the present weights
 
 Only the newest matters: a publication that is overtaken before it is applied is never applied. Validation
 groups and updates exclude each other: none is taken in (`may_pin`) once an update has begun.
+
+A store that fails, or a version that cannot be read, stops nothing: generation goes on with the weights that are
+there, the controller is told (the trainer then attaches a full version to its next publication), and the newest one
+is tried again for `weight_sync.store_timeout`. A replica that has no weights at all gives up after `MAX_FAILURES`.
 """
 
 from __future__ import annotations
@@ -17,36 +21,64 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from controller import api
-from rollout_worker.engines.base import Engine
+from rollout_worker.engines.base import Checksum, Engine, LoadReport, WeightMismatch
 from rollout_worker.gauges import Gauges
 from rollout_worker.held import Held
+from rollout_worker.host_weights import HostWeights
 from rollout_worker.session import Session
+from rollout_worker.update_reports import UpdateReports
+from schema.config.weight_sync import WeightSyncConfig
 from schema.wire.weights import Publication
-from weight_sync import WeightError, Weights, fetch
+from weight_sync.advance import CacheFullError
+from weight_sync.errors import StoreError, WeightError
+from weight_sync.host_copy import Weights
 
 log = logging.getLogger(__name__)
 
 POLL_S = 20.0
 MAX_FAILURES = 5
-"""Fetches in a row that may fail. A version that is collected while it is fetched fails once; a store that
-this machine cannot read fails always."""
+"""In a row, before this replica ever had weights: a machine that cannot read the store should say so soon."""
 RETRY_S = 1.0
+MAX_NAMED = 5
+"""Problems of a checksum that its error names."""
 
 
-@dataclass(frozen=True, slots=True)
-class Fetched:
-    publication: Publication
-    weights: Weights
+@dataclass(slots=True)
+class _Failures:
+    """Fetches that failed in a row."""
+
+    count: int = 0
+    since: float = 0.0
+    reported: int = 0
+    """Publication that was last reported as unreadable."""
+
+    def over(self, now: float, timeout: float, served: bool, refused: bool) -> bool:
+        """Whether to give up. served: there are weights to go on with. refused: the store has said so for good, or
+        has been tried for `timeout` seconds already."""
+        return now - self.since > timeout or (not served and (refused or self.count >= MAX_FAILURES))
 
 
 class WeightFollower:
     """Keeps the engine at the newest published weights."""
 
-    def __init__(self, session: Session, engine: Engine, held: Held, gauges: Gauges) -> None:
-        self._session, self._engine, self._held, self._gauges = session, engine, held, gauges
+    def __init__(
+        self,
+        config: WeightSyncConfig,
+        session: Session,
+        engine: Engine,
+        host: HostWeights,
+        held: Held,
+        gauges: Gauges,
+    ) -> None:
+        self._config, self._session, self._engine, self._host = config, session, engine, host
+        self._held, self._gauges = held, gauges
+        self.reports = UpdateReports(session)
         self.current: Publication | None = None
-        self._ready: Fetched | None = None
-        self._updating = False
+        self._failure = ""
+        self._fetching = 0
+        self._ready: Weights | None = None
+        self._loading: Weights | None = None
+        self._checked: Publication | None = None
         self._news = asyncio.Event()
         self._changed: list[Callable[[], None]] = []
 
@@ -60,59 +92,175 @@ class WeightFollower:
 
     def may_pin(self, version: int) -> bool:
         """Whether groups pinned to `version` can be taken in now."""
-        return not self._updating and self.current is not None and self.current.version == version
+        return self._loading is None and self.current is not None and self.current.version == version
+
+    @property
+    def fetching(self) -> int:
+        """The oldest publication whose files are being read, or will be; 0: none."""
+        for weights in (self._loading, self._ready):
+            if weights is not None:
+                return weights.publication.id
+        return self._fetching
+
+    @property
+    def trouble(self) -> str:
+        """Why newer weights do not come, for people; "" when all is well."""
+        return self._host.trouble or self._failure
+
+    # ---- bringing them here -------------------------------------------------------------------------------
 
     async def follow(self) -> None:
-        """Fetch whatever is published, for ever. Raises `WeightError` when it stays unreadable."""
-        known, failures = 0, 0
+        """Bring whatever is published to this host, for ever. Raises `WeightError` when it stays unreadable."""
+        known, failures = 0, _Failures()
         publication = self._session.reply.publication
         while True:
             if publication is not None:
                 try:
-                    await self._fetch(publication)
-                    known, failures = publication.id, 0
+                    known = max(publication.id, await self._fetch(publication))
+                    failures, self._failure = _Failures(), ""
                 except WeightError as error:
-                    failures += 1
-                    log.warning("publication %d cannot be used (%d): %s", publication.id, failures, error)
-                    if failures == MAX_FAILURES:
-                        raise
-                    await asyncio.sleep(RETRY_S)
-            publication = await self._newer(known)
+                    publication = await self._failed(publication, known, failures, error)
+                    continue
+            publication = await self._newer(known, POLL_S)
 
-    async def _newer(self, known: int) -> Publication | None:
-        return await self._session.call(lambda _: api.latest_publication(known, POLL_S))
-
-    async def _fetch(self, publication: Publication) -> None:
-        began = time.monotonic()
+    async def _fetch(self, publication: Publication) -> int:
+        """The id of what is here now: the publication's, or that of a newer one."""
         self._session.newest_publication = max(self._session.newest_publication, publication.id)
-        weights = await asyncio.to_thread(fetch, self._session.reply.weight_store, publication)
-        self._gauges.extra["fetch_seconds"] = time.monotonic() - began
-        self._ready = Fetched(publication, weights)
-        self._news.set()
+        self._fetching = publication.id
+        try:
+            weights = await self._host.advance(publication)
+        finally:
+            self._fetching = 0
+        self._gauges.extra["fetch_seconds"] = weights.seconds["fetch"]
+        if self.current is None or weights.publication.id > self.current.id:
+            self._ready = weights
+            self._news.set()
+        return weights.publication.id
+
+    async def _failed(
+        self, publication: Publication, known: int, failures: _Failures, error: WeightError
+    ) -> Publication:
+        """What to try next. Raises the error when it is time to give up."""
+        newest = await self._newer(known, 0.0) or publication
+        if newest.id > publication.id:
+            # It may have been removed because there is a newer one; this is no failure.
+            log.info(
+                "publication %d cannot be read, trying the newer %d: %s", publication.id, newest.id, error
+            )
+            return newest
+        now = time.monotonic()
+        failures.count += 1
+        failures.since = failures.since or now
+        self._failure = (
+            f"publication {publication.id} (version {publication.version}) cannot be used: {error}"
+        )
+        log.warning("%s (try %d)", self._failure, failures.count)
+        # With a full disk here, or a store that refuses, the trainer cannot help.
+        refused = isinstance(error, StoreError)
+        if failures.reported < publication.id and not refused and not isinstance(error, CacheFullError):
+            failures.reported = publication.id
+            self.reports.unreadable(publication.id, str(error))
+        if failures.over(now, self._config.store_timeout, self.current is not None, refused):
+            raise error
+        return await self._newer(publication.id, RETRY_S) or publication
+
+    async def _newer(self, known: int, wait_s: float) -> Publication | None:
+        return await self._session.call(
+            lambda session: api.latest_publication(known, wait_s, session.replica_id, session.incarnation)
+        )
+
+    # ---- taking them into use -----------------------------------------------------------------------------
 
     async def update(self) -> None:
-        """Apply what is fetched, for ever. Raises `EngineError`."""
+        """Apply what is here, for ever. Raises `EngineError`; of those `WeightMismatch` when what is served is not
+        what the trainer published."""
         while True:
             await self._news.wait()
             self._news.clear()
             if self._ready is None or self._held.pinned:
                 continue
-            fetched, self._ready = self._ready, None
-            self._updating = True
+            weights, self._loading, self._ready = self._ready, self._ready, None
             try:
-                report = await self._engine.load_weights(fetched.weights, fetched.publication.version)
+                report = await self._engine.load_weights(weights, weights.publication.version)
             finally:
-                self._updating = False
-            self.current = fetched.publication
-            log.info(
-                "weights of version %d in use (pause %.3f s, apply %.3f s, verify %.3f s)",
-                fetched.publication.version,
-                report.pause_s,
-                report.apply_s,
-                report.verify_s,
-            )
-            self._gauges.extra.update(
-                pause_seconds=report.pause_s, apply_seconds=report.apply_s, verify_seconds=report.verify_s
-            )
+                self._loading = None
+            publication = report.publication or weights.publication
+            self.current = publication
+            if self._ready is not None and self._ready.publication.id <= publication.id:
+                self._ready = None  # the host's copy was there already when the engine read it
             for callback in self._changed:
                 callback()
+            await self._settle(weights, publication, report)
+
+    async def _settle(self, weights: Weights, publication: Publication, report: LoadReport) -> None:
+        """Compare, log and report what is in use now."""
+        checksum = await self._engine.checksum() if self._check_is_due(publication) else None
+        seconds = {
+            **weights.seconds,
+            "prepare": report.prepare_s,
+            "pause": report.interrupted_s or report.pause_s,
+            "apply": report.apply_s,
+            "read_back": report.verify_s,
+        }
+        if checksum is not None:
+            seconds["checksum"] = checksum.seconds
+        self._log(weights, publication, report, seconds)
+        self._gauges.extra.update(
+            prepare_seconds=report.prepare_s,
+            pause_seconds=seconds["pause"],
+            apply_seconds=report.apply_s,
+            verify_seconds=report.verify_s,
+        )
+        self.reports.applied(
+            publication.id,
+            mode=report.mode,
+            transport="store",
+            n_bytes=weights.n_bytes,
+            seconds=seconds,
+            served_hash=(checksum and checksum.content_hash) or "",
+            detail=report.detail,
+        )
+        if checksum is not None:
+            self._compare(publication, checksum)
+
+    def _log(
+        self, weights: Weights, publication: Publication, report: LoadReport, seconds: dict[str, float]
+    ) -> None:
+        density = "" if weights.density is None else f", {weights.density:.2%} of the elements changed"
+        log.info(
+            "weights of version %d in use (%s): %s bytes fetched%s; %s",
+            publication.version,
+            report.mode.replace("_", " "),
+            f"{weights.n_bytes:,}",
+            density,
+            ", ".join(f"{stage.replace('_', ' ')} {value:.3f} s" for stage, value in seconds.items()),
+        )
+
+    def _check_is_due(self, publication: Publication) -> bool:
+        """The first version is always compared, then every `weight_sync.checksum_interval`-th."""
+        if self._checked is None:
+            return True
+        interval = self._config.checksum_interval
+        return interval > 0 and abs(publication.version - self._checked.version) >= interval
+
+    def _compare(self, publication: Publication, checksum: Checksum) -> None:
+        """Raises `WeightMismatch` when what is served is not what was published."""
+        self._checked = publication
+        problems = list(checksum.problems)
+        if checksum.content_hash not in (None, publication.content_hash):
+            problems.append(
+                f"their content hash is {checksum.content_hash}, the trainer's is {publication.content_hash}"
+            )
+        if problems:
+            raise WeightMismatch(
+                f"the weights being served are not those of version {publication.version}: "
+                f"{'; '.join(problems[:MAX_NAMED])}"
+            )
+        if checksum.content_hash is None:
+            log.info("the engine cannot tell the hash of the weights it serves")
+        else:
+            log.info(
+                "the weights being served are those of version %d (%s)",
+                publication.version,
+                "bit by bit" if checksum.exact else "cast to the engine's type",
+            )

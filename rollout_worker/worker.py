@@ -27,6 +27,7 @@ from rollout_worker.gauges import Gauges
 from rollout_worker.generation import Generating
 from rollout_worker.heartbeat import Heartbeat
 from rollout_worker.held import Held
+from rollout_worker.host_weights import HostWeights
 from rollout_worker.leasing import Leasing
 from rollout_worker.planner import LeavingTimes, leaving_times
 from rollout_worker.pushing import Pusher, shared_payloads
@@ -97,6 +98,8 @@ class Worker:
 
     async def _work(self, config: Config, stack: contextlib.AsyncExitStack) -> None:
         """Boot, then run all loops until asked to leave."""
+        host = HostWeights(config, self._session.reply)
+        stack.push_async_callback(host.close)
         engine, tokenizer = await self._boot(config, stack)
         rewards = reward_pool(config)
         stack.push_async_callback(rewards.close)
@@ -107,7 +110,7 @@ class Worker:
             config.controller.max_request_bytes,
             shared_payloads(config, self._session.reply.job_id),
         )
-        weights = WeightFollower(self._session, engine, self._held, self._gauges)
+        weights = WeightFollower(config.weight_sync, self._session, engine, host, self._held, self._gauges)
         leasing = Leasing(
             config, self._session, engine, self._held, weights, pusher, self.departure, self._gauges
         )
@@ -116,6 +119,7 @@ class Worker:
         for loop, name in (
             (weights.follow(), "publications"),
             (weights.update(), "weights"),
+            (weights.reports.run(), "reports of weights"),
             (generating.run(), "generating"),
             (pusher.run(), "pushing"),
             (rewards.watch(), "rewards"),
@@ -148,6 +152,7 @@ class Worker:
             if weights.current is not None:
                 self._heartbeat.status = f"{engine.name}, version {weights.current.version}"
 
+        self._heartbeat.weights = weights
         pusher.on_pushed = pushed
         pusher.on_lost = self._heartbeat.on_lost = leasing.forget
         weights.on_change(changed)

@@ -1,0 +1,98 @@
+"""This replica's share in the host's copy of the weights, brought forward in a thread while generation goes on.
+
+The thread is a daemon: a store that hangs cannot keep the process from ending.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+from schema.config import Config
+from schema.wire.messages import RegisterReply
+from schema.wire.weights import Publication
+from weight_sync.host_copy import HostCopy, Weights, whole_bytes
+from weight_sync.host_users import copy_directory
+from weight_sync.stores import open_store
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+CLOSE_S = 5.0
+"""Seconds for a fetch that was told to stop; what it holds then goes with the process."""
+
+
+class HostWeights:
+    """The copy is opened with the first publication, which tells how large it is.
+
+    Raises `WeightError` when the store is no place this build knows.
+    """
+
+    def __init__(self, config: Config, reply: RegisterReply) -> None:
+        self._config, self._reply = config.weight_sync, reply
+        self._stop = threading.Event()
+        self._store = open_store(
+            reply.weight_store, timeout=config.weight_sync.store_timeout, stop=self._stop
+        )
+        self._copy: HostCopy | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def trouble(self) -> str:
+        """What the store is trying again at this moment; "" when nothing."""
+        return self._store.trouble()
+
+    async def advance(self, publication: Publication) -> Weights:
+        """The weights of a publication or a newer one, proven. One caller at a time. Raises `WeightError`."""
+        return await self._in_thread(lambda: self._advance(publication))
+
+    def _advance(self, publication: Publication) -> Weights:
+        if self._copy is None:
+            directory = copy_directory(
+                self._config.host_cache,
+                job_id=self._reply.job_id,
+                run_dir=self._reply.run_dir,
+                n_bytes=whole_bytes(self._store, publication, stop=self._stop),
+            )
+            log.info("the host's copy of the weights lies in %s", directory)
+            self._copy = HostCopy(
+                directory, self._store, lock_timeout=self._config.store_timeout, stop=self._stop
+            )
+        return self._copy.advance(publication)
+
+    async def close(self) -> None:
+        """End a fetch under way, and give the share back. After the engine has closed."""
+        self._stop.set()
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join, CLOSE_S)
+            if self._thread.is_alive():
+                log.warning("a fetch of weights does not end: it ends with the process")
+                return
+        if self._copy is not None:
+            await asyncio.to_thread(self._copy.close)
+            self._copy = None
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        loop, done = asyncio.get_running_loop(), asyncio.Event()
+        results: list[T] = []
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                results.append(work())
+            except BaseException as error:  # handed on to the caller
+                errors.append(error)
+            try:
+                loop.call_soon_threadsafe(done.set)
+            except RuntimeError:  # the loop has ended meanwhile: nobody waits
+                log.debug("a fetch ended after the loop")
+
+        self._thread = threading.Thread(target=run, name="weights", daemon=True)
+        self._thread.start()
+        await done.wait()
+        if errors:
+            raise errors[0]
+        return results[0]
