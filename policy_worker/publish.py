@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Protocol
 
 from policy_worker.checkpoints.background import Background
-from policy_worker.errors import PolicyError
+from policy_worker.errors import PolicyError, SettingsError
 from policy_worker.learner import Learner
 from policy_worker.model import DTYPES
 from policy_worker.process import Departure
@@ -33,11 +33,12 @@ from policy_worker.publish_release import Leader, Place, Release
 from policy_worker.session import Session
 from schema.config import Config
 from schema.wire import messages as m
-from weight_sync import HubNames
+from weight_sync import HubNames, WeightError
 from weight_sync.chain import Chain
+from weight_sync.errors import StoreError
 from weight_sync.shadow import Shadow
 from weight_sync.sharded import Gathering
-from weight_sync.stores import open_store
+from weight_sync.stores import Store, open_store
 
 log = logging.getLogger(__name__)
 
@@ -78,20 +79,24 @@ class Publisher:
         reply: m.RegisterReply,
         departure: Departure,
     ) -> None:
-        """A collective."""
+        """A collective. Raises `SettingsError` where weights cannot be written."""
         settings = config.weight_sync
         self._learner, self._departure, self._session = learner, departure, session
         self._dtype, self._lora = DTYPES[config.train.effective_transfer_dtype], settings.lora
         self._shadow = Shadow(keeps=settings.encoding == "delta")
         self._beside = Background("publish")
         self._stop = threading.Event()
-        self._store = open_store(reply.weight_store, timeout=settings.store_timeout, stop=self._stop)
+        try:
+            self._store = open_store(reply.weight_store, timeout=settings.store_timeout, stop=self._stop)
+        except StoreError as error:
+            raise SettingsError(f"weight_sync.store: {error}") from error
+        learner.group.lead(lambda: prove(self._store, strict=reply.committed_steps == 0))
         self._leader: Leader | None = None
         name = re.sub(r"[^A-Za-z0-9_-]", "-", reply.job_id).lstrip("-_")
         if session is not None:
             record = Record(Path(reply.run_dir) / RECORD, self._store, name)
             self._leader = Leader(session, session.another(), Chain(settings.anchor_interval), record)
-            session.troubles.append(self._trouble)
+            session.troubles.append(self.trouble)
         # The ranks of the background wait for the one whose store fails, or for the controller.
         patience = max(settings.store_timeout, config.controller.controller_lost_timeout)
         group = learner.group
@@ -186,6 +191,24 @@ class Publisher:
         self._beside.wait(LAST_WORD)
         raise PolicyError("another rank could not publish: its log says why")
 
-    def _trouble(self) -> str:
+    def trouble(self) -> str:
+        """What keeps a version from being published, for people; "": nothing does."""
         told = "" if self._leader is None else self._leader.trouble
         return told or self._store.trouble()
+
+
+def prove(store: Store, strict: bool) -> None:
+    """Look, before training, whether the store takes what will come.
+
+    strict: raise; else say so and go on, since a run that has trained for a day must not end because the store is
+    away when it is restarted: publishing tries again for `weight_sync.store_timeout`.
+
+    Raises:
+        SettingsError: naming key and remedy.
+    """
+    try:
+        store.probe(writing=True)
+    except WeightError as error:
+        if strict:
+            raise SettingsError(f"weight_sync.store: {error}") from error
+        log.error("weights will not be published as things stand: %s", error)

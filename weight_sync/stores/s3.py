@@ -418,7 +418,7 @@ class S3Store:
         try:
             self.lanes.run(lambda: self._at_start.run("looking at the bucket", look))
         except StoreError as error:
-            raise StoreError(f'{STORE_KEY} = "{self.place}" cannot be {doing}: {error}') from error
+            raise StoreError(f"{self.place} cannot be {doing}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -451,5 +451,5 @@ def open_s3(url: str, timeout: float, stop: threading.Event | None) -> S3Store:
     try:
         place = parse_url(url)
     except ValueError as error:
-        raise StoreError(f"{STORE_KEY}: {error}") from None
+        raise StoreError(str(error)) from None
     return S3Store(place, stop=stop, delays=replace(USUAL, give_up=timeout))
