@@ -53,7 +53,7 @@ class Chains(RuleBasedStateMachine):
         self.chains: dict[str, list[str]] = {}  # manifest hash -> hashes from its anchor to itself
         self.forgotten: set[str] = set()  # collected, and the store has lost that
         self.trainer = Process()
-        self.told: dict[str, dict[str, str]] = {}  # replica -> what it was handed -> manifest hash
+        self.told: dict[str, set[str]] = {}  # replica -> manifest hashes of what it was handed
         self.saved: list[dict[str, Any]] = [self.save()]
         self.publish(step=False, anchor=False, dense=True)
 
@@ -144,7 +144,7 @@ class Chains(RuleBasedStateMachine):
     def hand_out(self, replica: Replica, newest: Publication | None) -> None:
         if newest is not None:
             self.registry.hand_out(replica, newest.id)
-            self.told.setdefault(replica.name, {})[newest.manifest_hash] = newest.manifest_hash
+            self.told.setdefault(replica.name, set()).add(newest.manifest_hash)
         self.saved.append(self.save())
 
     @rule(name=NAMES)
@@ -171,7 +171,9 @@ class Chains(RuleBasedStateMachine):
             self.registry.hand_out(replica, newest.id)
             self.registry.beat(replica, 0.0, HeartbeatRequest(incarnation=1, fetching=newest.id))
             self.registry.asks(replica)
-            self.told[name] = {newest.manifest_hash: newest.manifest_hash}
+            self.told[name] = {newest.manifest_hash}
+            for _ in range(KEEP + 1):
+                self.publish(step=True, anchor=False, dense=True)
 
     @rule(name=NAMES)
     def is_lost(self, name: str) -> None:
