@@ -8,8 +8,10 @@ import secrets
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -18,12 +20,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from schema.wire.weights import Offer, Publication
+from schema.wire.weights import FileEntry, Offer, Publication
 from tests.support.relay import Relay
 from tests.support.waiting import PATIENCE, until
 from tests.weight_sync.versions import RemoteStore, Versions, same
 from weight_sync import WeightError
 from weight_sync.collective import DirectStore, Outcome, Sender, TransferError, own_address
+from weight_sync.collective.group import Chunk, Gathering, Line, chunks_of
 from weight_sync.collective.wire import Deadline, Status, ask, greet, read_request, receive, refuse
 from weight_sync.host_copy import HostCopy
 from weight_sync.pieces import piece_of
@@ -41,8 +44,8 @@ def offered(publication: Publication, sender: Sender, **changes: object) -> Publ
 
 
 @contextmanager
-def sending(store: Store, timeout: float = PATIENCE) -> Iterator[Sender]:
-    sender = Sender(store, HERE, timeout)
+def sending(store: Store, timeout: float = PATIENCE, carrier: LineCarrier | None = None) -> Iterator[Sender]:
+    sender = Sender(store, HERE, timeout, carrier)
     try:
         yield sender
     finally:
@@ -341,6 +344,100 @@ def test_a_request_cannot_be_used_twice() -> None:
             far.sendall(recorded)
             found = read_request(near, again, lambda _: token, Deadline(PATIENCE))
             assert (found is Status.REFUSED) is expected
+
+
+# ---- to several at once -----------------------------------------------------------------------------------
+
+
+class LineCarrier:
+    """A fabric that is the line itself; it breaks for those who say so, or before it is joined."""
+
+    def __init__(self, *, fails: bool = False, works: bool = True) -> None:
+        self.fails, self.works = fails, works
+        self.members: list[int] = []
+
+    def send(self, lines: Sequence[Line], chunks: Sequence[Chunk], read: Callable[[str], memoryview]) -> None:
+        self.members.append(len(lines))
+        if self.fails:
+            raise RuntimeError("the fabric is torn")
+        for line in lines:
+            for chunk in chunks:
+                data = read(chunk.file)[chunk.offset : chunk.offset + chunk.n_bytes]
+                line.tell({"name": chunk.name, "data": bytes(data).hex()})
+            assert line.hear() == {"ok": True}
+
+    def receive(
+        self, line: Line, chunks: Sequence[Chunk], write: Callable[[Chunk, memoryview], object]
+    ) -> None:
+        self.members.append(1)
+        for chunk in chunks:
+            told = line.hear()
+            assert told["name"] == chunk.name
+            write(chunk, memoryview(bytes.fromhex(told["data"])))
+        if self.fails:
+            raise EOFError("it ends here")
+        line.tell({"ok": True})
+
+
+def test_chunks_cover_all_bytes() -> None:
+    files = [FileEntry(name=name, n_bytes=size, hash="") for name, size in (("a", 10), ("b", 0), ("c", 3))]
+    chunks = chunks_of(files, 4)
+    assert [(chunk.name, chunk.n_bytes) for chunk in chunks] == [
+        ("a:0", 4),
+        ("a:4", 4),
+        ("a:8", 2),
+        ("c:0", 3),
+    ]
+
+
+def test_several_hosts_are_served_at_once(
+    tmp_path: Path, versions: Versions, nothing: DirectoryStore
+) -> None:
+    carrier = LineCarrier()
+    hosts = ("a", "b", "c")
+
+    def follow(publication: Publication, host: str) -> Outcome:
+        store = DirectStore(nothing, PATIENCE, LineCarrier())
+        return brought(tmp_path / host, store, publication, versions.weights[-1])
+
+    with sending(versions.store, carrier=carrier) as sender, ThreadPoolExecutor(len(hosts)) as pool:
+        for _ in range(3):
+            publication = offered(versions.newest, sender)
+            assert publication.offer is not None
+            assert publication.offer.fabric == "nccl"
+            outcomes = list(pool.map(partial(follow, publication), hosts))
+            assert [outcome.transport for outcome in outcomes] == ["collective"] * 3
+            versions.next(full=True)
+    assert len(carrier.members) == 3
+    assert set(carrier.members) <= {1, 2, 3}
+
+
+@pytest.mark.parametrize("side", ["trainer", "host", "neither works", "host cannot"])
+def test_when_the_fabric_fails_files_come_one_by_one(
+    tmp_path: Path, versions: Versions, nothing: DirectoryStore, side: str
+) -> None:
+    carrier = LineCarrier(fails=side == "trainer", works=side != "neither works")
+    mine = LineCarrier(fails=side == "host", works=side != "host cannot")
+    store = DirectStore(nothing, PATIENCE, mine)
+    with sending(versions.store, carrier=carrier) as sender:
+        outcome = brought(tmp_path / "copy", store, offered(versions.newest, sender), versions.weights[0])
+    assert outcome.transport == "collective"
+    assert outcome.n_bytes > versions.newest.n_bytes
+    tried = {"trainer": (1, 1), "host": (1, 1), "neither works": (0, 0), "host cannot": (0, 0)}[side]
+    assert (len(carrier.members), len(mine.members)) == tried
+
+
+def test_who_comes_late_is_not_taken_in() -> None:
+    sent: list[int] = []
+    gathering = Gathering(lambda lines: sent.append(len(lines)), usual=1)
+    near, far = socket.socketpair()
+    with near, far:
+        line = Line(near, Deadline(PATIENCE))
+        gathering.attend(line)
+        with pytest.raises(TransferError, match="fixed"):
+            gathering.attend(line)
+    assert sent == [1]
+    assert gathering.members == 1
 
 
 # ---- processes that die -----------------------------------------------------------------------------------

@@ -12,12 +12,13 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from schema.wire.weights import Offer, Publication
-from weight_sync.collective.wire import Deadline, TransferError, UnreachableError, ask, receive
+from schema.wire.weights import Offer, Publication, WeightManifest
+from weight_sync.collective.group import Chunk, Line, ReceivingCarrier, chunks_of
+from weight_sync.collective.wire import JOIN, Deadline, TransferError, UnreachableError, ask, receive
 from weight_sync.layout import digest
 from weight_sync.stores import Stage, Store, split_key
 
@@ -54,6 +55,9 @@ class _Expected:
     manifest: memoryview | None = None
     """Proven by the publication's hash."""
     asked: set[str] = field(default_factory=set)
+    joining: threading.Lock = field(default_factory=threading.Lock)
+    carried: dict[str, Path] | None = None
+    """Files that came all at once, where they lie until they are asked for; None: nobody has tried yet."""
     files: int = 0
     n_bytes: int = 0
 
@@ -67,10 +71,11 @@ class DirectStore:
     Args:
         store: what it falls back to, and where all other versions lie.
         timeout: seconds from the first file on in which the trainer must have sent a version.
+        carrier: of a faster fabric, where there is one.
     """
 
-    def __init__(self, store: Store, timeout: float) -> None:
-        self._store, self._timeout = store, timeout
+    def __init__(self, store: Store, timeout: float, carrier: ReceivingCarrier | None = None) -> None:
+        self._store, self._timeout, self._carrier = store, timeout, carrier
         self._lock = threading.Lock()
         self._expected: _Expected | None = None
         self._fallback: str | None = None
@@ -87,7 +92,7 @@ class DirectStore:
         with self._lock:
             self._expected, self._fallback = None, None
             offer = publication.offer
-            if offer is None or offer.fabric != "tcp":
+            if offer is None:
                 self._fall_back("the trainer has not offered it")
             elif self._skip > 0:
                 self._skip -= 1
@@ -136,6 +141,8 @@ class DirectStore:
     def download(self, key: str, to: Path) -> int:
         expected = self._wanted(key)
         if expected is not None:
+            if (carried := self._carried(expected, key, to)) is not None:
+                return carried
             beside = to.with_name(f".{to.name}.{secrets.token_hex(4)}")
             try:
                 with beside.open("xb") as stream:
@@ -201,6 +208,57 @@ class DirectStore:
             raise TransferError(f"{file} did not come within {self._timeout:g} s") from None
         except (OSError, EOFError) as error:
             raise TransferError(f"{file} did not come whole: {error}") from error
+
+    def _carried(self, expected: _Expected, key: str, to: Path) -> int | None:
+        """Have the file if it came, or can come, with all others at once; its bytes. Raises `OSError` of the disk."""
+        if self._carrier is None or expected.offer.fabric == "tcp" or expected.manifest is None:
+            return None
+        with expected.joining:
+            if expected.carried is None:
+                expected.carried = self._join(expected, self._carrier, to.parent)
+            path = expected.carried.pop(split_key(key)[1], None)
+        if path is None:
+            return None
+        path.rename(to)
+        n_bytes = to.stat().st_size
+        with self._lock:
+            expected.files += 1
+            expected.n_bytes += n_bytes
+        return n_bytes
+
+    def _join(self, expected: _Expected, carrier: ReceivingCarrier, folder: Path) -> dict[str, Path]:
+        """Receive all data files of the version into a folder; where they lie. None of them when that fails."""
+        if not carrier.works:
+            return {}
+        assert expected.manifest is not None, "the manifest says what to receive"
+        assert expected.deadline is not None, "it begins with the first file"
+        files = WeightManifest.model_validate_json(bytes(expected.manifest)).files
+        offer, deadline = expected.offer, expected.deadline
+        with ExitStack() as stack:
+            paths, streams = {}, {}
+            for file in files:
+                paths[file.name] = path = folder / f".{file.name}.{secrets.token_hex(4)}"
+                stack.callback(path.unlink, missing_ok=True)
+                streams[file.name] = stack.enter_context(path.open("xb"))
+
+            def write(chunk: Chunk, data: memoryview) -> None:
+                streams[chunk.file].seek(chunk.offset)
+                streams[chunk.file].write(data)
+
+            try:
+                seconds = min(CONNECT_S, deadline.left())
+                connection = socket.create_connection((offer.address, offer.port), timeout=seconds)
+                stack.enter_context(connection)
+                ask(connection, offer.round, bytes.fromhex(offer.token), JOIN, 0, deadline)
+                carrier.receive(Line(connection, deadline), chunks_of(files), write)
+            except (TransferError, OSError, EOFError) as error:
+                log.warning("taking the version file by file from the trainer: %s", error)
+                return {}
+            for stream in streams.values():
+                stream.close()
+            stack.pop_all()
+        connection.close()
+        return paths
 
     def _give_up(self, why: str, *, unreachable: bool = False) -> None:
         """Take the rest of this version from the store."""

@@ -12,11 +12,24 @@ import logging
 import secrets
 import socket
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from schema.wire.weights import Offer, Piece
-from weight_sync.collective.wire import Deadline, Request, Status, answer, greet, read_request, refuse
+from weight_sync.collective.group import Gathering, Line, SendingCarrier, chunks_of
+from weight_sync.collective.wire import (
+    JOIN,
+    Deadline,
+    Request,
+    Status,
+    answer,
+    greet,
+    read_request,
+    refuse,
+)
 from weight_sync.errors import WeightError
+from weight_sync.pieces import parse_manifest
 from weight_sync.stores import Store, split_key
 
 log = logging.getLogger(__name__)
@@ -40,9 +53,14 @@ class Served:
 class _Round:
     number: int
     token: bytes
-    version: str
+    piece: Piece
+    gathering: Gathering | None = None
     kept: dict[str, memoryview] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def version(self) -> str:
+        return split_key(self.piece.uri)[0]
 
 
 class Sender:
@@ -52,12 +70,15 @@ class Sender:
         store: where publications lie.
         address: of this machine, as replicas reach it; nothing else is listened at.
         timeout: seconds for one file, from the connection to its last byte.
+        carrier: of a faster fabric, where there is one.
 
     Raises `OSError` when the address is not one of this machine.
     """
 
-    def __init__(self, store: Store, address: str, timeout: float) -> None:
-        self._store, self.address, self._timeout = store, address, timeout
+    def __init__(
+        self, store: Store, address: str, timeout: float, carrier: SendingCarrier | None = None
+    ) -> None:
+        self._store, self.address, self._timeout, self._carrier = store, address, timeout, carrier
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.create_server((address, 0), family=family, backlog=MAX_CONNECTIONS)
         self.port: int = self._listener.getsockname()[1]
@@ -73,10 +94,20 @@ class Sender:
     def offer(self, piece: Piece) -> Offer:
         """Hand out this version from now on, and the one before to nobody who asks from now on."""
         self._number += 1
-        version, _ = split_key(piece.uri)
-        token = secrets.token_bytes(16)
-        self._round = _Round(self._number, token, version)
-        return Offer(address=self.address, port=self.port, round=self._number, token=token.hex())
+        carrier, before = self._carrier, self._round
+        present = _Round(self._number, secrets.token_bytes(16), piece)
+        if carrier is not None and carrier.works:
+            usual = 0 if before is None or before.gathering is None else before.gathering.members
+            present.gathering = Gathering(lambda lines: self._broadcast(carrier, present, lines), usual)
+        self._round = present
+        fabric: Literal["tcp", "nccl"] = "tcp" if present.gathering is None else "nccl"
+        return Offer(
+            address=self.address,
+            port=self.port,
+            round=self._number,
+            token=present.token.hex(),
+            fabric=fabric,
+        )
 
     def withdraw(self) -> None:
         """Hand out nothing until the next offer."""
@@ -133,7 +164,38 @@ class Sender:
             log.debug("somebody connected and asked for nothing: %s", error)
             return
         assert present is not None, "a request of no round is refused"
-        self._send(connection, present, request, deadline)
+        if request.file == JOIN:
+            self._join(connection, present, request, deadline)
+        else:
+            self._send(connection, present, request, deadline)
+
+    def _join(self, connection: socket.socket, present: _Round, request: Request, deadline: Deadline) -> None:
+        line = Line(connection, deadline)
+        try:
+            if present.gathering is None:
+                refuse(connection, Status.MISSING, deadline)
+                return
+            answer(connection, request, present.token, memoryview(b""), deadline)
+            present.gathering.attend(line)
+        except Exception as error:  # of a fabric's libraries too: they raise whatever they like
+            log.warning(
+                "sending %s to several at once has failed, they get it one by one: %s", present.version, error
+            )
+            with contextlib.suppress(OSError):
+                line.tell({"failed": str(error)})
+
+    def _broadcast(self, carrier: SendingCarrier, present: _Round, lines: Sequence[Line]) -> None:
+        manifest = parse_manifest(bytes(self._read(present, split_key(present.piece.uri)[1])), present.piece)
+        chunks = chunks_of(manifest.files)
+        try:
+            carrier.send(lines, chunks, lambda file: self._read(present, file))
+        except Exception:
+            with self._lock:
+                self._failed += len(lines)
+            raise
+        with self._lock:
+            self._files += len(manifest.files) * len(lines)
+            self._n_bytes += present.piece.n_bytes * len(lines)
 
     def _send(self, connection: socket.socket, present: _Round, request: Request, deadline: Deadline) -> None:
         try:

@@ -25,6 +25,8 @@ from weight_sync.stores import FILE_NAME
 
 MAGIC = b"CWDIRECT"
 NONCE_BYTES, ROUND_BYTES, LENGTH_BYTES, MAC_BYTES = 16, 8, 8, 32
+JOIN = ".join"
+"""Asked for instead of a file, by who wants to take part in a transfer to several at once (`group`)."""
 CHUNK = 4 << 20
 """Bytes that are received and written at once."""
 
@@ -126,7 +128,7 @@ def read_request(
     if not hmac.compare_digest(mac, _mac(token, b"replica", nonces, head[NONCE_BYTES:] + name)):
         return Status.REFUSED
     file = name.decode("ascii", "replace")
-    if not FILE_NAME.fullmatch(file):
+    if file != JOIN and not FILE_NAME.fullmatch(file):
         return Status.REFUSED
     return Request(number, file, nonces)
 
