@@ -32,7 +32,9 @@ from schema.wire.messages import ErrorCode, Phase
 
 log = logging.getLogger(__name__)
 
-Command = Literal["drain", "stop", "checkpoint"]
+Command = Literal["drain", "stop", "checkpoint", "anchor"]
+ANCHOR_BEATS = 6
+"""Heartbeats without a publication after which the trainer is asked for a full version that replicas wait for."""
 
 
 class Membership:
@@ -41,6 +43,7 @@ class Membership:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._config = without_url_credentials(job.config.to_dict())
+        self._anchor_asked_at = 0.0
 
     # ---- register -----------------------------------------------------------------------------------------
 
@@ -245,7 +248,23 @@ class Membership:
         if replica.role == "policy" and job.checkpoint_asked:
             job.checkpoint_asked = False
             commands.append("checkpoint")
+        if replica.role == "policy" and self._anchor_is_overdue():
+            commands.append("anchor")
         return commands
+
+    def _anchor_is_overdue(self) -> bool:
+        """Whether a replica waits for a full version and the trainer, which is told when it publishes, does not.
+
+        It may be waiting for the very replicas that cannot read what there is.
+        """
+        job, now = self._job, self._job.clock()
+        newest = job.publications.newest_entry
+        last = max(0.0 if newest is None else newest.cost.at, self._anchor_asked_at)
+        patience = ANCHOR_BEATS * job.config.controller.heartbeat_interval
+        if not job.facts.anchor_wanted or now - last < patience:
+            return False
+        self._anchor_asked_at = now
+        return True
 
     # ---- go -----------------------------------------------------------------------------------------------
 

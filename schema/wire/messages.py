@@ -205,7 +205,11 @@ class HeartbeatRequest(Message):
 
 
 class HeartbeatReply(Message):
-    commands: list[Literal["drain", "stop", "checkpoint"]] = Field(default_factory=list)
+    commands: list[Literal["drain", "stop", "checkpoint", "anchor"]] = Field(
+        default_factory=list,
+        description="`anchor`, for a trainer: publish the newest version again, in full, since a replica can read "
+        "nothing of what there is and no publication has followed.",
+    )
     lost_leases: list[str] = Field(
         default_factory=list, description="Leases it no longer holds: drop that work, a push is refused."
     )
