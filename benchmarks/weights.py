@@ -26,7 +26,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -372,38 +372,52 @@ def xor_decode(frames: list[bytes], target: codec.Array, pool: ThreadPoolExecuto
     list(pool.map(one, range(len(frames))))
 
 
+CODEC_ROWS = ("memcpy", "encode", "decode", "xor+zstd encode", "xor+zstd decode")
+
+
 def codecs(old: Tensors, new: Tensors) -> dict[str, float]:
     """GB/s of model size (of bytes for memcpy), by all cores; and what XOR and zstd make of the bytes."""
-    pool, result, total = ThreadPoolExecutor(CORES), dict.fromkeys(CODEC_ROWS, 0.0), 0
-    on_device = next(iter(new.values())).device.type != "cpu"
-    for name in new:
-        before, now = (codec.bits_of(tensor_bytes(name, t[name]), t[name].itemsize) for t in (old, new))
-        target = before.copy()
-        total += now.nbytes
-        work = (lambda a=old[name], b=new[name]: device.encode(a, b, pool=pool)) if on_device else None
-        encoded = _timed(result, "encode", work or (lambda a=before, b=now: codec.encode(a, b, pool=pool)))
-        payload = memoryview(b"".join(encoded.parts))
-        if encoded.changed:
-            _timed(result, "decode", lambda p=payload, t=target: codec.apply(p, t, pool))
+    clock, total, xor_bytes = Clock(), 0, 0
+    with ThreadPoolExecutor(CORES) as pool:
+        for name, tensor in new.items():
+            before, now = (codec.bits_of(tensor_bytes(name, t[name]), tensor.itemsize) for t in (old, new))
+            target = before.copy()
+            total += now.nbytes
+            with clock("encode"):
+                if tensor.device.type == "cpu":
+                    encoded = codec.encode(before, now, pool=pool)
+                else:
+                    encoded = device.encode(old[name], tensor, pool=pool)
+            assert encoded is not None
+            payload = memoryview(b"".join(encoded.parts))
+            if encoded.changed:
+                with clock("decode"):
+                    codec.apply(payload, target, pool)
             assert target.tobytes() == now.tobytes()
-        _timed(result, "memcpy", lambda a=now, t=target: np.copyto(t, a))
-        frames = _timed(result, "xor+zstd encode", lambda a=before, b=now: xor_encode(a, b, pool))
-        target[:] = before
-        _timed(result, "xor+zstd decode", lambda f=frames, t=target: xor_decode(f, t, pool))
-        result["xor+zstd bytes"] += sum(map(len, frames))
-    pool.shutdown()
-    speeds = {key: total / 1e9 / value for key, value in result.items() if not key.endswith("bytes")}
-    return speeds | {"xor+zstd bytes": result["xor+zstd bytes"] / total}
+            with clock("memcpy"):
+                np.copyto(target, now)
+            with clock("xor+zstd encode"):
+                frames = xor_encode(before, now, pool)
+            xor_bytes += sum(map(len, frames))
+            np.copyto(target, before)
+            with clock("xor+zstd decode"):
+                xor_decode(frames, target, pool)
+            assert target.tobytes() == now.tobytes()
+    speeds = {name: total / 1e9 / seconds for name, seconds in clock.seconds.items()}
+    return speeds | {"xor+zstd bytes": xor_bytes / total}
 
 
-CODEC_ROWS = ("memcpy", "encode", "decode", "xor+zstd encode", "xor+zstd decode", "xor+zstd bytes")
+class Clock:
+    """Adds up seconds by stage."""
 
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
 
-def _timed(seconds: dict[str, float], stage: str, work: Callable[[], Any]) -> Any:
-    began = time.perf_counter()
-    result = work()
-    seconds[stage] += time.perf_counter() - began
-    return result
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - began
 
 
 # ---- rounds ----------------------------------------------------------------------------------------------------
@@ -431,7 +445,8 @@ def measure(millions: int, options: argparse.Namespace, give_up: float) -> Rows:
             if number > 1 and time.monotonic() > give_up:
                 print(f"no time for more than {number - 1} rounds")
                 break
-            old, _ = new, trainer.step()
+            old = new
+            trainer.step()
             new = trainer.weights()
             results = {"codec": codecs(old, new)}
             for name, job in jobs.items():
@@ -461,7 +476,7 @@ STAGES = ("encode", "write", "fetch", "verify", "advance", "prepare", "load", "p
 def show(rows: Rows) -> dict[str, float]:
     """Print one size as tables; the figures of the last line."""
     speeds = rows["codec"]
-    print("\nGB/s of model size   " + "   ".join(f"{key} {speeds[key]:.2f}" for key in CODEC_ROWS[:-1]))
+    print("\nGB/s of model size   " + "   ".join(f"{key} {speeds[key]:.2f}" for key in CODEC_ROWS))
     print(
         f"bytes                delta {rows['shm delta']['bytes']:.4f}   xor+zstd {speeds['xor+zstd bytes']:.4f}"
     )
