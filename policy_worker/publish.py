@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Protocol
 
 from policy_worker.checkpoints.background import Background
+from policy_worker.collective import open_sender
 from policy_worker.errors import PolicyError, SettingsError
 from policy_worker.learner import Learner
 from policy_worker.model import DTYPES
@@ -95,7 +96,8 @@ class Publisher:
         name = re.sub(r"[^A-Za-z0-9_-]", "-", reply.job_id).lstrip("-_")
         if session is not None:
             record = Record(Path(reply.run_dir) / RECORD, self._store, name)
-            self._leader = Leader(session, session.another(), Chain(settings.anchor_interval), record)
+            sender = open_sender(config, self._store, session.url)
+            self._leader = Leader(session, session.another(), Chain(settings.anchor_interval), record, sender)
             session.troubles.append(self.trouble)
         # The ranks of the background wait for the one whose store fails, or for the controller.
         patience = max(settings.store_timeout, config.controller.controller_lost_timeout)
@@ -175,6 +177,8 @@ class Publisher:
             log.exception("publishing has failed")
         if self._leader is not None:
             self._leader.caller.close()
+            if self._leader.sender is not None:
+                self._leader.sender.close()
 
     def _free(self) -> bool:
         """Whether the snapshot may be taken on all ranks. Raises what went wrong before."""

@@ -30,6 +30,7 @@ from schema.wire import messages as m
 from schema.wire.weights import TensorEntry, WeightManifest
 from weight_sync import WeightError
 from weight_sync.chain import Chain
+from weight_sync.collective import Sender
 from weight_sync.errors import StoppedError
 from weight_sync.layout import content_hash, torch_dtype
 from weight_sync.publish import (
@@ -64,10 +65,14 @@ class Place:
 
 
 class Leader:
-    """What rank 0 knows beyond the others: the chain, the newest version's table, the record, the controller."""
+    """What rank 0 knows beyond the others: the chain, the newest version's table, the record, the controller, and who
+    hands versions out directly, if anybody."""
 
-    def __init__(self, session: Session, caller: Caller, chain: Chain, record: Record) -> None:
+    def __init__(
+        self, session: Session, caller: Caller, chain: Chain, record: Record, sender: Sender | None
+    ) -> None:
         self.session, self.caller, self.chain, self.record = session, caller, chain, record
+        self.sender = sender
         self.table: dict[str, TensorEntry] | None = None
         self.metrics: dict[str, float] = {}
         """Of the newest announced version, as the metrics of a step have them."""
@@ -245,6 +250,7 @@ class Release:
             changed=changed if delta else 0,
             elements=elements if delta else 0,
             metrics=seconds,
+            offer=None if leader.sender is None else leader.sender.offer(published.piece),
             newest_publication=max(history.newest_publication, leader.record.newest),
         )
         answer = leader.caller.call(api.publish(request))
@@ -265,6 +271,11 @@ class Release:
         }
         if delta:
             leader.metrics["publish_density"] = changed / max(1, elements)
+        if leader.sender is not None:  # totals, since nobody waits for what is being sent
+            served = leader.sender.served
+            leader.metrics["publish_sent_files"] = float(served.files)
+            leader.metrics["publish_sent_bytes"] = float(served.n_bytes)
+            leader.metrics["publish_sends_failed"] = float(served.failed)
         return number if leader.chain.anchor_due else 0
 
     # ---- anchors ----------------------------------------------------------------------------------------------

@@ -77,6 +77,7 @@ class Caller:
         self, environment: Environment, departure: Departure, patience: float = START_PATIENCE
     ) -> None:
         self.departure, self.patience = departure, patience
+        self.url = environment.url
         self._client = Client(environment.url, environment.token)
 
     def call(self, call: Call[T]) -> T:
