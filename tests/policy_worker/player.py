@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import threading
 import uuid
 from pathlib import Path
@@ -16,7 +17,9 @@ from schema.wire.sample import encode_sample
 from schema.wire.weights import Publication
 from tests.policy_worker.material import VOCABULARY, make_sample
 from tests.support.waiting import PATIENCE
-from weight_sync import WeightError, fetch
+from weight_sync import WeightError
+from weight_sync.host_copy import HostCopy
+from weight_sync.stores import open_store
 
 
 class Player:
@@ -61,11 +64,16 @@ class Player:
             self.error = error
 
     def _play(self) -> None:
+        with tempfile.TemporaryDirectory(prefix="player-") as directory:
+            self._play_with(Path(directory) / "copy")
+
+    def _play_with(self, copy: Path) -> None:
         request = m.RegisterRequest(request_id=uuid.uuid4().hex, role="rollout", name="player")
         reply = self._client.send(api.register(request))
+        self._copy = HostCopy(copy, open_store(reply.weight_store))
         publication, made = None, 0
         while publication is None and not self._stop.is_set():
-            publication = self._update(reply.weight_store, None)
+            publication = self._update(None)
         while not self._stop.is_set():
             assert publication is not None
             limit = self._limit
@@ -85,11 +93,11 @@ class Player:
             for group in lease.groups:
                 self._push(group, reply.replica_id, publication.version)
             made += len(lease.groups)
-            publication = self._update(reply.weight_store, publication)
+            publication = self._update(publication)
             if lease.status == m.LeaseStatus.FINISHED:
                 return
 
-    def _update(self, store: str, known: Publication | None) -> Publication | None:
+    def _update(self, known: Publication | None) -> Publication | None:
         """Load what is newer than `known`; it may be gone as soon as there is something newer still."""
         newest = self._client.send(
             api.latest_publication(known.id if known else 0, wait_s=0.0 if known else 1.0)
@@ -97,12 +105,13 @@ class Player:
         if newest is None:
             return known
         try:
-            weights = fetch(Path(store), newest, patience=0.0)
+            weights = self._copy.advance(newest, patience=0.0)
         except WeightError:
             if self._client.send(api.latest_publication(newest.id)) is None:
                 raise
-            return self._update(store, known)
-        self.weights = {name: tensor.clone() for name, tensor in weights.tensors()}
+            return self._update(known)
+        with weights.reading():
+            self.weights = {name: tensor.clone() for name, tensor in weights.tensors()}
         self.versions.append(newest.version)
         return newest
 
