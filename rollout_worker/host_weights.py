@@ -1,5 +1,8 @@
 """This replica's share in the host's copy of the weights, brought forward in a thread while generation goes on.
 
+    transport = "store"        weight_store ─▶ host's copy
+    transport = "collective"   trainer, and weight_store for what it does not send ─▶ host's copy
+
 The thread is a daemon: a store that hangs cannot keep the process from ending.
 """
 
@@ -9,20 +12,35 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 from schema.config import Config
-from schema.wire.messages import RegisterReply
+from schema.wire.messages import RegisterReply, Transport
 from schema.wire.weights import Publication
+from weight_sync.collective import DirectStore
 from weight_sync.host_copy import HostCopy, Weights, whole_bytes
 from weight_sync.host_users import copy_directory
-from weight_sync.stores import open_store
+from weight_sync.stores import Store, open_store
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
+PATIENCE = 10.0
+"""Seconds for which a file that is missing or wrong is tried again: attribute caches of NFS live 3 to 60 s by
+default, longer than this is a broken store."""
 CLOSE_S = 5.0
 """Seconds for a fetch that was told to stop; what it holds then goes with the process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """Weights that are on this host, and how they came."""
+
+    weights: Weights
+    transport: Transport
+    detail: str
+    """Why the transport is not the one that was asked for; "" where it is."""
 
 
 class HostWeights:
@@ -34,9 +52,12 @@ class HostWeights:
     def __init__(self, config: Config, reply: RegisterReply) -> None:
         self._config, self._reply = config.weight_sync, reply
         self._stop = threading.Event()
-        self._store = open_store(
+        self._store: Store = open_store(
             reply.weight_store, timeout=config.weight_sync.store_timeout, stop=self._stop
         )
+        self._direct: DirectStore | None = None
+        if config.weight_sync.transport == "collective":
+            self._store = self._direct = DirectStore(self._store, config.weight_sync.collective_timeout)
         self._copy: HostCopy | None = None
         self._thread: threading.Thread | None = None
 
@@ -45,23 +66,29 @@ class HostWeights:
         """What the store is trying again at this moment; "" when nothing."""
         return self._store.trouble()
 
-    async def advance(self, publication: Publication) -> Weights:
+    async def advance(self, publication: Publication) -> Arrival:
         """The weights of a publication or a newer one, proven. One caller at a time. Raises `WeightError`."""
         return await self._in_thread(lambda: self._advance(publication))
 
-    def _advance(self, publication: Publication) -> Weights:
+    def _advance(self, publication: Publication) -> Arrival:
+        if self._direct is not None:
+            self._direct.expect(publication)
         if self._copy is None:
             directory = copy_directory(
                 self._config.host_cache,
                 job_id=self._reply.job_id,
                 run_dir=self._reply.run_dir,
-                n_bytes=whole_bytes(self._store, publication, stop=self._stop),
+                n_bytes=whole_bytes(self._store, publication, patience=PATIENCE, stop=self._stop),
             )
             log.info("the host's copy of the weights lies in %s", directory)
             self._copy = HostCopy(
                 directory, self._store, lock_timeout=self._config.store_timeout, stop=self._stop
             )
-        return self._copy.advance(publication)
+        weights = self._copy.advance(publication, patience=PATIENCE)
+        if self._direct is None:
+            return Arrival(weights, "store", "")
+        fallback = self._direct.outcome().fallback
+        return Arrival(weights, "collective" if fallback is None else "store", fallback or "")
 
     async def close(self) -> None:
         """End a fetch under way, and give the share back. After the engine has closed."""

@@ -24,7 +24,7 @@ class UpdateReports:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._waiting: deque[tuple[int, UpdateReport]] = deque(maxlen=MOST_WAITING)
-        self._news = asyncio.Event()
+        self._news, self._sending = asyncio.Event(), asyncio.Lock()
 
     def applied(
         self,
@@ -70,13 +70,13 @@ class UpdateReports:
         while True:
             await self._news.wait()
             self._news.clear()
-            while self._waiting:
-                await self._send(*self._waiting.popleft())
+            await self.flush()
 
     async def flush(self) -> None:
-        """Send what waits, now."""
-        while self._waiting:
-            await self._send(*self._waiting.popleft())
+        """Send what waits, and wait for what is being sent. Errors as `run`."""
+        async with self._sending:
+            while self._waiting:
+                await self._send(*self._waiting.popleft())
 
     async def _send(self, publication_id: int, report: UpdateReport) -> None:
         def call(session: Session) -> api.Call[None]:

@@ -15,16 +15,18 @@ is tried again for `weight_sync.store_timeout`. A replica that has no weights at
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from controller import api
+from controller.client import ControllerError
 from rollout_worker.engines.base import Checksum, Engine, LoadReport, WeightMismatch
 from rollout_worker.gauges import Gauges
 from rollout_worker.held import Held
-from rollout_worker.host_weights import HostWeights
+from rollout_worker.host_weights import Arrival, HostWeights
 from rollout_worker.session import Session
 from rollout_worker.update_reports import UpdateReports
 from schema.config.weight_sync import WeightSyncConfig
@@ -39,6 +41,8 @@ POLL_S = 20.0
 MAX_FAILURES = 5
 """In a row, before this replica ever had weights: a machine that cannot read the store should say so soon."""
 RETRY_S = 1.0
+FLUSH_S = 5.0
+"""Seconds for the controller to hear of a mismatch before the replica ends."""
 MAX_NAMED = 5
 """Problems of a checksum that its error names."""
 
@@ -76,8 +80,8 @@ class WeightFollower:
         self.current: Publication | None = None
         self._failure = ""
         self._fetching = 0
-        self._ready: Weights | None = None
-        self._loading: Weights | None = None
+        self._ready: Arrival | None = None
+        self._loading: Arrival | None = None
         self._checked: Publication | None = None
         self._news = asyncio.Event()
         self._changed: list[Callable[[], None]] = []
@@ -97,9 +101,9 @@ class WeightFollower:
     @property
     def fetching(self) -> int:
         """The oldest publication whose files are being read, or will be; 0: none."""
-        for weights in (self._loading, self._ready):
-            if weights is not None:
-                return weights.publication.id
+        for arrival in (self._loading, self._ready):
+            if arrival is not None:
+                return arrival.weights.publication.id
         return self._fetching
 
     @property
@@ -128,12 +132,13 @@ class WeightFollower:
         self._session.newest_publication = max(self._session.newest_publication, publication.id)
         self._fetching = publication.id
         try:
-            weights = await self._host.advance(publication)
+            arrival = await self._host.advance(publication)
         finally:
             self._fetching = 0
+        weights = arrival.weights
         self._gauges.extra["fetch_seconds"] = weights.seconds["fetch"]
         if self.current is None or weights.publication.id > self.current.id:
-            self._ready = weights
+            self._ready = arrival
             self._news.set()
         return weights.publication.id
 
@@ -179,21 +184,23 @@ class WeightFollower:
             self._news.clear()
             if self._ready is None or self._held.pinned:
                 continue
-            weights, self._loading, self._ready = self._ready, self._ready, None
+            arrival, self._loading, self._ready = self._ready, self._ready, None
+            weights = arrival.weights
             try:
                 report = await self._engine.load_weights(weights, weights.publication.version)
             finally:
                 self._loading = None
             publication = report.publication or weights.publication
             self.current = publication
-            if self._ready is not None and self._ready.publication.id <= publication.id:
+            if self._ready is not None and self._ready.weights.publication.id <= publication.id:
                 self._ready = None  # the host's copy was there already when the engine read it
             for callback in self._changed:
                 callback()
-            await self._settle(weights, publication, report)
+            await self._settle(arrival, publication, report)
 
-    async def _settle(self, weights: Weights, publication: Publication, report: LoadReport) -> None:
+    async def _settle(self, arrival: Arrival, publication: Publication, report: LoadReport) -> None:
         """Compare, log and report what is in use now."""
+        weights = arrival.weights
         checksum = await self._engine.checksum() if self._check_is_due(publication) else None
         seconds = {
             **weights.seconds,
@@ -214,14 +221,20 @@ class WeightFollower:
         self.reports.applied(
             publication.id,
             mode=report.mode,
-            transport="store",
+            transport=arrival.transport,
             n_bytes=weights.n_bytes,
             seconds=seconds,
             served_hash=(checksum and checksum.content_hash) or "",
-            detail=report.detail,
+            detail="; ".join(filter(None, (arrival.detail, report.detail))),
         )
         if checksum is not None:
-            self._compare(publication, checksum)
+            try:
+                self._compare(publication, checksum)
+            except WeightMismatch:
+                with contextlib.suppress(TimeoutError, ControllerError):
+                    async with asyncio.timeout(FLUSH_S):
+                        await self.reports.flush()
+                raise
 
     def _log(
         self, weights: Weights, publication: Publication, report: LoadReport, seconds: dict[str, float]
