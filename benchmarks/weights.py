@@ -376,7 +376,7 @@ CODEC_ROWS = ("memcpy", "encode", "decode", "xor+zstd encode", "xor+zstd decode"
 
 
 def codecs(old: Tensors, new: Tensors) -> dict[str, float]:
-    """GB/s of model size (of bytes for memcpy), by all cores; and what XOR and zstd make of the bytes."""
+    """GB of model size (memcpy: of bytes) in a second of all cores, and of one; and what XOR and zstd make of it."""
     clock, total, xor_bytes = Clock(), 0, 0
     with ThreadPoolExecutor(CORES) as pool:
         for name, tensor in new.items():
@@ -408,16 +408,20 @@ def codecs(old: Tensors, new: Tensors) -> dict[str, float]:
 
 
 class Clock:
-    """Adds up seconds by stage."""
+    """Adds up seconds by stage, and as "<stage> CPU" those of all threads on a core."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
 
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
-        began = time.perf_counter()
+        began, worked = time.perf_counter(), time.process_time()
         yield
-        self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - began
+        self._add(stage, time.perf_counter() - began)
+        self._add(f"{stage} CPU", time.process_time() - worked)
+
+    def _add(self, stage: str, seconds: float) -> None:
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
 
 
 # ---- rounds ----------------------------------------------------------------------------------------------------
@@ -477,6 +481,7 @@ def show(rows: Rows) -> dict[str, float]:
     """Print one size as tables; the figures of the last line."""
     speeds = rows["codec"]
     print("\nGB/s of model size   " + "   ".join(f"{key} {speeds[key]:.2f}" for key in CODEC_ROWS))
+    print("GB per CPU second    " + "   ".join(f"{key} {speeds[f'{key} CPU']:.2f}" for key in CODEC_ROWS))
     print(
         f"bytes                delta {rows['shm delta']['bytes']:.4f}   xor+zstd {speeds['xor+zstd bytes']:.4f}"
     )
