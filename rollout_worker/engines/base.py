@@ -141,7 +141,7 @@ class LoadReport:
     prepare_s: float = 0.0
     """Before the pause: decoding changes and finding their elements, or making a full version readable."""
     interrupted_s: float = 0.0
-    """From asking requests to pause until they could run again."""
+    """How long requests were held up: until they could run again."""
     mode: Literal["in_place", "full"] = "full"
     """Whether only what changed was written, or everything loaded."""
     publication: Publication | None = None

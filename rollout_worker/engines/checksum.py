@@ -32,15 +32,20 @@ class Tally:
 
     def add(self, name: str, published: Published, kept: torch.Tensor) -> None:
         """A tensor as the engine keeps it: [elements] or of its shape, on the CPU."""
-        source = _restored(kept, published.dtype)
-        if source is None:
+        if loses_bits(published.dtype, kept.dtype):
             self.exact = False
-            source = None if self._copy is None else self._copy[name]
-            if source is None:
+            if self._copy is None:
                 self._unknown = True
                 return
-            if not torch.equal(_bits(source.to(kept.dtype)), _bits(kept)):
-                self.problems.append(f"{name} differs from the host's copy")
+            source = self._copy[name]
+            right = torch.equal(_bits(source.to(kept.dtype)), _bits(kept))
+            problem = "differs from the host's copy"
+        else:
+            source = _restored(kept, published.dtype)
+            right = torch.equal(_bits(source.to(kept.dtype)), _bits(kept))
+            problem = f"holds values that {published.dtype} does not have"
+        if not right:
+            self.problems.append(f"{name} {problem}")
         value = tensor_digest(tensor_bytes(name, source), source.itemsize)
         self._entries[name] = TensorEntry(
             dtype=dtype_name(published.dtype, name),
@@ -65,14 +70,12 @@ def loses_bits(published: torch.dtype, kept: torch.dtype) -> bool:
     return bool(a.eps < b.eps or a.max > b.max or a.smallest_normal < b.smallest_normal)
 
 
-def _restored(kept: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-    """The tensor that was cast to `kept`, where the cast can be undone."""
-    if kept.dtype is dtype:
-        return kept
-    if loses_bits(dtype, kept.dtype):
-        return None
-    back = kept.to(dtype)
-    return back if torch.equal(_bits(back.to(kept.dtype)), _bits(kept)) else None
+def _restored(kept: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The tensor that was cast to `kept`."""
+    if (dtype, kept.dtype) == (torch.bfloat16, torch.float32):
+        # Its upper half; a cast would round, and give every NaN the same bits.
+        return (kept.contiguous().view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)
+    return kept.to(dtype)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

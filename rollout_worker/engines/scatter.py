@@ -220,6 +220,20 @@ class WeightMap:
         self.places = {name: tuple(places.get(name, ())) for name in published}
         self._maps = {name: [_Affine(place) for place in found] for name, found in self.places.items()}
 
+    def check(self, model: torch.nn.Module) -> None:
+        """Raises `UnmappedError` when a parameter lies elsewhere than it did: writes would go nowhere."""
+        here = {
+            name: tensor.untyped_storage().data_ptr()
+            for name, tensor in [
+                *model.named_parameters(remove_duplicate=False),
+                *model.named_buffers(remove_duplicate=False),
+            ]
+        }
+        for places in self.places.values():
+            for place in places:
+                if here.get(place.parameter) != place.storage.untyped_storage().data_ptr():
+                    raise UnmappedError(f"{place.parameter} has moved in memory since it was loaded")
+
     def served_dtype(self, name: str) -> torch.dtype | None:
         """Type in which a tensor is kept; None where no part of it lies here.
 

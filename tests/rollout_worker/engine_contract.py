@@ -12,10 +12,12 @@ same model, restricted by an implementation of penalties and filters that is ind
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -26,15 +28,19 @@ import torch
 
 from rollout_worker.engines import create_engine
 from rollout_worker.engines.base import (
+    Checksum,
     Engine,
     EngineFailed,
     Generation,
     GenerationRequest,
+    LoadReport,
     SamplingSettings,
     WeightMismatch,
 )
 from schema.config import Config
+from schema.wire.weights import Publication
 from tests.rollout_worker.tiny import publish_model, random_model, save_model, tokenizer
+from tests.rollout_worker.versions import Versions, nudged
 from tests.support.waiting import PATIENCE
 from weight_sync import Weights, fetch
 
@@ -79,6 +85,22 @@ class Subject:
     def load(self, which: int, version: int) -> None:
         self.run(self.engine.load_weights(self.weights[which], version))
         self.version = version
+
+    def follow(self, versions: Versions, publication: Publication) -> LoadReport:
+        """Bring the engine to a publication of a line of versions, by way of the host's copy."""
+        return self.run(self._follow(versions, publication))
+
+    async def _follow(self, versions: Versions, publication: Publication) -> LoadReport:
+        self.version = -1
+        weights = await asyncio.to_thread(versions.fetched, publication)
+        report = await self.engine.load_weights(weights, publication.version)
+        self.version = publication.version
+        assert self.engine.version == publication.version
+        assert report.publication == publication
+        return report
+
+    def checksum(self) -> Checksum:
+        return self.run(self.engine.checksum())
 
     async def _collect(self, wanted: int) -> list[Generation]:
         found: list[Generation] = []
@@ -207,6 +229,29 @@ SETTINGS = {
 }
 
 
+@contextmanager
+def running(contract: type[EngineContract], root: Path, **sections: Any) -> Iterator[Subject]:
+    """The engine of a contract, booted and with its first weights."""
+    torch.set_num_threads(1)
+    models = [random_model(seed) for seed in (1, 2)]
+    folder = save_model(root / "model", models[0])
+    publications = [publish_model(root / "store", model, i) for i, model in enumerate(models)]
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    engine = contract.make(contract.config(folder, **sections))
+    subject = Subject(engine, models, [fetch(root / "store", one) for one in publications], loop)
+    try:
+        subject.run(engine.start(), BOOT_S)
+        subject.load(0, 0)
+        yield subject
+    finally:
+        subject.run(engine.close())
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(PATIENCE)
+        loop.close()
+
+
 class EngineContract:
     """Subclass it; see the module's docstring."""
 
@@ -240,25 +285,8 @@ class EngineContract:
     @pytest.fixture(scope="class")
     @classmethod
     def subject(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
-        torch.set_num_threads(1)
-        root = tmp_path_factory.mktemp("contract")
-        models = [random_model(seed) for seed in (1, 2)]
-        folder = save_model(root / "model", models[0])
-        publications = [publish_model(root / "store", model, i) for i, model in enumerate(models)]
-        loop = asyncio.new_event_loop()
-        thread = threading.Thread(target=loop.run_forever, daemon=True)
-        thread.start()
-        engine = cls.make(cls.config(folder))
-        subject = Subject(engine, models, [fetch(root / "store", one) for one in publications], loop)
-        try:
-            subject.run(engine.start(), BOOT_S)
-            subject.load(0, 0)
+        with running(cls, tmp_path_factory.mktemp("contract")) as subject:
             yield subject
-        finally:
-            subject.run(engine.close())
-            loop.call_soon_threadsafe(loop.stop)
-            thread.join(PATIENCE)
-            loop.close()
 
     @pytest.fixture(autouse=True)
     def at_first_weights(self, subject: Subject) -> None:
@@ -469,6 +497,173 @@ class EngineContract:
         (sample,) = subject.run(subject._collect(1))
         check_logprobs(subject.models[0], waiting, sample)
 
+    # ---- weights that change in place ----------------------------------------------------------------
+
+    @pytest.fixture
+    def versions(self, tmp_path: Path) -> Iterator[Versions]:
+        versions = Versions(tmp_path)
+        yield versions
+        versions.close()
+
+    def test_changes_are_written_in_place_and_the_weights_read_back(
+        self, subject: Subject, versions: Versions
+    ) -> None:
+        model = copy.deepcopy(subject.models[0])
+        nudged(model, 4)
+        publication = versions.publish(model, 4)
+        assert subject.follow(versions, publication).mode == "full"
+        checksum = subject.checksum()
+        assert (checksum.content_hash, checksum.exact) == (publication.content_hash, True)
+        for version in (5, 6):
+            nudged(model, version)
+            publication = versions.publish(model, version)
+            report = subject.follow(versions, publication)
+            assert (report.mode, report.detail) == ("in_place", "")
+            checksum = subject.checksum()
+            assert (checksum.content_hash, checksum.exact) == (publication.content_hash, True)
+            wanted = request(PROMPTS[0], SamplingSettings(max_tokens=12), (1, 2))
+            found = subject.generate([wanted])
+            for i in range(2):
+                check_logprobs(model, wanted, found[wanted.request_id, i])
+                assert set(token_versions(found[wanted.request_id, i])) == {version}
+
+    def test_weights_published_in_half_precision(self, subject: Subject, versions: Versions) -> None:
+        """The engine computes in float32, which holds every value: the published hash comes back."""
+        model = copy.deepcopy(subject.models[0]).to(torch.bfloat16)
+        subject.follow(versions, versions.publish(model, 4))
+        nudged(model, 5)
+        publication = versions.publish(model, 5)
+        assert subject.follow(versions, publication).mode == "in_place"
+        checksum = subject.checksum()
+        assert (checksum.content_hash, checksum.exact) == (publication.content_hash, True)
+        plain = copy.deepcopy(subject.models[0])  # casting the model would round its rotary frequencies, too
+        plain.load_state_dict(model.state_dict())
+        wanted = request(PROMPTS[0], SamplingSettings(max_tokens=12))
+        check_logprobs(plain, wanted, subject.one(wanted))
+
+    def test_several_deltas_at_once_and_a_full_version_between(
+        self, subject: Subject, versions: Versions
+    ) -> None:
+        model = copy.deepcopy(subject.models[0])
+        subject.follow(versions, versions.publish(model, 1))
+        modes = []
+        for version, full in ((4, False), (6, False), (7, True), (8, False)):
+            for step in range(2):
+                nudged(model, 10 * version + step)
+                publication = versions.publish(model, version, full=full)
+            modes.append(subject.follow(versions, publication).mode)
+            assert subject.checksum().content_hash == publication.content_hash
+        assert modes == ["in_place", "in_place", "full", "in_place"]
+        wanted = request(PROMPTS[0], SamplingSettings(max_tokens=12))
+        check_logprobs(model, wanted, subject.one(wanted))
+
+    def test_ten_updates_under_running_requests(self, subject: Subject, versions: Versions) -> None:
+        """Every token's log-prob is that of the weights its version names, and every request survives."""
+        settings = SamplingSettings(max_tokens=MAX_LEN, ignore_eos=True)
+        model = copy.deepcopy(subject.models[0])
+        states = {0: copy.deepcopy(model)}
+        line = [versions.publish(model, 0)]
+        for version in range(1, 11):
+            nudged(model, version)
+            states[version] = copy.deepcopy(model)
+            line.append(versions.publish(model, version))
+
+        async def updates(requests: list[GenerationRequest]) -> tuple[list[LoadReport], list[Generation]]:
+            subject.engine.submit(requests)
+            reports = []
+            for publication in line[1:]:
+                before = subject.engine.stats().tokens
+
+                def moved(before: int = before) -> bool:
+                    now = subject.engine.stats()
+                    return now.tokens >= before + 40 or not now.running + now.waiting
+
+                await _until(moved)
+                reports.append(await subject._follow(versions, publication))
+            return reports, await subject._collect(32)
+
+        subject.follow(versions, line[0])
+        requests = [request(prompt, settings, range(8)) for prompt in PROMPTS]
+        reports, found = subject.run(updates(requests))
+        assert [report.mode for report in reports] == ["in_place"] * 10
+        assert subject.checksum().content_hash == line[-1].content_hash
+        by_id = {one.request_id: one for one in requests}
+        most = 0
+        for sample in found:
+            check_shape(sample)
+            versions_of = token_versions(sample)
+            assert versions_of == sorted(versions_of)
+            most = max(most, len(set(versions_of)))
+            prompt, response = by_id[sample.request_id].prompt_token_ids, sample.token_ids.tolist()
+            plain = {v: plain_logits(states[v], prompt, response) for v in set(versions_of)}
+            for i, version in enumerate(versions_of):
+                expected = log_softmax(plain[version][i])[response[i]]
+                assert abs(expected - sample.logprobs[i]) <= TOLERANCE, f"token {i} of version {version}"
+        assert most >= 3, "samples lived through several updates"
+
+    def test_a_version_that_two_timelines_have(self, subject: Subject, versions: Versions) -> None:
+        """After a rewind a version comes again with other weights: nothing cached of the first is used."""
+        model = copy.deepcopy(subject.models[0])
+        subject.follow(versions, versions.publish(model, 4))
+        wanted = request("a prompt of several blocks: " + "0123456789" * 4, SamplingSettings(max_tokens=8))
+        for seed in (1, 2, 3):
+            nudged(model, seed)
+            subject.follow(versions, versions.publish(model, 5))
+            again = request(list(wanted.prompt_token_ids), wanted.settings, (1, 2))
+            found = subject.generate([again])
+            for i in range(2):
+                check_logprobs(model, again, found[again.request_id, i])
+
+    def test_changes_that_cannot_be_read_are_loaded_whole(self, subject: Subject, versions: Versions) -> None:
+        model = copy.deepcopy(subject.models[0])
+        subject.follow(versions, versions.publish(model, 4))
+        nudged(model, 5)
+        publication = versions.publish(model, 5)
+        weights = versions.fetched(publication)
+        (data,) = (versions.store.root / publication.uri).parent.glob("*.safetensors")
+        data.write_bytes(data.read_bytes()[:-1])
+        report = subject.run(subject.engine.load_weights(weights, 5))
+        subject.version = 5
+        assert report.mode == "full"
+        assert data.name in report.detail
+        assert subject.checksum().content_hash == publication.content_hash
+        wanted = request(PROMPTS[0], SamplingSettings(max_tokens=12))
+        check_logprobs(model, wanted, subject.one(wanted))
+
+    def test_a_full_load_takes_what_the_copy_holds(self, subject: Subject, versions: Versions) -> None:
+        """Another replica has brought the host's copy further meanwhile."""
+        model = copy.deepcopy(subject.models[0])
+        nudged(model, 4)
+        weights = versions.fetched(versions.publish(model, 4))
+        nudged(model, 5)
+        newer = versions.publish(model, 5)
+        versions.fetched(newer)
+        report = subject.run(subject.engine.load_weights(weights, 4))
+        subject.version = 5
+        assert (report.mode, report.publication) == ("full", newer)
+        assert subject.engine.version == 5
+        wanted = request(PROMPTS[0], SamplingSettings(max_tokens=12))
+        sample = subject.one(wanted)
+        assert set(token_versions(sample)) == {5}
+        check_logprobs(model, wanted, sample)
+
+    def test_after_a_failure_everything_is_loaded(
+        self, subject: Subject, versions: Versions, tmp_path: Path
+    ) -> None:
+        model = copy.deepcopy(subject.models[0])
+        subject.follow(versions, versions.publish(model, 4))
+        wrong = fetch(
+            tmp_path / "wrong", publish_model(tmp_path / "wrong", random_model(1, num_hidden_layers=1), 9)
+        )
+        with pytest.raises(WeightMismatch):
+            subject.run(subject.engine.load_weights(wrong, 9))
+        subject.version = -1
+        assert subject.checksum().content_hash is None
+        nudged(model, 5)
+        publication = versions.publish(model, 5)
+        assert subject.follow(versions, publication).mode == "full"
+        assert subject.checksum().content_hash == publication.content_hash
+
     # ---- bookkeeping ----------------------------------------------------------------------------------
 
     def test_abort_forgets_a_request_and_nothing_else(self, subject: Subject) -> None:
@@ -548,6 +743,50 @@ class EngineContract:
                 await waiting
 
         subject.run(work(), BOOT_S)
+
+
+class KeepKvContract:
+    """Requests go on with the cache that they have. An `EngineContract` besides gives it an engine."""
+
+    def test_tokens_are_as_old_as_the_oldest_in_their_cache(self, subject: Subject, tmp_path: Path) -> None:
+        """Samples begun before one of five updates keep the version of before it; later ones have theirs."""
+        settings = SamplingSettings(max_tokens=MAX_LEN, ignore_eos=True)
+        versions = Versions(tmp_path)
+        model = copy.deepcopy(subject.models[0])
+        line = [versions.publish(model, 10)]
+        for version in range(11, 16):
+            nudged(model, version)
+            line.append(versions.publish(model, version))
+
+        async def updates() -> tuple[list[LoadReport], dict[str, int], list[Generation]]:
+            reports, begun = [], {}
+            for publication in line[1:]:
+                one = request("x", settings, range(3))
+                before = subject.engine.stats().tokens
+                subject.engine.submit([one])
+                begun[one.request_id] = publication.version - 1
+
+                def moved(before: int = before) -> bool:
+                    return subject.engine.stats().tokens >= before + 30
+
+                await _until(moved)
+                reports.append(await subject._follow(versions, publication))
+            return reports, begun, await subject._collect(15)
+
+        try:
+            subject.follow(versions, line[0])
+            reports, begun, found = subject.run(updates())
+            assert [report.mode for report in reports] == ["in_place"] * 5
+            for sample in found:
+                check_shape(sample)
+                assert set(token_versions(sample)) == {begun[sample.request_id]}
+            after = request("x", SamplingSettings(max_tokens=8), (1, 2))
+            fresh = subject.generate([after])
+            for i in range(2):
+                check_logprobs(model, after, fresh[after.request_id, i])
+                assert set(token_versions(fresh[after.request_id, i])) == {15}
+        finally:
+            versions.close()
 
 
 async def _until(condition: Callable[[], bool]) -> None:

@@ -332,3 +332,12 @@ def test_a_fused_padded_sharded_and_tied_model() -> None:
         out = torch.empty(tensor.numel())
         assert all(known.read(name, out) for known in maps)
         assert torch.equal(out, tensor.reshape(-1))
+
+
+def test_a_parameter_that_has_moved_is_noticed() -> None:
+    model = Parameters([4], torch.float32)
+    found = load(model, {"w": torch.randn(4)}, [("w", lambda t: t, lambda p: p)])
+    found.check(model)
+    model.all[0].data = model.all[0].data.clone()
+    with pytest.raises(UnmappedError, match=r"all\.0 has moved in memory"):
+        found.check(model)

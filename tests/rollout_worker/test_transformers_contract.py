@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
 
 from rollout_worker.engines.base import Engine
 from rollout_worker.engines.transformers import TransformersEngine
 from rollout_worker.engines.transformers.settings import settings_of
 from schema.config import Config
-from tests.rollout_worker.engine_contract import EOS, EngineContract
+from tests.rollout_worker.engine_contract import (
+    EOS,
+    EngineContract,
+    KeepKvContract,
+    Subject,
+    running,
+)
 from tests.rollout_worker.tiny import tokenizer
+from tests.rollout_worker.versions import Versions, nudged
 
 
 class TestTransformers(EngineContract):
@@ -19,3 +32,73 @@ class TestTransformers(EngineContract):
     def make(cls, config: Config) -> Engine:
         """Without patience: an update never waits for running samples, so it always meets some."""
         return TransformersEngine(replace(settings_of(config), patience=0.0), tokenizer(), frozenset({EOS}))
+
+
+class TestKeepKv(KeepKvContract):
+    """With a cache that outlives updates; the rest of the contract is the same engine's above."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def subject(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
+        with running(
+            TestTransformers, tmp_path_factory.mktemp("keep"), weight_sync={"update_mode": "keep_kv"}
+        ) as subject:
+            yield subject
+
+
+class TestHalfPrecision:
+    """An engine in bfloat16 of weights published in float32: bits are lost, the others compared."""
+
+    def test_the_served_weights_are_compared_with_the_copy(self, tmp_path: Path) -> None:
+        rollout = {**TestTransformers.config(tmp_path).rollout.model_dump(), "dtype": "bfloat16"}
+        versions = Versions(tmp_path)
+        with running(TestTransformers, tmp_path, rollout=rollout) as subject:
+            model = copy.deepcopy(subject.models[0])
+            subject.follow(versions, versions.publish(model, 4))
+            nudged(model, 5)
+            publication = versions.publish(model, 5)
+            assert subject.follow(versions, publication).mode == "in_place"
+            checksum = subject.checksum()
+            assert (checksum.content_hash, checksum.exact) == (publication.content_hash, False)
+            served = subject.engine._decoder.model  # type: ignore[attr-defined]
+            served.model.norm.weight.data[3] += 1
+            checksum = subject.checksum()
+            assert checksum.content_hash is None
+            assert checksum.problems == ["model.norm.weight differs from the host's copy"]
+            nudged(model, 6)
+            versions.fetched(versions.publish(model, 6))  # the copy moves on: nothing to compare with
+            checksum = subject.checksum()
+            assert (checksum.content_hash, checksum.problems) == (None, [])
+        versions.close()
+
+
+class TestDamage:
+    """Weights that change where nobody wrote them, in an engine of its own."""
+
+    def test_a_flipped_bit_is_seen_and_the_next_full_load_mends_it(self, tmp_path: Path) -> None:
+        versions = Versions(tmp_path)
+        with running(TestTransformers, tmp_path) as subject:
+            model = copy.deepcopy(subject.models[0])
+            publication = versions.publish(model, 4)
+            subject.follow(versions, publication)
+            served = subject.engine._decoder.model  # type: ignore[attr-defined]
+            served.model.norm.weight.data.view(torch.int32)[3] ^= 1
+            assert subject.checksum().content_hash not in (None, publication.content_hash)
+            nudged(model, 5)
+            publication = versions.publish(model, 5, full=True)
+            assert subject.follow(versions, publication).mode == "full"
+            assert subject.checksum().content_hash == publication.content_hash
+
+    def test_a_model_that_was_moved_is_loaded_whole(self, tmp_path: Path) -> None:
+        versions = Versions(tmp_path)
+        with running(TestTransformers, tmp_path) as subject:
+            model = copy.deepcopy(subject.models[0])
+            subject.follow(versions, versions.publish(model, 4))
+            served = subject.engine._decoder.model  # type: ignore[attr-defined]
+            served.model.norm.weight.data = served.model.norm.weight.data.clone()
+            nudged(model, 5)
+            publication = versions.publish(model, 5)
+            report = subject.follow(versions, publication)
+            assert report.mode == "full"
+            assert "model.norm.weight has moved in memory" in report.detail
+            assert subject.checksum().content_hash == publication.content_hash

@@ -209,7 +209,7 @@ class TransformersEngine:
         began, detail = time.monotonic(), ""
         if before is not None and isinstance(weights, SharedWeights):
             try:
-                patch = await asyncio.to_thread(_prepared, weights, before)
+                patch = await asyncio.to_thread(_prepared, self._decoder.model, weights, before)
                 if patch is not None:
                     prepare_s, publication = time.monotonic() - began, weights.publication
                     loaded, asked = await self._load(publication.version, patch)
@@ -492,7 +492,7 @@ class TransformersEngine:
         self._closing = True
 
 
-def _prepared(weights: SharedWeights, before: _Served) -> Patch | None:
+def _prepared(model: Any, weights: SharedWeights, before: _Served) -> Patch | None:
     """Writes that lead from the weights in use to these; None: there is no such way.
 
     Raises `WeightError`, `UnmappedError`, `ValueError`; nothing was changed.
@@ -502,6 +502,7 @@ def _prepared(weights: SharedWeights, before: _Served) -> Patch | None:
     pieces = weights.changes_since(before.content_hash)
     if pieces is None:
         return None
+    before.map.check(model)
     deltas = open_chain(pieces, before.content_hash, weights.publication.content_hash)
     return before.map.patch(merge([delta.changes() for delta in deltas]))
 

@@ -122,22 +122,12 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateI
         assert info.deltas is not None
         if self._map is None or self._content != info.base:
             raise UnmappedError(f"the weights here are {self._content or 'unproven'}, not {info.base}")
-        self._check_addresses(self._map)
+        self._map.check(self.model)
         pieces = [(Path(root), Piece.model_validate_json(piece)) for root, piece in info.deltas]
         deltas = open_chain(pieces, info.base, info.content_hash)
         with self._beside():
             changes = merge([delta.changes() for delta in deltas])
             return self._map.patch(changes, device_bytes=self._spare_bytes())
-
-    def _check_addresses(self, known: WeightMap) -> None:
-        here = {
-            name: parameter.data.untyped_storage().data_ptr()
-            for name, parameter in self.model.named_parameters()
-        }
-        for places in known.places.values():
-            for place in places:
-                if here.get(place.parameter) != place.storage.untyped_storage().data_ptr():
-                    raise UnmappedError(f"{place.parameter} has moved in memory since it was loaded")
 
     @contextlib.contextmanager
     def _beside(self) -> Iterator[None]:
@@ -199,10 +189,9 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateI
         job, self._job = self._job, None
         if job is None:
             return
-        self._content = ""
-        started = time.monotonic()
         try:
             patch = job.result(DRAIN_S)
+            self._content, started = "", time.monotonic()
             patch.apply()
             self._wait()
             applied = time.monotonic()
@@ -213,7 +202,7 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateI
             self._apply_s, self._verify_s = applied - started, time.monotonic() - applied
         self._proof = ProofReport(problems, {}, {})
         if problems:
-            self._map = None
+            self._map, self._content = None, ""
         else:
             self._content = self._wanted
 
