@@ -85,9 +85,6 @@ def _engine_wishes(config: Config) -> list[Wish]:
     }
     for key in (key for key, wanted in flashinfer.items() if wanted):
         wishes.append(Wish(key, True, "flashinfer", _FLASHINFER, None, f"write {key} = false"))
-    if config.weight_sync.transport == "collective":
-        key, what = "weight_sync.transport", "sending weights from GPU to GPU"
-        wishes.append(Wish(key, "collective", what, _KERNELS, None, f'write {key} = "store"'))
     return wishes
 
 

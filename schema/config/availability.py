@@ -213,8 +213,6 @@ UNAVAILABLE: dict[str, Unavailable] = {
     "placement.reference": Unavailable(([],), _KL),
     "placement.critic": Unavailable(([],), "a critic"),
     "placement.reward_model": Unavailable(([],), "a reward model"),
-    "weight_sync.transport": Unavailable(("store",), "weights sent from GPU to GPU"),
-    "weight_sync.collective_timeout": Unavailable((30.0,), "weights sent from GPU to GPU"),
     "weight_sync.lora": Unavailable(("merged",), "LoRA"),
     "logging.logger": Unavailable((["console"],), "a tracker other than the console"),
     "logging.log_validation_samples": Unavailable((0,), "a tracker other than the console"),

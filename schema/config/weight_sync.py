@@ -18,7 +18,7 @@ class WeightSyncConfig(Section):
     transport: Literal["store", "collective"] = Field(
         default="store",
         description="How weights travel: `store`, through a directory or bucket that all replicas reach; "
-        "`collective`, from GPU to GPU, and through the store where that fails.",
+        "`collective`, from the trainer to each host directly, and through the store where that fails.",
     )
     encoding: Literal["full", "delta"] = Field(
         default="delta",
@@ -68,8 +68,8 @@ class WeightSyncConfig(Section):
     collective_timeout: float = Field(
         default=30.0,
         gt=0,
-        description="With `collective`: seconds that a transfer between trainer and engines may take; later the "
-        "version is fetched from the store.",
+        description="With `collective`: seconds in which the trainer must have sent a version to a host; what is "
+        "missing then is fetched from the store.",
     )
     lora: Literal["merged", "adapter"] = Field(
         default="merged",

@@ -107,7 +107,6 @@ HOPPER, AMPERE, BLACKWELL = (9, 0), (8, 0), (10, 0)
         ({"policy": {"enable_liger_kernel": True}}, [(7, 0), HOPPER], [(6, 1)]),
         ({"rollout": {"vllm_use_flashinfer": True}}, [(7, 5), HOPPER], [(7, 0)]),
         ({"rollout": {"sampling_config": {"use_flashinfer": True}}}, [HOPPER], [(7, 0)]),
-        ({"weight_sync": {"transport": "collective"}}, [HOPPER], [(6, 0)]),
     ],
 )
 def test_numerics_and_kernels_need_their_hardware(sections: dict, able: list, unable: list):

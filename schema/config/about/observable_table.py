@@ -276,7 +276,11 @@ _CONTROLLER = {
                                 f"launcher/preflight.py {_SERVE}"),
 }  # fmt: skip
 
+_HOST = "rollout_worker/host_weights.py"
+_SEND = f"policy_worker/collective.py {_HOST}"
 _WEIGHT_SYNC = {
+    "transport": _e("request or reply", "Whether publications say where the trainer sends them from.", _SEND),
+    "collective_timeout": _e("request or reply", "When a version comes from the store after all.", _SEND),
     "encoding": _e("file", "Whether publications hold all weights or what changed.", _PUBLISH),
     "anchor_interval": _e("file", "Which publications have a full version.", _PUBLISH),
     "store": _e("file", "Where weight versions are written.", _MEMBERS),
@@ -284,7 +288,7 @@ _WEIGHT_SYNC = {
         "request or reply", "How long a store that fails is tried again.", f"{_PUBLISH} {_FOLLOW}"
     ),
     "keep": _e("file", "Which weight versions stay.", _JOB),
-    "host_cache": _e("file", "Where a host keeps the weights that its replicas load.", _FOLLOW),
+    "host_cache": _e("file", "Where a host keeps the weights that its replicas load.", _HOST),
     "update_mode": _e(
         "engine argument",
         "What becomes of the cache of running requests.",
