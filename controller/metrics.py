@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from controller.service import Controller
-from schema.wire.messages import Phase
+from schema.wire.messages import Phase, WeightsStatus
 
 Samples = dict[tuple[str, ...], float]
 """Value by label values."""
+STALENESS_ENDS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+"""Upper ends of the buckets, in steps."""
 
 
 class JobCollector(Collector):
@@ -48,6 +50,68 @@ class JobCollector(Collector):
         for reason, count in ledger.dropped.items():
             dropped.add_metric((job, reason), count)
         yield dropped
+        yield _staleness(ledger.staleness, job)
+        yield from self._weights(status.weights, job)
+
+    def _weights(self, weights: WeightsStatus | None, job: str) -> Iterator[Metric]:
+        """What versions cost: sums of this process, and the newest one."""
+        updates = self._controller.job.updates
+        seconds = HistogramMetricFamily(
+            "cosmos_weights_seconds", "Seconds of each stage of a weight version", labels=("job", "stage")
+        )
+        for stage, histogram in updates.seconds.items():
+            seconds.add_metric((job, stage), histogram.cumulative(), histogram.total)
+        yield seconds
+        for name, text, labels, values in (
+            ("publications", "Published weight versions", ("kind",), _by(updates.published)),
+            (
+                "published_bytes",
+                "Bytes of published weight versions",
+                ("kind",),
+                _by(updates.published_bytes),
+            ),
+            ("fetched_bytes", "Bytes that replicas fetched", (), {(): float(updates.fetched_bytes)}),
+            (
+                "updates",
+                "Updates of replicas",
+                ("transport", "mode"),
+                {key: float(count) for key, count in updates.applied.items()},
+            ),
+            (
+                "checks",
+                "Comparisons of served weights with the trainer's",
+                ("result",),
+                {("equal" if equal else "different",): float(n) for equal, n in updates.checks.items()},
+            ),
+            ("unreadable", "Reports that a version could not be read", (), {(): float(updates.unreadable)}),
+            ("fallbacks", "Updates by another transport than chosen", (), {(): float(updates.fallbacks)}),
+            ("anchors_wanted", "Full versions asked for", (), {(): float(updates.anchors_wanted)}),
+        ):
+            counter = CounterMetricFamily(f"cosmos_weights_{name}", text, labels=("job", *labels))
+            for key, value in values.items():
+                counter.add_metric((job, *key), value)
+            yield counter
+        newest = {} if weights is None else {
+            "bytes": weights.n_bytes, "ratio": weights.ratio, "density": weights.density
+        }  # fmt: skip
+        for name, found in newest.items():
+            if found is not None:
+                yield _gauge(f"weights_{name}", f"Of the newest version: {name}", {(): float(found)}, (), job)
+
+
+def _by(counts: Mapping[str, int]) -> Samples:
+    return {(key,): float(count) for key, count in counts.items()}
+
+
+def _staleness(counts: Mapping[int, int], job: str) -> HistogramMetricFamily:
+    """Trained samples by the age of their oldest token, in steps; none is above the last end of use."""
+    family = HistogramMetricFamily(
+        "cosmos_staleness", "Staleness of trained samples, in steps", labels=("job",)
+    )
+    total = float(sum(counts.values()))
+    ends = [(str(end), float(sum(n for age, n in counts.items() if age <= end))) for end in STALENESS_ENDS]
+    family.add_metric((job,), [*ends, ("+Inf", total)], float(sum(age * n for age, n in counts.items())))
+    return family
 
 
 def _gauge(name: str, text: str, values: Samples, labels: tuple[str, ...], job: str) -> GaugeMetricFamily:

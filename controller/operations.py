@@ -84,6 +84,7 @@ class Operations:
             timeline=progress.timeline,
             version=-1 if newest is None else newest.version,
             publication=0 if newest is None else newest.id,
+            weights=self._weights(),
             started_at=job.facts.started_at,
             first_step_at=job.steps.first_at,
             updated_at=job.clock(),
@@ -100,6 +101,23 @@ class Operations:
             idle=self._idle(metrics),
             metrics=metrics,
             last_error=job.facts.last_error,
+        )
+
+    def _weights(self) -> m.WeightsStatus | None:
+        updates, entry = self._job.updates, self._job.publications.newest_entry
+        if entry is None:
+            return None
+        publication = entry.publication
+        return m.WeightsStatus(
+            version=publication.version,
+            publication=publication.id,
+            kind=publication.kind,
+            n_bytes=publication.n_bytes,
+            ratio=entry.ratio,
+            density=entry.cost.density,
+            updated=sum(update.status == "applied" for update in updates.of(publication.id)),
+            pause_s=updates.pause,
+            unreadable=updates.unreadable,
         )
 
     def _idle(self, metrics: dict[str, float]) -> dict[str, float]:

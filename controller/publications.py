@@ -290,20 +290,11 @@ class Publications:
             if of_its_time and publication.manifest_hash not in hashes and entry.files != "collected":
                 self._mark(entry, files="collected")
 
-    def collect(self, held_ids: Collection[int], held_versions: Collection[int]) -> list[int]:
-        """Numbers of those whose files may go.
-
-        Args:
-            held_ids: publications that replicas hold, fetch or were handed, and those that are pinned.
-            held_versions: versions that replicas hold, for replicas that are late in telling the publication.
-        """
-        held = set(held_ids)
+    def collect(self, held: Collection[int]) -> list[int]:
+        """Numbers of those whose files may go. held: ids that replicas hold, fetch or were handed, or pinned."""
+        ids = set(held)
         wanted = [
-            entry
-            for entry in self._entries.values()
-            if entry.publication.id in held
-            or entry.number in held
-            or entry.publication.version in held_versions
+            entry for entry in self._entries.values() if entry.publication.id in ids or entry.number in ids
         ]
         wanted += islice(self._fetchable(), self._keep)
         latest = next((entry for entry in reversed(self._entries.values()) if entry.valid), None)

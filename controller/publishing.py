@@ -66,7 +66,7 @@ class Publishing:
         held = set[int]().union(*(replica.publications for replica in rollouts))
         if validation is not None and validation.pinned_publication is not None:
             held.add(validation.pinned_publication)
-        return job.publications.collect(held, {replica.version for replica in rollouts})
+        return job.publications.collect(held)
 
     def _want_anchor(self) -> None:
         facts, highest = self._job.facts, self._job.publications.highest_id

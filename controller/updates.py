@@ -69,6 +69,16 @@ class Updates:
         """The reports of a publication, the newest last."""
         return [update for _, update in self._reports.get(publication_id, {}).values()]
 
+    @property
+    def pause(self) -> float | None:
+        """Seconds of the longest pause at the newest publication that was applied; None: none is known."""
+        for publication_id in sorted(self._reports, reverse=True):
+            applied = [update for update in self.of(publication_id) if update.status == "applied"]
+            pauses = [update.seconds["pause"] for update in applied if "pause" in update.seconds]
+            if pauses:
+                return max(pauses)
+        return None
+
     def publish(self, request: PublishRequest) -> None:
         """Count a new publication."""
         self.published[request.kind] += 1

@@ -14,13 +14,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from launcher.checkpoints import newest_checkpoint
 from launcher.errors import LaunchError
 from launcher.remote import HOW_TO_GET_IN, Target
 from launcher.restarts import EXIT_FAILED, EXIT_OK
 from launcher.rundir import RunDir
+
+if TYPE_CHECKING:
+    from schema.wire.messages import WeightsStatus
 
 ALIVE = frozenset({"running", "starting", "unreachable", "ending"})
 ENDED = frozenset({"finished", "stopped", "failed", "killed"})
@@ -217,6 +220,8 @@ def _job_lines(found: Mapping[str, Any]) -> list[str]:
         text.append(f"  groups: {states or 'none yet'}")
         if ledger["dropped"]:
             text.append("  dropped: " + ", ".join(f"{why} {n}" for why, n in ledger["dropped"].items()))
+        if status.weights is not None:
+            text.append(f"  weights: {_weights(status.weights, status.replicas.get('rollout', 0))}")
     gone = 0
     for replica in found["replicas"]:
         if replica["state"] == "left":
@@ -228,6 +233,22 @@ def _job_lines(found: Mapping[str, Any]) -> list[str]:
             f"pid {replica['pid']}, seen {replica['last_seen_s']:.0f} s ago {gauges}".rstrip()
         )
     return [*text, f"  left in order: {gone}"] if gone else text
+
+
+def _weights(weights: WeightsStatus, rollouts: int) -> str:
+    """The newest version, what it cost, and who has it."""
+    from launcher.memory import size_text
+
+    cost = [size_text(weights.n_bytes)]
+    if weights.ratio is not None:
+        cost.append(f"{weights.ratio:.2%} of a full one")
+    if weights.density is not None:
+        cost.append(f"{weights.density:.2%} of the elements changed")
+    text = f"version {weights.version}, {weights.kind}, {', '.join(cost)}; "
+    text += f"in use by {weights.updated} of {rollouts} replicas"
+    if weights.pause_s is not None:
+        text += f", pause {weights.pause_s * 1000:.0f} ms"
+    return text + (f"; unreadable {weights.unreadable} times" if weights.unreadable else "")
 
 
 def _process_lines(found: Mapping[str, Any], now: float) -> list[str]:

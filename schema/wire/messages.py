@@ -512,6 +512,22 @@ class LedgerStatus(Message):
     duplicates: int = Field(default=0, description="Repeated pushes that were answered and not counted.")
 
 
+class WeightsStatus(Message):
+    """The newest weights, in short; `GET /v1/publications` tells more."""
+
+    version: int
+    publication: int
+    kind: Literal["full", "delta"]
+    n_bytes: int
+    ratio: float | None = Field(description="Bytes stored, of those of all tensors; null: not known.")
+    density: float | None = Field(description="Elements changed, of all; null: not known.")
+    updated: int = Field(description="Replicas that have reported it in use.")
+    pause_s: float | None = Field(
+        description="Longest pause of generation at the newest version that replicas have reported."
+    )
+    unreadable: int = Field(description="Reports of versions that could not be read, of this controller.")
+
+
 class JobStatus(Message):
     job_id: str
     name: str
@@ -523,6 +539,7 @@ class JobStatus(Message):
     timeline: int
     version: int = Field(description="Newest published weight version; -1: none yet.")
     publication: int
+    weights: WeightsStatus | None = None
     started_at: float
     first_step_at: float | None
     updated_at: float

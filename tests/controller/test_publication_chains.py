@@ -113,7 +113,7 @@ class Chains(RuleBasedStateMachine):
     def collect(self) -> None:
         rollouts = self.registry.present("rollout")
         held = set[int]().union(*(replica.publications for replica in rollouts))
-        gone = self.publications.collect(held, ())
+        gone = self.publications.collect(held)
         self.files -= {known.manifest_hash for known in self.trainer.history if known.id in gone}
         self.trainer.history = [known for known in self.trainer.history if known.id not in gone]
         kept = [entry for entry in self.publications.recent(10**6) if entry.files == "kept"]
@@ -216,10 +216,10 @@ def test_a_chain_stays_with_the_publication_that_needs_it() -> None:
     publications.publish(publish_request(0, 1), 0, 9)
     for number in (2, 3, 4):
         publications.publish(publish_request(number, number, begins=1), 0, 9)
-        assert publications.collect((), ()) == []
+        assert publications.collect(()) == []
     publications.publish(publish_request(5, 5, begins=4), 0, 9)  # 4 has got a full version beside it
-    assert publications.collect({3}, ()) == [], "somebody reads 3, and 1 and 2 with it"
-    assert publications.collect((), ()) == [1, 2, 3]
+    assert publications.collect({3}) == [], "somebody reads 3, and 1 and 2 with it"
+    assert publications.collect(()) == [1, 2, 3]
 
 
 def test_what_stays_as_a_link_alone_is_not_handed_out() -> None:
@@ -228,7 +228,7 @@ def test_what_stays_as_a_link_alone_is_not_handed_out() -> None:
     publications.publish(publish_request(0, 1), 0, 9)
     publications.publish(publish_request(1, 2, begins=1), 0, 9)
     publications.publish(publish_request(2, 3, begins=2), 0, 9)
-    assert publications.collect((), ()) == [1]
+    assert publications.collect(()) == [1]
     publications.rewind(1)
     assert not publications.can_be_fetched(2)
     assert publications.newest is None
@@ -244,7 +244,7 @@ def test_an_anchor_that_is_still_to_come_keeps_its_publication() -> None:
     for entry in restored.recent(9):
         assert entry.files == "kept"
     third = restored.publish(publish_request(2, 3, begins=2), 0, 9)
-    assert 3 not in restored.collect((), ())
+    assert 3 not in restored.collect(())
     assert restored.newest == third
 
 
@@ -264,8 +264,8 @@ def test_declared_under_another_id_the_chain_keeps_its_numbers() -> None:
     assert (publications.newest.id, publications.newest.manifest_hash) == (5, "mine-3")
     following = publications.publish(publish_request(6, 6, begins=2), 1, 9)
     assert publications.newest == following
-    assert publications.collect((), ()) == [1], "2 and 3 would be taken for the trainer's own"
+    assert publications.collect(()) == [1], "2 and 3 would be taken for the trainer's own"
     publications.publish(publish_request(7, 7, begins=following.id), 1, 9)
-    assert publications.collect((), ()) == [2, 3], "the trainer's, which are 4 and 5 here"
+    assert publications.collect(()) == [2, 3], "the trainer's, which are 4 and 5 here"
     publications.declare(mine, 1)
     assert publications.highest_id == 7

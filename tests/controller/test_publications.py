@@ -44,12 +44,12 @@ def test_what_is_held_is_kept_and_the_rest_is_listed_until_the_next_publication(
     publications = Publications(keep=2)
     for version in range(5):
         publications.publish(request(version), 0, version)
-    assert publications.collect(held_ids={1}, held_versions={1}) == [3]
-    assert publications.collect(held_ids={1}, held_versions=()) == [2, 3]
+    assert publications.collect({1, 2}) == [3]
+    assert publications.collect({1}) == [2, 3]
     publications.publish(request(5), 0, 5)
-    assert publications.collect(held_ids={1}, held_versions=()) == [4]
+    assert publications.collect({1}) == [4]
     publications.publish(request(6), 0, 6)
-    assert publications.collect((), ()) == [1, 5]
+    assert publications.collect(()) == [1, 5]
 
 
 def test_a_rewind_invalidates_later_versions_and_ids_go_on_rising() -> None:
@@ -69,7 +69,7 @@ def test_a_publication_without_files_is_never_handed_out() -> None:
     publications = Publications(keep=1)
     for version in range(5):
         publications.publish(request(version), 0, version)
-        publications.collect((), ())
+        publications.collect(())
     publications.rewind(2)
     assert publications.newest is None
     assert publications.newest_id == 0
@@ -90,8 +90,8 @@ def test_random_histories(events: list[tuple[str, int]]) -> None:
             committed, timeline = value, timeline + 1
             publications.rewind(value)
         else:
-            before = publications.collect(set(ids), ())
-            listed = publications.collect({value}, ())
+            before = publications.collect(set(ids))
+            listed = publications.collect({value})
             assert value not in listed or value in before
             assert publications.newest_id not in listed
         newest = publications.newest

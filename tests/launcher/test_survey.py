@@ -15,6 +15,7 @@ from launcher.errors import LaunchError
 from launcher.remote import Target
 from launcher.rundir import RunDir
 from launcher.survey import advice, exit_code, lines, survey
+from tests.launcher.samples import job_status
 
 DIR = "/runs/mine"
 PROCESS = {"role": "rollout", "state": "up", "restarts": 4, "in_a_row": 1, "limit": 3}
@@ -112,3 +113,19 @@ def test_the_newest_checkpoint_is_the_one_that_latest_names(tmp_path: Path):
     )
     (tmp_path / "latest").write_text("step-00000099")
     assert newest_checkpoint(tmp_path) == Checkpoint(tmp_path / "step-00000008", 8)
+
+
+def test_the_weights_have_a_line():
+    weights = {
+        "version": 12, "publication": 13, "kind": "delta", "n_bytes": 3 * 2**20, "ratio": 0.0123, "density": 0.009,
+        "updated": 1, "pause_s": 0.0042, "unreadable": 0,
+    }  # fmt: skip
+    ledger = {"bound": 4, "states": {}, "dropped": {}}
+    status = job_status(weights=weights).model_dump(mode="json")
+    running = found("running", status=status, ledger=ledger, replicas=[])
+    text = "  weights: version 12, delta, 3 MiB, 1.23% of a full one, 0.90% of the elements changed; "
+    assert f"{text}in use by 1 of 2 replicas, pause 4 ms" in lines(running)
+    weights |= {"ratio": None, "density": None, "pause_s": None, "kind": "full", "unreadable": 2}
+    running["status"] = job_status(weights=weights).model_dump(mode="json")
+    plain = "  weights: version 12, full, 3 MiB; in use by 1 of 2 replicas; unreadable 2 times"
+    assert plain in lines(running)
