@@ -249,7 +249,7 @@ BAD = {
     "a plane beyond the end": block(3, 1, b"", b"ab", lengths=[0, 3]),
     "positions beyond the end": block(3, 1, b"\x20\x20\x40", b"abc"),
     "positions far beyond the end": block(3, 3, b"", b"", b"\xff\xff\xff", b"abc"),
-    "a frame of too much": block(100, 1, b"", frame(bytes(1 << 30))),
+    "a frame of too much": block(100, 1, b"", frame(bytes(1 << 21))),
     "a frame of too little": block(100, 1, b"", frame(bytes(99))),
     "a frame that hides its size": block(100, 1, b"", frame(bytes(100), write_content_size=False)),
     "a frame and more": block(100, 1, b"", frame(bytes(100)) + b"\0"),
@@ -260,6 +260,7 @@ BAD = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_what_cannot_be(case: str) -> None:
+    """Frames here are shorter than the hundred bytes of their plane, so it is not their length that is refused."""
     assert used(BAD[case], np.zeros(100, "u1")) is None
 
 
