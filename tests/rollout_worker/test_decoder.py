@@ -11,10 +11,20 @@ import transformers
 from safetensors.torch import load_file
 
 from rollout_worker.engines.base import EngineConfigError, Generation, GenerationRequest, SamplingSettings
+from rollout_worker.engines.scatter import Published
 from rollout_worker.engines.transformers import attention
 from rollout_worker.engines.transformers.decoder import Decoder
-from rollout_worker.engines.transformers.model import apply_weights, load_model, self_test, verify_weights
+from rollout_worker.engines.transformers.model import (
+    apply_weights,
+    load_model,
+    self_test,
+    served,
+    verify_weights,
+    weight_map,
+)
+from tests.rollout_worker.test_checksum import hash_of
 from tests.rollout_worker.tiny import random_model
+from weight_sync.changes import Change
 
 SETTINGS = SamplingSettings(max_tokens=24, ignore_eos=True)
 
@@ -175,6 +185,28 @@ def test_models_that_fit_are_decoded_rightly_and_take_hub_weights(saved: Any) ->
     verify_weights(model, tensors)
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, original[name]), name
+
+
+@pytest.mark.parametrize("saved", FITTING, indirect=True)
+def test_weights_are_changed_in_place_and_read_back(saved: Any, request: pytest.FixtureRequest) -> None:
+    """By name, ties included; a model that is fused in memory has no map, and is loaded whole each time."""
+    model, tensors = load(saved), load_file(saved / "model.safetensors")
+    published = {name: Published(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    apply_weights(model, tensors)
+    assert served(model, published, None).content_hash == hash_of(tensors)
+    known = weight_map(model, tensors)
+    assert (known is None) == (request.node.callspec.id in ("experts", "latent attention"))
+    new = {name: torch.where(torch.rand(t.shape) < 0.1, t + 1, t) for name, t in tensors.items()}
+    if known is not None:
+        patch = known.patch(
+            Change(name, new[name].dtype, tuple(t.shape), where, new[name].view(-1)[where])
+            for name, t in tensors.items()
+            for where in [(new[name] != t).view(-1).nonzero().view(-1)]
+        )
+        patch.apply()
+        assert patch.problems() == []
+        verify_weights(model, new)
+        assert served(model, published, None).content_hash == hash_of(new)
 
 
 @pytest.mark.parametrize("saved", REFUSED, indirect=True)
