@@ -101,7 +101,8 @@ class Release:
         self._anchored: Tensors | None = None
         self._begins: int | None = None
         self._full_asked = False
-        self._collectable: list[int] = []
+        self._collectable: set[int] = set()
+        self._collecting = Background("collect")
         self._tidied = False
         threads = max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // group.world))
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="encode") if threads > 1 else None
@@ -142,7 +143,7 @@ class Release:
         if due and not self._group.any(self._anchoring.running):
             self._start_anchor(version, due)
         if leader is not None:
-            leader.record.remove(self._collectable)
+            self._collect(leader.record)
 
     def _with_patience(self, version: int) -> Stored | None:
         give_up, pause = time.monotonic() + self._place.timeout, FIRST_PAUSE
@@ -263,7 +264,8 @@ class Release:
         leader.chain.collected(answer.collectable)
         if answer.anchor:
             leader.chain.asked()
-        self._full_asked, self._collectable = False, answer.collectable
+        self._full_asked = False
+        self._collectable |= set(answer.collectable)
         leader.metrics = {
             **{f"publish_{stage}_seconds": value for stage, value in seconds.items()},
             "publish_bytes": float(published.n_bytes),
@@ -277,6 +279,13 @@ class Release:
             leader.metrics["publish_sent_bytes"] = float(served.n_bytes)
             leader.metrics["publish_sends_failed"] = float(served.failed)
         return number if leader.chain.anchor_due else 0
+
+    def _collect(self, record: Record) -> None:
+        """Remove files beside the next publication; what comes while this is under way goes with the next one's."""
+        if not self._collecting.running:
+            self._collecting.wait()
+            gone, self._collectable = self._collectable, set()
+            self._collecting.start(lambda: record.remove(gone))
 
     # ---- anchors ----------------------------------------------------------------------------------------------
 
