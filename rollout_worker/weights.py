@@ -31,9 +31,10 @@ from rollout_worker.session import Session
 from rollout_worker.update_reports import UpdateReports
 from schema.config.weight_sync import WeightSyncConfig
 from schema.wire.weights import Publication
-from weight_sync.advance import CacheFullError
 from weight_sync.errors import StoreError, WeightError
 from weight_sync.host_copy import Weights
+from weight_sync.host_files import CacheError
+from weight_sync.locks import LockTimeoutError
 
 log = logging.getLogger(__name__)
 
@@ -57,8 +58,8 @@ class _Failures:
     """Publication that was last reported as unreadable."""
 
     def over(self, now: float, timeout: float, served: bool, refused: bool) -> bool:
-        """Whether to give up. served: there are weights to go on with. refused: the store has said so for good, or
-        has been tried for `timeout` seconds already."""
+        """Whether to give up. served: there are weights to go on with. refused: for good, or after all the
+        tries that a store makes by itself."""
         return now - self.since > timeout or (not served and (refused or self.count >= MAX_FAILURES))
 
 
@@ -160,9 +161,9 @@ class WeightFollower:
             f"publication {publication.id} (version {publication.version}) cannot be used: {error}"
         )
         log.warning("%s (try %d)", self._failure, failures.count)
-        # With a full disk here, or a store that refuses, the trainer cannot help.
-        refused = isinstance(error, StoreError)
-        if failures.reported < publication.id and not refused and not isinstance(error, CacheFullError):
+        # With no room here, or a store that refuses, the trainer cannot help.
+        refused = isinstance(error, StoreError | CacheError)
+        if failures.reported < publication.id and not refused and not isinstance(error, LockTimeoutError):
             failures.reported = publication.id
             self.reports.unreadable(publication.id, str(error))
         if failures.over(now, self._config.store_timeout, self.current is not None, refused):

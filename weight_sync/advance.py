@@ -8,8 +8,8 @@ Invariant: the state names a publication only when every tensor has the hash of 
 the content hash of the publication. Deltas overwrite, so a change that was torn by the death of its process is
 repeated, from the same base and by the same deltas; whatever else is found wrong is replaced by a full form.
 
-Of the deltas that were fetched the newest stay, up to `KEPT_SHARE` of the weights' bytes: replicas that lag by so
-much still change in place, all others load the whole copy, which costs them no transfer.
+Of the deltas that were fetched those of the last advance stay, and older ones up to `KEPT_SHARE` of the weights'
+bytes: replicas that lag by so much still change in place, all others load the whole copy, which costs no transfer.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from weight_sync.host_files import (
     FETCHED,
     STATE,
     Advancing,
+    CacheError,
     CopyState,
     bytes_of,
     map_tensors,
@@ -58,7 +59,7 @@ THREADS = max(1, min(8, os.cpu_count() or 1))
 """They write and hash, which memory bounds."""
 
 
-class CacheFullError(WeightError):
+class CacheFullError(CacheError):
     """There is no room for the host copy; the message says how much is missing where, and what to do."""
 
 
@@ -110,7 +111,7 @@ class Advance:
         """The copy's state when it is there, or further.
 
         Raises:
-            CacheFullError: no room. StoreError, StoppedError, LockTimeoutError: as they say.
+            CacheError: no room, or no place. StoreError, StoppedError, LockTimeoutError: as they say.
             WeightError: there is no way to it; the message says what was tried.
         """
         try:
@@ -118,7 +119,7 @@ class Advance:
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise self._no_room(str(error)) from error
-            raise WeightError(
+            raise CacheError(
                 f"the host copy of the weights cannot be kept in {self._directory}: {error}"
             ) from error
 
@@ -260,7 +261,9 @@ class Advance:
             name: entry.model_copy(update={"file": state.tensors[name].file, "changed": None})
             for name, entry in tensors.items()
         }
-        kept = _newest([*state.kept, *(step.piece for step in steps)], int(KEPT_SHARE * bytes_of(state)))
+        pieces = [step.piece for step in steps]
+        # Those of this very advance stay in any case: this replica's engine is about to read them.
+        most_bytes = max(int(KEPT_SHARE * bytes_of(state)), sum(piece.n_bytes for piece in pieces))
         return CopyState(
             folder=state.folder,
             content_hash=content,
@@ -268,7 +271,7 @@ class Advance:
             proven=True,
             publication=publication,
             links=links,
-            kept=kept,
+            kept=_newest([*state.kept, *pieces], most_bytes),
         )
 
     @contextmanager
@@ -276,7 +279,7 @@ class Advance:
         """What goes wrong with this step's piece is noted, and the way is planned anew without it."""
         try:
             yield
-        except (StoppedError, StoreError, LockTimeoutError, CacheFullError):
+        except (StoppedError, StoreError, LockTimeoutError, CacheError):
             raise
         except WeightError as error:
             log.warning("looking for a way without %s: %s", step.piece.uri, error)

@@ -118,7 +118,7 @@ class HostCopy:
     lock_timeout: seconds to wait for other processes of the host.
     stop: set from any thread, it ends an `advance` under way soon, with `StoppedError`.
 
-    Raises `WeightError` when the directory cannot be used.
+    Raises `CacheError` when the directory cannot be used.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class HostCopy:
                 is looked for.
 
         Raises:
-            CacheFullError: no room. StoppedError: `stop` was set. LockTimeoutError: others hold the copy.
+            CacheError: no room, or no place. StoppedError: `stop` was set. LockTimeoutError: others hold the copy.
             StoreError: the store refuses, or fails for too long.
             WeightError: there is no way to it; the message says what was tried.
         """

@@ -40,6 +40,10 @@ LOCK_TIMEOUT = 1800.0
 """Seconds. Whoever holds a lock fetches or loads gigabytes, and the kernel takes it from those who die."""
 
 
+class CacheError(WeightError):
+    """This host has no place for a copy of the weights: says where, why, and what to do. No other version helps."""
+
+
 class CopyState(BaseModel):
     """What the data files hold."""
 
@@ -102,12 +106,12 @@ def write_model(path: Path, model: BaseModel) -> None:
 def own_directory(path: Path) -> None:
     """Make a directory for this user alone, or make sure that it is one.
 
-    Raises `WeightError` when it is a link, or another user's; `OSError` when it cannot be made.
+    Raises `CacheError` when it is a link, or another user's; `OSError` when it cannot be made.
     """
     path.mkdir(mode=0o700, exist_ok=True)
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
-        raise WeightError(
+        raise CacheError(
             f"{path} must be a directory that only user {os.geteuid()} can enter, found mode "
             f"{stat.filemode(found.st_mode)} of user {found.st_uid}: remove it, or set weight_sync.host_cache to "
             f"another directory"

@@ -18,8 +18,7 @@ import time
 from pathlib import Path
 from secrets import token_hex
 
-from weight_sync.errors import WeightError
-from weight_sync.host_files import STATE, USERS, own_directory, read_state, write_model
+from weight_sync.host_files import STATE, USERS, CacheError, own_directory, read_state, write_model
 from weight_sync.layout import digest
 from weight_sync.locks import LOOK_S, LockTimeoutError, holders, open_lock, release, try_lock
 
@@ -40,7 +39,7 @@ def copy_directory(host_cache: str, *, job_id: str, run_dir: str, n_bytes: int) 
         n_bytes: of the weights.
 
     Raises:
-        WeightError: the directory cannot be used.
+        CacheError: the directory cannot be used.
     """
     name = f"{re.sub(r'[^A-Za-z0-9_-]', '-', job_id)[:64]}-{digest(run_dir.encode()).hex()[:12]}"
     base = f"cosmos-weights-{os.geteuid()}"
@@ -52,7 +51,7 @@ def copy_directory(host_cache: str, *, job_id: str, run_dir: str, n_bytes: int) 
         own_directory(parent / base)
         _sweep(parent / base, name)
     except OSError as error:
-        raise WeightError(
+        raise CacheError(
             f"the host copy of the weights cannot lie in {parent}: {error.strerror}. Set weight_sync.host_cache to "
             f"a directory that exists on this host and that user {os.geteuid()} can write"
         ) from error
@@ -63,7 +62,7 @@ def join(directory: Path) -> int:
     """Take a share in a copy; the descriptor is for `leave`.
 
     Raises:
-        WeightError: the directory is not this user's own, or cannot be made.
+        CacheError: the directory is not this user's own, or cannot be made.
     """
     give_up = time.monotonic() + JOIN_S
     try:
@@ -78,7 +77,7 @@ def join(directory: Path) -> int:
                 )
             time.sleep(LOOK_S)
     except OSError as error:
-        raise WeightError(f"the host copy of the weights cannot lie in {directory}: {error}") from error
+        raise CacheError(f"the host copy of the weights cannot lie in {directory}: {error}") from error
 
 
 def leave(directory: Path, users: int) -> None:
