@@ -22,6 +22,7 @@ import uvloop
 from controller.client import ControllerError, Unauthorized
 from rollout_worker.deadline import Deadline
 from rollout_worker.engines.base import EngineConfigError, EngineError
+from rollout_worker.errors import StoreSettingsError
 from rollout_worker.rewards.pool import RewardPoolError
 from rollout_worker.rewards.registry import RewardConfigError
 from rollout_worker.session import JobOverError, SupersededError
@@ -61,7 +62,7 @@ def _run(url: str, token: str, name: str, parent: int | None, threads: int | Non
 
     try:
         uvloop.run(work())
-    except (EngineConfigError, RewardConfigError) as error:
+    except (EngineConfigError, RewardConfigError, StoreSettingsError) as error:
         log.error("%s", error)
         return CONFIG
     except Unauthorized as error:

@@ -15,10 +15,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from rollout_worker.engines.vllm.nccl import nccl_receiver
+from rollout_worker.errors import StoreSettingsError
 from schema.config import Config
 from schema.wire.messages import RegisterReply, Transport
 from schema.wire.weights import Publication
 from weight_sync.collective import DirectStore
+from weight_sync.errors import StoreError, WeightError
 from weight_sync.host_copy import HostCopy, Weights, whole_bytes
 from weight_sync.host_users import copy_directory
 from weight_sync.stores import Store, open_store
@@ -46,18 +49,23 @@ class Arrival:
 class HostWeights:
     """The copy is opened with the first publication, which tells how large it is.
 
-    Raises `WeightError` when the store is no place this build knows.
+    Raises `StoreSettingsError` when the store is no place this build knows, or the environment opens none.
     """
 
     def __init__(self, config: Config, reply: RegisterReply) -> None:
         self._config, self._reply = config.weight_sync, reply
         self._stop = threading.Event()
-        self._store: Store = open_store(
-            reply.weight_store, timeout=config.weight_sync.store_timeout, stop=self._stop
-        )
+        try:
+            self._store: Store = open_store(
+                reply.weight_store, timeout=config.weight_sync.store_timeout, stop=self._stop
+            )
+        except StoreError as error:
+            raise StoreSettingsError(f"weight_sync.store: {error}") from error
         self._direct: DirectStore | None = None
         if config.weight_sync.transport == "collective":
-            self._store = self._direct = DirectStore(self._store, config.weight_sync.collective_timeout)
+            self._store = self._direct = DirectStore(
+                self._store, config.weight_sync.collective_timeout, nccl_receiver(config)
+            )
         self._copy: HostCopy | None = None
         self._thread: threading.Thread | None = None
 
@@ -65,6 +73,19 @@ class HostWeights:
     def trouble(self) -> str:
         """What the store is trying again at this moment; "" when nothing."""
         return self._store.trouble()
+
+    async def prove(self) -> None:
+        """Look, before the engine starts, whether the store can be read.
+
+        Raises `StoreSettingsError` at the beginning of a run. Later it is only said: a store that was there may be
+        away for a while, and fetching tries again for `weight_sync.store_timeout`.
+        """
+        try:
+            await self._in_thread(lambda: self._store.probe(writing=False))
+        except WeightError as error:
+            if self._reply.publication is None:
+                raise StoreSettingsError(f"weight_sync.store: {error}") from error
+            log.error("weights cannot be fetched as things stand: %s", error)
 
     async def advance(self, publication: Publication) -> Arrival:
         """The weights of a publication or a newer one, proven. One caller at a time. Raises `WeightError`."""

@@ -100,6 +100,7 @@ class Worker:
         """Boot, then run all loops until asked to leave."""
         host = HostWeights(config, self._session.reply)
         stack.push_async_callback(host.close)
+        await host.prove()
         engine, tokenizer = await self._boot(config, stack)
         rewards = reward_pool(config)
         stack.push_async_callback(rewards.close)
