@@ -2,22 +2,28 @@
 
     published = publish(DirectoryStore(root), version=7, timeline=0, tensors=hub_tensors(model))
     …the controller hands out a Publication…
-    for name, tensor in fetch(root, publication).tensors(): …
+    weights = HostCopy(directory, store).advance(publication)
+    weights.changes_since(content_hash)      for engines that change in place, each by `open_delta`
+    with weights.reading(): …                the whole
 
-`stores` says where versions lie, `layout` what the bytes are and what is hashed, `publish`, `fetch` and
-`collect` are the three things one does with a version, `hub` gives a model's weights the names of its hub
-checkpoint.
+`stores` says where versions lie, `layout` what the bytes are and what is hashed, `codec` what a delta holds of a
+tensor. `publish`, `host_copy` and `collect` are the three things one does with versions, `chain` and `plan` decide
+which forms are written and read, `hub` gives a model's weights the names of its hub checkpoint.
 """
 
+from weight_sync.changes import open_delta
 from weight_sync.collect import collect, remove
 from weight_sync.errors import NotReadableError, WeightError
 from weight_sync.fetch import Weights, fetch
+from weight_sync.host_copy import HostCopy
+from weight_sync.host_files import open_copy
 from weight_sync.hub import HubNames, gather_full, hub_tensors
 from weight_sync.publish import Published, publish
 from weight_sync.stores import DirectoryStore, Store, open_store
 
 __all__ = [
     "DirectoryStore",
+    "HostCopy",
     "HubNames",
     "NotReadableError",
     "Published",
@@ -28,6 +34,8 @@ __all__ = [
     "fetch",
     "gather_full",
     "hub_tensors",
+    "open_copy",
+    "open_delta",
     "open_store",
     "publish",
     "remove",

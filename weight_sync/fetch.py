@@ -1,11 +1,11 @@
-"""Fetching: a version is proven byte by byte against its publication, and only then handed out.
+"""A full version opened where it lies in the store, for tools: proven byte by byte, and only then handed out.
 
     publication ──manifest_hash──▶ manifest.json ──hashes──▶ headers, tensors
 
-What is missing, short or different is tried again for `patience` seconds, because a shared file system may
-show a new directory late or in pieces; what can never become right (a manifest that contradicts itself, a
-name that leaves the store) is an error at once. Tensors are views of memory-mapped files: all processes of a
-host share one copy, and a version that is collected meanwhile stays readable for those who have it.
+Replicas read the copy of their host instead (`host_copy`), which follows deltas. What is missing, short or different
+is tried again for `patience` seconds, because a shared file system may show a new directory late or in pieces; what
+can never become right (a manifest that contradicts itself, a name that leaves the store) is an error at once. Tensors
+are views of memory-mapped files: a version that is collected meanwhile stays readable for those who have it.
 """
 
 from __future__ import annotations

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from secrets import token_hex
+from typing import Any
 
 import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from tests.support.waiting import PATIENCE
-from tests.weight_sync.versions import RemoteStore, Versions, same, stepped
+from tests.weight_sync.versions import RemoteStore, Tensors, Versions, same, stepped
 from weight_sync.changes import open_delta
 from weight_sync.host_copy import HostCopy, Weights
 from weight_sync.host_files import open_copy
+from weight_sync.locks import release
 from weight_sync.stores import DirectoryStore
 
 
@@ -126,3 +132,59 @@ def test_a_full_version_and_one_without_changes(
     versions.next(stepped(versions.weights[-1], 4, 0.9))  # as a delta all the same: tensors stored whole
     assert holds(copy.advance(versions.newest, patience=0.0), versions, 4)
     copy.close()
+
+
+TINY = {
+    "a": torch.arange(20_000, dtype=torch.float32).reshape(100, 200),
+    "b": torch.linspace(-1, 1, 3000).to(torch.bfloat16),
+    "c": torch.tensor(1.5),
+}
+
+
+def changed(weights: Tensors, how: str, seed: int) -> Tensors:
+    """Nothing, a few elements of one tensor, most of one, or all."""
+    if how == "nothing":
+        return dict(weights)
+    if how == "everything":
+        return {name: tensor + 1 for name, tensor in weights.items()}
+    generator = torch.Generator().manual_seed(seed)
+    name = ("a", "b")[seed % 2]
+    new = weights[name].clone().view(-1)
+    hit = torch.randperm(len(new), generator=generator)[: 7 if how == "few" else len(new) * 3 // 4]
+    new[hit] = torch.randn(len(hit), generator=generator).to(new.dtype)
+    return {**weights, name: new.reshape(weights[name].shape)}
+
+
+STEP = st.tuples(st.just("publish"), st.sampled_from(["nothing", "few", "few", "most", "everything", "full"]))
+ADVANCE = st.tuples(st.just("advance"), st.integers(0, 3))
+VANISH = st.tuples(st.just("vanish"), st.none())
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    steps=st.lists(STEP | STEP | ADVANCE | ADVANCE | VANISH, min_size=5, max_size=25), remote=st.booleans()
+)
+def test_any_history(tmp_path: Path, steps: list[tuple[str, Any]], remote: bool) -> None:
+    """Whatever is published, asked for (also late) and lost: what is handed out is right, and never an older one."""
+    root = tmp_path / token_hex(4)
+    versions = Versions(root / "store", weights=TINY, anchor_every=3)
+    store = RemoteStore(versions.root, root / "notes") if remote else versions.store
+    copies = [opened(root / "copy", store) for _ in range(2)]
+    for i, (what, how) in enumerate(steps):
+        if what == "publish":
+            versions.next(
+                changed(versions.weights[-1], "few" if how == "full" else how, i), full=how == "full"
+            )
+        elif what == "vanish":
+            for copy in copies:
+                assert copy._users is not None
+                release(copy._users)
+            copies = [opened(root / "copy", store) for _ in copies]
+        else:
+            asked = versions.publications[max(0, len(versions.publications) - 1 - how)]
+            weights = copies[i % 2].advance(asked, patience=0.0)
+            assert weights.publication.id >= asked.id
+            assert holds(weights, versions, weights.publication.version)
+    for copy in copies:
+        copy.close()
+    assert not (root / "copy").exists()
