@@ -21,6 +21,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
@@ -523,6 +524,7 @@ def main() -> None:
         "--device", default="cpu", help="where trainer and replica hold their weights: cpu, cuda"
     )
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # gigabytes in /dev/shm are not left behind
     began, sizes = time.monotonic(), [int(size) for size in options.sizes.split(",")]
     figures: dict[str, float] = {}
     with torch.no_grad():
