@@ -23,6 +23,7 @@ from tests.policy_worker.material import make_config, sft_config, write_model
 from tests.policy_worker.player import Player
 from tests.policy_worker.ranks import start_ranks, wait_ranks
 from tests.support.controller import TOKENS, ControllerProcess, make_run_dir
+from tests.support.objects import running_objects
 from tests.support.proxy import FaultyProxy, faulty_proxy
 from tests.support.valkey import ValkeyServer, running_valkey
 from tests.support.waiting import until
@@ -216,6 +217,57 @@ def test_reinforcement_goes_on_from_its_newest_checkpoint(tmp_path: Path, start:
     exported = job.run_dir / "checkpoints" / "step-00000010" / "export"
     for name, tensor in load_file(exported / "model.safetensors").items():
         assert torch.equal(tensor, job.final()[name])
+
+
+@pytest.mark.slow
+def test_training_goes_on_while_the_store_fails_and_then_catches_up(tmp_path: Path, start: Any):
+    job = start(grpo_config(write_model(tmp_path / "model"), 6))
+    store = job.run_dir / "weights"
+    with Player(job.controller.url, TOKENS["rollout"], groups=0) as player:
+        ranks = job.start_policy()
+        job.wait_for(lambda: player.versions == [0], "the first weights at the replica")
+        store.rename(job.run_dir / "away")
+        store.touch()
+        player.go_on()
+        job.wait_for_step(2)  # all that version 0 may be used for
+        job.wait_for(lambda: "cannot be written" in (job.status().last_error or ""), "the trouble")
+        assert job.status().version == 0
+        store.unlink()
+        (job.run_dir / "away").rename(store)
+        ((code, output),) = wait_ranks(ranks)
+        assert code == 0, output
+        player.finish()
+    assert "version 2 is published later" in output
+    assert player.versions[:3] in ([0, 1, 2], [0, 2, 3])  # 1 may be outdated before it is looked at
+    with job.controller.client() as client:
+        check_ledger(client, 6, 2)
+    final = job.final()
+    for name, tensor in player.weights.items():
+        assert torch.equal(tensor, final[name]), name
+
+
+@pytest.mark.slow
+def test_a_trainer_leaves_in_time_while_its_store_hangs(
+    tmp_path: Path, start: Any, monkeypatch: pytest.MonkeyPatch
+):
+    config = grpo_config(write_model(tmp_path / "model"), 60)
+    bucket = config.weight_sync.model_copy(update={"store": "s3://weights/job"})
+    with running_objects("weights") as objects:
+        for name, value in objects.environment.items():
+            monkeypatch.setenv(name, value)
+        job = start(config.model_copy(update={"weight_sync": bucket}))
+        with Player(job.controller.url, TOKENS["rollout"], groups=0) as player:
+            ranks = job.start_policy(2)
+            job.wait_for(lambda: player.versions == [0], "the first weights at the replica")
+            assert objects.process is not None
+            objects.process.send_signal(signal.SIGSTOP)  # it takes connections and never answers
+            player.go_on()
+            job.wait_for_step(2)  # all that version 0 may be used for
+            ranks[0].send_signal(signal.SIGTERM)
+            for code, output in wait_ranks(ranks):
+                assert code == 0, output
+            objects.process.send_signal(signal.SIGCONT)
+    assert "while a version is still being published" in output
 
 
 @pytest.mark.slow
