@@ -19,7 +19,18 @@ from schema.wire.weights import Publication
 PUBLICATIONS = 64
 REPLICAS = 1024
 DETAIL = 512
-STAGES = ("gather", "encode", "write", "fetch", "verify", "prepare", "wait", "pause", "apply", "checksum")
+STAGES = (
+    "gather",
+    "encode",
+    "write",
+    "fetch",
+    "verify",
+    "prepare",
+    "pause",
+    "apply",
+    "read_back",
+    "checksum",
+)
 """Stages that have a histogram; labels of metrics are bounded, whatever is reported."""
 BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 """Upper ends in seconds: from a scatter in place to a large model over a slow link."""

@@ -174,7 +174,7 @@ watch(
 
 def _leasing(config: Config, held: Held) -> Leasing:
     engine = create_engine(config, tokenizer(), frozenset({256}))
-    weights = WeightFollower(None, engine, held, Gauges())  # type: ignore[arg-type]
+    weights = WeightFollower(config.weight_sync, None, engine, None, held, Gauges())  # type: ignore[arg-type]
     return Leasing(config, None, engine, held, weights, None, None, Gauges())  # type: ignore[arg-type]
 
 

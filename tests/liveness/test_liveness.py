@@ -10,10 +10,10 @@ import pytest
 from schema.config import UNAVAILABLE, Config, ConfigError, check_config
 from schema.config.about.observables import OBSERVABLES, refused_by
 from schema.config.keys import leaf_keys
-from tests.liveness import controller, data, generation, launcher, trainer, uploads
+from tests.liveness import controller, data, generation, launcher, trainer, uploads, weights
 from tests.liveness.probe import PROBES, Place, Probe, same
 
-MODULES = (controller, data, generation, launcher, trainer, uploads)
+MODULES = (controller, data, generation, launcher, trainer, uploads, weights)
 
 
 def check_reads_back(data: dict[str, Any]) -> None:
