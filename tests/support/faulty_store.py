@@ -26,6 +26,7 @@ ERRORS = {
     "503": (503, "ServiceUnavailable"),
     "SlowDown": (503, "SlowDown"),
     "denied": (403, "AccessDenied"),
+    "not implemented": (501, "NotImplemented"),
 }
 RANDOM = ("500", "503", "SlowDown", "cut before", "cut after", "cut within", "short", "delayed")
 """What happens by itself where a rate is set."""

@@ -337,6 +337,17 @@ def test_uploads_of_the_dead_are_swept(front: FaultyStore, objects: ObjectStore,
     assert uploads() == []
 
 
+def test_a_store_that_cannot_list_uploads(front: FaultyStore, prefix: str) -> None:
+    front.fail("not implemented", "GET", "?uploads", times=10**6)
+    store = bucket(prefix, delays=Delays(10 * PATIENCE, PATIENCE, PATIENCE))
+    write(store, NAME, {"left": b"unfinished"}, leads=False)
+    with pytest.raises(StoreError, match="NotImplemented"):
+        store.sweep(0.0)
+    write(store, NAME, {})
+    with pytest.raises(NotReadableError):
+        store.read(f"{NAME}/left")
+
+
 def test_listings_of_many_pages(front: FaultyStore, prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(s3, "PAGE", 3)
     store = bucket(prefix)

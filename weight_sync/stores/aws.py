@@ -24,7 +24,7 @@ _PASSING_CODES = {
     "TooManyRequests",
     "OperationAborted",
 }
-_TOO_MANY = 429
+_TOO_MANY, _NOT_IMPLEMENTED = 429, 501
 
 
 class CutError(Exception):
@@ -69,7 +69,9 @@ def is_passing(error: Exception) -> bool:
     from botocore import parsers
 
     if isinstance(error, boto.ClientError):
-        return _status(error) >= 500 or _status(error) == _TOO_MANY or code_of(error) in _PASSING_CODES
+        status = _status(error)
+        broken = status >= 500 and status != _NOT_IMPLEMENTED
+        return broken or status == _TOO_MANY or code_of(error) in _PASSING_CODES
     return isinstance(error, _of_the_network() | boto.FlexibleChecksumError | parsers.ResponseParserError)
 
 

@@ -364,12 +364,12 @@ class S3Store:
         def is_ours(version: str) -> bool:
             return version.startswith(beginning) and owner_of(version) is not None
 
-        self._abort(lambda version, age: is_ours(version) and age >= older_than, self._patience)
         found = self.lanes.run(lambda: self._list(beginning, self._patience))
         for version, files in found.items():
             unfinished = all(file.file != MANIFEST for file in files)
             if unfinished and is_ours(version) and min(file.age for file in files) >= older_than:
                 self._remove(version, files, self._patience)
+        self._abort(lambda version, age: is_ours(version) and age >= older_than, self._patience)
 
     def _abort(self, wanted: Callable[[str, float], bool], patience: Patience) -> None:
         """End the uploads of versions for which `wanted(version, age in seconds)`."""
