@@ -1,0 +1,186 @@
+"""A whole job whose weights travel through a bucket behind a network that breaks one request in four."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from controller import api
+from controller.client import Client
+from schema.wire.messages import PublicationInfo
+from schema.wire.weights import Publication, WeightManifest
+from tests.e2e.held import go_on, hold
+from tests.e2e.program import LONG, Program, check_ledger, write_config
+from tests.support.faulty_store import FaultyStore, faulty_store
+from tests.support.objects import ObjectStore, running_objects
+from tests.weight_sync.store_material import use
+from weight_sync import HubNames, Store, open_store
+from weight_sync.host_copy import HostCopy
+from weight_sync.layout import digest
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(2 * LONG)]
+
+BUCKET, PREFIX = "cosmos-weights", "jobs/shared"
+STEPS, HELD, RATE = 14, 10, 1 / 4
+KEYS = f"""
+[weight_sync]
+store = "s3://{BUCKET}/{PREFIX}"
+checksum_interval = 1
+anchor_interval = 6
+keep = 2
+host_cache = "{{cache}}"
+"""
+
+VARIED = """
+def varied(completion, row):
+    return sum(map(ord, completion)) % 7 / 7
+"""
+"""An untrained model earns nothing otherwise, and no step would change anything."""
+
+
+def job(folder: Path, model: Path, *, steps: int, held_at: int) -> Path:
+    """bfloat16 of float32 masters at a learning rate of real work: few of its values change in a step."""
+    config = write_config(folder, model, bound=0, steps=steps, rows=4 * steps, validation=False)
+    text = config.read_text().replace("optm_lr = 1e-3", "optm_lr = 2e-6\noptm_warmup_steps = 1")
+    text = text.replace('dtype = "float32"\nn_generation', 'dtype = "bfloat16"\nn_generation')
+    text = text.replace('param_dtype = "float32"', 'param_dtype = "float32"\ntransfer_dtype = "bfloat16"')
+    (folder / "cache").mkdir(mode=0o700)
+    config.write_text(text + KEYS.format(cache=folder / "cache"))
+    hold(config, held_at, rows=4 * steps)
+    (folder / "varied.py").write_text(VARIED)
+    text = config.read_text()
+    assert "format = 0.2" in text
+    config.write_text(text.replace("format = 0.2", f'"{folder}/varied.py:varied" = 1.0'))
+    return config
+
+
+def others(objects: ObjectStore) -> dict[str, bytes]:
+    """What lies beside in the bucket and belongs to others: another job's version, and no weights at all."""
+    version = f"{PREFIX}/other-job.t0-v00000003-0123456789abcdef"
+    found = {
+        f"{version}/manifest.json": b"{}",
+        f"{version}/00000.safetensors": b"weights of another job",
+        f"{PREFIX}/data/rows.parquet": b"data",
+        "outputs/final/model.safetensors": b"a model",
+    }
+    for key, body in found.items():
+        objects.client().put_object(Bucket=BUCKET, Key=key, Body=body)
+    return found
+
+
+def newest_of(program: Program, store: Store) -> Publication:
+    """The publication that the trainer announced last, as the job's record and the bucket have it."""
+    lines = [json.loads(line) for line in (program.run_dir / "publications.jsonl").read_text().splitlines()]
+    last = max(lines, key=lambda line: line["id"])
+    text = bytes(store.read(last["uri"]))
+    manifest = WeightManifest.model_validate_json(text)
+    return Publication(
+        id=last["id"],
+        version=manifest.version,
+        timeline=manifest.timeline,
+        uri=last["uri"],
+        manifest_hash=digest(text).hex(),
+        content_hash=manifest.content_hash,
+        n_bytes=sum(file.n_bytes for file in manifest.files),
+        kind=manifest.kind,
+    )
+
+
+def weights_of(folder: Path, store: Store, publication: Publication) -> dict[str, torch.Tensor]:
+    """What a host that joins now gets out of the bucket."""
+    copy = HostCopy(folder, store)
+    try:
+        weights = copy.advance(publication)
+        assert weights.publication.version == publication.version
+        with weights.reading():
+            return {name: tensor.clone() for name, tensor in weights.tensors()}
+    finally:
+        copy.close()
+
+
+def until_served(program: Program, version: int) -> list[PublicationInfo]:
+    """Wait until the engine serves a version, with the trainer's checksum."""
+
+    def look(client: Client) -> list[PublicationInfo] | None:
+        found = client.send(api.publications())
+        served = [info for info in found if info.publication.version == version]
+        return found if any(update.checked for info in served for update in info.updates) else None
+
+    return program.until(f"version {version} is served", look)
+
+
+def test_a_job_over_a_bucket_that_fails_completes(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running_objects(BUCKET) as objects, faulty_store(objects, seed=5, rate=RATE) as front:
+        use(front.environment, monkeypatch)
+        beside = others(objects)
+        with Program(job(tmp_path, model, steps=STEPS, held_at=HELD)) as program:
+            found = until_served(program, HELD)
+            check_deltas(found)
+            _away_for_a_while(program, front)
+            summary = program.finish()
+        check_ledger(summary, 0, trained=STEPS * 4)
+        assert sum(front.happened.values()) > 20
+        assert len(front.happened) > 5, "faults of all kinds"
+        assert not list((program.run_dir / "weights").glob("*")), "nothing went another way"
+        front.calm()
+        store = open_store(f"s3://{BUCKET}/{PREFIX}")
+        newest = newest_of(program, store)
+        assert newest.version == STEPS
+        check_equal(program, weights_of(tmp_path / "late", store, newest))
+        left = [name for name in store.versions() if not name.startswith("other-job.")]
+        assert len(left) < STEPS, "old versions were removed"
+        for key, body in beside.items():
+            assert objects.read(BUCKET, key) == body
+
+
+def check_deltas(found: list[PublicationInfo]) -> None:
+    """All but the first version travelled as deltas, small ones, and what is served is what was trained."""
+    by_version = {info.publication.version: info for info in found}
+    assert by_version[0].publication.kind == "full"
+    deltas = [info for info in found if info.publication.kind == "delta"]
+    assert len(deltas) >= HELD - 2
+    densities = [info.density for info in deltas if info.density is not None]
+    assert len(densities) == len(deltas)
+    assert 0 < max(densities) < 0.2, densities
+    assert min(densities[1:]) > 0, densities
+    assert all(info.ratio is not None and info.ratio < 0.5 for info in deltas)
+    assert all(update.checked is not False for info in found for update in info.updates)
+    assert any(update.mode == "in_place" for info in deltas for update in info.updates)
+
+
+def _away_for_a_while(program: Program, front: FaultyStore) -> None:
+    """The store answers nothing while the next version falls due: the job says so, waits, and goes on."""
+    front.fail("503", times=10**6)
+    go_on(program)
+
+    def told(client: Client) -> bool:
+        return "has failed for" in (client.send(api.job()).last_error or "")
+
+    program.until("the job tells of it", told)
+    front.calm()
+    front.rate = RATE
+
+
+def check_equal(program: Program, published: dict[str, torch.Tensor]) -> None:
+    """The published weights are the final model's, bit for bit."""
+    exported = AutoModelForCausalLM.from_pretrained(program.run_dir / "final", dtype=torch.float32)
+    trained = dict(HubNames(exported).tensors(dtype=torch.bfloat16))
+    assert published.keys() == trained.keys()
+    for name, tensor in trained.items():
+        assert torch.equal(published[name].view(torch.int16), tensor.view(torch.int16)), name
+
+
+def test_a_bucket_that_is_not_there_ends_the_job_with_the_remedy(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running_objects() as objects:
+        use(objects.environment, monkeypatch)
+        with Program(job(tmp_path, model, steps=2, held_at=2)) as program:
+            assert program.wait() != 0
+        assert "there is no such bucket: create it, or correct weight_sync.store" in program.output()
