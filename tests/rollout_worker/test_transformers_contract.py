@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollout_worker.engines.base import Engine
+from rollout_worker.engines.base import Engine, WeightMismatch
 from rollout_worker.engines.transformers import TransformersEngine
 from rollout_worker.engines.transformers.settings import settings_of
 from schema.config import Config
@@ -21,7 +21,7 @@ from tests.rollout_worker.engine_contract import (
     Subject,
     running,
 )
-from tests.rollout_worker.tiny import tokenizer
+from tests.rollout_worker.tiny import random_model, tokenizer
 from tests.rollout_worker.versions import Versions, nudged
 
 
@@ -102,3 +102,20 @@ class TestDamage:
             assert report.mode == "full"
             assert "model.norm.weight has moved in memory" in report.detail
             assert subject.checksum().content_hash == publication.content_hash
+
+    def test_changes_that_contradict_each_other_end_generation(self, tmp_path: Path) -> None:
+        """The engine ties its output layer, the trainer does not any more: what was written is not what is there."""
+        versions = Versions(tmp_path)
+        with running(TestTransformers, tmp_path) as subject:
+            trainer = random_model(1, tie_word_embeddings=False)
+            trainer.lm_head.weight.data.copy_(trainer.model.embed_tokens.weight)
+            assert subject.follow(versions, versions.publish(trainer, 4)).mode == "full"
+            trainer.lm_head.weight.data[5] += 1
+            trainer.model.embed_tokens.weight.data[5] -= 1
+            weights = versions.fetched(versions.publish(trainer, 5))
+            with pytest.raises(WeightMismatch, match="differ after loading"):
+                subject.run(subject.engine.load_weights(weights, 5))
+            assert subject.engine.version == -1
+            assert subject.checksum().problems == ["no weights are served"]
+            tied = versions.publish(subject.models[0], 6, full=True)
+            assert subject.follow(versions, tied).mode == "full"
