@@ -120,6 +120,18 @@ def test_tokens_older_than_the_lease_are_refused() -> None:
     assert outcome.code is ErrorCode.CONFLICT
 
 
+def test_tokens_over_a_cache_of_several_versions_count_as_the_oldest() -> None:
+    """`update_mode = "keep_kv"`: such a group may be trained as long as its oldest cache entry allows."""
+    ledger = make(staleness_bound=2)
+    first, second = lease(ledger, 2)
+    fill(ledger, first, newest_version=2)
+    fill(ledger, second, 1, newest_version=2)
+    assert (first.deadline, second.deadline) == (2, 3), (
+        "the oldest version and the bound; never less than at the lease"
+    )
+    assert isinstance(ledger.assemble(now=0.0), Assembled)
+
+
 def test_a_dead_replica_loses_its_leases_and_keeps_its_samples() -> None:
     ledger = make()
     (group,) = lease(ledger, 1, replica="dead")
