@@ -256,6 +256,27 @@ def test_damage_in_the_trainers_copy_is_found_by_the_hashes(tmp_path: Path, vers
             copy.close()
 
 
+def test_a_distant_store_that_hangs_at_the_trainer_holds_no_replica_up(
+    tmp_path: Path, versions: Versions
+) -> None:
+    free = threading.Event()
+
+    class Hanging(RemoteStore):
+        def download(self, key: str, to: Path) -> int:
+            free.wait()
+            return super().download(key, to)
+
+    try:
+        with sending(Hanging(versions.root, tmp_path / "notes"), timeout=SHORT) as sender:
+            publication = offered(versions.newest, sender)
+            for host in ("one", "two"):
+                store = DirectStore(DirectoryStore(versions.root), SHORT)
+                assert refusals(versions, publication, store, tmp_path / host)
+            assert sender.served.files == 0
+    finally:
+        free.set()
+
+
 def test_with_neither_trainer_nor_store_it_is_an_error(
     tmp_path: Path, versions: Versions, nothing: DirectoryStore
 ) -> None:

@@ -1,19 +1,22 @@
 """The trainer's side: it listens at one port for as long as it lives, and hands out the newest publication.
 
-What is sent lies in the store already; a store of this machine is mapped, of a distant one each file is fetched once
-and kept for the round. Connections are served by threads, `MAX_CONNECTIONS` at most, each with a deadline, so that
-nobody who connects can hold up publishing or other replicas.
+What is sent lies in the store already and is mapped; of a distant store each file is fetched once, into the temporary
+directory, for as long as the version is the newest. Connections are served by threads, `MAX_CONNECTIONS` at most,
+each with a deadline, so that nobody who connects can hold up publishing or other replicas.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import mmap
 import secrets
 import socket
+import tempfile
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from schema.wire.weights import Offer, Piece
@@ -56,7 +59,7 @@ class _Round:
     piece: Piece
     gathering: Gathering | None = None
     kept: dict[str, memoryview] = field(default_factory=dict)
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    locks: dict[str, threading.Lock] = field(default_factory=dict)
 
     @property
     def version(self) -> str:
@@ -185,10 +188,11 @@ class Sender:
                 line.tell({"failed": str(error)})
 
     def _broadcast(self, carrier: SendingCarrier, present: _Round, lines: Sequence[Line]) -> None:
-        manifest = parse_manifest(bytes(self._read(present, split_key(present.piece.uri)[1])), present.piece)
+        deadline, piece = lines[0].deadline, present.piece
+        manifest = parse_manifest(bytes(self._read(present, split_key(piece.uri)[1], deadline)), piece)
         chunks = chunks_of(manifest.files)
         try:
-            carrier.send(lines, chunks, lambda file: self._read(present, file))
+            carrier.send(lines, chunks, lambda file: self._read(present, file, deadline))
         except Exception:
             with self._lock:
                 self._failed += len(lines)
@@ -199,7 +203,7 @@ class Sender:
 
     def _send(self, connection: socket.socket, present: _Round, request: Request, deadline: Deadline) -> None:
         try:
-            data = self._read(present, request.file)
+            data = self._read(present, request.file, deadline)
         except (WeightError, OSError) as error:
             log.warning("%s/%s cannot be sent: %s", present.version, request.file, error)
             with contextlib.suppress(OSError):
@@ -221,8 +225,24 @@ class Sender:
                 self._files += 1
                 self._n_bytes += len(data)
 
-    def _read(self, present: _Round, file: str) -> memoryview:
-        with present.lock:  # a distant store is asked once, however many replicas ask
+    def _read(self, present: _Round, file: str, deadline: Deadline) -> memoryview:
+        # A distant store is asked once, however many replicas ask; while it fails they do not wait for it.
+        lock = present.locks.setdefault(file, threading.Lock())
+        if not lock.acquire(timeout=deadline.left()):
+            raise TimeoutError("the store does not answer")
+        try:
             if file not in present.kept:
-                present.kept[file] = self._store.read(f"{present.version}/{file}")
+                present.kept[file] = self._mapped(f"{present.version}/{file}")
             return present.kept[file]
+        finally:
+            lock.release()
+
+    def _mapped(self, key: str) -> memoryview:
+        if self._store.directory is not None:
+            return self._store.read(key)
+        with tempfile.TemporaryDirectory(prefix="cosmos-send-") as folder:
+            path = Path(folder) / "file"
+            if self._store.download(key, path) == 0:
+                return memoryview(b"")
+            with path.open("rb") as stream:  # what is mapped stays when its name goes
+                return memoryview(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY))
