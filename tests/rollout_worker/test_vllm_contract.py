@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
-from tests.rollout_worker.engine_contract import EngineContract
+from tests.rollout_worker.engine_contract import EngineContract, KeepKvContract, Subject, running
 
 pytestmark = pytest.mark.slow
 
 
 class TestVllm(EngineContract):
     backend = "vllm"
+
+
+class TestKeepKv(KeepKvContract):
+    """With a cache that outlives updates; the rest of the contract is the same engine's above."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def subject(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
+        with running(
+            TestVllm, tmp_path_factory.mktemp("keep"), weight_sync={"update_mode": "keep_kv"}
+        ) as subject:
+            yield subject
