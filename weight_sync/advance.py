@@ -257,10 +257,11 @@ class Advance:
                 if content_hash(tensors) != content:
                     raise WeightError(f"{step.piece.uri}: its content hash does not follow from its tensors")
         # Entries say where the bytes lie in the copy, not where the delta had them.
-        entries = {
-            name: entry.model_copy(update={"file": state.tensors[name].file, "changed": None})
-            for name, entry in tensors.items()
-        }
+        changed = {name for delta in deltas for name in delta.manifest.tensors}
+        entries = dict(tensors)
+        for name in changed:
+            mine = {"file": state.tensors[name].file, "changed": None}
+            entries[name] = tensors[name].model_copy(update=mine)
         pieces = [step.piece for step in steps]
         # Those of this very advance stay in any case: this replica's engine is about to read them.
         most_bytes = max(int(KEPT_SHARE * bytes_of(state)), sum(piece.n_bytes for piece in pieces))
