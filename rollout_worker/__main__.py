@@ -22,7 +22,7 @@ import uvloop
 from controller.client import ControllerError, Unauthorized
 from rollout_worker.deadline import Deadline
 from rollout_worker.engines.base import EngineConfigError, EngineError
-from rollout_worker.errors import StoreSettingsError
+from rollout_worker.errors import StoreSettingsError, WeightsUnreadableError
 from rollout_worker.rewards.pool import RewardPoolError
 from rollout_worker.rewards.registry import RewardConfigError
 from rollout_worker.session import JobOverError, SupersededError
@@ -71,7 +71,7 @@ def _run(url: str, token: str, name: str, parent: int | None, threads: int | Non
     except JobOverError as error:
         log.info("%s", error)
         return OK
-    except (ControllerError, EngineError, RewardPoolError, SupersededError) as error:
+    except (ControllerError, EngineError, RewardPoolError, SupersededError, WeightsUnreadableError) as error:
         log.error("%s: %s", type(error).__name__, error)
         return FAILED
     except Exception:

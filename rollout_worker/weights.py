@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from controller import api
 from controller.client import ControllerError
 from rollout_worker.engines.base import Checksum, Engine, LoadReport, WeightMismatch
+from rollout_worker.errors import WeightsUnreadableError
 from rollout_worker.gauges import Gauges
 from rollout_worker.held import Held
 from rollout_worker.host_weights import Arrival, HostWeights
@@ -115,7 +116,7 @@ class WeightFollower:
     # ---- bringing them here -------------------------------------------------------------------------------
 
     async def follow(self) -> None:
-        """Bring whatever is published to this host, for ever. Raises `WeightError` when it stays unreadable."""
+        """Bring whatever is published to this host, for ever. Raises `WeightsUnreadableError` when it stays so."""
         known, failures = 0, _Failures()
         publication = self._session.reply.publication
         while True:
@@ -146,7 +147,7 @@ class WeightFollower:
     async def _failed(
         self, publication: Publication, known: int, failures: _Failures, error: WeightError
     ) -> Publication:
-        """What to try next. Raises the error when it is time to give up."""
+        """What to try next. Raises `WeightsUnreadableError` when it is time to give up."""
         newest = await self._newer(known, 0.0) or publication
         if newest.id > publication.id:
             # It may have been removed because there is a newer one; this is no failure.
@@ -167,7 +168,10 @@ class WeightFollower:
             failures.reported = publication.id
             self.reports.unreadable(publication.id, str(error))
         if failures.over(now, self._config.store_timeout, self.current is not None, refused):
-            raise error
+            raise WeightsUnreadableError(
+                f"{self._failure} (tried {failures.count} times in {now - failures.since:.0f} s; "
+                f"weight_sync.store_timeout = {self._config.store_timeout:g})"
+            ) from error
         return await self._newer(publication.id, RETRY_S) or publication
 
     async def _newer(self, known: int, wait_s: float) -> Publication | None:

@@ -14,6 +14,7 @@ import pytest
 from controller import api
 from controller.client import Client
 from rollout_worker.engines.base import WeightMismatch
+from rollout_worker.errors import WeightsUnreadableError
 from schema.wire import messages as m
 from schema.wire.sample import Sample
 from tests.rollout_worker.stage import Publisher, Stage
@@ -22,7 +23,7 @@ from tests.rollout_worker.versions import nudged
 from tests.support.served import ServedController
 from tests.support.waiting import PATIENCE, until
 from tests.weight_sync.versions import Versions
-from weight_sync import WeightError, hub_tensors
+from weight_sync import hub_tensors
 
 pytestmark = pytest.mark.slow
 
@@ -171,7 +172,9 @@ def test_a_replica_without_weights_gives_up(stage: Stage, monkeypatch: pytest.Mo
     trainer = trainer_of(stage, served, broken=0)
     trainer.begin()
     worker = stage.worker(served.url)
-    with pytest.raises(WeightError, match=r"no way to publication 1 .*No such file"):
+    with pytest.raises(
+        WeightsUnreadableError, match=r"no way to publication 1 .*No such file.*tried 5 times"
+    ):
         worker.join()
 
 

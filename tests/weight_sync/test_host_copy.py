@@ -160,6 +160,7 @@ ADVANCE = st.tuples(st.just("advance"), st.integers(0, 3))
 VANISH = st.tuples(st.just("vanish"), st.none())
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     steps=st.lists(STEP | STEP | ADVANCE | ADVANCE | VANISH, min_size=5, max_size=25), remote=st.booleans()
