@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import dataclasses
 import os
 import signal
@@ -45,6 +46,7 @@ from tests.rollout_worker.engine_contract import (
     token_versions,
 )
 from tests.rollout_worker.tiny import publish_model, random_model, save_model, tokenizer
+from tests.rollout_worker.versions import Versions, nudged
 from tests.support.waiting import PATIENCE, until
 from weight_sync import DirectoryStore, collect, fetch, hub_tensors
 
@@ -293,6 +295,39 @@ class TestKeepKv:
             expected = [log_softmax(row)[token] for row, token in zip(logits, tokens, strict=True)]
             np.testing.assert_allclose(sample.logprobs, expected, atol=0.3)
 
+    def test_changes_are_cast_and_compared_with_the_copy(self, subject: Subject, tmp_path: Path) -> None:
+        versions, model = Versions(tmp_path), copy.deepcopy(subject.models[0])
+        modes = []
+        for version in (4, 5):
+            nudged(model, version)
+            publication = versions.publish(model, version)
+            modes.append(subject.follow(versions, publication).mode)
+            checksum = subject.checksum()
+            assert (checksum.content_hash, checksum.exact) == (publication.content_hash, False)
+        assert modes == ["full", "in_place"]
+        nudged(model, 6)
+        versions.fetched(versions.publish(model, 6))  # the copy moves on: nothing to compare with
+        checksum = subject.checksum()
+        assert (checksum.content_hash, checksum.problems) == (None, [])
+        versions.close()
+
+    def test_a_prompt_cached_under_another_timeline_is_computed_anew(
+        self, subject: Subject, tmp_path: Path
+    ) -> None:
+        """The same version number, other weights: kept caches of the first must not serve the second."""
+        versions, prompt = Versions(tmp_path), encode("blocks of sixteen: " + "0123456789" * 4)
+        for which in (0, 1, 0):
+            subject.follow(versions, versions.publish(subject.models[which], 7, full=True))
+            model = copy.deepcopy(subject.models[which]).to(torch.bfloat16).float()
+            wanted = request(prompt, SamplingSettings(max_tokens=4), (1, 2))
+            found = subject.generate([wanted])
+            for i in range(2):
+                tokens = found[wanted.request_id, i].token_ids.tolist()
+                logits = plain_logits(model, prompt, tokens)
+                expected = [log_softmax(row)[token] for row, token in zip(logits, tokens, strict=True)]
+                np.testing.assert_allclose(found[wanted.request_id, i].logprobs, expected, atol=0.3)
+        versions.close()
+
     def test_a_killed_engine_is_an_error_with_a_name(self, subject: Subject) -> None:
         """The last test of this engine."""
         (engine,) = children()
@@ -323,11 +358,27 @@ class TestTensorParallel:
                 found = subject.generate([wanted])
                 for i in range(2):
                     check_logprobs(subject.models[which], wanted, found[wanted.request_id, i])
+            self.check_changes_in_place(subject, tmp_path / "line")
             wrong = fetch(tmp_path, publish_model(tmp_path, random_model(1, num_hidden_layers=1), 9))
             with pytest.raises(WeightMismatch, match=r"layers\.1\."):
                 subject.run(subject.engine.load_weights(wrong, 9))
         until(lambda: not children(), "the end of all processes")
         until(lambda: not unused_segments() - before, "the end of all shared memory")
+
+    def check_changes_in_place(self, subject: Subject, root: Path) -> None:
+        """Each rank writes its rows and columns; put together they are the published tensors."""
+        versions, model = Versions(root), copy.deepcopy(subject.models[0])
+        modes = []
+        for version in range(4, 7):
+            nudged(model, version)
+            publication = versions.publish(model, version)
+            modes.append(subject.follow(versions, publication).mode)
+            checksum = subject.checksum()
+            assert (checksum.content_hash, checksum.exact) == (publication.content_hash, True)
+            wanted = request("What is 1+1?", SamplingSettings(max_tokens=16))
+            check_logprobs(model, wanted, subject.one(wanted))
+        assert modes == ["full", "in_place", "in_place"]
+        versions.close()
 
 
 class TestRefusals:
@@ -366,6 +417,30 @@ class TestRefusals:
             "^vLLM refuses these settings: Unknown quantization method: no_such_method",
             rollout=rollout,
         )
+
+
+def test_our_transfer_engine_is_one_of_the_installed_vllm() -> None:
+    """Everything that vLLM calls is there with its arguments, and our extension hides nothing of its worker."""
+    program = (
+        "import inspect\n"
+        "from vllm.distributed.weight_transfer.base import WeightTransferEngine as Base\n"
+        "from vllm.v1.engine.async_llm import AsyncLLM\n"
+        "from vllm.v1.worker.gpu_worker import Worker\n"
+        "from rollout_worker.engines.vllm.transfer import StoreWeightTransferEngine as Ours, WorkerExtension\n"
+        "assert issubclass(Ours, Base) and not inspect.isabstract(Ours)\n"
+        "for name in ('init_transfer_engine', 'start_weight_update', 'update_weights', 'receive_weights',\n"
+        "             'finish_weight_update', 'shutdown'):\n"
+        "    ours, theirs = (list(inspect.signature(getattr(c, name)).parameters) for c in (Ours, Base))\n"
+        "    assert ours == theirs, (name, ours, theirs)\n"
+        "assert Ours.defers_processing and Base.defers_processing is False\n"
+        "for name in ('start_weight_update', 'update_weights', 'finish_weight_update'):\n"
+        "    assert callable(getattr(Worker, name))\n"
+        "own = {name for name in vars(WorkerExtension) if not name.startswith('__')}\n"
+        "assert own and all(name.startswith('cosmos_') for name in own), own\n"
+        "for name in ('collective_rpc', 'update_weight_version', 'resume_generation'):\n"
+        "    assert inspect.iscoroutinefunction(getattr(AsyncLLM, name))\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=PATIENCE)
 
 
 def test_our_names_are_those_of_the_installed_vllm() -> None:
