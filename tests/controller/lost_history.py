@@ -274,7 +274,7 @@ class World:
         publication = self.publications.publish(request, self.ledger.timeline, self.ledger.committed)
         self._met(publication)
         loaded = {r.loaded.id for r in self.rollouts if r.loaded is not None}
-        collectable = self.publications.collect(loaded, set())
+        collectable = self.publications.collect(loaded)
         trainer.history.published(PublishReply(publication=publication, collectable=collectable))
 
     def _met(self, publication: Publication) -> None:
