@@ -12,13 +12,16 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.support.objects import running_objects
 from tests.support.waiting import PATIENCE
+from tests.weight_sync.store_material import use
 from tests.weight_sync.versions import RemoteStore, Tensors, Versions, same, stepped
 from weight_sync.changes import open_delta
+from weight_sync.errors import WeightError
 from weight_sync.host_copy import HostCopy, Weights
-from weight_sync.host_files import open_copy
+from weight_sync.host_files import FETCHED, open_copy
 from weight_sync.locks import release
-from weight_sync.stores import DirectoryStore
+from weight_sync.stores import DirectoryStore, Store, open_store
 
 
 @pytest.fixture
@@ -31,7 +34,7 @@ def versions(tmp_path: Path) -> Versions:
     return Versions(tmp_path / "store")
 
 
-def opened(place: Path, store: DirectoryStore) -> HostCopy:
+def opened(place: Path, store: Store) -> HostCopy:
     return HostCopy(place, store, lock_timeout=PATIENCE)
 
 
@@ -132,6 +135,32 @@ def test_a_full_version_and_one_without_changes(
     versions.next(stepped(versions.weights[-1], 4, 0.9))  # as a delta all the same: tensors stored whole
     assert holds(copy.advance(versions.newest, patience=0.0), versions, 4)
     copy.close()
+
+
+@pytest.mark.slow
+def test_from_a_bucket(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fetched once, kept for who lags; a lost object is planned around."""
+    with running_objects("bucket") as objects:
+        use(objects.environment, monkeypatch)
+        store = open_store("s3://bucket/weights")
+        versions = Versions(tmp_path, store=store)
+        copy = HostCopy(place, store)
+        first = copy.advance(versions.newest, patience=0.0)
+        for version in range(1, 4):
+            weights = copy.advance(versions.next(), patience=0.0)
+            assert holds(weights, versions, version)
+        found = weights.changes_since(first.content_hash)
+        assert found is not None
+        assert [root for root, _ in found] == [place / FETCHED] * 3
+        assert all(open_delta(root, piece).changes() for root, piece in found)
+        versions.next()
+        lost = f"weights/{versions.newest.uri.split('/')[0]}/00000.safetensors"
+        objects.client().delete_object(Bucket="bucket", Key=lost)
+        with pytest.raises(WeightError, match="no such object"):
+            copy.advance(versions.newest, patience=0.0)
+        weights = copy.advance(versions.next(), patience=0.0)  # its chain names the anchor of version 4
+        assert holds(weights, versions, 5)
+        copy.close()
 
 
 TINY = {

@@ -12,7 +12,7 @@ import torch
 from schema.wire.weights import Link, Publication, TensorEntry
 from tests.weight_sync.helpers import bits
 from weight_sync.publish import Published, after, assemble, finish, version_name, write_delta, write_full
-from weight_sync.stores import DirectoryStore
+from weight_sync.stores import DirectoryStore, Store
 
 Tensors = dict[str, torch.Tensor]
 
@@ -48,9 +48,16 @@ def stepped(weights: Mapping[str, torch.Tensor], step: int, share: float = 0.01)
 class Versions:
     """Publishes `weights`, then `stepped` ones. Every `anchor_every`-th version has a full form beside its delta."""
 
-    def __init__(self, root: Path, *, anchor_every: int = 4, weights: Tensors | None = None) -> None:
+    def __init__(
+        self,
+        root: Path,
+        *,
+        anchor_every: int = 4,
+        weights: Tensors | None = None,
+        store: Store | None = None,
+    ) -> None:
         self.root, self.anchor_every = root, anchor_every
-        self.store = DirectoryStore(root)
+        self.store: Store = DirectoryStore(root) if store is None else store
         self.weights: list[Tensors] = [first_weights() if weights is None else weights]
         self.publications: list[Publication] = []
         self.links: list[Link] = []
