@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from schema.wire.store_url import S3Place, parse_url
 from tests.support.objects import ObjectStore, running_objects
@@ -253,6 +255,18 @@ def test_urls_that_are_none(url: str) -> None:
         parse_url(url)
     with pytest.raises(WeightError):
         open_store(url)
+
+
+@given(st.text("ab./-_:@?%s3 \n\u00e4", max_size=30))
+def test_no_url_leads_out_of_its_prefix(text: str) -> None:
+    try:
+        place = parse_url("s3://" + text)
+    except ValueError:
+        return
+    assert parse_url(str(place)) == place
+    assert not place.prefix.startswith("/")
+    assert not place.prefix.endswith("/")
+    assert {"", ".", ".."}.isdisjoint(place.prefix.split("/") if place.prefix else [])
 
 
 def test_a_path_is_a_directory(tmp_path: Path) -> None:
