@@ -37,6 +37,7 @@ from weight_sync.host_files import (
     Advancing,
     CacheError,
     CopyState,
+    WritableTensors,
     bytes_of,
     map_tensors,
     read_advancing,
@@ -76,13 +77,22 @@ class Advance:
 
     Args:
         directory: of the copy. store: where publications lie. patience: seconds for each bad file.
+        writable: this process's mapping of the data files.
         lock_timeout: seconds to wait for readers of the copy. stop: set from another thread, ends it.
     """
 
     def __init__(
-        self, directory: Path, store: Store, *, patience: float, lock_timeout: float, stop: threading.Event
+        self,
+        directory: Path,
+        store: Store,
+        writable: WritableTensors,
+        *,
+        patience: float,
+        lock_timeout: float,
+        stop: threading.Event,
     ) -> None:
         self._directory, self._lock_timeout, self._stop = directory, lock_timeout, stop
+        self._writable = writable
         self._receiver = Receiver(store, directory / FETCHED, patience, stop)
         self._seconds = {"verify": 0.0, "advance": 0.0}
         self._broken: set[str] = set()
@@ -309,7 +319,7 @@ class Advance:
     def _write_over(self, state: CopyState, done: CopyState, deltas: Sequence[Opened]) -> None:
         """Bring the data files of `state` to `done`, and prove it by the hashes."""
         try:
-            data = map_tensors(self._directory, state, writable=True)
+            data = self._writable.of(state)
         except NotReadableError as error:
             raise _SpoiledError(str(error)) from error
         with ThreadPoolExecutor(THREADS) as pool:
@@ -324,6 +334,7 @@ class Advance:
     def _discard(self, plan: Plan, error: _SpoiledError) -> None:
         """The content is unknown: throw it away. Where a fresh copy was spoiled, the deltas are not believed."""
         log.warning("the host copy is thrown away: %s", error)
+        self._writable.forget()
         self._tried.append(str(error))
         with self._changing():
             (self._directory / STATE).unlink(missing_ok=True)

@@ -22,7 +22,15 @@ import torch
 from schema.wire.weights import Piece, Publication, TensorEntry
 from weight_sync.advance import Advance
 from weight_sync.errors import NotReadableError
-from weight_sync.host_files import FETCHING, LOCK_TIMEOUT, CopyState, CopyView, bytes_of, open_copy
+from weight_sync.host_files import (
+    FETCHING,
+    LOCK_TIMEOUT,
+    CopyState,
+    CopyView,
+    WritableTensors,
+    bytes_of,
+    open_copy,
+)
 from weight_sync.host_users import join, leave
 from weight_sync.locks import locked
 from weight_sync.pieces import piece_of
@@ -132,11 +140,13 @@ class HostCopy:
         self.directory = directory
         self._store, self._lock_timeout = store, lock_timeout
         self._stop = threading.Event() if stop is None else stop
+        self._writable = WritableTensors(directory)
         self._users: int | None = join(directory)
 
     def close(self) -> None:
         """Give the share back; the last one removes the directory. After `advance` and `reading` have ended."""
         if self._users is not None:
+            self._writable.forget()
             leave(self.directory, self._users)
             self._users = None
 
@@ -156,6 +166,7 @@ class HostCopy:
         advance = Advance(
             self.directory,
             self._store,
+            self._writable,
             patience=patience,
             lock_timeout=self._lock_timeout,
             stop=self._stop,
