@@ -28,7 +28,7 @@ def pushed(result: Result, text: Any = "text") -> SampleHeader:
     held, nothing = Held(), None
 
     async def work() -> SampleHeader:
-        weights = WeightFollower(nothing, nothing, held, Gauges())  # type: ignore[arg-type]
+        weights = WeightFollower(settings.weight_sync, nothing, nothing, nothing, held, Gauges())  # type: ignore[arg-type]
         leasing = Leasing(settings, nothing, nothing, held, weights, nothing, nothing, Gauges())  # type: ignore[arg-type]
         pusher = Pusher(nothing, held, 1 << 20)  # type: ignore[arg-type]
         generating = Generating(settings, nothing, nothing, held, leasing, nothing, pusher)  # type: ignore[arg-type]
