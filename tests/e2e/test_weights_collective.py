@@ -11,7 +11,8 @@ import pytest
 from schema.wire.messages import PublicationInfo
 from tests.e2e.held import go_on
 from tests.e2e.program import LONG, Program, check_ledger
-from tests.e2e.test_weights import job, publications
+from tests.e2e.test_weights import publications
+from tests.e2e.versions import job
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2 * LONG)]
 
@@ -21,7 +22,7 @@ def test_versions_come_from_the_trainer_and_from_the_store_while_it_stands_still
 ) -> None:
     held_at = 4
     keys = 'transport = "collective"\ncollective_timeout = 10.0\nchecksum_interval = 1'
-    config = job(tmp_path, model, "transformers", steps=7, keys=keys, held_at=held_at)
+    config = job(tmp_path, model, steps=7, keys=keys, held_at=held_at)
 
     def served(program: Program, version: int, updates: int) -> PublicationInfo | None:
         for info in publications(program):

@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from controller import api
 from controller.client import Client
 from schema.wire.messages import PublicationInfo
-from schema.wire.weights import Publication, WeightManifest
-from tests.e2e.held import go_on, hold
-from tests.e2e.program import LONG, Program, check_ledger, write_config
+from tests.e2e import versions
+from tests.e2e.held import go_on
+from tests.e2e.program import LONG, Program, check_ledger
+from tests.e2e.versions import check_equal, newest_of, weights_of
 from tests.support.faulty_store import FaultyStore, faulty_store
 from tests.support.objects import ObjectStore, running_objects
 from tests.weight_sync.store_material import use
-from weight_sync import HubNames, Store, open_store
-from weight_sync.host_copy import HostCopy
-from weight_sync.layout import digest
+from weight_sync import open_store
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(2 * LONG)]
 
 BUCKET, PREFIX = "cosmos-weights", "jobs/shared"
 STEPS, HELD, RATE = 14, 10, 1 / 4
 KEYS = f"""
-[weight_sync]
 store = "s3://{BUCKET}/{PREFIX}"
 checksum_interval = 1
 anchor_interval = 6
@@ -35,27 +30,12 @@ keep = 2
 host_cache = "{{cache}}"
 """
 
-VARIED = """
-def varied(completion, row):
-    return sum(map(ord, completion)) % 7 / 7
-"""
-"""An untrained model earns nothing otherwise, and no step would change anything."""
-
 
 def job(folder: Path, model: Path, *, steps: int, held_at: int) -> Path:
-    """bfloat16 of float32 masters at a learning rate of real work: few of its values change in a step."""
-    config = write_config(folder, model, bound=0, steps=steps, rows=4 * steps, validation=False)
-    text = config.read_text().replace("optm_lr = 1e-3", "optm_lr = 2e-6\noptm_warmup_steps = 1")
-    text = text.replace('dtype = "float32"\nn_generation', 'dtype = "bfloat16"\nn_generation')
-    text = text.replace('param_dtype = "float32"', 'param_dtype = "float32"\ntransfer_dtype = "bfloat16"')
+    """With a copy of its own."""
     (folder / "cache").mkdir(mode=0o700)
-    config.write_text(text + KEYS.format(cache=folder / "cache"))
-    hold(config, held_at, rows=4 * steps)
-    (folder / "varied.py").write_text(VARIED)
-    text = config.read_text()
-    assert "format = 0.2" in text
-    config.write_text(text.replace("format = 0.2", f'"{folder}/varied.py:varied" = 1.0'))
-    return config
+    keys = KEYS.format(cache=folder / "cache")
+    return versions.job(folder, model, steps=steps, held_at=held_at, keys=keys)
 
 
 def others(objects: ObjectStore) -> dict[str, bytes]:
@@ -70,36 +50,6 @@ def others(objects: ObjectStore) -> dict[str, bytes]:
     for key, body in found.items():
         objects.client().put_object(Bucket=BUCKET, Key=key, Body=body)
     return found
-
-
-def newest_of(program: Program, store: Store) -> Publication:
-    """The publication that the trainer announced last, as the job's record and the bucket have it."""
-    lines = [json.loads(line) for line in (program.run_dir / "publications.jsonl").read_text().splitlines()]
-    last = max(lines, key=lambda line: line["id"])
-    text = bytes(store.read(last["uri"]))
-    manifest = WeightManifest.model_validate_json(text)
-    return Publication(
-        id=last["id"],
-        version=manifest.version,
-        timeline=manifest.timeline,
-        uri=last["uri"],
-        manifest_hash=digest(text).hex(),
-        content_hash=manifest.content_hash,
-        n_bytes=sum(file.n_bytes for file in manifest.files),
-        kind=manifest.kind,
-    )
-
-
-def weights_of(folder: Path, store: Store, publication: Publication) -> dict[str, torch.Tensor]:
-    """What a host that joins now gets out of the bucket."""
-    copy = HostCopy(folder, store)
-    try:
-        weights = copy.advance(publication)
-        assert weights.publication.version == publication.version
-        with weights.reading():
-            return {name: tensor.clone() for name, tensor in weights.tensors()}
-    finally:
-        copy.close()
 
 
 def until_served(program: Program, version: int) -> list[PublicationInfo]:
@@ -165,15 +115,6 @@ def _away_for_a_while(program: Program, front: FaultyStore) -> None:
     program.until("the job tells of it", told)
     front.calm()
     front.rate = RATE
-
-
-def check_equal(program: Program, published: dict[str, torch.Tensor]) -> None:
-    """The published weights are the final model's, bit for bit."""
-    exported = AutoModelForCausalLM.from_pretrained(program.run_dir / "final", dtype=torch.float32)
-    trained = dict(HubNames(exported).tensors(dtype=torch.bfloat16))
-    assert published.keys() == trained.keys()
-    for name, tensor in trained.items():
-        assert torch.equal(published[name].view(torch.int16), tensor.view(torch.int16)), name
 
 
 def test_a_bucket_that_is_not_there_ends_the_job_with_the_remedy(
