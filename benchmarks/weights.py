@@ -47,7 +47,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from rollout_worker.engines.scatter import Place, WeightMap, region_of, storage_of, whole
 from rollout_worker.engines.scatter import Published as PublishedTensor
 from schema.wire.weights import Link, Publication, TensorEntry
-from weight_sync import codec, device
+from weight_sync import codec
 from weight_sync.changes import open_delta
 from weight_sync.host_copy import HostCopy
 from weight_sync.hub import hub_tensors
@@ -385,10 +385,7 @@ def codecs(old: Tensors, new: Tensors) -> dict[str, float]:
             target = before.copy()
             total += now.nbytes
             with clock("encode"):
-                if tensor.device.type == "cpu":
-                    encoded = codec.encode(before, now, pool=pool)
-                else:
-                    encoded = device.encode(old[name], tensor, pool=pool)
+                encoded = codec.encode(before, now, pool=pool)
             assert encoded is not None
             payload = memoryview(b"".join(encoded.parts))
             if encoded.changed:

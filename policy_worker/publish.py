@@ -11,7 +11,7 @@ as possible: between steps, and while there is no batch, so nobody waits in vain
 Memory of a rank beside the model, with T the bytes of all tensors in `train.transfer_dtype`: T / ranks in host memory
 for the snapshot, as much again for what was announced last (none of it with `weight_sync.encoding = "full"`); on the
 training device the largest unit and one more tensor while gathering; in the background what one tensor takes encoded,
-half of it at most, and what the store buffers.
+half of it at most, a few encoded blocks of those that follow, and what the store buffers.
 """
 
 from __future__ import annotations

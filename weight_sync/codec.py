@@ -20,8 +20,10 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Executor
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Executor, Future, wait
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -46,6 +48,8 @@ as zstd allows, is smaller and twice as fast as its level 1."""
 _WORTH = 64
 """Bytes below which a plane is not compressed: a frame has more than ten bytes of its own."""
 _HEAD = struct.Struct("<I")
+AHEAD = 32
+"""Blocks that threads may encode before they are asked for: some for each, while what is ready is written."""
 
 
 class CodecError(WeightError):
@@ -67,7 +71,7 @@ class Encoded:
     digest: bytes
 
 
-class EncodedBlock(NamedTuple):
+class _EncodedBlock(NamedTuple):
     """The same of one block."""
 
     changed: int
@@ -92,32 +96,98 @@ def bits_of(data: bytes | memoryview, itemsize: int) -> Array:
     return np.frombuffer(data, _unsigned(itemsize))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Pair:
+    """A tensor to encode.
+
+    Attributes:
+        old: `[elements]`, at least one, contiguous unsigned integers of 1, 2, 4 or 8 bytes. new: likewise.
+        most_bytes: given up beyond this size: the tensor is better stored whole.
+    """
+
+    old: Array
+    new: Array
+    most_bytes: int | None = None
+
+
 def encode(
     old: Array, new: Array, *, most_bytes: int | None = None, pool: Executor | None = None
 ) -> Encoded | None:
-    """Compare two tensors of the same dtype and size.
+    """Compare two tensors of the same dtype and size, which may be 0.
 
     Args:
-        old: `[elements]`, contiguous unsigned integers of 1, 2, 4 or 8 bytes. new: likewise.
-        most_bytes: give up beyond this size: the tensor is better stored whole.
+        old, new, most_bytes: see `Pair`.
         pool: threads that share the blocks; not the pool that this call itself runs in.
 
     Returns:
         The changes; None when they need more than `most_bytes`.
     """
-    assert old.shape == new.shape
-    assert old.dtype == new.dtype == _unsigned(old.itemsize)
-    assert old.ndim == 1
-
-    def one(start: int) -> EncodedBlock:
-        before, now = old[start : start + BLOCK], new[start : start + BLOCK]
-        positions = _changed(before, now)
-        return EncodedBlock(len(positions), pack(positions, now[positions]), digest(now.data))
-
-    return combine(each(one, range(0, len(new), BLOCK), pool), most_bytes)
+    if not len(new):
+        return _combine([], most_bytes)
+    with closing(encode_each([Pair(old, new, most_bytes)], pool)) as results:
+        return next(results)
 
 
-def combine(blocks: Iterable[EncodedBlock], most_bytes: int | None) -> Encoded | None:
+def encode_each(pairs: Iterable[Pair], pool: Executor | None = None) -> Generator[Encoded | None]:
+    """`encode` of one tensor after the other, none of them empty.
+
+    Threads are up to `AHEAD` blocks ahead of whoever takes the results: so many encoded blocks are in memory beside
+    the tensor that is being put together, and so many pairs are drawn early, whose errors come early too. When this
+    ends, or is closed, no thread reads a tensor any more.
+    """
+    if pool is None:
+        for pair in pairs:
+            yield _combine((_encode_block(pair, start) for start in _starts(pair)), pair.most_bytes)
+        return
+    given_up: Pair | None = None
+    source = ((pair, start) for pair in pairs for start in _starts(pair) if pair is not given_up)
+    flight: deque[tuple[Pair, Future[_EncodedBlock]]] = deque()
+
+    def fill() -> None:
+        while len(flight) < AHEAD and (item := next(source, None)) is not None:
+            flight.append((item[0], pool.submit(_encode_block, *item)))
+
+    def blocks(pair: Pair) -> Iterator[_EncodedBlock]:
+        while flight and flight[0][0] is pair:
+            block = flight[0][1].result()
+            flight.popleft()
+            fill()
+            yield block
+
+    def drop(flying: list[Future[_EncodedBlock]]) -> None:
+        wait([future for future in flying if not future.cancel()])
+
+    try:
+        fill()
+        while flight:
+            pair = flight[0][0]
+            encoded = _combine(blocks(pair), pair.most_bytes)
+            if encoded is None:
+                given_up, rest = pair, []
+                while flight and flight[0][0] is pair:
+                    rest.append(flight.popleft()[1])
+                drop(rest)
+                fill()
+            yield encoded
+    finally:
+        drop([future for _, future in flight])
+
+
+def _starts(pair: Pair) -> range:
+    assert pair.old.shape == pair.new.shape
+    assert pair.old.dtype == pair.new.dtype == _unsigned(pair.old.itemsize)
+    assert pair.old.ndim == 1
+    assert len(pair.old)
+    return range(0, len(pair.new), BLOCK)
+
+
+def _encode_block(pair: Pair, start: int) -> _EncodedBlock:
+    before, now = pair.old[start : start + BLOCK], pair.new[start : start + BLOCK]
+    positions = _changed(before, now)
+    return _EncodedBlock(len(positions), _pack(positions, now[positions]), digest(now.data))
+
+
+def _combine(blocks: Iterable[_EncodedBlock], most_bytes: int | None) -> Encoded | None:
     """The changes of a tensor from those of its blocks in order; None as soon as they exceed `most_bytes`."""
     changed, n_bytes, state = 0, 0, xxhash.xxh3_128()
     parts: list[bytes] = []
@@ -133,7 +203,7 @@ def combine(blocks: Iterable[EncodedBlock], most_bytes: int | None) -> Encoded |
     return Encoded(changed, parts, n_bytes, state.digest())
 
 
-def pack(positions: Positions, values: Array) -> list[bytes]:
+def _pack(positions: Positions, values: Array) -> list[bytes]:
     """One block: head, lengths and planes.
 
     Args:
@@ -195,7 +265,7 @@ def apply(payload: memoryview, target: Array, pool: Executor | None = None) -> b
     assert target.dtype == _unsigned(target.itemsize)
     assert target.ndim == 1
     state = xxhash.xxh3_128()
-    for value in each(one, list(_blocks(payload, target.itemsize, len(target))), pool):
+    for value in _each(one, list(_blocks(payload, target.itemsize, len(target))), pool):
         state.update(value)
     return state.digest()
 
@@ -204,7 +274,7 @@ def _unsigned(itemsize: int) -> np.dtype[Any]:
     return np.dtype(f"<u{itemsize}")
 
 
-def each(work: Callable[[_T], _R], items: Iterable[_T], pool: Executor | None) -> Iterator[_R]:
+def _each(work: Callable[[_T], _R], items: Iterable[_T], pool: Executor | None) -> Iterator[_R]:
     """`map` in order, by threads where there are some."""
     return map(work, items) if pool is None else pool.map(work, items)
 

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal
@@ -26,7 +27,8 @@ import torch
 from pydantic import BaseModel, ConfigDict
 
 from schema.wire.weights import FileEntry, Link, Piece, TensorEntry, WeightManifest
-from weight_sync.codec import bits_of, encode
+from weight_sync import codec
+from weight_sync.codec import Encoded, bits_of, encode_each
 from weight_sync.errors import WeightError
 from weight_sync.layout import (
     DataFile,
@@ -67,7 +69,7 @@ class Part(BaseModel):
     data_bytes: int = 0
     """Of what it stored of its tensors, without headers."""
     seconds: dict[str, float] = {}
-    """By stage: "encode" (compare, compress, hash) and "write"."""
+    """By stage: "encode" (compare, compress, hash; of a delta as far as writing waited for it) and "write"."""
 
     @property
     def n_bytes(self) -> int:
@@ -163,17 +165,51 @@ def write_delta(
 
     Args:
         stage, prefix: as for `write_full`. pairs: this process's tensors, as they were and as they are, on the host.
-        most_bytes: give up when the tensors take more. pool: where blocks are encoded in parallel.
+        most_bytes: give up when the tensors take more. pool: where blocks are encoded in parallel, and ahead of
+            what is written (`weight_sync.codec.encode_each`).
 
     Raises:
         DenseError: they take more than `most_bytes`. WeightError, OSError: as `write_full`.
     """
-    with _Writer(stage, prefix, max_file_bytes) as writer:
+    drawn: deque[tuple[str, torch.Tensor]] = deque()
+
+    def compared() -> Iterator[codec.Pair]:
         for name, old, new in pairs:
-            writer.change(name, old, new, pool)
+            if (pair := _compared(name, old, new)) is not None:
+                drawn.append((name, new))
+                yield pair
+
+    with _Writer(stage, prefix, max_file_bytes) as writer, closing(encode_each(compared(), pool)) as results:
+        while True:
+            began = time.monotonic()
+            try:
+                encoded = next(results)
+            except StopIteration:
+                return writer.finish()
+            finally:
+                writer.seconds["encode"] += time.monotonic() - began
+            name, new = drawn.popleft()
+            if encoded is None:
+                writer.whole(name, new)
+            elif encoded.changed:
+                writer.changed(name, new, encoded)
             if most_bytes is not None and writer.n_bytes > most_bytes:
                 raise DenseError(f"the changes take more than {most_bytes} bytes, already at tensor {name!r}")
-        return writer.finish()
+
+
+def _compared(name: str, old: torch.Tensor, new: torch.Tensor) -> codec.Pair | None:
+    """Two tensors as the codec takes them; None: there is nothing in them. Raises `WeightError`."""
+    if (old.dtype, old.shape) != (new.dtype, new.shape):
+        raise WeightError(
+            f"tensor {name!r} was {old.dtype} {list(old.shape)} and is {new.dtype} {list(new.shape)} now: a "
+            f"delta keeps type and shape"
+        )
+    if new.numel() == 0:
+        return None
+    dtype_name(new.dtype, name)
+    size = new.dtype.itemsize
+    before, now = bits_of(tensor_bytes(name, old), size), bits_of(tensor_bytes(name, new), size)
+    return codec.Pair(before, now, int(SPARSE_SHARE * now.nbytes))
 
 
 def assemble(
@@ -262,7 +298,7 @@ class _Writer:
         self._file: DataFile | None = None
         self._files: list[FileEntry] = []
         self._tensors: dict[str, TensorEntry] = {}
-        self._seconds = {"encode": 0.0, "write": 0.0}
+        self.seconds = {"encode": 0.0, "write": 0.0}
         self.n_bytes = 0
 
     def __enter__(self) -> _Writer:
@@ -277,46 +313,29 @@ class _Writer:
         began = time.monotonic()
         dtype, data = dtype_name(tensor.dtype, name), tensor_bytes(name, tensor)
         value = tensor_digest(data, tensor.dtype.itemsize)
-        self._seconds["encode"] += time.monotonic() - began
+        self.seconds["encode"] += time.monotonic() - began
         self._add(name, dtype, list(tensor.shape), data, value)
         self._list(
             name, TensorEntry(dtype=dtype, shape=list(tensor.shape), file=self._name, hash=value.hex())
         )
 
-    def change(self, name: str, old: torch.Tensor, new: torch.Tensor, pool: Executor | None) -> None:
-        began = time.monotonic()
-        if (old.dtype, old.shape) != (new.dtype, new.shape):
-            raise WeightError(
-                f"tensor {name!r} was {old.dtype} {list(old.shape)} and is {new.dtype} {list(new.shape)} now: a "
-                f"delta keeps type and shape"
-            )
-        if new.numel() == 0:
-            return
-        dtype = dtype_name(new.dtype, name)
-        most = int(SPARSE_SHARE * new.numel() * new.dtype.itemsize)
-        size = new.dtype.itemsize
-        before, now = bits_of(tensor_bytes(name, old), size), bits_of(tensor_bytes(name, new), size)
-        encoded = encode(before, now, most_bytes=most, pool=pool)
-        self._seconds["encode"] += time.monotonic() - began
-        if encoded is None:
-            self.whole(name, new)
-        elif encoded.changed:
-            data = memoryview(b"".join(encoded.parts))
-            self._add(name, "U8", [len(data)], data, digest(data))
-            entry = TensorEntry(
-                dtype=dtype,
-                shape=list(new.shape),
-                file=self._name,
-                hash=encoded.digest.hex(),
-                changed=encoded.changed,
-            )
-            self._list(name, entry)
+    def changed(self, name: str, tensor: torch.Tensor, encoded: Encoded) -> None:
+        data = memoryview(b"".join(encoded.parts))
+        self._add(name, "U8", [len(data)], data, digest(data))
+        entry = TensorEntry(
+            dtype=dtype_name(tensor.dtype, name),
+            shape=list(tensor.shape),
+            file=self._name,
+            hash=encoded.digest.hex(),
+            changed=encoded.changed,
+        )
+        self._list(name, entry)
 
     def finish(self) -> Part:
         began = time.monotonic()
         self._close()
-        self._seconds["write"] += time.monotonic() - began
-        return Part(files=self._files, tensors=self._tensors, data_bytes=self.n_bytes, seconds=self._seconds)
+        self.seconds["write"] += time.monotonic() - began
+        return Part(files=self._files, tensors=self._tensors, data_bytes=self.n_bytes, seconds=self.seconds)
 
     @property
     def _name(self) -> str:
@@ -339,7 +358,7 @@ class _Writer:
             self._file = DataFile(stream, file, self._max_file_bytes)
         self._file.add(name, dtype, shape, data, value)
         self.n_bytes += len(data)
-        self._seconds["write"] += time.monotonic() - began
+        self.seconds["write"] += time.monotonic() - began
 
     def _close(self) -> None:
         if self._file is not None:

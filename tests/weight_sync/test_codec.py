@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weight_sync import codec
-from weight_sync.codec import CodecError, Encoded, apply, bits_of, decode, encode
+from weight_sync.codec import AHEAD, CodecError, Encoded, Pair, apply, bits_of, decode, encode, encode_each
 from weight_sync.layout import BLOCK, tensor_digest
 
 Array = npt.NDArray[Any]
@@ -290,3 +290,69 @@ def test_threads_keep_their_own_tools() -> None:
 
     with ThreadPoolExecutor(8) as threads:
         assert all(threads.map(round_trip, pairs * 4))
+
+
+# ---- one tensor after the other ---------------------------------------------------------------------------------
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    sizes=st.lists(st.sampled_from([1, 100, BLOCK + 1, 40 * BLOCK]), max_size=6),
+    densities=st.lists(st.sampled_from([0.0, 0.01, 0.9]), min_size=6, max_size=6),
+)
+def test_threads_that_are_ahead_change_nothing(
+    pool: ThreadPoolExecutor, seed: int, sizes: list[int], densities: list[float]
+) -> None:
+    """Order and contents, whichever tensors are given up; and whatever is drawn early is little."""
+    generator = np.random.default_rng(seed)
+    pairs = []
+    for size, density in zip(sizes, densities, strict=False):
+        old = np.zeros(size, "u1")
+        new = old.copy()
+        new[: int(size * density)] = generator.integers(1, 256, int(size * density), "u1")
+        pairs.append(Pair(old, new, size // 2))
+    want = [encode(pair.old, pair.new, most_bytes=pair.most_bytes) for pair in pairs]
+    assert list(encode_each(pairs)) == want
+    assert list(encode_each(pairs, pool)) == want
+
+
+def test_few_tensors_are_drawn_ahead(pool: ThreadPoolExecutor) -> None:
+    drawn: list[int] = []
+
+    def source() -> Iterator[Pair]:
+        for i in range(10 * AHEAD):
+            drawn.append(i)
+            yield Pair(np.zeros(8, "<u2"), np.full(8, i + 1, "<u2"))
+
+    for i, encoded in enumerate(encode_each(source(), pool)):
+        assert encoded == encode(np.zeros(8, "<u2"), np.full(8, i + 1, "<u2"))
+        assert len(drawn) <= i + 1 + AHEAD
+
+
+def test_what_goes_wrong_ahead_comes_out_and_nothing_is_read_afterwards() -> None:
+    def broken() -> Iterator[Pair]:
+        yield Pair(np.zeros(8, "<u2"), np.ones(8, "<u2"))
+        raise OSError("no such tensor")
+
+    with Remembering(2) as pool:
+        with pytest.raises(OSError, match="no such tensor"):
+            list(encode_each(broken(), pool))
+        pairs = [Pair(np.zeros(4 * BLOCK, "u1"), np.ones(4 * BLOCK, "u1")) for _ in range(50)]
+        results = encode_each(pairs, pool)
+        assert next(results) is not None
+        results.close()
+        assert len(pool.futures) >= AHEAD
+        assert all(future.done() for future in pool.futures)
+
+
+class Remembering(ThreadPoolExecutor):
+    """Knows all work that it was given."""
+
+    def __init__(self, threads: int) -> None:
+        super().__init__(threads)
+        self.futures: list[Future[Any]] = []
+
+    def submit(self, *args: Any, **kwargs: Any) -> Future[Any]:
+        self.futures.append(super().submit(*args, **kwargs))
+        return self.futures[-1]
