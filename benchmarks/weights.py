@@ -178,8 +178,8 @@ class Trainer:
             parameter.grad = None
 
     def weights(self) -> Tensors:
-        """What is published: a copy in bfloat16 under the names of the hub."""
-        return dict(hub_tensors(self.model, dtype=torch.bfloat16))
+        """What is published: a copy in bfloat16 under the names of the hub, on the host."""
+        return {name: tensor.to("cpu") for name, tensor in hub_tensors(self.model, dtype=torch.bfloat16)}
 
 
 class Replica:
@@ -206,7 +206,7 @@ class Replica:
 
     def check(self, tensors: Tensors) -> None:
         for name, target in self.tensors.items():
-            assert torch.equal(target.view(torch.int16), tensors[name].view(torch.int16)), name
+            assert torch.equal(target.cpu().view(torch.int16), tensors[name].view(torch.int16)), name
 
 
 def synchronise(tensor: torch.Tensor) -> None:
