@@ -29,7 +29,7 @@ from policy_worker.logprobs import TokenOutputs
 from policy_worker.micro_batch import MicroBatch, TrainSample
 from policy_worker.process import Departure
 from policy_worker.publish import NothingOwed, Owing
-from policy_worker.step_batch import POLL, BatchSource, counts
+from policy_worker.step_batch import POLL, BatchSource, counts, tokens_by_staleness
 from schema.config import Config, GrpoConfig
 from schema.wire.batch import StepTable
 
@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 
 POLL_OWING = 0.2
 """Seconds that one question for a batch may wait while a version is owed: somebody may be waiting for it."""
+MOST_STALENESS = 16
+"""The age of tokens is told step by step up to here; where the bound is larger, this one has all older tokens too."""
 
 
 class Grpo:
@@ -110,12 +112,16 @@ class Grpo:
         samples = self._source.payloads(table, self._rows_of_this_rank(plan))
         if samples is None:
             return None
+        bound = self._source.bound
+        ages = staleness_sums(tokens_by_staleness(table.step, samples, bound), bound)
+        ages = self._learner.group.reduce(ages, "sum")
         results = [self._optimizer_step(piece, samples, table, advantages) for piece in plan]
         if not results:
             log.warning("step %d has no sample with a score: it is committed without an update", table.step)
         return {
             **_loss_metrics(results, plan, table),
             **_table_metrics(table, advantages),
+            **staleness_metrics(ages, bound),
             "lr": self._learner.lr(table.step),
             "optimizer_steps": float(len(results)),
         }
@@ -190,6 +196,30 @@ def share_of_loss(
         return objective(tokens, outputs.entropy, facts, totals, how)
 
     return share
+
+
+def staleness_sums(tokens: Mapping[int, int], bound: int) -> list[float]:
+    """What ranks add up of how many tokens are how many steps old: tokens of each age, then the sum of all ages.
+
+    Returns [n + 2] numbers for ages 0 to n = min(bound, `MOST_STALENESS`); the last age has all older tokens too.
+    """
+    sums = [0.0] * (min(bound, MOST_STALENESS) + 1)
+    for age, count in tokens.items():
+        sums[min(age, MOST_STALENESS)] += count
+    return [*sums, float(sum(age * count for age, count in tokens.items()))]
+
+
+def staleness_metrics(sums: Sequence[float], bound: int) -> dict[str, float]:
+    """Shares of tokens by age, and their mean age in steps, from the sums over all ranks; nothing without tokens."""
+    *tokens, ages = sums
+    total = sum(tokens)
+    if not total:
+        return {}
+    names = [str(age) for age in range(len(tokens))]
+    if bound > MOST_STALENESS:
+        names[-1] += "_or_more"
+    shares = {f"staleness_tokens/{name}": count / total for name, count in zip(names, tokens, strict=True)}
+    return {**shares, "staleness_tokens_mean": ages / total}
 
 
 def _loss_metrics(

@@ -11,8 +11,8 @@ apart by their positions, and behind a padded row there is nothing that attends 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -38,9 +38,13 @@ class Segment:
 
 @dataclass(frozen=True)
 class TrainSample:
-    """One sample as the trainer uses it."""
+    """One sample as the trainer uses it.
+
+    tokens_by_version: how many of its learned tokens each weight version made; empty in SFT, where none did.
+    """
 
     segments: list[Segment]
+    tokens_by_version: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def learned_tokens(self) -> int:
@@ -63,7 +67,8 @@ class TrainSample:
             raise BadBatchError(
                 "a segment begins with a generated token: it needs at least one token of prompt"
             )
-        return TrainSample(segments)
+        versions, tokens = np.unique(sample.token_versions()[sample.loss_mask == 1], return_counts=True)
+        return TrainSample(segments, dict(zip(versions.tolist(), tokens.tolist(), strict=True)))
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,15 @@
 """Batches of reinforcement learning: waited for by rank 0, known to all ranks as a table, fetched by rows.
 
-A table is checked against the staleness bound, a payload against its line of the table, before anything is
-trained on. The controller has seen to both; this is the safety net, so a contradiction is an error and no filter.
+A table is checked against the staleness bound, a payload against its line of the table, and the versions of its
+tokens against the bound, before anything is trained on. The controller has seen to all of it; this is the safety
+net, so a contradiction is an error and no filter.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -44,7 +46,7 @@ class BatchSource:
         bound: int,
         payloads: Path | None = None,
     ) -> None:
-        self._group, self._call, self._epoch, self._bound = group, call, policy_epoch, bound
+        self._group, self._call, self._epoch, self.bound = group, call, policy_epoch, bound
         self._payloads = payloads
         self.seen: Callable[[StepTable], None] = lambda _: None
         """Told of every batch before it is trained on."""
@@ -66,7 +68,7 @@ class BatchSource:
             if text is None:
                 return None
             table = StepTable.model_validate_json(text)
-        check_table(table, step, self._bound)
+        check_table(table, step, self.bound)
         self.seen(table)
         if self._group.leads and table.n_samples:
             log.info("%s", describe(table))
@@ -140,6 +142,25 @@ def check_table(table: StepTable, step: int, bound: int) -> None:
                 f"sample {row} of step {step} is {step - oldest} steps old (version {oldest}), the bound is {bound}: "
                 f"refused, since training on it would break the promise of allowed_outdated_steps"
             )
+
+
+def tokens_by_staleness(step: int, samples: Mapping[int, TrainSample], bound: int) -> Counter[int]:
+    """How many learned tokens of these rows are how many steps old, at most `bound`.
+
+    Raises:
+        BadBatchError: a token is older than the bound allows, or newer than the step.
+    """
+    found: Counter[int] = Counter()
+    for row, sample in samples.items():
+        for version, tokens in sample.tokens_by_version.items():
+            if not 0 <= step - version <= bound:
+                raise BadBatchError(
+                    f"sample {row} of step {step} has {tokens} tokens of version {version}, allowed are versions "
+                    f"{max(step - bound, 0)} to {step}: refused, since training on them would break the promise "
+                    f"of allowed_outdated_steps"
+                )
+            found[step - version] += tokens
+    return found
 
 
 def describe(table: StepTable) -> str:

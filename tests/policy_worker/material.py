@@ -115,9 +115,13 @@ def make_sample(
 
 
 def random_samples(
-    n: int = 8, seed: int = 0, *, version: int = 0, n_masked: int = 0, longest: int = 12
+    n: int = 8, seed: int = 0, *, version: int | Sequence[int] = 0, n_masked: int = 0, longest: int = 12
 ) -> list[Sample]:
-    """Samples of random tokens and lengths, with behaviour log-probs near those of an undecided policy."""
+    """Samples of random tokens and lengths, with behaviour log-probs near those of an undecided policy.
+
+    version: of all samples, or one for each.
+    """
+    versions = [version] * n if isinstance(version, int) else version
     rng = np.random.default_rng(seed)
     samples = []
     for i in range(n):
@@ -125,7 +129,7 @@ def random_samples(
         response = rng.integers(3, VOCABULARY, rng.integers(1, longest)).tolist()
         logprobs = -np.log(VOCABULARY) + rng.normal(0, 0.4, len(response))
         score = None if i < n_masked else float(rng.integers(0, 3)) - 0.5
-        samples.append(make_sample(i, prompt, response, np.minimum(logprobs, 0).tolist(), score, version))
+        samples.append(make_sample(i, prompt, response, np.minimum(logprobs, 0).tolist(), score, versions[i]))
     return samples
 
 

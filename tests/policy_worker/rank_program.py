@@ -28,6 +28,9 @@ from tests.policy_worker.checkpoint_material import load_state, save_state
 from tests.policy_worker.material import make_config, make_table, random_samples, tiny_model
 from weight_sync import hub_tensors
 
+CLOCKS = {"wait_seconds", "train_seconds", "idle_fraction"}
+"""Metrics that each rank measures for itself; all others are equal on all ranks."""
+
 
 def train(group: Group, options: dict[str, Any]) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
     """(gradients of the last step and weights, metrics of each step)."""
@@ -64,6 +67,8 @@ def train(group: Group, options: dict[str, Any]) -> tuple[dict[str, torch.Tensor
     first, last = options.get("first_step", 0), options.get("steps", 1)
     metrics = [algorithm.train(step) for step in range(first, last)]
     assert not answers
+    told = [{name: value for name, value in step.items() if name not in CLOCKS} for step in metrics]
+    assert group.gather(told) == [told] * group.world
     if "save" in options:
         save_state(learner, Path(options["save"]), staged=options.get("staged", False))
     return {**gradients, **dict(hub_tensors(learner.model.lm))}, metrics

@@ -6,12 +6,13 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from policy_worker.ending import End
 from policy_worker.errors import BadBatchError
-from policy_worker.grpo import Grpo
+from policy_worker.grpo import Grpo, staleness_metrics, staleness_sums
 from policy_worker.learner import Learner
 from policy_worker.model import PolicyModel
 from policy_worker.parallel.group import Group
@@ -263,6 +264,48 @@ def test_metrics_of_the_table(group: Group):
     for name in ("loss", "entropy", "clip_fraction", "behaviour_kl", "ratio_max", "grad_norm"):
         assert math.isfinite(metrics[name])
     assert {"wait_seconds", "train_seconds", "idle_fraction"} <= metrics.keys()
+
+
+def sample_of_versions(index: int, versions: Sequence[int], score: float | None) -> Sample:
+    """A sample whose response has one token of each of these versions."""
+    n = len(versions)
+    found = {"oldest_version": min(versions), "newest_version": max(versions)}
+    sample = make_sample(index, [3, 4], [5] * n, [-1.0] * n, score, **found)
+    sample.version_starts = np.array([0, *range(2, n + 2)], np.int32)
+    sample.version_values = np.array([-1, *versions], np.int32)
+    return sample
+
+
+@pytest.mark.parametrize("optimizer_steps", [1, 4])
+def test_tokens_are_told_by_age(group: Group, optimizer_steps: int):
+    """Ten tokens count, each once however often it is trained on: ages 4, 4, 3, 1 (twice) and 1, 0; none masked."""
+    samples = [
+        sample_of_versions(0, [5, 5, 6, 8], 1.0),
+        sample_of_versions(1, [8, 9], 0.0),
+        sample_of_versions(2, [5, 6, 7], None),
+    ]
+    rule = {"batch_size_per_optimize": 2, "mu_iterations": 2} if optimizer_steps > 1 else {}
+    config = make_config({"allowed_outdated_steps": 4, **rule})
+    metrics = make_grpo(group, config, encode_step([*samples, *samples[:1]], step=9)).train(9)
+    assert isinstance(metrics, dict)
+    tokens = {"0": 1, "1": 3, "2": 0, "3": 2, "4": 4}
+    found = {name: value for name, value in metrics.items() if name.startswith("staleness_tokens")}
+    expected = {f"staleness_tokens/{age}": count / 10 for age, count in tokens.items()}
+    assert found == pytest.approx({**expected, "staleness_tokens_mean": (3 + 6 + 16) / 10})
+
+
+def test_ages_beyond_the_sixteenth_are_told_together():
+    sums = staleness_sums({0: 6, 15: 2, 16: 1, 40: 1}, 1000)
+    metrics = staleness_metrics(sums, 1000)
+    assert len(metrics) == 18
+    shares = {age: metrics[f"staleness_tokens/{age}"] for age in (0, 1, 15, "16_or_more")}
+    assert shares == {0: 0.6, 1: 0.0, 15: 0.2, "16_or_more": 0.2}
+    assert metrics["staleness_tokens_mean"] == (30 + 16 + 40) / 10
+    assert staleness_metrics(staleness_sums({16: 1}, 16), 16)["staleness_tokens/16"] == 1.0
+    assert staleness_metrics(staleness_sums({0: 3}, 0), 0) == {
+        "staleness_tokens/0": 1.0, "staleness_tokens_mean": 0.0
+    }  # fmt: skip
+    assert staleness_metrics(staleness_sums({}, 2), 2) == {}
 
 
 def test_samples_beyond_the_staleness_bound_are_refused(group: Group):

@@ -83,6 +83,18 @@ def test_a_sample_is_cut_at_its_segments():
     assert cut.segments[1].logprobs.tolist() == [-0.25, -0.125]
 
 
+def test_learned_tokens_are_counted_by_the_version_that_made_them():
+    """Tokens of tools lie inside a run and are not learned; runs of one version may lie apart, across segments."""
+    sample = make_sample(0, [5, 6], [7, 8, 9, 10, 11, 12], [-1.0] * 6, 1.0)
+    mixed = Sample(
+        sample.header, sample.token_ids, np.array([0, 0, 1, 0, 1, 0, 1, 1], np.uint8), sample.logprobs,
+        np.array([0, 2, 4, 7], np.int32), np.array([-1, 4, 6, 4], np.int32), np.array([0, 5], np.int32),
+    )  # fmt: skip
+    cut = TrainSample.of_wire(mixed)
+    assert cut.tokens_by_version == {4: 2, 6: 2}
+    assert sum(cut.tokens_by_version.values()) == cut.learned_tokens
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_tokens_see_only_their_own_sequence(packed: bool):
     """Log-probs of a sample are the same alone and in company, up to rounding."""

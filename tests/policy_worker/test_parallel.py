@@ -55,14 +55,25 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 
 def test_two_ranks_equal_one(tmp_path: Path, group: Group):
-    alone, expected = run_here(group, grpo=GRPO)
+    # samples of versions 0 to 3 in turn, at step 3
+    old: dict[str, Any] = {
+        "samples": {**SAMPLES, "version": [0, 1, 2, 3] * 2 + [0]},
+        "first_step": 3,
+        "steps": 4,
+    }
+    grpo = {**GRPO, "allowed_outdated_steps": 3}
+    alone, expected = run_here(group, grpo=grpo, **old)
     # the store loses payloads, and then a batch, under the ranks: they ask again, all of them
     answers = {"0": ["whole", "anew"], "1": ["gone"]}
-    tensors, metrics = run(tmp_path / "2", 2, grpo={**GRPO, "balance_dp_token": True}, answers=answers)
+    grpo |= {"balance_dp_token": True}
+    tensors, metrics = run(tmp_path / "2", 2, grpo=grpo, answers=answers, **old)
     assert_equal(gradients(tensors), gradients(alone), 2e-6)
     assert_equal(tensors, alone, 2e-5)
     for name in ("loss", "grad_norm", "entropy", "behaviour_kl", "ratio_max", "clip_fraction"):
         assert metrics[0][name] == pytest.approx(expected[0][name], rel=2e-5), name
+    ages = {name: value for name, value in expected[0].items() if name.startswith("staleness")}
+    assert all(ages[f"staleness_tokens/{age}"] > 0 for age in range(4))
+    assert ages.items() <= metrics[0].items()
 
 
 @pytest.mark.slow

@@ -1,10 +1,12 @@
-"""What the log says of a batch."""
+"""What the log says of a batch, and how old its tokens may be."""
 
 from __future__ import annotations
 
 import pytest
 
-from policy_worker.step_batch import describe
+from policy_worker.errors import BadBatchError
+from policy_worker.micro_batch import TrainSample
+from policy_worker.step_batch import describe, tokens_by_staleness
 from schema.wire.batch import StepTable
 
 
@@ -38,3 +40,15 @@ def table(group_ids: list[str], oldest: list[int], newest: list[int]) -> StepTab
 def test_a_batch_is_told_in_one_line(group_ids: list[str], said: str) -> None:
     text = describe(table(group_ids, [5, 6, 6, -1], [6, 7, 6, -1]))
     assert text == f"step 7 of timeline 1 trains 3 samples of versions 5 to 7: {said}"
+
+
+def test_tokens_are_counted_by_age_over_all_samples() -> None:
+    samples = {3: TrainSample([], {5: 7, 7: 2}), 4: TrainSample([], {5: 1}), 9: TrainSample([])}
+    assert tokens_by_staleness(7, samples, 2) == {2: 8, 0: 2}
+
+
+@pytest.mark.parametrize("version", [4, 8, -1])
+def test_a_token_too_old_or_of_the_future_is_refused(version: int) -> None:
+    samples = {0: TrainSample([], {6: 5}), 3: TrainSample([], {6: 5, version: 1})}
+    with pytest.raises(BadBatchError, match=rf"sample 3 of step 7 .* version {version}, .* versions 5 to 7"):
+        tokens_by_staleness(7, samples, 2)
