@@ -136,12 +136,12 @@ class Advance:
     def _to(self, publication: Publication) -> CopyState:
         state = read_state(self._directory)
         torn = None if state is None else read_advancing(self._directory, state)
+        self._writable.keep_only(state)
         self._sweep(state, () if torn is None else torn.uris)
         if torn is not None and torn.publication is not None and torn.publication.id > publication.id:
             publication = torn.publication
         if state is not None and torn is None:
-            known = state.publication
-            if known is not None and known.id >= publication.id and state.proven:
+            if state.proven and _is_there(state.publication, publication):
                 return state
             if state.content_hash == publication.content_hash:
                 state = self._held(state, publication)
@@ -332,7 +332,8 @@ class Advance:
             raise _SpoiledError(f"tensor {sorted(wrong)[0]!r} of the host copy did not get its hash")
 
     def _discard(self, plan: Plan, error: _SpoiledError) -> None:
-        """The content is unknown: throw it away. Where a fresh copy was spoiled, the deltas are not believed."""
+        """The content is unknown: throw it away. Where a fresh copy was spoiled, the deltas are not believed, and
+        without any the full form is not tried again."""
         log.warning("the host copy is thrown away: %s", error)
         self._writable.forget()
         self._tried.append(str(error))
@@ -340,7 +341,8 @@ class Advance:
             (self._directory / STATE).unlink(missing_ok=True)
             (self._directory / ADVANCING).unlink(missing_ok=True)
         if self._spoiled or plan.steps[0].kind == "full":
-            self._broken |= {step.piece.uri for step in plan.steps if step.kind == "delta"}
+            deltas = [step.piece.uri for step in plan.steps if step.kind == "delta"]
+            self._broken |= set(deltas or [plan.steps[0].piece.uri])
         self._spoiled = True
         self._sweep(None)
 
@@ -364,6 +366,14 @@ class Advance:
             f"there is no room for the host copy of the weights in {self._directory}: {why}. Free some, or set "
             f"weight_sync.host_cache to a directory with room for twice the bytes of the weights"
         )
+
+
+def _is_there(held: Publication | None, wanted: Publication) -> bool:
+    """Whether what is held is a publication, or a newer one. A controller that has lost history may have given an id
+    a second time: then the present one counts."""
+    if held is None or held.id < wanted.id:
+        return False
+    return held.id > wanted.id or held.manifest_hash == wanted.manifest_hash
 
 
 def _repeats(plan: Plan, torn: Advancing) -> bool:

@@ -31,7 +31,7 @@ from weight_sync.host_files import (
     bytes_of,
     open_copy,
 )
-from weight_sync.host_users import join, leave
+from weight_sync.host_users import join, leave, stay
 from weight_sync.locks import locked
 from weight_sync.pieces import piece_of
 from weight_sync.plan import deltas_between, links_of
@@ -141,6 +141,7 @@ class HostCopy:
         self._store, self._lock_timeout = store, lock_timeout
         self._stop = threading.Event() if stop is None else stop
         self._writable = WritableTensors(directory)
+        self._joining = threading.Lock()
         self._users: int | None = join(directory)
 
     def close(self) -> None:
@@ -163,6 +164,7 @@ class HostCopy:
             WeightError: there is no way to it; the message says what was tried.
         """
         began = time.monotonic()
+        self._stay()
         advance = Advance(
             self.directory,
             self._store,
@@ -184,6 +186,13 @@ class HostCopy:
             _state=state,
             _root=advance.root,
         )
+
+    def _stay(self) -> None:
+        with self._joining:  # who reads may have to mend the copy beside who advances it
+            assert self._users is not None, "advance() after close()"
+            anew = stay(self.directory, self._users)
+            if anew is not None:
+                self._users = anew
 
     @contextmanager
     def reading(self, publication: Publication, timeout: float) -> Iterator[CopyView]:

@@ -135,7 +135,7 @@ def map_tensors(directory: Path, state: CopyState, *, writable: bool) -> dict[st
         writable: what is written reaches the files; otherwise it stays with the writer.
 
     Raises:
-        NotReadableError: a file is missing or not as the state says.
+        NotReadableError: a file is missing or not as the state says. CacheError: files cannot be mapped here.
     """
     found: dict[str, memoryview] = {}
     by_file: dict[str, list[str]] = {}
@@ -167,10 +167,15 @@ class WritableTensors:
 
     def of(self, state: CopyState) -> dict[str, memoryview]:
         """As `map_tensors`: folders have random names, so what is mapped under one is what lies there."""
+        self.keep_only(state)
         if state.folder != self._folder:
-            self.forget()
             self._data, self._folder = map_tensors(self._directory, state, writable=True), state.folder
         return self._data
+
+    def keep_only(self, state: CopyState | None) -> None:
+        """Let go of files that others have replaced: they take memory as long as they are mapped."""
+        if state is None or state.folder != self._folder:
+            self.forget()
 
     def forget(self) -> None:
         """Map anew when asked next."""
@@ -185,8 +190,13 @@ def _mapped(path: Path, writable: bool) -> memoryview:
     try:
         access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_COPY
         return memoryview(mmap.mmap(descriptor, 0, access=access))
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise NotReadableError(f"{path} cannot be mapped: {error}") from error
+    except OSError as error:  # another copy of the bytes would not help
+        raise CacheError(
+            f"{path} cannot be mapped into memory: {error.strerror}. Raise the limit of address space (ulimit -v), "
+            f"or set weight_sync.host_cache to a directory of a local file system"
+        ) from error
     finally:
         os.close(descriptor)
 

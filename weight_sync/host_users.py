@@ -18,7 +18,16 @@ import time
 from pathlib import Path
 from secrets import token_hex
 
-from weight_sync.host_files import STATE, USERS, CacheError, own_directory, read_state, write_model
+from weight_sync.host_files import (
+    ADVANCING,
+    STATE,
+    USERS,
+    CacheError,
+    own_directory,
+    read_advancing,
+    read_state,
+    write_model,
+)
 from weight_sync.layout import digest
 from weight_sync.locks import LOOK_S, LockTimeoutError, holders, open_lock, release, try_lock
 
@@ -80,6 +89,24 @@ def join(directory: Path) -> int:
         raise CacheError(f"the host copy of the weights cannot lie in {directory}: {error}") from error
 
 
+def stay(directory: Path, users: int) -> int | None:
+    """None while the share is good. Where somebody has removed the directory (shared memory and temporary files are
+    tidied up when their user has logged out, or after days), it is made anew: the descriptor of the new share.
+
+    Raises as `join`.
+    """
+    if _is_lock_of(directory, users):
+        return None
+    log.warning("%s was removed: it is made anew", directory)
+    try:
+        own_directory(directory.parent)
+    except OSError as error:
+        raise CacheError(f"the host copy of the weights cannot lie in {directory}: {error}") from error
+    anew = join(directory)
+    release(users)
+    return anew
+
+
 def leave(directory: Path, users: int) -> None:
     """Give the share back; whoever is the last one removes the directory."""
     if try_lock(users, exclusive=True) and _is_lock_of(directory, users):
@@ -95,11 +122,7 @@ def _joined(directory: Path) -> int | None:
         return None
     try:
         if try_lock(users, exclusive=True) and _is_lock_of(directory, users):
-            state = read_state(directory)
-            if state is not None:
-                # Ids of publications count from the beginning in another life of the job.
-                left = state.model_copy(update={"proven": False, "publication": None})
-                write_model(directory / STATE, left)
+            _disown(directory)
         # From exclusive to shared the lock is given up for a moment.
         if try_lock(users, exclusive=False) and _is_lock_of(directory, users):
             return users
@@ -108,6 +131,18 @@ def _joined(directory: Path) -> int | None:
         raise
     release(users)
     return None
+
+
+def _disown(directory: Path) -> None:
+    """Take out what was true for the processes before: ids of publications count from the beginning in another life
+    of the job, and nobody knows what happened to the bytes."""
+    state = read_state(directory)
+    if state is None:
+        return
+    torn = read_advancing(directory, state)
+    if torn is not None:
+        write_model(directory / ADVANCING, torn.model_copy(update={"publication": None}))
+    write_model(directory / STATE, state.model_copy(update={"proven": False, "publication": None}))
 
 
 def _is_lock_of(directory: Path, users: int) -> bool:

@@ -40,8 +40,10 @@ def try_lock(descriptor: int, *, exclusive: bool) -> bool:
 
 def release(descriptor: int) -> None:
     """Release and close. Explicitly, since a forked child would keep the lock of a file that is only closed."""
-    fcntl.flock(descriptor, fcntl.LOCK_UN)
-    os.close(descriptor)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ delta is proven by whoever applies it (`weight_sync.host_copy`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,6 +25,9 @@ from weight_sync.stores import Store, split_key
 
 HASH_THREADS = 4
 """One thread hashes 30 GB/s out of the page cache: more help only to keep a disk or network busy."""
+
+MOST_ELEMENTS = 2**59
+"""Of a tensor, lengths of 0 taken as 1: what torch can give a shape to, in any dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +94,8 @@ def _check_manifest(piece: Piece, manifest: WeightManifest) -> None:
         if entry.file not in names:
             raise WeightError(f"{uri}: tensor {name!r} lies in {entry.file!r}, which is not a file of it")
         size = size_of(name, torch_dtype(entry.dtype, name), entry.shape)
+        if math.prod(max(length, 1) for length in entry.shape) > MOST_ELEMENTS:
+            raise WeightError(f"{uri}: tensor {name!r} has the impossible shape {entry.shape}")
         if full and entry.changed is not None:
             raise WeightError(f"{uri}: tensor {name!r} of a full version is stored as sparse blocks")
         if entry.changed is not None and entry.changed * torch_dtype(entry.dtype, name).itemsize > size:

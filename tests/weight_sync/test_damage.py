@@ -155,6 +155,7 @@ LIES: dict[str, Callable[[dict], None]] = {
     "dtype": lambda m: m["tensors"]["embed.weight"].update(dtype="F16"),
     "unknown dtype": lambda m: m["tensors"]["embed.weight"].update(dtype="F7"),
     "negative shape": lambda m: m["tensors"]["embed.weight"].update(shape=[-50, -8]),
+    "endless shape": lambda m: m["tensors"]["embed.weight"].update(shape=[0, 2**62, 2**62]),
     "hash": lambda m: m["tensors"]["embed.weight"].update(hash="0" * 32),
     "file": lambda m: m["tensors"]["embed.weight"].update(file="other.safetensors"),
     "missing tensor": lambda m: m["tensors"].pop("embed.weight"),

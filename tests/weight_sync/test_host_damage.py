@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import shutil
 import threading
@@ -18,7 +19,18 @@ from tests.weight_sync.versions import RemoteStore, Versions, same, stepped
 from weight_sync.advance import CacheFullError
 from weight_sync.errors import StoppedError, WeightError
 from weight_sync.host_copy import HostCopy, Weights, whole_bytes
-from weight_sync.host_files import CONTENT, FETCHED, FETCHING, read_state
+from weight_sync.host_files import (
+    ADVANCING,
+    CONTENT,
+    FETCHED,
+    FETCHING,
+    Advancing,
+    CacheError,
+    CopyState,
+    WritableTensors,
+    read_state,
+    write_model,
+)
 from weight_sync.host_users import copy_directory
 from weight_sync.locks import LockTimeoutError, locked, release
 from weight_sync.receive import TRIES
@@ -217,6 +229,66 @@ def test_an_earlier_life_of_the_job_had_higher_ids(place: Path, versions: Versio
     copy.close()
 
 
+def test_a_change_that_an_earlier_life_of_the_job_began(place: Path, versions: Versions) -> None:
+    """It is not what this life asks for, however high the id of what it was to lead to."""
+    for _ in range(3):
+        versions.next()
+    copy = HostCopy(place, versions.store)
+    copy.advance(versions.newest, patience=0.0)
+    state, publication = read_state(place), versions.next()
+    assert state is not None
+    begun = Advancing(
+        base=state.content_hash,
+        target=publication.content_hash,
+        uris=[publication.uri],
+        publication=publication,
+    )
+    write_model(place / ADVANCING, begun)
+    assert copy._users is not None
+    release(copy._users)
+    again = Versions(versions.root, weights=stepped(versions.weights[0], 5))
+    copy = HostCopy(place, versions.store)
+    assert right(copy.advance(again.newest, patience=0.0), again)
+    copy.close()
+
+
+def test_an_id_that_was_given_twice(place: Path, versions: Versions) -> None:
+    """By a controller that has lost its history: what it says now counts."""
+    other = Versions(versions.root, weights=stepped(versions.weights[0], 5))
+    copy = HostCopy(place, versions.store)
+    copy.advance(versions.newest, patience=0.0)
+    assert right(copy.advance(other.newest, patience=0.0), other)
+    copy.close()
+
+
+def test_a_directory_that_was_removed_is_made_anew(tmp_path: Path, versions: Versions) -> None:
+    place = copy_directory(str(tmp_path), job_id="job", run_dir="/runs", n_bytes=1)
+    copies = [HostCopy(place, versions.store) for _ in range(2)]
+    weights = [copy.advance(versions.newest, patience=0.0) for copy in copies]
+    shutil.rmtree(place.parent)
+    assert right(weights[0], versions)
+    versions.next()
+    assert all(right(copy.advance(versions.newest, patience=0.0), versions) for copy in copies)
+    copies[0].close()
+    assert place.exists()
+    copies[1].close()
+    assert not place.exists()
+
+
+def test_replaced_files_are_let_go(place: Path, versions: Versions) -> None:
+    """Also by who did not replace them: in shared memory they are memory as long as they are mapped."""
+    copies = [HostCopy(place, versions.store) for _ in range(2)]
+    copies[0].advance(versions.newest, patience=0.0)
+    before = read_state(place)
+    versions.next(full=True)
+    for copy in reversed(copies):
+        assert right(copy.advance(versions.newest, patience=0.0), versions)
+    assert before is not None
+    assert before.folder not in Path("/proc/self/maps").read_text()
+    for copy in copies:
+        copy.close()
+
+
 def test_fetched_deltas_that_are_damaged_here(tmp_path: Path, place: Path, versions: Versions) -> None:
     """A delta that is kept for who lags is fetched again where it is needed, and not trusted by who reads it."""
     store = RemoteStore(versions.root, tmp_path / "notes")
@@ -270,6 +342,64 @@ def test_the_disk_fills_up_meanwhile(tmp_path: Path, place: Path, versions: Vers
     copy = HostCopy(place, FullStore(versions.root, tmp_path / "notes"))
     with pytest.raises(CacheFullError, match=r"No space left.*weight_sync\.host_cache"):
         copy.advance(versions.newest, patience=0.0)
+    copy.close()
+
+
+def test_files_that_cannot_be_mapped(
+    place: Path, versions: Versions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on file systems without shared mappings: fetching again does not help."""
+    real = mmap.mmap
+
+    def refusing(descriptor: int, size: int, *, access: int) -> mmap.mmap:
+        if access == mmap.ACCESS_WRITE:
+            raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
+        return real(descriptor, size, access=access)
+
+    copy = HostCopy(place, versions.store)
+    monkeypatch.setattr(mmap, "mmap", refusing)
+    with pytest.raises(CacheError, match=r"cannot be mapped.*No such device.*weight_sync\.host_cache"):
+        copy.advance(versions.newest, patience=0.0)
+    monkeypatch.undo()
+    assert right(copy.advance(versions.newest, patience=0.0), versions)
+    copy.close()
+
+
+def test_a_copy_that_never_stays_is_given_up(
+    place: Path, versions: Versions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its files are gone whenever they were fetched and proven."""
+    real = WritableTensors.of
+
+    def gone(self: WritableTensors, state: CopyState) -> dict[str, memoryview]:
+        shutil.rmtree(place / state.folder)
+        return real(self, state)
+
+    monkeypatch.setattr(WritableTensors, "of", gone)
+    copy = HostCopy(place, versions.store)
+    with pytest.raises(WeightError, match=r"there is no way to publication 1 .*No such file"):
+        copy.advance(versions.newest, patience=0.0)
+    copy.close()
+
+
+def test_a_file_that_goes_while_it_is_read_is_read_again(
+    place: Path, versions: Versions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on NFS, when another machine removes it."""
+    real, left = os.read, [2]
+
+    def stale(descriptor: int, size: int) -> bytes:
+        if left[0] and size == 1 << 20:
+            left[0] -= 1
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return real(descriptor, size)
+
+    copy = HostCopy(place, versions.store)
+    monkeypatch.setattr(os, "read", stale)
+    weights = copy.advance(versions.newest, patience=0.0)
+    monkeypatch.undo()
+    assert left == [0]
+    assert right(weights, versions)
     copy.close()
 
 

@@ -105,8 +105,9 @@ class DirectoryStore:
         with self._opened(key) as (descriptor, size):
             beside = to.with_name(f"{_PART}{secrets.token_hex(4)}")
             try:
-                with beside.open("xb") as stream, open(descriptor, "rb", closefd=False) as source:
-                    shutil.copyfileobj(source, stream, 1 << 20)
+                with beside.open("xb") as stream:
+                    for piece in _pieces(descriptor, key):
+                        stream.write(piece)
                 beside.rename(to)
             finally:
                 beside.unlink(missing_ok=True)
@@ -194,6 +195,18 @@ def _is_directory(entry: os.DirEntry[str]) -> bool:
         return entry.is_dir(follow_symlinks=False)
     except OSError:  # vanished since it was listed
         return False
+
+
+def _pieces(descriptor: int, key: str) -> Iterator[bytes]:
+    """A file from its beginning. Raises `NotReadableError`: on NFS one may go while it is read."""
+    while True:
+        try:
+            piece = os.read(descriptor, 1 << 20)
+        except OSError as error:
+            raise NotReadableError(f"{key}: {error.strerror} while it was read") from error
+        if not piece:
+            return
+        yield piece
 
 
 def _age(path: Path) -> float:
