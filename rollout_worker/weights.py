@@ -57,6 +57,8 @@ class _Failures:
     since: float = 0.0
     reported: int = 0
     """Publication that was last reported as unreadable."""
+    overtaken: bool = False
+    """Whether one was passed over since there was a newer one."""
 
     def over(self, now: float, timeout: float, served: bool, refused: bool) -> bool:
         """Whether to give up. served: there are weights to go on with. refused: for good, or after all the
@@ -149,8 +151,10 @@ class WeightFollower:
     ) -> Publication:
         """What to try next. Raises `WeightsUnreadableError` when it is time to give up."""
         newest = await self._newer(known, 0.0) or publication
-        if newest.id > publication.id:
-            # It may have been removed because there is a newer one; this is no failure.
+        if newest.id > publication.id and not failures.overtaken:
+            # It may have been removed because there is a newer one. Where the newer one fails as well that was not
+            # it: a trainer that publishes faster than fetching fails must hear of it all the same.
+            failures.overtaken = True
             log.info(
                 "publication %d cannot be read, trying the newer %d: %s", publication.id, newest.id, error
             )

@@ -164,6 +164,31 @@ def test_generation_goes_on_past_a_version_that_cannot_be_read(
     check([sample for t in range(5, 12) for sample in trainer.step(t)], trainer)
 
 
+def test_a_trainer_that_is_faster_than_failing_hears_of_it(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is a newer publication whenever one has failed, and none of them can be read."""
+    monkeypatch.setattr("rollout_worker.host_weights.PATIENCE", 0.5)
+    stage.prepare(stage.config(train__train_policy__allowed_outdated_steps=8), PROMPTS)
+    served = stage.serve()
+    trainer, user = trainer_of(stage, served, broken=1), stage.client(served, "user")
+    trainer.begin()
+    worker = stage.worker(served.url)
+    until(lambda: updates(user)[0], "version 0 in use")
+    trainer.step(0)
+    assert trainer.versions is not None
+    fields = trainer.versions.newest.model_dump(
+        include={"uri", "manifest_hash", "content_hash", "n_bytes", "version", "kind"}
+    )
+
+    def asked() -> bool:
+        request = m.PublishRequest.model_validate({**trainer._mine(), **fields, "begins": 1})
+        return trainer.client.send(api.publish(request)).anchor
+
+    until(asked, "a wish for an anchor")
+    assert worker.error is None
+
+
 def test_a_replica_without_weights_gives_up(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollout_worker.host_weights.PATIENCE", 0.0)
     monkeypatch.setattr("rollout_worker.weights.RETRY_S", 0.01)
