@@ -111,7 +111,8 @@ class Publisher:
     def publish(self, version: int) -> bool:
         """Begin to publish the current weights; returns as soon as training may change them. A collective.
 
-        Returns False, and the version is owed, while the one before is still under way.
+        Returns False, and the version is owed, while the one before is still under way, and when that was given up
+        because this replica leaves.
 
         Raises:
             PublishError, WeightError, PolicyError, Refused, ControllerLost: the one before could not be published.
@@ -132,9 +133,11 @@ class Publisher:
 
     def signals(self) -> tuple[float, float, float]:
         """Of this rank: whether publishing has failed, is under way, and is asked for by replicas."""
+        # In this order: what fails in between is seen as failed, never as neither.
         running = self._beside.running or self._release.reads_taken
+        failed = self._beside.failed
         asked = self._session is not None and self._session.anchor_asked
-        return float(self._beside.failed), float(running), float(asked)
+        return float(failed), float(running), float(asked)
 
     def settle(self, patience: float) -> bool:
         """Wait until everything is published. A collective.
@@ -151,12 +154,13 @@ class Publisher:
                 give_up = time.monotonic() + patience
             late = give_up is not None and time.monotonic() >= give_up
             running = self._beside.running or self._release.anchoring
-            flags = [float(self._beside.failed), float(running), float(asked), float(late)]
-            failed, runs, leaves, gives_up = self._learner.group.reduce(flags, "max")
-            if leaves and (failed or gives_up):
+            failed = self._beside.failed  # after `running`, as in `signals`
+            flags = [float(failed), float(running), float(asked), float(late)]
+            fails, runs, leaves, gives_up = self._learner.group.reduce(flags, "max")
+            if leaves and (fails or gives_up):
                 log.warning("leaving while a version is still being published")
                 return False
-            if failed:
+            if fails:
                 self._raise()
             if not runs:
                 self._beside.wait()
@@ -181,11 +185,15 @@ class Publisher:
                 self._leader.sender.close()
 
     def _free(self) -> bool:
-        """Whether the snapshot may be taken on all ranks. Raises what went wrong before."""
-        failed, running, _ = self._learner.group.reduce(list(self.signals()), "max")
-        if failed:
+        """Whether the snapshot may be taken on all ranks. Raises what went wrong before.
+
+        A replica that was asked to leave, which is what ends publishing where the store fails, still has to save.
+        """
+        flags = [*self.signals(), float(bool(self._departure))]
+        failed, running, _, leaves = self._learner.group.reduce(flags, "max")
+        if failed and not leaves:
             self._raise()
-        if running:
+        if failed or running:
             return False
         self._beside.wait()
         return True

@@ -1,7 +1,10 @@
 """Which files in the weight store belong to which publication: on disk, for the trainer that comes after this one.
 
-One line `{"id": 7, "uri": "…/manifest.json"}` for each stored form, so a publication may have several: a delta, and
-an anchor that was written later. Lines are only added; of a publication whose files are gone nothing is ever asked.
+    {"id": 7, "uri": "…/manifest.json"}     it has these files: a delta, or an anchor that was written later
+    {"id": 7, "gone": true}                 nobody needs it any more
+
+Lines are only added. Invariant: files of the job that no publication has are removed, now or by the next trainer:
+what was begun and never announced, and what could not be removed, or not in time, when it was not needed any more.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import os
 import threading
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 from schema.wire.weights import Publication
 from weight_sync import WeightError, collect, remove
@@ -31,11 +35,12 @@ class Record:
     def __init__(self, path: Path, store: Store, name: str) -> None:
         self._path, self._store, self._name = path, store, name
         self._uris = read_record(path)
+        self._unneeded: list[str] = []
         self._lock = threading.Lock()
 
     @property
     def newest(self) -> int:
-        """The highest id of a publication that has files; 0: none has."""
+        """The highest id of a publication that has or had files; 0: none has."""
         with self._lock:
             return max(self._uris, default=0)
 
@@ -60,27 +65,39 @@ class Record:
     def attach(self, publication: int, uri: str) -> None:
         """A publication has these files as well; if it was removed meanwhile, they go too."""
         with self._lock:
-            known = publication in self._uris
-            if known:
+            if self._uris.get(publication):
                 self._uris[publication].append(uri)
                 self._write(publication, uri)
-        if not known:
-            self._remove([uri])
+            else:
+                self._unneeded.append(uri)
 
-    def remove(self, publications: Collection[int]) -> None:
-        """Remove all files of these publications, as far as they are known."""
+    def release(self, publications: Collection[int]) -> None:
+        """Nobody needs the files of these publications any more, as far as they are known."""
         with self._lock:
-            uris = [uri for number in publications for uri in self._uris.pop(number, [])]
-        self._remove(uris)
+            for number in publications:
+                if self._uris.get(number):
+                    self._unneeded += self._uris[number]
+                    self._uris[number] = []
+                    self._append({"id": number, "gone": True})
 
-    def _remove(self, uris: Collection[str]) -> None:
-        try:
-            remove(self._store, uris)
-        except (WeightError, OSError) as error:  # wasted space, and no reason to end a run
-            log.warning("old weight versions could not be removed from %s: %s", self._store, error)
+    def remove(self) -> None:
+        """Remove the files that nobody needs; those that cannot be removed stay for the next time."""
+        with self._lock:
+            unneeded = list(self._unneeded)
+        for uri in unneeded:
+            try:
+                remove(self._store, [uri])
+            except (WeightError, OSError) as error:  # wasted space, and no reason to end a run
+                log.warning("old weight versions could not be removed from %s: %s", self._store, error)
+                return
+            with self._lock:
+                self._unneeded.remove(uri)
 
     def _write(self, publication: int, uri: str) -> None:
-        line = json.dumps({"id": publication, "uri": uri}) + "\n"
+        self._append({"id": publication, "uri": uri})
+
+    def _append(self, entry: dict[str, Any]) -> None:
+        line = json.dumps(entry) + "\n"
         with self._path.open("a+b") as stream:
             if stream.seek(0, os.SEEK_END):
                 stream.seek(-1, os.SEEK_END)
@@ -89,14 +106,17 @@ class Record:
 
 
 def read_record(path: Path) -> dict[int, list[str]]:
-    """Publication id to URIs, as far as the file is readable."""
+    """Publication id to URIs, none of those that are gone; as far as the file is readable."""
     if not path.exists():
         return {}
     uris: dict[int, list[str]] = {}
-    for line in path.read_text().splitlines():
+    for line in path.read_text(errors="replace").splitlines():
         try:
             entry = json.loads(line)
-            uris.setdefault(int(entry["id"]), []).append(str(entry["uri"]))
+            if "uri" in entry:
+                uris.setdefault(int(entry["id"]), []).append(str(entry["uri"]))
+            elif entry["gone"]:
+                uris[int(entry["id"])] = []
         except (ValueError, KeyError, TypeError):  # the last line of a process that was killed
             log.warning("%s: a damaged line is passed over: %r", path, line)
     return uris

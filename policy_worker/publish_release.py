@@ -101,7 +101,6 @@ class Release:
         self._anchored: Tensors | None = None
         self._begins: int | None = None
         self._full_asked = False
-        self._collectable: set[int] = set()
         self._collecting = Background("collect")
         self._tidied = False
         threads = max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // group.world))
@@ -265,7 +264,7 @@ class Release:
         if answer.anchor:
             leader.chain.asked()
         self._full_asked = False
-        self._collectable |= set(answer.collectable)
+        leader.record.release(answer.collectable)
         leader.metrics = {
             **{f"publish_{stage}_seconds": value for stage, value in seconds.items()},
             "publish_bytes": float(published.n_bytes),
@@ -284,8 +283,7 @@ class Release:
         """Remove files beside the next publication; what comes while this is under way goes with the next one's."""
         if not self._collecting.running:
             self._collecting.wait()
-            gone, self._collectable = self._collectable, set()
-            self._collecting.start(lambda: record.remove(gone))
+            self._collecting.start(record.remove)
 
     # ---- anchors ----------------------------------------------------------------------------------------------
 

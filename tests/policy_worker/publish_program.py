@@ -12,6 +12,7 @@ The controller, its store and the process group are real; only the training is t
     report       a replica has reported that it cannot read the newest publication
     fail         publishing must fail: write the error to OUT
     leave        this replica is asked to leave
+    stopped      wait until publishing has been given up
     die          end without a word
 """
 
@@ -144,6 +145,10 @@ class Program:
 
     def leave(self) -> None:
         self._departure.request("signal SIGTERM")
+
+    def stopped(self) -> None:
+        until(lambda: bool(self.publisher.signals()[0]), "publishing that is given up")
+        self.group.barrier()
 
     def die(self) -> None:
         os._exit(9)

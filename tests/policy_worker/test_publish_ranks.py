@@ -194,6 +194,15 @@ def test_who_is_asked_to_leave_does_not_wait_for_a_store_that_fails(start: Any) 
     assert outcome.forms == ["full"]
 
 
+def test_a_version_that_is_given_up_while_leaving_stops_no_checkpoint(start: Any) -> None:
+    """The step that was under way is committed, its version is owed, and the replica goes on to save and leave."""
+    outcome = start().run(
+        2, "publish", "settle", "hold", "publish", "leave", "stopped", "owe", "owe", "settle"
+    )
+    assert (outcome.out / "settled").read_text() == "False"
+    assert outcome.forms == ["full"]
+
+
 def test_an_anchor_that_a_replica_needs_is_there_before_the_next_delta(start: Any) -> None:
     step = ["touch 97", "publish", "settle"]
     outcome = start().run(1, *step * 2, "report", *step * 3)
