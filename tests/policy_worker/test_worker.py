@@ -238,7 +238,8 @@ def test_training_goes_on_while_the_store_fails_and_then_catches_up(tmp_path: Pa
         assert code == 0, output
         player.finish()
     assert "version 2 is published later" in output
-    assert player.versions[:3] in ([0, 1, 2], [0, 2, 3])  # 1 may be outdated before it is looked at
+    assert player.versions == sorted(set(player.versions)), "one may be overtaken before it is looked at"
+    assert player.versions[1] in (1, 2), "what was held up, or was owed meanwhile"
     with job.controller.client() as client:
         check_ledger(client, 6, 2)
     final = job.final()
