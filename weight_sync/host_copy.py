@@ -199,9 +199,9 @@ class HostCopy:
         """As `Weights.reading`: the copy, mended first where a process died while it changed it."""
         with ExitStack() as stack:
             try:
-                view = stack.enter_context(open_copy(self.directory, timeout=timeout))
+                view = stack.enter_context(open_copy(self.directory, timeout=timeout, stop=self._stop))
             except NotReadableError as error:
                 log.warning("mending the copy of the weights: %s", error)
                 self.advance(publication)
-                view = stack.enter_context(open_copy(self.directory, timeout=timeout))
+                view = stack.enter_context(open_copy(self.directory, timeout=timeout, stop=self._stop))
             yield view

@@ -20,6 +20,7 @@ import mmap
 import os
 import secrets
 import stat
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -228,16 +229,19 @@ class CopyView:
 
 
 @contextmanager
-def open_copy(directory: Path, *, timeout: float = LOCK_TIMEOUT) -> Iterator[CopyView]:
+def open_copy(
+    directory: Path, *, timeout: float = LOCK_TIMEOUT, stop: threading.Event | None = None
+) -> Iterator[CopyView]:
     """Read the copy from any process of this host; nobody changes it meanwhile.
 
     Raises:
+        StoppedError: `stop` was set.
         LockTimeoutError: it is being changed for longer than `timeout` seconds.
         NotReadableError: there is no whole version: none yet, or whoever changed it died and nobody repeated it.
     """
     if not directory.is_dir():
         raise NotReadableError(f"{directory} is not there")
-    with locked(directory / CONTENT, exclusive=False, timeout=timeout):
+    with locked(directory / CONTENT, exclusive=False, timeout=timeout, stop=stop):
         state = read_state(directory)
         if state is None:
             raise NotReadableError(f"{directory} holds no weights")

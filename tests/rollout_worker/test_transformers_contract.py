@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollout_worker.engines.base import Engine, WeightMismatch
+from rollout_worker.engines.base import Engine, EngineFailed, WeightMismatch
 from rollout_worker.engines.transformers import TransformersEngine
 from rollout_worker.engines.transformers.settings import settings_of
 from schema.config import Config
@@ -102,6 +103,20 @@ class TestDamage:
             assert report.mode == "full"
             assert "model.norm.weight has moved in memory" in report.detail
             assert subject.checksum().content_hash == publication.content_hash
+
+    def test_a_copy_that_cannot_be_read_ends_generation(self, tmp_path: Path) -> None:
+        """It was removed, and its replica leaves before it is there again."""
+        versions = Versions(tmp_path)
+        with running(TestTransformers, tmp_path) as subject:
+            model = copy.deepcopy(subject.models[0])
+            subject.follow(versions, versions.publish(model, 4))
+            nudged(model, 5)
+            weights = versions.fetched(versions.publish(model, 5, full=True))
+            shutil.rmtree(versions.copy.directory)
+            versions.copy._stop.set()
+            with pytest.raises(EngineFailed, match="version 5 cannot be read from the host's copy"):
+                subject.run(subject.engine.load_weights(weights, 5))
+            assert subject.checksum().problems == ["no weights are served"]
 
     def test_changes_that_contradict_each_other_end_generation(self, tmp_path: Path) -> None:
         """The engine ties its output layer, the trainer does not any more: what was written is not what is there."""

@@ -218,22 +218,22 @@ class S3Store:
     def download(self, key: str, to: Path) -> int:
         first = self._first(key)
         beside = to.with_name(f".part-{secrets.token_hex(4)}")
-        descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
-            if first.size:
-                os.posix_fallocate(descriptor, 0, first.size)  # a full disk shows before the transfer
+            with beside.open("xb", buffering=0) as file:
+                if first.size:
+                    os.posix_fallocate(file.fileno(), 0, first.size)  # a full disk shows before the transfer
 
-            def keep(offset: int, body: bytes) -> None:
-                view = memoryview(body)
-                while view:
-                    n = os.pwrite(descriptor, view, offset)
-                    offset, view = offset + n, view[n:]
+                def keep(offset: int, body: bytes) -> None:
+                    view = memoryview(body)
+                    while view:
+                        # Asked each time: when the process leaves, lanes outlive the file, and its number.
+                        n = os.pwrite(file.fileno(), view, offset)
+                        offset, view = offset + n, view[n:]
 
-            keep(0, first.body)
-            self._rest(first, keep)
+                keep(0, first.body)
+                self._rest(first, keep)
             beside.rename(to)
         finally:
-            os.close(descriptor)
             beside.unlink(missing_ok=True)
         return first.size
 

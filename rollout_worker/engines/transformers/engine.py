@@ -201,9 +201,13 @@ class TransformersEngine:
             before, self._served = self._served, None
             try:
                 return await self._update_to(weights, version, before)
-            except Exception:
+            except Exception as error:
                 self._post(self._distrust)
-                raise
+                if not isinstance(error, WeightError):
+                    raise
+                raise EngineFailed(
+                    f"version {version} cannot be read from the host's copy: {error}"
+                ) from error
 
     async def _update_to(self, weights: WeightSource, version: int, before: _Served | None) -> LoadReport:
         began, detail = time.monotonic(), ""
@@ -255,7 +259,12 @@ class TransformersEngine:
             began, served = time.monotonic(), self._served
             if served is None:
                 return Checksum(None, False, ["no weights are served"], 0.0)
-            tally = await asyncio.to_thread(self._tally, served)
+            try:
+                tally = await asyncio.to_thread(self._tally, served)
+            except WeightError as error:
+                raise EngineFailed(
+                    f"the weights in use cannot be compared with the host's copy: {error}"
+                ) from error
             return Checksum(tally.content_hash, tally.exact, tally.problems, time.monotonic() - began)
 
     def _tally(self, served: _Served) -> Tally:
