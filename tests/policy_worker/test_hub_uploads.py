@@ -61,6 +61,7 @@ def export(tmp_path: Path) -> Path:
     return folder.parent
 
 
+@pytest.mark.slow
 def test_exports_become_commits(tmp_path: Path, export: Path) -> None:
     final = tmp_path / "final"
     final.mkdir()
@@ -104,6 +105,7 @@ def test_a_probe_names_key_and_remedy(
         assert hub.commits == []
 
 
+@pytest.mark.slow
 def test_a_hub_that_stays_away_fails_the_final_model(tmp_path: Path, export: Path) -> None:
     final = tmp_path / "final"
     final.mkdir()

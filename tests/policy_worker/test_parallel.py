@@ -54,6 +54,7 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         assert (found[name] - tensor).abs().max().item() <= tolerance * scale, name
 
 
+@pytest.mark.slow
 def test_two_ranks_equal_one(tmp_path: Path, group: Group):
     # samples of versions 0 to 3 in turn, at step 3
     old: dict[str, Any] = {

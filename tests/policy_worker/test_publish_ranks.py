@@ -22,6 +22,8 @@ from weight_sync import DirectoryStore
 from weight_sync.changes import open_delta
 from weight_sync.pieces import open_piece, parse_manifest, piece_of
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def valkey() -> Iterator[ValkeyServer]:

@@ -32,6 +32,8 @@ from weight_sync.host_copy import HostCopy
 from weight_sync.pieces import piece_of
 from weight_sync.stores import DirectoryStore, Store
 
+pytestmark = pytest.mark.slow
+
 HERE = "127.0.0.1"
 SHORT = 0.5
 """Seconds, where a time-out is what happens."""

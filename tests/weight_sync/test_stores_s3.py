@@ -23,6 +23,8 @@ from weight_sync.errors import StoppedError, StoreError
 from weight_sync.stores import HEAD_BYTES, s3
 from weight_sync.stores.patience import Delays
 
+pytestmark = pytest.mark.slow
+
 LARGE = 4 * HEAD_BYTES + 12_345
 BRIEF = Delays(give_up=0.3, first=0.01, most=0.05)
 
