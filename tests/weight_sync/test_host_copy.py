@@ -49,7 +49,7 @@ def holds(weights: Weights, versions: Versions, version: int) -> bool:
         return here and same(view.tensors(), expected)
 
 
-@pytest.fixture(params=["directory", "remote"])
+@pytest.fixture(params=["directory", pytest.param("remote", marks=pytest.mark.slow)])
 def store(request: pytest.FixtureRequest, tmp_path: Path, versions: Versions) -> Iterator[DirectoryStore]:
     if request.param == "directory":
         yield DirectoryStore(versions.root)

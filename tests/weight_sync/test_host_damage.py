@@ -35,6 +35,8 @@ from weight_sync.host_users import copy_directory
 from weight_sync.locks import LockTimeoutError, locked, release
 from weight_sync.receive import TRIES
 
+pytestmark = pytest.mark.slow
+
 KINDS = ["missing", "torn", "flipped", "empty"]
 
 

@@ -27,7 +27,7 @@ def objects() -> Iterator[ObjectStore]:
         yield store
 
 
-@pytest.fixture(params=["directory", "s3"])
+@pytest.fixture(params=["directory", pytest.param("s3", marks=pytest.mark.slow)])
 def again(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Again:
     """Opens one and the same store, as another process would."""
     if request.param == "directory":
