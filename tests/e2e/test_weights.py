@@ -67,7 +67,13 @@ def test_a_replica_that_joins_late_comes_by_an_anchor_and_deltas(tmp_path: Path,
     config = job(tmp_path, model, steps=34, keys=keys, held_at=held_at)
     with Program(config) as program:
         program.until_step(held_at)
-        before = {info.publication.id: info for info in publications(program)}
+
+        def served(_: object) -> list[PublicationInfo] | None:
+            found = publications(program)
+            return found if max(found, key=lambda info: info.publication.id).updates else None
+
+        found = program.until("the newest version is served", served)
+        before = {info.publication.id: info for info in found}
         newest = before[max(before)].publication
         assert (newest.version, newest.kind) == (held_at, "delta")
         begins = before[newest.begins].publication
