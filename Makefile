@@ -11,6 +11,8 @@ PIP    := $(BIN)/pip install --quiet --disable-pip-version-check
 # pytest starts real servers and torch processes: one thread each, or two cores thrash.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
+# The tests start many hundreds of processes: compiled once, not by each of them.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help run test unit e2e lint format schema fuzz chaos clean setup setup-vllm
@@ -29,7 +31,7 @@ run: setup  ## watch a small model learn on this machine (about three minutes)
 test: unit e2e  ## every test: units in parallel, then real jobs on both engines
 
 unit: setup  ## the fast tests
-	$(BIN)/pytest -n 3 -m "not slow and not e2e"
+	$(BIN)/pytest -n 3 --ignore tests/e2e -m "not slow and not e2e"
 
 e2e: setup setup-vllm  ## the slow tests: real processes, both engines, real failures
 	$(BIN)/pytest -n 2 --dist loadfile -m "slow or e2e" --timeout 900 --durations 15
