@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +20,7 @@ from schema.wire.messages import JobStatus
 from schema.wire.prompts import write_prompts
 from tests.policy_worker.material import make_config, sft_config, write_model
 from tests.policy_worker.player import Player
-from tests.policy_worker.ranks import start_ranks, wait_ranks
+from tests.policy_worker.ranks import Rank, start_ranks, wait_ranks
 from tests.support.controller import TOKENS, ControllerProcess, make_run_dir
 from tests.support.objects import running_objects
 from tests.support.proxy import FaultyProxy, faulty_proxy
@@ -43,18 +42,25 @@ class Job:
         if not config.is_grpo:
             _write_conversations(self.run_dir / "data" / "train.safetensors")
         self.controller = ControllerProcess(self.run_dir, redis_url)
-        self._ranks: list[subprocess.Popen[str]] = []
+        self._ranks: list[Rank] = []
+        self._started: list[Rank] = []
 
-    def start_policy(self, world: int = 1, **environment: str) -> list[subprocess.Popen[str]]:
+    def start_policy(self, world: int = 1, **environment: str) -> list[Rank]:
         settings = {
             "COSMOS_CONTROLLER_URL": self.controller.url, "COSMOS_TOKEN": TOKENS["policy"],
             "COSMOS_REPLICA_NAME": "policy-0", "COSMOS_CPU_THREADS": "1", **environment,
         }  # fmt: skip
         self._ranks = start_ranks(world, ["policy_worker"], **settings)
+        self._started += self._ranks
         return self._ranks
 
+    def stop(self) -> None:
+        for rank in self._started:
+            rank.close()
+        self.controller.stop()
+
     @contextmanager
-    def stopped_before(self, step: int) -> Iterator[tuple[list[subprocess.Popen[str]], FaultyProxy]]:
+    def stopped_before(self, step: int) -> Iterator[tuple[list[Rank], FaultyProxy]]:
         """A trainer that is about to commit this step (counted from 1); it may when the proxy holds nothing."""
         with faulty_proxy(self.controller.url, seed=0, rate=0.0) as proxy:
             proxy.hold = f"POST /v1/steps/{step - 1}/commit ".encode()
@@ -71,7 +77,7 @@ class Job:
 
         def look() -> bool:
             for rank in self._ranks:
-                assert rank.poll() is None, f"waited for {what}: {rank.communicate()[0]}"
+                assert rank.poll() is None, f"waited for {what}: {rank.output()}"
             return condition()
 
         until(look, what)
@@ -108,7 +114,7 @@ def start(tmp_path: Path, valkey: ValkeyServer) -> Iterator[Any]:
 
     yield starter
     for job in jobs:
-        job.controller.stop()
+        job.stop()
 
 
 def grpo_config(model: Path, steps: int, train: dict[str, Any] | None = None, keep: int = 4) -> Config:
