@@ -49,6 +49,7 @@ def _run(environment: Environment, ranks: RankEnvironment, departure: Departure)
     from transformers.utils import logging as transformers_logging
 
     from policy_worker.worker import run_rank
+    from weight_sync import WeightError
 
     transformers_logging.disable_progress_bar()
     if environment.threads is not None:
@@ -61,7 +62,7 @@ def _run(environment: Environment, ranks: RankEnvironment, departure: Departure)
     except Unauthorized as error:
         log.error("%s: COSMOS_TOKEN is not the policy token of this job", error)
         return SettingsError.exit_code
-    except ControllerError as error:
+    except (ControllerError, WeightError) as error:
         log.error("%s: %s", type(error).__name__, error)
         return PolicyError.exit_code
     return 0

@@ -1,0 +1,51 @@
+"""Messages of the trainer about its steps and checkpoints."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from schema.wire.messages.base import MOST_METRICS, Count, Message, MetricName, Text
+
+
+class CommitRequest(Message):
+    request_id: str = Field(min_length=8, max_length=64)
+    replica_id: Text
+    incarnation: Count
+    policy_epoch: Count
+    metrics: dict[MetricName, float] = Field(
+        default_factory=dict, max_length=MOST_METRICS, description="Finite numbers of this step."
+    )
+    batch: str = Field(
+        default="",
+        max_length=64,
+        description="`StepTable.digest` of the batch that was trained. A controller that has another one, or none, "
+        "has lost history and refuses (`wrong_step`): the trainer declares itself.",
+    )
+
+
+class CommitReply(Message):
+    committed_steps: int
+    total_steps: int
+    publish: bool = Field(description="Whether the version with this step is due for publication.")
+    finished: bool = Field(description="No step follows: publish, export, deregister.")
+    epochs: int = Field(default=0, description="Epochs of which every row was trained or dropped.")
+    durable_steps: int = Field(
+        default=0, description="Commits that are on disk for certain: the trainer need not remember them."
+    )
+
+
+class CheckpointRequest(Message):
+    request_id: str = Field(min_length=8, max_length=64)
+    replica_id: Text
+    incarnation: Count
+    policy_epoch: Count
+    step: Count = Field(description="Committed steps that the checkpoint covers.")
+    path: str = Field(min_length=1, max_length=4096, pattern=r"^[^\x00-\x1f\x7f]+$")
+
+
+class CheckpointReply(Message):
+    durable_steps: int
+    scores: dict[int, float] = Field(
+        default_factory=dict,
+        description="Mean validation score by weight version: the best checkpoint stays.",
+    )

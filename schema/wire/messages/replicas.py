@@ -1,0 +1,154 @@
+"""Messages of every replica: registering, heartbeats, leaving."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any, Literal
+
+from pydantic import FailFast, Field
+
+from schema.wire.messages.base import MOST_GAUGES, MOST_LEASES, NAME, Count, Message, MetricName, Role, Text
+from schema.wire.weights import Publication
+
+
+class LedgerSnapshot(Message):
+    """What a checkpoint stores of the ledger: enough to resume with an empty Redis."""
+
+    committed_steps: int = Field(ge=0, lt=2**53)
+    timeline: int = Field(ge=0, lt=2**53)
+    frontier: int = Field(
+        ge=0, lt=2**53, description="Stream positions below it were handed out at least once."
+    )
+    untrained: Annotated[list[Annotated[int, Field(ge=0)]], FailFast()] = Field(
+        max_length=1_000_000, description="Stream positions below the frontier not trained and not dropped."
+    )
+    dropped: dict[str, Annotated[int, Field(ge=0, lt=2**53)]] = Field(
+        default_factory=dict, max_length=64, description="Counts by reason."
+    )
+    n_positions: int | None = Field(
+        default=None,
+        ge=1,
+        description="Rows of the prepared data: positions of other data mean other prompts.",
+    )
+    order: str | None = Field(
+        default=None, max_length=64, description="Identifies the order in which the rows are handed out."
+    )
+
+
+class HeldLease(Message):
+    """A lease that a rollout replica holds, and what it has done under it: the controller may have forgotten both."""
+
+    group_id: str = Field(max_length=64)
+    lease_id: str = Field(max_length=64)
+    version: int = Field(
+        default=-1, ge=-1, lt=2**53, description="Weight version that it was granted for; -1: not told."
+    )
+    publication_id: int = Field(default=0, ge=0, lt=2**53, description="Publication that it was granted for.")
+    manifest_hash: str = Field(default="", max_length=128, description="Of that publication.")
+    pushed: Annotated[list[Annotated[int, Field(ge=0)]], FailFast()] = Field(
+        default_factory=list,
+        max_length=65536,
+        description="Samples whose push was answered: it does not have them any more.",
+    )
+
+
+class RegisterRequest(Message):
+    request_id: str = Field(min_length=8, max_length=64)
+    role: Role
+    name: str = Field(
+        min_length=1, max_length=128, pattern=NAME, description="Stable over restarts of the same replica."
+    )
+    host: Text = ""
+    pid: Count = 0
+    world_size: int = Field(
+        default=1, ge=1, le=65536, description="Ranks of a policy replica; GPUs of an engine."
+    )
+    engine: Text = Field(default="", description="Inference engine of a rollout replica, with its version.")
+    held_leases: Annotated[list[HeldLease], FailFast()] = Field(
+        default_factory=list,
+        max_length=MOST_LEASES,
+        description="Leases a rollout replica still holds after losing the controller.",
+    )
+    resume_step: int | None = Field(
+        default=None,
+        ge=0,
+        description="Policy: committed steps contained in the weights it starts from (0: initial weights).",
+    )
+    snapshot: LedgerSnapshot | None = Field(
+        default=None,
+        description="Policy: what the checkpoint it starts from holds of the ledger. Used where the controller knows "
+        "fewer steps than the checkpoint has: an empty store, or a checkpoint of another run.",
+    )
+    newest_publication: int = Field(
+        default=0, ge=0, lt=2**53, description="The highest publication id that this replica ever heard of."
+    )
+
+
+class RegisterReply(Message):
+    replica_id: str
+    incarnation: int
+    job_id: str
+    config: dict[str, Any] = Field(description="The validated config, secrets left out, paths absolute.")
+    job_seed: int
+    mode: Literal["grpo", "sft"]
+    timeline: int
+    timeline_began: int = Field(default=0, description="Step at which this timeline began.")
+    committed_steps: int
+    total_steps: int
+    policy_epoch: int = Field(
+        description="Membership epoch of the trainers; policy calls present it. It rises with every registration and "
+        "contains the time, so that a store that lost history cannot lead to one being handed out twice."
+    )
+    heartbeat_interval: float
+    heartbeat_timeout: float
+    run_dir: str = Field(description="Directory of this run; exports and checkpoints go below it.")
+    weight_store: str = Field(description="Root of the weight store: a directory, or `s3://bucket/prefix`.")
+    data_file: str = Field(description="Prepared training data (see schema.wire.prompts); SFT reads it.")
+    publication: Publication | None = Field(description="Newest published weights, if there are any yet.")
+
+
+class HeartbeatRequest(Message):
+    incarnation: Count
+    leases: Annotated[list[Text], FailFast()] = Field(
+        default_factory=list, max_length=MOST_LEASES, description="Ids of all leases held: they are renewed."
+    )
+    version: int = Field(
+        default=-1, ge=-1, lt=2**53, description="Weight version in use; -1 before the first one."
+    )
+    fetching: int = Field(
+        default=0, ge=0, lt=2**53, description="Publication whose files it is reading now; 0: none."
+    )
+    sequence: int = Field(
+        default_factory=lambda: time.monotonic_ns() // 1000,
+        description="Rises from beat to beat; one that comes late, or twice, says nothing about leases any more.",
+    )
+    status: str = Field(default="", max_length=256, description="What it is doing, for people.")
+    gauges: dict[MetricName, float] = Field(
+        default_factory=dict,
+        max_length=MOST_GAUGES,
+        description="Numbers for the display, e.g. idle_fraction, samples_per_s, tokens_per_s.",
+    )
+    trouble: str = Field(
+        default="",
+        max_length=4096,
+        description="What goes wrong beside its work, e.g. an upload; shown as last error.",
+    )
+
+
+class HeartbeatReply(Message):
+    commands: list[Literal["drain", "stop", "checkpoint", "anchor"]] = Field(
+        default_factory=list,
+        description="`anchor`, for a trainer: publish the newest version again, in full, since a replica can read "
+        "nothing of what there is and no publication has followed.",
+    )
+    lost_leases: list[str] = Field(
+        default_factory=list, description="Leases it no longer holds: drop that work, a push is refused."
+    )
+    newest_publication: int = Field(default=0, description="Id of the newest publication; 0: none.")
+    committed_steps: int = 0
+    phase: str = ""
+
+
+class DrainReply(Message):
+    replica_id: str
+    draining: bool

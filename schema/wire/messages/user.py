@@ -1,0 +1,98 @@
+"""What people and dashboards are told about a job."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Literal
+
+from pydantic import Field
+
+from schema.wire.messages.base import Message, Role
+from schema.wire.messages.weights import WeightsStatus
+
+
+class Phase(StrEnum):
+    STARTING = "starting"
+    VALIDATING = "validating"
+    TRAINING = "training"
+    PAUSED = "paused"
+    FINISHING = "finishing"
+    FINISHED = "finished"
+    STOPPED = "stopped"
+    FAILED = "failed"
+
+
+TERMINAL_PHASES = frozenset({Phase.FINISHED, Phase.STOPPED, Phase.FAILED})
+
+
+class ReplicaInfo(Message):
+    replica_id: str
+    role: Role
+    name: str
+    incarnation: int
+    state: Literal["live", "draining", "lost", "left"]
+    version: int
+    leases: int
+    last_seen_s: float = Field(description="Seconds since its last sign of life.")
+    host: str
+    pid: int
+    engine: str
+    status: str
+    gauges: dict[str, float]
+
+
+class StepRecord(Message):
+    step: int
+    at: float = Field(description="Unix time of the commit.")
+    metrics: dict[str, float]
+
+
+class ValidationRecord(Message):
+    version: int
+    at: float
+    samples: int
+    score_mean: float | None = Field(description="Over the samples that have a score; null if none has.")
+    rewards_mean: dict[str, float]
+    response_tokens_mean: float
+    errors: int = 0
+
+
+class LedgerStatus(Message):
+    created: int
+    states: dict[str, int] = Field(description="Groups in each state; the values add up to `created`.")
+    dropped: dict[str, int] = Field(description="Dropped groups by reason.")
+    staleness: dict[int, int] = Field(description="Trained samples by staleness in steps.")
+    max_staleness: int = Field(description="Largest staleness ever trained; never above the bound.")
+    bound: int
+    over_bound: int = Field(default=0, description="Samples refused at consumption by the safety net: 0.")
+    duplicates: int = Field(default=0, description="Repeated pushes that were answered and not counted.")
+
+
+class JobStatus(Message):
+    job_id: str
+    name: str
+    project: str = Field(default="", description="`logging.project_name`: what runs are grouped by.")
+    mode: Literal["grpo", "sft"]
+    phase: Phase
+    step: int
+    total_steps: int
+    timeline: int
+    version: int = Field(description="Newest published weight version; -1: none yet.")
+    publication: int
+    weights: WeightsStatus | None = None
+    started_at: float
+    first_step_at: float | None
+    updated_at: float
+    samples_per_s: float
+    tokens_per_s: float
+    eta_s: float | None
+    reward: float | None = Field(description="Mean score of the last trained batch.")
+    validation: ValidationRecord | None
+    staleness_mean: float | None
+    staleness_max: int
+    queue_ready: int
+    outstanding: int
+    replicas: dict[str, int] = Field(description="Live replicas by role.")
+    idle: dict[str, float] = Field(description="Fraction of time idle since training began, by role.")
+    metrics: dict[str, float] = Field(description="Metrics of the last committed step.")
+    last_error: str | None
