@@ -283,8 +283,7 @@ class Job:
         assert pieces is not None
         patch = self._replica.prepare(pieces)
         paused = time.perf_counter()
-        patch.apply()
-        assert not patch.problems()
+        assert not patch.apply()
         resumed = time.perf_counter()
         self._at = publication.content_hash
         seconds |= {"prepare": paused - prepared, "pause": resumed - paused, "all": resumed - began}

@@ -137,7 +137,7 @@ class LoadReport:
     """From asking requests to pause until none was running."""
     apply_s: float
     verify_s: float
-    """Reading back what was written."""
+    """Reading back what was written; 0 where that is a part of writing."""
     prepare_s: float = 0.0
     """Before the pause: decoding changes and finding their elements, or making a full version readable."""
     interrupted_s: float = 0.0

@@ -471,9 +471,8 @@ class TransformersEngine:
         decoder, began = self._decoder, time.monotonic()
         try:
             if isinstance(load.what, Patch):
-                load.what.apply()
-                applied = time.monotonic()
-                problems = load.what.problems()
+                problems = load.what.apply()
+                applied = time.monotonic()  # read back, too
                 if problems:
                     raise _NotWrittenError("; ".join(problems[:NAMED_PROBLEMS]))
             else:

@@ -192,14 +192,12 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateI
         try:
             patch = job.result(DRAIN_S)
             self._content, started = "", time.monotonic()
-            patch.apply()
+            problems = patch.apply()
             self._wait()
-            applied = time.monotonic()
-            problems = patch.problems()
         except Exception as error:  # the update ends in order, and is told of
             problems = [f"changes cannot be written ({type(error).__name__}: {error})"[:300]]
         else:
-            self._apply_s, self._verify_s = applied - started, time.monotonic() - applied
+            self._apply_s, self._verify_s = time.monotonic() - started, 0.0
         self._proof = ProofReport(problems, {}, {})
         if problems:
             self._map, self._content = None, ""
