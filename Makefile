@@ -34,7 +34,7 @@ unit: setup  ## the fast tests
 	$(BIN)/pytest -n 3 --ignore tests/e2e -m "not slow and not e2e"
 
 e2e: setup setup-vllm  ## the slow tests: real processes, both engines, real failures
-	$(BIN)/pytest -n 2 --dist loadfile -m "slow or e2e" --timeout 900 --durations 15
+	$(BIN)/pytest -n 3 --dist loadfile -m "slow or e2e" --timeout 900 --durations 15
 
 lint: setup  ## ruff, mypy and the import rules
 	$(BIN)/ruff check .

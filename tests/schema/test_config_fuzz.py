@@ -16,7 +16,7 @@ from tests.schema.config_samples import GRPO, SFT
 from tests.schema.fuzz_config import check_data, fuzz, verdict
 from tests.schema.mutations import changes, mutate, names
 
-CALM = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+CALM = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture

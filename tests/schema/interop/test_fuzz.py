@@ -100,13 +100,13 @@ def check(text: str, name: str) -> None:
 
 @given(data=files())
 @settings(
-    max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
 def test_mutated_files_end_in_a_clean_verdict(data: dict[str, Any]) -> None:
     check(yaml.safe_dump(data, allow_unicode=True), "mutated.yaml")
 
 
 @given(text=st.text(max_size=200))
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_any_text_ends_in_a_clean_verdict(text: str) -> None:
     check(text, "any")
