@@ -216,8 +216,9 @@ class WeightFollower:
             "prepare": report.prepare_s,
             "pause": report.interrupted_s or report.pause_s,
             "apply": report.apply_s,
-            "read_back": report.verify_s,
         }
+        if report.mode == "full":
+            seconds["read_back"] = report.verify_s
         if checksum is not None:
             seconds["checksum"] = checksum.seconds
         self._log(weights, publication, report, seconds)
