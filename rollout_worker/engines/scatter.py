@@ -196,8 +196,9 @@ class _Write:
 class Patch:
     """Prepared writes. `apply` may be repeated; nothing else writes the parameters meanwhile."""
 
-    def __init__(self, writes: Sequence[_Write]) -> None:
-        self._writes = writes
+    def __init__(self, writes: Sequence[_Write], shared: Sequence[_Write] = ()) -> None:
+        """shared: those of the writes that others may write over."""
+        self._writes, self._shared = writes, shared
 
     @property
     def elements(self) -> int:
@@ -209,14 +210,21 @@ class Patch:
 
         On a CPU each cut is read while it is still in its cache: elements that are far apart cost as much as all of
         memory between them, once instead of twice. Elsewhere there is one synchronisation with the device at the end.
+        Elements that several published tensors share are read once more in the end.
 
         Returns:
             What is wrong: parameters that do not hold what was written.
         """
         by_device: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
+
+        def read(write: _Write) -> None:
+            by_device.setdefault(write.storage.device, []).append((write.parameter, write.differs()))
+
         for write in self._writes:
             write.apply()
-            by_device.setdefault(write.storage.device, []).append((write.parameter, write.differs()))
+            read(write)
+        for write in self._shared:
+            read(write)
         found: dict[str, None] = {}
         for told in by_device.values():
             flags = torch.stack([differs for _, differs in told]).tolist()
@@ -232,6 +240,7 @@ class WeightMap:
         self.published = dict(published)
         self.places = {name: tuple(places.get(name, ())) for name in published}
         self._maps = {name: [_Affine(place) for place in found] for name, found in self.places.items()}
+        self._sharing = _sharing(self.places)
 
     def check(self, model: torch.nn.Module) -> None:
         """Raises `UnmappedError` when a parameter lies elsewhere than it did: writes would go nowhere."""
@@ -269,6 +278,7 @@ class WeightMap:
             ValueError: a position is outside of its tensor.
         """
         writes: list[_Write] = []
+        shared: list[_Write] = []
         for change in changes:
             for write in self._writes(change):
                 index_bytes = 0 if write.index is None else write.index.nbytes
@@ -280,8 +290,10 @@ class WeightMap:
                         write.parameter, write.storage, write.index.to(device), write.region,
                         write.values.to(device),
                     )  # fmt: skip
-                writes += write.cuts()
-        return Patch(writes)
+                cuts = write.cuts()
+                writes += cuts
+                shared += cuts if change.name in self._sharing else []
+        return Patch(writes, shared)
 
     def _writes(self, change: Change) -> Iterator[_Write]:
         self._check(change)
@@ -340,6 +352,28 @@ class WeightMap:
             there = _bits(place.storage).as_strided(shape, steps, start)
             agree = agree and bool((there.to(here.device) == here).all())
         return agree
+
+
+def _sharing(places: Mapping[str, Sequence[Place]]) -> frozenset[str]:
+    """Published tensors that may have an element in common with another one, as tied ones do: the bytes of a storage
+    between their first and last element overlap."""
+    spans: dict[int, list[tuple[int, int, str]]] = {}
+    for name, found in places.items():
+        for place in found:
+            if place.elements:
+                offset, shape, strides = place.target
+                last = offset + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+                size = place.storage.itemsize
+                storage = place.storage.untyped_storage().data_ptr()
+                spans.setdefault(storage, []).append((offset * size, (last + 1) * size, name))
+    sharing: set[str] = set()
+    for ordered in map(sorted, spans.values()):
+        open_spans: list[tuple[int, str]] = []
+        for start, end, name in ordered:
+            open_spans = [(until, other) for until, other in open_spans if until > start]
+            sharing |= {both for _, other in open_spans if other != name for both in (other, name)}
+            open_spans.append((end, name))
+    return frozenset(sharing)
 
 
 def merge(deltas: Sequence[Iterable[Change]]) -> Iterator[Change]:

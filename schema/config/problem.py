@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from schema.config.secrets import masked
+
 KeyPath = tuple[str | int, ...]
 
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
@@ -37,6 +39,8 @@ class Problem:
     key: dotted key, "" when the fault is of the file as a whole. message: what is wrong. value: what was
     found. hint: what to do. related: other dotted keys that take part in the fault.
     file, line, column (from 1): where the key stands, or else the table that should hold it.
+
+    What is shown to people holds no credentials: in addresses, and below keys that sound secret, they are masked.
     """
 
     key: str
@@ -47,6 +51,16 @@ class Problem:
     line: int | None = None
     column: int | None = None
     related: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        own = {
+            "message": masked(self.message),
+            "value": masked(self.value, self.key.rpartition(".")[2]),
+            "hint": masked(self.hint),
+            "file": masked(self.file),
+        }
+        for name, value in own.items():
+            object.__setattr__(self, name, value)
 
     @property
     def where(self) -> str:

@@ -8,8 +8,8 @@ from pydantic import Field
 
 from schema.config.base import Section
 
-MAX_ANCHOR_INTERVAL = 256
-"""Below the links that a manifest may list (`schema.wire.weights.MAX_CHAIN`), with room for anchors that failed."""
+MAX_ANCHOR_INTERVAL = 200
+"""Below the links that a chain may have (`weight_sync.chain.LONGEST`): there is room for anchors that are late."""
 
 
 class WeightSyncConfig(Section):

@@ -38,10 +38,15 @@ def parse_url(url: str) -> S3Place:
         raise ValueError(f"{url} is no place of a weight store: write a directory, or s3://bucket/prefix")
     bucket, _, rest = url[len(SCHEME) :].partition("/")
     prefix = rest.removesuffix("/")
+    if "@" in bucket:
+        raise ValueError(
+            "the address of a bucket holds no credentials: remove what stands before the '@'; they come from "
+            "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
+        )
     if not _BUCKET.fullmatch(bucket) or ".." in bucket:
         raise ValueError(
             f"{bucket!r} is no name of a bucket: 3 to 63 small letters, digits, '-' and '.', and nothing else before "
-            f"the '/' (credentials and endpoint come from AWS_* variables)"
+            f"the '/' (the endpoint comes from AWS_ENDPOINT_URL)"
         )
     if prefix and (not _PREFIX.fullmatch(prefix) or {".", ".."} & set(prefix.split("/"))):
         raise ValueError(

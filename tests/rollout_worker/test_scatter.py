@@ -343,3 +343,18 @@ def test_a_parameter_that_has_moved_is_noticed() -> None:
     model.all[0].data = model.all[0].data.clone()
     with pytest.raises(UnmappedError, match=r"all\.0 has moved in memory"):
         found.check(model)
+
+
+@pytest.mark.parametrize(
+    ("other", "problems"), [(1.0, []), (2.0, ["p does not hold the elements that were written"])]
+)
+def test_tensors_that_share_an_element_must_agree(other: float, problems: list[str]) -> None:
+    """Tied weights that were published apart: whoever is written last would be right, and the other one wrong."""
+    target = torch.zeros(6, dtype=torch.bfloat16)
+    places = {name: [Place("p", target, whole((6,)), whole((6,)))] for name in ("a", "b")}
+    published = {name: Published(torch.bfloat16, (6,)) for name in places}
+    changes = [
+        Change(name, torch.bfloat16, (6,), torch.tensor([2]), torch.tensor([value]).bfloat16())
+        for name, value in (("a", 1.0), ("b", other))
+    ]
+    assert WeightMap(published, places).patch(changes).apply() == problems

@@ -28,7 +28,9 @@ CASES = [
     Case(store_is_a_place, {STORE: "s3://My_Bucket/x"}, STORE, ("My_Bucket",)),
     Case(store_is_a_place, {STORE: "s3://bucket/a//b"}, STORE, ("a//b",)),
     Case(store_is_a_place, {STORE: "s3://bucket/../b"}, STORE, ("../b",)),
-    Case(store_is_a_place, {STORE: "s3://key:secret@bucket/b"}, STORE, ("AWS_*",)),
+    Case(store_is_a_place, {STORE: "s3://key:secret@bucket/b"}, STORE, ("AWS_SECRET_ACCESS_KEY", "'@'")),
+    Case(store_is_a_place, {STORE: "s3:/bucket/x"}, STORE, ("s3:/bucket/x",)),
+    Case(store_is_a_place, {STORE: "file/in/it"}, STORE, ("file",)),
     Case(store_is_a_place, {STORE: "~/weights"}, STORE, ("~/weights",)),
     Case(store_is_a_place, {STORE: "file"}, STORE, ("file",)),
     Case(

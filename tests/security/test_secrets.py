@@ -11,7 +11,7 @@ import pytest
 
 from launcher.paths import resolved
 from launcher.rundir import RunDir, Tokens
-from schema.config import Config, check_warnings
+from schema.config import Config, ConfigError, check_warnings, load_config
 from schema.config.secrets import cut, found_in, masked
 from tests.support.controller import make_config
 
@@ -96,3 +96,22 @@ def test_the_user_is_told() -> None:
     assert set(warned) == {"custom.hook", "custom.list[0]", "custom.api_key", "custom.tokens[0]"}
     assert all("file that" in problem.hint for problem in warned.values())
     assert all(S not in problem.render() for problem in warned.values())
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        f'weight_sync.store="s3://me:{S}@bucket/p"', f'weight_sync.store="https://me:{S}@host/p"',
+        f'redis.url="http://me:{S}@host"', f'redis.url="redis://me:{S}@host:99999/0"',
+        f'validation.no_such_key="https://h?token={S}"',
+    ],
+)  # fmt: skip
+def test_a_refusal_does_not_repeat_them(tmp_path: Path, setting: str) -> None:
+    """Neither its text nor its place, which is the setting itself, nor what programs read of it."""
+    config = tmp_path / "config.toml"
+    config.write_text("")
+    with pytest.raises(ConfigError) as refused:
+        load_config(config, [setting])
+    (problem, *_) = [p for p in refused.value.problems if p.key.startswith(("weight", "redis", "validation"))]
+    assert "--set" in problem.where
+    assert S not in problem.render() + repr(problem)

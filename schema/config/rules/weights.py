@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path, PurePosixPath
 
 from schema.config.paths import home_hint, is_file
@@ -12,6 +13,8 @@ from schema.wire.store_url import is_url, parse_url
 _SYNC, _POLICY = "weight_sync", "train.train_policy"
 OF_ONE_HOST = ("/dev", "/proc", "/run", "/tmp", "/var/tmp")  # noqa: S108
 """Directories that each machine has for itself, wherever jobs run."""
+
+_HALF_A_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
 def store_is_a_place(config: Config) -> list[Problem]:
@@ -25,8 +28,12 @@ def store_is_a_place(config: Config) -> list[Problem]:
             return [Problem(key, str(error), store, hint)]
     elif store.startswith("~"):
         return [Problem(key, f"{store} is no path", store, home_hint(store))]
-    elif store and is_file(Path(store)):
-        return [Problem(key, f"{store} is a file, not a directory", store, "name a directory")]
+    elif _HALF_A_URL.match(store):
+        return [Problem(key, f"{store} is neither a path nor a URL", store, "write s3://bucket/prefix")]
+    elif store:
+        for place in (Path(store), *Path(store).parents):
+            if is_file(place):
+                return [Problem(key, f"{place} is a file, not a directory", store, "name a directory")]
     return []
 
 
