@@ -158,6 +158,7 @@ class Job:
         rows.update({(Table.REPLICAS, name): None for name in self.registry.take_forgotten()})
         for replica in self.registry.take_changes():
             rows[Table.REPLICAS, replica.name] = replica.to_record
+        rows.update({(Table.PUBLICATIONS, str(old)): None for old in self.publications.take_forgotten()})
         for entry in self.publications.take_changes():
             rows[Table.PUBLICATIONS, str(entry.publication.id)] = entry.to_record
         for step, row in self.steps.take_changes().items():

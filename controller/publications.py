@@ -19,6 +19,9 @@ publisher lists them until it publishes again, which shows that it got the list.
 publications, of which others hold, fetch, pin or were handed M, at most (keep + 1 + M) · L are kept; in a run
 without rewinds whose replicas keep up, fewer than keep + L.
 
+Of a long run the oldest are forgotten when all before them are collected and `REMEMBERED` came after: work and memory
+do not grow with the number of versions. Their ids are still known to be of publications that are gone.
+
 Numbers: a trainer knows what it published under the ids that it was told. Where `declare` had to give another id,
 the entry keeps the trainer's as its `number`: `begins` and the list of collectables are in the trainer's numbers.
 """
@@ -36,6 +39,8 @@ from schema.wire.weights import Publication
 
 FileState = Literal["kept", "listed", "collected"]
 
+REMEMBERED = 1024
+"""Newest publications that are listed to people, whatever became of their files."""
 MAX_LEAP = 1_000_000
 """What is told of ids far above all that are known is a mistake, and not believed."""
 
@@ -129,18 +134,27 @@ class Entry:
 class Publications:
     """See the module's docstring."""
 
-    def __init__(self, keep: int, records: Iterable[Mapping[str, Any]] = (), highest_id: int = 0) -> None:
-        self._keep = keep
+    def __init__(
+        self,
+        keep: int,
+        records: Iterable[Mapping[str, Any]] = (),
+        highest_id: int = 0,
+        remembered: int = REMEMBERED,
+    ) -> None:
+        self._keep, self._remembered = keep, remembered
         self._entries: dict[int, Entry] = {}
         self._numbers: dict[int, list[tuple[int, int]]] = {}
         """By timeline: (number, id) of its publications, in order."""
         self._dirty: dict[int, Entry] = {}
+        self._forgotten: list[int] = []
         self._newest: Entry | None = None
         self._sought = False
         self.highest_id = 0
         for entry in sorted(map(Entry.from_record, records), key=lambda entry: entry.publication.id):
             self._mark(entry)
         self._dirty.clear()
+        self._known_from = next(iter(self._entries), 1)
+        """Publications with lower ids are forgotten."""
         self.heard(highest_id)
 
     def heard(self, publication_id: int) -> None:
@@ -170,8 +184,8 @@ class Publications:
         return 0 if newest is None else newest.id
 
     def knows(self, publication_id: int) -> bool:
-        """Whether this id is of a publication that is not forgotten (0: of none)."""
-        return publication_id <= 0 or publication_id in self._entries
+        """Whether this id is of a publication that is there or was collected (0: of none)."""
+        return publication_id < self._known_from or publication_id in self._entries
 
     def valid(self, publication_id: int, manifest_hash: str = "") -> Publication | None:
         """The publication with this id (and hash) if its weights are part of the current timeline."""
@@ -204,7 +218,12 @@ class Publications:
         return (entry for entry in reversed(self._entries.values()) if entry.valid and self._is_whole(entry))
 
     def _is_whole(self, entry: Entry) -> bool:
-        return entry.files == "kept" and all(member.files == "kept" for member in self._chain(entry))
+        if entry.files != "kept":
+            return False
+        members = list(self._chain(entry))
+        if entry.begins < self._known_from and all(member.number != entry.begins for member in members):
+            return False
+        return all(member.files == "kept" for member in members)
 
     def _numbered(self, number: int, timeline: int) -> Entry | None:
         """What a trainer of this timeline knows under this number: rather what it declared than another's id."""
@@ -263,6 +282,7 @@ class Publications:
         )
         cost = Cost(now, request.full_bytes, request.changed, request.elements, dict(request.metrics))
         self._mark(Entry(publication, request.request_id, cost=cost))
+        self._forget()
         return publication
 
     def declare(self, declared: Sequence[Publication], timeline: int) -> None:
@@ -319,6 +339,22 @@ class Publications:
     def take_changes(self) -> list[Entry]:
         changed, self._dirty = list(self._dirty.values()), {}
         return changed
+
+    def take_forgotten(self) -> list[int]:
+        """Ids of those whose rows may go."""
+        forgotten, self._forgotten = self._forgotten, []
+        return forgotten
+
+    def _forget(self) -> None:
+        for entry in list(islice(self._entries.values(), max(0, len(self._entries) - self._remembered))):
+            if entry.files != "collected":
+                break
+            publication = entry.publication
+            del self._entries[publication.id]
+            self._dirty.pop(publication.id, None)
+            self._numbers[publication.timeline].remove((entry.number, publication.id))
+            self._forgotten.append(publication.id)
+            self._known_from = max(self._known_from, publication.id + 1)
 
     def _mark(self, entry: Entry, *, valid: bool | None = None, files: FileState | None = None) -> None:
         publication = entry.publication

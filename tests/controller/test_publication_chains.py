@@ -13,7 +13,7 @@ from controller.replicas import Registry, Replica
 from schema.wire.messages import HeartbeatRequest, PublishRequest, RegisterRequest
 from schema.wire.weights import Publication
 
-KEEP = 2
+KEEP, REMEMBERED = 2, 5
 NAMES = st.sampled_from(["a", "b", "c"])
 
 
@@ -47,7 +47,7 @@ class Chains(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        self.publications, self.registry = Publications(KEEP), Registry(10.0)
+        self.publications, self.registry = Publications(KEEP, remembered=REMEMBERED), Registry(10.0)
         self.committed = self.timeline = self.requests = self.highest = self.began = 0
         self.files: set[str] = set()
         self.chains: dict[str, list[str]] = {}  # manifest hash -> hashes from its anchor to itself
@@ -68,7 +68,7 @@ class Chains(RuleBasedStateMachine):
         }
 
     def restore(self, saved: dict[str, Any]) -> None:
-        self.publications = Publications(KEEP, saved["publications"], self.highest)
+        self.publications = Publications(KEEP, saved["publications"], self.highest, REMEMBERED)
         self.registry = Registry(10.0, saved["replicas"])
 
     @rule()
@@ -269,3 +269,23 @@ def test_declared_under_another_id_the_chain_keeps_its_numbers() -> None:
     assert publications.collect(()) == [2, 3], "the trainer's, which are 4 and 5 here"
     publications.declare(mine, 1)
     assert publications.highest_id == 7
+
+
+def test_of_a_long_run_the_oldest_are_forgotten() -> None:
+    """Their rows go, and whoever still names one is told that it is gone, not that the store has lost it."""
+    publications = Publications(keep=1, remembered=3)
+    rows: set[int] = set()
+    for number in range(1, 11):
+        publications.publish(publish_request(number, number), 0, 99)
+        publications.collect({4} if number < 7 else ())
+        rows |= {entry.publication.id for entry in publications.take_changes()}
+        rows -= set(publications.take_forgotten())
+        assert rows == {entry.publication.id for entry in publications.recent(99)}
+        assert 4 in rows or number not in (4, 5, 6), "somebody holds it"
+    assert len(rows) == 3
+    assert publications.knows(1)
+    assert publications.valid(1) is None
+    restored = Publications(1, [entry.to_record() for entry in publications.recent(9)], remembered=3)
+    assert restored.knows(1)
+    assert not restored.knows(11)
+    assert restored.newest == publications.newest
