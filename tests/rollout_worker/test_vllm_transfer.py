@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import asyncio
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from rollout_worker.engines.base import Checksum
+from rollout_worker.engines.vllm import reading
+from rollout_worker.engines.vllm.adapter import VllmAdapter
 from tests.rollout_worker.versions import Versions, nudged
 from tests.support.waiting import until
 from weight_sync.host_copy import Weights
@@ -176,3 +181,60 @@ def test_tensors_are_read_back_as_they_are_kept(bench: Bench, tmp_path: Path) ->
     bench.engine.read(str(tmp_path / "0"), size, rows)
     until(lambda: bench.engine.reading()["done"], "the refusal of a file that is there")
     assert "FileExistsError" in bench.engine.reading()["problem"]
+
+
+def test_a_file_to_read_into_has_its_room_before_it_is_mapped(bench: Bench, tmp_path: Path) -> None:
+    bench.engine.read(str(tmp_path / "0"), 1 << 20, [])
+    until(lambda: bench.engine.reading()["done"], "the file")
+    assert bench.engine.reading()["problem"] is None
+    status = (tmp_path / "0").stat()
+    assert (status.st_size, status.st_blocks * 512 >= 1 << 20) == (1 << 20, True)
+
+
+class Calls:
+    """vLLM's way to its only worker, whose methods are called here."""
+
+    def __init__(self, bench: Bench) -> None:
+        from rollout_worker.engines.vllm.transfer import WorkerExtension
+
+        self.worker: Any = type("Worker", (WorkerExtension,), {})()
+        self.worker.weight_transfer_engine, self.worker.rank = bench.engine, 0
+        self.engine_core = SimpleNamespace(
+            resources=SimpleNamespace(engine_manager=SimpleNamespace(processes=[]))
+        )
+        model_config = SimpleNamespace(max_model_len=1, get_vocab_size=lambda: 1)
+        self.vllm_config = SimpleNamespace(model_config=model_config)
+        self.directories: list[Path] = []
+
+    async def collective_rpc(self, method: str, args: Sequence[Any] = ()) -> list[Any]:
+        if method == "cosmos_read":
+            self.directories.append(Path(args[0]).parent)
+        return [getattr(self.worker, method)(*args)]
+
+
+def test_what_is_read_goes_where_there_is_room(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    small, large = tmp_path / "shm", tmp_path / "tmp"
+    free = {small: 1 << 16, large: 1 << 30}
+    for place in free:
+        place.mkdir()
+    real = shutil.disk_usage
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: real(path)._replace(free=free[path]))
+    monkeypatch.setattr(reading, "SHARED", small)
+    monkeypatch.setattr("tempfile.tempdir", str(large))
+    calls = Calls(bench)
+
+    def served() -> Checksum:
+        return asyncio.run(reading.served_weights(VllmAdapter(calls), None, bench.content))
+
+    assert (served().content_hash, set(calls.directories)) == (bench.content, {large})
+    free[small] = 1 << 30
+    calls.directories.clear()
+    assert (served().content_hash, set(calls.directories)) == (bench.content, {small})
+    free |= {small: 1 << 16, large: 1 << 16}
+    calls.directories.clear()
+    found = served()
+    assert (found.content_hash, found.problems, calls.directories) == (None, [], [])
+    assert "not compared" in caplog.text
+    assert [*small.iterdir(), *large.iterdir()] == []

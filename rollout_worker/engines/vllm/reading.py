@@ -2,13 +2,14 @@
 
     each rank ─ its parts of a group of tensors ─▶ a file of its own in shared memory ─▶ put together, hashed
 
-Tensors come over in groups, so that the files stay small beside the model. Parts that several ranks hold must be
-equal in all of them.
+Tensors come over in groups, so that the files stay small beside the model; without room in shared memory they are
+temporary files. Parts that several ranks hold must be equal in all of them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import shutil
 import tempfile
@@ -26,9 +27,17 @@ from rollout_worker.engines.scatter import BITS, Published, Region
 from rollout_worker.engines.vllm.adapter import VllmAdapter
 from weight_sync.layout import torch_dtype
 
+log = logging.getLogger(__name__)
+
+SHARED = Path("/dev/shm")  # noqa: S108
+"""Used where it has room: in a container it may be as small as 64 MiB."""
 READ_BYTES = 1 << 28
 """Of a group of tensors, over all ranks, unless one tensor is larger: the files take so much shared memory."""
 _ALIGNMENT = 64
+
+
+class _NoRoomError(Exception):
+    """There is no place for the files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +61,7 @@ async def served_weights(adapter: VllmAdapter, weights: SharedWeights | None, co
         weights: the host's copy, if there is one. content_hash: of what should be served.
 
     Returns:
-        Everything but the seconds.
+        Everything but the seconds. No hash where there is no room for the files, which is logged.
     """
     layouts = await adapter.layouts()
     known = [layout for layout in layouts if layout is not None]
@@ -66,8 +75,12 @@ async def served_weights(adapter: VllmAdapter, weights: SharedWeights | None, co
             if publication.content_hash == content_hash:
                 copy = dict(weights.tensors())
         tally = Tally(copy)
-        for group in _groups(tensors, READ_BYTES // len(known)):
-            tally.problems.extend(await _add(adapter, group, len(known), tally))
+        try:
+            for group in _groups(tensors, READ_BYTES // len(known)):
+                tally.problems.extend(await _add(adapter, group, len(known), tally))
+        except _NoRoomError as error:
+            log.warning("the served weights are not compared with the published ones: %s", error)
+            return Checksum(None, False, tally.problems, 0.0)
         found = tally.content_hash
     return Checksum(found, tally.exact, tally.problems, 0.0)
 
@@ -104,9 +117,9 @@ async def _add(
     adapter: VllmAdapter, group: Sequence[tuple[_Tensor, int]], n_ranks: int, tally: Tally
 ) -> list[str]:
     """Hash a group of tensors. Returns what is wrong inside of single ranks."""
-    directory = await asyncio.to_thread(_shared_directory)
     last, start = group[-1]
     n_bytes = max(start + last.n_bytes, 1)
+    directory = await asyncio.to_thread(_directory, n_ranks * n_bytes)
     try:
         problems = await adapter.read(directory, n_bytes, [(tensor.name, begin) for tensor, begin in group])
         await asyncio.to_thread(_tally, directory, n_bytes, group, n_ranks, tally)
@@ -115,9 +128,16 @@ async def _add(
         await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
 
 
-def _shared_directory() -> Path:
-    shared = Path("/dev/shm")  # noqa: S108
-    return Path(tempfile.mkdtemp(prefix="cosmos-served-", dir=shared if shared.is_dir() else None))
+def _directory(n_bytes: int) -> Path:
+    """A new one with room for so many bytes: in shared memory, or else among temporary files."""
+    try:
+        places = [SHARED, Path(tempfile.gettempdir())]
+        for place in places:
+            if place.is_dir() and shutil.disk_usage(place).free >= n_bytes:
+                return Path(tempfile.mkdtemp(prefix="cosmos-served-", dir=place))
+    except OSError as error:
+        raise _NoRoomError(str(error)) from error
+    raise _NoRoomError(f"{n_bytes} bytes are free in none of {', '.join(map(str, places))}")
 
 
 def _tally(

@@ -15,6 +15,7 @@ derived of it (quantised, repacked), which this build does not update.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -250,7 +251,8 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateI
     def _read(self, path: str, n_bytes: int, rows: Sequence[tuple[str, int]]) -> list[str]:
         assert self._map is not None
         with open(path, "xb") as file:
-            file.truncate(n_bytes)
+            if n_bytes:  # a full disk shows here: a hole that cannot be filled would kill who writes to it
+                os.posix_fallocate(file.fileno(), 0, n_bytes)
         data = torch.from_file(path, shared=True, size=n_bytes, dtype=torch.uint8)
         problems = []
         with self._beside(), torch.no_grad():
