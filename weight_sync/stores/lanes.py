@@ -48,8 +48,8 @@ class Lanes:
             try:
                 return future.result(LOOK_S)
             except TimeoutError:
-                if future.done():  # the work's own
-                    raise
+                if future.done():  # the work's own, or it has ended at this moment
+                    return future.result()
                 self._check()
 
     def run(self, work: Callable[[], T]) -> T:

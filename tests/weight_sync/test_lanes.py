@@ -1,0 +1,39 @@
+"""Lanes: what a work returns or raises reaches who waits for it, and no lane is lost."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+
+import pytest
+
+from weight_sync.stores.lanes import Lanes
+
+
+@pytest.fixture
+def lanes() -> Lanes:
+    return Lanes(2, threading.Event())
+
+
+class Ending(Future[str]):
+    """Ends at the moment at which the first wait for it is over."""
+
+    def __init__(self, error: Exception | None) -> None:
+        super().__init__()
+        self._error = error
+
+    def result(self, timeout: float | None = None) -> str:
+        if self.done():
+            return super().result(timeout)
+        if self._error is None:
+            self.set_result("found")
+        else:
+            self.set_exception(self._error)
+        raise TimeoutError
+
+
+def test_a_work_that_ends_when_the_wait_does_has_its_own_end(lanes: Lanes) -> None:
+    assert lanes.wait(Ending(None)) == "found"
+    for error in (TimeoutError("the work's own"), ValueError("the work's own")):
+        with pytest.raises(type(error), match="the work's own"):
+            lanes.wait(Ending(error))
