@@ -27,7 +27,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from secrets import token_hex
 
-from schema.wire.weights import Link, Piece, Publication, WeightManifest
+from schema.wire.weights import MAX_CHAIN, Link, Piece, Publication, WeightManifest
 from weight_sync.errors import NotReadableError, StoppedError, StoreError, WeightError
 from weight_sync.host_files import (
     ADVANCING,
@@ -281,7 +281,7 @@ class Advance:
             tensors=entries,
             proven=True,
             publication=publication,
-            links=links,
+            checked=_checked(state, links, pieces, content),
             kept=_newest([*state.kept, *pieces], most_bytes),
         )
 
@@ -381,6 +381,17 @@ def _repeats(plan: Plan, torn: Advancing) -> bool:
     if plan.steps and plan.steps[0].kind == "full":
         return True
     return bool(torn.uris) and [step.piece.uri for step in plan.steps[: len(torn.uris)]] == torn.uris
+
+
+def _checked(state: CopyState, links: list[Link], pieces: list[Piece], content: str) -> list[Link]:
+    """`CopyState.checked` after these deltas. What was not proven before says nothing about them."""
+    here = [link.model_copy(update={"delta": None, "full": None}) for link in links]
+    if not state.proven:
+        return [link for link in here if link.content_hash == content][-1:]
+    known = state.checked or [link for link in here if link.content_hash == state.content_hash][-1:]
+    applied = [link.model_copy(update={"full": None}) for link in links if link.delta in pieces]
+    between = [link.model_copy(update={"content_hash": ""}) for link in applied[:-1]]
+    return [*known, *between, *applied[-1:]][-MAX_CHAIN:]
 
 
 def _newest(pieces: Sequence[Piece], most_bytes: int) -> list[Piece]:

@@ -87,10 +87,11 @@ class Weights:
         """The deltas from the weights with this content hash to `publication`, oldest first, each with the root of
         the local store in which it lies (for `open_delta`). Empty when these are the same weights.
 
-        None: there is no such way, or the whole copy costs less. A file may still vanish before it is opened
-        (`NotReadableError`): then the whole copy is what remains.
+        None: there is no such way, one of the deltas was not proven by applying it to this very copy, or the whole
+        copy costs less. A file may still vanish before it is opened (`NotReadableError`): then the whole copy is
+        what remains.
         """
-        pieces = deltas_between(self._state.links, content_hash)
+        pieces = deltas_between(self._state.checked, content_hash)
         if pieces is None or sum(piece.n_bytes for piece in pieces) > WORTH_SHARE * bytes_of(self._state):
             return None
         if not all((self._root / piece.uri).exists() for piece in pieces):

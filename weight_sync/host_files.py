@@ -48,7 +48,7 @@ class CacheError(WeightError):
 class CopyState(BaseModel):
     """What the data files hold."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="ignore", frozen=True)  # other builds say more
 
     format: Literal[1] = 1
     folder: str = Field(pattern=r"^w-[0-9a-f]+$", description="Of the data files.")
@@ -58,7 +58,13 @@ class CopyState(BaseModel):
     publication: Publication | None = Field(
         description="The newest one with this content, of this job's life."
     )
-    links: Annotated[list[Link], Field(description="Chain of that publication, itself last.")] = []
+    checked: Annotated[
+        list[Link],
+        Field(
+            description="Deltas that were applied one after the other and whose results were hashed, up to this "
+            "content; of those applied in one go only the last link has its content hash, the others have none."
+        ),
+    ] = []
     kept: Annotated[list[Piece], Field(description="Fetched deltas, oldest first.")] = []
 
 

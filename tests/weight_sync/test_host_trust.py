@@ -1,0 +1,95 @@
+"""What a host copy hands out was proven by this very copy, whatever others wrote, removed or took out of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.waiting import PATIENCE
+from tests.weight_sync.versions import RemoteStore, Versions, same
+from weight_sync.host_copy import HostCopy, Weights
+from weight_sync.host_files import STATE, read_state
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    return tmp_path / "copy"
+
+
+@pytest.fixture
+def versions(tmp_path: Path) -> Versions:
+    return Versions(tmp_path / "store", anchor_every=1)
+
+
+def right(weights: Weights, versions: Versions) -> bool:
+    with weights.reading() as publication:
+        return publication == versions.newest and same(weights.tensors(), versions.weights[-1])
+
+
+def way(weights: Weights, versions: Versions, version: int) -> list[str] | None:
+    """The deltas that are handed out to who serves a version."""
+    found = weights.changes_since(versions.publications[version].content_hash)
+    return None if found is None else [piece.uri for _, piece in found]
+
+
+# ---- deltas for engines -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("remote", [False, True], ids=["directory", "remote"])
+def test_a_delta_that_was_found_wrong_is_not_handed_out(
+    tmp_path: Path, place: Path, versions: Versions, remote: bool
+) -> None:
+    """Its file has the hash of its manifest, but what it leads to has not."""
+    store = RemoteStore(versions.root, tmp_path / "notes") if remote else versions.store
+    copy = HostCopy(place, store, lock_timeout=PATIENCE)
+    copy.advance(versions.newest, patience=0.0)
+    versions.next(wrong=True)
+    weights = copy.advance(versions.next(), patience=0.0)
+    assert right(weights, versions), "made anew from the full form of version 1"
+    assert way(weights, versions, 0) is None
+    assert way(weights, versions, 1) == [versions.newest.uri]
+    weights = copy.advance(versions.next(), patience=0.0)
+    assert right(weights, versions)
+    assert way(weights, versions, 0) is None
+    assert way(weights, versions, 2) == [versions.newest.uri]
+    copy.close()
+
+
+def test_deltas_that_were_not_applied_here_are_not_handed_out(place: Path, versions: Versions) -> None:
+    versions.anchor_every = 2
+    for _ in range(3):
+        versions.next()
+    copy = HostCopy(place, versions.store, lock_timeout=PATIENCE)
+    weights = copy.advance(versions.newest, patience=0.0)  # the anchor of version 2, and one delta
+    uris = [publication.uri for publication in versions.publications]
+    assert [way(weights, versions, i) for i in range(4)] == [None, None, uris[3:], []]
+    versions.anchor_every = 100
+    for _ in range(2):
+        versions.next()
+    weights = copy.advance(versions.newest, patience=0.0)
+    uris = [publication.uri for publication in versions.publications]
+    found = [way(weights, versions, i) for i in range(6)]
+    # Only what both deltas lead to was hashed, so nobody takes the second one alone.
+    assert found == [None, None, uris[3:], uris[4:], None, []]
+    copy.close()
+
+
+def test_the_state_that_another_build_wrote(place: Path, versions: Versions) -> None:
+    """It does not say which deltas were applied: none is believed."""
+    copy = HostCopy(place, versions.store, lock_timeout=PATIENCE)
+    copy.advance(versions.newest, patience=0.0)
+    copy.advance(versions.next(), patience=0.0)
+    state = read_state(place)
+    assert state is not None
+    old = state.model_dump(mode="json") | {"links": [link.model_dump() for link in versions.links]}
+    del old["checked"]
+    (place / STATE).write_text(json.dumps(old))
+    weights = copy.advance(versions.newest, patience=0.0)
+    assert weights.n_bytes == 0
+    assert way(weights, versions, 0) is None
+    weights = copy.advance(versions.next(), patience=0.0)
+    assert right(weights, versions)
+    assert way(weights, versions, 1) == [versions.newest.uri]
+    copy.close()
