@@ -105,6 +105,7 @@ class Publishing:
             newest = job.publications.newest
             if newest is not None and newest.id > newer_than:
                 if replica is not None:
+                    job.registry.check(replica_id, incarnation, "rollout")  # another may have come meanwhile
                     job.registry.hand_out(replica, newest.id)
                 await job.save()  # nobody may load what a successor of this controller would not know
                 return newest

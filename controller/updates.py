@@ -1,14 +1,15 @@
 """What rollout replicas report of weight versions: the newest reports, and sums for Prometheus.
 
 Memory is bounded: the reports of the newest `PUBLICATIONS` publications, of each replica the last one, with at most
-`REPLICAS` of them; texts cut to `DETAIL`. Sums are of this controller process, as Prometheus expects of counters.
-A report that comes twice counts once.
+`REPLICAS` of them; of the known stages, texts cut to `DETAIL`. Sums are of this controller process, as Prometheus
+expects of counters. A report that comes twice counts once.
 
 Pure: time comes in as `now`.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,8 +24,10 @@ STAGES = (
     "gather",
     "encode",
     "write",
+    "wait",
     "fetch",
     "verify",
+    "advance",
     "prepare",
     "pause",
     "apply",
@@ -61,7 +64,8 @@ class Updates:
     """See the module's docstring."""
 
     def __init__(self) -> None:
-        self._reports: dict[int, dict[str, tuple[UpdateReport, ReplicaUpdate]]] = {}
+        self._reports: dict[int, dict[str, tuple[bytes, ReplicaUpdate]]] = {}
+        """By publication and replica: a hash of the report, and what is shown of it."""
         self.seconds = {stage: Histogram() for stage in STAGES}
         self.published: Counter[str] = Counter()
         """Publications by kind."""
@@ -99,8 +103,8 @@ class Updates:
     def report(self, publication: Publication, report: UpdateReport, wanted: str, now: float) -> bool:
         """Take a report; whether it is a new one. wanted: the transport of the configuration."""
         reports = self._reports.setdefault(publication.id, {})
-        known = reports.get(report.replica_id)
-        if known is not None and known[0] == report:
+        known, told = reports.get(report.replica_id), _hash(report)
+        if known is not None and known[0] == told:
             return False
         checked = report.served_hash == publication.content_hash if report.served_hash else None
         update = ReplicaUpdate(
@@ -111,16 +115,16 @@ class Updates:
             mode=report.mode,
             checked=checked,
             n_bytes=report.n_bytes,
-            seconds=report.seconds,
+            seconds={stage: value for stage, value in report.seconds.items() if stage in self.seconds},
             detail=report.detail[:DETAIL],
         )
         reports.pop(report.replica_id, None)
-        reports[report.replica_id] = report, update
+        reports[report.replica_id] = told, update
         self._forget(reports)
         self._count(update, wanted)
         return True
 
-    def _forget(self, reports: dict[str, tuple[UpdateReport, ReplicaUpdate]]) -> None:
+    def _forget(self, reports: dict[str, tuple[bytes, ReplicaUpdate]]) -> None:
         if len(reports) > REPLICAS:
             del reports[next(iter(reports))]
         if len(self._reports) > PUBLICATIONS:
@@ -141,3 +145,7 @@ class Updates:
         for stage, value in seconds.items():
             if stage in self.seconds:
                 self.seconds[stage].add(value)
+
+
+def _hash(report: UpdateReport) -> bytes:
+    return hashlib.sha256(report.model_dump_json().encode()).digest()

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from controller import api
 from policy_worker.checkpoints.background import Background
-from policy_worker.errors import PolicyError, PublishError
+from policy_worker.errors import PublishError
 from policy_worker.parallel.group import Group
 from policy_worker.process import Departure
 from policy_worker.publish_record import Record
@@ -28,7 +28,6 @@ from policy_worker.publish_together import Stored, StoreTroubleError, store_vers
 from policy_worker.session import Caller, Session
 from schema.wire import messages as m
 from schema.wire.weights import TensorEntry, WeightManifest
-from weight_sync import WeightError
 from weight_sync.chain import Chain
 from weight_sync.collective import Sender
 from weight_sync.errors import StoppedError
@@ -264,6 +263,7 @@ class Release:
         if answer.anchor:
             leader.chain.asked()
         self._full_asked = False
+        leader.session.take_anchor_request()  # of before this publication: who still waits asks again
         leader.record.release(answer.collectable)
         leader.metrics = {
             **{f"publish_{stage}_seconds": value for stage, value in seconds.items()},
@@ -310,8 +310,9 @@ class Release:
                 lambda stage: write_full(stage, tensors.items(), self._prefix),
                 make,
             )
-        except (PolicyError, WeightError) as error:
-            log.warning("the full form of version %d could not be written: %s", version, error)
+        except Exception as error:  # whatever it is: the version is announced, and a full form is due again
+            what = f"{type(error).__name__}: {error}"
+            log.warning("the full form of version %d could not be written: %s", version, what)
             if leader is not None:
                 leader.chain.anchor_failed()
             return

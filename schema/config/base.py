@@ -18,6 +18,8 @@ CustomCode = Annotated[str, Field(pattern=r"^[^:]+\.py:[A-Za-z_]\w*$")]
 UnitFloat = Annotated[float, Field(ge=0.0, le=1.0)]
 Amount = Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0)]
 """An integer is a number of things, a float a share. JSON schema has no place for a bound but in each branch."""
+MAX_TIMEOUT = 1e8
+"""Seconds, three years: clocks and sockets take no more than about a hundred times that."""
 BetaFloat = Annotated[float, Field(ge=0.0, lt=1.0)]
 RewardSpec = str | list[str] | dict[str, float]
 

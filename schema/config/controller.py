@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from schema.config.base import NonEmptyStr, Section
+from schema.config.base import MAX_TIMEOUT, NonEmptyStr, Section
 
 
 class ControllerConfig(Section):
@@ -36,6 +36,7 @@ class ControllerConfig(Section):
     controller_lost_timeout: float = Field(
         default=1800.0,
         gt=0.0,
+        le=MAX_TIMEOUT,
         description="Seconds for which workers keep trying to reach a lost controller.",
     )
     oversample: float = Field(

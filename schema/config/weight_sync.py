@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from schema.config.base import Section
+from schema.config.base import MAX_TIMEOUT, Section
 
 MAX_ANCHOR_INTERVAL = 200
 """Below the links that a chain may have (`weight_sync.chain.LONGEST`): there is room for anchors that are late."""
@@ -40,12 +40,14 @@ class WeightSyncConfig(Section):
     store_timeout: float = Field(
         default=1800.0,
         gt=0,
+        le=MAX_TIMEOUT,
         description="Seconds that a store which fails is tried again, by who writes and who reads, before this is "
         "an error of the replica.",
     )
     keep: int = Field(
         default=4,
         ge=1,
+        le=1_000_000,
         description="Publications kept beyond those that a replica uses or fetches; older ones are removed, unless "
         "one of these is a delta that builds on them.",
     )
@@ -68,6 +70,7 @@ class WeightSyncConfig(Section):
     collective_timeout: float = Field(
         default=30.0,
         gt=0,
+        le=MAX_TIMEOUT,
         description="With `collective`: seconds in which the trainer must have sent a version to a host; what is "
         "missing then is fetched from the store.",
     )

@@ -11,7 +11,8 @@ import httpx
 import pytest
 
 from controller import api
-from schema.wire.messages import LeaseStatus
+from controller.client import Refused
+from schema.wire.messages import ErrorCode, LeaseStatus
 from tests.controller.conftest import Stage
 from tests.support.controller import TOKENS
 from tests.support.served import ServedController
@@ -72,6 +73,20 @@ def test_a_publication_is_announced(stage: Stage) -> None:
     publication = waiting.result(SOON)
     assert publication is not None
     assert publication.id == 2
+
+
+def test_a_poll_of_a_process_that_was_replaced_is_refused(stage: Stage) -> None:
+    """Its connection still stands; what it were handed would be noted for the one that came after it."""
+    served = stage.serve()
+    trainer, rollout = stage.ready(served)
+    mine = rollout.reply.replica_id, rollout.reply.incarnation
+    waiting = held_open(served, lambda: rollout.client.send(api.latest_publication(1, LONG, *mine)))
+    successor = stage.rollout(served, rollout.name)
+    successor.register()
+    trainer.publish(0)
+    with pytest.raises(Refused) as refused:
+        waiting.result(SOON)
+    assert refused.value.code in (ErrorCode.STALE_INCARNATION, ErrorCode.UNKNOWN_REPLICA)
 
 
 def test_a_dead_replicas_groups_reach_a_waiting_one(stage: Stage) -> None:

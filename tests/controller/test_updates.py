@@ -6,6 +6,7 @@ from typing import Any
 
 import httpx
 import pytest
+from pydantic import ValidationError
 
 from controller import api
 from controller.client import Refused
@@ -71,8 +72,15 @@ def test_a_report_that_comes_twice_counts_once() -> None:
     assert updates.fetched_bytes == 5
     assert (updates.seconds["pause"].total, sum(updates.seconds["pause"].counts)) == (0.5, 1)
     assert set(updates.seconds) == set(STAGES), "labels are ours alone"
+    assert updates.of(1)[-1].seconds == {"pause": 0.5}
     assert updates.report(publication(), update(n_bytes=6), "store", 3.0)
     assert [found.n_bytes for found in updates.of(1)] == [6]
+
+
+@pytest.mark.parametrize("seconds", [-1.0, 1e308, float("inf"), float("nan")])
+def test_seconds_that_cannot_be_are_refused(seconds: float) -> None:
+    with pytest.raises(ValidationError, match="seconds"):
+        update(seconds={"pause": seconds})
 
 
 def test_fallbacks_and_checks_are_counted() -> None:

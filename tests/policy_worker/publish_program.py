@@ -13,6 +13,7 @@ The controller, its store and the process group are real; only the training is t
     fail         publishing must fail: write the error to OUT
     leave        this replica is asked to leave
     stopped      wait until publishing has been given up
+    exhaust      there is no memory for a full form any more
     die          end without a word
 """
 
@@ -31,6 +32,7 @@ from safetensors.torch import save_file
 
 from controller import api
 from controller.client import Client
+from policy_worker import publish_release
 from policy_worker.learner import Learner
 from policy_worker.model import DTYPES
 from policy_worker.parallel.group import Group
@@ -107,6 +109,12 @@ class Program:
                 self._store.rename(self._store.with_name("away"))
             self._store.touch()
         self.group.barrier()
+
+    def exhaust(self) -> None:
+        def write_full(*_: object) -> None:
+            raise MemoryError("no memory for a full form")
+
+        publish_release.write_full = write_full  # type: ignore[assignment]
 
     def release(self) -> None:
         if self.session is not None:

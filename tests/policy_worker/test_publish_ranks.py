@@ -214,6 +214,15 @@ def test_an_anchor_that_a_replica_needs_is_there_before_the_next_delta(start: An
     assert_equal(weights(outcome, outcome.publications[3]), outcome.expected(3))
 
 
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_anchor_that_cannot_be_written_ends_no_run(start: Any, world: int) -> None:
+    step = ["touch 97", "publish", "settle"]
+    ranks = start(weight_sync={"anchor_interval": 2})
+    outcome = ranks.run(world, *step, "exhaust", *step * 4)
+    assert outcome.forms == ["full", *["delta<1"] * 4]
+    assert "no memory for a full form" in outcome.output
+
+
 def test_replicas_that_can_read_nothing_get_the_same_version_in_full(start: Any) -> None:
     step = ["touch 97", "publish", "settle"]
     outcome = start().run(1, *step * 2, "ask", "publish", "settle", *step)

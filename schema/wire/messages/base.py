@@ -11,13 +11,13 @@ from pydantic import BaseModel, ConfigDict, Field
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._:@-]*$"
 """Names of replicas: they stand in addresses, logs and labels of metrics."""
 MOST_LEASES, MOST_GAUGES, MOST_METRICS = 16_384, 64, 1024
-MOST_STAGES = 32
+MOST_STAGES, MOST_SECONDS = 32, 1e9
 """Timed stages of a publication or an update: encode, write; fetch, verify, prepare, pause, apply, …"""
 Text = Annotated[str, Field(max_length=256)]
 MetricName = Annotated[str, Field(min_length=1, max_length=128)]
 Count = Annotated[int, Field(strict=True, ge=0, lt=2**53)]
 Seconds = Annotated[
-    dict[MetricName, Annotated[float, Field(ge=0)]],
+    dict[MetricName, Annotated[float, Field(ge=0, le=MOST_SECONDS)]],
     Field(max_length=MOST_STAGES, description="Seconds by stage."),
 ]
 
