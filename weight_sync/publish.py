@@ -7,8 +7,9 @@
 The name says which version of which timeline it is and ends in a random suffix, so a rewound timeline, a
 second attempt or another process never overwrites what somebody may be reading.
 
-In a delta each tensor that changed is stored the smaller way: as sparse blocks, or whole. The content hash is over
-all tensors whatever the form, so a full and a delta form of one version have the same.
+In a delta each tensor that changed is stored as sparse blocks, or whole where those would take more than
+`SPARSE_SHARE` of its bytes. The content hash is over all tensors whatever the form, so a full and a delta form of
+one version have the same.
 """
 
 from __future__ import annotations
