@@ -134,7 +134,7 @@ class Advance:
             ) from error
 
     def _to(self, publication: Publication) -> CopyState:
-        state = read_state(self._directory)
+        state = self._there(read_state(self._directory))
         torn = None if state is None else read_advancing(self._directory, state)
         self._writable.keep_only(state)
         self._sweep(state, () if torn is None else torn.uris)
@@ -159,6 +159,16 @@ class Advance:
             except _SpoiledError as error:
                 self._discard(plan, error)
                 state = torn = None
+
+    def _there(self, state: CopyState | None) -> CopyState | None:
+        """The state, unless data files of it were removed: then there is none, and the copy is made anew."""
+        try:
+            if state is not None:
+                self._writable.check(state)
+            return state
+        except NotReadableError as error:
+            self._forget(str(error))
+            return None
 
     def _held(self, state: CopyState, publication: Publication) -> CopyState | None:
         """The state under a new publication of the same content; None when its bytes are not what it says."""
@@ -334,17 +344,20 @@ class Advance:
     def _discard(self, plan: Plan, error: _SpoiledError) -> None:
         """The content is unknown: throw it away. Where a fresh copy was spoiled, the deltas are not believed, and
         without any the full form is not tried again."""
-        log.warning("the host copy is thrown away: %s", error)
-        self._writable.forget()
+        self._forget(str(error))
         self._tried.append(str(error))
-        with self._changing():
-            (self._directory / STATE).unlink(missing_ok=True)
-            (self._directory / ADVANCING).unlink(missing_ok=True)
         if self._spoiled or plan.steps[0].kind == "full":
             deltas = [step.piece.uri for step in plan.steps if step.kind == "delta"]
             self._broken |= set(deltas or [plan.steps[0].piece.uri])
         self._spoiled = True
         self._sweep(None)
+
+    def _forget(self, why: str) -> None:
+        log.warning("the host copy is thrown away: %s", why)
+        self._writable.forget()
+        with self._changing():
+            (self._directory / STATE).unlink(missing_ok=True)
+            (self._directory / ADVANCING).unlink(missing_ok=True)
 
     def _sweep(self, state: CopyState | None, uris: Collection[str] = ()) -> None:
         """Remove what neither the state nor `uris` name: older data files, deltas, what the dead left."""

@@ -104,7 +104,7 @@ class Weights:
 
         Raises:
             LockTimeoutError: another process changes it for longer than `timeout` seconds.
-            WeightError: the copy was torn by a process that died, and could not be mended.
+            WeightError: the copy was torn by a process that died, or lost files, and could not be mended.
         """
         with self._copy.reading(self.publication, timeout) as view:
             assert view.publication is not None, "only who is alone on a host takes the publication out"
@@ -197,7 +197,7 @@ class HostCopy:
 
     @contextmanager
     def reading(self, publication: Publication, timeout: float) -> Iterator[CopyView]:
-        """As `Weights.reading`: the copy, mended first where a process died while it changed it."""
+        """As `Weights.reading`: the copy, mended first where `open_copy` finds none that is whole and proven."""
         with ExitStack() as stack:
             try:
                 view = stack.enter_context(open_copy(self.directory, timeout=timeout, stop=self._stop))

@@ -163,6 +163,22 @@ def map_tensors(directory: Path, state: CopyState, *, writable: bool) -> dict[st
     return found
 
 
+def inodes(directory: Path, state: CopyState) -> dict[str, tuple[int, int]]:
+    """Which files the data files are. Raises `NotReadableError` when one is missing: files of temporary directories
+    are removed by their age, whoever uses them."""
+    found: dict[str, tuple[int, int]] = {}
+    for file in sorted({entry.file for entry in state.tensors.values()}):
+        path = directory / state.folder / file
+        try:
+            there = path.lstat()
+        except OSError as error:
+            raise NotReadableError(f"{path}: {error.strerror}") from error
+        if not stat.S_ISREG(there.st_mode):
+            raise NotReadableError(f"{path} is not a file")
+        found[file] = there.st_dev, there.st_ino
+    return found
+
+
 class WritableTensors:
     """The data files of a copy mapped to be changed, kept from one advance to the next: the page faults of a fresh
     mapping cost more than writing over it. For one thread."""
@@ -171,13 +187,21 @@ class WritableTensors:
         self._directory = directory
         self._folder = ""
         self._data: dict[str, memoryview] = {}
+        self._inodes: dict[str, tuple[int, int]] = {}
 
     def of(self, state: CopyState) -> dict[str, memoryview]:
-        """As `map_tensors`: folders have random names, so what is mapped under one is what lies there."""
+        """As `map_tensors`."""
         self.keep_only(state)
         if state.folder != self._folder:
+            self._inodes = inodes(self._directory, state)
             self._data, self._folder = map_tensors(self._directory, state, writable=True), state.folder
         return self._data
+
+    def check(self, state: CopyState) -> None:
+        """Raises `NotReadableError` when data files are missing, or are no longer those that are mapped: what is
+        written would reach nobody."""
+        if inodes(self._directory, state) != self._inodes and state.folder == self._folder:
+            raise NotReadableError(f"files of {self._directory / state.folder} were replaced by others")
 
     def keep_only(self, state: CopyState | None) -> None:
         """Let go of files that others have replaced: they take memory as long as they are mapped."""
@@ -186,7 +210,7 @@ class WritableTensors:
 
     def forget(self) -> None:
         """Map anew when asked next."""
-        self._data, self._folder = {}, ""
+        self._data, self._folder, self._inodes = {}, "", {}
 
 
 def _mapped(path: Path, writable: bool) -> memoryview:
@@ -243,7 +267,8 @@ def open_copy(
     Raises:
         StoppedError: `stop` was set.
         LockTimeoutError: it is being changed for longer than `timeout` seconds.
-        NotReadableError: there is no whole version: none yet, or whoever changed it died and nobody repeated it.
+        NotReadableError: there is no whole version: none yet, whoever changed it died and nobody repeated it, or
+            data files are gone.
     """
     if not directory.is_dir():
         raise NotReadableError(f"{directory} is not there")
@@ -255,4 +280,5 @@ def open_copy(
             raise NotReadableError(
                 f"{directory} is torn: who changed it died, and nobody has repeated it yet"
             )
+        inodes(directory, state)
         yield CopyView(directory, state)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.waiting import PATIENCE
 from tests.weight_sync.versions import RemoteStore, Versions, same
+from weight_sync.errors import NotReadableError
 from weight_sync.host_copy import HostCopy, Weights
-from weight_sync.host_files import STATE, read_state
+from weight_sync.host_files import STATE, open_copy, read_state
 
 
 @pytest.fixture
@@ -92,4 +95,59 @@ def test_the_state_that_another_build_wrote(place: Path, versions: Versions) -> 
     weights = copy.advance(versions.next(), patience=0.0)
     assert right(weights, versions)
     assert way(weights, versions, 1) == [versions.newest.uri]
+    copy.close()
+
+
+# ---- files that go, marks that are lost ---------------------------------------------------------------------
+
+
+def data_files(place: Path) -> list[Path]:
+    state = read_state(place)
+    assert state is not None
+    return sorted((place / state.folder).iterdir())
+
+
+@pytest.mark.parametrize("replaced", [False, True], ids=["gone", "another in its place"])
+@pytest.mark.parametrize("mapped", [False, True], ids=["not mapped", "mapped to be changed"])
+def test_an_advance_notices_data_files_that_went(
+    place: Path, versions: Versions, mapped: bool, replaced: bool
+) -> None:
+    """As when a temporary directory is tidied up by age; what is mapped stays writable."""
+    copy = HostCopy(place, versions.store, lock_timeout=PATIENCE)
+    copy.advance(versions.newest, patience=0.0)
+    if not mapped:
+        copy._writable.forget()
+    path = data_files(place)[-1]
+    content = path.read_bytes()
+    path.unlink()
+    if replaced:
+        (place / "other").write_bytes(b"\0" * len(content))
+        (place / "other").rename(path)
+    weights = copy.advance(versions.next(), patience=0.0)
+    assert right(weights, versions)
+    assert same(copy_again(place, versions), versions.weights[-1])
+    copy.close()
+
+
+def copy_again(place: Path, versions: Versions) -> list[tuple[str, torch.Tensor]]:
+    """What another process of the host reads."""
+    other = HostCopy(place, versions.store, lock_timeout=PATIENCE)
+    weights = other.advance(versions.newest, patience=0.0)
+    assert weights.n_bytes == 0
+    with weights.reading():
+        found = [(name, tensor.clone()) for name, tensor in weights.tensors()]
+    other.close()
+    return found
+
+
+def test_a_reader_has_files_that_went_made_anew(place: Path, versions: Versions) -> None:
+    copy = HostCopy(place, versions.store, lock_timeout=PATIENCE)
+    weights = copy.advance(versions.newest, patience=0.0)
+    data_files(place)[0].unlink()
+    with pytest.raises(NotReadableError, match="No such file"), open_copy(place):
+        pass
+    assert right(weights, versions)
+    shutil.rmtree(data_files(place)[0].parent)
+    assert right(weights, versions)
+    assert right(copy.advance(versions.newest, patience=0.0), versions)
     copy.close()
