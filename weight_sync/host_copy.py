@@ -107,7 +107,7 @@ class Weights:
             WeightError: the copy was torn by a process that died, or lost files, and could not be mended.
         """
         with self._copy.reading(self.publication, timeout) as view:
-            assert view.publication is not None, "only who is alone on a host takes the publication out"
+            assert view.publication is not None, "a proven copy names its publication"
             self._view = view
             try:
                 yield view.publication

@@ -267,8 +267,8 @@ def open_copy(
     Raises:
         StoppedError: `stop` was set.
         LockTimeoutError: it is being changed for longer than `timeout` seconds.
-        NotReadableError: there is no whole version: none yet, whoever changed it died and nobody repeated it, or
-            data files are gone.
+        NotReadableError: there is no whole version: none yet, whoever changed it died and nobody repeated it, data
+            files are gone, or nobody has hashed it since a process came that believed to be the first one.
     """
     if not directory.is_dir():
         raise NotReadableError(f"{directory} is not there")
@@ -280,5 +280,7 @@ def open_copy(
             raise NotReadableError(
                 f"{directory} is torn: who changed it died, and nobody has repeated it yet"
             )
+        if not state.proven:
+            raise NotReadableError(f"{directory} was left by earlier processes, and nobody has hashed it yet")
         inodes(directory, state)
         yield CopyView(directory, state)

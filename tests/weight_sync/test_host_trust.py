@@ -13,7 +13,7 @@ from tests.support.waiting import PATIENCE
 from tests.weight_sync.versions import RemoteStore, Versions, same
 from weight_sync.errors import NotReadableError
 from weight_sync.host_copy import HostCopy, Weights
-from weight_sync.host_files import STATE, open_copy, read_state
+from weight_sync.host_files import ADVANCING, STATE, USERS, Advancing, open_copy, read_state, write_model
 
 
 @pytest.fixture
@@ -151,3 +151,27 @@ def test_a_reader_has_files_that_went_made_anew(place: Path, versions: Versions)
     assert right(weights, versions)
     assert right(copy.advance(versions.newest, patience=0.0), versions)
     copy.close()
+
+
+@pytest.mark.parametrize("torn", [False, True])
+def test_a_copy_that_a_newcomer_disowned_is_proven_again(place: Path, versions: Versions, torn: bool) -> None:
+    """It believes to be the first one, since the file was removed that all others hold locked."""
+    copy = HostCopy(place, versions.store, lock_timeout=PATIENCE)
+    weights = copy.advance(versions.newest, patience=0.0)
+    if torn:
+        state, publication = read_state(place), versions.next()
+        assert state is not None
+        target, uris = publication.content_hash, [publication.uri]
+        begun = Advancing(base=state.content_hash, target=target, uris=uris, publication=publication)
+        write_model(place / ADVANCING, begun)
+    (place / USERS).unlink()
+    newcomer = HostCopy(place, versions.store, lock_timeout=PATIENCE)
+    with pytest.raises(NotReadableError, match="torn" if torn else "nobody has hashed it"), open_copy(place):
+        pass
+    with weights.reading() as publication:
+        assert publication == versions.publications[0]
+        assert same(weights.tensors(), versions.weights[0])
+    assert right(newcomer.advance(versions.newest, patience=0.0), versions)
+    for one in (copy, newcomer):
+        one.close()
+    assert not place.exists()
