@@ -54,6 +54,7 @@ from weight_sync.hub import hub_tensors
 from weight_sync.layout import BLOCK, dtype_name, tensor_bytes
 from weight_sync.publish import Published, assemble, finish, write_delta, write_full
 from weight_sync.stores import DirectoryStore, Store, version_name
+from weight_sync.stores.base import check_size
 
 Tensors = dict[str, torch.Tensor]
 LR = 1e-6
@@ -140,7 +141,8 @@ class LimitedStore(DirectoryStore):
         self._down.take(len(data))
         return data
 
-    def download(self, key: str, to: Path) -> int:
+    def download(self, key: str, to: Path, n_bytes: int | None = None) -> int:
+        check_size(key, (self.root / key).stat().st_size, n_bytes)
         with (self.root / key).open("rb") as source, to.open("xb") as target:
             while chunk := source.read(CHUNK):
                 self._down.take(len(chunk))

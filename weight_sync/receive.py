@@ -105,7 +105,9 @@ class Receiver:
 
         def download(file: FileEntry) -> None:
             self._check_stop()
-            self._store.download(f"{version}/{file.name}", folder / file.name)
+            to = folder / file.name
+            to.unlink(missing_ok=True)  # of the try before: room is there for one
+            self._store.download(f"{version}/{file.name}", to, file.n_bytes)
             self._count(file.n_bytes)
 
         def prove(file: FileEntry) -> None:

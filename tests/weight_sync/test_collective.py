@@ -4,6 +4,7 @@ time, from the trainer where that works and from the store where not; and each s
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import signal
 import socket
@@ -258,15 +259,27 @@ def test_damage_in_the_trainers_copy_is_found_by_the_hashes(tmp_path: Path, vers
             copy.close()
 
 
+def test_a_file_of_another_size_is_not_taken(tmp_path: Path, versions: Versions) -> None:
+    class Grown(DirectoryStore):
+        def read(self, key: str) -> memoryview:
+            data = super().read(key)
+            return data if key.endswith(".json") else memoryview(bytes(data) + b"x")
+
+    store = DirectStore(versions.store, PATIENCE)
+    with sending(Grown(versions.root)) as sender:
+        outcome = brought(tmp_path / "copy", store, offered(versions.newest, sender), versions.weights[0])
+    assert re.search(r"would have \d+ bytes instead of \d+", outcome.fallback or "")
+
+
 def test_a_distant_store_that_hangs_at_the_trainer_holds_no_replica_up(
     tmp_path: Path, versions: Versions
 ) -> None:
     free = threading.Event()
 
     class Hanging(RemoteStore):
-        def download(self, key: str, to: Path) -> int:
+        def download(self, key: str, to: Path, n_bytes: int | None = None) -> int:
             free.wait()
-            return super().download(key, to)
+            return super().download(key, to, n_bytes)
 
     try:
         with sending(Hanging(versions.root, tmp_path / "notes"), timeout=SHORT) as sender:

@@ -71,8 +71,9 @@ class FlakyStore(RemoteStore):
         self._times, self._kind = times, kind
         self._seen: Counter[str] = Counter()
 
-    def download(self, key: str, to: Path) -> int:
-        size = super().download(key, to)
+    def download(self, key: str, to: Path, n_bytes: int | None = None) -> int:
+        assert not to.exists(), "what came damaged takes no more room"
+        size = super().download(key, to, n_bytes)
         self._seen[key] += 1
         if self._seen[key] <= self._times:
             damage(to, self._kind)
@@ -103,6 +104,17 @@ def test_what_comes_damaged_is_fetched_again(
         versions.next()
     data = [key for key in store.accesses() if key.endswith(".safetensors")]
     assert set(Counter(data).values()) == {TRIES}
+    copy.close()
+
+
+def test_what_has_another_size_takes_no_room(tmp_path: Path, place: Path, versions: Versions) -> None:
+    copy = HostCopy(place, RemoteStore(versions.root, tmp_path / "notes"))
+    copy.advance(versions.newest, patience=0.0)
+    versions.next()
+    with file_of(versions, versions.links[1].delta, "data").open("ab") as file:
+        file.write(bytes(1 << 20))
+    with pytest.raises(WeightError, match=r"has 1\d+ bytes instead of \d+"):
+        copy.advance(versions.newest, patience=0.0)
     copy.close()
 
 
@@ -337,8 +349,8 @@ def test_no_room(place: Path, versions: Versions, monkeypatch: pytest.MonkeyPatc
 
 def test_the_disk_fills_up_meanwhile(tmp_path: Path, place: Path, versions: Versions) -> None:
     class FullStore(RemoteStore):
-        def download(self, key: str, to: Path) -> int:
-            super().download(key, to)
+        def download(self, key: str, to: Path, n_bytes: int | None = None) -> int:
+            super().download(key, to, n_bytes)
             raise OSError(errno.ENOSPC, "No space left on device")
 
     copy = HostCopy(place, FullStore(versions.root, tmp_path / "notes"))

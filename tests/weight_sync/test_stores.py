@@ -125,6 +125,16 @@ def test_files_of_any_size_come_back(store: Store, tmp_path: Path, n_bytes: int)
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["here"]
 
 
+def test_a_file_of_another_size_takes_no_room(store: Store, tmp_path: Path) -> None:
+    data = pattern(HEAD_BYTES + 1)
+    write(store, NAME, {"file": data})
+    assert store.download(f"{NAME}/file", tmp_path / "here", len(data)) == len(data)
+    for n_bytes in (0, len(data) - 1, len(data) + 1):
+        with pytest.raises(NotReadableError, match=f"file has {len(data)} bytes instead of {n_bytes}"):
+            store.download(f"{NAME}/file", tmp_path / "other", n_bytes)
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["here"]
+
+
 def test_a_header_is_written_last(store: Store) -> None:
     data = pattern(3 * HEAD_BYTES)
     with store.stage(NAME) as stage:

@@ -141,9 +141,9 @@ class RemoteStore(DirectoryStore):
         self._note(key)
         return super().read(key)
 
-    def download(self, key: str, to: Path) -> int:
+    def download(self, key: str, to: Path, n_bytes: int | None = None) -> int:
         self._note(key)
-        return super().download(key, to)
+        return super().download(key, to, n_bytes)
 
     def accesses(self) -> list[str]:
         """Keys that any process has read or downloaded, in order."""

@@ -138,7 +138,7 @@ class DirectStore:
             expected.manifest = data
         return data
 
-    def download(self, key: str, to: Path) -> int:
+    def download(self, key: str, to: Path, n_bytes: int | None = None) -> int:
         expected = self._wanted(key)
         if expected is not None:
             if (carried := self._carried(expected, key, to)) is not None:
@@ -146,14 +146,14 @@ class DirectStore:
             beside = to.with_name(f".{to.name}.{secrets.token_hex(4)}")
             try:
                 with beside.open("xb") as stream:
-                    received = self._received(expected, key, stream.write)
-                    n_bytes = stream.tell()
+                    received = self._received(expected, key, stream.write, n_bytes)
+                    found = stream.tell()
                 if received:
                     beside.rename(to)
-                    return n_bytes
+                    return found
             finally:
                 beside.unlink(missing_ok=True)
-        return self._store.download(key, to)
+        return self._store.download(key, to, n_bytes)
 
     def _wanted(self, key: str) -> _Expected | None:
         """The version expected, if `key` is a file of it that the trainer is to be asked for."""
@@ -172,23 +172,29 @@ class DirectStore:
                 expected.deadline = Deadline(self._timeout)
             return expected
 
-    def _received(self, expected: _Expected, key: str, write: Callable[[memoryview], object]) -> bool:
-        """Have the trainer send a file; False when that failed. Raises what `write` raises."""
-        n_bytes = 0
+    def _received(
+        self,
+        expected: _Expected,
+        key: str,
+        write: Callable[[memoryview], object],
+        n_bytes: int | None = None,
+    ) -> bool:
+        """Have the trainer send a file, of so many bytes; False when that failed. Raises what `write` raises."""
+        received = 0
         try:
-            for piece in self._pieces(expected, key):
+            for piece in self._pieces(expected, key, n_bytes):
                 write(piece)
-                n_bytes += len(piece)
+                received += len(piece)
         except TransferError as error:
             self._give_up(str(error), unreachable=isinstance(error, UnreachableError))
             return False
         with self._lock:
             self._unreachable = 0
             expected.files += 1
-            expected.n_bytes += n_bytes
+            expected.n_bytes += received
         return True
 
-    def _pieces(self, expected: _Expected, key: str) -> Iterator[memoryview]:
+    def _pieces(self, expected: _Expected, key: str, n_bytes: int | None) -> Iterator[memoryview]:
         """The bytes of a file as they come from the trainer. Raises `TransferError`."""
         assert expected.deadline is not None, "it begins with the first file"
         offer, deadline, (_, file) = expected.offer, expected.deadline, split_key(key)
@@ -202,8 +208,10 @@ class DirectStore:
             ) from error
         try:
             with connection:
-                n_bytes = ask(connection, offer.round, bytes.fromhex(offer.token), file, most, deadline)
-                yield from receive(connection, n_bytes, deadline)
+                found = ask(connection, offer.round, bytes.fromhex(offer.token), file, most, deadline)
+                if n_bytes is not None and found != n_bytes:
+                    raise TransferError(f"{file} would have {found} bytes instead of {n_bytes}")
+                yield from receive(connection, found, deadline)
         except TimeoutError:
             raise TransferError(f"{file} did not come within {self._timeout:g} s") from None
         except (OSError, EOFError) as error:

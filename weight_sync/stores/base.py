@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import IO, Protocol
 
-from weight_sync.errors import WeightError
+from weight_sync.errors import NotReadableError, WeightError
 
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
 """Names of versions and files: never hidden, never a path, the same on every file system."""
@@ -71,11 +71,13 @@ class Store(Protocol):
         Raises `NotReadableError` when it is not there.
         """
 
-    def download(self, key: str, to: Path) -> int:
+    def download(self, key: str, to: Path, n_bytes: int | None = None) -> int:
         """Bring a file here; `to` appears whole. Returns its bytes.
 
+        n_bytes: that it must have; a file of another size takes no room here. None: whatever it has.
+
         Raises:
-            NotReadableError: it is not there. OSError: it cannot be written here.
+            NotReadableError: it is not there, or has another size. OSError: it cannot be written here.
         """
 
     def versions(self) -> list[str]:
@@ -110,6 +112,12 @@ def split_key(key: str) -> tuple[str, str]:
     if len(parts) != 2 or not all(FILE_NAME.fullmatch(part) for part in parts):
         raise WeightError(f"{key!r} is not a key of a weight store (expected <version>/<file>)")
     return parts[0], parts[1]
+
+
+def check_size(key: str, n_bytes: int, expected: int | None) -> None:
+    """Raises `NotReadableError` for a file of another size than is expected."""
+    if expected is not None and n_bytes != expected:
+        raise NotReadableError(f"{key} has {n_bytes} bytes instead of {expected}")
 
 
 def check_name(name: str, what: str) -> None:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import IO
 
 from weight_sync.errors import NotReadableError, WeightError
-from weight_sync.stores.base import FILE_NAME, check_name, split_key
+from weight_sync.stores.base import FILE_NAME, check_name, check_size, split_key
 
 _TMP, _TRASH, _PROBE, _PART = ".tmp-", ".trash-", ".probe-", ".part-"
 
@@ -101,8 +101,9 @@ class DirectoryStore:
             # Private and writable: consumers get ordinary tensors, and no write of theirs reaches the file.
             return memoryview(mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY))
 
-    def download(self, key: str, to: Path) -> int:
+    def download(self, key: str, to: Path, n_bytes: int | None = None) -> int:
         with self._opened(key) as (descriptor, size):
+            check_size(key, size, n_bytes)
             beside = to.with_name(f"{_PART}{secrets.token_hex(4)}")
             try:
                 with beside.open("xb") as stream:

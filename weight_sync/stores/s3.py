@@ -31,7 +31,7 @@ from typing import IO, Any, TypeVar, cast
 from schema.wire.store_url import S3Place, parse_url
 from weight_sync.errors import NotReadableError, StoppedError, StoreError, WeightError
 from weight_sync.stores.aws import MISSING, READ_S, CutError, code_of, explain, is_passing, make_client
-from weight_sync.stores.base import FILE_NAME, MANIFEST, check_name, owner_of, split_key
+from weight_sync.stores.base import FILE_NAME, MANIFEST, check_name, check_size, owner_of, split_key
 from weight_sync.stores.lanes import Lanes
 from weight_sync.stores.patience import Delays, Patience
 from weight_sync.stores.upload import PART_BYTES, Upload
@@ -215,8 +215,9 @@ class S3Store:
         self._rest(first, keep)
         return data
 
-    def download(self, key: str, to: Path) -> int:
+    def download(self, key: str, to: Path, n_bytes: int | None = None) -> int:
         first = self._first(key)
+        check_size(f"{self.place}/{key}", first.size, n_bytes)
         beside = to.with_name(f".part-{secrets.token_hex(4)}")
         try:
             with beside.open("xb", buffering=0) as file:
