@@ -1,6 +1,10 @@
 """Who uses a host copy: its directory lives as long as a process has it open, and what the dead left is swept.
 
-    <parent>/cosmos-weights-<uid>/<job>-<run>/      one copy; <run> is a digest of the run directory's path
+    <parent>/cosmos-weights-<uid>/<job>-<run>-<host>/      one copy; <run> is a digest of the run directory's path,
+                                                           <host> of what the running kernel drew when it started
+
+Containers of one kernel share a copy. Hosts never do, also where the parent lies on a file system of several: locks
+of one host may mean nothing to another. So nobody touches, nor sweeps, what bears the mark of another host.
 
 Each process holds `users.lock` shared. Who can have it exclusively is alone: the first one, which believes nothing
 that it finds until it has hashed it; the last one, which removes everything; or a process of another job, which
@@ -34,6 +38,7 @@ from weight_sync.locks import LOOK_S, LockTimeoutError, holders, open_lock, rele
 log = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (a directory of our own below it is checked)
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 ROOM = 2
 """Copies that must fit into shared memory: a new one is written beside the old one."""
 JOIN_S = 60.0
@@ -41,7 +46,7 @@ _TRASH = ".trash-"
 
 
 def copy_directory(host_cache: str, *, job_id: str, run_dir: str, n_bytes: int) -> Path:
-    """Where this host's copy for a job lies; its parent is made, what is left of other jobs is swept.
+    """Where this host's copy for a job lies; its parent is made, what other jobs left on this host is swept.
 
     Args:
         host_cache: `weight_sync.host_cache`. run_dir: tells runs apart that have the same job id.
@@ -50,7 +55,8 @@ def copy_directory(host_cache: str, *, job_id: str, run_dir: str, n_bytes: int) 
     Raises:
         CacheError: the directory cannot be used.
     """
-    name = f"{re.sub(r'[^A-Za-z0-9_-]', '-', job_id)[:64]}-{digest(run_dir.encode()).hex()[:12]}"
+    host = _host()
+    name = f"{re.sub(r'[^A-Za-z0-9_-]', '-', job_id)[:64]}-{digest(run_dir.encode()).hex()[:12]}-{host}"
     base = f"cosmos-weights-{os.geteuid()}"
     parents = [Path(host_cache)] if host_cache else [SHARED_MEMORY, Path(tempfile.gettempdir())]
     # All replicas of the host must come to the same place, also those that come when the room is taken.
@@ -58,7 +64,7 @@ def copy_directory(host_cache: str, *, job_id: str, run_dir: str, n_bytes: int) 
     parent = there[0] if there else next((p for p in parents[:-1] if _fits(p, n_bytes)), parents[-1])
     try:
         own_directory(parent / base)
-        _sweep(parent / base, name)
+        _sweep(parent / base, name, host)
     except OSError as error:
         raise CacheError(
             f"the host copy of the weights cannot lie in {parent}: {error.strerror}. Set weight_sync.host_cache to "
@@ -160,12 +166,21 @@ def _remove(directory: Path) -> None:
     shutil.rmtree(trash, ignore_errors=True)
 
 
-def _sweep(base: Path, mine: str) -> None:
-    """Remove what other jobs left and nobody uses."""
+def _host() -> str:
+    """Another one for each start of a kernel; the same for all where the system has none to tell."""
+    try:
+        drawn = BOOT_ID.read_bytes().strip()
+    except OSError:
+        drawn = b""
+    return digest(drawn).hex()[:8]
+
+
+def _sweep(base: Path, mine: str, host: str) -> None:
+    """Remove what other jobs left on this host and nobody uses."""
     for path in base.iterdir():
         if path.name.startswith(_TRASH):
             shutil.rmtree(path, ignore_errors=True)
-        elif path.name != mine and path.is_dir() and not path.is_symlink():
+        elif path.name != mine and path.name.endswith(f"-{host}") and path.is_dir() and not path.is_symlink():
             try:
                 users = open_lock(path / USERS)
             except OSError:  # removed meanwhile

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import shutil
 from pathlib import Path
@@ -14,6 +15,7 @@ from tests.weight_sync.versions import RemoteStore, Versions, same
 from weight_sync.errors import NotReadableError
 from weight_sync.host_copy import HostCopy, Weights
 from weight_sync.host_files import ADVANCING, STATE, USERS, Advancing, open_copy, read_state, write_model
+from weight_sync.host_users import copy_directory
 
 
 @pytest.fixture
@@ -175,3 +177,38 @@ def test_a_copy_that_a_newcomer_disowned_is_proven_again(place: Path, versions: 
     for one in (copy, newcomer):
         one.close()
     assert not place.exists()
+
+
+# ---- several hosts ------------------------------------------------------------------------------------------
+
+
+def test_hosts_that_share_a_file_system_share_no_copy(
+    tmp_path: Path, versions: Versions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where locks hold on one host only, another one's copy looks as if nobody used it."""
+
+    def directory(host: str, job: str) -> Path:
+        (tmp_path / "boot_id").write_text(f"{host}\n")
+        monkeypatch.setattr("weight_sync.host_users.BOOT_ID", tmp_path / "boot_id")
+        return copy_directory(str(tmp_path), job_id=job, run_dir="/runs", n_bytes=1)
+
+    copy = HostCopy(directory("a", "job"), versions.store, lock_timeout=PATIENCE)
+    weights = copy.advance(versions.newest, patience=0.0)
+    assert directory("a", "job") == copy.directory, "all containers of a host come to the same place"
+    assert copy._users is not None
+    fcntl.flock(copy._users, fcntl.LOCK_UN)  # as host b sees it
+    other = HostCopy(directory("b", "job"), versions.store, lock_timeout=PATIENCE)
+    assert other.directory.parent == copy.directory.parent
+    assert other.directory != copy.directory
+    assert directory("b", "another") != other.directory
+    other.close()
+    assert right(weights, versions)
+    directory("a", "another")  # what nobody of the own host uses is swept
+    assert list(copy.directory.parent.iterdir()) == []
+    copy.close()
+
+
+def test_a_system_that_does_not_tell_its_hosts_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weight_sync.host_users.BOOT_ID", tmp_path / "nowhere")
+    places = {copy_directory(str(tmp_path), job_id="job", run_dir="/runs", n_bytes=1) for _ in range(2)}
+    assert len(places) == 1
