@@ -259,6 +259,27 @@ def test_damage_in_the_trainers_copy_is_found_by_the_hashes(tmp_path: Path, vers
             copy.close()
 
 
+def test_a_trainer_without_threads_hangs_up_and_serves_again(
+    tmp_path: Path, versions: Versions, nothing: DirectoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def refusing(thread: threading.Thread) -> None:
+        if thread.name == "weights-send":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with sending(versions.store) as sender:
+        publication = offered(versions.newest, sender)
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", refusing)
+            store = DirectStore(versions.store, PATIENCE)
+            outcome = brought(tmp_path / "one", store, publication, versions.weights[0])
+            assert "hung up" in (outcome.fallback or "")
+        outcome = brought(tmp_path / "two", DirectStore(nothing, PATIENCE), publication, versions.weights[0])
+        assert outcome.transport == "collective"
+
+
 def test_a_file_of_another_size_is_not_taken(tmp_path: Path, versions: Versions) -> None:
     class Grown(DirectoryStore):
         def read(self, key: str) -> memoryview:

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 
 import pytest
 
+from weight_sync.errors import StoreError
 from weight_sync.stores.lanes import Lanes
 
 
@@ -37,3 +38,19 @@ def test_a_work_that_ends_when_the_wait_does_has_its_own_end(lanes: Lanes) -> No
     for error in (TimeoutError("the work's own"), ValueError("the work's own")):
         with pytest.raises(type(error), match="the work's own"):
             lanes.wait(Ending(error))
+
+
+def test_without_threads_a_work_fails_and_no_lane_is_lost(
+    lanes: Lanes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        for _ in range(3):
+            with pytest.raises(StoreError, match="can't start new thread"):
+                lanes.run(lambda: "found")
+        with pytest.raises(StoreError, match="can't start new thread"):
+            lanes.each(str, range(3))
+    assert lanes.each(str, range(3)) == ["0", "1", "2"]

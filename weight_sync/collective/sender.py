@@ -141,7 +141,15 @@ class Sender:
             if not self._free.acquire(blocking=False):
                 connection.close()
                 continue
-            threading.Thread(target=self._serve, args=(connection,), name="weights-send", daemon=True).start()
+            thread = threading.Thread(
+                target=self._serve, args=(connection,), name="weights-send", daemon=True
+            )
+            try:
+                thread.start()
+            except RuntimeError as error:  # too many threads: this replica still has the store
+                log.warning("a replica cannot be served: %s", error)
+                connection.close()
+                self._free.release()
 
     def _serve(self, connection: socket.socket) -> None:
         try:

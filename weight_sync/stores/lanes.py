@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, TimeoutError
 from typing import TypeVar
 
-from weight_sync.errors import StoppedError
+from weight_sync.errors import StoppedError, StoreError
 
 T = TypeVar("T")
 A = TypeVar("A")
@@ -26,7 +26,10 @@ class Lanes:
         self._free, self._stop = threading.Semaphore(n), stop
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Begin a work, as soon as a lane is free. Raises `StoppedError` when the process leaves."""
+        """Begin a work, as soon as a lane is free; without a thread for it, it fails with a `StoreError`.
+
+        Raises `StoppedError` when the process leaves.
+        """
         while not self._free.acquire(timeout=LOOK_S):
             self._check()
         future: Future[T] = Future()
@@ -39,7 +42,11 @@ class Lanes:
             finally:
                 self._free.release()
 
-        threading.Thread(target=run, name="store-lane", daemon=True).start()
+        try:
+            threading.Thread(target=run, name="store-lane", daemon=True).start()
+        except RuntimeError as error:
+            self._free.release()
+            future.set_exception(StoreError(f"no thread can be started for a request to the store: {error}"))
         return future
 
     def wait(self, future: Future[T]) -> T:
