@@ -134,12 +134,34 @@ class Advance:
             ) from error
 
     def _to(self, publication: Publication) -> CopyState:
+        state, torn = self._found()
+        newer: list[Publication] = []
+        if state is not None and torn is not None:
+            # What the dead one was on its way to, and what others were told that is here.
+            held = [torn.publication, state.publication]
+            newer = [one for one in held if one is not None and one.id > publication.id]
+        for one in newer:
+            try:
+                return self._bring(one, state, torn)
+            except (StoppedError, StoreError, LockTimeoutError, CacheError):
+                raise
+            except WeightError as error:
+                log.warning(
+                    "the copy does not come to publication %d, looking for an older one: %s", one.id, error
+                )
+                state, torn = self._found()
+        return self._bring(publication, state, torn)
+
+    def _found(self) -> tuple[CopyState | None, Advancing | None]:
+        """What the copy holds, and what was begun on top of it and not finished; all else is removed."""
         state = self._there(read_state(self._directory))
         torn = None if state is None else read_advancing(self._directory, state)
         self._writable.keep_only(state)
         self._sweep(state, () if torn is None else torn.uris)
-        if torn is not None and torn.publication is not None and torn.publication.id > publication.id:
-            publication = torn.publication
+        return state, torn
+
+    def _bring(self, publication: Publication, state: CopyState | None, torn: Advancing | None) -> CopyState:
+        """As `to`, from what was found. torn: what the plan must repeat, unless it replaces everything."""
         if state is not None and torn is None:
             if state.proven and _is_there(state.publication, publication):
                 return state

@@ -14,7 +14,16 @@ from tests.support.waiting import PATIENCE
 from tests.weight_sync.versions import RemoteStore, Versions, same
 from weight_sync.errors import NotReadableError
 from weight_sync.host_copy import HostCopy, Weights
-from weight_sync.host_files import ADVANCING, STATE, USERS, Advancing, open_copy, read_state, write_model
+from weight_sync.host_files import (
+    ADVANCING,
+    STATE,
+    USERS,
+    Advancing,
+    WritableTensors,
+    open_copy,
+    read_state,
+    write_model,
+)
 from weight_sync.host_users import copy_directory
 
 
@@ -212,3 +221,53 @@ def test_a_system_that_does_not_tell_its_hosts_apart(tmp_path: Path, monkeypatch
     monkeypatch.setattr("weight_sync.host_users.BOOT_ID", tmp_path / "nowhere")
     places = {copy_directory(str(tmp_path), job_id="job", run_dir="/runs", n_bytes=1) for _ in range(2)}
     assert len(places) == 1
+
+
+# ---- changes that were begun --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("begun", ["not", "in part", "all"])
+@pytest.mark.parametrize("held", [0, 2])
+def test_a_change_that_was_begun_to_what_is_gone(
+    place: Path, versions: Versions, begun: str, held: int
+) -> None:
+    """Its version was taken back with all its files. What is asked for is readable, and nothing torn is kept; what
+    others were told that is here is not stepped back from."""
+    copy = HostCopy(place, versions.store, lock_timeout=PATIENCE)
+    copy.advance(versions.newest, patience=0.0)
+    for _ in range(held):
+        copy.advance(versions.next(), patience=0.0)
+    versions.next()
+    state, gone = read_state(place), versions.next()
+    assert state is not None
+    uris = [publication.uri for publication in versions.publications[held + 1 :]]
+    change = Advancing(base=state.content_hash, target=gone.content_hash, uris=uris, publication=gone)
+    write_model(place / ADVANCING, change)
+    if begun != "not":
+        data = WritableTensors(place).of(state)
+        tensor = versions.weights[-1]["big.weight"].view(torch.uint8).numpy().tobytes()
+        n = len(tensor) // (2 if begun == "in part" else 1)
+        data["big.weight"][:n] = tensor[:n]
+    shutil.rmtree(versions.folder(gone.uri))
+    asked = versions.publications[1]
+    weights = copy.advance(asked, patience=0.0)
+    expected = max(held, 1)
+    with weights.reading() as publication:
+        assert publication == versions.publications[expected]
+        assert same(weights.tensors(), versions.weights[expected])
+    copy.close()
+
+
+def test_a_change_that_was_begun_is_finished_first(place: Path, versions: Versions) -> None:
+    """Who asks for less gets what the dead one was on its way to."""
+    copy = HostCopy(place, versions.store, lock_timeout=PATIENCE)
+    copy.advance(versions.newest, patience=0.0)
+    state, publication = read_state(place), versions.next()
+    assert state is not None
+    target, uris = publication.content_hash, [publication.uri]
+    write_model(
+        place / ADVANCING,
+        Advancing(base=state.content_hash, target=target, uris=uris, publication=publication),
+    )
+    assert right(copy.advance(versions.publications[0], patience=0.0), versions)
+    copy.close()
