@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -285,6 +286,21 @@ def test_a_path_is_a_directory(tmp_path: Path) -> None:
         store = open_store(place)
         assert isinstance(store, DirectoryStore)
         assert store.directory == tmp_path
+
+
+def test_a_file_that_is_cut_while_it_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = DirectoryStore(tmp_path)
+    write(store, NAME, {"file": b"data"})
+    look = os.fstat
+
+    def cut(descriptor: int) -> os.stat_result:
+        found = look(descriptor)
+        os.truncate(tmp_path / NAME / "file", 1)
+        return found
+
+    monkeypatch.setattr(os, "fstat", cut)
+    with pytest.raises(NotReadableError, match="file was cut"):
+        store.read(f"{NAME}/file")
 
 
 def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:

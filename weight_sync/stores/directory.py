@@ -99,7 +99,10 @@ class DirectoryStore:
             if size == 0:
                 return memoryview(b"")
             # Private and writable: consumers get ordinary tensors, and no write of theirs reaches the file.
-            return memoryview(mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY))
+            try:
+                return memoryview(mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY))
+            except ValueError as error:  # it has fewer bytes by now
+                raise NotReadableError(f"{key} was cut while it was opened: {error}") from error
 
     def download(self, key: str, to: Path, n_bytes: int | None = None) -> int:
         with self._opened(key) as (descriptor, size):
