@@ -15,7 +15,7 @@ timeline from the one that it begins with (`Publication.begins`) up to itself.
 
 Invariant: the chain of whatever somebody was handed, and has not come back from, stays; so do the chains of what
 replicas hold, of what validation pins, and of the newest `keep`. Others are *collectable*: each answer to the
-publisher lists them until it publishes again, which shows that it got the list. With chains of at most L
+publisher lists them until the same one publishes again, which shows that it got the list. With chains of at most L
 publications, of which others hold, fetch, pin or were handed M, at most (keep + 1 + M) · L are kept; in a run
 without rewinds whose replicas keep up, fewer than keep + L.
 
@@ -80,6 +80,8 @@ class Entry:
     files: FileState = "kept"
     number: int = 0
     """Its id as its trainer knows it."""
+    told: int = 0
+    """The policy epoch of the trainer that was told to remove its files."""
     cost: Cost = field(default_factory=Cost)
 
     def __post_init__(self) -> None:
@@ -102,6 +104,7 @@ class Entry:
             "valid": self.valid,
             "files": self.files,
             "number": self.number,
+            "told": self.told,
             "cost": self.cost.to_record(),
         }
 
@@ -113,6 +116,7 @@ class Entry:
             record["valid"],
             record["files"],
             record.get("number", 0),
+            record.get("told", 0),
             Cost(**record.get("cost", {})),
         )
 
@@ -149,6 +153,7 @@ class Publications:
         self._forgotten: list[int] = []
         self._newest: Entry | None = None
         self._sought = False
+        self._epoch = 0
         self.highest_id = 0
         for entry in sorted(map(Entry.from_record, records), key=lambda entry: entry.publication.id):
             self._mark(entry)
@@ -264,8 +269,9 @@ class Publications:
                 ErrorCode.CONFLICT,
                 f"version {request.version} cannot be published after version {newest.version}",
             )
+        self._epoch = request.policy_epoch
         for entry in self._entries.values():
-            if entry.files == "listed":
+            if entry.files == "listed" and entry.told == self._epoch:
                 self._mark(entry, files="collected")
         self.heard(request.newest_publication)
         publication = Publication(
@@ -324,11 +330,12 @@ class Publications:
             if entry.files == "kept" and entry.publication.id not in needed:
                 self._mark(entry, files="listed")
         kept = {entry.number for entry in self._entries.values() if entry.files == "kept"}
-        return [
-            entry.number
-            for entry in self._entries.values()
-            if entry.files == "listed" and entry.number not in kept
-        ]
+        listed = [e for e in self._entries.values() if e.files == "listed" and e.number not in kept]
+        for entry in listed:
+            if entry.told != self._epoch:
+                entry.told = self._epoch
+                self._mark(entry)
+        return list(dict.fromkeys(entry.number for entry in listed))
 
     def rewind(self, step: int) -> None:
         """The run goes back to `step` committed steps: versions after it are no longer part of it."""

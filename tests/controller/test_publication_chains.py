@@ -289,3 +289,16 @@ def test_of_a_long_run_the_oldest_are_forgotten() -> None:
     assert restored.knows(1)
     assert not restored.knows(11)
     assert restored.newest == publications.newest
+
+
+def test_a_list_that_was_lost_with_its_trainer_is_told_to_the_next_one() -> None:
+    publications = Publications(keep=1)
+    for number in (1, 2):
+        publications.publish(publish_request(number, number), 0, 9)
+    assert publications.collect(()) == [1]  # and the trainer is killed before it has the answer
+    successor = {"policy_epoch": 2}
+    publications.publish(publish_request(3, 3).model_copy(update=successor), 0, 9)
+    assert publications.collect(()) == [1, 2]
+    restored = Publications(1, [entry.to_record() for entry in publications.recent(9)])
+    restored.publish(publish_request(4, 4).model_copy(update=successor), 0, 9)
+    assert restored.collect(()) == [3]
