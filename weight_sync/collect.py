@@ -40,9 +40,9 @@ def collect(store: Store, keep: Collection[str], *, name: str = "", min_age: flo
             continue
         if store.delete(version):
             removed.append(version)
-    store.sweep(ABANDONED_AFTER)
     if name:
         store.sweep(min_age, f"{name}.")
+    store.sweep(ABANDONED_AFTER)
     if removed:
         log.info("removed %d weight versions that nobody needs: %s", len(removed), ", ".join(removed))
     return removed
