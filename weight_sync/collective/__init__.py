@@ -1,4 +1,4 @@
-"""Weights from the trainer's memory straight to the hosts of rollout replicas; the store is what they fall back to.
+"""Weights from the trainer's host straight to those of rollout replicas; the store is what they fall back to.
 
     trainer                                   a replica (the one of its host that fetches)
     ───────                                   ────────────────────────────────────────────
