@@ -11,10 +11,11 @@ import fcntl
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from schema.config.secrets import masked
 from weight_sync.errors import StoppedError, WeightError
 
 LOOK_S = 0.01
@@ -90,8 +91,22 @@ def holders(path: Path) -> str:
 
 def _described(pid: str) -> str:
     try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except OSError:
         return f"pid {pid}"
-    command = b" ".join(words).decode(errors="replace").strip()
-    return f"pid {pid} ({command[:100]})"
+    return f"pid {pid} ({' '.join(_shown(command.split()))[:100]})"
+
+
+def _shown(words: Iterable[str]) -> Iterator[str]:
+    """A command line without credentials in addresses, and without the values of options that sound secret:
+    `--name value`, `--name=value`, `name=value`."""
+    option = ""
+    for word in words:
+        shown = masked(word, option)
+        name, equals, value = shown.partition("=")
+        yield f"{name}={masked(value, _key(name))}" if equals and "/" not in name else shown
+        option = _key(word) if word.startswith("-") and not equals else ""
+
+
+def _key(option: str) -> str:
+    return option.lstrip("-").rpartition(".")[2]
