@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.faulty_store import FaultyStore, faulty_store
-from tests.support.objects import ObjectStore, running_objects
+from tests.support.objects import CREDENTIALS, ObjectStore, running_objects
 from tests.support.ports import free_port
 from tests.support.waiting import PATIENCE, until
 from tests.weight_sync.helpers import bits, put, small
@@ -207,8 +207,28 @@ def test_what_waiting_does_not_mend_is_an_error_at_once(
     with pytest.raises(StoreError, match="no credentials: set AWS_ACCESS_KEY_ID"):
         bucket(prefix, delays=endless).probe(writing=False)
     monkeypatch.setenv("AWS_PROFILE", "nobody")
-    with pytest.raises(StoreError, match=r"AWS settings of the environment do not work: .*nobody"):
+    with pytest.raises(
+        StoreError, match=r"AWS settings of the environment do not work: .*nobody.*AWS_PROFILE"
+    ):
         open_store(f"s3://{BUCKET}/{prefix}")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("AWS_PROFILE", "nobody"),
+        ("AWS_ENDPOINT_URL", "127.0.0.1:9000"),
+        ("AWS_ENDPOINT_URL", "http://user:secret@no host"),
+        ("AWS_DEFAULT_REGION", "no region"),
+    ],
+)
+def test_a_setting_that_makes_no_client_is_named(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    use({**CREDENTIALS, variable: value}, monkeypatch)
+    with pytest.raises(StoreError, match=variable) as caught:
+        open_store(f"s3://{BUCKET}/x")
+    assert "secret" not in str(caught.value)
 
 
 @pytest.mark.parametrize("forbidden", ["GET", "PUT", "DELETE"])

@@ -50,8 +50,21 @@ def make_client(parallel: int, read_timeout: float = READ_S) -> Any:
                 max_pool_connections=parallel + 1,
             ),
         )
-    except (BotoCoreError, ValueError) as error:  # a profile that does not exist, an endpoint that is no URL
-        raise StoreError(f"the AWS settings of the environment do not work: {error}") from error
+    except (BotoCoreError, ValueError) as error:
+        raise StoreError(f"the AWS settings of the environment do not work: {_misset(error)}") from None
+
+
+def _misset(error: Exception) -> str:
+    """Which setting makes no client, and what to do. Repeats no address: it may hold credentials."""
+    from botocore import exceptions as boto
+
+    if isinstance(error, boto.ProfileNotFound):
+        return f"{error}: correct AWS_PROFILE"
+    if isinstance(error, boto.InvalidRegionError):
+        return f"{error} Correct AWS_DEFAULT_REGION"
+    if str(error).startswith("Invalid endpoint"):  # a plain ValueError
+        return "AWS_ENDPOINT_URL is no address: write one such as http://host:9000"
+    return str(masked(str(error)))
 
 
 def code_of(error: Any) -> str:
