@@ -140,7 +140,7 @@ def jobs(draw: st.DrawFn) -> LedgerParams:
 def test_any_loss_at_any_moment(
     params: LedgerParams, seed: int, n_rollouts: int, chaos: float, forgetful: bool
 ) -> None:
-    World(seed, params, n_rollouts, forgetful=forgetful).run(chaos, max_events=6000)
+    World(seed, params, n_rollouts, forgetful=forgetful).run(chaos)
 
 
 @pytest.mark.parametrize("seed", [148, 159, 320])

@@ -94,8 +94,9 @@ def command(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def test_twenty_replicas_come_and_go(tmp_path: Path, model: Path) -> None:
-    """The bound is wide: a guest on a busy machine is slower than a trainer of tiny steps."""
+    """The bound is wide and weights are kept: a guest on a busy machine is slower than a trainer of tiny steps."""
     config = write_config(tmp_path, model, bound=BOUND, steps=5000, rows=20_000, validation=False)
+    config.write_text(config.read_text() + "\n[weight_sync]\nkeep = 50\n")
     with Program(config) as program:
         program.until_step(1)
         token = (program.run_dir / ".tokens" / "rollout").read_text().strip()
