@@ -70,7 +70,8 @@ def test_a_replica_that_joins_late_comes_by_an_anchor_and_deltas(tmp_path: Path,
 
         def served(_: object) -> list[PublicationInfo] | None:
             found = publications(program)
-            return found if max(found, key=lambda info: info.publication.id).updates else None
+            newest = max(found, key=lambda info: info.publication.id)
+            return found if newest.publication.version == held_at and newest.updates else None
 
         found = program.until("the newest version is served", served)
         before = {info.publication.id: info for info in found}
