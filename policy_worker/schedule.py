@@ -6,7 +6,8 @@
    start ┤   /
          └───0──W────────total−D─total
 
-One schedule step per committed step: all optimizer steps of training step t use factor(t).
+One schedule step per committed step: all optimizer steps of training step t use factor(t). Warm-up from f:
+f + (1 - f)(t + 1)/W at step t < W, so that no batch is trained at a rate of 0.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Schedule:
     Args:
         total_steps: length of the run.
         warmup_steps: an int counts steps, a float is a share of `total_steps`.
-        warmup_start_factor: factor at step 0 (if there is a warm-up).
+        warmup_start_factor: factor from which the warm-up rises; step 0 is one W-th of the way above it.
         decay_ratio: share of the run, at its end, over which the rate decays; None or 0: no decay. Decay never
             begins before the warm-up has ended.
         decay_type: None or "none": no decay.
@@ -61,7 +62,7 @@ class Schedule:
     def factor(self, step: int) -> float:
         """Factor of the training step that follows `step` committed steps."""
         if step < self.warmup:
-            return self.warmup_start_factor + (1 - self.warmup_start_factor) * step / self.warmup
+            return self.warmup_start_factor + (1 - self.warmup_start_factor) * (step + 1) / self.warmup
         if not self.decay_ratio or self.decay_type in (None, "none"):
             return 1.0
         start = max(self.warmup, self.total_steps - round(self.decay_ratio * self.total_steps))

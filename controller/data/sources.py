@@ -230,7 +230,7 @@ def open_hub(config: DatasetConfig, role: Role) -> Source:
     except ImportError:
         raise DataError(
             f"dataset `{config.name}` is no local file, and the package `datasets` that loads it from the "
-            "hub is not installed: pip install 'cosmos-launch[rollout]'"
+            "hub is not installed: pip install '.[rollout]' in the checkout"
         ) from None
     try:
         loaded = datasets.load_dataset(config.name, config.subset or None, revision=config.revision or None)

@@ -211,7 +211,7 @@ def _load(name: str, revision: str | None, trust_remote_code: bool) -> Any:
         import transformers
     except ImportError as error:
         raise DataError(
-            f"preparing data needs transformers ({error}): pip install 'cosmos-launch[rollout]'"
+            f"preparing data needs transformers ({error}): pip install '.[rollout]' in the checkout"
         ) from error
     if _is_generic(Path(name), trust_remote_code):
         return transformers.PreTrainedTokenizerFast.from_pretrained(name)

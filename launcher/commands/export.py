@@ -58,7 +58,8 @@ def export(
         raise LaunchError(f"--dtype {dtype} is unknown", f"there are {', '.join(DTYPES)}")
     _refuse_run_without_checkpoint(checkpoint)
     if not has_module("torch"):
-        raise LaunchError("the package torch is not installed", "pip install 'cosmos-launch[policy]'")
+        hint = "pip install '.[policy]' in the checkout of cosmos-launch"
+        raise LaunchError("the package torch is not installed", hint)
     command = [sys.executable, "-P", "-m", "policy_worker.export_command", str(checkpoint), str(output)]
     for name, value in (("--dtype", dtype), ("--model", model), ("--config", config)):
         command += [name, str(value)] if value else []

@@ -51,6 +51,7 @@ class ModelFacts:
 
     longest: tokens, after rotary scaling; length_key: where it stands. has_rope: whether longer sequences are
     possible at all; learned positions simply end. experts: 0 when the model has none, None when that is not sure.
+    latent_attention: keys and values are projected from a latent vector (MLA). quantised: by which method, or "".
     """
 
     name: str
@@ -63,6 +64,8 @@ class ModelFacts:
     longest: int | None = None
     length_key: str = ""
     has_rope: bool = True
+    latent_attention: bool = False
+    quantised: str = ""
 
 
 def read_facts(name: str, revision: str | None, override: Mapping[str, Any]) -> ModelFacts | None:
@@ -132,7 +135,14 @@ def _facts(name: str, data: Mapping[str, Any], text: Mapping[str, Any]) -> Model
         longest=longest,
         length_key=key,
         has_rope="n_positions" not in text and kind != "opt",
+        latent_attention=_count(text, ("kv_lora_rank",)) is not None,
+        quantised=_quantised(data) or _quantised(text),
     )
+
+
+def _quantised(data: Mapping[str, Any]) -> str:
+    table = data.get("quantization_config")
+    return str(table.get("quant_method", "quantised")) if isinstance(table, dict) and table else ""
 
 
 def _count(text: Mapping[str, Any], names: tuple[str, ...]) -> int | None:

@@ -42,7 +42,8 @@ class OptimizerKeys(Section):
         "steps.",
     )
     optm_warmup_start_factor: UnitFloat = Field(
-        default=0.0, description="The learning rate of warm-up starts at this share of optm_lr."
+        default=0.0,
+        description="Share f of optm_lr from which the warm-up rises: step t of W has f + (1 - f)(t + 1)/W.",
     )
     optm_decay_ratio: UnitFloat | None = Field(
         default=None,

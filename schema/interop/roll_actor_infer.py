@@ -217,6 +217,7 @@ def _experts(reading: Reading, leaf: Leaf) -> Result:
 _ENGINE_ROWS: tuple[Row, ...] = (
     Row("tensor_parallel_size", _engine_dimension(0, "tp_size"), also=("tp_size",)),
     Row("pipeline_parallel_size", _engine_dimension(1, "pp_size")),
+    Row("data_parallel_size", _only("vllm", integer(f"{_MESH}.dp_shard_size"))),
     Row("gpu_memory_utilization", number("rollout.gpu_memory_utilization")),
     Row(
         "mem_fraction_static",

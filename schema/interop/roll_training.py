@@ -5,6 +5,7 @@ from __future__ import annotations
 from schema.interop.roll_facts import global_batch, mesh, optimizer_steps, samples_per_step
 from schema.interop.roll_hows import POLICY, lost
 from schema.interop.rows import (
+    WARMUP_NOTE,
     BadValue,
     Leaf,
     Reading,
@@ -82,8 +83,9 @@ def _warmup_steps(reading: Reading, leaf: Leaf) -> Result:
     if steps < 0:
         raise BadValue(f"expected at least 0, got {steps}")
     each = optimizer_steps(reading)
-    note = f"{each} optimizer steps in each training step" if each > 1 else ""
-    return mapped(("train.optm_warmup_steps", _warmup(reading)), note=note)
+    notes = [f"{each} optimizer steps in each training step"] if each > 1 else []
+    notes += [WARMUP_NOTE] if steps else []
+    return mapped(("train.optm_warmup_steps", _warmup(reading)), note="; ".join(notes))
 
 
 @computed("train.optm_warmup_steps", words="a share of all steps, where warmup_steps is 0")
@@ -95,7 +97,7 @@ def _warmup_ratio(reading: Reading, leaf: Leaf) -> Result:
         return implicit("0: no warm-up")
     if not 0 < ratio <= 1:
         raise BadValue(f"expected a share from 0 to 1, got {shown(leaf.value)}")
-    return mapped(("train.optm_warmup_steps", float(ratio)))
+    return mapped(("train.optm_warmup_steps", float(ratio)), note=WARMUP_NOTE)
 
 
 @computed("train.optm_betas", words="with adam_beta1 and adam_beta2")

@@ -33,6 +33,10 @@ ABSENT: Any = _Absent()
 """No value at all, where None would be the value null."""
 
 
+WARMUP_NOTE = "step t of W has (t + 1)/W of the rate here, t/W there"
+"""The deviation of our warm-up from all others': no batch is trained at a rate of 0."""
+
+
 class BadValue(ValueError):
     """A value of the input that cannot be understood; the message says what was expected."""
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from schema.interop.rows import (
     ABSENT,
+    WARMUP_NOTE,
     BadValue,
     How,
     Leaf,
@@ -313,7 +314,9 @@ class Optim:
     def _warmup_steps(self, reading: Reading, leaf: Leaf) -> Result:
         if leaf.value is None or as_integer(leaf.value) < 0:
             return implicit("negative: lr_warmup_steps_ratio counts")
-        return mapped((f"{self.ours}.optm_warmup_steps", as_integer(leaf.value)), note="steps")
+        return mapped(
+            (f"{self.ours}.optm_warmup_steps", as_integer(leaf.value)), note=f"steps; {WARMUP_NOTE}"
+        )
 
     def _warmup_ratio(self, reading: Reading, leaf: Leaf) -> Result:
         steps = reading.integer(self.key("lr_warmup_steps"), -1)
@@ -325,7 +328,7 @@ class Optim:
         value = ratio if ratio > 0 else 0
         return mapped(
             (f"{self.ours}.optm_warmup_steps", value),
-            note="no warm-up" if value == 0 else "a share of all steps",
+            note="no warm-up" if value == 0 else f"a share of all steps; {WARMUP_NOTE}",
         )
 
     def _warmup_init(self, reading: Reading, leaf: Leaf) -> Result:

@@ -38,6 +38,8 @@ _OWN_KEYS = {
     "quantization": "rollout.quantization",
     "seed": "rollout.seed",
     "tensor_parallel_size": "rollout.parallelism.tp_size",
+    "data_parallel_size": "rollout.parallelism.dp_shard_size",
+    "pipeline_parallel_size": "rollout.parallelism.pp_size",
 }
 
 

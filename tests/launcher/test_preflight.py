@@ -54,7 +54,7 @@ def test_a_foreign_or_unknown_address_is_named(tmp_path: Path, host: str):
 def test_missing_packages_come_with_the_extra_that_brings_them():
     problems = missing_packages(config(rollout={"backend": "vllm"}), lambda name: False)
     text = "\n".join(problem.render() for problem in problems)
-    assert "cosmos-launch[policy]" in text
+    assert "pip install '.[policy]' in the checkout" in text
     assert "rollout.backend: vllm is not installed" in text
     assert 'rollout.backend = "transformers"' in text
     assert missing_packages(config(rollout={"backend": "vllm"}), lambda name: True) == []
@@ -91,6 +91,13 @@ def test_a_gpu_is_not_shared_in_silence(tmp_path: Path):
 def test_gpus_that_torch_cannot_use_are_a_warning(tmp_path: Path):
     (unused,) = check_machine(job(tmp_path), Machine(8, (), unused_gpus=2)).warnings
     assert "without CUDA" in unused.message
+
+
+def test_a_job_for_gpus_is_a_warning_where_there_are_none(tmp_path: Path):
+    large = job(tmp_path, policy={"parallelism": {"tp_size": 1, "dp_shard_size": 4}})
+    (warning,) = check_machine(large, Machine(64)).warnings
+    assert "5 ranks of trainers and engines would share 64 cores" in warning.message
+    assert check_machine(large, Machine(64, tuple("01234"))).warnings == []
 
 
 HOPPER, AMPERE, BLACKWELL = (9, 0), (8, 0), (10, 0)

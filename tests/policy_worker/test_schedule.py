@@ -17,7 +17,12 @@ def test_constant_without_warmup_and_decay():
 
 def test_warmup_is_linear_from_its_start_factor():
     schedule = Schedule(100, warmup_steps=4, warmup_start_factor=0.2)
-    assert factors(schedule, 0, 1, 2, 3, 4, 5) == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0])
+    assert factors(schedule, 0, 1, 2, 3, 4, 5) == pytest.approx([0.4, 0.6, 0.8, 1.0, 1.0, 1.0])
+
+
+def test_no_step_of_a_warmup_is_trained_at_rate_zero():
+    assert factors(Schedule(100, warmup_steps=20), 0, 19) == [0.05, 1.0]
+    assert factors(Schedule(100, warmup_steps=1), 0) == [1.0]
 
 
 def test_a_float_is_a_share_of_all_steps():
@@ -49,7 +54,7 @@ def test_without_ratio_or_type_nothing_decays(ratio: float | None, kind: DecayTy
 
 def test_decay_waits_for_the_end_of_the_warmup():
     schedule = Schedule(100, warmup_steps=20, decay_ratio=1.0, decay_type="linear")
-    assert factors(schedule, 10, 20, 60, 100) == pytest.approx([0.5, 1.0, 0.5, 0.0])
+    assert factors(schedule, 9, 20, 60, 100) == pytest.approx([0.5, 1.0, 0.5, 0.0])
 
 
 def test_never_outside_of_its_bounds():

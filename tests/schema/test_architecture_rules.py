@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from schema.config import Config, check_rules, check_warnings
-from schema.config.rules.architecture import model_agrees, model_warnings
+from schema.config.rules.architecture import engine_replaces_weights, model_agrees, model_warnings
 from tests.schema.config_samples import GRPO, SFT
 from tests.schema.remedies import Case, check_case, written
 from tests.schema.test_model_facts import QWEN
@@ -79,6 +79,27 @@ FAULTS: list[tuple[dict[str, Any], dict[str, Any], str, tuple[str, ...]]] = [
         ("4096 tokens", "1024 positions (n_positions)", "learned positions end"),
     ),
 ]
+
+
+UPDATED = [
+    (MOE, "a mixture of 12 experts"),
+    (QWEN | {"kv_lora_rank": 512}, "latent attention (MLA)"),
+    (QWEN | {"quantization_config": {"quant_method": "awq"}}, "a quantised model (awq)"),
+    ({"text_config": QWEN, "quantization_config": {"quant_method": "gptq"}}, "a quantised model (gptq)"),
+]
+
+
+@pytest.mark.parametrize(("architecture", "words"), UPDATED)
+def test_vllm_serves_only_weights_that_can_be_replaced(
+    tmp_path: Path, architecture: dict[str, Any], words: str
+) -> None:
+    """`transfer.unsupported` would find them after vLLM has booted."""
+    values = named(tmp_path, architecture, VLLM)
+    (problem,) = engine_replaces_weights(Config.model_validate(written(GRPO, values)))
+    assert problem.key == "policy.model_name_or_path"
+    assert words in problem.message
+    values = named(tmp_path, architecture, {})
+    assert engine_replaces_weights(Config.model_validate(written(GRPO, values))) == []
 
 
 def named(directory: Path, architecture: dict[str, Any] | str, values: dict[str, Any]) -> dict[str, Any]:

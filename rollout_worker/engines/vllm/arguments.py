@@ -13,6 +13,7 @@ from typing import Any
 
 from rollout_worker.engines.base import EngineConfigError, SamplingSettings
 from schema.config import Config
+from schema.config.rules.engine import why_not_passed
 
 TRANSFER_BACKEND = "cosmos_store"
 """The name under which our weight-transfer engine is registered with vLLM."""
@@ -31,29 +32,6 @@ _OWN: dict[str, Any] = {
     "worker_extension_cls": WORKER_EXTENSION,
     "disable_log_stats": True,
 }
-
-_KEYS: dict[str, str] = {
-    "model": "policy.model_name_or_path",
-    "revision": "policy.model_revision",
-    "dtype": "rollout.dtype",
-    "seed": "rollout.seed",
-    "load_format": "rollout.load_format",
-    "quantization": "rollout.quantization",
-    "enforce_eager": "rollout.enforce_eager",
-    "enable_chunked_prefill": "rollout.enable_chunked_prefill",
-    "gpu_memory_utilization": "rollout.gpu_memory_utilization",
-    "max_model_len": "rollout.max_model_len",
-    "max_num_seqs": "rollout.max_num_seqs",
-    "max_num_batched_tokens": "rollout.max_num_batched_tokens",
-    "block_size": "rollout.block_size",
-    "tensor_parallel_size": "rollout.parallelism.tp_size",
-    "pipeline_parallel_size": "rollout.parallelism.pp_size",
-    "enable_expert_parallel": "rollout.parallelism.ep_size",
-    "tokenizer": "policy.tokenizer_name_or_path",
-    "tokenizer_revision": "policy.tokenizer_name_or_path",
-    "trust_remote_code": "policy.trust_remote_code",
-}
-"""Engine arguments that have a key of their own."""
 
 _SAMPLING_KEYS = frozenset(
     {
@@ -132,10 +110,8 @@ def _cpu_arguments(config: Config) -> dict[str, Any]:
 def _passed_through(extra: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
     for name in extra:
         key = f"rollout.engine_kwargs.{name}"
-        if name in _OWN:
-            raise EngineConfigError(f"{key} is set by the rollout worker ({_OWN[name]!r}): leave it out")
-        if name in _KEYS:
-            raise EngineConfigError(f"{key} has a key of its own: write it as {_KEYS[name]}")
+        if refusal := why_not_passed(name, extra[name]):
+            raise EngineConfigError(f"{key} {': '.join(refusal)}")
         if name not in known:
             raise EngineConfigError(f"{key}: vLLM has no such engine argument{_suggestion(name, known)}")
     return {name: value for name, value in extra.items() if value is not None}

@@ -42,6 +42,30 @@ def model_warnings(config: Config) -> list[Problem]:
     return warnings + long_sequences(config, facts)
 
 
+def engine_replaces_weights(config: Config) -> list[Problem]:
+    """vLLM computes these layers from something other than their parameters, which this build does not update."""
+    facts, _ = _facts(config)
+    if facts is None or not config.is_grpo or config.rollout.backend != "vllm":
+        return []
+    kinds = {
+        f"a mixture of {facts.experts} experts": bool(facts.experts),
+        "a model with latent attention (MLA)": facts.latent_attention,
+        f"a quantised model ({facts.quantised})": bool(facts.quantised),
+    }
+    hint = 'name a dense model without quantisation, or write rollout.backend = "transformers"'
+    return [
+        Problem(
+            _MODEL,
+            f"{facts.name} is {kind}, whose weights this build cannot replace in vLLM yet",
+            facts.name,
+            hint,
+            related=("rollout.backend",),
+        )
+        for kind, found in kinds.items()
+        if found
+    ]
+
+
 def _facts(config: Config) -> tuple[ModelFacts | None, list[Problem]]:
     """The facts of the policy's model, or why they cannot be read."""
     policy = config.policy
@@ -217,5 +241,5 @@ def _shorter(config: Config, key: str, longest: int) -> str:
     return hint
 
 
-ARCHITECTURE_RULES = (model_agrees,)
+ARCHITECTURE_RULES = (model_agrees, engine_replaces_weights)
 ARCHITECTURE_WARNINGS = (model_warnings,)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from schema.config.problem import Problem
 from schema.config.root import Config
 
 _SAMPLING = "rollout.sampling_config"
+
+_RESHAPES = "changes the distribution sampled from: log-probs of trainer and engine could not be compared"
 
 # Each of these changes the distribution that is sampled from. The trainer computes log-probs of the model's
 # own distribution at the sampling temperature, so the importance ratio would compare two different things.
@@ -32,10 +35,12 @@ _RESHAPING_EXTRA = frozenset(
 )
 _KEYS_OF_EXTRA = frozenset({"temperature", "seed", "ignore_eos", "stop", "stop_token_ids", *_RESHAPING})
 _SET_BY_WORKER = frozenset({"detokenize", "logprobs", "max_tokens", "n", "output_kind", "prompt_logprobs"})
-_ENGINE_ARGUMENTS = {
+ENGINE_ARGUMENTS = {
     "block_size": "rollout.block_size",
+    "data_parallel_size": "rollout.parallelism.dp_shard_size",
     "dtype": "rollout.dtype",
     "enable_chunked_prefill": "rollout.enable_chunked_prefill",
+    "enable_expert_parallel": "rollout.parallelism.ep_size",
     "enforce_eager": "rollout.enforce_eager",
     "gpu_memory_utilization": "rollout.gpu_memory_utilization",
     "load_format": "rollout.load_format",
@@ -43,6 +48,7 @@ _ENGINE_ARGUMENTS = {
     "max_num_batched_tokens": "rollout.max_num_batched_tokens",
     "max_num_seqs": "rollout.max_num_seqs",
     "model": "policy.model_name_or_path",
+    "pipeline_parallel_size": "rollout.parallelism.pp_size",
     "quantization": "rollout.quantization",
     "revision": "policy.model_revision",
     "seed": "rollout.seed",
@@ -50,6 +56,34 @@ _ENGINE_ARGUMENTS = {
     "tokenizer": "policy.tokenizer_name_or_path",
     "trust_remote_code": "policy.trust_remote_code",
 }
+"""Engine arguments that have a key of their own."""
+_ENGINE_OWN = frozenset(
+    {
+        "disable_log_stats",
+        "generation_config",
+        "logprobs_mode",
+        "tokenizer_revision",
+        "weight_transfer_config",
+        "worker_extension_cls",
+    }
+)
+_UNBUILT = (
+    ("LoRA", r".*lora.*"),
+    ("changes to a model's own configuration", r"hf_overrides|hf_config_path"),
+    ("speculative decoding", r"speculative_config|spec_(method|model|tokens)"),
+    ("a quantised rollout engine", r"quantization_config"),
+    ("data parallelism of a rollout replica", r"data_parallel_.*"),
+    (
+        "expert parallelism of a rollout replica",
+        r"enable_(eplb|elastic_ep)|eplb_config|elastic_ep_max_dp_size",
+    ),
+    ("context parallelism of a rollout replica", r"(decode|prefill)_context_parallel_size"),
+    ("a rollout replica on several machines", r"nnodes|node_rank|master_(addr|port)"),
+)
+"""Parts that this build lacks, and the engine arguments (whole names) that ask vLLM for them."""
+_RESHAPING_ENGINE = frozenset(
+    {"logits_processors", "override_generation_config", "watermark", "watermark_config"}
+)
 
 # What only vLLM has, and the value that asks for nothing of it.
 _VLLM_ONLY: dict[str, Any] = {
@@ -90,7 +124,7 @@ def training_samples_the_policy(config: Config) -> list[Problem]:
         problems.append(
             Problem(f"{_SAMPLING}.do_sample", message, False, f"write {_SAMPLING}.do_sample = true")
         )
-    reason = "changes the distribution sampled from: log-probs of trainer and engine could not be compared"
+    reason = _RESHAPES
     for name, neutral in _RESHAPING.items():
         value = getattr(sampling, name)
         if value not in neutral:
@@ -113,10 +147,27 @@ def pass_through_is_not_a_detour(config: Config) -> list[Problem]:
             message = "is set by the rollout worker"
             problems.append(Problem(f"{_SAMPLING}.extra.{name}", message, value, "leave it out"))
     for name, value in config.rollout.engine_kwargs.items():
-        if name in _ENGINE_ARGUMENTS:
-            hint = f"write it as {_ENGINE_ARGUMENTS[name]}"
-            problems.append(Problem(f"rollout.engine_kwargs.{name}", "has a key of its own", value, hint))
+        if found := why_not_passed(name, value):
+            problems.append(Problem(f"rollout.engine_kwargs.{name}", found[0], value, found[1]))
     return problems
+
+
+def why_not_passed(name: str, value: Any) -> tuple[str, str] | None:
+    """Why an engine argument is not the user's to set, and the remedy; None where it is passed on."""
+    if name in ENGINE_ARGUMENTS:
+        return "has a key of its own", f"write it as {ENGINE_ARGUMENTS[name]}"
+    if name in _ENGINE_OWN:
+        return "is set by the rollout worker", "leave it out"
+    if not value or (value == 1 and name.endswith(("_size", "nnodes"))):
+        return None  # asks for nothing
+    if name in _RESHAPING_ENGINE:
+        return _RESHAPES, "leave it out"
+    if name.startswith("attention_") and "flashinfer" in str(value).lower():
+        return "has a key of its own", "write rollout.vllm_use_flashinfer = true"
+    for missing, names in _UNBUILT:
+        if re.fullmatch(names, name):
+            return f"this build cannot do {missing} yet", "leave it out"
+    return None
 
 
 def engine_can_do_it(config: Config) -> list[Problem]:

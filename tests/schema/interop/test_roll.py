@@ -13,7 +13,7 @@ from schema.config import ConfigError, check_config
 from schema.config.availability import UNAVAILABLE
 from schema.config.keys import leaf_keys, section_keys
 from schema.config.root import Config
-from schema.config.rules.engine import _ENGINE_ARGUMENTS
+from schema.config.rules.engine import ENGINE_ARGUMENTS
 from schema.interop import convert, convert_text
 from schema.interop.model import Conversion, Outcome
 from schema.interop.none import NO_COUNTERPART
@@ -268,7 +268,7 @@ def test_engine_arguments_pass_through() -> None:
 def test_no_engine_argument_takes_a_detour() -> None:
     """`validate` refuses an argument in engine_kwargs that has a key of ours: each needs a row."""
     spellings = {name for row in reader("roll").rows("rlvr") for name in row.spellings}
-    assert {f"{_ENGINE}.{name}" for name in _ENGINE_ARGUMENTS} <= spellings
+    assert {f"{_ENGINE}.{name}" for name in ENGINE_ARGUMENTS} <= spellings
 
 
 def test_engine_arguments_with_a_key_of_ours_take_it() -> None:
