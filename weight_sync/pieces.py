@@ -18,7 +18,7 @@ from typing import Literal
 from pydantic import ValidationError
 
 from schema.wire.frame import FrameError, Header, read_header
-from schema.wire.weights import FileEntry, Piece, Publication, TensorEntry, WeightManifest
+from schema.wire.weights import MAX_MANIFEST_BYTES, FileEntry, Piece, Publication, TensorEntry, WeightManifest
 from weight_sync.errors import NotReadableError, WeightError
 from weight_sync.layout import content_hash, digest, file_hash, size_of, tensor_digest, torch_dtype
 from weight_sync.stores import Store, split_key
@@ -43,12 +43,14 @@ def parse_manifest(text: bytes, piece: Piece) -> WeightManifest:
 
     Raises:
         NotReadableError: the bytes are not those that were announced.
-        WeightError: it can never become right: another format, or it contradicts itself.
+        WeightError: it can never become right: another format, too large, or it contradicts itself.
     """
+    if len(text) > MAX_MANIFEST_BYTES:
+        raise WeightError(f"{piece.uri} has {len(text)} bytes, a manifest has at most {MAX_MANIFEST_BYTES}")
     if digest(text).hex() != piece.manifest_hash:
         raise NotReadableError(f"{piece.uri} does not have the hash that was published")
     try:
-        manifest = WeightManifest.model_validate_json(text)
+        manifest = WeightManifest.model_validate_json(text, strict=True)
     except ValidationError as error:
         raise WeightError(f"{piece.uri} is not a manifest that this build reads: {error}") from None
     _check_manifest(piece, manifest)

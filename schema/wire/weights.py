@@ -18,6 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field
 MANIFEST_FORMAT: Literal[2] = 2
 MAX_CHAIN = 512
 """Links that a manifest may list."""
+MAX_MANIFEST_BYTES = 64 * 1024 * 1024
+"""A tensor takes about 300 bytes of it: room for 200,000, ten times as many as the largest models have."""
 StoreKey = Annotated[
     str,
     Field(

@@ -10,6 +10,8 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from policy_worker.micro_batch import Layout, Segment, TrainSample, collate
+from policy_worker.model import PolicyModel, prepare_model
 from rollout_worker.engines.base import EngineConfigError, Generation, GenerationRequest, SamplingSettings
 from rollout_worker.engines.scatter import Published
 from rollout_worker.engines.transformers import attention
@@ -68,6 +70,40 @@ def test_filling_the_cache_in_pieces_changes_nothing(fill_tokens: int) -> None:
     for key, sample in found.items():
         assert sample.token_ids.tolist() == expected[key].token_ids.tolist()
         np.testing.assert_allclose(sample.logprobs, expected[key].logprobs, atol=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_trainer_agrees_with_the_engine(temperature: float) -> None:
+    """float32, first on-policy step: ratio 1 within 1e-4 at the maximum and 1e-6 in the mean, mismatch KL below 1e-9.
+
+    Seen in ten models: 1.5e-5 at the maximum, 5e-8 in the mean, a KL of 3e-12.
+    """
+    prompts = [
+        [(7 * number + i) % 256 for i in range(length)] for number, length in enumerate((3, 30, 1, 11))
+    ]
+    settings = SamplingSettings(max_tokens=80, ignore_eos=True, temperature=temperature)
+    decoder, seeds = make_decoder(random_model(1)), tuple(range(4))
+    with torch.inference_mode():
+        for number, prompt in enumerate(prompts):
+            decoder.admit([(GenerationRequest(str(number), prompt, seeds, settings), seeds)])
+            decoder.step()
+        found = finish(decoder)
+    samples = [_as_trained(prompts[int(number)], generation) for (number, _), generation in found.items()]
+    model = prepare_model(PolicyModel(random_model(1)), packed=True, recompute=False)
+    batch = collate(samples, range(len(samples)), Layout(packed=True, vocabulary=model.vocabulary))
+    with torch.no_grad():
+        log_ratio = (model(batch, temperature).logprobs - batch.old_logprobs).double()
+    assert len(log_ratio) == 4 * 4 * 80
+    assert (log_ratio.exp() - 1).abs().max() < 1e-4
+    assert abs(log_ratio.exp().mean() - 1) < 1e-6
+    assert abs((log_ratio.exp() - 1 - log_ratio).mean()) < 1e-9
+
+
+def _as_trained(prompt: list[int], generation: Generation) -> TrainSample:
+    n, ids = len(prompt), np.array([*prompt, *generation.token_ids], np.int32)
+    mask, logprobs = np.zeros(len(ids), np.uint8), np.zeros(len(ids), np.float32)
+    mask[n:], logprobs[n:] = 1, generation.logprobs
+    return TrainSample([Segment(ids, mask, logprobs)])
 
 
 @torch.inference_mode()

@@ -270,6 +270,20 @@ def test_the_last_position_is_in_reach() -> None:
     assert np.flatnonzero(target).tolist() == [32, 65, 99]
 
 
+@pytest.mark.parametrize("width", [1, 2, 3])
+def test_a_wider_skip_than_needed_is_read(width: int) -> None:
+    target = np.zeros(100, "u1")
+    apply(block(3, width, b"\x20\x20\x21", *[b""] * (width - 1), b"abc"), target)
+    assert np.flatnonzero(target).tolist() == [32, 65, 99]
+
+
+def test_no_changes_at_all_are_read() -> None:
+    """As a manifest with `changed: 0` announces."""
+    target = np.arange(100, dtype="u1")
+    assert used(memoryview(bytes(4)), target) == ([], tensor_digest(target.data, 1))
+    assert target.tolist() == list(range(100))
+
+
 def test_a_size_that_nothing_holds_is_refused_before_it_is_believed() -> None:
     with pytest.raises(CodecError, match="too few"):
         next(decode(memoryview(bytes(400)), "<u2", 1 << 60))

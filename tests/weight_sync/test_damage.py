@@ -15,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from schema.wire.weights import Publication, WeightManifest
+from schema.wire.weights import MAX_MANIFEST_BYTES, Publication, WeightManifest
 from tests.support.waiting import PATIENCE
 from tests.weight_sync.helpers import bits, put, small
 from weight_sync import DirectoryStore, WeightError, fetch
@@ -165,6 +165,11 @@ LIES: dict[str, Callable[[dict], None]] = {
     "format": lambda m: m.update(format=3),
     "kind": lambda m: m.update(kind="delta"),
     "unknown field": lambda m: m.update(surprise=1),
+    "unknown field of a tensor": lambda m: m["tensors"]["embed.weight"].update(surprise=1),
+    "unknown field of a file": lambda m: m["files"][0].update(surprise=1),
+    "absent field": lambda m: m.pop("version"),
+    "absent field of a tensor": lambda m: m["tensors"]["embed.weight"].pop("file"),
+    "number as text": lambda m: m.update(version="3"),
 }
 
 
@@ -188,6 +193,23 @@ def test_manifests_that_contradict_themselves_or_their_files(
     changed = rewritten(root, publication, change)
     with pytest.raises(WeightError):
         fetch(root, changed.model_copy(update=agreed), patience=0.0)
+
+
+def test_a_manifest_beyond_its_bound(stored: tuple[Path, Publication]) -> None:
+    root, publication = stored
+    with (root / publication.uri).open("r+b") as file:
+        file.truncate(MAX_MANIFEST_BYTES + 1)
+    with pytest.raises(WeightError, match="a manifest has at most"):
+        fetch(root, publication, patience=30.0)
+
+
+def test_of_a_field_that_stands_twice_the_last_counts(stored: tuple[Path, Publication]) -> None:
+    root, publication = stored
+    path = root / publication.uri
+    text = path.read_bytes().replace(b'"version":', b'"version":9,"version":', 1)
+    path.write_bytes(text)
+    changed = publication.model_copy(update={"manifest_hash": digest(text).hex()})
+    assert fetch(root, changed, patience=0.0).manifest.version == publication.version
 
 
 def test_files_that_appear_late_are_waited_for(tmp_path: Path) -> None:
