@@ -36,7 +36,11 @@ def convert(
     ] = None,
     strict: Annotated[
         bool,
-        typer.Option("--strict", help="Exit code 2 if a key is not understood or a nearest value was taken."),
+        typer.Option(
+            "--strict",
+            help="Exit code 2 if a part of the method is unsupported, a key is not understood, or a nearest value "
+            "was taken.",
+        ),
     ] = False,
     as_json: AsJson = False,
     force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
@@ -99,11 +103,13 @@ def _problems(conversion: Conversion, output: Path | None) -> tuple[Problem, ...
 
 
 def _falls_short(conversion: Conversion) -> bool:
-    """Whether something is not understood, or stands there as the nearest value only."""
+    """Whether the method is lost, something is not understood, or stands there as the nearest value only."""
     from schema.interop.model import Outcome
 
     nearest = any(addition.faithful is not None for addition in conversion.additions)
-    return nearest or bool(conversion.of(Outcome.UNKNOWN) or conversion.of(Outcome.FALLBACK))
+    return nearest or bool(
+        conversion.unsupported or conversion.of(Outcome.UNKNOWN) or conversion.of(Outcome.FALLBACK)
+    )
 
 
 def _account(conversion: Conversion, text: str, problems: tuple[Problem, ...]) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 _DIFFUSION = "diffusion and world models are not trained here"
 _VLA = "vision-language-action models and their simulators are not trained here"
 _DISTILLATION = "distillation from a teacher is not built here; the schema has no key for it"
@@ -99,3 +101,28 @@ COSMOS_NONE: dict[str, str] = {
     "distillation.*": _DISTILLATION,
 }
 """cosmos-rl's key -> why it has no counterpart."""
+
+_POLICY = "train.train_policy"
+
+COSMOS_METHOD: dict[str, tuple[Any, ...]] = {
+    "distillation.enable": (),
+    "train.ema_enable": (),
+    "train.non_text": (),
+    f"{_POLICY}.trainer_type": ("grpo", "sft"),
+    f"{_POLICY}.algo": ("grpo",),
+    f"{_POLICY}.loss_type": (),
+    f"{_POLICY}.use_remote_reward": (),
+    f"{_POLICY}.bypass_reward": (),
+    f"{_POLICY}.group_reward_calculation": (),
+    f"{_POLICY}.advantage_low": (-5.0,),
+    f"{_POLICY}.advantage_high": (5.0,),
+    f"{_POLICY}.dpo_reference_policy": (),
+    f"{_POLICY}.off_policy_masking_delta": (),
+    "policy.is_diffusers": (),
+    "policy.freeze_pattern": (),
+    "policy.trainable_pattern": (),
+    "policy.aux_loss_coeff": (),
+    "policy.lora.lora_path": (),
+    "rollout.backend": (),
+}
+"""What of the list decides what is trained -> cosmos-rl's own defaults. Details of a part stand with its switch."""

@@ -156,7 +156,7 @@ def _loss_type(reading: Reading, leaf: Leaf) -> Result:
 
 @computed(words="distillation, if enabled")
 def _distillation(reading: Reading, leaf: Leaf) -> Result:
-    if reading.get("distillation.enable", None) is not True:
+    if reading.get("distillation.enable", None) in (None, False, "false", "False", ""):
         return implicit("distillation is off")
     return nothing(_reason("distillation.*"))
 

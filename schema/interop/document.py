@@ -4,6 +4,7 @@ The prose of the page is written by hand. Between a pair of markers stands what 
 
     <!-- keys: verl rl -->     …  one table for each table of the file: their key, ours, how the value changes
     <!-- prose: roll -->       …  the reader's own paragraphs
+    <!-- method: verl -->      …  of that list, the keys that decide what is trained: they make a file unsupported
     <!-- none: verl -->        …  the closed list of what has no counterpart, with the reasons
     <!-- nearest -->           …  keys that get the nearest value where their part is not built
     <!-- end -->
@@ -21,7 +22,7 @@ from pathlib import Path
 from schema.config.availability import UNAVAILABLE
 from schema.interop.engine import yaml_value
 from schema.interop.fallback import SPEED_ONLY
-from schema.interop.none import NO_COUNTERPART
+from schema.interop.none import METHOD, NO_COUNTERPART, reason_for
 from schema.interop.registry import reader
 from schema.interop.rows import ABSENT, Row
 
@@ -29,7 +30,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "migrate.md"
 
 LONG = 20  # rows; longer tables are folded, or nobody finds the prose between them
 
-_BLOCK = re.compile(r"<!-- (keys|prose|none|nearest)(?:: ([^>]*?))? -->\n.*?<!-- end -->", re.DOTALL)
+_BLOCK = re.compile(r"<!-- (keys|prose|method|none|nearest)(?:: ([^>]*?))? -->\n.*?<!-- end -->", re.DOTALL)
 _DEEP = ("actor_rollout_ref",)  # tables so large that each of their tables gets a section
 
 
@@ -48,6 +49,8 @@ def _block(what: str, arguments: Sequence[str]) -> str:
         lines = list(_nearest())
     elif what == "prose" and len(arguments) == 1:
         lines = [line for paragraph in reader(arguments[0]).prose for line in ("", paragraph)] + [""]
+    elif what == "method" and len(arguments) == 1:
+        lines = list(_method(arguments[0]))
     elif what == "none" and len(arguments) == 1:
         lines = list(_none(arguments[0]))
     elif what == "keys" and len(arguments) == 2:
@@ -104,12 +107,35 @@ def _short(key: str, group: str) -> str:
     return key.removeprefix(f"{group}.") if group else key
 
 
+def _method(system: str) -> Iterator[str]:
+    yield "\n| their key | asks for nothing | why it is not the same method |"
+    yield "|---|---|---|"
+    for key, neutral in METHOD[system].items():
+        values = ", ".join(f"`{yaml_value(value)}`" for value in neutral)
+        yield f"| `{key}` | {values} | {_cell(_reason(system, key))} |"
+    yield ""
+
+
+def _reason(system: str, key: str) -> str:
+    """The reason of a key, or of its first value that has one."""
+    whole = reason_for(system, key)
+    if whole is not None:
+        return whole
+    values = (f"{key}=", f"sft:{key}=")
+    return next(reason for name, reason in NO_COUNTERPART[system].items() if name.startswith(values))
+
+
 def _none(system: str) -> Iterator[str]:
     yield "\n| their key | why it has no counterpart |"
     yield "|---|---|"
     for key, reason in NO_COUNTERPART[system].items():
-        yield f"| `{key}` | {reason.replace('|', chr(92) + '|')} |"
+        if key.partition("=")[0].removeprefix("sft:") not in METHOD[system]:
+            yield f"| `{key}` | {_cell(reason)} |"
     yield ""
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
 
 
 def _nearest() -> Iterator[str]:

@@ -20,11 +20,12 @@ from schema.config.keys import leaf_keys
 from schema.config.reading.explain import closest
 from schema.config.root import Config
 from schema.config.train_policy import SFTDataConfig
+from schema.config.unsupported import TABLE
 from schema.interop.fallback import nearest
 from schema.interop.interpolation import resolve
-from schema.interop.keys import dotted, leaves, lookup, split_key, store
+from schema.interop.keys import dotted, leaves, lookup, split_key, store, unsupported_key
 from schema.interop.model import Addition, Conversion, Entry, Outcome, Target
-from schema.interop.none import reason_for
+from schema.interop.none import METHOD_KEYS, decides_method, reason_for
 from schema.interop.rows import (
     ABSENT,
     BadValue,
@@ -82,7 +83,36 @@ def _entry(reading: Reading, reader: Reader, leaf: Leaf) -> Entry:
     value = leaf.value
     if not result.targets and _SECRET.search(leaf.key) and isinstance(value, str):
         value = "***"  # the report and the comments of the result must not spread it
+    result = _with_method(reading, Leaf(leaf.key, value), result)
     return Entry(leaf.key, value, result.outcome, result.targets, result.note, leaf.line)
+
+
+def _with_method(reading: Reading, leaf: Leaf, result: Result) -> Result:
+    """A result that would change what is trained goes into `[unsupported]`; every other one stays as it is.
+
+    That is a key of METHOD without counterpart, and a value that is not understood of a key that maps to one of
+    METHOD_KEYS: our default would train by another method.
+    """
+    row, _ = _row_of(reading, leaf.key)
+    if result.outcome is Outcome.NONE:
+        names = {leaf.key} if row is None else {leaf.key, row.key}
+        loses_method = any(decides_method(reading.system, name, leaf.value) for name in names)
+    elif result.outcome is Outcome.UNKNOWN:
+        loses_method = row is not None and not METHOD_KEYS.isdisjoint(row.how.ours)
+    else:
+        loses_method = result.outcome is Outcome.UNSUPPORTED
+    if not loses_method:
+        return result
+    value = leaf.value if _plain(leaf.value) and _unwritable(leaf.value) is None else yaml_value(leaf.value)
+    if isinstance(value, str):
+        value = value.encode("utf-8", "replace").decode()
+    return Result(Outcome.UNSUPPORTED, ((unsupported_key(leaf.key), value),), result.note)
+
+
+def _plain(value: Any) -> bool:
+    """Whether JSON and TOML have such a value: no null, no date."""
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    return isinstance(value, bool | int | float | str | list | Mapping) and all(map(_plain, items))
 
 
 def _unwritable(value: Any, inside: bool = False) -> str | None:
@@ -191,7 +221,8 @@ def _additions(reading: Reading, entries: list[Entry]) -> list[Addition]:
     for row in reading.rows:
         if row.default is ABSENT or reading.has(row.key):
             continue
-        result = _apply(reading, row, Leaf(row.key, row.default))
+        leaf = Leaf(row.key, row.default)
+        result = _with_method(reading, leaf, _apply(reading, row, leaf))
         for key, value in result.targets:
             note = f"{reading.title}'s default: {row.key} = {yaml_value(row.default)}"
             if result.note:
@@ -301,7 +332,12 @@ def _nested(entries: list[Entry], additions: list[Addition]) -> dict[str, Any]:
     targets = [target for entry in entries for target in entry.targets]
     targets += [(addition.key, addition.value) for addition in additions]
     place = {key: index for index, key in enumerate(leaf_keys())}
-    for key, value in sorted(targets, key=lambda target: place.get(target[0], len(place))):
+
+    def order(target: Target) -> int:
+        first = target[0].startswith(f"{TABLE}.")  # whoever opens the file sees it
+        return -1 if first else place.get(target[0], len(place))
+
+    for key, value in sorted(targets, key=order):
         if value is not None:
             store(config, split_key(key), value)
     return config

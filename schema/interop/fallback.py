@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from schema.config.availability import UNAVAILABLE, check_available
 from schema.config.reading.explain import problems_of
 from schema.config.root import Config
+from schema.config.unsupported import TABLE
 from schema.interop.keys import lookup, split_key
 
 _MODEL_SPEED = {
@@ -125,7 +126,7 @@ def _nearest_value(config: Mapping[str, Any], key: str) -> Any:
 
 def _sound(config: Mapping[str, Any]) -> Config | None:
     """The configuration without the keys that pydantic refuses, so that the rest can be judged."""
-    data: dict[str, Any] = deepcopy(dict(config))
+    data: dict[str, Any] = deepcopy({key: value for key, value in config.items() if key != TABLE})
     for _ in range(8):  # each round removes every fault of the round before; tags can reveal new ones
         try:
             return Config.model_validate(data)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from schema.config.problem import quote
+from schema.config.unsupported import TABLE
 
 Path = tuple[str, ...]
 
@@ -17,6 +18,11 @@ _PLAIN = re.compile(r"[^.\s\"'=\[\]]+")
 def dotted(path: Path) -> str:
     """A path as one dotted key; a part with dots, blanks or quotes in it is quoted. Letters of any script stay."""
     return ".".join(part if _PLAIN.fullmatch(part) else quote(part) for part in path)
+
+
+def unsupported_key(source: str) -> str:
+    """The dotted key of a source's key in our table `[unsupported]`."""
+    return dotted((TABLE, source))
 
 
 def split_key(key: str) -> Path:

@@ -2,7 +2,8 @@
 
     input leaf ─▶ Entry: mapped ──▶ targets (our key, value) ─┐
                          fallback ▶ targets, value replaced ──┤
-                         implicit, none, unknown: a reason    ├─▶ Conversion.config
+                         unsupported ▶ [unsupported]          ├─▶ Conversion.config
+                         implicit, none, unknown: a reason    │
     key absent in the input, their default differs ─▶ Addition┘
 
 Invariant: every leaf of the input has exactly one entry (`missing_leaves`, `repeated_leaves` are empty), and
@@ -17,6 +18,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from schema.config.unsupported import TABLE
+
 Target = tuple[str, Any]
 """Our dotted key and its value. None leaves the key unset, as TOML has no null."""
 
@@ -24,10 +27,11 @@ Target = tuple[str, Any]
 class Outcome(StrEnum):
     """What became of one key of the input."""
 
+    UNSUPPORTED = "unsupported"  # decides what is trained and has no counterpart: refused until it is removed
     MAPPED = "mapped"  # to one or more of our keys, the value maybe computed
     IMPLICIT = "implicit"  # always so here, or repeats another key, or had no effect there either
     FALLBACK = "fallback"  # changes speed or memory only, and its part is not built yet: nearest value
-    NONE = "none"  # no counterpart: `schema.interop.none` has the reason
+    NONE = "none"  # no counterpart, and no part of the method: `schema.interop.none` has the reason
     UNKNOWN = "unknown"  # not recognised, or a value that cannot be understood
 
 
@@ -36,9 +40,9 @@ class Entry:
     """One leaf key of the input.
 
     source: its dotted key there. value: its value with interpolations resolved. targets: what is written for
-    it (mapped, fallback), or nothing. note: how the value was computed, or the reason. line: where it stands
-    in the input, from 1. faithful: for a fallback, the targets that would say the same (in `targets` their
-    values are replaced by what this build can do).
+    it (mapped, fallback, unsupported), or nothing. note: how the value was computed, or the reason. line:
+    where it stands in the input, from 1. faithful: for a fallback, the targets that would say the same (in
+    `targets` their values are replaced by what this build can do).
     """
 
     source: str
@@ -92,6 +96,12 @@ class Conversion:
         """Leaves with more than one entry. Not empty: a defect of the converter."""
         counts = Counter(entry.source for entry in self.entries)
         return [leaf for leaf, count in counts.items() if count > 1]
+
+    @property
+    def unsupported(self) -> dict[str, Any]:
+        """Source key -> value of what decides the method and has no counterpart; those of defaults included."""
+        found: dict[str, Any] = self.config.get(TABLE, {})
+        return found
 
     def of(self, outcome: Outcome) -> Sequence[Entry]:
         """The entries with one outcome, in the order of the input."""

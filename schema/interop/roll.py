@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from schema.interop.keys import unsupported_key
 from schema.interop.roll_actor_infer import ACTOR_INFER_ROWS, VALIDATION_ROWS
 from schema.interop.roll_actor_train import ACTOR_TRAIN_ROWS
-from schema.interop.roll_algorithm import ALGORITHM_ROWS, notice_whitening
+from schema.interop.roll_algorithm import ALGORITHM_ROWS
 from schema.interop.roll_facts import engine_size, engines, has_critic, is_agentic, mesh
-from schema.interop.roll_hows import POLICY
+from schema.interop.roll_hows import POLICY, reason
+from schema.interop.roll_none import DISTILLATION_ROLES, DPO_KEYS
 from schema.interop.roll_pipeline import PIPELINE_ROWS
 from schema.interop.roll_rewards import REWARD_ROWS, scorers
 from schema.interop.roll_roles import ROLE_ROWS
@@ -31,9 +33,15 @@ _ROWS: tuple[Row, ...] = (
 
 
 def _detect(source: Source) -> str | None:
-    if not any(source.has(key) for key in (*_ROLES, *_PIPELINE)):
+    if not any(source.has(key) for key in (*_ROLES, *_PIPELINE, *DISTILLATION_ROLES)):
         return None
-    return "agentic" if any(source.has(key) for key in _AGENT) else "rlvr"
+    if any(source.has(key) for key in _AGENT):
+        return "agentic"
+    if any(source.has(key) for key in DISTILLATION_ROLES):
+        return "distillation"
+    rolls_out = any(source.has(key) for key in ("actor_infer", *_PIPELINE))
+    pairs = any(source.has(key) for key in DPO_KEYS)
+    return "dpo" if pairs or (source.has("train_batch_size") and not rolls_out) else "rlvr"
 
 
 def _rows(kind: str) -> Sequence[Row]:
@@ -45,12 +53,20 @@ def _finish(reading: Reading) -> None:
     reading.add("train.compile", False, "ROLL does not compile the policy")
     _add_meshes(reading)
     _add_data(reading)
-    notice_whitening(reading)
+    _add_pipeline(reading)
     models = ("pretrain", "actor_train.model_args.model_name_or_path")
     if all(reading.get(key, None) is None for key in models):
         reading.warn("no model is named (pretrain): write policy.model_name_or_path")
     if has_critic(reading) and not reading.has("adv_estimator"):
         reading.warn("adv_estimator is not set, and ROLL's default is gae: a critic is trained")
+
+
+def _add_pipeline(reading: Reading) -> None:
+    """Which pipeline a file is for is said by the script that starts it; here by its keys, unless one names it."""
+    kind = "distillation" if any(map(reading.below, DISTILLATION_ROLES)) else reading.kind
+    if kind != "rlvr" and not reading.has("pipeline_cls"):
+        note = f"the file is of ROLL's {kind} pipeline; {reason('pipeline_cls')}"
+        reading.add(unsupported_key("pipeline"), kind, note)
 
 
 def _add_meshes(reading: Reading) -> None:
@@ -102,8 +118,10 @@ PROSE = (
     "largest device and `num_gpus_per_node`.",
     "Estimator, reward normalisation and whitening are one choice here. ROLL's `grpo` is `grpo`; `reinforce` "
     "is `grpo` with rewards normalised by the group, `reinforce_plus_plus_baseline` with the group's mean and "
-    "whitening, `reinforce_plus_plus` with whitening alone. What no estimator does (a second whitening, clipped "
-    "advantages) is reported, never imitated in silence.",
+    "whitening, `reinforce_plus_plus` with whitening alone. What no estimator does (a second or a missing whitening, "
+    "clipped advantages) is unsupported, also where ROLL's default asks for it.",
+    "A file for another pipeline of ROLL (agents, DPO, distillation) is known by its keys or its `pipeline_cls`; "
+    "`pipeline` in `[unsupported]` says which.",
     "ROLL's defaults are written where a file is silent: `adv_estimator` is gae with a critic, `top_p` 0.7, "
     "`top_k` 50, `temperature` 0.95, `learning_rate` 5e-5 with a linear decay, `loss_agg_mode` "
     "seq-mean-token-mean, no dual clip, `async_generation_ratio` 0. Training on answers cut by `top_p` or "
@@ -115,7 +133,12 @@ PROSE = (
 READER = Reader(
     system="roll",
     title="ROLL",
-    kinds={"rlvr": "reinforcement learning with verifiable rewards", "agentic": "an agent pipeline"},
+    kinds={
+        "rlvr": "reinforcement learning with verifiable rewards",
+        "agentic": "an agent pipeline",
+        "dpo": "a DPO pipeline",
+        "distillation": "a distillation pipeline",
+    },
     detect=_detect,
     signs=(*_ROLES, *_PIPELINE),
     rows=_rows,

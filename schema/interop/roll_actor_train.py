@@ -216,7 +216,10 @@ _MODEL_ARGS: tuple[Row, ...] = (
     ),
     Row("ulysses_size", _dimension("cp", "cp_size")),
     Row("attn_implementation", _attention, also=("flash_attn",)),
-    Row("model_type", unless((None,), "a language model", always("the policy is a language model here"))),
+    Row(
+        "model_type",
+        unless((None, "causal_lm", "trl"), "a language model", lost(f"{ROLE}.model_args.model_type")),
+    ),
     Row("device_map", always("the mesh places the model")),
     Row("num_labels", always("concerns classification heads")),
     Row("freeze_module_prefix", _freeze),

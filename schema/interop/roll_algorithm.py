@@ -39,6 +39,7 @@ from schema.interop.rows import (
     number,
     shown,
     unless,
+    unsupported,
 )
 
 _OFF = (None, False)
@@ -88,7 +89,6 @@ def _estimator(reading: Reading, leaf: Leaf) -> Result:
     if name not in known:
         raise BadValue(f"expected one of {', '.join(known)}, got {shown(name)}")
     if name in _OTHER_ESTIMATORS:
-        reading.warn(f"adv_estimator = {name} has no counterpart: the estimator must be chosen by hand")
         return nothing(reason("adv_estimator"))
     ours, unbiased, _, _ = _choose(reading)
     targets: list[tuple[str, Any]] = [(f"{POLICY}.advantage_estimator", ours)]
@@ -105,17 +105,14 @@ def _part_of_estimator(key: str, faithful: int) -> How:
 
     def run(reading: Reading, leaf: Leaf) -> Result:
         name = reading.get("adv_estimator", "gae")
-        if name in _OTHER_ESTIMATORS:
+        if not isinstance(name, str) or name not in _ESTIMATORS:
             return nothing(reason(key))
         if _choose(reading)[faithful]:
             return implicit(f"part of advantage_estimator = {_choose(reading)[0]}")
-        if key == "whiten_advantages":
-            ours = _choose(reading)[0]
-            does = "does not whiten" if as_flag(leaf.value) else "always whitens"
-            reading.warn(
-                f"whiten_advantages = {shown(leaf.value)}: {ours} {does} its advantages over the batch"
-            )
-        return nothing(reason(key))
+        if key != "whiten_advantages":
+            return unsupported(reason(key))
+        does = "does not whiten" if as_flag(leaf.value) else "always whitens"
+        return unsupported(f"{_choose(reading)[0]} {does} its advantages over the batch; {reason(key)}")
 
     return How(run, (), "decides the estimator")
 
@@ -134,7 +131,7 @@ def _gamma(reading: Reading, leaf: Leaf) -> Result:
     name = reading.get("adv_estimator", "gae")
     if name in _ESTIMATORS and _choose(reading)[0] in ("gae", "reinforce_plus_plus"):
         return mapped((f"{POLICY}.gamma", discount))
-    return implicit("1: nothing is discounted") if discount == 1 else nothing(reason("gamma"))
+    return implicit("1: nothing is discounted") if discount == 1 else unsupported(reason("gamma"))
 
 
 def _no_critic(reading: Reading) -> str:
@@ -236,10 +233,15 @@ def _loss_type(reading: Reading, leaf: Leaf) -> Result:
         raise BadValue(
             f"expected one of {', '.join(known)}, seq-mean-token-sum-norm, got {shown(leaf.value)}"
         )
+    reading.warn(
+        "loss_agg_mode = seq-mean-token-sum-norm: ROLL divides the sum by the longest answer alone, here it is also "
+        "divided by the number of samples: gradients are smaller by that number, which counts where they are clipped "
+        "(train.optm_grad_norm_clip)"
+    )
     return mapped(
         (f"{POLICY}.loss_type", "seq-mean-token-mean"),
         (f"{POLICY}.unbiased_loss_max_tokens", response_length(reading)),
-        note="divided by the longest answer; ROLL's is larger by the number of samples",
+        note="divided by the longest answer and the number of samples; ROLL's is larger by that number",
     )
 
 
@@ -262,7 +264,7 @@ def _is_weights(reading: Reading, leaf: Leaf) -> Result:
         return implicit("no weights")
     kind = reading.get("train_infer_correction.is_weight.weight_type", "token")
     if kind not in _WEIGHTS:
-        return nothing(reason("train_infer_correction.is_weight.weight_type"))
+        return implicit("see weight_type")
     return mapped((f"{_CORRECTION}.weights", kind))
 
 
@@ -318,7 +320,7 @@ def _reference(reading: Reading, leaf: Leaf) -> Result:
 
 ALGORITHM_ROWS: tuple[Row, ...] = (
     Row("adv_estimator", _estimator, default="gae"),
-    Row("whiten_advantages", _part_of_estimator("whiten_advantages", 2)),
+    Row("whiten_advantages", _part_of_estimator("whiten_advantages", 2), default=False),
     Row("reward_norm", unless(_OFF, "none", _part_of_estimator("reward_norm", 3))),
     Row("norm_mean_type", unless(_OFF, "none", _part_of_estimator("norm_mean_type", 3))),
     Row("norm_std_type", unless(_OFF, "none", _part_of_estimator("norm_std_type", 3))),
@@ -409,13 +411,3 @@ ALGORITHM_ROWS: tuple[Row, ...] = (
         when=lambda reading: "" if reading.flag("error_max_len_clip") else "error_max_len_clip is off",
     ),
 )
-
-
-def notice_whitening(reading: Reading) -> None:
-    """Say it where our estimator whitens and a silent file does not."""
-    name = reading.get("adv_estimator", "gae")
-    if not isinstance(name, str) or name not in _ESTIMATORS or reading.has("whiten_advantages"):
-        return
-    ours, _, faithful, _ = _choose(reading)
-    if not faithful:
-        reading.warn(f"ROLL does not whiten advantages unless told to; {ours} always does")

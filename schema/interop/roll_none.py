@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 _RAY = "steers Ray's actors; here there is no Ray, and cosmos-launch supervises plain processes"
 _HYDRA = "a setting of Hydra, which composes ROLL's files before ROLL sees them"
 _ENVIRONMENT = (
@@ -52,7 +54,37 @@ _SGLANG = "SGLang's own setting; the engine here is vLLM, whose further argument
 _BEAM = "beam search makes no samples of the policy: it cannot be trained on"
 _SCHEDULER = "how ROLL schedules requests among its workers; here replicas lease groups from the controller"
 
+_PIPELINE = (
+    "of ROLL's pipelines only RLVR has a counterpart: environments of agents, pairs of answers (DPO), a teacher "
+    "(distillation) and diffusion are not trained here"
+)
+_DPO = "a part of ROLL's DPO pipeline: there is no training on pairs of answers"
+_DISTILLATION = "a part of ROLL's distillation: there is no teacher model"
+
 _DEEPSPEED_TABLES = ("deepspeed_zero", "deepspeed_zero2", "deepspeed_zero3", "deepspeed_zero3_cpuoffload")
+
+DPO_KEYS = ("chosen_key", "rejected_key", "ipo", "beta", "label_smoothing")
+DISTILLATION_ROLES = ("student", "teacher", "student_train", "student_infer")
+DISTILLATION_SWITCHES = ("is_pure_opd", "use_opd", "opsd_mode")
+_DISTILLATION_KEYS = (
+    "student_pretrain",
+    "teacher_pretrain",
+    "pure_opd_pipeline_type",
+    "opd_kl_coef",
+    "opsd_solution_key",
+    "opsd_max_solution_length",
+    "logits_topk",
+    "distill_loss_weight",
+    "distill_on_prompt",
+    "kd_objective",
+    "kd_temperature",
+    "teacher_temperature",
+    "adaptive_kl_alpha",
+    "skew_lambda",
+    "logits_transfer_backend",
+    "question_key",
+    "answer_key",
+)
 
 _TOP = {
     "hydra.*": _HYDRA,
@@ -141,6 +173,12 @@ _TOP = {
     "single_prompt_agent_template": _AGENT,
     "agent_system_template": _AGENT,
     "agent_template": _AGENT,
+    "pipeline_cls": _PIPELINE,
+    **dict.fromkeys(DPO_KEYS, _DPO),
+    "use_reference_model": _DPO,
+    "train_batch_size": _DPO,
+    **{f"{role}.*": _DISTILLATION for role in DISTILLATION_ROLES},
+    **dict.fromkeys((*DISTILLATION_SWITCHES, *_DISTILLATION_KEYS), _DISTILLATION),
 }
 
 _WORKER = {
@@ -158,6 +196,7 @@ _WORKER = {
     "pg_variant": _LOSS,
     "model_args.adapter_name_or_path": "training starts from fresh adapters: merge the old ones into the model",
     "model_args.moe_aux_loss_coef": "there is no auxiliary router loss in reinforcement learning here",
+    "model_args.model_type": "the policy is a language model here: neither diffusion nor another kind is trained",
     "model_args.vision_dp": "images are not split over ranks",
     "model_args.autocast_adapter_dtype": "adapters have train.master_dtype like every trained weight",
     "training_args.optim": "the optimizer is train.optm_name; others than AdamW and Adam have no key",
@@ -275,3 +314,64 @@ ROLL_NONE: dict[str, str] = {
     "rewards.<domain>.model": "a reward model is the section [reward_model]; a function needs none",
 }
 """ROLL's key -> why it has no counterpart. What stands in angle brackets is any name of its kind; see `general`."""
+
+ROLL_METHOD: dict[str, tuple[Any, ...]] = {
+    "pipeline_cls": (),
+    **dict.fromkeys(DISTILLATION_SWITCHES, ()),
+    "adv_estimator": (),
+    "gamma": (1,),
+    "whiten_advantages": (),
+    "advantage_clip": (),
+    "reward_clip": (),
+    "reward_norm": (),
+    "reward_shift": (),
+    "reward_scale": (1,),
+    "use_reward_scaling": (),
+    "use_reward_norm": (),
+    "whiten_rewards": (),
+    "norm_mean_type": (),
+    "norm_std_type": (),
+    "add_len_reward": (),
+    "reward_normalization.method": ("identity",),
+    "reward_normalization.norm_mean_type": (),
+    "reward_normalization.norm_std_type": (),
+    "max_len_mask": (),
+    "difficulty_mask": (),
+    "error_max_len_clip": (),
+    "mask_type": ("loss",),
+    "difficulty_loss_weight": (),
+    "length_loss_weight": (),
+    "rl_loss_coef": (1,),
+    "use_topr_loss": (),
+    "use_topr_neg_loss_coef": (),
+    "l2": (),
+    "minibatch_data_iter_num": (1,),
+    "train_infer_correction.is_weight.weight_type": (),
+    "train_infer_correction.is_weight.detach": (True,),
+    "train_infer_correction.filters": (),
+    "ratio_type": ("token",),
+    "batch_adjust_mode": ("copy",),
+    "dataset_filter.source": (),
+    "dataset_filter.min_difficulty": (),
+    "dataset_filter.max_difficulty": (),
+    "dataset_filter.num_samples": (),
+    "user_defined_rollout_loop_cls": (
+        "roll.distributed.scheduler.user_defined_rollout_loop.UserDefinedRolloutLoop",
+    ),
+    "train_env_manager.group_filter_cls": ("roll.pipeline.agentic.agentic_pipeline.GroupFilter",),
+    "train_env_manager.format_penalty": (),
+    "actor_train.pg_variant": ("ppo",),
+    "actor_train.model_args.adapter_name_or_path": (),
+    "actor_train.model_args.moe_aux_loss_coef": (),
+    "actor_train.model_args.model_type": (),
+    "actor_train.training_args.optim": ("adamw_torch", "adamw_torch_fused", "adamw"),
+    "actor_train.data_args.interleave_probs": ("1.0", 1),
+    "actor_infer.generating_args.num_beams": (1,),
+    "rewards.<domain>.worker_cls": (),
+    "rewards.<domain>.query_filter_config": ("no_filter",),
+    "rewards.<domain>.response_filter_config": ("no_filter",),
+    "rewards.<domain>.response_length_penalty_coef": (),
+    "rewards.<domain>.format_pattern": (),
+    "rewards.<domain>.reward_manager_config": (),
+}
+"""What of the list decides what is trained -> ROLL's own defaults. Details of a part stand with its switch."""

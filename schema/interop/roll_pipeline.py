@@ -263,6 +263,13 @@ def _val_greedy(reading: Reading, leaf: Leaf) -> Result:
     return mapped(("validation.temperature", 0.0), ("validation.top_k", 1))
 
 
+@computed(words="the RLVR pipeline is the one with a counterpart")
+def _pipeline_cls(reading: Reading, leaf: Leaf) -> Result:
+    if leaf.value is None or str(leaf.value).rpartition(".")[2].startswith("RLVR"):
+        return implicit("reinforcement learning from rewards, as here")
+    return nothing(reason("pipeline_cls"))
+
+
 _LOGGERS = {
     "wandb": ["console", "wandb"],
     "tensorboard": ["console", "tensorboard"],
@@ -273,6 +280,7 @@ _LOGGERS = {
 _FLAGS_OFF = (False, None)
 
 PIPELINE_ROWS: tuple[Row, ...] = (
+    Row("pipeline_cls", _pipeline_cls),
     Row("pretrain", path("policy.model_name_or_path")),
     Row("reward_pretrain", _reward_pretrain),
     Row("rollout_batch_size", _rollout_batch, default=128),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from schema.interop.none import reason_for
+from schema.interop.model import Outcome
+from schema.interop.none import decides_method, reason_for
 from schema.interop.roll_hows import POLICY, lost, named_devices, reason
 from schema.interop.rows import (
     BadValue,
@@ -18,6 +19,7 @@ from schema.interop.rows import (
     mapped,
     nothing,
     shown,
+    unsupported,
 )
 
 _WORKERS = {
@@ -70,7 +72,13 @@ def _reward(reading: Reading, leaf: Leaf) -> Result:
         return _model_of_reward(reading, leaf, domain)
     if head == "system_envs":
         return nothing(reason("rewards.<domain>.system_envs"))
-    return lost(f"rewards.<domain>.{head}").run(reading, leaf) if _is_listed(head) else _unknown_reward(leaf)
+    if not _is_listed(head):
+        return _unknown_reward(leaf)
+    result = lost(f"rewards.<domain>.{head}").run(reading, leaf)
+    shapes = scorers(reading)[domain] is not None and decides_method(
+        "roll", f"rewards.<domain>.{head}", leaf.value
+    )
+    return unsupported(result.note) if shapes and result.outcome is Outcome.NONE else result
 
 
 def _is_listed(head: str) -> bool:
@@ -89,7 +97,9 @@ def _worker(reading: Reading, leaf: Leaf, domain: str) -> Result:
             f"the reward {domain} ({shown(leaf.value)}) has no function here: write one and name it in "
             f'{POLICY}.reward_function = "path/to/file.py:function"'
         )
-        return nothing(reason("rewards.<domain>.worker_cls"))
+        # With no function at all a placeholder stands in the result; else this domain would get another's.
+        lost_here = unsupported if any(found.values()) else nothing
+        return lost_here(reason("rewards.<domain>.worker_cls"))
     if len({name for name in found.values() if name}) > 1:
         return mapped((f"{POLICY}.reward_function", "by_source"), note=f"{ours} for this domain's rows")
     return mapped((f"{POLICY}.reward_function", ours))
@@ -120,7 +130,8 @@ def _filter(reading: Reading, leaf: Leaf, domain: str, key: str) -> Result:
             return implicit("0: groups without any difference are dropped")
         several = len({found for found in scorers(reading).values() if found}) > 1
         return mapped((f"{POLICY}.filter_reward_metric", ["by_source" if several else ours]))
-    return nothing(reason(f"rewards.<domain>.{table}"))
+    why = reason(f"rewards.<domain>.{table}")
+    return unsupported(why) if name == "type" else nothing(why)
 
 
 def _model_of_reward(reading: Reading, leaf: Leaf, domain: str) -> Result:

@@ -75,6 +75,11 @@ def nothing(reason: str) -> Result:
     return Result(Outcome.NONE, (), reason)
 
 
+def unsupported(reason: str) -> Result:
+    """There is no counterpart, and what is trained depends on it: the key goes into `[unsupported]`."""
+    return Result(Outcome.UNSUPPORTED, (), reason)
+
+
 def unknown(note: str) -> Result:
     """Not recognised."""
     return Result(Outcome.UNKNOWN, (), note)

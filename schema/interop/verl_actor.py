@@ -220,7 +220,14 @@ def _aggregation(reading: Reading, leaf: Leaf) -> Result:
         return mapped((key, mode))
     if mode == "seq-mean-token-sum-norm":
         longest = reading.integer(f"{ACTOR}.loss_scale_factor", None) or response_length(reading)
-        note = f"Dr. GRPO: sums of sequences over {longest} tokens, averaged over sequences"
+        note = f"Dr. GRPO: the sum over all tokens divided by {longest} tokens and the number of sequences"
+        reading.warn(
+            f"{ACTOR}.loss_agg_mode = seq-mean-token-sum-norm: the sum is divided by {longest} tokens and the number "
+            "of sequences of the optimizer step, as verl does where its agg_loss takes global_batch_size. Older "
+            "versions divide the sum of a micro-batch by the tokens alone: their gradient is larger by the number "
+            "of sequences of a micro-batch, which counts where gradients are clipped "
+            "(train.optm_grad_norm_clip) and where the optimizer is not of Adam's kind"
+        )
         return mapped(
             (key, "seq-mean-token-mean"), (f"{POLICY}.unbiased_loss_max_tokens", longest), note=note
         )
@@ -251,10 +258,10 @@ def _kl_coef(reading: Reading, leaf: Leaf) -> Result:
 @computed(f"{POLICY}.kl_type", words="`kl` → `k1`, `mse` → `k2`, `low_var_kl` → `k3`; with use_kl_loss only")
 def _kl_type(reading: Reading, leaf: Leaf) -> Result:
     name = as_text(leaf.value)
-    if name not in KL_TYPES:
-        raise BadValue(f"expected one of {', '.join(KL_TYPES)}, got {shown(name)}")
     if not reading.flag(f"{ACTOR}.use_kl_loss"):
         return implicit("no effect while use_kl_loss = false")
+    if name not in KL_TYPES:
+        raise BadValue(f"expected one of {', '.join(KL_TYPES)}, got {shown(name)}")
     return mapped((f"{POLICY}.kl_type", KL_TYPES[name]))
 
 

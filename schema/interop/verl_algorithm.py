@@ -62,7 +62,7 @@ def algorithm_rows() -> tuple[Row, ...]:
     kl = f"{POLICY}.kl_in_reward"
     old = "algorithm"
     return (
-        Row("algorithm.adv_estimator", choice(f"{POLICY}.advantage_estimator", _ESTIMATORS), default="gae"),
+        Row("algorithm.adv_estimator", _estimator, default="gae"),
         Row("algorithm.gamma", number(f"{POLICY}.gamma"), 1.0, ("algorithm.gemma",), no_discount),
         Row("algorithm.lam", number(f"{POLICY}.gae_lambda"), default=1.0, when=not_gae),
         Row("algorithm.norm_adv_by_std_in_grpo", _norm_by_std),
@@ -166,6 +166,20 @@ def critic_rows() -> tuple[Row, ...]:
 
 
 # --- algorithm ----------------------------------------------------------------------------------------------
+
+
+@computed(
+    f"{POLICY}.advantage_estimator",
+    words=", ".join(f"`{theirs}` → `{ours}`" for theirs, ours in _ESTIMATORS.items() if theirs != ours),
+)
+def _estimator(reading: Reading, leaf: Leaf) -> Result:
+    if not isinstance(leaf.value, str) or leaf.value not in _ESTIMATORS:
+        known = ", ".join(_ESTIMATORS)
+        raise BadValue(
+            f"no estimator of this name has a counterpart, only {known}; one of your own is named by "
+            f'{POLICY}.advantage_estimator = "path/to/file.py:function"'
+        )
+    return mapped((f"{POLICY}.advantage_estimator", _ESTIMATORS[leaf.value]))
 
 
 @computed(f"{POLICY}.unbiased_advantage", words="the other way round; with grpo only")

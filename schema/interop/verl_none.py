@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 _RAY = "starts and places Ray's actors; there is no Ray here, cosmos-launch starts plain processes"
 _HDFS = "verl's own HDFS client; here checkpoints lie below train.output_dir, and go to S3 by train.ckpt.upload_s3"
 _OWN_LOSS = (
@@ -218,3 +220,54 @@ VERL_NONE: dict[str, str] = {
     "global_profiler.tool": _PROFILER,
     **_ARTEFACTS,
 }
+
+_ROLE_METHOD: dict[str, tuple[Any, ...]] = {
+    "qat.enable": (),
+    "fsdp_config.qat.enable": (),
+    "megatron.qat.enable": (),
+    "router_replay.mode": ("disabled",),
+    "megatron.router_replay.mode": ("disabled",),
+    "megatron.override_transformer_config.moe_aux_loss_coeff": (),
+    "megatron.override_transformer_config.moe_z_loss_coeff": (),
+    "optim.override_optimizer_config.*": (),
+}
+_MODEL_METHOD: dict[str, tuple[Any, ...]] = {
+    "lora_adapter_path": (),
+    "exclude_modules": (),
+    "mtp.enable_train": (),
+}
+_REWARD_MANAGERS = ("naive", "batch", "prime", "dapo")
+_TRAINED = ("actor_rollout_ref.actor", "critic")
+
+VERL_METHOD: dict[str, tuple[Any, ...]] = {
+    "actor_rollout_ref.actor.policy_loss.loss_mode": (),
+    "actor_rollout_ref.actor.freeze_vision_tower": (),
+    **{f"{role}.{key}": neutral for role in _TRAINED for key, neutral in _ROLE_METHOD.items()},
+    **{
+        f"{model}.{key}": neutral
+        for model in ("actor_rollout_ref.model", "critic.model", "model")
+        for key, neutral in _MODEL_METHOD.items()
+    },
+    "optim.override_optimizer_config.*": (),
+    "actor_rollout_ref.ref.sync_actor_alpha": (1,),
+    "actor_rollout_ref.rollout.agent.default_agent_loop": ("single_turn_agent",),
+    "actor_rollout_ref.rollout.agent.agent_loop_config_path": (),
+    "actor_rollout_ref.rollout.use_fire_sampling": (),
+    "data.train_max_samples": (-1,),
+    "data.datagen.*": (),
+    "data.sampler.class_path": (),
+    "data.truncation": (),
+    "reward_model.reward_manager": _REWARD_MANAGERS,
+    "reward.reward_manager.name": _REWARD_MANAGERS,
+    "reward_manager.name": _REWARD_MANAGERS,
+    "sandbox_fusion.url": (),
+    "algorithm.rollout_correction.loss_type": ("ppo_clip",),
+    "algorithm.rollout_correction.rollout_is_batch_normalize": (),
+    "algorithm.rollout_correction.rollout_rs": (),
+    "algorithm.rollout_correction.rollout_token_veto_threshold": (),
+    "algorithm.use_pf_ppo": (),
+    "trainer.val_only": (),
+    "trainer.v1.sampler.custom_sampler.path": (),
+    "distillation.enabled": (),
+}
+"""What of the list decides what is trained -> verl's own defaults. Details of a part stand with its switch."""

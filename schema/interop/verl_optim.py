@@ -287,7 +287,7 @@ class Optim:
     def _optimizer(self, reading: Reading, leaf: Leaf) -> Result:
         name = _OPTIMIZERS.get(leaf.value) if isinstance(leaf.value, str) else None
         if name is None:
-            return unknown(f"there is no optimizer {shown(leaf.value)} here: AdamW, Adam or Muon")
+            raise BadValue(f"there is no optimizer {shown(leaf.value)} here: AdamW, Adam or Muon")
         note = "its weight decay is decoupled" if name != leaf.value else ""
         return mapped((f"{self.ours}.optm_name", name), note=note)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from schema.config.problem import format_key
 from schema.config.reading.tomlwrite import toml_value
+from schema.config.unsupported import TABLE
 from schema.interop.engine import yaml_value
 from schema.interop.keys import Path, split_key
 from schema.interop.model import Addition, Conversion, Entry, Outcome
@@ -23,9 +24,15 @@ _HEADINGS = {
     Outcome.FALLBACK: "Not built yet and without influence on the numbers: the nearest value stands above, "
     "the faithful one here.",
     Outcome.IMPLICIT: "Needs no key here.",
-    Outcome.NONE: "Has no counterpart here.",
+    Outcome.NONE: "Has no counterpart here, and changes nothing of what is trained.",
     Outcome.UNKNOWN: "Not understood: look at these.",
 }
+
+
+_UNSUPPORTED = (
+    "The source asks for these, they decide what is trained, and nothing here does the same. The file is refused "
+    "while they are there: remove a line to train without it, by another method than the source's."
+)
 
 
 def to_toml(conversion: Conversion) -> str:
@@ -78,16 +85,37 @@ def to_report(conversion: Conversion, mapped: bool = True) -> str:
         f"{_clean(conversion.name)}: {conversion.system}, {conversion.kind}",
         f"{len(conversion.leaves)} keys: {counts or 'none'}; {len(conversion.additions)} added",
     ]
+    lines += _unsupported(conversion)
     lines += [f"! {_clean(warning)}" for warning in conversion.warnings]
     for outcome in (Outcome.UNKNOWN, Outcome.NONE, Outcome.FALLBACK, Outcome.IMPLICIT, Outcome.MAPPED):
         entries = conversion.of(outcome)
         if entries and (mapped or outcome is not Outcome.MAPPED):
             lines += ["", f"{outcome.value}:"]
             lines += [f"  {_entry_line(entry, conversion.name)}" for entry in entries]
-    if conversion.additions:
+    added = [addition for addition in conversion.additions if not _is_unsupported(addition)]
+    if added:
         lines += ["", "added:"]
-        lines += [f"  {_addition_line(addition)}" for addition in conversion.additions]
+        lines += [f"  {_addition_line(addition)}" for addition in added]
     return "\n".join(lines)
+
+
+def _unsupported(conversion: Conversion) -> list[str]:
+    """What decides the method and has no counterpart, whether the file writes it or the source's default says so."""
+    lines = [f"  {_entry_line(entry, conversion.name)}" for entry in conversion.of(Outcome.UNSUPPORTED)]
+    for addition in filter(_is_unsupported, conversion.additions):
+        lines.append(
+            _clean(f"  {split_key(addition.key)[1]} = {yaml_value(addition.value)}: {addition.note}")
+        )
+    if not lines:
+        return []
+    heading = (
+        "unsupported: these decide what is trained, and the result is refused until each is removed from it"
+    )
+    return ["", heading, *lines, ""]
+
+
+def _is_unsupported(addition: Addition) -> bool:
+    return split_key(addition.key)[0] == TABLE
 
 
 # --- TOML ---------------------------------------------------------------------------------------------------
@@ -97,7 +125,10 @@ def _table(path: Path, table: Mapping[str, Any], notes: Mapping[Path, list[str]]
     plain = {key: value for key, value in table.items() if not isinstance(value, Mapping) or not value}
     tables = {key: value for key, value in table.items() if isinstance(value, Mapping) and value}
     lines: list[str] = []
-    if path and plain:
+    if path == (TABLE,):
+        lines += ["", *_comment(_UNSUPPORTED)]
+        lines += [f"[{TABLE}]"]
+    elif path and plain:
         lines += ["", f"[{format_key(path)}]"]
     for key, value in plain.items():
         lines += _line(f"{format_key((key,))} = {toml_value(value)}", notes.get((*path, key), []))
@@ -135,6 +166,8 @@ def _notes(conversion: Conversion) -> dict[Path, list[str]]:
 
 
 def _note_of(entry: Entry) -> str:
+    if entry.outcome is Outcome.UNSUPPORTED:
+        return entry.note
     return _with_note(f"{entry.source} = {yaml_value(entry.value)}", entry)
 
 
@@ -191,7 +224,7 @@ def _entry_line(entry: Entry, name: str) -> str:
     said = f"{where}{entry.source} = {yaml_value(entry.value)}"
     if entry.faithful:
         said += f" would be {_assignments(entry.faithful)}"
-    elif entry.targets:
+    elif entry.targets and entry.outcome is not Outcome.UNSUPPORTED:
         said += f" -> {_assignments(entry.targets)}"
     return _clean(_with_note(said, entry))
 

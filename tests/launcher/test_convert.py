@@ -19,9 +19,13 @@ ROLL = ROOT / "tests/schema/interop/examples/roll_megatron.yaml"
 
 
 def convert(*arguments: object, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
+    return program("convert", *arguments, cwd=cwd, **env)
+
+
+def program(*arguments: object, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
     kept = {key: value for key, value in os.environ.items() if not key.startswith("COSMOS_")}
     return subprocess.run(
-        [sys.executable, "-m", "launcher.cli", "convert", *map(str, arguments)],
+        [sys.executable, "-m", "launcher.cli", *map(str, arguments)],
         capture_output=True,
         text=True,
         encoding="utf-8",
@@ -77,6 +81,31 @@ def test_what_validate_says_has_its_place_in_the_result(tmp_path: Path) -> None:
 def test_strict_is_for_what_falls_short() -> None:
     assert convert(ROLL).returncode == 0
     assert convert(ROLL, "--strict").returncode == 2
+
+
+def test_a_lost_method_is_refused_by_every_command(tmp_path: Path) -> None:
+    source, target = tmp_path / "agents.yaml", tmp_path / "run.toml"
+    source.write_text((ROOT / "examples/roll_grpo.yaml").read_text() + "advantage_clip: 0.2\n")
+    run = convert(source, "-o", target, "--strict", cwd=ROOT)
+    assert run.returncode == 2
+    report = run.stderr.splitlines()
+    first = report.index(next(line for line in report if line.startswith("unsupported:")))
+    assert "advantage_clip = 0.2" in report[first + 1]
+    assert first < min(report.index(heading) for heading in ("none:", "implicit:", "added:"))
+    for arguments in (
+        ["validate", target],
+        ["validate", target, "--set", "unsupported={}"],
+        ["validate", target, "--set", "unsupported.advantage_clip=false"],
+        ["--config", target, "--dry-run"],
+        ["--config", target],
+    ):
+        refused = program(*arguments)
+        assert refused.returncode == 2, arguments
+        assert "unsupported" in refused.stderr, arguments
+    line = target.read_text().splitlines().index("advantage_clip = 0.2") + 1
+    assert f"{target}:{line}:1: unsupported.advantage_clip" in program("validate", target).stderr
+    target.write_text(target.read_text().replace("[unsupported]\n", "").replace("advantage_clip = 0.2\n", ""))
+    assert program("validate", target).returncode == 0
 
 
 def test_json_is_the_whole_account() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from schema.config.root import Config
+from schema.config.unsupported import DESCRIPTION, TABLE
 
 FILE_NAME = "config.schema.json"
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -23,6 +24,10 @@ def json_schema() -> dict[str, Any]:
     """The schema as a JSON-compatible value."""
     schema = Config.model_json_schema(mode="validation")
     _tidy(schema)
+    schema["properties"][TABLE] = {
+        "description": DESCRIPTION,
+        "not": {},
+    }  # an editor marks it, with the reason
     return {"$schema": DIALECT, **schema, "title": TITLE}
 
 

@@ -27,6 +27,7 @@ from schema.config.reading.magnitude import too_large
 from schema.config.reading.tomlread import depth_problem, dotted_path, too_deep
 from schema.config.root import Config
 from schema.config.rules import check_rules
+from schema.config.unsupported import TABLE, refusals
 
 Paths = Path | str | Sequence[Path | str]
 
@@ -80,9 +81,12 @@ def _check(data: Mapping[str, Any]) -> tuple[Config | None, list[tuple[KeyPath, 
     if (deep := too_deep(data)) is not None:
         return None, [(deep, depth_problem(deep))]
     remaining = deepcopy(dict(data))
+    unsupported = refusals(remaining)
+    remaining.pop(TABLE, None)
     problems: list[tuple[KeyPath, Problem]] = list(too_large(remaining))
     for path in {_removable(path) for path, _ in problems}:
         _remove(remaining, path)
+    problems = unsupported + problems
     config: Config | None = None
     while config is None:
         try:

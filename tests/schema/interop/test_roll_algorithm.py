@@ -62,16 +62,18 @@ def test_estimators(changes: dict[str, Any], estimator: str, unbiased: bool | No
     ],
 )
 def test_what_no_estimator_does_is_said(changes: dict[str, Any], key: str) -> None:
-    assert roll_with(changes).entry(key).outcome is Outcome.NONE
+    found = roll_with(changes)
+    assert found.entry(key).outcome is Outcome.UNSUPPORTED
+    assert found.unsupported[key] == changes[key]
 
 
-def test_a_silent_file_that_whitening_changes_is_warned_of() -> None:
-    assert any("always does" in text for text in roll_with({"adv_estimator": "reinforce"}).warnings)
-    assert not roll_with({"adv_estimator": "grpo"}).warnings
+def test_a_silent_file_that_whitening_changes_is_unsupported() -> None:
+    assert roll_with({"adv_estimator": "reinforce"}).unsupported == {"whiten_advantages": False}
+    assert not roll_with({"adv_estimator": "grpo"}).unsupported
 
 
-def test_unknown_estimators_are_unknown() -> None:
-    assert roll_with({"adv_estimator": "grpoo"}).entry("adv_estimator").outcome is Outcome.UNKNOWN
+def test_an_unknown_estimator_is_unsupported() -> None:
+    assert roll_with({"adv_estimator": "grpoo"}).unsupported == {"adv_estimator": "grpoo"}
 
 
 def test_kl_in_the_reward_needs_its_switch() -> None:
@@ -132,7 +134,9 @@ def test_aggregation(mode: str) -> None:
 
 
 def test_aggregation_by_the_longest_answer() -> None:
-    policy = _policy({"loss_agg_mode": "seq-mean-token-sum-norm", "response_length": 777})
+    found = roll_with({"loss_agg_mode": "seq-mean-token-sum-norm", "response_length": 777})
+    assert any("also divided by the number of samples" in text for text in found.warnings)
+    policy = found.config["train"]["train_policy"]
     assert (policy["loss_type"], policy["unbiased_loss_max_tokens"]) == ("seq-mean-token-mean", 777)
 
 
@@ -150,7 +154,7 @@ def test_correction_of_the_mismatch() -> None:
         "reject_above": 1.2,
     }
     segments = roll_with({**keys, "train_infer_correction.is_weight.weight_type": "segment"})
-    assert segments.entry("train_infer_correction.is_weight.weight_type").outcome is Outcome.NONE
+    assert segments.unsupported == {"train_infer_correction.is_weight.weight_type": "segment"}
 
 
 @pytest.mark.parametrize(
@@ -179,7 +183,7 @@ def test_dynamic_sampling() -> None:
     found = roll_with({f"{prefix}.type": "std_filter", f"{prefix}.filter_args.std_threshold": 0})
     assert value_of(found, f"{_POLICY}.filter_reward_metric") == ["boxed_math"]
     mean = roll_with({f"{prefix}.type": "mean_filter", f"{prefix}.filter_args.threshold_up": 0.9})
-    assert mean.entry(f"{prefix}.type").outcome is Outcome.NONE
+    assert mean.unsupported == {f"{prefix}.type": "mean_filter"}
 
 
 def test_domain_shares() -> None:
