@@ -65,7 +65,8 @@ def _add_pipeline(reading: Reading) -> None:
     """Which pipeline a file is for is said by the script that starts it; here by its keys, unless one names it."""
     kind = "distillation" if any(map(reading.below, DISTILLATION_ROLES)) else reading.kind
     if kind != "rlvr" and not reading.has("pipeline_cls"):
-        note = f"the file is of ROLL's {kind} pipeline; {reason('pipeline_cls')}"
+        title = "DPO" if kind == "dpo" else kind
+        note = f"the file is of ROLL's {title} pipeline; {reason('pipeline_cls')}"
         reading.add(unsupported_key("pipeline"), kind, note)
 
 

@@ -48,6 +48,7 @@ _KL_TYPES = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "k3"
     "low_var_kl": "k3"
 }
 _ESTIMATORS = ("grpo", "gae", "reinforce")
+_OWN_ESTIMATOR = f'one of your own can differ ({POLICY}.advantage_estimator = "path/to/file.py:function")'
 _OTHER_ESTIMATORS = ("gigpo", "step_reinforce", "agentic_reinforce")
 
 
@@ -112,9 +113,13 @@ def _part_of_estimator(key: str, faithful: int) -> How:
         if key != "whiten_advantages":
             return unsupported(reason(key))
         does = "does not whiten" if as_flag(leaf.value) else "always whitens"
-        return unsupported(f"{_choose(reading)[0]} {does} its advantages over the batch; {reason(key)}")
+        return unsupported(f"{_choose(reading)[0]} {does} its advantages over the batch; {_OWN_ESTIMATOR}")
 
     return How(run, (), "decides the estimator")
+
+
+def _no_estimator(reading: Reading) -> str:
+    return f"a {reading.kind} pipeline has no advantages" if reading.kind in ("dpo", "distillation") else ""
 
 
 def _no_reward_kl(reading: Reading) -> str:
@@ -320,7 +325,7 @@ def _reference(reading: Reading, leaf: Leaf) -> Result:
 
 ALGORITHM_ROWS: tuple[Row, ...] = (
     Row("adv_estimator", _estimator, default="gae"),
-    Row("whiten_advantages", _part_of_estimator("whiten_advantages", 2), default=False),
+    Row("whiten_advantages", _part_of_estimator("whiten_advantages", 2), default=False, when=_no_estimator),
     Row("reward_norm", unless(_OFF, "none", _part_of_estimator("reward_norm", 3))),
     Row("norm_mean_type", unless(_OFF, "none", _part_of_estimator("norm_mean_type", 3))),
     Row("norm_std_type", unless(_OFF, "none", _part_of_estimator("norm_std_type", 3))),

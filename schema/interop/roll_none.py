@@ -183,7 +183,8 @@ _TOP = {
 
 _WORKER = {
     "name": _RAY,
-    "worker_cls": _RAY,
+    "worker_cls": "the class of ROLL's worker, with a loss of its own where it is not ROLL's default; "
+    'train.train_policy.variant = "path/to/file.py:function" is the key for a loss of yours',
     "max_concurrency": _RAY,
     "backend_timeout": "how long a collective may take follows from the launcher's and controller's time-outs",
     "system_envs.*": _ENVIRONMENT,
@@ -360,6 +361,11 @@ ROLL_METHOD: dict[str, tuple[Any, ...]] = {
     ),
     "train_env_manager.group_filter_cls": ("roll.pipeline.agentic.agentic_pipeline.GroupFilter",),
     "train_env_manager.format_penalty": (),
+    "actor_train.worker_cls": (
+        "roll.pipeline.base_worker.ActorWorker",
+        "roll.pipeline.rlvr.actor_worker.ActorWorker",
+        "roll.pipeline.agentic.agentic_actor_worker.ActorWorker",
+    ),
     "actor_train.pg_variant": ("ppo",),
     "actor_train.model_args.adapter_name_or_path": (),
     "actor_train.model_args.moe_aux_loss_coef": (),

@@ -100,6 +100,7 @@ LOST = [
     ("roll", {"rewards.math_rule.response_length_penalty_coef": 0.1}),
     ("roll", {"rewards.judge.worker_cls": "mine.Judge"}),
     ("roll", {"actor_train.pg_variant": "topr"}),
+    ("roll", {"actor_train.worker_cls": "mine.TOPRWorker"}),
     ("roll", {"actor_train.model_args.model_type": "diffusion_module"}),
     ("roll", {"pipeline_cls": "roll.pipeline.dpo.dpo_pipeline.DPOPipeline"}),
     ("roll", {"pipeline_cls": "roll.pipeline.distill.distill_pipeline.DistillPipeline"}),
@@ -178,11 +179,11 @@ def test_values_that_ask_for_nothing_and_plumbing_are_no_entry(system: str, keys
         ({"train_batch_size": 64, "actor_train.device_mapping": "[0]"}, "dpo"),
         ({"student": {"device_mapping": "[0]"}, "teacher": {"infer_batch_size": 1}}, "distillation"),
         ({"student_train": {"infer_batch_size": 4}, "rollout_batch_size": 32}, "distillation"),
-        ({"custom_envs": {"Sokoban": {"env_type": "sokoban"}}, "rollout_batch_size": 32}, "agentic"),
+        ({"custom_envs": {"Sokoban": {"env_type": "sokoban"}}, "adv_estimator": "grpo"}, "agentic"),
     ],
 )
 def test_other_pipelines_of_roll_are_known_by_their_keys(keys: dict[str, Any], pipeline: str) -> None:
-    data = nest({"pretrain": "org/model", "adv_estimator": "grpo", "actor_train.infer_batch_size": 1, **keys})
+    data = nest({"pretrain": "org/model", "actor_train.infer_batch_size": 1, **keys})
     found = convert_text(yaml_text(data), "x.yaml")
     assert (found.kind, found.unsupported) == (pipeline, {"pipeline": pipeline})
     assert f"  pipeline = {pipeline}: " in to_report(found)
