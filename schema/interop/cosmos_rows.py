@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from schema.config.unsupported import TABLE
+from schema.interop.model import Outcome
 from schema.interop.none import reason_for
 from schema.interop.rows import (
     BadValue,
@@ -166,7 +168,14 @@ def _logprob_dtype(reading: Reading, leaf: Leaf) -> Result:
     return implicit("always float32") if leaf.value == "float32" else nothing(_reason("train.logprob_dtype"))
 
 
+@computed(words="stays there: a file that was converted before")
+def _unsupported(reading: Reading, leaf: Leaf) -> Result:
+    note = "the source of this converted file asks for it, and nothing here does the same"
+    return Result(Outcome.UNSUPPORTED, ((leaf.key, plain(leaf.value)),), note)
+
+
 RENAMED_ROWS: tuple[Row, ...] = (
+    Row(f"{TABLE}.*", _unsupported),
     Row("redis", _redis),
     Row("mode", _mode),
     _renamed("train.enable_validation", "validation.enable"),

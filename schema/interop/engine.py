@@ -101,7 +101,7 @@ def _with_method(reading: Reading, leaf: Leaf, result: Result) -> Result:
         loses_method = row is not None and not METHOD_KEYS.isdisjoint(row.how.ours)
     else:
         loses_method = result.outcome is Outcome.UNSUPPORTED
-    if not loses_method:
+    if not loses_method or result.targets:
         return result
     value = leaf.value if _plain(leaf.value) and _unwritable(leaf.value) is None else yaml_value(leaf.value)
     if isinstance(value, str):

@@ -31,7 +31,7 @@ class Outcome(StrEnum):
     MAPPED = "mapped"  # to one or more of our keys, the value maybe computed
     IMPLICIT = "implicit"  # always so here, or repeats another key, or had no effect there either
     FALLBACK = "fallback"  # changes speed or memory only, and its part is not built yet: nearest value
-    NONE = "none"  # no counterpart, and no part of the method: `schema.interop.none` has the reason
+    NONE = "none"  # no counterpart, and not part of the method: `schema.interop.none` has the reason
     UNKNOWN = "unknown"  # not recognised, or a value that cannot be understood
 
 

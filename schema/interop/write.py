@@ -24,7 +24,7 @@ _HEADINGS = {
     Outcome.FALLBACK: "Not built yet and without influence on the numbers: the nearest value stands above, "
     "the faithful one here.",
     Outcome.IMPLICIT: "Needs no key here.",
-    Outcome.NONE: "Has no counterpart here, and changes nothing of what is trained.",
+    Outcome.NONE: "Has no counterpart here, and is not part of the method.",
     Outcome.UNKNOWN: "Not understood: look at these.",
 }
 

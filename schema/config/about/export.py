@@ -24,10 +24,7 @@ def json_schema() -> dict[str, Any]:
     """The schema as a JSON-compatible value."""
     schema = Config.model_json_schema(mode="validation")
     _tidy(schema)
-    schema["properties"][TABLE] = {
-        "description": DESCRIPTION,
-        "not": {},
-    }  # an editor marks it, with the reason
+    schema["properties"][TABLE] = {"description": DESCRIPTION, "not": {}}  # editors mark it and say why
     return {"$schema": DIALECT, **schema, "title": TITLE}
 
 

@@ -164,7 +164,7 @@ NOTHING = [
 @pytest.mark.parametrize(
     ("system", "keys"), NOTHING, ids=[f"{system}:{next(iter(keys))}" for system, keys in NOTHING]
 )
-def test_values_that_ask_for_nothing_and_plumbing_are_no_entry(system: str, keys: dict[str, Any]) -> None:
+def test_values_that_ask_for_nothing_and_plumbing_are_not_entries(system: str, keys: dict[str, Any]) -> None:
     found = convert(system, keys)
     assert not found.unsupported
     assert "unsupported" not in found.config
@@ -225,6 +225,14 @@ def test_the_table_is_refused_however_it_is_written(tmp_path: Any) -> None:
         "unsupported.a.b",
         "unsupported.c",
     }
+
+
+def test_a_second_conversion_keeps_the_table() -> None:
+    once = roll_with({"adv_estimator": "gigpo", "reward_normalization.method": "mean_std"})
+    again = convert_text(to_toml(once), "run.toml")
+    assert again.system == "cosmos-rl"
+    assert again.unsupported == once.unsupported
+    assert tomllib.loads(to_toml(again)) == again.config
 
 
 def test_editors_mark_it() -> None:
