@@ -14,13 +14,12 @@ from starlette.requests import Request
 
 from controller.problems import ProblemError
 from schema.wire.messages import ErrorCode
+from schema.wire.secret import fault
 
 Caller = Literal["user", "rollout", "policy"]
 CALLERS: tuple[Caller, ...] = ("user", "rollout", "policy")
 CALLER = "cosmos.caller"
 """Where the guard leaves, in the scope of a request, who makes it."""
-MIN_TOKEN, MIN_DIFFERENT = 20, 8
-"""Characters of a token, and how many different ones: `secrets.token_urlsafe(32)` makes 43."""
 ANYBODY = frozenset(CALLERS)
 USER = frozenset({"user"})
 ROLLOUT = frozenset({"rollout"})
@@ -71,10 +70,5 @@ class Tokens:
 
 def _check_strength(caller: Caller, token: str) -> None:
     """Refuse what can be guessed, or cannot stand in a header. Never shows the token."""
-    if not token.isascii() or not token.isprintable() or " " in token:
-        raise ValueError(f"the token of {caller} holds characters other than printable ASCII without spaces")
-    if len(token) < MIN_TOKEN or len(set(token)) < MIN_DIFFERENT:
-        raise ValueError(
-            f"the token of {caller} can be guessed: it needs {MIN_TOKEN} characters or more, {MIN_DIFFERENT} of "
-            "them different (python -c 'import secrets; print(secrets.token_urlsafe(32))')"
-        )
+    if why := fault(token):
+        raise ValueError(f"the token of {caller} {why}")

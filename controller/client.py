@@ -9,6 +9,8 @@ while the others stand by. They are tried in turn, beginning with the one that a
 Of an https:// controller the certificate is verified: against the authorities of `tls_ca`, else of the file that
 COSMOS_TLS_CA names, else of the system.
 
+`secret` is that of a rollout replica (see `schema.wire.secret`): it goes with every call.
+
 Every call has a time-out. Lost connections, time-outs, 408 and 503 are retried with jittered back-off for up to
 `patience` seconds (all calls are idempotent, see `controller.api`), since a controller that died comes back.
 Everything else raises:
@@ -38,6 +40,7 @@ from pydantic import ValidationError
 from controller.api import Answer, Call
 from schema.tls import TlsFileError, client_context
 from schema.wire.messages import ErrorCode, Problem
+from schema.wire.secret import REPLICA_HEADER
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -63,11 +66,11 @@ class Untrusted(ControllerError):
 
 
 class Refused(ControllerError):
-    """The controller answered with a problem."""
+    """The controller answered with a problem. `retry_after`: seconds to another answer; 0: not told."""
 
-    def __init__(self, status: int, code: ErrorCode, detail: str) -> None:
+    def __init__(self, status: int, code: ErrorCode, detail: str, retry_after: float = 0.0) -> None:
         super().__init__(f"{detail} ({code}, HTTP {status})")
-        self.status, self.code, self.detail = status, code, detail
+        self.status, self.code, self.detail, self.retry_after = status, code, detail, retry_after
 
 
 class Unauthorized(Refused):
@@ -75,13 +78,15 @@ class Unauthorized(Refused):
 
 
 class _Base:
-    def __init__(self, url: str, token: str, patience: float) -> None:
+    def __init__(self, url: str, token: str, patience: float, secret: str) -> None:
         self.urls = [part.strip().rstrip("/") for part in url.split(",") if part.strip()]
         if not self.urls:
             raise ValueError("no address of a controller: expected http://host:port, or several with commas")
         self.patience = patience
         self._current = 0
         self._headers = {"authorization": f"Bearer {token}"}
+        if secret:
+            self._headers[REPLICA_HEADER] = secret
 
     @property
     def url(self) -> str:
@@ -146,9 +151,12 @@ class _Attempts:
 
     def refused(self, url: str, response: httpx.Response) -> float:
         """As `failed`, for an answer that says: not now."""
-        retry_after = response.headers.get("retry-after", "")
-        seconds = float(retry_after) if retry_after.isdigit() else 0.0
-        return self.failed(url, f"HTTP {response.status_code} {response.text[:200]}", seconds)
+        return self.failed(url, f"HTTP {response.status_code} {response.text[:200]}", _retry_after(response))
+
+
+def _retry_after(response: httpx.Response) -> float:
+    seconds = response.headers.get("retry-after", "")
+    return float(seconds) if seconds.isdigit() else 0.0
 
 
 def _problem(call: Call[T], response: httpx.Response) -> Refused:
@@ -158,7 +166,8 @@ def _problem(call: Call[T], response: httpx.Response) -> Refused:
         text = response.text[:300] or response.reason_phrase
         return Refused(response.status_code, ErrorCode.INTERNAL, f"{call.method} {call.path}: {text}")
     kind = Unauthorized if problem.status in (401, 403) else Refused
-    return kind(problem.status, problem.code, f"{call.method} {call.path}: {problem.detail}")
+    detail = f"{call.method} {call.path}: {problem.detail}"
+    return kind(problem.status, problem.code, detail, _retry_after(response))
 
 
 @lru_cache(maxsize=8)
@@ -202,8 +211,10 @@ def _retryable(response: httpx.Response) -> bool:
 class Client(_Base):
     """Synchronous client; one connection pool, safe to use from one thread."""
 
-    def __init__(self, url: str, token: str, *, patience: float = 0.0, tls_ca: str | None = None) -> None:
-        super().__init__(url, token, patience)
+    def __init__(
+        self, url: str, token: str, *, patience: float = 0.0, tls_ca: str | None = None, secret: str = ""
+    ) -> None:
+        super().__init__(url, token, patience, secret)
         self._http = httpx.Client(
             base_url=self.url, headers=self._headers, trust_env=False, verify=_context(url, tls_ca)
         )
@@ -237,8 +248,10 @@ class Client(_Base):
 class AsyncClient(_Base):
     """Asynchronous client; one connection pool, for one event loop."""
 
-    def __init__(self, url: str, token: str, *, patience: float = 0.0, tls_ca: str | None = None) -> None:
-        super().__init__(url, token, patience)
+    def __init__(
+        self, url: str, token: str, *, patience: float = 0.0, tls_ca: str | None = None, secret: str = ""
+    ) -> None:
+        super().__init__(url, token, patience, secret)
         limits = httpx.Limits(max_connections=64, max_keepalive_connections=32)
         self._http = httpx.AsyncClient(
             base_url=self.url,

@@ -242,6 +242,12 @@ class Leasing:
     def _seeds(self, kind: str, epoch: int, position: int, n: int) -> list[int]:
         return [sample_seed(self._sampling_seed, kind, epoch, position, index) for index in range(n)]
 
+    def holder(self, lease_id: str) -> str | None:
+        """Id of the replica that holds a lease, if anybody does."""
+        job = self._job
+        held = job.require_ledger().holder(lease_id)
+        return job.validation.holder(lease_id) if held is None and job.validation is not None else held
+
     async def release(self, lease_id: str) -> bool:
         """Give a lease back; what was pushed under it is kept for the next holder."""
         job = self._job

@@ -173,6 +173,11 @@ class Ledger(Replayable):
             group.expires = expires
             self._dirty[group.id] = group
 
+    def holder(self, lease_id: str) -> str | None:
+        """Id of the replica that holds a lease, if anybody does."""
+        group = self._by_lease.get(lease_id)
+        return None if group is None else group.replica_id
+
     def release(self, lease_id: str) -> bool:
         """Give a lease back; its pushed samples are kept for the next holder. False if nobody holds it."""
         group = self._by_lease.get(lease_id)

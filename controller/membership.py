@@ -47,7 +47,7 @@ class Membership:
 
     # ---- register -----------------------------------------------------------------------------------------
 
-    async def register(self, request: m.RegisterRequest) -> m.RegisterReply:
+    async def register(self, request: m.RegisterRequest, secret: str = "") -> m.RegisterReply:
         """Start a new incarnation of a replica. Raises `ReplicaError`, `ProblemError`."""
         job = self._job
         job.store.require()
@@ -63,7 +63,7 @@ class Membership:
             self._check_resume(request)
         elif job.ledger is None:
             raise ProblemError(ErrorCode.CONFLICT, "this is a supervised job: it takes no rollout replicas")
-        registered = job.registry.register(request, now)
+        registered = job.registry.register(request, now, secret)
         if not registered.repeated:
             self._welcome(request, registered, now)
         reply = self._reply(registered.replica)

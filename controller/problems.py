@@ -28,6 +28,8 @@ STATUS: dict[ErrorCode, int] = {
     ErrorCode.BAD_FRAME: 422,
     ErrorCode.UNAUTHORIZED: 401,
     ErrorCode.FORBIDDEN: 403,
+    ErrorCode.NOT_YOURS: 403,
+    ErrorCode.NAME_TAKEN: 409,
     ErrorCode.NOT_FOUND: 404,
     ErrorCode.TOO_LARGE: 413,
     ErrorCode.LEASE_LOST: 409,
@@ -90,7 +92,8 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(PublicationError)
     @app.exception_handler(ReplicaError)
     async def _decided(_: Request, error: LedgerError | PublicationError | ReplicaError) -> Response:
-        return problem(error.code, error.detail)
+        after = error.retry_after if isinstance(error, ReplicaError) else 0
+        return problem(error.code, error.detail, headers={"retry-after": str(after)} if after else None)
 
     @app.exception_handler(FrameError)
     async def _frame(_: Request, error: FrameError) -> Response:

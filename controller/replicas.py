@@ -10,12 +10,17 @@ with an id of its own (`name.3`), and from then on only the newest incarnation i
 (same request id) gets the same incarnation. A lost replica that beats again is live again, without its leases; but
 there is one trainer at a time, and one that was lost has left for good when another one comes.
 
+A registration may carry a secret, of which the hash is kept. Then every later call of that replica must carry it
+(`prove`), and while the replica is present nobody registers its name without it; with it, its place is taken at once.
+
 Pure: time comes in as `now`, and `take_changes` hands out the names whose records must be written.
 """
 
 from __future__ import annotations
 
 import hashlib
+import hmac
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -35,11 +40,14 @@ REMEMBERED_REQUESTS = 4
 
 
 class ReplicaError(Exception):
-    """A call that the registry refuses; `code` is for programs, the text for people."""
+    """A call that the registry refuses; `code` is for programs, the text for people.
 
-    def __init__(self, code: ErrorCode, detail: str) -> None:
+    retry_after: whole seconds after which it may be different; 0: never by itself.
+    """
+
+    def __init__(self, code: ErrorCode, detail: str, retry_after: int = 0) -> None:
         super().__init__(detail)
-        self.code, self.detail = code, detail
+        self.code, self.detail, self.retry_after = code, detail, retry_after
 
 
 @dataclass(slots=True)
@@ -70,10 +78,16 @@ class Replica:
     gauges: dict[str, float] = field(default_factory=dict)
     floor: int = 0
     """Highest incarnation of all names that had been forgotten when this one registered."""
+    secret_hash: str = ""
+    """Of the secret that it registered with; empty: with none, so anybody of its role may act for it."""
 
     @property
     def present(self) -> bool:
         return self.state in PRESENT
+
+    def knows(self, secret: str) -> bool:
+        """Whether a caller with this secret is the one that registered."""
+        return not self.secret_hash or hmac.compare_digest(self.secret_hash, _hash(secret))
 
     def to_record(self) -> dict[str, Any]:
         return asdict(self)
@@ -129,12 +143,13 @@ class Registry:
     def by_name(self, name: str) -> Replica | None:
         return self._by_name.get(name)
 
-    def register(self, request: RegisterRequest, now: float) -> Registered:
+    def register(self, request: RegisterRequest, now: float, secret: str = "") -> Registered:
         """Start a new incarnation of a name.
 
         Raises:
-            ReplicaError: the name belongs to the other role, the request is a late duplicate of an older
-                registration, or another trainer is present (there is one at a time).
+            ReplicaError: the name belongs to the other role, or to a replica that is present and has another secret;
+                the request is a late duplicate of an older registration; or another trainer is present (there is
+                one at a time).
         """
         known = self._by_name.get(request.name)
         if known is not None:
@@ -143,7 +158,10 @@ class Registry:
                     ErrorCode.CONFLICT,
                     f"the name {request.name!r} belongs to a {known.role} replica: choose another name",
                 )
-            if known.request_ids[-1] == request.request_id and known.state != "left":
+            proven = known.knows(secret)
+            if known.present and not proven:
+                raise self._name_taken(known, now)
+            if known.request_ids[-1] == request.request_id and known.state != "left" and proven:
                 known.last_seen = now
                 return Registered(known, repeated=True, superseded=None)
             if request.request_id in known.request_ids:
@@ -170,6 +188,7 @@ class Registry:
             world_size=request.world_size,
             engine=request.engine,
             floor=self._floor,
+            secret_hash=_hash(secret) if secret else "",
         )
         superseded = None if known is None else known.replica_id
         if superseded is not None:
@@ -177,6 +196,17 @@ class Registry:
         self._by_name[replica.name] = self._by_id[replica.replica_id] = replica
         self._dirty[replica.name] = replica
         return Registered(replica, repeated=False, superseded=superseded)
+
+    def _name_taken(self, known: Replica, now: float) -> ReplicaError:
+        left = max(1, math.ceil(known.last_seen + self._timeout - now))
+        return ReplicaError(
+            ErrorCode.NAME_TAKEN,
+            f"the name {known.name!r} is held by replica {known.replica_id} (host {known.host or 'unknown'}, "
+            f"pid {known.pid}), which has another secret: it is free once that one has left or was silent for "
+            f"{self._timeout:g} s, in {left} s at the earliest; of two replicas that were started under one name "
+            "one needs another name (COSMOS_REPLICA_NAME)",
+            left,
+        )
 
     def _forget(self) -> None:
         """Of too many absent replicas the one not heard of for longest goes; its id is never used again."""
@@ -263,6 +293,16 @@ class Registry:
             ErrorCode.UNKNOWN_REPLICA, f"replica {replica_id} is not registered: register first"
         )
 
+    def prove(self, replica_id: str, secret: str) -> Replica:
+        """The replica with this id if `secret` is the one that it registered with. Raises `ReplicaError`."""
+        replica = self.find(replica_id)
+        if not replica.knows(secret):
+            raise ReplicaError(
+                ErrorCode.NOT_YOURS,
+                f"this call does not carry the secret that {replica_id} registered with: nobody else acts for it",
+            )
+        return replica
+
     def check(self, replica_id: str, incarnation: int, role: Role | None = None) -> Replica:
         """The replica if it may act now. Raises `ReplicaError`."""
         replica = self.find(replica_id)
@@ -347,6 +387,11 @@ class Registry:
 def id_of(name: str, incarnation: int) -> str:
     """The id of an incarnation of a name."""
     return f"{_slug(name)}.{incarnation}"
+
+
+def _hash(secret: str) -> str:
+    """All that is kept of a secret: it cannot be guessed, so its hash needs no salt."""
+    return hashlib.sha256(secret.encode()).hexdigest()
 
 
 def _slug(name: str) -> str:

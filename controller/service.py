@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from starlette.requests import Request
+
 from controller.auth import Caller, Tokens
 from controller.declaring import Declaring
 from controller.job import Job
@@ -15,6 +17,7 @@ from controller.publishing import Publishing
 from controller.training import Training
 from controller.upkeep import Upkeep
 from schema.wire.messages import ErrorCode
+from schema.wire.secret import REPLICA_HEADER
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +41,15 @@ class Controller:
         publishing, declaring, operations = Publishing(job, training), Declaring(job), Operations(job)
         return cls(job, tokens, membership, leasing, training, publishing, declaring, operations, upkeep)
 
-    def require_own(self, caller: Caller, replica_id: str) -> None:
-        """A replica's token speaks for replicas of its own role. Raises `ProblemError`, `ReplicaError`."""
+    def require_own(self, request: Request, caller: Caller, replica_id: str) -> None:
+        """A replica's token, with the secret of its registration, speaks for that replica alone.
+
+        Raises `ProblemError`, `ReplicaError`.
+        """
         if caller == "user":
             return
         role = self.job.registry.find(replica_id).role
         if role != caller:
             detail = f"replica {replica_id} is a {role} replica, this is the token of {caller}"
             raise ProblemError(ErrorCode.FORBIDDEN, detail)
+        self.job.registry.prove(replica_id, request.headers.get(REPLICA_HEADER, ""))

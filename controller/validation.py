@@ -211,6 +211,10 @@ class Validation:
                 lost.append(lease.lease_id)
         return lost
 
+    def holder(self, lease_id: str) -> str | None:
+        """Id of the replica that holds a lease, if anybody does."""
+        return next((group.replica_id for group in self._held() if group.lease_id == lease_id), None)
+
     def release(self, lease_id: str) -> bool:
         for group in self._held():
             if group.lease_id == lease_id:

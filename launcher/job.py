@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import shutil
 import signal
 import time
@@ -33,7 +34,16 @@ from launcher.paths import absolute
 from launcher.placement import ProcessSpec
 from launcher.plan import Outcome, Plan
 from launcher.report import Collected, Result
-from launcher.restarts import EXIT_CONFIG, EXIT_OK, Budget, EndJob, Role, describe_exit, is_crash
+from launcher.restarts import (
+    EXIT_CONFIG,
+    EXIT_NAME_TAKEN,
+    EXIT_OK,
+    Budget,
+    EndJob,
+    Role,
+    describe_exit,
+    is_crash,
+)
 from launcher.rundir import base_environment, environment
 from launcher.screen import Screen
 from launcher.supervisor import Ending, Exit, Setting, Situation, Supervised, Supervisor
@@ -71,6 +81,8 @@ class Job:
         self.journal = Journal(run.launcher_json)
         self.watch = Watch(plan, self.contact, self.supervisor, self.view, self.event)
         self._errands: set[asyncio.Task[None]] = set()
+        self._secrets: dict[str, str] = {}
+        """Of each rollout replica by name: whoever succeeds it takes its place at once."""
 
     # ---- the whole ----------------------------------------------------------------------------------------
 
@@ -199,6 +211,11 @@ class Job:
         status = await self.contact.ask(api.job(), patience)
         if status.phase in (Phase.STOPPED, Phase.FAILED):
             status = await self.contact.ask(api.operate("resume"), patience)
+        for (
+            replica
+        ) in self.plan.workers:  # all have ended; they had other secrets, and hold their names still
+            if replica.role is Role.ROLLOUT:
+                await self.contact.tell(api.replica_exited(replica.name, "its launcher ended", crashed=False))
         self.event(f"going on after {status.step} of {status.total_steps} steps")
         return status.phase is not Phase.FINISHED
 
@@ -234,6 +251,8 @@ class Job:
         plan = self.plan
         tls_ca = plan.config.controller.tls_ca
         own = environment(spec.role, plan.tokens, plan.url, plan.redis.url, plan.redis.password, tls_ca)
+        if spec.role is Role.ROLLOUT:
+            own["COSMOS_REPLICA_SECRET"] = self._secrets.setdefault(spec.name, secrets.token_urlsafe(32))
         given = credentials_of(spec.role, base_environment(plan.env), plan.config.weight_sync.store)
         return {**given, **spec.env, **own}
 
@@ -255,7 +274,7 @@ class Job:
         is_replica = role in (Role.POLICY, Role.ROLLOUT)
         if is_replica and not self.contact.started.is_set() and exit_.code != EXIT_CONFIG:
             return await self._too_early(exit_)
-        if is_replica:
+        if is_replica and exit_.code != EXIT_NAME_TAKEN:  # else somebody else lives under its name
             crashed = is_crash(exit_.code) or name in self.watch.hung
             self.watch.hung.discard(name)
             await self.contact.tell(api.replica_exited(name, describe_exit(exit_.code), crashed=crashed))

@@ -21,7 +21,7 @@ HEALTHY_AFTER = 300.0
 """Seconds up after which a replica counts as healthy: more than any engine needs to load and fail."""
 
 EXIT_OK, EXIT_FAILED, EXIT_CONFIG = 0, 1, 2
-EXIT_FENCED, EXIT_NO_CHECKPOINT = 3, 4
+EXIT_FENCED, EXIT_NO_CHECKPOINT, EXIT_NAME_TAKEN = 3, 4, 5
 SIGNALLED = 128
 """Exit codes above it are signals, as in a shell."""
 _KILLS = (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM)
@@ -129,6 +129,9 @@ class Restarts:
         if code == EXIT_OK and self.role is Role.ROLLOUT:  # it was asked to leave: no failure
             self.total += 1
             return Restart(self.budget.delay(1), 0, limit, "it left in order and is the last one")
+        if code == EXIT_NAME_TAKEN and self.role is Role.ROLLOUT:  # the fault of whoever took it
+            self.total += 1
+            return Restart(self.budget.delay(1), 0, limit, "another replica lives under its name")
         self.streak = self.in_a_row(now)
         if self.streak >= limit:
             used = f"its restarts are used up (launcher.max_restarts = {limit})"

@@ -314,7 +314,7 @@ def base_environment(env: Mapping[str, str]) -> dict[str, str]:
         "COSMOS_TOKEN",
         "COSMOS_REDIS_",
         "COSMOS_CONTROLLER_URL",
-        "COSMOS_REPLICA_NAME",
+        "COSMOS_REPLICA_",
         "COSMOS_PARENT_PID",
     )
     kept = {key: value for key, value in env.items() if not key.startswith(private)}

@@ -1,13 +1,14 @@
 """`python -m rollout_worker`: one rollout replica.
 
 Environment: COSMOS_CONTROLLER_URL and COSMOS_TOKEN (the rollout role's); optional COSMOS_REPLICA_NAME,
-COSMOS_CPU_THREADS, COSMOS_PARENT_PID. Everything else comes with the registration.
+COSMOS_REPLICA_SECRET (who starts it again with the same one has its name at once), COSMOS_CPU_THREADS,
+COSMOS_PARENT_PID. Everything else comes with the registration.
 
 SIGTERM drains: no more leases, what can be is finished and pushed, the rest given back, all of it within
 launcher.shutdown_timeout; a second SIGTERM gives everything back at once.
 
-Exit codes: 0 the job is over, or this replica was asked to leave; 2 the settings cannot work; 1 anything else,
-to be restarted.
+Exit codes: 0 the job is over, or this replica was asked to leave; 2 the settings cannot work; 5 another replica lives
+under its name; 1 anything else, to be restarted.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ from rollout_worker.engines.base import EngineConfigError, EngineError
 from rollout_worker.errors import StoreSettingsError, WeightsUnreadableError
 from rollout_worker.rewards.pool import RewardPoolError
 from rollout_worker.rewards.registry import RewardConfigError
-from rollout_worker.session import JobOverError, SupersededError
+from rollout_worker.session import JobOverError, NameTakenError, SupersededError
+from schema.wire.secret import fault
 
-OK, FAILED, CONFIG = 0, 1, 2
+OK, FAILED, CONFIG, NAME_TAKEN = 0, 1, 2, 5
 log = logging.getLogger("rollout_worker")
 
 
@@ -40,21 +42,22 @@ def main() -> int:
     try:
         url, token = _required("COSMOS_CONTROLLER_URL"), _required("COSMOS_TOKEN")
         parent, threads = _number("COSMOS_PARENT_PID"), _number("COSMOS_CPU_THREADS")
+        secret = _secret("COSMOS_REPLICA_SECRET")
     except EnvironmentMissingError as error:
         log.error("%s", error)
         return CONFIG
     name = os.environ.get("COSMOS_REPLICA_NAME") or f"{socket.gethostname()}-{os.getpid()}"
-    return _run(url, token, name, parent, threads)
+    return _run(url, token, name, secret, parent, threads)
 
 
-def _run(url: str, token: str, name: str, parent: int | None, threads: int | None) -> int:
+def _run(url: str, token: str, name: str, secret: str, parent: int | None, threads: int | None) -> int:
     _set_up_libraries(threads)
     from rollout_worker.worker import Worker  # after the environment is known to be right: it takes seconds
 
     deadline = Deadline(OK)
 
     async def work() -> None:
-        worker = Worker(url, token, name, parent)
+        worker = Worker(url, token, name, parent, secret)
         worker.departure.install_signals()
         worker.departure.on_asked = deadline.start
         worker.on_config = deadline.configure
@@ -71,6 +74,9 @@ def _run(url: str, token: str, name: str, parent: int | None, threads: int | Non
     except JobOverError as error:
         log.info("%s", error)
         return OK
+    except NameTakenError as error:
+        log.error("%s", error)
+        return NAME_TAKEN
     except (ControllerError, EngineError, RewardPoolError, SupersededError, WeightsUnreadableError) as error:
         log.error("%s: %s", type(error).__name__, error)
         return FAILED
@@ -86,6 +92,14 @@ def _required(name: str) -> str:
         raise EnvironmentMissingError(
             f"{name} is not set: a rollout replica needs the controller's URL and the rollout token"
         )
+    return value
+
+
+def _secret(name: str) -> str:
+    """Taken out of the environment: what this process starts has no business with it."""
+    value = os.environ.pop(name, "")
+    if value and (why := fault(value)):
+        raise EnvironmentMissingError(f"{name} {why}")
     return value
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import random
 import secrets
 import socket
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -19,9 +21,18 @@ from schema.wire.messages import ErrorCode, RegisterReply, RegisterRequest
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
+FIRST_PAUSE, MAX_PAUSE = 0.2, 2.0
+"""Back-off bounds in seconds while another replica holds the name."""
+NAME_MARGIN = 3.0
+"""Seconds beyond the time at which a silent holder loses its name: the controller looks twice a second."""
+
 
 class SupersededError(Exception):
     """Another process has registered under this replica's name: this one must end."""
+
+
+class NameTakenError(Exception):
+    """Another replica lives under this replica's name: one of the two needs another one."""
 
 
 class JobOverError(Exception):
@@ -47,7 +58,11 @@ class Session:
         return self.reply.incarnation
 
     async def register(self) -> RegisterReply:
-        """Register, declaring what is held. Raises `JobOverError`, `SupersededError`, `ControllerError`."""
+        """Register, declaring what is held. A name that another replica holds is waited for until that one, had it
+        been silent, would have lost it.
+
+        Raises `JobOverError`, `SupersededError`, `NameTakenError`, `ControllerError`.
+        """
         request = RegisterRequest(
             request_id=secrets.token_hex(12),
             role="rollout",
@@ -57,17 +72,31 @@ class Session:
             held_leases=self._held.leases,
             newest_publication=self.newest_publication,
         )
-        try:
-            self.reply = await self._client.send(api.register(request))
-        except Refused as error:
-            raise _meaning(error) from error
+        self.reply = await self._once_free(request)
         log.info("registered as %s", self.reply.replica_id)
         return self.reply
+
+    async def _once_free(self, request: RegisterRequest) -> RegisterReply:
+        give_up, pause = None, FIRST_PAUSE
+        while True:
+            try:
+                return await self._client.send(api.register(request))
+            except Refused as error:
+                if error.code != ErrorCode.NAME_TAKEN:
+                    raise _meaning(error) from error
+                now = time.monotonic()
+                if give_up is None:
+                    log.warning("waiting for the name of this replica: %s", error.detail)
+                    give_up = now + error.retry_after + NAME_MARGIN
+                if now >= give_up:
+                    raise NameTakenError(error.detail) from error
+            await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+            pause = min(pause * 2, MAX_PAUSE)
 
     async def call(self, make: Callable[[Session], Call[T]]) -> T:
         """Send a call that names this replica, once more after registering again if it is not known.
 
-        Raises `JobOverError`, `SupersededError`, `ControllerError`.
+        Raises `JobOverError`, `SupersededError`, `NameTakenError`, `ControllerError`.
         """
         seen = self.incarnation
         try:
@@ -90,7 +119,7 @@ class Session:
 
 
 def _meaning(error: Refused) -> Exception:
-    if error.code == ErrorCode.STALE_INCARNATION:
+    if error.code in (ErrorCode.STALE_INCARNATION, ErrorCode.NOT_YOURS):
         return SupersededError(f"another process took over the name of this replica: {error.detail}")
     if error.code == ErrorCode.JOB_FAILED:
         return JobOverError(error.detail)

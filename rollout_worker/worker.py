@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -47,10 +48,14 @@ LOOK_S = 0.02
 
 
 class Worker:
-    """One life of a replica, from registration to leaving. `departure` is how to ask it to leave."""
+    """One life of a replica, from registration to leaving. `departure` is how to ask it to leave.
 
-    def __init__(self, url: str, token: str, name: str, parent: int | None) -> None:
-        self._client = AsyncClient(url, token, patience=REGISTER_PATIENCE)
+    secret: of an earlier life under the same name, whose place is taken at once; "": a new one.
+    """
+
+    def __init__(self, url: str, token: str, name: str, parent: int | None, secret: str = "") -> None:
+        secret = secret or secrets.token_urlsafe(32)
+        self._client = AsyncClient(url, token, patience=REGISTER_PATIENCE, secret=secret)
         self._parent = parent
         self._held, self._gauges = Held(), Gauges()
         self.departure = Departure()

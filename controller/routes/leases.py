@@ -17,8 +17,9 @@ def router(controller: Controller) -> APIRouter:
 
     @api.post("", responses={200: {"model": m.LeaseReply}}, openapi_extra=json_body(m.LeaseRequest))
     async def lease(request: Request) -> Response:
-        tokens.require(request, ROLLOUT)
+        caller = tokens.require(request, ROLLOUT)
         body = await read(request, m.LeaseRequest)
+        controller.require_own(request, caller, body.replica_id)
         first = await leasing.lease_now(body)
         if not leasing.may_wait(body, first):
             return reply(first)
@@ -27,7 +28,9 @@ def router(controller: Controller) -> APIRouter:
 
     @api.delete("/{lease_id}", responses={200: {"model": m.ReleaseReply}})
     async def release(request: Request, lease_id: Identifier) -> Response:
-        tokens.require(request, ROLLOUT)
+        caller = tokens.require(request, ROLLOUT)
+        if (holder := leasing.holder(lease_id)) is not None:
+            controller.require_own(request, caller, holder)
         return reply(m.ReleaseReply(released=await leasing.release(lease_id)))
 
     return api

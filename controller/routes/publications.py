@@ -53,7 +53,7 @@ def router(controller: Controller) -> APIRouter:
     ) -> Response:
         caller = tokens.require(request, ANYBODY)
         if replica_id:
-            controller.require_own(caller, replica_id)
+            controller.require_own(request, caller, replica_id)
         waiting = publishing.latest(newer_than, wait_s, replica_id, incarnation)
         publication = await unless_gone(request, waiting)
         return nothing() if publication is None else reply(publication)
@@ -62,7 +62,7 @@ def router(controller: Controller) -> APIRouter:
     async def report(request: Request, publication_id: PublicationId) -> Response:
         caller = tokens.require(request, ROLLOUT)
         body = await read(request, m.UpdateReport)
-        controller.require_own(caller, body.replica_id)
+        controller.require_own(request, caller, body.replica_id)
         await publishing.report(publication_id, body)
         return nothing()
 

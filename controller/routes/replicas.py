@@ -11,6 +11,7 @@ from controller.routes.base import Identifier, Reason, Since, json_body, nothing
 from controller.service import Controller
 from schema.wire import messages as m
 from schema.wire.history import DeclaredLeases, DeclareLeases, DeclareReply, DeclareRequest
+from schema.wire.secret import REPLICA_HEADER, fault
 
 
 def router(controller: Controller) -> APIRouter:
@@ -24,7 +25,10 @@ def router(controller: Controller) -> APIRouter:
         if body.role != caller:
             detail = f"the token of {caller} cannot register a {body.role} replica"
             raise ProblemError(m.ErrorCode.FORBIDDEN, detail)
-        return reply(await membership.register(body))
+        secret = request.headers.get(REPLICA_HEADER, "")
+        if secret and (why := fault(secret)):
+            raise ProblemError(m.ErrorCode.BAD_REQUEST, f"the header {REPLICA_HEADER} {why}")
+        return reply(await membership.register(body, secret))
 
     @api.get("", responses={200: {"model": list[m.ReplicaInfo]}})
     async def list_replicas(request: Request) -> Response:
@@ -46,7 +50,7 @@ def router(controller: Controller) -> APIRouter:
     )
     async def heartbeat(request: Request, replica_id: Identifier) -> Response:
         caller = tokens.require(request, REPLICAS)
-        controller.require_own(caller, replica_id)
+        controller.require_own(request, caller, replica_id)
         return reply(await membership.heartbeat(replica_id, await read(request, m.HeartbeatRequest)))
 
     @api.post(
@@ -64,13 +68,14 @@ def router(controller: Controller) -> APIRouter:
         openapi_extra=json_body(DeclareLeases),
     )
     async def leases(request: Request, replica_id: Identifier) -> Response:
-        tokens.require(request, ROLLOUT)
+        caller = tokens.require(request, ROLLOUT)
+        controller.require_own(request, caller, replica_id)
         return reply(await membership.declare_leases(replica_id, await read(request, DeclareLeases)))
 
     @api.post("/{replica_id}/drain", responses={200: {"model": m.DrainReply}})
     async def drain(request: Request, replica_id: Identifier) -> Response:
         caller = tokens.require(request, ANYBODY)
-        controller.require_own(caller, replica_id)
+        controller.require_own(request, caller, replica_id)
         return reply(await membership.drain(replica_id))
 
     @api.delete("/{replica_id}", status_code=204)
@@ -78,7 +83,7 @@ def router(controller: Controller) -> APIRouter:
         request: Request, replica_id: Identifier, incarnation: Since, reason: Reason = ""
     ) -> Response:
         caller = tokens.require(request, REPLICAS)
-        controller.require_own(caller, replica_id)
+        controller.require_own(request, caller, replica_id)
         await membership.leave(replica_id, incarnation, reason)
         return nothing()
 

@@ -26,13 +26,14 @@ def router(controller: Controller) -> APIRouter:
         openapi_extra=frame_body("one sample (schema.wire.sample)"),
     )
     async def push(request: Request, group_id: Identifier, index: Number) -> Response:
-        tokens.require(request, ROLLOUT)
+        caller = tokens.require(request, ROLLOUT)
         item = _item(group_id, request.headers.get("x-lease-id", ""), index)
         replica_id = request.headers.get("x-replica-id", "")
         if not replica_id or not item.lease_id:
             detail = "the headers x-replica-id and x-lease-id say whose sample this is, and one is missing"
             raise ProblemError(m.ErrorCode.BAD_REQUEST, detail)
         body = await request.body()
+        controller.require_own(request, caller, replica_id)
         return reply(await leasing.push(replica_id, body, [Push(item, body)]))
 
     @api.post(
@@ -43,9 +44,10 @@ def router(controller: Controller) -> APIRouter:
         ),
     )
     async def push_many(request: Request) -> Response:
-        tokens.require(request, ROLLOUT)
+        caller = tokens.require(request, ROLLOUT)
         body = await request.body()
         replica_id, pushes = _unpack(body)
+        controller.require_own(request, caller, replica_id)
         return reply(await leasing.push(replica_id, body, pushes))
 
     @api.get("/samples/{group_id}/{index}", responses=FRAME_ANSWER)

@@ -146,6 +146,7 @@ class WorkerProcess:
             "COSMOS_CONTROLLER_URL": url,
             "COSMOS_TOKEN": TOKENS["rollout"],
             "COSMOS_REPLICA_NAME": name,
+            "COSMOS_REPLICA_SECRET": f"a-secret-of-the-replica-{name}",
             "COSMOS_CPU_THREADS": "1",
             "OMP_NUM_THREADS": "1",
         }

@@ -19,7 +19,7 @@ PARENT = "COSMOS_VLLM_PARENT"
 MODULES = "COSMOS_VLLM_MODULES"
 """Modules, with commas, that each of those processes imports before it loads the model."""
 
-_SECRETS = ("COSMOS_TOKEN", "COSMOS_CONTROLLER_URL")
+_SECRETS = ("COSMOS_TOKEN", "COSMOS_REPLICA_SECRET", "COSMOS_CONTROLLER_URL")
 
 _EXIT_ORPHANED = 1
 _POLL_SECONDS = 0.5

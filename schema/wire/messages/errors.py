@@ -14,6 +14,8 @@ class ErrorCode(StrEnum):
     BAD_FRAME = "bad_frame"
     UNAUTHORIZED = "unauthorized"
     FORBIDDEN = "forbidden"
+    NOT_YOURS = "not_yours"
+    NAME_TAKEN = "name_taken"
     NOT_FOUND = "not_found"
     TOO_LARGE = "too_large"
     LEASE_LOST = "lease_lost"
