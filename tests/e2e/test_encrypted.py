@@ -56,14 +56,15 @@ s3_bucket = "{bucket}"
 
 
 def secrets_of(program: Program) -> set[str]:
-    """Every token that a process of the job holds in its environment."""
+    """Every token, and every replica's secret, that a process of the job holds in its environment."""
     found = set()
     for process in program.note_processes():
         try:
             environ = process.environ()
         except psutil.Error:
             continue
-        found |= {value for name, value in environ.items() if name.startswith("COSMOS_TOKEN")}
+        kinds = ("COSMOS_TOKEN", "COSMOS_REPLICA_SECRET")
+        found |= {value for name, value in environ.items() if name.startswith(kinds)}
     return found
 
 
@@ -116,8 +117,11 @@ def test_a_job_over_tls_gives_no_secret_away(
             monkeypatch.setenv("COSMOS_TLS_CA", str(made.ca))  # for the test's own client
             program.until_step(1)
             secrets = {*secrets_of(program), *list(PLANTED.values())[:3], *IN_ADDRESSES}
-            assert len(secrets) == 3 + 3 + 2, "the tokens of three roles, and what was planted"
+            assert len(secrets) == 3 + 1 + 3 + 2, (
+                "of three roles and one rollout replica, and what was planted"
+            )
             _look_as_users_do(program, secrets)
+            _check_successor(program)
             go_on(program)
             summary = program.finish()
             check_ledger(summary, 2, trained=5 * 4)
@@ -133,6 +137,26 @@ def test_a_job_over_tls_gives_no_secret_away(
         with server.client() as redis:
             stored = b"".join(redis.dump(key) or b"" for key in redis.keys("*"))
         assert all(secret.encode() not in stored for secret in secrets)
+
+
+def _check_successor(program: Program) -> None:
+    """Who is started for a killed rollout replica has its secret, and so its place at once; no reward process has."""
+
+    def own(pid: int) -> str:
+        return psutil.Process(pid).environ()["COSMOS_REPLICA_SECRET"]
+
+    pid = program.pid_of("rollout_worker")
+    secret, children = own(pid), psutil.Process(pid).children(recursive=True)
+    assert children, "processes of rewards"
+    assert all(secret not in child.environ().values() for child in children)
+    program.kill("rollout_worker")
+
+    def second(client: Client) -> bool:
+        return any(info.replica_id == "rollout-0.2" for info in client.send(api.replicas()))
+
+    assert program.until("the successor", second)
+    assert own(program.pid_of("rollout_worker")) == secret
+    assert "waiting for the name" not in (program.run_dir / "logs" / "rollout-0.log").read_text()
 
 
 def _look_as_users_do(program: Program, secrets: set[str]) -> None:

@@ -85,6 +85,9 @@ def test_whoever_is_killed_nothing_is_lost(
     assert verdict.violations == [], (tmp_path / "job" / "launcher.log").read_text()[-5000:]
     assert len(verdict.kills) >= len(roles) - 1, "the job is long enough to be hit"
     assert verdict.dropped == 0
+    logs = [path.read_text() for path in (tmp_path / "job").glob("**/logs/rollout-*.log")]
+    assert logs
+    assert not any("waiting for the name" in log for log in logs), "successors have their places at once"
 
 
 def moody_job(folder: Path, model: Path, kinds: list[str], rows: int, **changes: str) -> Path:

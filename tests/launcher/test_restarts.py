@@ -69,6 +69,15 @@ def test_no_checkpoint_ends_the_job_by_name_and_only_for_a_policy():
     assert isinstance(exited(Restarts("rollout-0", Role.ROLLOUT, BUDGET), 0.0, 4), Restart)
 
 
+def test_a_name_that_another_replica_took_costs_no_budget():
+    restarts = Restarts("rollout-0", Role.ROLLOUT, BUDGET)
+    for _ in range(BUDGET.max_restarts + 1):
+        restarts.started(0.0)
+        verdict = exited(restarts, 1.0, 5)
+        assert verdict == Restart(1.0, 0, 3, "another replica lives under its name")
+    assert isinstance(exited(Restarts("policy-0", Role.POLICY, BUDGET), 0.0, 5), Restart)
+
+
 def test_a_fenced_controller_is_not_restarted():
     verdict = exited(Restarts("controller", Role.CONTROLLER, BUDGET), 0.0, 3)
     assert isinstance(verdict, EndJob)

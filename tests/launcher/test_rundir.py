@@ -221,6 +221,8 @@ def test_the_users_environment_is_passed_on_without_secrets_of_jobs():
             "COSMOS_REDIS_PASSWORD": "t",
             "COSMOS_CONTROLLER_URL": "t",
             "COSMOS_PARENT_PID": "1",
+            "COSMOS_REPLICA_NAME": "t",
+            "COSMOS_REPLICA_SECRET": "t",
         }
     )
     assert base["HOME"] == "/h"
