@@ -9,6 +9,10 @@
         launcher.json              what the launcher knows: processes, restarts, what died (see launcher.journal)
         redis/, data/, weights/, checkpoints/, final/, controller.json, summary.json
 
+Private to their owner are .tokens/, .locks/, redis/, and config.json and config.toml, into which people may have
+written what they should not; all else has the mode that the umask gives (`schema.files` corrects libraries that make
+files 0600 on their own).
+
 A run is alive iff its launcher's lock is held: the kernel lets go of it with the process, however that ends, so no
 process id that was given to somebody else can be mistaken for a launcher. What outlives a killed launcher for
 some seconds holds the lock of its role: whoever resumes the run waits for it.
@@ -326,8 +330,8 @@ def base_environment(env: Mapping[str, str]) -> dict[str, str]:
     return {**kept, "PYTHONUNBUFFERED": "1"}
 
 
-def write_text(path: Path, text: str, mode: int = 0o644) -> None:
-    """Write beside and rename: a reader never sees half a file."""
+def write_text(path: Path, text: str, mode: int = 0o666) -> None:
+    """Write beside and rename: a reader never sees half a file. The umask takes its part of `mode`."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     with os.fdopen(
         os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w", encoding="utf-8"

@@ -27,6 +27,7 @@ from policy_worker.learner import Learner
 from policy_worker.model import DTYPES, PolicyModel
 from schema.config import Config
 from schema.config.modules import CANNOT_LOAD
+from schema.files import usual_mode
 from weight_sync import hub_tensors
 
 log = logging.getLogger(__name__)
@@ -82,7 +83,8 @@ def write_shards(
     size = 0
 
     def flush() -> None:
-        save_file(pending, directory / _part(len(shards)), {"format": "pt"})
+        with usual_mode(directory / _part(len(shards))):
+            save_file(pending, directory / _part(len(shards)), {"format": "pt"})
         shards.append({name: tensor.nbytes for name, tensor in pending.items()})
         pending.clear()
 
@@ -127,7 +129,7 @@ def _write_code(model: PolicyModel, directory: Path) -> None:
         if kind.__module__.startswith(f"{TRANSFORMERS_DYNAMIC_MODULE_NAME}."):
             file = str(sys.modules[kind.__module__].__file__)
             for source in (file, *get_relative_import_files(file)):
-                shutil.copy(source, directory)
+                shutil.copyfile(source, directory / Path(source).name)
             return
 
 

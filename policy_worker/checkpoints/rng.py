@@ -20,6 +20,7 @@ from safetensors.numpy import load_file, save_file
 
 from policy_worker.checkpoints.layout import rng_file
 from policy_worker.errors import DamagedCheckpointError
+from schema.files import usual_mode
 
 States = dict[str, np.ndarray[Any, Any]]
 
@@ -65,10 +66,12 @@ def seed_new_rank(seed: int, step: int, rank: int) -> None:
 
 def write(directory: Path, rank: int, states: States) -> None:
     """Raises `OSError`."""
+    path = directory / rng_file(rank)
     try:
-        save_file(states, directory / rng_file(rank))
+        with usual_mode(path):
+            save_file(states, path)
     except SafetensorError as error:
-        raise OSError(f"{directory / rng_file(rank)}: {error}") from error
+        raise OSError(f"{path}: {error}") from error
 
 
 def restore(

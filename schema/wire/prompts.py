@@ -23,6 +23,8 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from schema.files import usual_mode
+
 FORMAT = "cosmos-prompts-1"
 _TYPES = {"token_ids": "I32", "offsets": "I64", "rows": "U8", "row_ends": "I64", "loss_mask": "U8"}
 
@@ -58,7 +60,8 @@ def write_prompts(
     for left in path.parent.glob(f".{path.name}.*"):  # by a process that was killed while it wrote
         left.unlink(missing_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    save_file(tensors, temporary, {"format": FORMAT, **(metadata or {})})
+    with usual_mode(temporary):
+        save_file(tensors, temporary, {"format": FORMAT, **(metadata or {})})
     os.replace(temporary, path)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 import subprocess
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from controller import api
 from controller.client import Client, Untrusted
 from tests.e2e.held import go_on, hold
 from tests.e2e.program import COMMAND, Program, check_ledger, write_config
+from tests.security.modes import umask, wrong_modes
 from tests.support.certificates import make_certificates
 from tests.support.objects import running_objects
 from tests.support.tls_proxy import tls_proxy
@@ -113,7 +113,7 @@ def test_a_job_over_tls_gives_no_secret_away(
         config.write_text(
             config.read_text().replace("\n[launcher]\n", EXTRA.format(port=port, bucket=BUCKET, **files))
         )
-        with Program(config) as program:
+        with umask(0o027), Program(config) as program:
             monkeypatch.setenv("COSMOS_TLS_CA", str(made.ca))  # for the test's own client
             program.until_step(1)
             secrets = {*secrets_of(program), *list(PLANTED.values())[:3], *IN_ADDRESSES}
@@ -131,9 +131,7 @@ def test_a_job_over_tls_gives_no_secret_away(
             assert [path.name for path in checkpoints] == [f"step-{step:08d}" for step in (2, 4, 5)]
             for path in (*checkpoints, program.run_dir / "final"):
                 check_uploaded(store, BUCKET, f"outputs/run/{path.name}", path)
-        tokens = program.run_dir / ".tokens"
-        assert stat.S_IMODE(tokens.stat().st_mode) == 0o700
-        assert {stat.S_IMODE(path.stat().st_mode) for path in tokens.iterdir()} == {0o600}
+        assert wrong_modes(program.run_dir) == {}
         with server.client() as redis:
             stored = b"".join(redis.dump(key) or b"" for key in redis.keys("*"))
         assert all(secret.encode() not in stored for secret in secrets)
