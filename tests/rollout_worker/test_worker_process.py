@@ -11,12 +11,16 @@ import sys
 import pytest
 
 from controller import api
+from controller.client import Client
 from schema.wire.messages import Phase
+from tests.controller.drivers import Rollout
 from tests.rollout_worker.stage import Stage
+from tests.support.controller import TOKENS
 from tests.support.waiting import PATIENCE, until
 
 pytestmark = pytest.mark.slow
 
+SECRET = "a-secret-of-this-test-alone"
 PROMPTS = [f"question {i}?" for i in range(16)]
 
 
@@ -121,6 +125,26 @@ def test_it_leaves_when_its_launcher_is_gone(stage: Stage) -> None:
     assert "is gone" in worker.log.read_text()
 
 
+def test_it_ends_by_name_where_another_replica_lives_under_its_name(stage: Stage) -> None:
+    stage.prepare(stage.config(controller__heartbeat_timeout=5.0), PROMPTS)
+    served = stage.serve()
+    holder = Rollout(
+        stage.stack.enter_context(Client(served.url, TOKENS["rollout"], secret=f"holder-{SECRET}"))
+    )
+    holder.register()
+    worker = stage.worker_process(served.url, COSMOS_REPLICA_SECRET=SECRET)
+
+    def ended() -> bool:
+        holder.beat()
+        return worker.process.poll() is not None
+
+    until(ended, "the end of the worker")
+    log = worker.log.read_text()
+    assert worker.wait() == 5, log
+    assert "'rollout-0' is held by replica rollout-0.1" in log
+    assert SECRET not in log
+
+
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
@@ -133,6 +157,14 @@ def test_it_leaves_when_its_launcher_is_gone(stage: Stage) -> None:
                 "COSMOS_CPU_THREADS": "many",
             },
             "COSMOS_CPU_THREADS = 'many'",
+        ),
+        (
+            {
+                "COSMOS_CONTROLLER_URL": "http://127.0.0.1:1",
+                "COSMOS_TOKEN": "x",
+                "COSMOS_REPLICA_SECRET": "a" * 40,
+            },
+            "COSMOS_REPLICA_SECRET can be guessed",
         ),
     ],
 )
