@@ -97,6 +97,11 @@ class Publisher(Trainer):
         return samples
 
 
+def secret_of(name: str) -> str:
+    """The same for every life of a name, as the launcher has it."""
+    return f"a-secret-of-the-replica-{name}"
+
+
 class WorkerThread:
     """A rollout worker on an event loop of its own."""
 
@@ -110,7 +115,7 @@ class WorkerThread:
 
     def _run(self) -> None:
         async def work() -> None:
-            self.worker = Worker(self._url, TOKENS["rollout"], self._name, None)
+            self.worker = Worker(self._url, TOKENS["rollout"], self._name, None, secret_of(self._name))
             self._loop = asyncio.get_running_loop()
             self._made.set()
             await self.worker.run()
@@ -146,7 +151,7 @@ class WorkerProcess:
             "COSMOS_CONTROLLER_URL": url,
             "COSMOS_TOKEN": TOKENS["rollout"],
             "COSMOS_REPLICA_NAME": name,
-            "COSMOS_REPLICA_SECRET": f"a-secret-of-the-replica-{name}",
+            "COSMOS_REPLICA_SECRET": secret_of(name),
             "COSMOS_CPU_THREADS": "1",
             "OMP_NUM_THREADS": "1",
         }
