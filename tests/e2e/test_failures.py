@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.e2e.held import go_on, hold
@@ -55,6 +57,26 @@ def test_a_killed_launcher_leaves_no_orphan_of_vllm(tmp_path: Path, model: Path)
         program.process.kill()
         program.wait()
         program.wait_no_orphans()
+
+
+def test_after_a_power_cut_no_replica_waits_for_its_name(tmp_path: Path, model: Path) -> None:
+    """Nobody could leave, and the secrets are gone: the launcher that resumes the run says that all have ended."""
+    config = write_config(tmp_path, model, steps=4, validation=False)
+    config.write_text(config.read_text() + "\n[train.ckpt]\nenable_checkpoint = true\nsave_freq = 1\n")
+    with Program(hold(config, step=2, rows=200)) as program:
+        program.until("a checkpoint", lambda _: list(program.run_dir.glob("checkpoints/latest")))
+        processes = program.note_processes()
+        program.process.kill()
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        program.wait()
+    go_on(program)
+    with Program(config, ("--resume",)) as program:
+        check_ledger(program.finish(), 2, trained=4 * 4)
+        log = (program.run_dir / "logs" / "rollout-0.log").read_text()
+        assert "registered as rollout-0.2" in log
+        assert "waiting for the name" not in log
 
 
 def test_a_crashing_replica_ends_the_job_when_its_budget_is_used_up(tmp_path: Path, model: Path) -> None:
