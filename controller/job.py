@@ -24,7 +24,7 @@ from controller.prompts import Prompts
 from controller.publications import Publications
 from controller.replicas import Registry
 from controller.signals import Signal
-from controller.store import PayloadKey, Saved, StateStore, Table
+from controller.store import PayloadKey, Saved, StateStore, StoreUnavailable, Table
 from controller.store.payloads import Payload
 from controller.store.state import Render
 from controller.updates import Updates
@@ -176,6 +176,14 @@ class Job:
         if self._stored.get(name) != value:
             self._stored[name] = value
             rows[Table.HEADERS, name] = partial(dict, value)
+
+    def require_room(self) -> None:
+        """Raise `StoreUnavailable` while Redis is so slow that no more payloads may wait for it."""
+        limit = self.config.controller.max_buffered_bytes
+        if self.store.backlog_bytes > limit:
+            raise StoreUnavailable(
+                f"samples of more than controller.max_buffered_bytes = {limit} bytes wait for Redis"
+            )
 
     async def save(self, puts: Mapping[PayloadKey, Payload] | None = None) -> None:
         """Write what changed; returns when it, and all that others wait for, is in Redis."""

@@ -271,6 +271,7 @@ class Leasing:
         job = self._job
         missing = await self._missing_files(pushes)  # first of all: no await may lie between the others
         job.store.require()
+        job.require_room()
         replica, now = job.registry.find(replica_id), job.clock()
         if replica.role != "rollout":
             raise ReplicaError(ErrorCode.FORBIDDEN, f"replica {replica_id} is a {replica.role} replica")

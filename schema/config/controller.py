@@ -77,8 +77,9 @@ class ControllerConfig(Section):
     max_buffered_bytes: int = Field(
         default=1024 * 1024 * 1024,
         ge=1024,
-        description="Bytes of request bodies that may be held at once; beyond them callers are told to come back. "
-        "A single body is always taken.",
+        description="Bytes of request bodies that may be held at once, three quarters of them by rollout replicas; "
+        "beyond them callers are told to come back. The first 64 KiB of each body are not counted, and a single "
+        "body is always taken.",
     )
     payload_store: str = Field(
         default="",

@@ -8,6 +8,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 import uvicorn
+from hypothesis import given
+from hypothesis import strategies as st
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -58,7 +60,15 @@ class Stage:
 
 @asynccontextmanager
 async def served(**limits: float) -> AsyncIterator[Stage]:
-    body = BodyLimit(echo, NoBacklog(), 10_000, 15_000, stall=limits.get("stall", GRACE))  # type: ignore[arg-type]
+    body = BodyLimit(
+        echo,
+        NoBacklog(),  # type: ignore[arg-type]
+        10_000,
+        20_000,
+        small=0,
+        stall=limits.get("stall", GRACE),
+        grace=limits.get("grace", GRACE),
+    )
     protocol = PatientProtocol.limited(
         int(limits.get("connections", 100)), limits.get("head", GRACE), limits.get("read", GRACE)
     )
@@ -155,12 +165,37 @@ def test_a_body_that_stops_is_given_up(framing: bytes) -> None:
     run(scenario)
 
 
+@pytest.mark.parametrize(
+    ("framing", "drop"),
+    [
+        (b"content-length: 9999\r\n\r\n", b"a"),
+        (b"content-length: 99999999\r\n\r\n", b"a"),
+        (b"transfer-encoding: chunked\r\n\r\n", b"1\r\na\r\n"),
+    ],
+)
+def test_a_body_that_drips_ends_after_its_total_time(framing: bytes, drop: bytes) -> None:
+    async def scenario() -> None:
+        async with served(grace=0.2) as stage:
+            reader, writer = await stage.connect()
+            writer.write(HEAD + framing)
+            answer = asyncio.create_task(reader.readuntil(b"}"))  # then it is reset, by what comes late
+            while not answer.done():
+                writer.write(drop)
+                await asyncio.sleep(0.01)
+            assert b" 408 " in answer.result()
+            assert b"took longer" in answer.result()
+            assert stage.limits.budget.used == 0
+            writer.close()
+
+    run(scenario)
+
+
 def test_bodies_share_a_budget_and_are_told_to_come_back() -> None:
     async def scenario() -> None:
         async with served() as stage:
             _, slow = await stage.connect()
-            slow.write(HEAD + b"content-length: 9000\r\n\r\n" + b"x" * 10)
-            await until(lambda: stage.limits.budget.used == 9000)
+            slow.write(HEAD + b"content-length: 9000\r\n\r\n" + b"x" * 8999)
+            await until(lambda: stage.limits.budget.used == 8999)
             close = b"connection: close\r\n"
             status, answer = await stage.ask(HEAD + close + b"content-length: 9000\r\n\r\n" + b"x" * 9000)
             assert status == 503
@@ -170,7 +205,7 @@ def test_bodies_share_a_budget_and_are_told_to_come_back() -> None:
             assert (await stage.ask(chunked + chunk + b"0\r\n\r\n"))[0] == 200
             assert (await stage.ask(chunked + chunk + chunk[:-2] + b"\r\n0\r\n\r\n"))[0] == 503
             assert (await stage.ask(chunked + 3 * chunk + b"0\r\n\r\n"))[0] in (413, 503)
-            assert stage.limits.budget.used == 9000
+            assert stage.limits.budget.used == 8999
             slow.close()
             await until(lambda: not stage.limits.budget.used)
             assert (await stage.ask(HEAD + close + b"content-length: 9000\r\n\r\n" + b"x" * 9000))[0] == 200
@@ -219,13 +254,26 @@ def test_an_answer_that_nobody_reads_is_dropped_and_a_slow_reader_gets_it() -> N
     run(scenario)
 
 
-def test_a_budget_takes_one_body_of_any_size() -> None:
-    budget = Budget(10)
-    assert budget.take(100)
-    assert not budget.take(1)
-    budget.give(100)
-    assert budget.take(10)
-    assert not budget.take(1)
+@given(
+    limit=st.integers(1, 20),
+    parts=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 12)), max_size=60),
+)
+def test_a_budget_holds_its_limit_or_one_body_and_never_stops_all(
+    limit: int, parts: list[tuple[int, int]]
+) -> None:
+    """Five bodies: a part of 0 bytes ends one, as does a refusal."""
+    budget, charged = Budget(limit), [0] * 5
+    for body, n in parts:
+        others = sum(charged) - charged[body]
+        taken = n > 0 and budget.take(n, charged[body])
+        if taken:
+            charged[body] += n
+        else:
+            assert not n or (others and others + charged[body] + n > limit)
+            budget.give(charged[body])
+            charged[body] = 0
+        assert budget.used == sum(charged)
+        assert budget.used <= limit or max(charged) == sum(charged)
 
 
 def test_the_limit_of_connections_leaves_descriptors_for_the_rest() -> None:

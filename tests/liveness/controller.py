@@ -14,6 +14,7 @@ from controller import api
 from controller.client import Client, ControllerError
 from controller.facts import ledger_params
 from controller.ledger import Ledger
+from controller.limits import SMALL_BODY
 from controller.serve import Settings, StartError, open_job
 from launcher.encryption import check_encryption
 from launcher.restarts import Role
@@ -26,6 +27,7 @@ from tests.liveness.probe import Made, Place, With, changed, grpo, sft, watch
 from tests.support.controller import TOKENS, make_run_dir
 from tests.support.served import ServedController, served_controller
 from tests.support.valkey import running_valkey
+from tests.support.waiting import until
 
 POLICY = "train.train_policy"
 BUSY = {"train.train_batch_per_replica": 8, "rollout.n_generation": 4}  # two groups of four samples per step
@@ -352,18 +354,16 @@ def large_request(config: Config, place: Place) -> str:
 
 
 def request_beside_a_slow_one(config: Config, place: Place) -> int:
-    """Status of a request of 4 kB while another one has announced 4 kB and sends nothing."""
+    """Status of a request of 128 KiB while another one has sent most of its 128 KiB."""
     with staged(config, place) as stage:
         host, port = stage.served.url.removeprefix("http://").split(":")
-        head = f"POST /v1/samples HTTP/1.1\r\nhost: {host}\r\ncontent-length: 4096\r\n"
+        size = 2 * SMALL_BODY
+        head = f"POST /v1/samples HTTP/1.1\r\nhost: {host}\r\ncontent-length: {size}\r\n"
         authorization = f"authorization: Bearer {TOKENS['rollout']}\r\n\r\n"
         with socket.create_connection((host, int(port)), 10) as slow:
-            slow.sendall((head + authorization).encode())
-            while (
-                status := _post(stage, b"x" * 4096)
-            ) == 422 and config.controller.max_buffered_bytes < 8192:
-                pass  # the slow one's head has not been read yet
-        return status
+            slow.sendall((head + authorization).encode() + b"x" * (size - 1))
+            until(lambda: stage.served.body_limit.budget.used > 0, "the slow one")
+            return _post(stage, b"x" * size)
 
 
 def _post(stage: Stage, body: bytes) -> int:

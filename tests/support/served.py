@@ -17,6 +17,7 @@ from controller.app import create_app
 from controller.client import Client
 from controller.connections import PatientProtocol
 from controller.job import Job
+from controller.limits import BodyLimit
 from controller.serve import Settings, write_address
 from controller.service import Controller
 from controller.store import StateStore
@@ -63,8 +64,9 @@ class ServedController:
         write_address(settings, settings.url(0))
         self.controller = Controller.of(job, settings.tokens)
         self._listener = socket.create_server(("127.0.0.1", 0))
+        self._app = create_app(self.controller)
         options = uvicorn.Config(
-            create_app(self.controller), lifespan="off", log_config=None, access_log=False,
+            self._app, lifespan="off", log_config=None, access_log=False,
             timeout_graceful_shutdown=2, http=PatientProtocol,
         )  # fmt: skip
         self._server = uvicorn.Server(options)
@@ -104,6 +106,11 @@ class ServedController:
     @property
     def job(self) -> Job:
         return self.controller.job
+
+    @property
+    def body_limit(self) -> BodyLimit:
+        """The limit on bodies in front of the routes."""
+        return self._app._app._app  # type: ignore[no-any-return,attr-defined]
 
     @property
     def url(self) -> str:
