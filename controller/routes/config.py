@@ -1,7 +1,11 @@
-"""`/v1/config`: the config that runs (redacted), its JSON schema, and validation of another one."""
+"""`/v1/config`: the config that runs (redacted), its JSON schema, and validation of another one.
+
+A validation is bounded in size, time and answer, and runs in a thread: the loop goes on serving the job.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -11,6 +15,7 @@ from pydantic_core import from_json
 from starlette.responses import Response
 
 from controller.auth import USER
+from controller.limits import RETRY_AFTER
 from controller.problems import ProblemError
 from controller.redact import redacted
 from controller.routes.base import OBJECT, answers, reply
@@ -19,6 +24,13 @@ from schema.config import Config
 from schema.config.problem import ConfigError
 from schema.config.reading.load import check_config
 from schema.wire.messages import ErrorCode
+
+MAX_CONFIG_BYTES = 1024 * 1024
+"""Of a config to validate: the largest ones have some ten thousand."""
+MOST_PROBLEMS = 50
+"""Faults in one answer: nobody reads more of them."""
+VALIDATE_SECONDS = 20.0
+"""After which a validation is given up: a config takes milliseconds."""
 
 
 class ConfigProblem(BaseModel):
@@ -32,12 +44,13 @@ class ConfigProblem(BaseModel):
 
 
 class ConfigVerdict(BaseModel):
-    """Whether a config could run, and everything that is wrong with it."""
+    """Whether a config could run, and what is wrong with it: `more` faults are counted, but not shown."""
 
     model_config = ConfigDict(frozen=True)
 
     valid: bool
     problems: list[ConfigProblem]
+    more: int = 0
 
 
 CONFIG_BODY: dict[str, Any] = {
@@ -47,7 +60,7 @@ CONFIG_BODY: dict[str, Any] = {
 
 def router(controller: Controller) -> APIRouter:
     api = APIRouter(prefix="/v1/config", tags=["config"])
-    tokens = controller.tokens
+    tokens, validation = controller.tokens, _Validation()
 
     @api.get("", responses=answers("application/json", "The configuration, secrets left out.", OBJECT))
     async def config(request: Request) -> Response:
@@ -63,9 +76,41 @@ def router(controller: Controller) -> APIRouter:
     @api.post("/validate", responses={200: {"model": ConfigVerdict}}, openapi_extra=CONFIG_BODY)
     async def validate(request: Request) -> Response:
         tokens.require(request, USER)
-        return reply(_verdict(await request.body()))
+        return reply(await validation.verdict(await _small_body(request)))
 
     return api
+
+
+class _Validation:
+    """Checks one config at a time, in a thread: nothing can stop it, so it keeps the next one out until its end."""
+
+    def __init__(self) -> None:
+        self._free = asyncio.Semaphore(1)
+
+    async def verdict(self, body: bytes) -> ConfigVerdict:
+        """What is wrong with a config. Raises `ProblemError` (422, 503)."""
+        try:
+            async with asyncio.timeout(VALIDATE_SECONDS):
+                await self._free.acquire()
+                work = asyncio.create_task(asyncio.to_thread(_verdict, body))
+                work.add_done_callback(lambda _: self._free.release())
+                return await asyncio.shield(work)
+        except TimeoutError:
+            detail = (
+                f"the config could not be checked within {VALIDATE_SECONDS:g} s: it has too many keys, or "
+                "others are being checked"
+            )
+            raise ProblemError(ErrorCode.BUSY, detail, RETRY_AFTER) from None
+
+
+async def _small_body(request: Request) -> bytes:
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > MAX_CONFIG_BYTES:
+            detail = f"a config of more than {MAX_CONFIG_BYTES} bytes is not validated"
+            raise ProblemError(ErrorCode.TOO_LARGE, detail)
+    return bytes(body)
 
 
 def _verdict(body: bytes) -> ConfigVerdict:
@@ -78,6 +123,7 @@ def _verdict(body: bytes) -> ConfigVerdict:
     try:
         check_config(data)
     except ConfigError as error:
-        found = [ConfigProblem(key=p.key, message=p.message, hint=p.hint) for p in error.problems]
-        return ConfigVerdict(valid=False, problems=found)
+        shown = error.problems[:MOST_PROBLEMS]
+        found = [ConfigProblem(key=p.key, message=p.message, hint=p.hint) for p in shown]
+        return ConfigVerdict(valid=False, problems=found, more=len(error.problems) - len(shown))
     return ConfigVerdict(valid=True, problems=[])

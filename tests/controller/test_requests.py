@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import logging
 import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
 
 from controller import api
 from controller.client import Refused
+from controller.routes import config as route
+from schema.config import Config, check_config
 from schema.wire import messages as m
 from schema.wire.frame import encode_frame, pack_bundle
 from schema.wire.messages import ErrorCode, LeaseStatus
 from tests.controller.conftest import Stage
-from tests.controller.drivers import make_frame, make_header, request_id
+from tests.controller.drivers import make_frame, make_header, request_id, train_step
 from tests.support.controller import TOKENS, make_config
 from tests.support.waiting import PATIENCE, until
 
@@ -278,6 +282,52 @@ def test_a_config_can_be_validated(stage: Stage) -> None:
         schema = http.get("/v1/config/schema").json()
         assert {"train", "policy", "rollout"} <= set(schema["properties"])
     assert send(stage, served.url, "user", "POST", "/v1/config/validate", content=b"[").status == 422
+
+
+def test_of_many_faults_of_a_config_some_are_shown_and_all_are_counted(stage: Stage) -> None:
+    headers = {"authorization": f"Bearer {TOKENS['user']}"}
+    served = stage.serve()
+    with httpx.Client(base_url=served.url, headers=headers, trust_env=False, timeout=PATIENCE) as http:
+        verdict = http.post("/v1/config/validate", json={"train": {f"k{i}": 0 for i in range(80)}}).json()
+        assert len(verdict["problems"]) == route.MOST_PROBLEMS
+        assert verdict["more"] >= 80 - route.MOST_PROBLEMS
+    many = json.dumps({f"key{i}": 0 for i in range(200_000)}).encode()
+    for content in (many, iter([many])):
+        problem = send(stage, served.url, "user", "POST", "/v1/config/validate", content=content)
+        assert (problem.status, problem.code) == (413, ErrorCode.TOO_LARGE)
+        assert str(route.MAX_CONFIG_BYTES) in problem.detail
+
+
+def test_the_job_goes_on_while_a_config_is_checked(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check is held by the test, as by a config that takes long."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def held(data: dict[str, object]) -> Config:
+        begun.set()
+        assert go_on.wait(PATIENCE)
+        return check_config(data)
+
+    monkeypatch.setattr(route, "check_config", held)
+    monkeypatch.setattr(route, "VALIDATE_SECONDS", PATIENCE)
+    served = stage.serve()
+    trainer, rollout = stage.ready(served)
+
+    def validate() -> int:
+        headers = {"authorization": f"Bearer {TOKENS['user']}"}
+        url = served.url + "/v1/config/validate"
+        return httpx.post(
+            url, json={"train": {}}, headers=headers, trust_env=False, timeout=PATIENCE
+        ).status_code
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(validate)
+        assert begun.wait(PATIENCE)
+        train_step(trainer, rollout, 0)
+        monkeypatch.setattr(route, "VALIDATE_SECONDS", 0.1)
+        assert validate() == 503, "one at a time, and not for ever"
+        go_on.set()
+        assert first.result(PATIENCE) == 200
+        until(lambda: validate() == 200, "the next one")
 
 
 def test_people_can_look_at_groups_and_samples(stage: Stage) -> None:
