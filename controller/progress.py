@@ -7,6 +7,7 @@ never count.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -31,19 +32,31 @@ class Speed:
 
 @dataclass(slots=True)
 class _Entry:
-    record: StepRecord
+    """One record: its metrics as plain numbers, since there are as many records as steps."""
+
+    step: int
+    at: float
+    names: tuple[str, ...]
+    values: array[float]
     samples: int
     tokens: int
+
+    @property
+    def record(self) -> StepRecord:
+        return StepRecord(step=self.step, at=self.at, metrics=dict(zip(self.names, self.values, strict=True)))
 
 
 class StepLog:
     """Records of committed steps, in order."""
 
     def __init__(self, rows: Iterable[Mapping[str, Any]] = ()) -> None:
+        self._names: dict[tuple[str, ...], tuple[str, ...]] = {}
+        """Names of metrics, each combination once."""
         entries = [
-            _Entry(StepRecord.model_validate(row["record"]), row["samples"], row["tokens"]) for row in rows
+            self._entry(StepRecord.model_validate(row["record"]), row["samples"], row["tokens"])
+            for row in rows
         ]
-        self._entries = sorted(entries, key=lambda entry: entry.record.step)
+        self._entries = sorted(entries, key=lambda entry: entry.step)
         self._dirty: dict[int, _Entry | None] = {}
 
     def __len__(self) -> int:
@@ -55,29 +68,34 @@ class StepLog:
 
     @property
     def first_at(self) -> float | None:
-        return self._entries[0].record.at if self._entries else None
+        return self._entries[0].at if self._entries else None
 
     def since(self, step: int) -> list[StepRecord]:
-        return [entry.record for entry in self._entries if entry.record.step >= step]
+        return [entry.record for entry in self._entries if entry.step >= step]
+
+    def _entry(self, record: StepRecord, samples: int, tokens: int) -> _Entry:
+        names = tuple(record.metrics)
+        values = array("d", record.metrics.values())
+        return _Entry(record.step, record.at, self._names.setdefault(names, names), values, samples, tokens)
 
     def add(self, record: StepRecord, samples: int, tokens: int) -> None:
-        self._entries.append(_Entry(record, samples, tokens))
+        self._entries.append(self._entry(record, samples, tokens))
         self._dirty[record.step] = self._entries[-1]
 
     def rewind(self, step: int) -> None:
         """Forget the steps from `step` on: they will be trained again."""
         for entry in self._entries:
-            if entry.record.step >= step:
-                self._dirty[entry.record.step] = None
-        self._entries = [entry for entry in self._entries if entry.record.step < step]
+            if entry.step >= step:
+                self._dirty[entry.step] = None
+        self._entries = [entry for entry in self._entries if entry.step < step]
 
     def recent(self) -> Speed:
         """Speed over the sliding window up to the last commit."""
         if not self._entries:
             return Speed()
-        horizon = self._entries[-1].record.at - WINDOW_SECONDS
+        horizon = self._entries[-1].at - WINDOW_SECONDS
         start = max(0, len(self._entries) - 1 - WINDOW_STEPS)
-        while start > 0 and self._entries[start - 1].record.at >= horizon:
+        while start > 0 and self._entries[start - 1].at >= horizon:
             start -= 1
         return _speed(self._entries[start:])
 
@@ -99,7 +117,7 @@ class StepLog:
 def _speed(entries: list[_Entry]) -> Speed:
     if len(entries) < 2:
         return Speed()
-    seconds = entries[-1].record.at - entries[0].record.at
+    seconds = entries[-1].at - entries[0].at
     if seconds <= 0:
         return Speed()
     counted = entries[1:]

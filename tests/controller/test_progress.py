@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import tracemalloc
+
 import pytest
 
 from controller.ledger import LedgerError
@@ -48,6 +50,23 @@ def test_a_rewind_forgets_steps_and_says_which_rows_go() -> None:
     assert row is not None
     restored = StepLog([row])
     assert restored.last == StepRecord(step=1, at=9.0, metrics={"loss": 1.0})
+
+
+def test_a_record_is_held_as_its_numbers() -> None:
+    """A hundred thousand steps are nothing to a controller."""
+    steps, metrics = 500, 30
+    log = StepLog()
+    tracemalloc.start()
+    try:
+        for step in range(steps):
+            values = {f"metric {index}": step + index / 7 for index in range(metrics)}
+            log.add(StepRecord(step=step, at=1e9 + step / 7, metrics=values), 10, 100)
+        log.take_changes()
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held / steps < 2 * 8 * metrics + 300
+    assert log.since(steps - 1)[0].metrics["metric 7"] == steps
 
 
 def test_the_counter_counts_each_step_once() -> None:
