@@ -161,13 +161,11 @@ def _row_of(reading: Reading, key: str) -> tuple[Row | None, str]:
 
 
 def _repeats(reading: Reading, row: Row, leaf: Leaf) -> Result | None:
-    """A second spelling of a key that is written too: the main spelling wins."""
+    """A second spelling of a key that is written too: the first of its spellings wins."""
     written = [
-        name
-        for name in row.spellings
-        if name != leaf.key and reading.values.get(name) is not None and "*" not in name
+        name for name in row.spellings if reading.values.get(name) is not None and not name.endswith(".*")
     ]
-    if not written or leaf.key == row.key or (leaf.value is not None and row.key not in written):
+    if not written or written[0] == leaf.key:
         return None
     other = written[0]
     if leaf.value is None or leaf.value == reading.values[other]:

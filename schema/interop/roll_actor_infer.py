@@ -214,6 +214,10 @@ def _experts(reading: Reading, leaf: Leaf) -> Result:
     return mapped((f"{_MESH}.ep_size", engine_size(reading)[0]))
 
 
+def _without_engine(reading: Reading) -> str:
+    return "hf_infer has no such option" if strategy(reading, ROLE) == "hf_infer" else ""
+
+
 _ENGINE_ROWS: tuple[Row, ...] = (
     Row("tensor_parallel_size", _engine_dimension(0, "tp_size"), also=("tp_size",)),
     Row("pipeline_parallel_size", _engine_dimension(1, "pp_size")),
@@ -234,7 +238,7 @@ _ENGINE_ROWS: tuple[Row, ...] = (
     Row("chunked_prefill_size", _only("sglang", integer("rollout.max_num_batched_tokens"))),
     Row("enforce_eager", _no_graphs),
     Row("disable_cuda_graph", _only("sglang", _no_graphs)),
-    Row("enable_chunked_prefill", flag("rollout.enable_chunked_prefill")),
+    Row("enable_chunked_prefill", flag("rollout.enable_chunked_prefill"), default=True, when=_without_engine),
     Row("dtype", _dtype),
     Row("quantization", asks((None,), "not quantised", text("rollout.quantization"))),
     Row("sleep_level", always("an engine that shares its GPU sleeps by placement.share")),

@@ -100,8 +100,9 @@ class Row:
 
     key: dotted; `a.b.*` stands for everything below a.b. how: what happens to its value. default: their
     value where the file is silent (ABSENT: nothing is written then). also: other spellings of the same key,
-    older or newer. when: returns the reason why the key has no effect in this file, "" if it has one; such a
-    key is `implicit` and its default is not written. words: overrides how.words in the docs.
+    older or newer. wins: those of them that count before the key itself where they are written. when: returns
+    the reason why the key has no effect in this file, "" if it has one; such a key is `implicit` and its
+    default is not written. words: overrides how.words in the docs.
     """
 
     key: str
@@ -110,11 +111,12 @@ class Row:
     also: tuple[str, ...] = ()
     when: Callable[[Reading], str] | None = None
     words: str = ""
+    wins: tuple[str, ...] = ()
 
     @property
     def spellings(self) -> tuple[str, ...]:
-        """The key and its other spellings."""
-        return (self.key, *self.also)
+        """The key and its other spellings, in the order in which they count."""
+        return (*self.wins, self.key, *(name for name in self.also if name not in self.wins))
 
 
 class Reading:

@@ -20,7 +20,16 @@ from schema.interop.verl_actor import actor_rows, reference_rows
 from schema.interop.verl_algorithm import algorithm_rows, critic_rows, needs_critic
 from schema.interop.verl_data import data_rows
 from schema.interop.verl_evaluation import evaluation_rows
-from schema.interop.verl_facts import MODEL, POLICY, async_mode, lacking, switched, widths
+from schema.interop.verl_facts import (
+    MODEL,
+    POLICY,
+    async_mode,
+    lacking,
+    staleness,
+    switched,
+    sync_interval,
+    widths,
+)
 from schema.interop.verl_model import Model
 from schema.interop.verl_reward import reward_name, reward_rows
 from schema.interop.verl_rollout import rollout_rows
@@ -127,8 +136,18 @@ def _finish(reading: Reading) -> None:
         reading.add(f"{POLICY}.type", "sft", "sft_trainer")
         return
     reading.add("policy.parallelism.tp_size", widths(reading)["tp"], "verl's default: no tensor parallelism")
-    if not async_mode(reading):
+    mode = async_mode(reading)
+    if not mode:
         reading.add(f"{POLICY}.on_policy", True, "verl trains on what the newest weights have made")
+    elif mode == "one_step_off":
+        reading.add(
+            f"{POLICY}.allowed_outdated_steps", 1, "one_step_off: a batch is made while one is trained"
+        )
+    elif mode == "fully_async":
+        bound = "fully_async: ⌈(1 + staleness_threshold) · trigger_parameter_sync_step⌉ − 1"
+        reading.add(f"{POLICY}.allowed_outdated_steps", staleness(reading), bound)
+        interval = "fully_async's default: trigger_parameter_sync_step = 4"
+        reading.add("train.sync_weight_interval", sync_interval(reading), interval)
     elif not reading.has("trainer.v1.sampler.max_off_policy_threshold"):
         reading.add(f"{POLICY}.allowed_outdated_steps", 8, "verl's default: max_off_policy_threshold = 8")
     if reward_name(reading) == "by_source":

@@ -31,8 +31,10 @@ from schema.interop.verl_facts import (
     POLICY,
     REF,
     group_size,
+    is_streamed,
     lacking,
     no_reference,
+    prompts_per_step,
     response_length,
     switched,
 )
@@ -109,13 +111,14 @@ def reference_rows() -> tuple[Row, ...]:
 @computed(f"{POLICY}.batch_size_per_optimize", words="prompts × rollout.n; unset where it is the whole batch")
 def _ppo_mini_batch(reading: Reading, leaf: Leaf) -> Result:
     prompts, n = as_integer(leaf.value), group_size(reading)
-    batch = reading.integer("data.train_batch_size", 1024) or 1024
-    key = f"{POLICY}.batch_size_per_optimize"
+    batch = prompts_per_step(reading)
+    key, samples = f"{POLICY}.batch_size_per_optimize", ("train.train_batch_per_replica", batch * n)
+    step = [samples] if is_streamed(reading) else []
     if prompts >= batch:
-        return mapped((key, None), note=f"one optimizer step for the whole batch of {batch} prompts")
+        return mapped((key, None), *step, note=f"one optimizer step for the whole batch of {batch} prompts")
     if prompts <= 0:
         raise BadValue(f"expected at least 1, got {prompts}")
-    return mapped((key, prompts * n), note=f"{prompts} prompts × {n} samples")
+    return mapped((key, prompts * n), *step, note=f"{prompts} prompts × {n} samples")
 
 
 def _batches() -> tuple[Row, ...]:

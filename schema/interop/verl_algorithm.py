@@ -33,6 +33,7 @@ from schema.interop.verl_facts import (
     no_critic,
     no_discount,
     not_gae,
+    prompts_per_step,
     without_counterpart,
 )
 from schema.interop.verl_mesh import Mesh
@@ -315,7 +316,7 @@ def _critic_enable(reading: Reading, leaf: Leaf) -> Result:
 @computed("critic.batch_size_per_optimize", words="prompts × rollout.n; unset where it is the whole batch")
 def _critic_mini_batch(reading: Reading, leaf: Leaf) -> Result:
     prompts, n = as_integer(leaf.value), group_size(reading)
-    batch = reading.integer("data.train_batch_size", 1024) or 1024
+    batch = prompts_per_step(reading)
     if prompts >= batch:
         return mapped(("critic.batch_size_per_optimize", None), note="one optimizer step for the whole batch")
     return mapped(

@@ -32,6 +32,7 @@ from schema.interop.rows import (
 from schema.interop.verl_facts import (
     POLICY,
     group_size,
+    is_streamed,
     lacking,
     prompt_length,
     response_length,
@@ -74,8 +75,8 @@ def data_rows() -> tuple[Row, ...]:
         Row("data.reward_fn_key", text(f"{POLICY}.data_source_column_name")),
         Row("data.max_prompt_length", _max_prompt, default=512),
         Row("data.max_response_length", RESPONSE, default=512),
-        Row("data.train_batch_size", _batch, default=1024),
-        Row("data.gen_batch_size", _gen_batch),
+        Row("data.train_batch_size", _batch, default=1024, when=_streamed),
+        Row("data.gen_batch_size", _gen_batch, when=_streamed),
         Row("data.val_batch_size", integer("validation.batch_size")),
         Row("data.return_raw_input_ids", forms),
         Row("data.return_raw_chat", always("rewards always get the raw chat")),
@@ -153,6 +154,10 @@ def _max_prompt(reading: Reading, leaf: Leaf) -> Result:
     if reading.get("data.val_files", None):
         targets.insert(1, (f"{VALID}.max_prompt_length", longest))
     return mapped(*targets)
+
+
+def _streamed(reading: Reading) -> str:
+    return "fully_async takes ppo_mini_batch_size × require_batches prompts" if is_streamed(reading) else ""
 
 
 @computed("train.train_batch_per_replica", words="prompts × rollout.n: ours counts samples")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from fractions import Fraction
 from typing import Any
 
 from schema.interop.none import reason_for
@@ -38,10 +40,11 @@ def is_megatron(reading: Reading, role: str = ACTOR) -> bool:
 def widths(reading: Reading, role: str = ACTOR) -> dict[str, int]:
     """tp, pp, cp and ep of a role: Megatron's own sizes, or Ulysses' for FSDP."""
     if not is_megatron(reading, role):
-        sequence = reading.integer(f"{role}.ulysses_sequence_parallel_size", None)
-        if sequence is None:
-            sequence = reading.integer(f"{role}.fsdp_config.ulysses_sequence_parallel_size", 1)
-        return {"tp": 1, "pp": 1, "cp": max(sequence or 1, 1), "ep": 1}
+        name = "ulysses_sequence_parallel_size"
+        own = reading.integer(f"{role}.{name}", 1) or 1
+        # verl copies the role's size over the engine's where it is above 1
+        sequence = own if own > 1 else reading.integer(f"{role}.fsdp_config.{name}", 1) or 1
+        return {"tp": 1, "pp": 1, "cp": max(sequence, 1), "ep": 1}
     names = {"tp": "tensor_model", "pp": "pipeline_model", "cp": "context", "ep": "expert_model"}
     return {
         short: max(reading.integer(f"{role}.megatron.{name}_parallel_size", 1) or 1, 1)
@@ -67,11 +70,40 @@ def sharding(reading: Reading, role: str = ACTOR) -> tuple[int, int]:
     return max(ranks // shard, 1), shard
 
 
+def rollout_gpus(reading: Reading) -> tuple[int, int]:
+    """(nodes, GPUs of each) that rollouts have for themselves; (0, 0) where they share the trainer's.
+
+    The recipes with a trainer and a rollout of their own have a table `rollout` for it; newer trainers have the
+    same keys in actor_rollout_ref.rollout.
+    """
+    if recipe(reading):
+        nodes, gpus = reading.integer("rollout.nnodes", 1), reading.integer("rollout.n_gpus_per_node", 8)
+        return max(nodes or 1, 1), max(gpus or 1, 1)
+    nodes = reading.integer(f"{ROLLOUT}.nnodes", 0) or 0
+    return (nodes, reading.integer(f"{ROLLOUT}.n_gpus_per_node", 8) or 8) if nodes > 0 else (0, 0)
+
+
+def machines(reading: Reading) -> tuple[int, int]:
+    """(nodes, GPUs of each) of the whole job: the trainer's, and what rollouts have for themselves.
+
+    Ray puts two small pools on one machine, for which verl has no key: here, where 8 GPUs are enough for both.
+    """
+    nodes, gpus = (
+        reading.integer("trainer.nnodes", 1) or 1,
+        reading.integer("trainer.n_gpus_per_node", 8) or 8,
+    )
+    more, theirs = rollout_gpus(reading)
+    if not recipe(reading) or more == 0:
+        return nodes, gpus
+    if nodes == more and gpus + theirs <= 8:
+        return nodes, gpus + theirs
+    return nodes + more, max(gpus, theirs)
+
+
 def rollout_replicas(reading: Reading) -> int:
     """Engines: the GPUs of the hybrid engine (or rollout's own) over the GPUs of one engine."""
-    own = reading.integer(f"{ROLLOUT}.nnodes", 0) or 0
-    gpus = own * (reading.integer(f"{ROLLOUT}.n_gpus_per_node", 8) or 8) if own > 0 else world_size(reading)
-    return max(gpus // engine_size(reading), 1)
+    nodes, each = rollout_gpus(reading)
+    return max((nodes * each if nodes > 0 else world_size(reading)) // engine_size(reading), 1)
 
 
 def engine_size(reading: Reading) -> int:
@@ -105,12 +137,57 @@ def prompt_length(reading: Reading) -> int:
     return reading.integer("data.max_prompt_length", 512) or 512
 
 
+def recipe(reading: Reading) -> str:
+    """`fully_async` or `one_step_off`, trainers of their own whose rollouts have a table `rollout`; else ""."""
+    written = reading.below("async_training")
+    if any(
+        name in written for name in ("staleness_threshold", "trigger_parameter_sync_step", "require_batches")
+    ):
+        return "fully_async"
+    if "partial_rollout" in written:
+        return "fully_async"
+    own = reading.below("rollout")
+    return "one_step_off" if "nnodes" in own or "n_gpus_per_node" in own else ""
+
+
+def is_streamed(reading: Reading) -> bool:
+    """Whether fully_async's trainer takes its batches from a stream of samples."""
+    return recipe(reading) == "fully_async"
+
+
 def async_mode(reading: Reading) -> str:
-    """`colocate_async` or `separate_async` of the newer trainer; "" for the synchronous ones."""
-    mode = reading.text("trainer.v1.trainer_mode", "sync")
+    """A recipe, or `colocate_async` or `separate_async` of the newer trainer; "" for the synchronous ones."""
+    mode = recipe(reading) or reading.text("trainer.v1.trainer_mode", "sync")
+    if mode in ("fully_async", "one_step_off"):
+        return mode
     return (
         mode if mode in ("colocate_async", "separate_async") and reading.flag("trainer.use_v1", True) else ""
     )
+
+
+def prompts_per_step(reading: Reading) -> int:
+    """Prompts of one training step: data.train_batch_size, or what fully_async fetches at once."""
+    if not is_streamed(reading):
+        return reading.integer("data.train_batch_size", 1024) or 1024
+    batches = reading.number("async_training.require_batches", 1) or 1
+    return max(int((reading.integer(f"{ACTOR}.ppo_mini_batch_size", 256) or 256) * batches), 1)
+
+
+def sync_interval(reading: Reading) -> int:
+    """Steps between two versions that fully_async hands to its rollouts."""
+    return max(reading.integer("async_training.trigger_parameter_sync_step", 4) or 1, 1)
+
+
+def staleness(reading: Reading) -> int:
+    """allowed_outdated_steps of fully_async: ceil((1 + s) k) - 1, s = staleness_threshold, k = sync_interval.
+
+    Between two versions, k steps apart, its rollouts may hold or start (1 + s) k R samples in all, those left
+    from before included; R are trained per step, first come, first served. So the last of them, made with the
+    weights of step t, is trained in step t + ceil((1 + s) k) - 1. Without staleness that is k - 1, the least
+    that an interval of k allows; s = 1 and k = 1 is one step off.
+    """
+    share = Fraction(str(reading.number("async_training.staleness_threshold", 0.1) or 0))
+    return max(math.ceil((1 + max(share, Fraction(0))) * sync_interval(reading)) - 1, 0)
 
 
 def estimator(reading: Reading) -> str:

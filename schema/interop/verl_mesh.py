@@ -111,7 +111,10 @@ class Mesh:
             if is_megatron(reading, self.role) is not megatron:
                 return implicit("no effect with this strategy")
             if self.ours == "policy":
-                return mapped((f"policy.parallelism.{_SIZES[short]}", max(size, 1)))
+                taken = widths(reading, self.role)[short]
+                if taken != max(size, 1) and reading.has(leaf.key):
+                    return implicit(f"{taken} is taken: {self.role}'s own size counts where it is above 1")
+                return mapped((f"policy.parallelism.{_SIZES[short]}", taken))
             own = self._own_mesh(reading)
             return implicit("the same mesh as the policy's") if own is None else mapped(*own)
 

@@ -24,6 +24,10 @@ _REPLAY = "replays the routing of experts from rollout to training"
 _QAT = "quantisation-aware training; train.fp8 and train.fp4 compute in low precision"
 _TRANSLATED = "an artefact of a machine translation, which verl does not read; its key is "
 
+_OLD_POLICY = (
+    "π_old are the rollout's own log-probs; train.train_policy.use_decoupled_loss computes them once more"
+)
+
 MUON_OPTIONS = (
     "momentum",
     "nesterov",
@@ -216,6 +220,9 @@ VERL_NONE: dict[str, str] = {
     "trainer.checkpoint.*": _ROLE["checkpoint.*"],
     "skip.*": "replays rollouts from files to test verl itself",
     "distillation.*": "there is no teacher model",
+    "async_training.use_rollout_log_probs": _OLD_POLICY,
+    "async_training.compute_prox_log_prob": _OLD_POLICY,
+    "async_training.*": "a detail of verl's asynchronous trainer; here replicas lease groups from the controller",
     "transfer_queue.*": "samples travel through the controller and its payload store",
     "global_profiler.tool": _PROFILER,
     **_ARTEFACTS,

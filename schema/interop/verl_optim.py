@@ -201,8 +201,18 @@ class Optim:
             ("override_optimizer_config.eps", number(f"{ours}.epsilon"), ABSENT, ()),
             ("override_optimizer_config.*", lacking(), ABSENT, ()),
         ]
+        # the older FSDP trainer of SFT reads lr_scheduler alone, whatever optim/fsdp.yaml adds to its file; every
+        # other trainer copies a warmup_style that is not null over lr_scheduler_type
+        wins = {"lr_scheduler_type": ("warmup_style",) if self.prefix else ("lr_scheduler", "warmup_style")}
         rows = [
-            Row(f"{optim}.{name}", how, default, tuple(f"{optim}.{other}" for other in also), self.when)
+            Row(
+                f"{optim}.{name}",
+                how,
+                default,
+                tuple(f"{optim}.{other}" for other in also),
+                self.when,
+                wins=tuple(f"{optim}.{other}" for other in wins.get(name, ())),
+            )
             for name, how, default, also in table
         ]
         if not self.prefix:

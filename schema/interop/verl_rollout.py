@@ -37,7 +37,9 @@ from schema.interop.verl_facts import (
     not_vllm,
     on_cpu,
     prompt_length,
+    recipe,
     response_length,
+    rollout_gpus,
     rollout_replicas,
     switched,
 )
@@ -119,8 +121,11 @@ def _max_num_seqs(reading: Reading, leaf: Leaf) -> Result:
 @computed("placement.share", words="hybrid engine: `time` (or `memory` where the cache stays), else `none`")
 def _hybrid(reading: Reading, leaf: Leaf) -> Result:
     hybrid = reading.flag("actor_rollout_ref.hybrid_engine", True)
-    if async_mode(reading) == "separate_async":
+    mode = async_mode(reading)
+    if mode == "separate_async":
         return mapped(("placement.share", "none"), note="trainer_mode = separate_async")
+    if mode in ("fully_async", "one_step_off"):
+        return mapped(("placement.share", "none"), note=f"{mode}: rollouts have GPUs of their own")
     if not hybrid:
         return mapped(("placement.share", "none"), note="trainer and engine have GPUs of their own")
     if on_cpu(reading):
@@ -154,7 +159,12 @@ def _engine() -> tuple[Row, ...]:
         ),
         Row(f"{ROLLOUT}.max_num_seqs", _max_num_seqs, default=1024, when=not_vllm),
         Row(f"{ROLLOUT}.max_model_len", integer("rollout.max_model_len"), when=not_vllm),
-        Row(f"{ROLLOUT}.enable_chunked_prefill", flag("rollout.enable_chunked_prefill"), when=not_vllm),
+        Row(
+            f"{ROLLOUT}.enable_chunked_prefill",
+            flag("rollout.enable_chunked_prefill"),
+            default=True,
+            when=not_vllm,
+        ),
         Row(
             f"{ROLLOUT}.enable_prefix_caching",
             unless([True], "true: vLLM's default", flag("rollout.engine_kwargs.enable_prefix_caching")),
@@ -268,14 +278,21 @@ def _sizes() -> tuple[Row, ...]:
         Row(
             f"{ROLLOUT}.expert_parallel_size", unless([1], "1: none", integer("rollout.parallelism.ep_size"))
         ),
+        *(
+            Row(f"rollout.{name}", How(_own_gpus, (_REPLICAS,), "GPUs of the asynchronous recipes' rollouts"))
+            for name in ("nnodes", "n_gpus_per_node")
+        ),
         Row(f"{ROLLOUT}.nnodes", How(_own_gpus, (_REPLICAS,), "0: the trainer's GPUs")),
         Row(f"{ROLLOUT}.n_gpus_per_node", How(_own_gpus, (_REPLICAS,), "with rollout.nnodes > 0 only")),
     )
 
 
 def _own_gpus(reading: Reading, leaf: Leaf) -> Result:
-    if (reading.integer(f"{ROLLOUT}.nnodes", 0) or 0) <= 0:
+    if rollout_gpus(reading) == (0, 0):
         return implicit("rollouts have the trainer's GPUs")
+    if recipe(reading) and leaf.key.startswith(ROLLOUT):
+        return implicit("the table rollout counts")
+    as_integer(leaf.value)
     return mapped(replicas(reading))
 
 

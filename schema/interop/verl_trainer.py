@@ -12,6 +12,7 @@ from schema.interop.rows import (
     always,
     as_flag,
     as_integer,
+    as_number,
     as_text,
     as_texts,
     computed,
@@ -23,7 +24,22 @@ from schema.interop.rows import (
     shown,
     text,
 )
-from schema.interop.verl_facts import POLICY, async_mode, lacking, no_critic, on_cpu, sharding, switched
+from schema.interop.verl_facts import (
+    POLICY,
+    async_mode,
+    group_size,
+    is_streamed,
+    lacking,
+    machines,
+    no_critic,
+    on_cpu,
+    prompts_per_step,
+    recipe,
+    sharding,
+    staleness,
+    switched,
+    sync_interval,
+)
 from schema.interop.verl_rollout import replicas
 
 _TRACKERS = ("console", "wandb", "tensorboard", "mlflow", "swanlab")
@@ -41,7 +57,7 @@ def trainer_rows(kind: str) -> tuple[Row, ...]:
     keep = How(_keep, ("train.ckpt.max_keep",), "null → −1, all")
     common = (
         Row("trainer.total_epochs", integer("train.epoch"), default=30 if kind == "rl" else 4),
-        Row("trainer.total_training_steps", integer("train.max_num_steps")),
+        Row("trainer.total_training_steps", integer("train.max_num_steps"), when=_streamed_steps),
         Row(
             "trainer.project_name",
             text("logging.project_name"),
@@ -71,6 +87,7 @@ def trainer_rows(kind: str) -> tuple[Row, ...]:
             default=True,
         ),
         *_newer_trainer(),
+        *_recipes(),
         Row("trainer.val_only", lacking(False)),
         Row("trainer.checkpoint_callback_class", lacking()),
         Row(
@@ -135,6 +152,87 @@ def _newer_trainer() -> tuple[Row, ...]:
     )
 
 
+def _recipes() -> tuple[Row, ...]:
+    """`async_training` and `rollout` of fully_async, and what one_step_off adds."""
+    prefix, bound, interval = (
+        "async_training",
+        f"{POLICY}.allowed_outdated_steps",
+        "train.sync_weight_interval",
+    )
+    same = always("weights travel through weight_sync")
+    return (
+        Row(f"{prefix}.staleness_threshold", How(_stale, (bound,), "⌈(1 + threshold) · sync steps⌉ − 1")),
+        Row(f"{prefix}.trigger_parameter_sync_step", How(_trigger, (interval, bound), "as it is")),
+        Row(f"{prefix}.require_batches", _required),
+        Row(f"{prefix}.partial_rollout", How(_partial, ("weight_sync.update_mode",), "true → `recompute`")),
+        Row(f"{prefix}.use_rollout_log_probs", lacking(True)),
+        Row(f"{prefix}.compute_prox_log_prob", lacking(False)),
+        Row(f"{prefix}.use_trainer_do_validate", always("validation runs on the rollout replicas")),
+        Row(f"{prefix}.compute_advantage_in_rollout", always("advantages are computed once per batch")),
+        Row(f"{prefix}.checkpoint_engine.*", same),
+        Row(f"{prefix}.*", lacking(False)),
+        Row("rollout.total_rollout_steps", _rollout_steps),
+        Row("rollout.test_freq", _versions_between_validations),
+        Row("actor_rollout_ref.checkpoint_engine.*", same),
+        Row("actor_rollout_ref.checkpoint_engine", same),
+        Row("actor_rollout_ref.actor.use_rollout_log_probs", always("π_old are the rollout's log-probs")),
+        Row("trainer.weight_sync_with_ray", same),
+    )
+
+
+def _stale(reading: Reading, leaf: Leaf) -> Result:
+    if as_number(0 if leaf.value is None else leaf.value) < 0:
+        raise BadValue(f"expected at least 0, got {shown(leaf.value)}")
+    steps = sync_interval(reading)
+    return mapped((f"{POLICY}.allowed_outdated_steps", staleness(reading)), note=f"{steps} steps per version")
+
+
+def _trigger(reading: Reading, leaf: Leaf) -> Result:
+    steps = as_integer(leaf.value)
+    if steps < 1:
+        raise BadValue(f"expected at least 1, got {steps}")
+    return mapped(
+        ("train.sync_weight_interval", steps), (f"{POLICY}.allowed_outdated_steps", staleness(reading))
+    )
+
+
+@computed("train.train_batch_per_replica", words="× ppo_mini_batch_size × rollout.n")
+def _required(reading: Reading, leaf: Leaf) -> Result:
+    if as_number(1 if leaf.value is None else leaf.value) <= 0:
+        raise BadValue(f"expected more than 0, got {shown(leaf.value)}")
+    prompts, n = prompts_per_step(reading), group_size(reading)
+    return mapped(("train.train_batch_per_replica", prompts * n), note=f"{prompts} prompts × {n} samples")
+
+
+def _partial(reading: Reading, leaf: Leaf) -> Result:
+    if leaf.value is None or not as_flag(leaf.value):
+        return implicit("running answers always go on under new weights, each token with its version")
+    return mapped(("weight_sync.update_mode", "recompute"))
+
+
+def _streamed_steps(reading: Reading) -> str:
+    counted = is_streamed(reading) and reading.get("rollout.total_rollout_steps", None) is not None
+    return "fully_async counts rollout.total_rollout_steps" if counted else ""
+
+
+@computed("train.max_num_steps", words="prompts, divided by those of a step")
+def _rollout_steps(reading: Reading, leaf: Leaf) -> Result:
+    if leaf.value is None or not is_streamed(reading):
+        return implicit("total_epochs counts")
+    prompts, batch = as_integer(leaf.value), prompts_per_step(reading)
+    return mapped(("train.max_num_steps", max(prompts // batch, 1)), note=f"{prompts} / {batch} prompts")
+
+
+@computed("validation.enable", "validation.freq", words="versions, times the steps between two")
+def _versions_between_validations(reading: Reading, leaf: Leaf) -> Result:
+    if not is_streamed(reading):
+        return implicit("trainer.test_freq counts")
+    freq = as_integer(-1 if leaf.value is None else leaf.value)
+    if freq <= 0 or not reading.get("data.val_files", None):
+        return implicit("no validation during training, or no data for it")
+    return mapped(("validation.enable", True), ("validation.freq", freq * sync_interval(reading)))
+
+
 def _mode(reading: Reading, leaf: Leaf) -> Result:
     name = as_text(leaf.value)
     if name not in ("sync", "colocate_async", "separate_async"):
@@ -143,8 +241,8 @@ def _mode(reading: Reading, leaf: Leaf) -> Result:
 
 
 def _bound(reading: Reading, leaf: Leaf) -> Result:
-    if not async_mode(reading):
-        return implicit("no effect with a synchronous trainer")
+    if async_mode(reading) not in ("colocate_async", "separate_async"):
+        return implicit("no effect with this trainer")
     if leaf.value is None:
         raise BadValue(
             "null sets no bound; here one is always kept: train.train_policy.allowed_outdated_steps"
@@ -172,10 +270,12 @@ def _machines_sft(reading: Reading, leaf: Leaf) -> Result:
 
 
 def _placed(reading: Reading, leaf: Leaf, count: int, targets: list[tuple[str, int]]) -> Result:
+    nodes, gpus = machines(reading) if reading.kind == "rl" else (count, count)
+    note = "with the GPUs of the rollouts" if reading.kind == "rl" and recipe(reading) else ""
     if leaf.key == "trainer.nnodes":
-        return mapped(("placement.nodes", count), *targets)
-    gpus = 0 if on_cpu(reading) else count
-    note = "device: cpu" if on_cpu(reading) else ""
+        return mapped(("placement.nodes", nodes), *targets, note=note)
+    gpus = 0 if on_cpu(reading) else gpus
+    note = "device: cpu" if on_cpu(reading) else note
     return mapped(("placement.gpus_per_node", gpus), *targets, note=note)
 
 
@@ -200,6 +300,8 @@ def _save_freq(reading: Reading, leaf: Leaf) -> Result:
     steps = as_integer(leaf.value)
     if steps <= 0:
         return mapped(("train.ckpt.enable_checkpoint", False), note="-1: none")
+    if reading.kind == "rl" and is_streamed(reading):
+        steps *= sync_interval(reading)  # it counts versions there
     return mapped(("train.ckpt.enable_checkpoint", True), ("train.ckpt.save_freq", steps))
 
 
@@ -219,6 +321,8 @@ def validates(reading: Reading) -> bool:
 @computed("validation.enable", "validation.freq", words="−1: never during training")
 def _test_freq(reading: Reading, leaf: Leaf) -> Result:
     steps = as_integer(leaf.value)
+    if reading.kind == "rl" and is_streamed(reading) and reading.has("rollout.test_freq"):
+        return implicit("fully_async counts rollout.test_freq")
     if not validates(reading):
         return implicit("there is nothing to validate on" if steps > 0 else "-1: no validation")
     if steps <= 0:
