@@ -33,11 +33,13 @@ class Unavailable:
 
     neutral: accepted values, the first is the one to recommend. missing: the part that is not built.
     when: whether the key means anything in this job; where it does not, its value is not looked at.
+    warns: whether the part changes neither what is trained nor how, so that the job runs without it, and says so.
     """
 
     neutral: tuple[Any, ...]
     missing: str
     when: Callable[[Config], bool] = _always
+    warns: bool = False
 
 
 def _is_grpo(config: Config) -> bool:
@@ -214,7 +216,7 @@ UNAVAILABLE: dict[str, Unavailable] = {
     "placement.critic": Unavailable(([],), "a critic"),
     "placement.reward_model": Unavailable(([],), "a reward model"),
     "weight_sync.lora": Unavailable(("merged",), "LoRA"),
-    "logging.logger": Unavailable((["console"],), "a tracker other than the console"),
+    "logging.logger": Unavailable((["console"],), "a tracker other than the console", warns=True),
     "logging.log_validation_samples": Unavailable((0,), "a tracker other than the console"),
     **{f"profiler.{key}": row for key, row in _PROFILER.items()},
     **_whole("train.train_policy.kl_in_reward", KlInRewardConfig, _KL),
@@ -228,9 +230,20 @@ UNAVAILABLE: dict[str, Unavailable] = {
 
 
 def check_available(config: Config) -> list[Problem]:
-    """Every key that asks for a part which this build does not have."""
+    """Every key that is refused, as it asks for a part which this build does not have."""
+    return _lacking(config, warns=False)
+
+
+def check_left_out(config: Config) -> list[Problem]:
+    """Every key whose part this build does not have, and without which the job runs all the same."""
+    return _lacking(config, warns=True)
+
+
+def _lacking(config: Config, warns: bool) -> list[Problem]:
     problems = []
     for key, row in UNAVAILABLE.items():
+        if row.warns is not warns:
+            continue
         if config.is_evaluation and not key.startswith("evaluation."):
             continue  # nothing else is used
         section, name = _owner(config, key)
@@ -262,7 +275,10 @@ def _refusal(key: str, value: Any, row: Unavailable, default: Any, is_written: b
         shown = _toml(value) if _is_short(value) else "this"
     helps = is_written and any(_same(default, neutral) for neutral in row.neutral)
     hint = "leave it out" if helps else f"write {key} = {_toml(row.neutral[0])}"
-    return Problem(key, f"this build cannot do {row.missing} yet, which {shown} asks for", value, hint)
+    message = f"this build cannot do {row.missing} yet, which {shown} asks for"
+    if row.warns:
+        message += ": the job runs without it"
+    return Problem(key, message, value, hint)
 
 
 def _is_short(value: Any) -> bool:

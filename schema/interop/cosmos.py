@@ -14,7 +14,7 @@ from schema.config.about.deviations import DEVIATIONS
 from schema.config.keys import leaf_keys
 from schema.config.reading.explain import annotation_of
 from schema.config.train_policy import GrpoConfig, SFTDataConfig
-from schema.interop.cosmos_rows import RENAMED_ROWS, plain
+from schema.interop.cosmos_rows import RENAMED_ROWS, plain, sampled_temperature, trained_temperature
 from schema.interop.rows import How, Leaf, Reader, Reading, Result, Row, always, mapped
 from schema.interop.source import Source
 
@@ -90,6 +90,13 @@ def _finish(reading: Reading) -> None:
         reading.add(f"{_POLICY}.type", "sft", "cosmos-rl guesses it from the other keys")
     if not reading.has("train.train_batch_per_replica") and reading.kind == "grpo":
         _add_batch(reading)
+    trained, sampled = trained_temperature(reading), sampled_temperature(reading)
+    if reading.kind == "grpo" and trained != sampled:
+        reading.warn(
+            f"cosmos-rl samples at the temperature {sampled} (rollout.sampling_config.temperature) and divides the "
+            f"trainer's logits by {trained} (train.train_policy.temperature): two policies. Here both use the one "
+            f"that samples, {sampled}"
+        )
     enabled = ("validation.enable", "train.enable_validation")
     before = ("validation.before", "validation.val_before_train")
     is_enabled = any(reading.get(key, None) is True for key in enabled)
@@ -113,7 +120,14 @@ def _add_batch(reading: Reading) -> None:
 
 PROSE = (
     "Our schema is cosmos-rl's, so a file of it mostly runs as it is; `convert` is for files older or newer than "
-    "the published schema. Every value passes exactly as it is written, and `validate` judges it.",
+    "the published schema. Every value but those below passes exactly as it is written, and `validate` judges it. "
+    "Of a file that is not converted, `redis` (the port of cosmos-rl's own server) and trackers that this build "
+    "lacks are warnings.",
+    "Three keys mean something else there. `train_policy.temperature` divides the trainer's logits alone, and "
+    "`rollout.sampling_config.temperature` samples; here one temperature does both, and where they differ the one "
+    "that samples is taken. `batch_size_per_optimize` counts the samples of one data-parallel rank; here those of "
+    "all ranks. A negative `epsilon_low` or `epsilon_high` is no clip on that side; here it becomes a bound that no "
+    "ratio reaches.",
     "A silent file means cosmos-rl's defaults: 8 samples in `train.train_batch_per_replica` where they are whole "
     "groups (else the nearest that are), and no validation of the initial weights. `transfer_dtype` stays unset "
     "and means `train.param_dtype` here, where cosmos-rl sends the master weights.",

@@ -35,6 +35,8 @@ COSMOS_NONE: dict[str, str] = {
     "train.non_text": _VLA,
     "train.save_ckpt_at_exit": "cosmos-launch stop ends in order, and --resume goes on from the newest checkpoint",
     "train.signal_to_handle": "SIGTERM drains a process; POST /v1/job/checkpoint saves at any time",
+    "train.train_policy.temperature": "cosmos-rl divides the trainer's logits alone by it; here trainer and rollouts "
+    "have one temperature, the one that samples",
     "train.train_policy.trainer_type": _TRAINER,
     "train.train_policy.algo": _TRAINER,
     "train.train_policy.loss_type=token-sum": "a sum grows with the batch; token-mean with a larger rate is the same",

@@ -18,6 +18,7 @@ from schema.interop.rows import (
     always,
     as_flag,
     as_integer,
+    as_number,
     computed,
     implicit,
     mapped,
@@ -174,8 +175,69 @@ def _unsupported(reading: Reading, leaf: Leaf) -> Result:
     return Result(Outcome.UNSUPPORTED, ((leaf.key, plain(leaf.value)),), note)
 
 
+_TEMPERATURE, _SAMPLED = f"{_POLICY}.temperature", "rollout.sampling_config.temperature"
+
+
+def trained_temperature(reading: Reading) -> float:
+    """What cosmos-rl's trainer divides its logits by: nothing, at a temperature of 1e-6 and below."""
+    written = reading.number(_TEMPERATURE, 1.0)
+    return 1.0 if written is None or written <= 1e-6 else written
+
+
+def sampled_temperature(reading: Reading) -> float:
+    """The temperature of cosmos-rl's rollouts."""
+    written = reading.number(_SAMPLED, 1.0)
+    return 1.0 if written is None else written
+
+
+@computed(_TEMPERATURE, words="as it is, where rollouts have the same; else left out, loudly")
+def _trained(reading: Reading, leaf: Leaf) -> Result:
+    as_number(leaf.value)
+    if trained_temperature(reading) == sampled_temperature(reading):
+        return mapped((_TEMPERATURE, sampled_temperature(reading)))
+    return nothing(_reason(_TEMPERATURE))
+
+
+def _no_clip(name: str, bound: float) -> Row:
+    """A side of the clip; negative: that side is not clipped. bound: what no ratio can reach."""
+    key = f"{_POLICY}.{name}"
+
+    def run(reading: Reading, leaf: Leaf) -> Result:
+        if not isinstance(leaf.value, bool) and isinstance(leaf.value, int | float) and leaf.value < 0:
+            return mapped((key, bound), note="negative: no clip on this side, where no ratio reaches")
+        return mapped((key, plain(leaf.value)))
+
+    return Row(key, How(run, (key,), f"negative, no clip → {bound}"))
+
+
+def data_ranks(reading: Reading) -> int | None:
+    """Ranks of a replica with data of their own; None where the file leaves them to the launcher (-1)."""
+    sizes = [
+        reading.integer(f"policy.parallelism.{name}", 1) or 1
+        for name in ("dp_shard_size", "dp_replicate_size")
+    ]
+    return None if min(sizes) < 1 else sizes[0] * sizes[1]
+
+
+@computed(f"{_POLICY}.batch_size_per_optimize", words="times the data-parallel ranks of a replica")
+def _optimize(reading: Reading, leaf: Leaf) -> Result:
+    key, samples = f"{_POLICY}.batch_size_per_optimize", as_integer(leaf.value)
+    ranks = data_ranks(reading)
+    if ranks is None:
+        reading.warn(
+            f"{key} = {samples} counts the samples of one data-parallel rank in cosmos-rl, of all ranks here, and "
+            "dp_shard_size = -1 leaves open how many there are: multiply it by their number"
+        )
+        return mapped((key, samples), note="per data-parallel rank there; their number is open")
+    return mapped((key, samples * ranks), note=f"{samples} samples × {ranks} data-parallel ranks")
+
+
 RENAMED_ROWS: tuple[Row, ...] = (
     Row(f"{TABLE}.*", _unsupported),
+    Row(_TEMPERATURE, _trained),
+    _no_clip("epsilon_low", math.nextafter(1.0, 0.0)),
+    _no_clip("epsilon_high", 1e9),
+    Row(f"{_POLICY}.batch_size_per_optimize", _optimize),
     Row("redis", _redis),
     Row("mode", _mode),
     _renamed("train.enable_validation", "validation.enable"),

@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from schema.config.availability import UNAVAILABLE, check_available
+from schema.config.availability import UNAVAILABLE, check_available, check_left_out
 from schema.config.reading.explain import problems_of
 from schema.config.root import Config
 from schema.config.unsupported import TABLE
@@ -102,13 +102,13 @@ _NEARER: dict[str, dict[Any, Any]] = {"placement.share": {"time": "memory"}}
 def nearest(config: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
     """Our key -> (nearest value that this build can do, what it lacks), for a converted configuration.
 
-    Only keys of SPEED_ONLY that `check_available` refuses, written or by our own default; a value of None
+    Only keys of SPEED_ONLY that this build lacks, written or by our own default; a value of None
     means to leave the key out.
     """
     sound = _sound(config)
     if sound is None:
         return {}
-    refused = {problem.key for problem in check_available(sound)}
+    refused = {problem.key for problem in check_available(sound) + check_left_out(sound)}
     missing_roles = tuple(role for role, switches in _SWITCHES.items() if refused & set(switches))
     return {
         key: (_nearest_value(config, key), UNAVAILABLE[key].missing)

@@ -1,4 +1,4 @@
-"""Every key of a part that is not built refuses whatever would need it, by name; what it accepts is neutral."""
+"""Every key of a part that is not built refuses what would need it, or warns of it; what it accepts is neutral."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from schema.config import UNAVAILABLE, Config, check_available
 from schema.config.about.observables import observable, refused_by
+from schema.config.availability import check_left_out
 from schema.config.keys import fields_of, leaf_keys
 from tests.schema.config_samples import GRPO, SFT, write
 
@@ -50,7 +51,10 @@ def refusals(key: str, value: Any) -> list[str] | None:
             config = Config.model_validate(data)
         except ValidationError:
             continue
-        found = [problem.message for problem in check_available(config) if problem.key == refused_by(key)]
+        lacking = (
+            check_left_out(config) if UNAVAILABLE[refused_by(key) or ""].warns else check_available(config)
+        )
+        found = [problem.message for problem in lacking if problem.key == refused_by(key)]
         said = [*(said or []), *found]
     return said
 

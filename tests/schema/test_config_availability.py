@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from schema.config import UNAVAILABLE, Config, check_available
+from schema.config import UNAVAILABLE, Config, check_available, check_warnings
+from schema.config.availability import check_left_out
 from schema.config.reading.explain import all_fields
 from tests.schema.config_samples import GRPO, SFT, other_value, write
 
@@ -62,7 +63,21 @@ def test_rows_name_keys_of_the_schema() -> None:
     assert EXAMPLES.keys() <= UNAVAILABLE.keys()
 
 
-@pytest.mark.parametrize("key", UNAVAILABLE)
+REFUSED = [key for key, row in UNAVAILABLE.items() if not row.warns]
+
+
+@pytest.mark.parametrize("key", [key for key in UNAVAILABLE if key not in REFUSED])
+def test_what_is_left_out_is_a_warning_by_name(key: str) -> None:
+    config = config_with(key, example(key))
+    assert check_available(config) == []
+    (problem,) = check_left_out(config)
+    assert problem.key == key
+    assert UNAVAILABLE[key].missing in problem.message
+    assert "the job runs without it" in problem.message
+    assert problem in check_warnings(config)
+
+
+@pytest.mark.parametrize("key", REFUSED)
 def test_what_is_not_built_is_refused_by_name(key: str) -> None:
     (problem,) = check_available(config_with(key, example(key)))
     assert problem.key == key
@@ -75,6 +90,7 @@ def test_what_is_not_built_is_refused_by_name(key: str) -> None:
 def test_neutral_values_are_accepted(key: str) -> None:
     for neutral in UNAVAILABLE[key].neutral:
         assert check_available(config_with(key, neutral)) == []
+        assert check_left_out(config_with(key, neutral)) == []
 
 
 def test_only_the_known_defaults_are_refused() -> None:

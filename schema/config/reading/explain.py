@@ -38,6 +38,10 @@ _NOT_BUILT = {
     ("rollout.backend", "sglang"): 'this build runs rollouts with "vllm" (or "transformers")',
     ("rollout.backend", "trtllm"): 'this build runs rollouts with "vllm" (or "transformers")',
 }
+_NO_CLIP = {
+    "train.train_policy.epsilon_low": "cosmos-rl's negative value, no clip on this side, is 0.9999999999999999 here",
+    "train.train_policy.epsilon_high": "cosmos-rl's negative value, no clip on this side, is 1e9 here",
+}
 
 
 def problems_of(error: ValidationError, data: Mapping[str, Any]) -> list[tuple[KeyPath, Problem]]:
@@ -185,7 +189,9 @@ def _problem(path: KeyPath, field: KeyPath, detail: ErrorDetails, data: Mapping[
         value = detail["input"].get("type")
     elif kind in _BOUNDS:
         words, limit = _BOUNDS[kind]
-        message, hint = f"must be {words} {detail['ctx'][limit]}, got {_short(value)}", _meaning(field)
+        message = f"must be {words} {detail['ctx'][limit]}, got {_short(value)}"
+        hint = _NO_CLIP.get(format_key(field), "") if value < 0 else ""
+        hint = hint or _meaning(field)
     elif kind in _TYPE_ERRORS:
         message, hint = _wrong_type(path, field, kind, value)
     else:

@@ -51,11 +51,15 @@ class Origin:
 
 @dataclass
 class Layers:
-    """What the user wrote, all layers in one. problems: what could not be written into it."""
+    """What the user wrote, all layers in one.
+
+    problems: what could not be written into it. warnings: what was left out of it, as it has no effect.
+    """
 
     data: dict[str, Any] = field(default_factory=dict)
     origins: dict[KeyPath, Origin] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
+    warnings: list[Problem] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
 
     def origin(self, path: KeyPath) -> Origin | None:
@@ -85,7 +89,11 @@ class Layers:
             return Origin("file", file.name, layer, line, column)
 
         self.files.append(file.name)
-        self._merge_table(self.data, file.data, (), origin)
+        data = without_port(file.data)
+        if data is not file.data:
+            by = origin(("redis",))
+            self.warnings.append(_PORT.at(by.source, by.line, by.column))
+        self._merge_table(self.data, data, (), origin)
 
     def _merge_table(
         self, into: dict[str, Any], table: Mapping[str, Any], path: KeyPath, origin: Any
@@ -153,6 +161,21 @@ def read_layers(
             message, hint = "not of the form dotted.key=value", "for example --set train.optm_lr=1e-5"
             layers.problems.append(Problem("", message, text, hint, file=origin.source))
     return layers
+
+
+_PORT = Problem(
+    "redis",
+    "the port on which cosmos-rl starts its own server: it has no effect, the embedded server has a socket",
+    hint='leave it out; a server of your own is [redis] url = "redis://host:port"',
+)
+
+
+def without_port(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A configuration without `redis` as cosmos-rl's files have it, a port or nothing; else the same object."""
+    port = data.get("redis")
+    if isinstance(port, str) and (port == "" or (port.isascii() and port.isdigit() and len(port) <= 5)):
+        return {key: value for key, value in data.items() if key != "redis"}
+    return data
 
 
 def _inside(value: Any, path: KeyPath) -> Iterator[KeyPath]:

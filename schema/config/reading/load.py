@@ -22,7 +22,7 @@ from schema.config.availability import check_available
 from schema.config.problem import ConfigError, KeyPath, Problem, format_key
 from schema.config.reading.environment import without_effect
 from schema.config.reading.explain import problems_of
-from schema.config.reading.layers import Layers, read_layers
+from schema.config.reading.layers import Layers, read_layers, without_port
 from schema.config.reading.magnitude import too_large
 from schema.config.reading.tomlread import depth_problem, dotted_path, too_deep
 from schema.config.root import Config
@@ -34,7 +34,7 @@ Paths = Path | str | Sequence[Path | str]
 
 @dataclass(frozen=True)
 class Loaded:
-    """A sound configuration and who wrote what. warnings: what the environment seems to mean but does not say."""
+    """A sound configuration and who wrote what. warnings: what was written and has no effect."""
 
     config: Config
     layers: Layers
@@ -60,7 +60,7 @@ def load(paths: Paths, overrides: Sequence[str] = (), env: Mapping[str, str] | N
     config, problems = _check(layers.data)
     if config is None or problems or layers.problems:
         raise ConfigError(layers.problems + layers.placed(problems))
-    return Loaded(config, layers, without_effect(env or {}))
+    return Loaded(config, layers, layers.warnings + without_effect(env or {}))
 
 
 def load_config(paths: Paths, overrides: Sequence[str] = (), env: Mapping[str, str] | None = None) -> Config:
@@ -70,7 +70,7 @@ def load_config(paths: Paths, overrides: Sequence[str] = (), env: Mapping[str, s
 
 def check_config(data: Mapping[str, Any]) -> Config:
     """Validate and check a configuration that is already a mapping; raises ConfigError with all problems."""
-    config, problems = _check(data)
+    config, problems = _check(without_port(data))
     if config is None or problems:
         raise ConfigError([problem for _, problem in problems])
     return config

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from schema.config.availability import check_left_out
 from schema.config.problem import Problem
 from schema.config.root import Config
 from schema.config.rules.architecture import ARCHITECTURE_RULES, ARCHITECTURE_WARNINGS
@@ -123,4 +124,4 @@ def check_warnings(config: Config) -> list[Problem]:
     """What is allowed and works, but seldom meant: shown, never refused."""
     if config.is_evaluation:
         return keys_are_of_the_evaluation(config)
-    return [warning for rule in WARNINGS for warning in rule(config)]
+    return [*check_left_out(config), *(warning for rule in WARNINGS for warning in rule(config))]

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from schema.config import ConfigError, check_config
+from schema.config.reading.load import load
+from schema.config.reading.tomlwrite import dumps
 from schema.interop import convert_text
 from schema.interop.keys import lookup, split_key
 from schema.interop.model import Conversion, Outcome
+from tests.schema.config_samples import GRPO
+from tests.schema.interop.roll_files import nest
 
 POLICY = "train.train_policy"
 CP, SHARD = "policy.parallelism.cp_size", "policy.parallelism.dp_shard_size"
@@ -195,3 +201,95 @@ PREFILL = {
 @pytest.mark.parametrize(("read", "text", "expected"), PREFILL.values(), ids=PREFILL)
 def test_the_default_of_chunked_prefill_is_carried(read: Any, text: str, expected: bool | None) -> None:
     assert ours(read(text), {CHUNKED: expected}) == {CHUNKED: expected}
+
+
+# --- cosmos-rl ------------------------------------------------------------------------------------------------
+
+TRAINED, SAMPLED = f"{POLICY}.temperature", "rollout.sampling_config.temperature"
+LOW, HIGH, PIECE = f"{POLICY}.epsilon_low", f"{POLICY}.epsilon_high", f"{POLICY}.batch_size_per_optimize"
+RANKS = {"policy.parallelism.dp_shard_size": 4, "policy.parallelism.dp_replicate_size": 2}
+
+
+def cosmos(keys: dict[str, Any]) -> Conversion:
+    """The conversion of a small file of cosmos-rl."""
+    base = {"policy.model_name_or_path": "org/model", f"{POLICY}.type": "grpo"}
+    return convert_text(dumps(nest({**base, **keys})), "run.toml", "cosmos-rl")
+
+
+COSMOS = {
+    "the trainer's temperature never samples": ({TRAINED: 0.7}, {TRAINED: None, SAMPLED: None}, True),
+    "where they differ the one that samples counts": (
+        {TRAINED: 0.7, SAMPLED: 0.9},
+        {TRAINED: None, SAMPLED: 0.9},
+        True,
+    ),
+    "what samples alone, and the trainer's default": ({SAMPLED: 0.9}, {TRAINED: None, SAMPLED: 0.9}, True),
+    "one temperature": ({TRAINED: 0.9, SAMPLED: 0.9}, {TRAINED: 0.9, SAMPLED: 0.9}, False),
+    "a temperature of 0 divides nothing": ({TRAINED: 0.0}, {TRAINED: 1.0}, False),
+    "a piece of the batch is of one rank": ({PIECE: 4, **RANKS}, {PIECE: 32}, False),
+    "ranks that are open": ({PIECE: 4, "policy.parallelism.dp_shard_size": -1}, {PIECE: 4}, True),
+    "no clip on either side": ({LOW: -1, HIGH: -1.0}, {LOW: 0.9999999999999999, HIGH: 1e9}, False),
+    "no clip from above": ({LOW: 0.2, HIGH: -1.0}, {LOW: 0.2, HIGH: 1e9}, False),
+}
+
+
+@pytest.mark.parametrize(("keys", "expected", "is_warned"), COSMOS.values(), ids=COSMOS)
+def test_keys_of_cosmos_rl_that_mean_something_else(
+    keys: dict[str, Any], expected: dict[str, Any], is_warned: bool
+) -> None:
+    found = cosmos(keys)
+    assert ours(found, expected) == expected
+    assert bool(found.warnings) is is_warned
+
+
+def test_no_ratio_reaches_the_bounds_that_stand_for_no_clip() -> None:
+    """Log ratios are clamped to ±20 (gspo: to at most 10), so the ratio lies within 2e-9 and 5e8."""
+    found = ours(cosmos({LOW: -1, HIGH: -1}), {LOW: 0, HIGH: 0})
+    assert 0.0 <= 1.0 - found[LOW] < 2e-9
+    assert 1.0 + found[HIGH] > 5e8
+
+
+@pytest.mark.parametrize(("key", "bound"), [(LOW, "0.9999999999999999"), (HIGH, "1e9")])
+def test_a_negative_epsilon_is_refused_with_the_value_that_means_it(key: str, bound: str) -> None:
+    data = nest({**dict(_flat(GRPO)), key: -1})
+    with pytest.raises(ConfigError) as caught:
+        check_config(data)
+    (problem,) = caught.value.problems
+    assert problem.key == key
+    assert bound in problem.hint
+
+
+def _flat(table: dict[str, Any], path: str = "") -> list[tuple[str, Any]]:
+    found = []
+    for key, value in table.items():
+        name = f"{path}.{key}" if path else key
+        found += _flat(value, name) if isinstance(value, dict) else [(name, value)]
+    return found
+
+
+DIRECT = {
+    "the port": ("12800", [], "redis"),
+    "nothing": ("", [], "redis"),
+    "the port, with a key of ours set": ("12800", ["redis.key_prefix=mine"], "redis"),
+}
+
+
+@pytest.mark.parametrize(("redis", "set_", "key"), DIRECT.values(), ids=DIRECT)
+def test_the_port_of_a_file_of_cosmos_rl_is_a_warning(
+    redis: str, set_: list[str], key: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(dumps({"redis": redis, **GRPO}))
+    found = load(file, set_)
+    (warning,) = found.warnings
+    assert (warning.key, warning.line) == (key, 1)
+    assert found.config.redis.url == ""
+    assert found.config.redis.key_prefix == ("mine" if set_ else "cosmos")
+    assert check_config({"redis": redis, **GRPO}).redis.url == ""
+
+
+def test_another_text_for_redis_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(dumps({"redis": "redis://elsewhere:6379", **GRPO}))
+    with pytest.raises(ConfigError, match="redis"):
+        load(file)
