@@ -263,6 +263,7 @@ _MODEL_ARGS: tuple[Row, ...] = (
         Row(key, always("adapters are those of actor_train"))
         for key in ("lora_target", "lora_rank", "lora_alpha", "lora_dropout", "additional_target")
     ),
+    Row("freeze_module_prefix", always("inference trains nothing")),
 )
 
 _DATA_ARGS: tuple[Row, ...] = (

@@ -149,6 +149,10 @@ def _freeze(reading: Reading, leaf: Leaf) -> Result:
     if leaf.value is None:
         return implicit("null: everything is trained")
     prefixes = [part.strip() for text in as_texts(leaf.value) for part in text.split(",") if part.strip()]
+    reading.warn(
+        f"freeze_module_prefix = {shown(leaf.value)} freezes every parameter whose name begins so; "
+        "policy.trainable_map takes the exact names of the hub's checkpoint: see that these are such names"
+    )
     return mapped(("policy.trainable_map", dict.fromkeys(prefixes, False)))
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 from schema.interop.roll_hows import POLICY, lost
 from schema.interop.rows import (
+    BadValue,
     Leaf,
     Reading,
     Result,
@@ -72,7 +75,9 @@ def _cache(reading: Reading, leaf: Leaf) -> Result:
     )
 
 
-@computed(f"{POLICY}.domain_shares", words="share of prompts by domain")
+@computed(
+    f"{POLICY}.domain_shares", words="share of prompts by domain; the last one is what the others leave"
+)
 def _shares(reading: Reading, leaf: Leaf) -> Result:
     if leaf.value in (None, {}):
         return implicit("no shares")
@@ -83,7 +88,20 @@ def _shares(reading: Reading, leaf: Leaf) -> Result:
         "domain_shares counts a row by its value in domain_column_name, ROLL by the reward whose tag_included "
         "holds that value: where they differ, write the domain into the column"
     )
-    return mapped((f"{POLICY}.domain_shares.{leaf.rest}", as_number(leaf.value)))
+    share, key = as_number(leaf.value), f"{POLICY}.domain_shares.{leaf.rest}"
+    *others, last = domains
+    left = round(1.0 - math.fsum(as_number(domains[name]) for name in others), 12)
+    if leaf.rest != last or abs(left - share) <= 1e-6:
+        return mapped((key, share))
+    if left <= 0:
+        raise BadValue(
+            f"the other domains have {1.0 - left:g} in all and leave nothing for {last}, the last one"
+        )
+    reading.warn(
+        f"domain_interleave_probs do not add up to 1: ROLL gives {last}, the last domain, what the others leave of a "
+        f"batch, {left:g} in place of {share:g}"
+    )
+    return mapped((key, left), note="ROLL gives the last domain what the others leave")
 
 
 @computed(f"{POLICY}.domain_column_name", words="the column of a row's domain, if shares are set")

@@ -199,6 +199,7 @@ _WORKER = {
     "model_args.moe_aux_loss_coef": "there is no auxiliary router loss in reinforcement learning here",
     "model_args.model_type": "the policy is a language model here: neither diffusion nor another kind is trained",
     "model_args.vision_dp": "images are not split over ranks",
+    "model_args.freeze_module_prefix": "parts of the policy can be frozen (policy.trainable_map), none of the critic",
     "model_args.autocast_adapter_dtype": "adapters have train.master_dtype like every trained weight",
     "training_args.optim": "the optimizer is train.optm_name; others than AdamW and Adam have no key",
     "training_args.output_dir": _LOGS,

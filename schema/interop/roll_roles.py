@@ -112,6 +112,9 @@ def _mesh_rows(role: str, ours: str) -> tuple[Row, ...]:
 
 
 def _model_rows(role: str, model: How) -> tuple[Row, ...]:
+    frozen = always("the reference model is never trained")
+    if role != _REFERENCE:
+        frozen = lost(f"{role}.model_args.freeze_module_prefix")
     return (
         Row("model_name_or_path", model),
         Row("attn_implementation", always("attention is that of actor_train"), also=("flash_attn",)),
@@ -122,6 +125,7 @@ def _model_rows(role: str, model: How) -> tuple[Row, ...]:
             Row(key, always("adapters are those of actor_train"))
             for key in ("lora_target", "lora_rank", "lora_alpha", "lora_dropout", "additional_target")
         ),
+        Row("freeze_module_prefix", frozen),
         Row("vision_dp", lost(f"{role}.model_args.vision_dp")),
     )
 

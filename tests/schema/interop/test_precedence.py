@@ -293,3 +293,47 @@ def test_another_text_for_redis_is_refused(tmp_path: Path) -> None:
     file.write_text(dumps({"redis": "redis://elsewhere:6379", **GRPO}))
     with pytest.raises(ConfigError, match="redis"):
         load(file)
+
+
+# --- ROLL -----------------------------------------------------------------------------------------------------
+
+
+def roll(text: str) -> Conversion:
+    """The conversion of a small file of ROLL."""
+    return convert_text(f"rollout_batch_size: 64\n{text}\n", "run.yaml", "roll")
+
+
+DOMAINS = {
+    "the last one gets what is left": ("{math: 0.5, code: 0.4}", {"math": 0.5, "code": 0.5}, True),
+    "the last one loses what is too much": ("{a: 0.5, b: 0.3, c: 0.3}", {"a": 0.5, "b": 0.3, "c": 0.2}, True),
+    "they add up": ("{math: 0.7, code: 0.3}", {"math": 0.7, "code": 0.3}, False),
+    "they add up but for the last digit": (
+        "{a: 0.3333333, b: 0.6666666}",
+        {"a": 0.3333333, "b": 0.6666666},
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize(("shares", "expected", "is_warned"), DOMAINS.values(), ids=DOMAINS)
+def test_shares_of_domains_are_those_that_roll_deals(
+    shares: str, expected: dict[str, float], is_warned: bool
+) -> None:
+    found = roll(f"actor_train: {{data_args: {{domain_interleave_probs: {shares}}}}}")
+    assert lookup(found.config, (*POLICY.split("."), "domain_shares")) == expected
+    assert any("do not add up" in warning for warning in found.warnings) is is_warned
+
+
+def test_a_last_domain_without_anything_left_is_not_understood() -> None:
+    found = roll("actor_train: {data_args: {domain_interleave_probs: {math: 0.6, code: 0.5, chat: 0.1}}}")
+    assert "leave nothing for chat" in found.entry("actor_train.data_args.domain_interleave_probs.chat").note
+
+
+FROZEN = "model_args: {freeze_module_prefix: 'vision_model, lm_head'}"
+
+
+def test_frozen_modules_are_named() -> None:
+    found = roll(f"actor_train: {{{FROZEN}}}\nactor_infer: {{{FROZEN}}}\nreference: {{{FROZEN}}}")
+    assert not found.of(Outcome.UNKNOWN)
+    assert found.config["policy"]["trainable_map"] == {"vision_model": False, "lm_head": False}
+    assert any("freeze_module_prefix" in warning and "vision_model" in warning for warning in found.warnings)
