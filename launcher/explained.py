@@ -19,10 +19,11 @@ def lines(found: Found) -> list[str]:
     width = max(NARROWEST, min(shutil.get_terminal_size((WIDEST, 24)).columns, WIDEST))
     if found.section is not None:
         return list(_section(found.section, width))
+    note = [*found.note.splitlines(), ""] if found.note else []
     if found.is_list:
-        return list(_list(found.keys, width))
+        return note + list(_list(found.keys, width))
     blocks = [list(_key(info, width)) for info in found.keys]
-    return [line for number, block in enumerate(blocks) for line in ([""] if number else []) + block]
+    return note + [line for number, block in enumerate(blocks) for line in ([""] if number else []) + block]
 
 
 def shown_default(info: KeyInfo) -> str:

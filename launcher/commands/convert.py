@@ -44,11 +44,16 @@ def convert(
     ] = False,
     as_json: AsJson = False,
     force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
+    full: Annotated[
+        bool,
+        typer.Option("--full", help="Account for every key, not only for what is lost or not understood."),
+    ] = False,
 ) -> None:
-    """Turn a configuration of verl, ROLL or cosmos-rl into ours, and say what became of every key.
+    """Turn a configuration of verl, ROLL or cosmos-rl into ours, and say what became of its keys.
 
-    The TOML goes to standard output or to -o, the account of the keys to standard error, or with --json to
-    standard output. `${oc.env:NAME}` reads this environment; nothing in the file is evaluated.
+    The TOML goes to standard output or to -o. The account of the keys, short unless --full is given, goes to
+    standard error, or with --json, whole, to standard output. `${oc.env:NAME}` reads this environment; nothing in
+    the file is evaluated.
     """
     from schema.interop import convert as convert_file
     from schema.interop.write import to_toml
@@ -66,7 +71,7 @@ def convert(
     else:
         if output is None:
             _print(text)
-        _explain(conversion, output, problems)
+        _explain(conversion, output, problems, full)
     raise typer.Exit(EXIT_CONFIG if strict and _falls_short(conversion) else 0)
 
 
@@ -123,10 +128,12 @@ def _account(conversion: Conversion, text: str, problems: tuple[Problem, ...]) -
     }
 
 
-def _explain(conversion: Conversion, output: Path | None, problems: tuple[Problem, ...]) -> None:
+def _explain(conversion: Conversion, output: Path | None, problems: tuple[Problem, ...], full: bool) -> None:
     from schema.interop.write import to_report
 
-    typer.echo(_printable(to_report(conversion, mapped=False)), err=True)
+    typer.echo(_printable(to_report(conversion, full)), err=True)
+    if not full:
+        typer.echo("\n--full accounts for every key; the comments of the TOML do too", err=True)
     typer.echo("", err=True)
     print_problems("error", problems)
     name = "the result" if output is None else str(output)

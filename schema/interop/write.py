@@ -19,6 +19,9 @@ from schema.interop.keys import Path, split_key
 from schema.interop.model import Addition, Conversion, Entry, Outcome
 
 WIDTH = 110
+LISTED = 10  # keys of one outcome in a short report
+
+_SHORT = (Outcome.UNKNOWN, Outcome.NONE)
 
 _HEADINGS = {
     Outcome.FALLBACK: "Not built yet and without influence on the numbers: the nearest value stands above, "
@@ -73,10 +76,10 @@ def to_json(conversion: Conversion) -> dict[str, Any]:
     }
 
 
-def to_report(conversion: Conversion, mapped: bool = True) -> str:
+def to_report(conversion: Conversion, full: bool = True) -> str:
     """A plain-text report: counts, warnings, then every key with its line and reason.
 
-    mapped: whether keys that are simply mapped are listed too; they stand in the TOML beside their values.
+    full: false lists only what is lost, not understood or without counterpart, and little of that.
     """
     counts = ", ".join(
         f"{len(conversion.of(outcome))} {outcome.value}" for outcome in Outcome if conversion.of(outcome)
@@ -89,11 +92,13 @@ def to_report(conversion: Conversion, mapped: bool = True) -> str:
     lines += [f"! {_clean(warning)}" for warning in conversion.warnings]
     for outcome in (Outcome.UNKNOWN, Outcome.NONE, Outcome.FALLBACK, Outcome.IMPLICIT, Outcome.MAPPED):
         entries = conversion.of(outcome)
-        if entries and (mapped or outcome is not Outcome.MAPPED):
+        if entries and (full or outcome in _SHORT):
+            shown = entries if full else entries[:LISTED]
             lines += ["", f"{outcome.value}:"]
-            lines += [f"  {_entry_line(entry, conversion.name)}" for entry in entries]
+            lines += [f"  {_entry_line(entry, conversion.name)}" for entry in shown]
+            lines += [f"  and {len(entries) - len(shown)} more"] if len(shown) < len(entries) else []
     added = [addition for addition in conversion.additions if not _is_unsupported(addition)]
-    if added:
+    if added and full:
         lines += ["", "added:"]
         lines += [f"  {_addition_line(addition)}" for addition in added]
     return "\n".join(lines)

@@ -47,6 +47,22 @@ def test_toml_on_standard_output_and_an_account_on_standard_error() -> None:
     assert convert("examples/roll_grpo.yaml", "-o", "-").stdout == run.stdout
 
 
+def test_the_account_is_short_unless_all_of_it_is_asked_for() -> None:
+    short, full = convert(ROLL), convert(ROLL, "--full")
+    assert short.stdout == full.stdout
+    assert "--full accounts for every key" in short.stderr
+    assert "--full" not in full.stderr
+    account = short.stderr.partition("--full accounts")[0]
+    assert "implicit:" not in account
+    assert "added:" not in account
+    assert len(account.splitlines()) < 40
+    for heading in ("none:", "fallback:", "implicit:", "mapped:", "added:"):
+        assert f"\n{heading}\n" in full.stderr
+    more = {line for line in account.splitlines() if line.startswith("  and ")}
+    assert len(more) == 1
+    assert set(account.splitlines()) - more <= set(full.stderr.splitlines())
+
+
 def test_a_file_that_validate_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tmp_path / "run.toml"
     run = convert("examples/roll_grpo.yaml", "-o", target, "--strict")

@@ -124,7 +124,7 @@ def test_parts_and_patterns_find_keys() -> None:
         ("train.optm_lrr", "did you mean `train.optm_lr`?"),
         ("rolout.batch_size", "did you mean `rollout.batch_size`?"),
         ("epochs", "did you mean `train.epoch`?"),
-        ("learning_rate", "keys that speak of it: train.optm_lr, "),
+        ("optimizer_step", "keys that speak of it: train.train_policy."),
         ("rollout.engine_kwargs.swap_space", "the keys of rollout.engine_kwargs are not ours"),
         ("zzzz", "cosmos-launch explain lists the sections"),
         ("zz*", "cosmos-launch explain lists the sections"),

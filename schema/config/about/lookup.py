@@ -76,12 +76,16 @@ class SectionInfo:
 
 @dataclass(frozen=True)
 class Found:
-    """An answer. Of `keys` there are several where grpo and sft differ, or where a pattern matched."""
+    """An answer. Of `keys` there are several where grpo and sft differ, or where a pattern matched.
+
+    note: whose name the question is, where it is not ours.
+    """
 
     question: str
     keys: tuple[KeyInfo, ...] = ()
     section: SectionInfo | None = None
     is_list: bool = False
+    note: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """For a program."""
@@ -100,10 +104,30 @@ def look_up(question: str) -> Found:
     if not found and len(sections) == 1:
         return Found(question, section=_section(sections[0]))
     if not found:
-        raise ConfigError([_unknown(question, name)])
+        return _elsewhere(question, name)
     if len(found) == 1 and "*" not in name and "?" not in name:
         return Found(question, tuple(_variants(found[0])))
     return Found(question, tuple(info for key in found for info in _variants(key)), is_list=True)
+
+
+def _elsewhere(question: str, name: str) -> Found:
+    """The answer for a name of another system; raises ConfigError where nobody has it, or we have nothing for it."""
+    from schema.interop.names import names_here, system_of_table  # only an unknown name needs the tables
+
+    found = names_here(name)
+    if not found and (system := system_of_table(name)):
+        hint = f"cosmos-launch explain knows each of its keys: explain {name}.KEY"
+        raise ConfigError([Problem(question, f"no such key; a table of {system}'s files", hint=hint)])
+    if not found:
+        raise ConfigError([_unknown(question, name)])
+    if not found[0].ours:
+        message = f"no such key; {found[0].system}'s `{found[0].key}` has no counterpart here"
+        raise ConfigError([Problem(question, message, hint=found[0].reason)])
+    known = [theirs for theirs in found if theirs.ours]
+    keys = list(dict.fromkeys(key for theirs in known for key in theirs.ours if key in leaf_keys()))
+    notes = [f"{theirs.system}'s {theirs.key} is {' and '.join(theirs.ours)} here" for theirs in known]
+    infos = tuple(info for key in keys for info in _variants(key))
+    return Found(question, infos, is_list=len(keys) > 1, note="\n".join(notes))
 
 
 def _normal(question: str) -> str:

@@ -12,6 +12,7 @@ import datetime
 import difflib
 import types
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
@@ -316,10 +317,44 @@ def suggest_key(path: KeyPath, data: Mapping[str, Any]) -> str:
     if name in everywhere:
         places = " or ".join(f"[{format_key(field[:-1])}]" for field in everywhere[name] if field[:-1])
         return f"`{name}` belongs to {places}" if places else f"`{name}` is a section of its own: [{name}]"
-    near, far = closest(name, siblings), closest(name, everywhere)
+    near, elsewhere = closest(name, siblings), _name_elsewhere(path, data)
+    if elsewhere and not (near and f"`{format_key((*section, near))}`" in elsewhere):
+        return elsewhere  # a name of another system's, unless it is also like the key of ours that it becomes
+    far = closest(name, everywhere)
     if near and (far is None or _likeness(name, near) >= _likeness(name, far) - 0.1):
         return f"did you mean `{near}`?"  # a clearly better name elsewhere wins over a sibling
     return f"did you mean `{format_key(everywhere[far][0])}`?" if far else _known(siblings)
+
+
+def _name_elsewhere(path: KeyPath, data: Mapping[str, Any]) -> str:
+    """The hint for a name of verl's, ROLL's or cosmos-rl's; "" for what is none of theirs."""
+    from schema.interop.names import names_here, system_of_table  # only an unknown key needs the tables
+
+    if len(path) == 1 and isinstance(data.get(str(path[0])), Mapping):
+        system = system_of_table(str(path[0]))
+        inside = islice(_leaves(data[str(path[0])], format_key(path)), 20) if system else ()
+        pairs = [(key, theirs[0].ours) for key in inside if (theirs := names_here(key)) and theirs[0].ours]
+        known = "".join(f"; {key} is {' and '.join(ours)} here" for key, ours in pairs[:3])
+        return f"a table of {system}'s files, which cosmos-launch convert reads{known}" if system else ""
+    found = names_here(format_key(path)) or names_here(str(path[-1]))
+    ours = list(dict.fromkeys(key for theirs in found for key in theirs.ours))
+    ours.sort(
+        key=lambda key: not key.startswith(f"{path[0]}.")
+    )  # what stands in the same section comes first
+    if ours:
+        names = " or ".join(f"`{key}`" for key in ours[:3])
+        return f"did you mean {names}? {found[0].system} calls it `{found[0].key}`"
+    if found and found[0].key == format_key(path):
+        return f"a key of {found[0].system}'s without counterpart: {found[0].reason}"
+    return ""
+
+
+def _leaves(table: Mapping[str, Any], name: str) -> Iterator[str]:
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{name}.{key}")
+        else:
+            yield f"{name}.{key}"
 
 
 def _likeness(word: str, other: str) -> float:
