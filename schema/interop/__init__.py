@@ -4,8 +4,8 @@
     text = to_toml(conversion)             # ours, with comments
     report = to_report(conversion)         # what became of every key
 
-How it is built, from the bottom: `keys`, `yamlfile`, `interpolation`, `source` read a file; `model` says what
-a conversion is; `rows` is the language of the tables; `engine` applies them; `fallback` knows what only
+How it is built, from the bottom: `keys`, `yamlfile`, `composed`, `interpolation`, `source` read a file; `model` says
+what a conversion is; `rows` is the language of the tables; `engine` applies them; `fallback` knows what only
 changes speed; `none` is the closed list of what has no counterpart; `write` makes text of it; `detect` and
 `registry` find the reader. A reader is a module with a `READER`: `verl`, `roll`, `cosmos`.
 """

@@ -21,6 +21,7 @@ from schema.config.reading.explain import closest
 from schema.config.root import Config
 from schema.config.train_policy import SFTDataConfig
 from schema.config.unsupported import TABLE
+from schema.interop.composed import not_read
 from schema.interop.fallback import nearest
 from schema.interop.interpolation import resolve
 from schema.interop.keys import dotted, leaves, lookup, split_key, store, unsupported_key
@@ -61,6 +62,8 @@ def convert_source(source: Source, reader: Reader, kind: str, env: Mapping[str, 
     entries = [
         _entry(reading, reader, Leaf(key, value, line=source.line(path))) for path, key, value in found
     ]
+    if left_out := not_read(source.data.get("defaults"), reader.title):
+        reading.warn(left_out)
     reader.finish(reading)
     final, added, config = _assemble(reading, entries, _additions(reading, entries))
     keys = tuple(key for _, key, _ in found)

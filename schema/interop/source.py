@@ -10,6 +10,7 @@ from typing import Any
 
 from schema.config.problem import ConfigError, Problem
 from schema.config.reading.positions import locate
+from schema.interop.composed import refuse_script
 from schema.interop.keys import Path, leaves, lookup
 from schema.interop.yamlfile import MAX_BYTES, read_yaml
 
@@ -63,7 +64,11 @@ def read_file(path: FilePath) -> str:
 
 
 def read_source(text: str, name: str) -> Source:
-    """A text as TOML where it is TOML (or its name ends in .toml), else as YAML. Raises ConfigError."""
+    """A text as TOML where it is TOML (or its name ends in .toml), else as YAML. Raises ConfigError.
+
+    A shell script is refused, with the way to the configuration that it starts.
+    """
+    refuse_script(text, name)
     if name.endswith(".toml"):
         return _toml(text, name)
     if not name.endswith((".yaml", ".yml")):

@@ -105,7 +105,7 @@ def _rows(kind: str) -> tuple[Row, ...]:
 
 def _common() -> tuple[Row, ...]:
     return (
-        Row("defaults", always("the defaults of verl's base files are known here")),
+        Row("defaults", lacking([], ["_self_"])),
         Row("hydra.*", always("settings of the command line")),
         Row("global_profiler.tool", lacking()),
         Row("global_profiler.*", always("details of verl's profilers")),

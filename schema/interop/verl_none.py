@@ -194,6 +194,7 @@ def _under(prefix: str, table: dict[str, str]) -> dict[str, str]:
 
 
 VERL_NONE: dict[str, str] = {
+    "defaults": "Hydra composes the files that it names; verl's own defaults are known here, others are not read",
     "ray_init.*": _RAY,
     "ray_kwargs.*": _RAY,
     **_under("trainer", _TRAINER),

@@ -337,3 +337,60 @@ def test_frozen_modules_are_named() -> None:
     assert not found.of(Outcome.UNKNOWN)
     assert found.config["policy"]["trainable_map"] == {"vision_model": False, "lm_head": False}
     assert any("freeze_module_prefix" in warning and "vision_model" in warning for warning in found.warnings)
+
+
+# --- files that leave the rest to others ----------------------------------------------------------------------
+
+VERL_SCRIPT = (
+    "set -x\npython3 -m verl.trainer.main_ppo \\\n  data.train_batch_size=1024 \\\n  trainer.nnodes=1 $@\n"
+)
+SCRIPTS = {
+    "verl": ("run.sh", VERL_SCRIPT, ["python3 -m verl.trainer.main_ppo", "--cfg job --resolve", "convert"]),
+    "verl's recipe": (
+        "run.sh",
+        "#!/bin/bash\npython3 -m recipe.dapo.main_dapo data.seed=1\n",
+        ["-m recipe.dapo.main_dapo … --cfg job --resolve"],
+    ),
+    "without an ending": ("run", "#!/usr/bin/env bash\n" + VERL_SCRIPT, ["--cfg job --resolve"]),
+    "ROLL": (
+        "run.sh",
+        "python examples/start_rlvr_pipeline.py --config_path $P --config_name rlvr_config\n",
+        ["--config_path", "YAML"],
+    ),
+    "cosmos-rl": ("run.sh", "cosmos-rl --config configs/run.toml launcher.py\n", ["--config", "TOML"]),
+}
+
+
+@pytest.mark.parametrize(("name", "text", "words"), SCRIPTS.values(), ids=SCRIPTS)
+def test_a_script_is_refused_with_the_way_to_its_configuration(
+    name: str, text: str, words: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        convert_text(text, name)
+    (problem,) = caught.value.problems
+    assert "shell script" in problem.message
+    assert all(word in problem.hint for word in words), problem.hint
+
+
+HYDRA = {
+    "a base and a group": (
+        verl,
+        "defaults:\n  - ppo_trainer\n  - actor@actor_rollout_ref.actor: dp_actor\n  - _self_\n",
+        ["not read", "ppo_trainer", "actor@actor_rollout_ref.actor: dp_actor", "--cfg job --resolve"],
+    ),
+    "ROLL's": (roll, "defaults: [../config/envs@_here_, _self_]", ["not read", "../config/envs@_here_"]),
+}
+
+
+@pytest.mark.parametrize(("read", "text", "words"), HYDRA.values(), ids=HYDRA)
+def test_what_hydra_would_compose_is_named(read: Any, text: str, words: list[str]) -> None:
+    found = read(text)
+    (warning,) = [warning for warning in found.warnings if "`defaults`" in warning]
+    assert all(word in warning for word in words), warning
+    assert "_self_" not in warning
+    assert found.entry("defaults").outcome is Outcome.NONE
+
+
+def test_a_file_that_composes_nothing_says_nothing_of_hydra() -> None:
+    found = verl("defaults: [_self_]")
+    assert not any("`defaults`" in warning for warning in found.warnings)
