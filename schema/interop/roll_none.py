@@ -10,7 +10,10 @@ _ENVIRONMENT = (
     "environment variables are set in the shell that starts cosmos-launch; every process inherits them"
 )
 _LOGS = "logs, dumps and traces lie in the run's own directory below train.output_dir"
-_DUMP = "finished samples are kept by the controller and shown by GET /v1/samples; nothing is dumped beside"
+_DUMP = (
+    "nothing is dumped; GET /v1/samples/{group_id}/{index} shows a finished sample for as long as the controller "
+    "keeps it"
+)
 _TRACKER = "trackers are set up by their own environment variables (WANDB_…, SWANLAB_…) and need no key"
 _IN_ENVIRONMENT = "a secret: give it in the environment (WANDB_API_KEY, SWANLAB_API_KEY), never in a file"
 _MOCK = "records and replays rollouts to test ROLL itself"

@@ -6,6 +6,7 @@ from typing import Any
 
 _RAY = "starts and places Ray's actors; there is no Ray here, cosmos-launch starts plain processes"
 _HDFS = "verl's own HDFS client; here checkpoints lie below train.output_dir, and go to S3 by train.ckpt.upload_s3"
+_SAMPLES = "GET /v1/samples/{group_id}/{index} shows a finished sample for as long as the controller keeps it"
 _OWN_LOSS = (
     'a loss of verl\'s own; for one of yours write train.train_policy.variant = "path/to/file.py:function"'
 )
@@ -101,7 +102,7 @@ _ROLLOUT = {
     "router_config_path": "the controller leases prompts to replicas; there is no router to configure",
     "use_fire_sampling": "the first token is drawn like all others",
     "skip_rollout": "replays rollouts from files to test verl itself",
-    "trace.backend": "finished samples are kept by the controller and shown by GET /v1/samples",
+    "trace.backend": _SAMPLES,
     "prometheus.*": "the controller serves /metrics for Prometheus by itself",
     "mtp": _MODEL["mtp.*"],
     "mtp.*": _MODEL["mtp.*"],
@@ -156,7 +157,7 @@ _ALGORITHM = {
 _TRAINER = {
     "ray_wait_register_center_timeout": f"{_RAY}; controller.start_timeout is how long they may take to register",
     "default_hdfs_dir": _HDFS,
-    "checkpoint_callback_class": "the controller's events (GET /v1/events) tell of checkpoints",
+    "checkpoint_callback_class": "nothing is called back; checkpoints are directories of the run (train.output_dir)",
     "v1.separate_async.hybrid_rollout.*": "GPUs do not change roles while a job runs; [autoscale] adds replicas",
     "v1.sampler.custom_sampler.path": "prompts are drawn by a seeded permutation, or by domain_shares",
     "v1.sampler.custom_sampler.name": "prompts are drawn by a seeded permutation, or by domain_shares",
@@ -164,8 +165,8 @@ _TRAINER = {
     "v1.sampler.sampler_kwargs.*": "prompts are drawn by a seeded permutation, or by domain_shares",
     "v1.*": "a detail of verl's newer trainer",
     "val_only": "validation belongs to a training run; [evaluation] scores answers that a file holds",
-    "rollout_data_dir": "finished samples are kept by the controller and shown by GET /v1/samples",
-    "validation_data_dir": "finished samples are kept by the controller and shown by GET /v1/samples",
+    "rollout_data_dir": _SAMPLES,
+    "validation_data_dir": "no answers are dumped; GET /v1/validations has the scores of every validation",
     "esi_redundant_time": "a SIGTERM drains a replica in launcher.shutdown_timeout; no time is reserved before",
     "profile_steps": _PROFILER,
     "profile_interval": _PROFILER,

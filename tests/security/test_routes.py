@@ -62,6 +62,38 @@ def routes_of(routes: list[BaseRoute]) -> Iterator[APIRoute]:
             yield from routes_of(list(inner))
 
 
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_documents_and_converters_name_routes_that_exist(served: ServedController) -> None:
+    """Every `GET /v1/…` of docs/ and of the texts of schema/interop is a route, `{job}` and the like aside."""
+    paths = build(served.controller).openapi()["paths"]
+    texts = [*ROOT.glob("docs/*.md"), *ROOT.glob("schema/interop/*.py")]
+    called = [
+        (file.name, method, path)
+        for file in texts
+        for method, path in re.findall(r"\b(GET|POST|PUT|DELETE) (/[\w/{}.-]*[\w}])", file.read_text("utf-8"))
+    ]
+    assert len(called) > 20
+    for name, method, path in called:
+        asked = re.sub(r"\{[^}]*\}", "x", path)
+        matching = [
+            item[method.lower()]
+            for there, item in paths.items()
+            if method.lower() in item and re.fullmatch(re.sub(r"\{[^}]*\}", "[^/]+", there), asked)
+        ]
+        assert matching, f"{name}: {method} {path} is not a route"
+        for choice in _choices(matching[0]) if "{" not in path else ():
+            assert path.rpartition("/")[2] in choice, f"{name}: {method} {path}"
+
+
+def _choices(operation: dict[str, Any]) -> Iterator[list[str]]:
+    """The values of those parts of a route's path that are one of a few words."""
+    for parameter in operation.get("parameters", ()):
+        if parameter["in"] == "path" and "enum" in parameter["schema"]:
+            yield parameter["schema"]["enum"]
+
+
 def test_every_route_is_in_the_table_of_roles(served: ServedController) -> None:
     """A route that nobody listed in `RULES` (or that is open to all on purpose) fails here, by name."""
     document = build(served.controller).openapi()
