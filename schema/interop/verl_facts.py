@@ -93,7 +93,7 @@ def machines(reading: Reading) -> tuple[int, int]:
         reading.integer("trainer.n_gpus_per_node", 8) or 8,
     )
     more, theirs = rollout_gpus(reading)
-    if not recipe(reading) or more == 0:
+    if more == 0:
         return nodes, gpus
     if nodes == more and gpus + theirs <= 8:
         return nodes, gpus + theirs

@@ -34,7 +34,7 @@ from schema.interop.verl_facts import (
     no_critic,
     on_cpu,
     prompts_per_step,
-    recipe,
+    rollout_gpus,
     sharding,
     staleness,
     switched,
@@ -271,7 +271,7 @@ def _machines_sft(reading: Reading, leaf: Leaf) -> Result:
 
 def _placed(reading: Reading, leaf: Leaf, count: int, targets: list[tuple[str, int]]) -> Result:
     nodes, gpus = machines(reading) if reading.kind == "rl" else (count, count)
-    note = "with the GPUs of the rollouts" if reading.kind == "rl" and recipe(reading) else ""
+    note = "with the GPUs of the rollouts" if reading.kind == "rl" and rollout_gpus(reading)[0] else ""
     if leaf.key == "trainer.nnodes":
         return mapped(("placement.nodes", nodes), *targets, note=note)
     gpus = 0 if on_cpu(reading) else gpus

@@ -165,6 +165,15 @@ def test_files_of_the_asynchronous_recipes_are_asynchronous(text: str, expected:
     assert not found.of(Outcome.UNKNOWN)
 
 
+def test_the_machines_of_a_job_are_those_of_trainer_and_rollouts() -> None:
+    found = verl(
+        "trainer: {nnodes: 1, n_gpus_per_node: 8, v1: {trainer_mode: separate_async}}\n"
+        "actor_rollout_ref: {rollout: {nnodes: 2, n_gpus_per_node: 8, tensor_model_parallel_size: 4}}"
+    )
+    expected = {"placement.nodes": 3, "placement.gpus_per_node": 8, "rollout.parallelism.n_init_replicas": 4}
+    assert ours(found, expected) == expected
+
+
 def test_a_file_of_the_recipe_as_published_is_understood() -> None:
     text = """
 actor_rollout_ref:
