@@ -107,7 +107,7 @@ def test_a_lost_method_is_refused_by_every_command(tmp_path: Path) -> None:
     report = run.stderr.splitlines()
     first = report.index(next(line for line in report if line.startswith("unsupported:")))
     assert "advantage_clip = 0.2" in report[first + 1]
-    assert first < min(report.index(heading) for heading in ("none:", "implicit:", "added:"))
+    assert first < report.index("none:")
     for arguments in (
         ["validate", target],
         ["validate", target, "--set", "unsupported={}"],
