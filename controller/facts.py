@@ -28,6 +28,8 @@ class JobFacts:
     exported: bool = False
     """The trainer left because it was finished: the final weights are published and exported."""
     last_error: str | None = None
+    traceback: str = ""
+    """Of what failed the job, if that was code of the user's."""
     anchor_wanted: int = 0
     """A replica could not read a chain: one is wanted that begins after this publication; 0: none is wanted."""
     anchor_told: int = 0

@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from controller.facts import JobFacts, ledger_params, sft_total_steps, validation_params
+from controller.groups import DropReason, State
 from controller.ledger import Ledger, LedgerError
 from controller.payload_files import PayloadFiles
 from controller.progress import StepCounter, StepLog
 from controller.prompts import Prompts
 from controller.publications import Publications
 from controller.replicas import Registry
+from controller.reward_health import RewardHealth
 from controller.signals import Signal
 from controller.store import PayloadKey, Saved, StateStore, StoreUnavailable, Table
 from controller.store.payloads import Payload
@@ -35,6 +37,15 @@ from schema.wire.messages import ErrorCode, LedgerSnapshot, Phase, StepRecord
 
 log = logging.getLogger(__name__)
 
+REMEDIES: dict[str, str] = {
+    DropReason.ZERO_VARIANCE: "In each group all samples have the same rewards of "
+    "train.train_policy.filter_reward_metric: use rewards that tell answers apart, other prompts, or no filter",
+    DropReason.OVERLONG: "Answers are longer than training takes: raise policy.model_max_length or lower "
+    "rollout.max_response_length",
+    DropReason.REWARD_ERROR: "Mend the reward function or the rows that it fails on",
+    DropReason.POISON: "Replicas crashed with every prompt: the logs of the rollout replicas say why",
+}
+"""What to do where not one step was trained, by the reason for which most prompts were dropped."""
 TRAIN_DATA, VALIDATION_DATA = Path("data", "train.safetensors"), Path("data", "validation.safetensors")
 
 
@@ -72,6 +83,11 @@ class Job:
             config.weight_sync.keep, saved[Table.PUBLICATIONS].values(), self.facts.highest_publication
         )
         self.updates = Updates()
+        self.rewards = RewardHealth(
+            config.groups_per_step if config.is_grpo else 1,
+            config.reward.outage_timeout,
+            scored=self._has_scored,
+        )
         self.opened_at = clock()
         self.closing = False
         self.checkpoint_asked = False
@@ -131,6 +147,7 @@ class Job:
         self.registry.forgive(now)
         if self.ledger is not None and alive_at is not None:
             self.ledger.extend_leases(max(0.0, now - alive_at))
+            self.rewards.forgive(max(0.0, now - alive_at))
         if self.validation is not None:
             self.validation.forgive(now)
 
@@ -226,21 +243,26 @@ class Job:
             raise LedgerError(ErrorCode.CONFLICT, "this is a supervised job: it has no groups and no batches")
         return self.ledger
 
-    def end(self, phase: Phase, error: str | None = None) -> None:
-        """Enter a terminal phase; the first one counts."""
+    def end(self, phase: Phase, error: str | None = None, traceback: str = "") -> None:
+        """Enter a terminal phase; the first one counts. traceback: of a user's code that is the reason."""
         if self.ended:
             return
         self.facts.ended = phase
         self.facts.last_error = error or self.facts.last_error
+        self.facts.traceback = traceback
         log.log(
-            logging.ERROR if phase is Phase.FAILED else logging.INFO, "the job is %s: %s", phase, error or ""
+            logging.ERROR if phase is Phase.FAILED else logging.INFO,
+            "the job is %s: %s",
+            phase,
+            error or self.note,
         )
         self.wake_all()
 
     def reopen(self) -> None:
         """Leave the phase `stopped` or `failed`: everything else is as it was."""
         log.info("the job was %s and goes on", self.facts.ended)
-        self.facts.ended, self.facts.last_error = None, None
+        self.facts.ended, self.facts.last_error, self.facts.traceback = None, None, ""
+        self.reset_rewards()
         self.facts.paused = False
         self.opened_at = self.clock()
         self.settle()
@@ -257,12 +279,55 @@ class Job:
         """Draw the consequences of a change: close the stream, make the last round due, end the job."""
         if self.ended or not self.progress.finished:
             return
+        if not self.progress.committed:
+            self.end(Phase.FAILED, *self._nothing_trained())
+            return
         if self.ledger is not None and self.ledger.closed is None:
             self.ledger.close()
             self.wake_all()
         waiting = self._awaits_final_validation()
         if self.facts.exported and not waiting:
             self.end(Phase.FINISHED)
+
+    # ---- rewards, and data that runs out ------------------------------------------------------------------
+
+    @property
+    def _has_scored(self) -> bool:
+        ledger = self.ledger
+        return ledger is not None and bool(ledger.committed or ledger.ready or ledger.batch(ledger.committed))
+
+    def reset_rewards(self) -> None:
+        """What failed may work now: judge rewards by what comes."""
+        self.rewards.reset(scored=self._has_scored)
+
+    @property
+    def note(self) -> str:
+        """What holds the job up, or why it finished short of its planned steps; mostly empty."""
+        done, total = self.progress.committed, self.progress.total_steps
+        if not self.progress.finished:
+            return "" if self.ended else self.rewards.note
+        if not done or done >= total or self.facts.ended in (Phase.STOPPED, Phase.FAILED):
+            return ""
+        return f"finished after {done} of {total} steps: the data ran out{self._drops()}"
+
+    def _drops(self) -> str:
+        dropped = {} if self.ledger is None else self.ledger.status().dropped
+        counts = sorted(dropped.items(), key=lambda item: -item[1])
+        return "; dropped: " + ", ".join(f"{reason} {count}" for reason, count in counts) if counts else ""
+
+    def _nothing_trained(self) -> tuple[str, str]:
+        """The error of a job whose data ran out before its first step, and a traceback if there is one."""
+        dropped = {} if self.ledger is None else self.ledger.status().dropped
+        most = max(dropped, key=lambda reason: dropped[reason], default="")
+        errors = (
+            [] if self.ledger is None else [g.error for g in self.ledger.in_state(State.DROPPED) if g.error]
+        )
+        failed = most == DropReason.REWARD_ERROR and bool(errors)
+        return (
+            f"not one of {self.progress.total_steps} steps was trained: the data ran out{self._drops()}. "
+            + REMEDIES.get(most, "See GET /v1/groups?state=dropped"),
+            errors[-1] if failed else "",
+        )
 
     def _awaits_final_validation(self) -> bool:
         newest = self.publications.newest

@@ -2,7 +2,8 @@
 
 A lease request is answered by the first of these that applies:
 
-    finished | draining | paused | update (its weights are not part of this run any more) |
+    finished | draining | paused (by a user, or during an outage of rewards: see `controller.reward_health`) |
+    update (its weights are not part of this run any more) |
     groups of the validation round | update (the last round waits for newer weights) |
     groups to train on, or the ledger's refusal: throttled, or update where newer weights would help
 
@@ -31,6 +32,7 @@ from schema.wire.messages import (
     LeaseReply,
     LeaseRequest,
     LeaseStatus,
+    Phase,
     PushItem,
     PushReply,
     PushResult,
@@ -55,6 +57,11 @@ class Leasing:
         self._n_samples = job.config.rollout.n_generation
         self._sampling_seed = job.config.sampling_seed
         self._max_tokens = job.config.policy.model_max_length
+        config = job.config
+        self._scored_alike = config.is_grpo and set(config.validation_reward_weights) == set(
+            config.grpo.reward_weights
+        )
+        """Whether validation is scored with the functions of training: what fails there fails here."""
         self._answered: dict[str, None] = {}
         """Request ids that were granted groups, the oldest first: a late duplicate gets no others."""
         self._waiting = LeaseQueue(
@@ -134,7 +141,29 @@ class Leasing:
                 status=LeaseStatus.THROTTLED,
                 reason="this request was granted before, and what it got is done",
             )
+        if job.rewards.outage is not None and not self._repeats(request):
+            return self._probe(request, newest.id, newest.version, now)
         return self._validate(request, newest.id, now) or self._train(request, newest.id, newest.version, now)
+
+    def _probe(self, request: LeaseRequest, newest_id: int, newest_version: int, now: float) -> LeaseReply:
+        """During an outage of rewards: one group at a time, for all replicas together."""
+        rewards, one = self._job.rewards, request.model_copy(update={"max_groups": 1})
+        if not self._scored_alike and (reply := self._validate(request, newest_id, now)) is not None:
+            return reply
+        if rewards.probe is not None and not self._is_leased(*rewards.probe):
+            rewards.probe = None  # its holder has gone
+        if not rewards.may_probe(now):
+            return LeaseReply(status=LeaseStatus.PAUSED, reason=rewards.note)
+        reply = self._validate(one, newest_id, now) or self._train(one, newest_id, newest_version, now)
+        if reply.groups:
+            rewards.probe = reply.groups[0].group_id, reply.groups[0].lease_id
+        return reply
+
+    def _is_leased(self, name: str, lease_id: str) -> bool:
+        ledger, validation = self._job.require_ledger(), self._job.validation
+        if validation is not None and (group := validation.find(name)) is not None:
+            return group.lease_id == lease_id
+        return name in ledger.groups and ledger.groups[name].lease_id == lease_id
 
     def _repeats(self, request: LeaseRequest) -> bool:
         validation = self._job.validation
@@ -320,8 +349,12 @@ class Leasing:
         if not 0 < len(text) <= MAX_HEADER_TEXT:
             text = header.model_dump_json()
         ledger, validation = self._job.require_ledger(), self._job.validation
+        outage = self._job.rewards.outage is not None
         if validation is not None and item.group_id.startswith(PREFIX):
-            return validation.push(item.group_id, item.lease_id, item.index, header, now)
+            outcome = validation.push(item.group_id, item.lease_id, item.index, header, now, outage=outage)
+            if self._scored_alike:
+                self._judge_rewards(item, outcome, now)
+            return outcome
         first, offset = parts.place(push)
         outcome = ledger.push(
             item.group_id,
@@ -333,12 +366,27 @@ class Leasing:
             first=first,
             offset=offset,
             text=text,
+            outage=outage,
         )
+        self._judge_rewards(item, outcome, now)
         if outcome.accepted and not outcome.duplicate:
             parts.add(push)
             if header.error is not None:
                 self._tell_if_dropped(item.group_id)
         return outcome
+
+    def _judge_rewards(self, item: PushItem, outcome: PushOutcome, now: float) -> None:
+        """What the end of an attempt says about the rewards."""
+        if not outcome.complete:
+            return
+        job, rewards = self._job, self._job.rewards
+        before = rewards.outage
+        stop = rewards.observe(item.group_id, item.lease_id, outcome.failure, now)
+        if (before is None) != (rewards.outage is None):
+            log.warning("%s", rewards.note or "rewards are scored again: prompts are handed out as before")
+            job.lease_signal.notify()
+        if stop is not None:
+            job.end(Phase.FAILED, stop.reason, stop.traceback)
 
     def _tell_if_dropped(self, name: str) -> None:
         """A failed reward that costs a prompt must be seen; one that is tried again need not."""

@@ -44,6 +44,7 @@ from controller.ledger_values import (
     PushOutcome,
 )
 from controller.replay import Replayable
+from controller.reward_health import Failure, failure_of
 from schema.wire.messages import ErrorCode
 from schema.wire.sample import SampleHeader
 
@@ -220,11 +221,13 @@ class Ledger(Replayable):
         first: int | None = None,
         offset: int = 0,
         text: str | None = None,
+        outage: bool = False,
     ) -> PushOutcome:
-        """Add one sample under a lease. When the group is complete it becomes ready or is dropped.
+        """Add one sample under a lease. When the group is complete it becomes ready, waits again or is dropped.
 
         Its bytes are those at `offset` of the part that begins with sample `first` (None: it is a part of its own).
-        `text` is the header as JSON.
+        `text` is the header as JSON. outage: rewards are known to be out of reach, so that a time-out or connection
+        error is tried again whatever `on_reward_error` says.
         """
         del now  # a push under a valid lease is welcome however late: expiry is decided by `expire` alone
         group = self.groups.get(name)
@@ -252,7 +255,7 @@ class Ledger(Replayable):
         group.samples[index] = meta
         self._dirty[name] = self._dirty_samples[name] = group
         if len(group.samples) == self.params.n_samples:
-            self._complete(group)
+            return PushOutcome(True, complete=True, failure=self._complete(group, outage))
         return ACCEPTED
 
     def _unknown(self, name: str, lease_id: str) -> PushOutcome:
@@ -263,14 +266,24 @@ class Ledger(Replayable):
         detail = f"lease {lease_id} of group {name} has ended; the group is {group.state}"
         return PushOutcome(False, code=ErrorCode.LEASE_LOST, detail=detail)
 
-    def _complete(self, group: Group) -> None:
+    def _complete(self, group: Group, outage: bool) -> Failure | None:
+        """All samples are there. What failed, if none of them has a score."""
         self._lag.observe(self.committed - group.lease_step)
         group.completed_lease = group.lease_id
         failed = [index for index, meta in group.samples.items() if meta.failed]
         usable = [meta for meta in group.samples.values() if meta.usable]
+        errors = [group.samples[index].header for index in failed]
+        made = [meta for meta in group.samples.values() if meta.lease_id == group.lease_id]
+        all_failed = all(meta.failed for meta in made)
+        failure = (
+            failure_of([meta.header for meta in made], len(failed) < len(group.samples))
+            if all_failed
+            else None
+        )
         if failed:
-            group.error = group.samples[failed[0]].header.error or ""
-        if failed and self.params.on_reward_error == "retry":
+            group.error = errors[0].error or ""
+        passing = outage and all(header.outage for header in errors)
+        if failed and (passing or self.params.on_reward_error == "retry"):
             for index in failed:
                 self._discard_sample(group, index)
             self._fail(group, DropReason.REWARD_ERROR)
@@ -283,6 +296,7 @@ class Ledger(Replayable):
         else:
             oldest = group.oldest_version()
             self._move(group, State.READY, deadline=oldest + self.params.staleness_bound)
+        return failure
 
     def _without_signal(self, usable: Sequence[SampleMeta]) -> bool:
         """Whether every metric of the dynamic-sampling filter has one value in the whole group."""

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from controller.admission import Refusal
 from controller.groups import Group
+from controller.reward_health import Failure
 from schema.wire.messages import ErrorCode
 
 
@@ -61,6 +62,10 @@ class PushOutcome:
     duplicate: bool = False
     code: ErrorCode | None = None
     detail: str = ""
+    complete: bool = False
+    """Whether it was the last sample of its group: an attempt has ended."""
+    failure: Failure | None = None
+    """Why no sample of that attempt has a score; None if one has."""
 
 
 @dataclass(frozen=True, slots=True)

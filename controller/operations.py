@@ -52,6 +52,8 @@ class Operations:
             job.checkpoint_asked = True
         else:
             job.facts.paused = action == "pause"
+            if not job.facts.paused:
+                job.reset_rewards()
             job.wake_all()
         await job.save_durably()
         return self.status()
@@ -101,6 +103,8 @@ class Operations:
             idle=self._idle(metrics),
             metrics=metrics,
             last_error=job.facts.last_error,
+            note=job.note,
+            traceback=job.facts.traceback,
         )
 
     def _weights(self) -> m.WeightsStatus | None:

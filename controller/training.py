@@ -87,6 +87,7 @@ class Training:
 
     def _assemble(self, ledger: Ledger, step: int) -> Batch | None:
         job = self._job
+        job.settle()  # data that ran out before the first step is a failure, not a batch without samples
         if job.facts.ended is Phase.FAILED:
             raise ProblemError(ErrorCode.JOB_FAILED, f"the job has failed: {job.facts.last_error}")
         if step != ledger.committed:
@@ -101,9 +102,8 @@ class Training:
             return None
         assembled = ledger.assemble(job.clock())
         if isinstance(assembled, Waiting):
-            if ledger.finished:  # dropping stragglers has ended the data
-                return Batch(build_table(*key, []))
-            return None
+            # dropping stragglers may have ended the data
+            return self._assemble(ledger, step) if ledger.finished else None
         names, known = [group.id for group in assembled.groups], self._batch
         if known is None or _key(known.table) != (*key, names):
             self._batch = known = Batch(build_table(*key, assembled.groups), places(assembled.groups))

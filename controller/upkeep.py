@@ -69,6 +69,8 @@ class Upkeep:
         self._membership.lose_silent(now)
         self._expire_leases(now)
         self._check_start(now)
+        if job.rewards.may_probe(now):
+            job.lease_signal.notify()
         job.settle()
         await job.save()
         self._begin_sweep()

@@ -12,7 +12,8 @@ nobody waits: this lies outside of admission and training goes on meanwhile.
 A participant keeps its version while it holds validation groups. If it moves on between two leases the round
 starts again; after `MAX_RESTARTS` a lease grants all that is left, so that every round ends.
 
-A reward that fails is counted as an error and left out of the means, never taken as 0. A prompt at which
+A reward that fails is counted as an error and left out of the means, never taken as 0; during an outage of rewards
+(`controller.reward_health`) it is tried again. A prompt at which
 replicas fail again and again ends as errors too.
 
 Pure: time comes in as `now`, and `take_changes` hands out the rows that must be written.
@@ -26,6 +27,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
 from controller.ledger import MISSED_BEATS, PushOutcome
+from controller.reward_health import Failure, failure_of
 from controller.validation_groups import ValidationGroup, ValidationLease, ValidationParams
 from schema.wire.messages import ErrorCode, HeldLease, ValidationRecord
 from schema.wire.sample import SampleHeader
@@ -263,8 +265,10 @@ class Validation:
         index = int(position)
         return self.groups[index] if index < len(self.groups) else None
 
-    def push(self, name: str, lease_id: str, index: int, header: SampleHeader, now: float) -> PushOutcome:
-        """Add one sample under a lease; all its tokens must be of the pinned version."""
+    def push(
+        self, name: str, lease_id: str, index: int, header: SampleHeader, now: float, *, outage: bool = False
+    ) -> PushOutcome:
+        """Add one sample under a lease; all its tokens must be of the pinned version. outage: as in `Ledger.push`."""
         group = self.find(name)
         if header.index != index or not 0 <= index < self.params.n_samples:
             detail = f"sample {index} (header says {header.index}) of a group of {self.params.n_samples}"
@@ -288,8 +292,21 @@ class Validation:
         group.samples[index], group.leases[index] = header, lease_id
         self._touch(group)
         if len(group.samples) == self.params.n_samples:
-            self._finish_group(group, now)
+            return PushOutcome(True, complete=True, failure=self._complete(group, now, outage))
         return PushOutcome(True)
+
+    def _complete(self, group: ValidationGroup, now: float, outage: bool) -> Failure | None:
+        """All samples are there. What failed, if none of them has a score."""
+        failed = {index: header for index, header in group.samples.items() if header.error is not None}
+        made = [header for index, header in group.samples.items() if group.leases[index] == group.lease_id]
+        failure = failure_of(made, len(failed) < len(group.samples))
+        if outage and failed and all(header.outage for header in failed.values()):
+            for index in failed:
+                del group.samples[index]
+            self._fail(group, now)
+        else:
+            self._finish_group(group, now)
+        return failure
 
     def _finish_group(self, group: ValidationGroup, now: float) -> None:
         self._requeue(group)

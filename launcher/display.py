@@ -64,6 +64,7 @@ def line(view: View) -> str:
         ("eta", duration(status.eta_s) if status.eta_s is not None else None),
         ("controller", None if view.reachable else "unreachable"),
         ("notice", f'"{view.notice}"' if view.notice else None),
+        ("note", f'"{status.note}"' if status.note else None),
         ("error", f'"{status.last_error}"' if status.last_error else None),
     ]
     return " ".join(f"{key}={value}" for key, value in values if value is not None)
@@ -81,7 +82,7 @@ class LinePacer:
         status = view.status
         key: tuple[object, ...] = (view.stage.partition(":")[0],)
         if status is not None:
-            key = (status.phase, status.step, status.last_error, bool(view.notice))
+            key = (status.phase, status.step, status.last_error, status.note, bool(view.notice))
         age = now - self._printed_at
         new_phase = self._shown is None or self._shown[0] != key[0]
         if not (new_phase or (key != self._shown and age >= LINE_EVERY) or age >= SIGN_OF_LIFE):
@@ -122,6 +123,7 @@ def _rows(view: View) -> list[tuple[str, Text]]:
         ("processes", "", "  ".join(f"{name} {state}" for name, state in view.processes.items())),
         ("controller", "yellow", "" if view.reachable else "does not answer; the workers keep trying"),
         ("now", "yellow", view.notice),
+        ("note", "yellow", status.note if status else ""),
         ("last error", "red", (status.last_error or "") if status else ""),
         ("logs", "", view.log_dir),
     ):

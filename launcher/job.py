@@ -158,7 +158,7 @@ class Job:
         result = Result(outcome.exit_code, outcome.name, outcome.reason, path, elapsed, collected, restarts)
         result.write()
         if outcome.lines:
-            self.screen.write(f"last lines of {outcome.blame}:")
+            self.screen.write(f"last lines of {outcome.blame}:" if outcome.blame else "in your code:")
             self.screen.write("\n".join(f"  │ {text}" for text in outcome.lines))
         return result
 
@@ -327,7 +327,7 @@ class Job:
             self.event(f"stopping ({outcome.reason}); Ctrl-C again kills all processes at once")
             await self.contact.tell(api.operate("stop"))
         else:
-            self.event("finished; the workers are leaving")
+            self.event(f"{outcome.reason or 'finished'}; the workers are leaving")
             await self.supervisor.wait(workers, self.plan.config.launcher.shutdown_timeout)
         await self._stop(workers)
         collected = Collected(status=self.view.status)

@@ -80,7 +80,10 @@ class Result:
 def rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The lines of the final table, from a summary (also one read back from disk)."""
     status, ledger = summary.get("status") or {}, summary.get("ledger") or {}
-    found = [("outcome", summary["outcome"] + (f": {summary['reason']}" if summary.get("reason") else ""))]
+    outcome, reason = summary["outcome"], summary.get("reason") or ""
+    found = [
+        ("outcome", reason if reason.startswith(outcome) else f"{outcome}: {reason}" if reason else outcome)
+    ]
     if status:
         found.append(("steps", f"{status['step']} of {status['total_steps']}"))
     found.append(("time", duration(summary["elapsed_s"])))

@@ -14,7 +14,7 @@ from controller.client import ControllerError, Unauthorized
 from launcher.contact import Contact
 from launcher.display import View
 from launcher.hung import is_hung
-from launcher.logs import tail
+from launcher.logs import printable, tail
 from launcher.plan import Outcome, Plan
 from launcher.restarts import EXIT_FAILED, EXIT_OK
 from launcher.supervisor import Supervisor
@@ -79,6 +79,9 @@ class Watch:
             view.first_accuracy = records[0].score_mean if records else None
         if before is not None and status.last_error and status.last_error != before.last_error:
             self._event(f"error: {status.last_error}")
+        note = "" if before is None else before.note
+        if status.note != note and status.phase not in TERMINAL_PHASES:
+            self._event(status.note or "it goes on as before")
         view.status = status
 
     async def _look_at_replicas(self) -> None:
@@ -105,9 +108,12 @@ class Watch:
         if status is None or status.phase not in TERMINAL_PHASES:
             return None
         if status.phase is Phase.FINISHED:
-            return Outcome("finished", EXIT_OK)
+            return Outcome("finished", EXIT_OK, status.note)
         if status.phase is Phase.STOPPED:
             return Outcome("stopped", 128 + signal.SIGINT, "by `cosmos-launch stop` or the API")
+        if status.traceback:
+            lines = printable(status.traceback).splitlines()
+            return Outcome("failed", EXIT_FAILED, status.last_error or "", tuple(lines))
         culprit = min(self._unseen, default="controller")  # one that did not register has written why
         return blame(self._logs, culprit, status.last_error or "the controller says that the job has failed")
 

@@ -89,4 +89,4 @@ class Generating:
         score, error = score_of(rewards, self._weights[lease.kind], result.error)
         reason = finish_reason(sample, len(lease.prompt_token_ids), limit, config.policy.model_max_length)
         told = None if config.grpo.rollout_as_token_ids else text
-        return scored(lease, index, sample, reason, rewards, score, error, told)
+        return scored(lease, index, sample, reason, rewards, score, error, told, result.outage)

@@ -32,6 +32,7 @@ def scored(
     score: float | None,
     error: str | None,
     text: str | None,
+    outage: bool = False,
 ) -> Sample:
     """A generated sample with its rewards, or with the error that took their place."""
     prompt = np.asarray(group.prompt_token_ids, np.int32)
@@ -47,6 +48,7 @@ def scored(
         rewards=rewards,
         score=score,
         error=None if error is None else error[:MAX_ERROR],
+        outage=outage,
     )
     return Sample(
         header=header,

@@ -61,6 +61,8 @@ class Result:
 
     rewards: dict[str, float]
     error: str | None = None
+    outage: bool = False
+    """Whether the error is a time-out or a connection error (see `outages`)."""
 
 
 @dataclass(slots=True)
@@ -148,7 +150,7 @@ class RewardPool:
             await process.score(batch, self._timeout, self._give_back if len(self._tasks) > 1 else None)
         except _Lost as lost:
             if batch:
-                _settle(batch.popleft(), Result({}, str(lost)))
+                _settle(batch.popleft(), Result({}, str(lost), isinstance(lost, _Overdue)))
             raise
         finally:
             self._give_back(batch)
@@ -185,6 +187,10 @@ class RewardPool:
 
 class _Lost(Exception):
     """The process hung or died; the text is the error of the sample it was busy with."""
+
+
+class _Overdue(_Lost):
+    """The process missed the deadline of a sample."""
 
 
 class _UnreadyError(Exception):
@@ -257,7 +263,7 @@ class _Process:
                     give_back(behind)
                 reply = await self._reply_in_time(left, timeout)
                 job = jobs.popleft()
-                _settle(job, Result(reply["rewards"], reply["error"]))
+                _settle(job, Result(reply["rewards"], reply["error"], reply["outage"]))
             for _ in range(surplus):
                 await self._reply_in_time(timeout, timeout)
         finally:
@@ -277,7 +283,7 @@ class _Process:
         try:
             return await self._reply(left)
         except TimeoutError:
-            raise _Lost(f"RewardTimeout: the sample took longer than {timeout:g} s") from None
+            raise _Overdue(f"RewardTimeout: the sample took longer than {timeout:g} s") from None
 
     async def _send(self, message: dict[str, Any]) -> None:
         assert self._process.stdin is not None

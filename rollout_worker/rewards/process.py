@@ -18,11 +18,14 @@ from typing import Any
 
 from rollout_worker.rewards import answers
 from rollout_worker.rewards.functions import BUILTIN, source_scorers
+from rollout_worker.rewards.outages import is_outage
 from rollout_worker.rewards.protocol import Decoder, encode
 from rollout_worker.rewards.registry import RewardConfigError, RewardFunction, resolve
 
 MAX_ERROR = 4000
 """Characters of an error: name, message and the last lines of the traceback."""
+MAX_MESSAGE = 1000
+"""Of it: the name of the function follows, by which the controller recognises the failure."""
 TRACEBACK_FRAMES = 4
 _PR_SET_PDEATHSIG = 1
 
@@ -78,13 +81,14 @@ class Replies:
 def score(completion: str, row: dict[str, Any], functions: dict[str, RewardFunction]) -> dict[str, Any]:
     """The reply for one sample: rewards of the functions that worked, and the error of the first that did not."""
     rewards: dict[str, float] = {}
-    failure = None
+    failure, outage = None, False
     for name, function in functions.items():
         try:
             rewards[name] = _as_number(name, function(completion, row))
         except Exception as error:
-            failure = failure or _describe(name, error)
-    return {"rewards": rewards, "error": failure}
+            if failure is None:
+                failure, outage = _describe(name, error), is_outage(error)
+    return {"rewards": rewards, "error": failure, "outage": outage}
 
 
 def _as_number(name: str, value: Any) -> float:
@@ -97,7 +101,7 @@ def _as_number(name: str, value: Any) -> float:
 
 
 def _describe(name: str, error: Exception) -> str:
-    head = f"{type(error).__name__}: {error}"
+    head = f"{type(error).__name__}: {str(error)[:MAX_MESSAGE]}"
     lines = traceback.format_exception(type(error), error, error.__traceback__, limit=-TRACEBACK_FRAMES)
     text = f"{head}\nin reward function {name}\n{''.join(lines)}"
     return text if len(text) <= MAX_ERROR else text[: MAX_ERROR // 2] + "\n…\n" + text[-MAX_ERROR // 2 :]

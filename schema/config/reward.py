@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from schema.config.base import Section
+from schema.config.base import MAX_TIMEOUT, Section
 
 BUILTIN_REWARDS = ("boxed_math", "by_source", "format", "gsm8k", "single_choice")
 
@@ -37,6 +37,13 @@ class RewardConfig(Section):
         default="retry",
         description="When a reward fails or takes too long: `retry` the group (up to "
         "controller.max_attempts), `mask` the sample, or `drop` the group. Never a reward of 0.",
+    )
+    outage_timeout: float = Field(
+        default=1800.0,
+        gt=0.0,
+        le=MAX_TIMEOUT,
+        description="Seconds without a score after which time-outs and connection errors of rewards stop the run. "
+        "Until then one prompt at a time is tried, and no others are handed out.",
     )
     prompt_forms: list[Literal["raw_prompt_ids", "full_prompt"]] = Field(
         default=[],

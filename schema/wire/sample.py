@@ -59,6 +59,10 @@ class SampleHeader(BaseModel):
         max_length=8192,
         description="Why there is no score: name and last lines of the failure. Never a score of zero.",
     )
+    outage: bool = Field(
+        default=False,
+        description="Whether the error is a time-out or a connection error: it may pass by itself.",
+    )
 
 
 @dataclass(slots=True)

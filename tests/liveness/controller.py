@@ -226,6 +226,16 @@ def after_a_failed_reward(config: Config, place: Place) -> dict[str, int]:
         return stage.states()
 
 
+def phase_after_an_outage_of_rewards(config: Config, place: Place) -> m.Phase:
+    """The phase of a job whose rewards have not been reached for a minute."""
+    with staged(config, place) as stage:
+        groups = stage.rollout.lease(3).groups
+        for group, seconds in zip(groups, (0.0, 0.0, 60.0), strict=True):
+            stage.served.skip(seconds)
+            stage.rollout.finish([group], score=None, rewards={}, error="TimeoutError: too slow", outage=True)
+        return stage.user.send(api.job()).phase
+
+
 def after_equal_rewards(config: Config, place: Place) -> dict[str, int]:
     """States of the groups when all samples of the only one were worth the same."""
     with staged(config, place) as stage:
@@ -261,6 +271,11 @@ watch(
 watch(leased_to_old_weights, changed(grpo, BUSY), {f"{POLICY}.outdated_rollout_fetch_batch_size": (2, 1)})
 watch(published_after, grpo, {"train.sync_weight_interval": (1, 2)})
 watch(after_a_failed_reward, grpo, {"reward.on_error": ("mask", "drop")})
+watch(
+    phase_after_an_outage_of_rewards,
+    changed(grpo, {**BUSY, "controller.heartbeat_timeout": 300.0, "controller.lease_timeout": 300.0}),
+    {"reward.outage_timeout": (1800.0, 30.0)},
+)
 watch(
     after_equal_rewards,
     grpo,

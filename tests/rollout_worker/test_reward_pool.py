@@ -37,6 +37,8 @@ def word(completion, row, slow=0.0):
         print("not a message")
     if completion == "raise":
         raise KeyError("no such word")
+    if completion == "refused":
+        raise ConnectionRefusedError(111, "x" * 3000)
     if completion == "nan":
         return float("nan")
     if completion == "inf":
@@ -93,6 +95,7 @@ def test_every_sample_gets_its_own_rewards(word: str) -> None:
     ("text", "error"),
     [
         ("raise", "KeyError: 'no such word'"),
+        ("refused", "ConnectionRefusedError: "),
         ("nan", "RewardNotANumber"),
         ("inf", "RewardNotANumber"),
         ("text", "RewardNotANumber"),
@@ -110,6 +113,7 @@ def test_a_failing_sample_is_an_error_by_name_and_its_neighbours_are_scored(
     assert failed.rewards == {}
     assert failed.error is not None
     assert failed.error.startswith(error)
+    assert failed.outage == (text == "refused")
     assert [result.rewards for result in results] == [{word: 3.0}, {word: 5.0}, {word: 5.0}, {word: 1.0}]
 
 
@@ -125,6 +129,7 @@ def test_a_missed_deadline_is_charged_to_the_sample_that_missed_it(word: str, te
     """`stuck` never gives up the interpreter lock: only killing the process helps."""
     results = run(with_pool(word, ["one", text, "three"], timeout=5.0))
     assert [result.rewards for result in results] == [{word: 3.0}, {}, {word: 5.0}]
+    assert [result.outage for result in results] == [False, True, False]
     assert [result.error for result in results] == [
         None,
         "RewardTimeout: the sample took longer than 5 s",

@@ -310,6 +310,7 @@ TABLE: dict[str, Entry] = {
     "reward.timeout": _e("request or reply", "When a slow reward is an error.", _ROLLOUT),
     "reward.num_workers": _e("process", "Reward processes of a replica.", _ROLLOUT),
     "reward.on_error": _e("request or reply", "What becomes of a group with a failed sample.", _FACTS),
+    "reward.outage_timeout": _e("request or reply", "When a job whose rewards time out fails.", _JOB),
     "reward.prompt_forms": _e("file", "`raw_prompt_ids` and `full_prompt` of a prepared row.", _PREPARE),
     **_under("controller", _CONTROLLER),
     "redis.url": _e("process", "Server that the controller uses.", f"launcher/redis_server.py {_SERVE}"),

@@ -96,3 +96,7 @@ class JobStatus(Message):
     idle: dict[str, float] = Field(description="Fraction of time idle since training began, by role.")
     metrics: dict[str, float] = Field(description="Metrics of the last committed step.")
     last_error: str | None
+    note: str = Field(
+        default="", description="What holds the job up now, or why it finished short of its planned steps."
+    )
+    traceback: str = Field(default="", description="Of the user's code that failed the job.")

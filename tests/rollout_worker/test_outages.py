@@ -1,0 +1,83 @@
+"""Which failures count as time-outs and connection errors: those of the libraries that rewards call others with."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import http.client
+import socket
+import urllib.request
+from collections.abc import Callable, Iterator
+
+import aiohttp
+import httpx
+import openai
+import pytest
+import requests
+import urllib3
+
+from rollout_worker.rewards.outages import is_outage
+
+
+@pytest.fixture(scope="module")
+def refusing() -> Iterator[str]:
+    """An address at which nobody listens, and nobody will."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{taken.getsockname()[1]}"
+
+
+@pytest.fixture(scope="module")
+def silent() -> Iterator[str]:
+    """An address that takes connections and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+async def _aiohttp(url: str) -> None:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=0.1)) as session:
+        await session.get(url)
+
+
+CALLS: list[Callable[[str], object]] = [
+    lambda url: urllib.request.urlopen(url, timeout=0.1),
+    lambda url: requests.get(url, timeout=0.1),
+    lambda url: httpx.get(url, timeout=0.1),
+    lambda url: urllib3.PoolManager(retries=False).request("GET", url, timeout=0.1),
+    lambda url: urllib3.PoolManager(retries=0).request("GET", url, timeout=0.1),
+    lambda url: asyncio.run(_aiohttp(url)),
+    lambda url: openai.OpenAI(base_url=url, api_key="none", timeout=0.1, max_retries=0).models.list(),
+]
+
+
+@pytest.mark.parametrize("address", ["refusing", "silent"])
+@pytest.mark.parametrize("number", range(len(CALLS)))
+def test_libraries(request: pytest.FixtureRequest, address: str, number: int) -> None:
+    with pytest.raises(Exception) as raised:
+        CALLS[number](request.getfixturevalue(address))
+    assert is_outage(raised.value), raised.value
+
+
+def caused(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "outage"),
+    [
+        (TimeoutError(), True),
+        (OSError(errno.EHOSTUNREACH, "no route"), True),
+        (socket.gaierror(-2, "unknown"), True),
+        (http.client.RemoteDisconnected("gone"), True),
+        (caused(RuntimeError("the judge is away"), ConnectionResetError()), True),
+        (FileNotFoundError(errno.ENOENT, "rubric.txt"), False),
+        (PermissionError(errno.EACCES, "no"), False),
+        (TypeError("takes 3 positional arguments"), False),
+        (caused(KeyError("x"), ValueError("y")), False),
+        (httpx.InvalidURL("no"), False),
+        (UnicodeDecodeError("utf-8", b"x", 0, 1, "reason"), False),
+    ],
+)
+def test_kinds(error: Exception, outage: bool) -> None:
+    assert is_outage(error) == outage
