@@ -205,7 +205,13 @@ class Leasing:
             if size == 0:
                 return _update(newest_id, "outdated_rollout_fetch_batch_size = 0: update before leasing")
         decision = ledger.lease(
-            request.replica_id, request.request_id, request.version, newest_version, size, now
+            request.replica_id,
+            request.request_id,
+            request.version,
+            newest_version,
+            size,
+            now,
+            probe=job.rewards.outage is not None,
         )
         if decision.groups:
             return self._granted(request, [self._training_group(group) for group in decision.groups])

@@ -73,12 +73,15 @@ class Ledger(Replayable):
         published_version: int,
         max_groups: int,
         now: float,
+        *,
+        probe: bool = False,
     ) -> LeaseDecision:
         """Grant up to `max_groups` groups to a replica whose engine holds `version`.
 
         The same `request_id` from the same replica gets the same groups again, as far as it still holds them, in
         the same order.
-        An empty answer carries the refusal of the first group.
+        An empty answer carries the refusal of the first group. probe: during an outage of rewards waiting groups take
+        turns, so that none uses up its attempts and a bad one holds up nobody.
         """
         held = self.held_by(replica_id)
         repeated = [group for group in held if group.request_id == request_id]
@@ -89,7 +92,7 @@ class Ledger(Replayable):
         while len(granted) < max_groups and refusal is None:
             refusal = self._no_need() or self._keeps_apart([*held, *granted])
             if refusal is None:
-                group, refusal = self._admit_next(version, published_version)
+                group, refusal = self._admit_next(version, published_version, probe)
                 if group is not None:
                     self._grant(group, replica_id, request_id, version, now)
                     granted.append(group)
@@ -119,7 +122,9 @@ class Ledger(Replayable):
             f"group {first.id} waits for an idle replica: {first.crashes} replicas crashed with it"
         )
 
-    def _admit_next(self, version: int, published_version: int) -> tuple[Group | None, Refusal | None]:
+    def _admit_next(
+        self, version: int, published_version: int, probe: bool
+    ) -> tuple[Group | None, Refusal | None]:
         """The next waiting or new group if a lease at `version` is admissible."""
         admission = Admission(
             committed=self.committed,
@@ -134,7 +139,7 @@ class Ledger(Replayable):
         refusal = admission.decide(version + self.params.staleness_bound)
         if refusal is not None:
             return None, refusal
-        group = self._first_waiting()
+        group = self._least_failed() if probe else self._first_waiting()
         if group is None:
             return self._create(), None
         if group.samples:
@@ -142,6 +147,14 @@ class Ledger(Replayable):
             if admission.decide(kept) is not None:  # too old to be finished in time: begin again
                 self._discard_samples(group)
         return group, None
+
+    def _least_failed(self) -> Group | None:
+        """The waiting group with the fewest failures; suspects last, since they are leased alone."""
+        return min(
+            self.in_state(State.WAITING),
+            key=lambda group: (group.id in self._suspects, group.failures, group.epoch, group.position),
+            default=None,
+        )
 
     def _grant(self, group: Group, replica_id: str, request_id: str, version: int, now: float) -> None:
         oldest = group.oldest_version() if group.samples else version

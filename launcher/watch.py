@@ -80,8 +80,8 @@ class Watch:
         if before is not None and status.last_error and status.last_error != before.last_error:
             self._event(f"error: {status.last_error}")
         note = "" if before is None else before.note
-        if status.note != note and status.phase not in TERMINAL_PHASES:
-            self._event(status.note or "it goes on as before")
+        if status.note != note and status.phase not in (*TERMINAL_PHASES, Phase.FINISHING):
+            self._event(status.note or "prompts are handed out as before")
         view.status = status
 
     async def _look_at_replicas(self) -> None:

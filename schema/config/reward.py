@@ -43,7 +43,7 @@ class RewardConfig(Section):
         gt=0.0,
         le=MAX_TIMEOUT,
         description="Seconds without a score after which time-outs and connection errors of rewards stop the run. "
-        "Until then one prompt at a time is tried, and no others are handed out.",
+        "Until then one prompt at a time is tried, and such errors are retried whatever on_error says.",
     )
     prompt_forms: list[Literal["raw_prompt_ids", "full_prompt"]] = Field(
         default=[],

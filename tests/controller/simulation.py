@@ -54,7 +54,13 @@ class Simulation:
         request = replica.last_request if repeat else self._lease_id()
         replica.last_request = request
         decision = self.ledger.lease(
-            replica.name, request, replica.version, self.published, self.random.randint(1, 4), self.now
+            replica.name,
+            request,
+            replica.version,
+            self.published,
+            self.random.randint(1, 4),
+            self.now,
+            probe=self.random.random() < 0.2,
         )
         for group in decision.groups:
             assert group.lease_id is not None
@@ -76,7 +82,8 @@ class Simulation:
         index = self.random.choice(missing)
         holder = group.lease_id if group is not None and group.state is State.LEASED else None
         header = self._header(index, group, replica)
-        outcome = self.ledger.push(name, lease_id, index, header, 100, self.now)
+        outage = self.random.random() < 0.3
+        outcome = self.ledger.push(name, lease_id, index, header, 100, self.now, outage=outage)
         if outcome.accepted and not outcome.duplicate:
             assert group is not None
             assert lease_id in (holder, group.completed_lease), "counted under a lease that has ended"
@@ -101,6 +108,7 @@ class Simulation:
             rewards={"r": float(self.random.randint(0, 3))},
             score=None if failed else 1.0,
             error="ValueError: simulated" if failed else None,
+            outage=failed and self.random.random() < 0.5,
         )
 
     def beat(self) -> None:

@@ -195,7 +195,8 @@ def test_an_outage_pauses_the_leases_until_a_probe_is_scored(stage: Stage, on_er
     served.skip(1.5)
     assert rollout.lease().status is LeaseStatus.PAUSED, "the next probe waits longer"
     served.skip(1.0)
-    other.lease(4)
+    (another,) = other.lease(4).groups
+    assert another.group_id != probe.group_id, "prompts take turns: a bad one holds up nobody"
     other.leave()  # a probe that nobody holds any more is replaced
     (probe,) = rollout.lease(4).groups
     rollout.finish([probe])

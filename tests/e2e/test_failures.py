@@ -106,3 +106,21 @@ def test_data_that_cannot_be_prepared_is_a_clear_error(tmp_path: Path, model: Pa
     assert "`prompt`" in output
     assert "--resume" not in output
     assert "Task was destroyed" not in output
+
+
+def test_a_reward_that_fails_everywhere_stops_the_run_by_name(tmp_path: Path, model: Path) -> None:
+    (tmp_path / "mine.py").write_text("def score(prompt, completion, answer):\n    return 1.0\n")
+    config = write_config(tmp_path, model, steps=500, rows=5000, validation=False)
+    own = f'"{tmp_path}/mine.py:score"'
+    config.write_text(config.read_text().replace("{ boxed_math = 1.0, format = 0.2 }", own, 1))
+    with Program(config) as program:
+        assert program.wait() == 1
+    output = program.output()
+    assert "not one prompt was scored" in output
+    assert "missing 1 required positional argument: 'answer'" in output
+    assert output.count("Traceback (most recent call last)") == 1, output
+    summary = json.loads((program.run_dir / "summary.json").read_text())
+    assert summary["status"]["phase"] == summary["outcome"] == "failed"
+    assert "not one prompt was scored" in summary["reason"]
+    assert summary["final_model"] is None
+    assert not (program.run_dir / "final").exists()

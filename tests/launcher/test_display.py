@@ -67,6 +67,9 @@ def test_the_panel_has_every_figure():
 def test_the_panel_shows_the_stage_and_notices():
     assert "preparing data: 40%" in drawn(View(stage="preparing data: 40%"))
     assert "waiting for policy-0" in drawn(View(status=job_status(), notice="waiting for policy-0"))
+    held_up = View(status=job_status(note="rewards time out"))
+    assert "rewards time out" in drawn(held_up)
+    assert 'note="rewards time out"' in line(held_up)
 
 
 def test_lines_are_paced_by_steps_phases_and_time():

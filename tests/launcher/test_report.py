@@ -47,6 +47,11 @@ def test_the_table_says_what_changed_and_where_things_are(tmp_path: Path):
     assert "loss" not in found, "reward says more, and both would be two answers to one question"
 
 
+def test_a_reason_says_itself_how_the_run_ended(tmp_path: Path):
+    reason = "finished after 25 of 60 steps: the data ran out; dropped: zero_variance 900"
+    assert dict(rows(result(tmp_path, full(), reason=reason).summary()))["outcome"] == reason
+
+
 def test_the_model_of_an_earlier_start_is_not_that_of_a_run_that_went_on(tmp_path: Path):
     (tmp_path / "final").mkdir()
     config = tmp_path / "final" / "config.json"
