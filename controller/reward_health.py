@@ -9,16 +9,18 @@
 An *attempt* is a lease under which the last sample of its group arrived. It failed if none of the samples made under
 it has a score, in the way of most of them; with another exception than an outage's only if no earlier attempt at the
 prompt has left a score. The way, `Failure.kind`, is the type of the exception and the reward function: messages
-differ from row to row. The ledger accepts each sample of a lease once, so what is repeated is counted once. Rounds of
-validation count where they are scored with the same functions.
+differ from row to row. The ledger accepts each sample of a lease once, so what is repeated is counted once. Prompts
+from which nothing can be generated say nothing. Rounds of validation count where they are scored with the functions
+of training.
 
 Invariants:
 
-    1. The run stops by an exception only if attempts at more than half of the prompts of the window failed in this
-       one way. Attempts at one bad prompt that is tried again and again are not enough.
+    1. The run stops by an exception only if it failed as many prompts as a step has groups before anything was
+       scored, or attempts at more than half of the prompts of the window. One bad prompt that is tried again and
+       again is not enough.
     2. A time-out or connection error stops nothing before `outage_timeout` has passed since the first of an unbroken
        row of them.
-    3. During an outage at most one lease is granted at a time.
+    3. During an outage at most one probe is out.
 
 Nothing is stored: a controller that starts again learns it anew from the next attempts. An outage is then noticed,
 and its time counted, from there; `scored` says whether the ledger knows of a prompt that was scored before.
@@ -50,12 +52,16 @@ _FUNCTION = re.compile(r"^in reward function (.+)$", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """How an attempt failed. `head`: one printable line; `text`: everything, with the traceback."""
+    """How an attempt failed. `head`: one printable line; `text`: everything, with the traceback.
+
+    generated: False where there was nothing to score, since the prompt is too long or empty.
+    """
 
     kind: str
     head: str
     text: str
     outage: bool
+    generated: bool
 
     @classmethod
     def of(cls, header: SampleHeader) -> Self:
@@ -65,7 +71,9 @@ class Failure:
         where = f" in reward function {found[1]}" if found else ""
         head = (first if len(first) <= MAX_HEAD else first[:MAX_HEAD] + "…") + where
         head = "".join(character if character.isprintable() else " " for character in head)
-        return cls(first.partition(":")[0] + where, head, text, header.outage)
+        return cls(
+            first.partition(":")[0] + where, head, text, header.outage, header.finish_reason != "abort"
+        )
 
 
 def failure_of(made: Iterable[SampleHeader], kept_score: bool) -> Failure | None:
@@ -133,7 +141,8 @@ class RewardHealth:
 
     def observe(self, name: str, lease_id: str, failure: Failure | None, now: float) -> Stop | None:
         """An attempt at group `name` is complete. failure: None if its prompt was scored."""
-        self._window.append((name, failure))
+        if failure is None or failure.generated:
+            self._window.append((name, failure))
         if failure is None:
             self._scored = True
             self._end_outage()
@@ -141,6 +150,8 @@ class RewardHealth:
         probed = self.probe == (name, lease_id)
         if probed:
             self.probe = None
+        if not failure.generated:
+            return None
         if failure.outage:
             self._add_to_streak(name, failure, now)
         elif (stop := self._same_everywhere(failure)) is not None:

@@ -89,6 +89,7 @@ class Training:
         job = self._job
         job.settle()  # data that ran out before the first step is a failure, not a batch without samples
         if job.facts.ended is Phase.FAILED:
+            job.stage()
             raise ProblemError(ErrorCode.JOB_FAILED, f"the job has failed: {job.facts.last_error}")
         if step != ledger.committed:
             detail = f"the batch of step {step} was asked for, but step {ledger.committed} is next"

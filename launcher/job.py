@@ -158,7 +158,7 @@ class Job:
         result = Result(outcome.exit_code, outcome.name, outcome.reason, path, elapsed, collected, restarts)
         result.write()
         if outcome.lines:
-            self.screen.write(f"last lines of {outcome.blame}:" if outcome.blame else "in your code:")
+            self.screen.write(f"last lines of {outcome.blame}:" if outcome.blame else "the error in full:")
             self.screen.write("\n".join(f"  │ {text}" for text in outcome.lines))
         return result
 

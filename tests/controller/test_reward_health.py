@@ -27,6 +27,11 @@ def fault(row: int = 0, error: str = BROKEN) -> Failure | None:
     return failure_of([header], kept_score=False)
 
 
+def too_long() -> Failure | None:
+    header = make_header(0, 0, score=None, rewards={}, error="PromptTooLong: no room", finish_reason="abort")
+    return failure_of([header], kept_score=False)
+
+
 def outage() -> Failure | None:
     return failure_of(
         [make_header(0, 0, score=None, rewards={}, error=OUTAGE, outage=True)], kept_score=False
@@ -64,6 +69,8 @@ SCORED = None
         (4, [(0, fault())] * 64, ""),
         (1, [(0, fault())] * 64, ""),
         (1, [(0, fault(0)), (1, fault(1))], "not one prompt was scored: 2 of the first 2 "),
+        # nothing was generated, so nothing could be scored
+        (4, [(i, too_long()) for i in range(64)], ""),
         # more than half of the window
         (
             4,
