@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -15,6 +16,7 @@ from tests.controller.conftest import Stage
 from tests.controller.drivers import Rollout, make_header
 from tests.support.controller import make_config
 from tests.support.served import served_controller
+from tests.support.waiting import PATIENCE, until
 
 OUTAGE = "ConnectionError: [Errno 111] refused\nin reward function judge.py:ask\nTraceback …"
 BROKEN = (
@@ -229,6 +231,17 @@ def test_an_outage_stops_the_run_after_its_time(stage: Stage) -> None:
     assert "reward.outage_timeout = 60 s" in status.last_error
 
 
+def test_a_request_that_is_held_open_becomes_the_probe_when_it_is_due(stage: Stage) -> None:
+    served = stage.serve()
+    _, rollout = stage.ready(served)
+    failing(rollout, 2, OUTAGE, outage=True)
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(rollout.lease, 4, wait_s=60.0)
+        until(lambda: served.call(lambda: len(served.controller.leasing._waiting)), "a request that waits")
+        served.skip(1.5)
+        assert len(waiting.result(PATIENCE).groups) == 1
+
+
 def validating(**validation: object) -> Config:
     return make_config(validation={"enable": True, "dataset": {"name": "synthetic:addition"}, **validation})
 
@@ -284,6 +297,16 @@ def test_a_job_whose_data_runs_out_before_its_first_step_has_failed(stage: Stage
         Refused, match="not one of 2 steps"
     ):  # it gets no batch without samples, and exports nothing
         trainer.batch(0)
+
+
+def test_the_last_prompt_that_is_lost_with_its_replica_leaves_no_batch_without_samples(stage: Stage) -> None:
+    served = stage.serve(make_config(controller={"max_attempts": 1}), rows=1)
+    trainer, rollout = stage.ready(served)
+    assert len(rollout.lease().groups) == 1
+    stage.client(served).send(api.replica_exited("rollout-0", "exit code 1", crashed=True))
+    with pytest.raises(Refused, match="dropped: poison 1"):
+        trainer.batch(0)
+    assert stage.client(served).send(api.job()).phase is Phase.FAILED
 
 
 def test_rewards_that_fail_in_many_ways_end_with_the_last_of_them(stage: Stage) -> None:
