@@ -9,6 +9,7 @@ Both ends speak TLS 1.2 or newer.
 
 from __future__ import annotations
 
+import os
 import ssl
 from pathlib import Path
 
@@ -103,6 +104,8 @@ def is_exposed(key: str) -> bool:
 
 def _require_readable(file: str) -> None:
     try:
+        if os.path.exists(file) and not os.path.isfile(file) and not os.path.isdir(file):
+            raise ValueError("not a file")  # opening a pipe may block for ever
         with open(file, "rb"):
             pass
     except (OSError, ValueError) as error:

@@ -71,6 +71,8 @@ def columns_of(path: Path, splits: Sequence[str], default_splits: Sequence[str])
                 wanted = f" of split {', '.join(splits)}" if splits else ""
                 raise UnreadableDataError(f"{path} holds no data file{wanted} ({', '.join(DATA_SUFFIXES)})")
             path = files[0]
+        if not path.is_file():
+            raise UnreadableDataError(f"{path} is a pipe or a device", "write the data to a file first")
         if path.suffix == ".parquet":
             return _parquet_columns(path)
         if path.suffix in DATA_SUFFIXES:

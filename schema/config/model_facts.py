@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from schema.config.paths import exists, is_file, local_path
+from schema.config.paths import NotAFileError, exists, is_file, local_path, read_regular
 
 _TEXT_PARTS = ("text_config", "llm_config", "language_config")
 _HEADS = ("num_attention_heads", "n_head")
@@ -106,14 +106,12 @@ def _cached(name: str, revision: str, env: Mapping[str, str]) -> Path | None:
 def read_config(path: Path) -> dict[str, Any]:
     """The content of a config.json. Raises BrokenModelError."""
     try:
-        if path.stat().st_size > _MAX_BYTES:
-            raise BrokenModelError(f"{path} is larger than any model's config.json")
-        data = json.loads(path.read_bytes())
+        data = json.loads(read_regular(path, _MAX_BYTES))
     except OSError as error:
         raise BrokenModelError(f"{path} cannot be read: {error.strerror or error}") from None
+    except NotAFileError as error:
+        raise BrokenModelError(f"{path} cannot be read: {error}") from None
     except (ValueError, RecursionError) as error:
-        if isinstance(error, BrokenModelError):
-            raise
         raise BrokenModelError(f"{path} is not JSON: {error}") from None
     if not isinstance(data, dict):
         raise BrokenModelError(f"{path} holds no JSON object")

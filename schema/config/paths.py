@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
+import os
 import re
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -37,6 +40,29 @@ def exists(path: Path) -> bool:
 def is_file(path: Path) -> bool:
     """Whether a file is there, by the same rule."""
     return exists(path) and path.is_file()
+
+
+def read_regular(path: Path, most: int) -> bytes:
+    """The bytes of a regular file: a pipe may block for ever, a device may never end.
+
+    Raises OSError, ValueError: not there, not a regular file, larger than `most` bytes.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        mode = os.fstat(handle).st_mode
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+            raise NotAFileError(f"{'a pipe' if stat.S_ISFIFO(mode) else 'a device'}, not a file")
+        with open(handle, "rb", closefd=False) as file:  # which refuses a directory
+            data = file.read(most + 1)  # its size may change, and is 0 below /proc
+    finally:
+        os.close(handle)
+    if len(data) > most:
+        raise OSError(errno.EFBIG, f"larger than {most} bytes", str(path))
+    return data
+
+
+class NotAFileError(ValueError):
+    """A pipe or a device."""
 
 
 def home_hint(name: str) -> str:

@@ -10,9 +10,10 @@ from typing import Any
 
 from schema.config.problem import ConfigError, Problem
 from schema.config.reading.positions import locate
+from schema.config.reading.tomlread import read_text
 from schema.interop.composed import refuse_script
 from schema.interop.keys import Path, leaves, lookup
-from schema.interop.yamlfile import MAX_BYTES, read_yaml
+from schema.interop.yamlfile import read_yaml
 
 
 @dataclass(frozen=True)
@@ -47,20 +48,7 @@ class Source:
 
 def read_file(path: FilePath) -> str:
     """The text of a file; raises ConfigError with the reason where it cannot be read."""
-    try:
-        if path.is_file() and path.stat().st_size > MAX_BYTES:
-            message = f"larger than {MAX_BYTES} bytes: not a configuration"
-            raise ConfigError([Problem("", message, file=str(path))])
-        return path.read_bytes().decode("utf-8-sig")
-    except FileNotFoundError:
-        hint = "give the path of a YAML or TOML file, relative to the current directory"
-        raise ConfigError([Problem("", "no such file", file=str(path), hint=hint)]) from None
-    except UnicodeDecodeError as error:
-        message = f"not a text in UTF-8 (byte {error.start})"
-        raise ConfigError([Problem("", message, file=str(path), hint="save the file as UTF-8")]) from None
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise ConfigError([Problem("", f"cannot be read: {reason}", file=str(path))]) from None
+    return read_text(path, "YAML or TOML")
 
 
 def read_source(text: str, name: str) -> Source:

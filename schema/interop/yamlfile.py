@@ -12,12 +12,12 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from schema.config.problem import ConfigError, Problem
+from schema.config.reading.tomlread import MAX_FILE_BYTES
 from schema.interop.keys import Path
 
 if TYPE_CHECKING:
     import yaml  # type: ignore[import-untyped,unused-ignore]
 
-MAX_BYTES = 4 * 1024 * 1024  # a configuration is a few kilobytes; more is the wrong file
 MAX_VALUES = 100_000  # after aliases are expanded: a few hundred keys are usual, a billion laughs are not
 MAX_DEPTH = 64  # deeper than any configuration, shallower than Python's stack
 
@@ -46,8 +46,8 @@ def read_yaml(text: str, name: str) -> tuple[dict[str, Any], dict[Path, int]]:
     """
     import yaml  # type: ignore[import-untyped,unused-ignore]  # 30 ms that only conversions pay for
 
-    if len(text.encode("utf-8", "surrogatepass")) > MAX_BYTES:
-        raise _error(f"larger than {MAX_BYTES} bytes: not a configuration", name)
+    if len(text.encode("utf-8", "surrogatepass")) > MAX_FILE_BYTES:
+        raise _error(f"larger than {MAX_FILE_BYTES} bytes: not a configuration", name)
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
         _check_depth(yaml.parse(text, Loader=loader), name)

@@ -518,3 +518,12 @@ def test_a_named_run_is_not_overwritten(tmp_path: Path, ended: RunDir):
     run = cosmos("--config", tmp_path / "run.toml", "--set", "train.timestamp=mine")
     assert run.returncode == 2
     assert "holds a run already" in run.stderr
+
+
+def test_a_pipe_and_a_device_are_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "pipe.toml")
+    for arguments in (("validate", tmp_path / "pipe.toml"), ("convert", "/dev/zero")):
+        run = cosmos(*arguments)
+        assert run.returncode == 2
+        assert "not a file" in run.stderr
+        assert "write it to a file first" in run.stderr

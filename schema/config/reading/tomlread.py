@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from schema.config.paths import NotAFileError, read_regular
 from schema.config.problem import ConfigError, KeyPath, Problem, format_key
 from schema.config.reading.positions import Position, locate, nearest
 
-MAX_FILE_BYTES = 16 * 1024 * 1024  # a configuration is a few kilobytes; more is the wrong file
+MAX_FILE_BYTES = 1024 * 1024  # a configuration is a few kilobytes; more is the wrong file
 MAX_DEPTH = 64  # tables in tables: the schema needs seven, and what copies and merges them is recursive
 NAMED = 3  # parts of a key that is too deep to be named whole
 
@@ -27,7 +29,7 @@ class TomlFile:
 
 def read_toml(path: Path) -> TomlFile:
     """Read and parse a file. Raises ConfigError: not there, no text, not TOML."""
-    text = _read(path)
+    text = read_text(path)
     data = _parse(text, str(path))
     try:
         positions = locate(text)
@@ -84,27 +86,31 @@ def parse_value(text: str) -> Any:
     return parsed["value"] if list(parsed) == ["value"] else text
 
 
-def _read(path: Path) -> str:
+def read_text(path: Path, kind: str = "TOML") -> str:
+    """The text of a file, of MAX_FILE_BYTES at most. Raises ConfigError with the reason and the remedy."""
     file = str(path)
+
+    def refused(message: str, hint: str = "") -> ConfigError:
+        return ConfigError([Problem("", message, file=file, hint=hint)])
+
     try:
-        if path.is_file() and path.stat().st_size > MAX_FILE_BYTES:
-            raise ConfigError(
-                [Problem("", f"larger than {MAX_FILE_BYTES} bytes: not a configuration", file=file)]
-            )
-        return path.read_bytes().decode("utf-8-sig")
+        return read_regular(path, MAX_FILE_BYTES).decode("utf-8-sig")
     except FileNotFoundError:
-        hint = "give the path of a TOML file, relative to the current directory"
-        raise ConfigError([Problem("", "no such file", file=file, hint=hint)]) from None
+        hint = f"give the path of a {kind} file, relative to the current directory"
+        raise refused("no such file", hint) from None
     except IsADirectoryError:
-        hint = "give the path of a TOML file" + _one_inside(path)
-        message = "cannot be read: Is a directory"
-        raise ConfigError([Problem("", message, file=file, hint=hint)]) from None
+        hint = f"give the path of a {kind} file" + _one_inside(path)
+        raise refused("cannot be read: Is a directory", hint) from None
     except UnicodeDecodeError as error:
-        message = f"not a text in UTF-8 (byte {error.start})"
-        raise ConfigError([Problem("", message, file=file, hint="save the file as UTF-8")]) from None
+        raise refused(f"not a text in UTF-8 (byte {error.start})", "save the file as UTF-8") from None
+    except NotAFileError as error:
+        raise refused(f"cannot be read: {error}", "write it to a file first, and give its path") from None
     except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno == errno.EFBIG:
+            hint = "a configuration is a few kilobytes: is it the right file?"
+            raise refused(f"larger than {MAX_FILE_BYTES} bytes: not a configuration", hint) from None
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise ConfigError([Problem("", f"cannot be read: {reason}", file=file)]) from None
+        raise refused(f"cannot be read: {reason}") from None
 
 
 def _one_inside(directory: Path) -> str:

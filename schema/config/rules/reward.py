@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from schema.config.base import RewardSpec
-from schema.config.paths import home_hint
+from schema.config.paths import NotAFileError, home_hint, read_regular
 from schema.config.problem import Problem
 from schema.config.reading.explain import closest
 from schema.config.reward import BUILTIN_REWARDS
 from schema.config.root import Config
 
 _POLICY = "train.train_policy"
+MAX_CODE_BYTES = 4 * 1024 * 1024  # of a file of reward functions, which is parsed whole
 
 
 def rewards_are_known(config: Config) -> list[Problem]:
@@ -57,10 +58,12 @@ def _reward_problem(key: str, name: str) -> Problem | None:
             key, f"unknown reward function `{name}`", name, f"did you mean `{close}`?" if close else known
         )
     try:
-        tree = ast.parse(Path(file).read_bytes(), filename=file)
+        tree = ast.parse(read_regular(Path(file), MAX_CODE_BYTES), filename=file)
     except OSError as error:
         hint = home_hint(file) or "paths are relative to the current directory"
         return Problem(key, f"reward file {file} cannot be read: {error.strerror}", name, hint)
+    except NotAFileError as error:
+        return Problem(key, f"reward file {file} cannot be read: {error}", name, "write it to a file first")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = f" at line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
         return Problem(key, f"reward file {file} is not valid Python{line}: {error}", name)

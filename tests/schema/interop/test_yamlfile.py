@@ -7,7 +7,7 @@ import math
 import pytest
 
 from schema.config import ConfigError, Problem
-from schema.interop.yamlfile import MAX_BYTES, read_yaml, scalar
+from schema.interop.yamlfile import MAX_FILE_BYTES, read_yaml, scalar
 
 
 def fault(text: str) -> Problem:
@@ -108,7 +108,7 @@ def test_an_alias_of_itself_is_refused() -> None:
         ("a: 1\n---\nb: 2", "2 documents"),
         ("? [a, b]\n: 1", "plain text"),
         ("a: 1\n\tb: 2", ""),
-        ("x" * (MAX_BYTES + 1), "larger than"),
+        ("x" * (MAX_FILE_BYTES + 1), "larger than"),
         ("a: \x00", "not YAML"),
         ("<<: 3", "merge"),
     ],
