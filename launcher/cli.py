@@ -47,7 +47,7 @@ def _run(arguments: list[str]) -> None:
 
         if not isinstance(error, ConfigError):
             raise
-        print_problems("error", error.problems)
+        print_problems("error", error.problems, error.more)
         sys.exit(EXIT_CONFIG)
 
 

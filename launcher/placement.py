@@ -152,7 +152,7 @@ def _deal(config: Config, wanted: Needs, count: int) -> dict[str, list[tuple[int
 def _free(config: Config, listed: list[RoleLayout], count: int) -> list[int]:
     """Devices of the roles that have no list, in the order in which they are dealt."""
     named = [device for role in listed for device in role.devices]
-    others = [device for device in range(count) if device not in named]
+    others = sorted(set(range(count)).difference(named))
     return (named if config.placement.share != "none" else []) + others
 
 

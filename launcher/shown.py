@@ -114,11 +114,8 @@ def _get(data: Any, path: KeyPath) -> tuple[bool, Any]:
 
 def _origins(loaded: Loaded, path: tuple[str, ...]) -> list[Origin]:
     """Who wrote a key, and what is in its table, in the order of the layers; empty: it is a default."""
-    known, end = loaded.layers.origins, len(path)
-    if path in known:
-        inside = (origin for inner, origin in known.items() if inner[:end] == path)
-        writers = {(origin.layer, origin.name): origin for origin in (*inside, known[path])}
-        return [writers[rank] for rank in sorted(writers)]
+    if writers := loaded.layers.writers(path):
+        return sorted(writers, key=lambda origin: (origin.layer, origin.name))
     other = _STANDS_IN.get(".".join(path))
     written = loaded.layers.origin(tuple(other.split("."))) if other else None
     if written is None:

@@ -19,11 +19,12 @@ def validate(config: Configs, set_: Overrides = None, as_json: AsJson = False) -
     from schema.config.reading.load import load
 
     problems: tuple[Problem, ...] = ()
+    more = 0
     warnings: list[Problem] = []
     try:
         loaded = load(config, set_ or [], os.environ)
     except ConfigError as error:
-        problems = error.problems
+        problems, more = error.problems, error.more
     else:
         # The job may be meant for another machine: what this one lacks is a warning.
         here = check_machine(loaded.config, Machine(count_cores()))
@@ -33,15 +34,16 @@ def validate(config: Configs, set_: Overrides = None, as_json: AsJson = False) -
         found_json = {
             "valid": not problems,
             "problems": as_dicts(problems),
+            "more_problems": more,
             "warnings": as_dicts(warnings),
         }
         print_json(found_json)
     else:
-        print_problems("error", problems)
+        print_problems("error", problems, more)
         print_problems("warning", warnings)
         names = " + ".join(map(str, config))
         if problems:
-            count = "1 mistake" if len(problems) == 1 else f"{len(problems)} mistakes"
+            count = "1 mistake" if len(problems) == 1 else f"{len(problems) + more:,} mistakes"
             typer.echo(f"{names}: {count}", err=True)
         else:
             typer.echo(f"{names} is valid" if len(config) == 1 else f"{names} are valid together")

@@ -65,13 +65,13 @@ def convert(
     text = to_toml(conversion)
     if output is not None:
         _write(output, text)
-    problems = _problems(conversion, output)
+    problems, more = _problems(conversion, output)
     if as_json:
-        print_json(_account(conversion, text, problems))
+        print_json(_account(conversion, text, problems, more))
     else:
         if output is None:
             _print(text)
-        _explain(conversion, output, problems, full)
+        _explain(conversion, output, problems, more, full)
     raise typer.Exit(EXIT_CONFIG if strict and _falls_short(conversion) else 0)
 
 
@@ -93,8 +93,8 @@ def _write(output: Path, text: str) -> None:
         raise LaunchError(f"{output} cannot be written: {error.strerror}") from None
 
 
-def _problems(conversion: Conversion, output: Path | None) -> tuple[Problem, ...]:
-    """What our own loader says of the result; with its places, where it is a file."""
+def _problems(conversion: Conversion, output: Path | None) -> tuple[tuple[Problem, ...], int]:
+    """What our own loader says of the result, and how much more; with its places, where it is a file."""
     from schema.config import ConfigError, check_config, load_config
 
     try:
@@ -103,8 +103,8 @@ def _problems(conversion: Conversion, output: Path | None) -> tuple[Problem, ...
         else:
             load_config(output)
     except ConfigError as error:
-        return tuple(error.problems)
-    return ()
+        return error.problems, error.more
+    return (), 0
 
 
 def _falls_short(conversion: Conversion) -> bool:
@@ -117,7 +117,7 @@ def _falls_short(conversion: Conversion) -> bool:
     )
 
 
-def _account(conversion: Conversion, text: str, problems: tuple[Problem, ...]) -> dict[str, Any]:
+def _account(conversion: Conversion, text: str, problems: tuple[Problem, ...], more: int) -> dict[str, Any]:
     from schema.interop.write import to_json
 
     return {
@@ -125,20 +125,23 @@ def _account(conversion: Conversion, text: str, problems: tuple[Problem, ...]) -
         "toml": text,
         "valid": not problems,
         "problems": as_dicts(problems),
+        "more_problems": more,
     }
 
 
-def _explain(conversion: Conversion, output: Path | None, problems: tuple[Problem, ...], full: bool) -> None:
+def _explain(
+    conversion: Conversion, output: Path | None, problems: tuple[Problem, ...], more: int, full: bool
+) -> None:
     from schema.interop.write import to_report
 
     typer.echo(_printable(to_report(conversion, full)), err=True)
     if not full:
         typer.echo("\n--full accounts for every key; the comments of the TOML do too", err=True)
     typer.echo("", err=True)
-    print_problems("error", problems)
+    print_problems("error", problems, more)
     name = "the result" if output is None else str(output)
     if problems:
-        count = "1 thing" if len(problems) == 1 else f"{len(problems)} things"
+        count = "1 thing" if len(problems) == 1 else f"{len(problems) + more:,} things"
         typer.echo(f"{name} needs {count} changed before it runs here", err=True)
     else:
         typer.echo(f"{name} is valid", err=True)

@@ -32,11 +32,19 @@ def print_json(value: Any) -> None:
     typer.echo(json.dumps(value, indent=2, default=str))
 
 
-def print_problems(kind: str, problems: Iterable[Problem]) -> None:
-    """One block per problem on standard error; bytes of the environment that are no text are escaped."""
-    for problem in problems:
+def print_problems(kind: str, problems: Iterable[Problem], more: int = 0) -> None:
+    """One block per problem on standard error; bytes of the environment that are no text are escaped.
+
+    more: problems that are not among them.
+    """
+    from schema.config.problem import MOST_SHOWN
+
+    found = list(problems)
+    for problem in found[:MOST_SHOWN]:
         text = f"{kind}: {problem.render()}"
         typer.echo(text.encode("utf-8", "backslashreplace").decode(), err=True)
+    if more := more + len(found[MOST_SHOWN:]):
+        typer.echo(f"{kind}: and {more:,} more", err=True)
 
 
 def as_dicts(problems: Iterable[Problem]) -> list[dict[str, Any]]:

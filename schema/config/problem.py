@@ -6,11 +6,19 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 from schema.config.secrets import masked
 
 KeyPath = tuple[str | int, ...]
+
+MOST_SHOWN = 100
+"""Problems of one configuration: more are the same mistake over and over, or the wrong file. They are counted."""
+MOST_TEXT = 2000
+"""Characters of a text in a problem: a value can be as long as the file."""
+MOST_ITEMS = 100
+"""Items of a value in a problem."""
 
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
@@ -32,6 +40,17 @@ def format_key(path: KeyPath) -> str:
     return text
 
 
+def shortened(value: Any) -> Any:
+    """A value as far as it helps whoever has to find it: long texts and lists are cut."""
+    if isinstance(value, str) and len(value) > MOST_TEXT:
+        return f"{value[: MOST_TEXT - 300]} … {value[-300:]}"
+    if isinstance(value, list):
+        return [shortened(item) for item in value[:MOST_ITEMS]]
+    if isinstance(value, dict):
+        return {shortened(key): shortened(item) for key, item in islice(value.items(), MOST_ITEMS)}
+    return value
+
+
 @dataclass(frozen=True)
 class Problem:
     """One fault.
@@ -41,6 +60,7 @@ class Problem:
     file, line, column (from 1): where the key stands, or else the table that should hold it.
 
     What is shown to people holds no credentials: in addresses, and below keys that sound secret, they are masked.
+    Texts and values that are too long are cut.
     """
 
     key: str
@@ -54,13 +74,14 @@ class Problem:
 
     def __post_init__(self) -> None:
         own = {
+            "key": self.key,
             "message": masked(self.message),
             "value": masked(self.value, self.key.rpartition(".")[2]),
             "hint": masked(self.hint),
             "file": masked(self.file),
         }
         for name, value in own.items():
-            object.__setattr__(self, name, value)
+            object.__setattr__(self, name, shortened(value))
 
     @property
     def where(self) -> str:
@@ -79,14 +100,24 @@ class Problem:
 
 
 class ConfigError(ValueError):
-    """The configuration cannot be used; `problems` holds everything that is wrong with it, in file order."""
+    """The configuration cannot be used; `problems` holds what is wrong with it, in file order.
 
-    def __init__(self, problems: Sequence[Problem]) -> None:
+    They are MOST_SHOWN at most; `more` is how many others there are.
+    """
+
+    def __init__(self, problems: Sequence[Problem], more: int = 0) -> None:
         if not problems:
             raise ValueError("a ConfigError needs at least one problem")
-        self.problems = tuple(problems)
+        self.problems = tuple(problems[:MOST_SHOWN])
+        self.more = more + len(problems) - len(self.problems)
         super().__init__(self.render())
+
+    @property
+    def count(self) -> int:
+        """Problems altogether."""
+        return len(self.problems) + self.more
 
     def render(self) -> str:
         """Plain text, one block per problem."""
-        return "\n".join(problem.render() for problem in self.problems)
+        blocks = [problem.render() for problem in self.problems]
+        return "\n".join([*blocks, f"and {self.more:,} more"] if self.more else blocks)

@@ -18,13 +18,14 @@ SECRET_KEY = re.compile(
     r"(^|[_-])(token|password|passwd|passphrase|secret|(api|access|private|secret_access)[_-]?key|credential|webhook)s?$",
     re.IGNORECASE,
 )
-_USER = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*://)(?P<name>[^/:@\s?#]*:)?[^/\s?#]*@")
+# A scheme is short: without the bound, a long word in front of `://` is looked at from each of its letters.
+_USER = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]{0,31}://)(?P<name>[^/:@\s?#]*:)?[^/\s?#]*@")
 _PARAMETER = re.compile(
     r"(?P<mark>[?&])(?P<name>[A-Za-z0-9_.-]*?(?:token|password|passwd|pwd|secret|key|sig|signature|auth|credential|"
     r"authorization)s?=)[^&#\s]*",
     re.IGNORECASE,
 )
-_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://\S+")
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{0,31}://\S+")
 
 
 def cut(value: Any) -> Any:

@@ -10,7 +10,8 @@ it without having removed each line.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from schema.config.problem import KeyPath, Problem, format_key
@@ -23,11 +24,11 @@ DESCRIPTION = (
 )
 
 
-def refusals(data: Mapping[str, Any]) -> list[tuple[KeyPath, Problem]]:
+def refusals(data: Mapping[str, Any]) -> list[tuple[KeyPath, Callable[[], Problem]]]:
     """One problem for each entry of the table, with its path; an empty table is one, too."""
     if TABLE not in data:
         return []
-    return [(path, _refusal(path, value)) for path, value in _entries(data[TABLE], (TABLE,))]
+    return [(path, partial(_refusal, path, value)) for path, value in _entries(data[TABLE], (TABLE,))]
 
 
 def _entries(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:

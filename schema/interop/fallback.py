@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from schema.config.availability import UNAVAILABLE, check_available, check_left_out
-from schema.config.reading.explain import problems_of
+from schema.config.reading.explain import findings_of
 from schema.config.root import Config
 from schema.config.unsupported import TABLE
 from schema.interop.keys import lookup, split_key
@@ -131,7 +131,7 @@ def _sound(config: Mapping[str, Any]) -> Config | None:
         try:
             return Config.model_validate(data)
         except ValidationError as error:
-            for path, _problem in problems_of(error, data):
+            for path, _problem in findings_of(error, data):
                 _remove(data, tuple(path))
     return None
 

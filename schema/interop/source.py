@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
@@ -10,7 +9,7 @@ from typing import Any
 
 from schema.config.problem import ConfigError, Problem
 from schema.config.reading.positions import locate
-from schema.config.reading.tomlread import read_text
+from schema.config.reading.tomlread import parse_toml, read_text
 from schema.interop.composed import refuse_script
 from schema.interop.keys import Path, leaves, lookup
 from schema.interop.yamlfile import read_yaml
@@ -70,7 +69,7 @@ def read_source(text: str, name: str) -> Source:
 
 def _toml(text: str, name: str) -> Source:
     try:
-        data = tomllib.loads(text)
+        data = parse_toml(text)
     except RecursionError:
         raise ConfigError([Problem("", "broken TOML: nested too deeply", file=name)]) from None
     except ValueError as error:

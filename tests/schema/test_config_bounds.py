@@ -5,16 +5,31 @@ from __future__ import annotations
 import os
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from schema.config import ConfigError, Problem, load_config
+from schema.config import ConfigError, Problem, check_config, load_config
 from schema.config.columns import UnreadableDataError, columns_of
 from schema.config.model_facts import BrokenModelError, read_config
+from schema.config.problem import MOST_SHOWN, MOST_TEXT
+from schema.config.reading import explain
+from schema.config.reading.explain import MOST_ITEMS
+from schema.config.reading.layers import read_layers
+from schema.config.reading.load import load
 from schema.config.reading.tomlread import MAX_FILE_BYTES
+from schema.config.reading.tomlwrite import dumps
 from schema.config.rules.reward import reward_problems
+from schema.config.secrets import masked
 from schema.interop import convert
 from schema.tls import TlsFileError, client_context
+from tests.schema.config_samples import GRPO, changed
+
+
+def refusal(data: dict[str, Any] | str) -> ConfigError:
+    with pytest.raises(ConfigError) as error:
+        check_config(data) if isinstance(data, dict) else load_config(data)
+    return error.value
 
 
 def only(error: pytest.ExceptionInfo[ConfigError]) -> Problem:
@@ -77,3 +92,117 @@ def test_what_a_job_names_is_a_file_too(tmp_path: Path, monkeypatch: pytest.Monk
         client_context("tls.pem")
     with pytest.raises(BrokenModelError, match="a device, not a file"):
         read_config(Path("config.json"))
+
+
+# ---- how many problems ------------------------------------------------------------------------------------
+
+
+def test_many_problems_are_counted_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """20,000 unknown sections: the first ones in the order of the file, with a remedy, and a count of the others."""
+    asked: list[str] = []
+    closest = explain.closest
+    monkeypatch.setattr(explain, "closest", lambda word, words: asked.append(word) or closest(word, words))
+    file = tmp_path / "run.toml"
+    file.write_text(dumps(GRPO) + "".join(f"[sec{number}]\na = 1\n" for number in range(20_000)))
+    error = refusal(str(file))
+    assert (len(error.problems), error.more, error.count) == (MOST_SHOWN, 19_900, 20_000)
+    assert [problem.key for problem in error.problems] == [f"sec{number}" for number in range(MOST_SHOWN)]
+    assert all(problem.hint.startswith("known here: train") for problem in error.problems)
+    assert error.render().endswith("\nand 19,900 more")
+    assert len(asked) <= 2 * MOST_SHOWN, "did-you-mean of what is not shown"
+
+
+def test_a_list_of_wrong_items_is_one_fault_of_many(tmp_path: Path) -> None:
+    error = refusal(changed(GRPO, logging__logger=["x"] * 10_000, train__epohc=1))
+    assert [problem.key for problem in error.problems] == [
+        "train.epohc",
+        *(f"logging.logger[{index}]" for index in range(MOST_ITEMS)),
+        "logging.logger",
+    ]
+    assert error.problems[-1].message == f"{10_000 - MOST_ITEMS:,} more of its items are wrong"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"k" * 500_000: 1},
+        {"train": {"optm_name": "x" * 500_000}},
+        changed(GRPO, placement__policy=list(range(60_000)), placement__rollout=list(range(60_000))),
+        changed(GRPO, train__train_policy__domain_shares={f"d{n}": -1.0 for n in range(50_000)}),
+        changed(GRPO, train__train_policy__reward_function=[f"r{n}" for n in range(2_000)]),
+    ],
+)
+def test_long_names_and_values_are_cut(data: dict[str, Any]) -> None:
+    error = refusal(data)
+    assert len(error.render()) < MOST_SHOWN * 3 * MOST_TEXT
+    for problem in error.problems:
+        assert max(map(len, (problem.key, problem.message, problem.hint))) < MOST_TEXT + 50
+        assert len(str(problem.value)) < 20_000
+
+
+def test_what_was_masked_stays_masked_where_it_is_cut() -> None:
+    url = f"redis://user:{'p' * 3 * MOST_TEXT}@host"
+    problem = Problem("redis.url", f"cannot reach {url}", url, url)
+    assert "ppp" not in f"{problem}"
+    assert "ppp" not in masked(f"{'a' * 40}://user:ppp@host")
+
+
+def test_a_rule_is_silent_about_keys_that_are_faulty() -> None:
+    keys = [problem.key for problem in refusal(changed(GRPO, rollout__n_generation="x")).problems]
+    assert keys == ["rollout.n_generation"]
+    keys = [problem.key for problem in refusal(changed(GRPO, train__train_policy=3)).problems]
+    assert keys == ["train.train_policy"]
+
+
+# ---- what the loader costs --------------------------------------------------------------------------------
+
+
+class Counting(dict):  # type: ignore[type-arg]
+    """A dict that counts how often it is walked as a whole."""
+
+    walks = 0
+
+    def items(self):  # type: ignore[no-untyped-def]
+        Counting.walks += 1
+        return super().items()
+
+
+def test_a_file_over_a_file_looks_at_each_key_once(tmp_path: Path) -> None:
+    one = tmp_path / "one.toml"
+    one.write_text("[custom]\n" + "".join(f"k{number} = {number}\n" for number in range(500)))
+    layers = read_layers([one], [])
+    layers.origins = Counting(layers.origins)
+    for number in range(500):
+        layers.assign(("custom", f"k{number}"), [number], layers.origins[("custom",)])
+    assert Counting.walks == 0
+    assert layers.data["custom"]["k7"] == [7]
+    assert ("custom", "k7", 0) in layers.origins
+    layers.assign(("custom", "k7"), 8, layers.origins[("custom",)])
+    assert ("custom", "k7", 0) not in layers.origins
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["a." * 300_000 + "a = 1", "x = {" + "a . " * 100 + "a = 1}", "[" + '"a".' * 100 + "a]\nb = 1"],
+)
+def test_a_key_of_too_many_parts_is_refused_unparsed(tmp_path: Path, text: str) -> None:
+    (tmp_path / "run.toml").write_text(text)
+    for read in (load_config, convert):
+        with pytest.raises(ConfigError) as error:
+            read(str(tmp_path / "run.toml"))
+        assert "nested too deeply: a key of more than 64 parts" in only(error).message
+
+
+def test_an_override_of_too_many_parts(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text("")
+    for text in ("a." * 50_000 + "a=1", "custom.x={" + "a." * 40_000 + "a=1}"):
+        with pytest.raises(ConfigError) as error:
+            load(tmp_path / "run.toml", [text])
+        assert all(len(problem.render()) < 3 * MOST_TEXT for problem in error.value.problems)
+
+
+def test_thousands_of_digits(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text("[custom]\nx = " + "1" * 5000)
+    problem = refusal(str(tmp_path / "run.toml")).problems[0]
+    assert "thousands of digits" in problem.message
+    assert "2^63" in problem.hint

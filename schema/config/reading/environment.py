@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from schema.config.problem import KeyPath, Problem, format_key
+from schema.config.problem import MOST_SHOWN, KeyPath, Problem, format_key
 from schema.config.reading.explain import all_fields, annotation_of, section_classes
 from schema.config.root import Config
 
@@ -50,7 +50,8 @@ def written_in(env: Mapping[str, str]) -> Found:
             problem = Problem("", "an empty part between underscores", env[name], hint)
             found.problems.append(problem.at(f"environment variable {name}"))
         elif path[0] not in Config.model_fields:
-            found.problems.append(_no_section(name, path, env[name]))
+            suggests = len(found.problems) < MOST_SHOWN
+            found.problems.append(_no_section(name, path, env[name], suggests))
         else:
             found.variables.append(Variable(name, path, env[name]))
     found.variables.sort(key=lambda variable: len(variable.path))
@@ -84,10 +85,10 @@ def _schema_path(parts: list[str]) -> KeyPath:
     return path
 
 
-def _no_section(name: str, path: KeyPath, text: str) -> Problem:
+def _no_section(name: str, path: KeyPath, text: str, suggests: bool) -> Problem:
     from schema.config.reading.explain import suggest_key
 
-    hint = suggest_key(path[:1], {})
+    hint = suggest_key(path[:1], {}) if suggests else ""
     if not hint.startswith("did you mean"):
         hint = (
             f"the sections are {', '.join(Config.model_fields)}; unset the variable if it is not meant for us"

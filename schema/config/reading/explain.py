@@ -1,6 +1,6 @@
 """pydantic's errors in the words of somebody who wrote a TOML file.
 
-    pydantic error ─locate─▶ key path in the file ─group─▶ one group per key ─phrase─▶ Problem
+    pydantic error ─locate─▶ key path in the file ─group─▶ one group per key ─phrase (of what is shown)─▶ Problem
 
 A field of several types (`optm_lr`: a number or a list of numbers) makes pydantic report every branch; the
 group becomes one sentence.
@@ -11,7 +11,8 @@ from __future__ import annotations
 import datetime
 import difflib
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache, partial
 from itertools import islice
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -45,13 +46,21 @@ _NO_CLIP = {
 }
 
 
-def problems_of(error: ValidationError, data: Mapping[str, Any]) -> list[tuple[KeyPath, Problem]]:
-    """Every fault that pydantic found in `data`, one per key, with the path of the key."""
+MOST_ITEMS = 10
+"""Faulty items of one list or table that are named each; the others are counted."""
+
+Finding = tuple[KeyPath, Callable[[], Problem]]
+"""A fault by its key, and its words when they are needed: did-you-mean takes a millisecond."""
+
+
+def findings_of(error: ValidationError, data: Mapping[str, Any]) -> list[Finding]:
+    """Every fault that pydantic found in `data`, one per key."""
     groups: dict[KeyPath, list[tuple[KeyPath, ErrorDetails]]] = {}
     for detail in error.errors(include_url=False, include_context=True):
         path = _key_path(detail, data)
-        groups.setdefault(field_path(path), []).append((path, detail))
-    return [problem for field, group in groups.items() for problem in _phrase(field, group, data)]
+        field = path if detail["type"] == "extra_forbidden" else field_path(path)
+        groups.setdefault(field, []).append((path, detail))
+    return [finding for field, group in groups.items() for finding in _findings(field, group, data)]
 
 
 def _key_path(detail: ErrorDetails, data: Any) -> KeyPath:
@@ -167,18 +176,22 @@ def _short(value: Any) -> str:
     return str(value)
 
 
-def _phrase(
+def _findings(
     field: KeyPath, group: list[tuple[KeyPath, ErrorDetails]], data: Mapping[str, Any]
-) -> list[tuple[KeyPath, Problem]]:
+) -> Iterator[Finding]:
     """What pydantic says about one field: a problem for each faulty item of it, else one for the whole."""
     items: dict[KeyPath, ErrorDetails] = {}
     for path, detail in group:
         if len(path) > len(field):
             items.setdefault(path, detail)
-    if items:
-        return [(path, _problem(path, field, detail, data)) for path, detail in items.items()]
-    whole = [detail for _, detail in group if detail["type"] not in _TYPE_ERRORS] or [group[0][1]]
-    return [(field, _problem(field, field, whole[0], data))]
+    if not items:
+        whole = [detail for _, detail in group if detail["type"] not in _TYPE_ERRORS] or [group[0][1]]
+        yield field, partial(_problem, field, field, whole[0], data)
+    for path, detail in islice(items.items(), MOST_ITEMS):
+        yield path, partial(_problem, path, field, detail, data)
+    if len(items) > MOST_ITEMS:
+        key, message = format_key(field), f"{len(items) - MOST_ITEMS:,} more of its items are wrong"
+        yield next(islice(items, MOST_ITEMS, None)), partial(Problem, key, message)
 
 
 def _problem(path: KeyPath, field: KeyPath, detail: ErrorDetails, data: Mapping[str, Any]) -> Problem:
@@ -285,8 +298,14 @@ def _meaning(path: KeyPath) -> str:
     return ""
 
 
+LONGEST_NAME = 200
+"""Characters of a mistyped name: a longer one is like none of ours."""
+
+
 def closest(word: str, words: Iterable[str]) -> str | None:
     """The word most like a mistyped one, if any is like it."""
+    if len(word) > LONGEST_NAME:
+        return None
     normal = {candidate.lower().replace("-", "_"): candidate for candidate in words}
     match = difflib.get_close_matches(word.lower().replace("-", "_"), normal, n=1, cutoff=0.7)
     return normal[match[0]] if match else None
@@ -310,10 +329,7 @@ def suggest_key(path: KeyPath, data: Mapping[str, Any]) -> str:
         if name in other.model_fields:
             return f'`{name}` belongs to type = "{"sft" if other is SFTDataConfig else "grpo"}"'
     siblings = [field for model in models for field in model.model_fields]
-    everywhere: dict[str, list[tuple[str, ...]]] = {}
-    for field in all_fields():
-        if field not in everywhere.setdefault(field[-1], []):
-            everywhere[field[-1]].append(field)
+    everywhere = _everywhere()
     if name in everywhere:
         places = " or ".join(f"[{format_key(field[:-1])}]" for field in everywhere[name] if field[:-1])
         return f"`{name}` belongs to {places}" if places else f"`{name}` is a section of its own: [{name}]"
@@ -355,6 +371,15 @@ def _leaves(table: Mapping[str, Any], name: str) -> Iterator[str]:
             yield from _leaves(value, f"{name}.{key}")
         else:
             yield f"{name}.{key}"
+
+
+@cache
+def _everywhere() -> dict[str, list[tuple[str, ...]]]:
+    """Name -> the paths of all keys of that name."""
+    places: dict[str, list[tuple[str, ...]]] = {}
+    for field in dict.fromkeys(all_fields()):
+        places.setdefault(field[-1], []).append(field)
+    return places
 
 
 def _likeness(word: str, other: str) -> float:

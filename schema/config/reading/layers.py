@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from schema.config.problem import ConfigError, KeyPath, Problem, format_key
+from schema.config.problem import MOST_SHOWN, ConfigError, KeyPath, Problem, format_key
 from schema.config.reading.environment import written_in
+from schema.config.reading.explain import Finding
 from schema.config.reading.tomlread import (
     MAX_DEPTH,
     NAMED,
@@ -66,15 +67,25 @@ class Layers:
         """Who wrote exactly this key; None: it is a default."""
         return self.origins.get(path)
 
-    def placed(self, problems: Sequence[tuple[KeyPath, Problem]]) -> list[Problem]:
-        """Problems with their place, in the order of the layers and of the lines within a file."""
-        ranked = [(self._nearest(path), problem) for path, problem in problems]
+    def placed(self, findings: Sequence[Finding]) -> list[Problem]:
+        """The first MOST_SHOWN with their place, in the order of the layers and of the lines within a file."""
+        ranked = [(self._nearest(path), problem) for path, problem in findings]
         ranked.sort(key=lambda pair: _rank(pair[0]))
         last = self.files[-1] if self.files else None
         return [
-            problem.at(origin.source, origin.line, origin.column) if origin else problem.at(last)
-            for origin, problem in ranked
+            problem().at(origin.source, origin.line, origin.column) if origin else problem().at(last)
+            for origin, problem in ranked[:MOST_SHOWN]
         ]
+
+    def writers(self, path: KeyPath) -> list[Origin]:
+        """Who wrote a key and what is in it, each once; empty: it is a default."""
+        value: Any = self.data
+        for part in path:
+            if not isinstance(value, dict) or part not in value:
+                return []
+            value = value[part]
+        found = (self.origins[inner] for inner in (*_inside(value, path), path) if inner in self.origins)
+        return list({(origin.layer, origin.name): origin for origin in found}.values())
 
     def _nearest(self, path: KeyPath) -> Origin | None:
         """The origin of a key, or of the nearest table around it that somebody wrote."""
@@ -108,8 +119,8 @@ class Layers:
 
     def _replace(self, into: dict[str, Any], path: KeyPath, value: Any, origin: Any) -> None:
         if path[-1] in into:
-            end = len(path)
-            self.origins = {known: by for known, by in self.origins.items() if known[:end] != path}
+            for inside in [path, *_inside(into[str(path[-1])], path)]:
+                self.origins.pop(inside, None)
         into[str(path[-1])] = value
         for inside in [path, *_inside(value, path)]:
             self.origins[inside] = origin(inside)

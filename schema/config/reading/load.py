@@ -10,18 +10,20 @@ A rule that speaks of a key already found faulty is not asked, so no problem is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from schema.config.availability import check_available
-from schema.config.problem import ConfigError, KeyPath, Problem, format_key
+from schema.config.problem import MOST_SHOWN, ConfigError, KeyPath, Problem, format_key
 from schema.config.reading.environment import without_effect
-from schema.config.reading.explain import problems_of
+from schema.config.reading.explain import Finding, findings_of
 from schema.config.reading.layers import Layers, read_layers, without_port
 from schema.config.reading.magnitude import too_large
 from schema.config.reading.tomlread import depth_problem, dotted_path, too_deep
@@ -44,7 +46,7 @@ class Loaded:
         """Findings about this configuration with the places of the keys that they name."""
         found = list(problems)
         general = [problem for problem in found if not problem.key]
-        return general + self.layers.placed([(_path_of(p.key), p) for p in found if p.key])
+        return general + self.layers.placed([_finding(p) for p in found if p.key])
 
 
 def load(paths: Paths, overrides: Sequence[str] = (), env: Mapping[str, str] | None = None) -> Loaded:
@@ -59,7 +61,8 @@ def load(paths: Paths, overrides: Sequence[str] = (), env: Mapping[str, str] | N
     layers = read_layers([Path(file) for file in files], overrides, env)
     config, problems = _check(layers.data)
     if config is None or problems or layers.problems:
-        raise ConfigError(layers.problems + layers.placed(problems))
+        shown = layers.problems + layers.placed(problems)
+        raise ConfigError(shown, len(layers.problems) + len(problems) - len(shown))
     return Loaded(config, layers, layers.warnings + without_effect(env or {}))
 
 
@@ -72,18 +75,18 @@ def check_config(data: Mapping[str, Any]) -> Config:
     """Validate and check a configuration that is already a mapping; raises ConfigError with all problems."""
     config, problems = _check(without_port(data))
     if config is None or problems:
-        raise ConfigError([problem for _, problem in problems])
+        raise ConfigError([problem() for _, problem in problems[:MOST_SHOWN]], len(problems[MOST_SHOWN:]))
     return config
 
 
-def _check(data: Mapping[str, Any]) -> tuple[Config | None, list[tuple[KeyPath, Problem]]]:
+def _check(data: Mapping[str, Any]) -> tuple[Config | None, list[Finding]]:
     """The configuration, as far as it is sound, and every problem with its key path."""
     if (deep := too_deep(data)) is not None:
-        return None, [(deep, depth_problem(deep))]
+        return None, [(deep, partial(depth_problem, deep))]
     remaining = deepcopy(dict(data))
     unsupported = refusals(remaining)
     remaining.pop(TABLE, None)
-    problems: list[tuple[KeyPath, Problem]] = list(too_large(remaining))
+    problems: list[Finding] = list(too_large(remaining))
     for path in {_removable(path) for path, _ in problems}:
         _remove(remaining, path)
     problems = unsupported + problems
@@ -92,17 +95,23 @@ def _check(data: Mapping[str, Any]) -> tuple[Config | None, list[tuple[KeyPath, 
         try:
             config = Config.model_validate(remaining)
         except ValidationError as error:
-            faults = problems_of(error, remaining)
+            faults = findings_of(error, remaining)
             problems += faults
             removed = {_removable(path) for path, _ in faults}
             left = [path for path in removed if not _remove(remaining, path)]
             if left:
                 return None, problems
-    faulty = [format_key(_removable(path)) for path, _ in problems]
+    faulty = {part for path, _ in problems for part in _around(format_key(_removable(path)))}
+    whole = {format_key(_removable(path)) for path, _ in problems}
     for problem in [*check_available(config), *check_rules(config)]:
-        if not any(_touches(key, bad) for key in (problem.key, *problem.related) for bad in faulty):
-            problems.append((_path_of(problem.key), problem))
+        keys = (problem.key, *problem.related)
+        if not any(key in faulty or not whole.isdisjoint(_around(key)) for key in keys):
+            problems.append(_finding(problem))
     return config, problems
+
+
+def _finding(problem: Problem) -> Finding:
+    return _path_of(problem.key), lambda: problem
 
 
 def _removable(path: KeyPath) -> KeyPath:
@@ -122,10 +131,10 @@ def _remove(data: Any, path: KeyPath) -> bool:
     return isinstance(data, dict) and bool(path) and data.pop(path[-1], None) is not None
 
 
-def _touches(key: str, other: str) -> bool:
-    """Whether one of two dotted keys is the other or lies inside it."""
-    shorter, longer = sorted((key, other), key=len)
-    return longer == shorter or longer.startswith((f"{shorter}.", f"{shorter}["))
+def _around(key: str) -> Iterator[str]:
+    """A dotted key and every table and list around it."""
+    yield key
+    yield from (key[: match.start()] for match in re.finditer(r"[.\[]", key))
 
 
 def _path_of(key: str) -> KeyPath:

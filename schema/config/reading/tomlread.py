@@ -15,6 +15,8 @@ from schema.config.reading.positions import Position, locate, nearest
 
 MAX_FILE_BYTES = 1024 * 1024  # a configuration is a few kilobytes; more is the wrong file
 MAX_DEPTH = 64  # tables in tables: the schema needs seven, and what copies and merges them is recursive
+_PART = r"""(?:[A-Za-z0-9_-]++|"[^"\n]*+"|'[^'\n]*+')"""
+_LONG_KEY = re.compile(rf"(?<![A-Za-z0-9_.-]){_PART}(?:[ \t]*+\.[ \t]*+{_PART}){{{MAX_DEPTH}}}")
 NAMED = 3  # parts of a key that is too deep to be named whole
 
 
@@ -41,6 +43,19 @@ def read_toml(path: Path) -> TomlFile:
     return TomlFile(str(path), data, positions)
 
 
+def parse_toml(text: str) -> dict[str, Any]:
+    """A text as TOML. Raises ValueError, RecursionError.
+
+    A dotted key of n parts costs tomllib n^2, so a longer one than any table may be deep is refused unparsed.
+    """
+    if found := _LONG_KEY.search(text):
+        line = text.count("\n", 0, found.start()) + 1
+        raise ValueError(
+            f"nested too deeply: a key of more than {MAX_DEPTH} parts (at line {line}, column 1)"
+        )
+    return tomllib.loads(text)
+
+
 def too_deep(data: Any) -> KeyPath | None:
     """The beginning of the first key that tables and lists nest more than MAX_DEPTH deep; None: all is well."""
     level: list[tuple[KeyPath, Any]] = [((), data)]
@@ -62,9 +77,11 @@ def depth_problem(path: KeyPath) -> Problem:
 
 
 def dotted_path(name: str) -> tuple[str, ...] | None:
-    """A dotted key, quoted parts allowed, as its parts; None for what is no key."""
+    """A dotted key, quoted parts allowed, as its parts, the first ones of too many; None for what is no key."""
+    if found := _LONG_KEY.match(name):
+        return tuple(found.group().split(".")[: MAX_DEPTH + 1])
     try:
-        value: Any = tomllib.loads(f"{name} = 0") if "\n" not in name else 0
+        value: Any = parse_toml(f"{name} = 0") if "\n" not in name else 0
     except (ValueError, RecursionError):
         return None
     path: tuple[str, ...] = ()
@@ -80,7 +97,7 @@ def parse_value(text: str) -> Any:
     """A value as TOML writes it; what is not TOML is a string."""
     text = text.strip()
     try:
-        parsed = tomllib.loads(f"value = {text}")
+        parsed = parse_toml(f"value = {text}")
     except (ValueError, RecursionError):
         return text
     return parsed["value"] if list(parsed) == ["value"] else text
@@ -120,11 +137,14 @@ def _one_inside(directory: Path) -> str:
 
 def _parse(text: str, file: str) -> dict[str, Any]:
     try:
-        return tomllib.loads(text)
+        return parse_toml(text)
     except RecursionError:
         raise ConfigError([Problem("", "broken TOML: nested too deeply", file=file)]) from None
     except ValueError as error:
         raise ConfigError([_broken(str(error), text, file)]) from None
+
+
+_SMALLER = "write numbers below 2^63"
 
 
 def _broken(message: str, text: str, file: str) -> Problem:
@@ -136,6 +156,8 @@ def _broken(message: str, text: str, file: str) -> Problem:
     elif message.endswith(" (at end of document)"):
         line, column = len(lines), len(lines[-1]) + 1
         message = message.removesuffix(" (at end of document)") + " at the end of the file"
+    elif message.startswith("Exceeds the limit"):  # Python's words, which name a function of Python
+        return Problem("", "broken TOML: an integer of thousands of digits", hint=_SMALLER, file=file)
     else:
         return Problem("", f"broken TOML: {message}", file=file)
     written = lines[line - 1] if line <= len(lines) else ""

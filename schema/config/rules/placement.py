@@ -4,6 +4,7 @@ than its replicas take. What the machine itself has is another matter (`launcher
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import islice
 
 from schema.config.layout import RoleLayout, layouts, mesh_text
@@ -51,8 +52,7 @@ def devices_are_distinct(config: Config) -> list[Problem]:
     """A device stands once in a role: two replicas or two ranks of one role cannot have the same GPU."""
     problems = []
     for role in layouts(config):
-        devices = role.devices
-        twice = sorted({device for device in devices if devices.count(device) > 1})
+        twice = sorted(device for device, count in Counter(role.devices).items() if count > 1)
         if twice:
             message = f"device {_names(twice)} stands more than once in {role.key} = {role.listed}"
             problems.append(Problem(role.key, message, role.listed, "name each device once"))
