@@ -22,6 +22,9 @@ from schema.config import Config, Problem
 from schema.config.layout import RoleLayout, layouts, policy_layout, rollout_layout
 from schema.config.rules.placement import COMFORTABLE_SHARE, PLACEMENT_RULES, SHARE_KEY
 
+MOST_ON_CPU = 256
+"""Worker processes on a machine without GPUs: each loads torch, which takes half a GiB."""
+
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
@@ -105,8 +108,10 @@ def place(config: Config, machine: Machine) -> list[Replica]:
         raise PlacementError(problem)
     gpus = usable_gpus(config, machine)
     wanted = needs(config, len(gpus))
-    devices = _deal(config, wanted, len(gpus))
     workers = wanted.policy_replicas * wanted.policy_ranks + wanted.rollout_replicas
+    if not gpus and workers > MOST_ON_CPU:
+        raise PlacementError(_too_many(wanted, workers))
+    devices = _deal(config, wanted, len(gpus))
     threads = str(cpu_threads(config, machine, workers))
     common = {"COSMOS_CPU_THREADS": threads, "OMP_NUM_THREADS": threads}
     replicas = []
@@ -117,6 +122,18 @@ def place(config: Config, machine: Machine) -> list[Replica]:
         env = {**common, **_visible(tuple(gpus[device] for device in mine))}
         replicas.append(_rollout(f"rollout-{index}", env, mine))
     return replicas
+
+
+def _too_many(wanted: Needs, workers: int) -> Problem:
+    parts = f"{wanted.policy_replicas} policy replicas of {wanted.policy_ranks}"
+    if wanted.rollout_replicas:
+        parts += f", {wanted.rollout_replicas} rollout replicas"
+    message = (
+        f"{workers} worker processes ({parts}) are more than the {MOST_ON_CPU} that share the cores of a "
+    )
+    message += "machine without GPUs"
+    key = "rollout.parallelism" if wanted.rollout_replicas > workers // 2 else "policy.parallelism"
+    return Problem(key, message, workers, f"write smaller sizes in [{key}], or run it where the GPUs are")
 
 
 def _deal(config: Config, wanted: Needs, count: int) -> dict[str, list[tuple[int, ...]]]:

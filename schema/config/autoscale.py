@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from schema.config.base import Section
+from schema.config.base import MAX_TIMEOUT, MOST_RANKS, Section
 
 
 class AutoscaleConfig(Section):
@@ -13,9 +13,11 @@ class AutoscaleConfig(Section):
     enable: bool = Field(
         default=False, description="Whether the number of rollout replicas follows the need."
     )
-    min_replicas: int = Field(default=1, ge=0, description="Fewest rollout replicas.")
-    max_replicas: int = Field(default=8, ge=1, description="Most rollout replicas.")
-    interval: float = Field(default=30.0, gt=0.0, description="Seconds between two decisions.")
+    min_replicas: int = Field(default=1, ge=0, le=MOST_RANKS, description="Fewest rollout replicas.")
+    max_replicas: int = Field(default=8, ge=1, le=MOST_RANKS, description="Most rollout replicas.")
+    interval: float = Field(
+        default=30.0, gt=0.0, le=MAX_TIMEOUT, description="Seconds between two decisions."
+    )
     target_wait: float = Field(
         default=0.1,
         ge=0.0,
@@ -23,5 +25,8 @@ class AutoscaleConfig(Section):
         description="Share of its time that the trainer may wait for samples before replicas are added.",
     )
     scale_down_delay: float = Field(
-        default=300.0, ge=0.0, description="Seconds of too little work before a replica is drained."
+        default=300.0,
+        ge=0.0,
+        le=MAX_TIMEOUT,
+        description="Seconds of too little work before a replica is drained.",
     )

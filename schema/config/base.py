@@ -20,6 +20,16 @@ Amount = Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0)]
 """An integer is a number of things, a float a share. JSON schema has no place for a bound but in each branch."""
 MAX_TIMEOUT = 1e8
 """Seconds, three years: clocks and sockets take no more than about a hundred times that."""
+MOST_RANKS = 65_536
+"""Replicas, or ranks of one: as many GPUs as the largest clusters have, and a plan of them takes half a second."""
+MOST_SAMPLES = 1_048_576
+"""Samples of one step, group or request: the controller and the trainer keep a row of each in memory."""
+MOST_TOKENS = 2**31 - 1
+"""Engines and attention kernels count positions in 32 bits."""
+MOST_PROCESSES = 1024
+"""Processes or threads on one machine: more than any has cores."""
+MAX_TEMPERATURE = 100.0
+"""Logits differ by tens: above it every token of the vocabulary is about as likely as any other."""
 BetaFloat = Annotated[float, Field(ge=0.0, lt=1.0)]
 RewardSpec = str | list[str] | dict[str, float]
 
@@ -51,6 +61,12 @@ def _not_zero(value: int) -> int:
 
 SizeOrAll = Annotated[int, Field(ge=-1, json_schema_extra={"not": {"const": 0}}), AfterValidator(_not_zero)]
 """A count of at least 1, or -1 for all."""
+RanksOrAll = Annotated[
+    int,
+    Field(ge=-1, le=MOST_RANKS, json_schema_extra={"not": {"const": 0}}),
+    AfterValidator(_not_zero),
+]
+"""Ranks, or -1 for all that are left."""
 
 
 class Section(BaseModel):

@@ -17,21 +17,31 @@ class ControllerConfig(Section):
     )
     port: int = Field(default=0, ge=0, le=65535, description="Port to listen on; 0: any free one.")
     heartbeat_interval: float = Field(
-        default=2.0, gt=0.0, description="Seconds between a replica's heartbeats."
+        default=2.0, gt=0.0, le=MAX_TIMEOUT, description="Seconds between a replica's heartbeats."
     )
     heartbeat_timeout: float = Field(
-        default=15.0, gt=0.0, description="Seconds without a heartbeat after which a replica counts as dead."
+        default=15.0,
+        gt=0.0,
+        le=MAX_TIMEOUT,
+        description="Seconds without a heartbeat after which a replica counts as dead.",
     )
     lease_timeout: float = Field(
-        default=120.0, gt=0.0, description="Seconds after which a lease that no heartbeat renews expires."
+        default=120.0,
+        gt=0.0,
+        le=MAX_TIMEOUT,
+        description="Seconds after which a lease that no heartbeat renews expires.",
     )
     lock_timeout: float = Field(
         default=10.0,
         ge=1.0,
+        le=MAX_TIMEOUT,
         description="Seconds without a sign of life after which a controller that stands by takes the job over.",
     )
     start_timeout: float = Field(
-        default=600.0, gt=0.0, description="Seconds in which all first replicas must have registered."
+        default=600.0,
+        gt=0.0,
+        le=MAX_TIMEOUT,
+        description="Seconds in which all first replicas must have registered.",
     )
     controller_lost_timeout: float = Field(
         default=1800.0,
@@ -53,6 +63,7 @@ class ControllerConfig(Section):
     straggler_timeout: float | None = Field(
         default=None,
         gt=0.0,
+        le=MAX_TIMEOUT,
         description="Seconds that a step waits for due groups before on_stale = drop drops them.",
     )
     max_attempts: int = Field(

@@ -12,7 +12,7 @@ from pydantic import Field
 from schema.config.base import Amount, BetaFloat, Dtype, Section, UnitFloat
 
 OptimizerImpl = Literal["fused", "foreach", "for-loop"]
-LearningRate = Annotated[float, Field(ge=0.0)]
+LearningRate = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 class OptimizerKeys(Section):
@@ -20,7 +20,9 @@ class OptimizerKeys(Section):
 
     optm_name: Literal["AdamW", "Adam", "Muon"] = Field(default="AdamW", description="Optimizer.")
     optm_lr: LearningRate | list[LearningRate] = Field(
-        default=1e-6, description="Peak learning rate; a list gives one for each optimizer."
+        default=1e-6,
+        description="Peak learning rate, at most 1: a step of Adam moves each weight by about that. A list gives one "
+        "for each optimizer.",
     )
     optm_impl: OptimizerImpl | list[OptimizerImpl] = Field(
         default="fused", description="Implementation of the optimizer; a list gives one for each optimizer."

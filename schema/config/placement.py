@@ -6,9 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from schema.config.base import Section
+from schema.config.base import MOST_PROCESSES, MOST_RANKS, Section
 
-Device = Annotated[int, Field(ge=0)]
+Device = Annotated[int, Field(ge=0, lt=MOST_RANKS)]
 Devices = list[Device] | list[list[Device]]
 
 
@@ -18,9 +18,12 @@ class PlacementConfig(Section):
     A list of numbers is dealt to the role's replicas in order; a list of lists names the devices of each.
     """
 
-    nodes: int = Field(default=1, ge=1, description="Machines of the job.")
+    nodes: int = Field(default=1, ge=1, le=MOST_RANKS, description="Machines of the job.")
     gpus_per_node: int | None = Field(
-        default=None, ge=0, description="GPUs of each machine; 0: none is used. Unset: those that are found."
+        default=None,
+        ge=0,
+        le=MOST_PROCESSES,
+        description="GPUs of each machine; 0: none is used. Unset: those that are found.",
     )
     share: Literal["none", "memory", "time"] = Field(
         default="none",

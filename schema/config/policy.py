@@ -6,34 +6,48 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from schema.config.base import NonEmptyStr, Section, SizeOrAll, UnitFloat
+from schema.config.base import (
+    MOST_RANKS,
+    MOST_SAMPLES,
+    MOST_TOKENS,
+    NonEmptyStr,
+    RanksOrAll,
+    Section,
+    UnitFloat,
+)
 from schema.config.model_keys import CheckpointingKeys, ModelKeys
 
 
 class ParallelismConfig(Section):
     """`[policy.parallelism]`: how many replicas there are, and the mesh of each."""
 
-    n_init_replicas: int = Field(default=1, ge=1, description="Replicas started at the beginning.")
-    tp_size: int = Field(default=2, ge=1, description="Tensor-parallel size.")
-    cp_size: int = Field(default=1, ge=1, description="Context-parallel size.")
-    ep_size: int = Field(default=1, ge=1, description="Expert-parallel size.")
-    dp_shard_size: SizeOrAll = Field(
+    n_init_replicas: int = Field(
+        default=1, ge=1, le=MOST_RANKS, description="Replicas started at the beginning."
+    )
+    tp_size: int = Field(default=2, ge=1, le=MOST_RANKS, description="Tensor-parallel size.")
+    cp_size: int = Field(default=1, ge=1, le=MOST_RANKS, description="Context-parallel size.")
+    ep_size: int = Field(default=1, ge=1, le=MOST_RANKS, description="Expert-parallel size.")
+    dp_shard_size: RanksOrAll = Field(
         default=1, description="Ranks over which parameters are sharded (FSDP); -1: all that are left."
     )
-    pp_size: int = Field(default=1, ge=1, description="Pipeline-parallel size.")
+    pp_size: int = Field(default=1, ge=1, le=MOST_RANKS, description="Pipeline-parallel size.")
     pp_dynamic_shape: bool = Field(
         default=False, description="Whether pipeline stages accept varying shapes."
     )
     pp_micro_batch_size: int = Field(
         default=1,
         ge=1,
+        le=MOST_SAMPLES,
         description="Samples per pipeline micro-batch; batch / this must be a multiple of pp_size.",
     )
     dp_replicate_size: int = Field(
-        default=1, ge=1, description="Copies of the sharded model inside one replica (HSDP)."
+        default=1, ge=1, le=MOST_RANKS, description="Copies of the sharded model inside one replica (HSDP)."
     )
     virtual_pp_size: int = Field(
-        default=1, ge=1, description="Pipeline stages that each rank holds (interleaved schedule)."
+        default=1,
+        ge=1,
+        le=MOST_RANKS,
+        description="Pipeline stages that each rank holds (interleaved schedule).",
     )
     sequence_parallel: bool = Field(
         default=False,
@@ -86,6 +100,7 @@ class PolicyConfig(CheckpointingKeys, ModelKeys):
     model_max_length: int = Field(
         default=4096,
         ge=2,
+        le=MOST_TOKENS,
         description="Longest training sequence in tokens (prompt and response). Longer samples are dropped "
         "as `overlong` and counted, never cut.",
     )

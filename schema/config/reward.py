@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from schema.config.base import MAX_TIMEOUT, Section
+from schema.config.base import MAX_TIMEOUT, MOST_PROCESSES, Section
 
 BUILTIN_REWARDS = ("boxed_math", "by_source", "format", "gsm8k", "single_choice")
 
@@ -30,9 +30,11 @@ class RewardConfig(Section):
     """`[reward]`: how reward functions are run."""
 
     timeout: float = Field(
-        default=10.0, gt=0.0, description="Seconds that the rewards of one sample may take."
+        default=10.0, gt=0.0, le=MAX_TIMEOUT, description="Seconds that the rewards of one sample may take."
     )
-    num_workers: int = Field(default=1, ge=1, description="Reward processes of each rollout replica.")
+    num_workers: int = Field(
+        default=1, ge=1, le=MOST_PROCESSES, description="Reward processes of each rollout replica."
+    )
     on_error: Literal["retry", "mask", "drop"] = Field(
         default="retry",
         description="When a reward fails or takes too long: `retry` the group (up to "

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from schema.config.base import CustomCode, Dtype
+from schema.config.base import MOST_RANKS, CustomCode, Dtype
 from schema.config.model_keys import ModelKeys
 
 
@@ -23,7 +23,9 @@ class RewardModelConfig(ModelKeys):
         default="", description='Your own scorer around any model: "path/to/file.py:Class".'
     )
     weight: float = Field(default=1.0, description="Weight of its score beside the reward functions.")
-    n_init_replicas: int = Field(default=1, ge=1, description="Replicas started at the beginning.")
+    n_init_replicas: int = Field(
+        default=1, ge=1, le=MOST_RANKS, description="Replicas started at the beginning."
+    )
     dtype: Dtype = Field(default="bfloat16", description="Type in which it computes.")
     max_length: int | None = Field(
         default=None,

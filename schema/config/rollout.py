@@ -6,23 +6,38 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from schema.config.base import CustomCode, FreeTable, Section, SizeOrAll, UnitFloat
+from schema.config.base import (
+    MAX_TEMPERATURE,
+    MOST_RANKS,
+    MOST_SAMPLES,
+    MOST_TOKENS,
+    CustomCode,
+    FreeTable,
+    RanksOrAll,
+    Section,
+    UnitFloat,
+)
 from schema.config.policy import ParallelismConfig
 
 
 class RolloutParallelismConfig(ParallelismConfig):
     """`[rollout.parallelism]`: how many rollout replicas there are, and the size of each."""
 
-    dp_shard_size: SizeOrAll = Field(default=-1, description="Data-parallel size of one engine; -1: one.")
+    dp_shard_size: RanksOrAll = Field(default=-1, description="Data-parallel size of one engine; -1: one.")
     dp_replicate_size: int = Field(
-        default=1, ge=1, description="Must be 1: more replicas are n_init_replicas."
+        default=1, ge=1, le=MOST_RANKS, description="Must be 1: more replicas are n_init_replicas."
     )
 
 
 class SamplingConfig(Section):
     """`[rollout.sampling_config]`: how each token is drawn in training rollouts."""
 
-    temperature: float = Field(default=1.0, ge=0.0, description="Sampling temperature.")
+    temperature: float = Field(
+        default=1.0,
+        ge=0.0,
+        le=MAX_TEMPERATURE,
+        description="Sampling temperature, at least 0.01 and at most 100.",
+    )
     top_p: float = Field(default=1.0, gt=0.0, le=1.0, description="Nucleus sampling; 1.0: off.")
     top_k: int = Field(default=-1, ge=-1, description="Only the k likeliest tokens; -1 or 0: off.")
     min_p: UnitFloat = Field(
@@ -50,7 +65,7 @@ class SamplingConfig(Section):
     )
     stop: list[str] = Field(default=[], description="Strings that end an answer.")
     stop_token_ids: list[int] = Field(default=[], description="Token ids that end an answer.")
-    min_tokens: int = Field(default=0, ge=0, description="No end before this many tokens.")
+    min_tokens: int = Field(default=0, ge=0, le=MOST_TOKENS, description="No end before this many tokens.")
     extra: FreeTable = Field(
         default={}, description="Further fields of vLLM's SamplingParams, passed through as they are."
     )
@@ -93,13 +108,17 @@ class RolloutConfig(Section):
         default=0.8, gt=0.0, le=1.0, description="Share of GPU memory that the engine takes."
     )
     enable_chunked_prefill: bool = Field(default=False, description="vLLM: prompts are processed in chunks.")
-    max_response_length: int = Field(default=2048, ge=1, description="Longest answer in tokens.")
-    n_generation: int = Field(default=16, ge=1, description="Samples per prompt: the size of a group.")
+    max_response_length: int = Field(
+        default=2048, ge=1, le=MOST_TOKENS, description="Longest answer in tokens."
+    )
+    n_generation: int = Field(
+        default=16, ge=1, le=MOST_SAMPLES, description="Samples per prompt: the size of a group."
+    )
     n_generation_to_batch: bool = Field(
         default=False,
         description="Whether the samples of a group are separate requests instead of the engine's n.",
     )
-    batch_size: int = Field(default=1, ge=1, description="Groups per lease request.")
+    batch_size: int = Field(default=1, ge=1, le=MOST_SAMPLES, description="Groups per lease request.")
     quantization: str = Field(
         default="none", min_length=1, description="Quantisation of the engine's weights."
     )
@@ -114,16 +133,28 @@ class RolloutConfig(Section):
         default_factory=MultiTurnRolloutConfig, description="Conversations of several turns."
     )
     max_num_seqs: int | None = Field(
-        default=None, ge=1, description="Sequences that the engine runs at once. Unset: the engine's default."
+        default=None,
+        ge=1,
+        le=MOST_SAMPLES,
+        description="Sequences that the engine runs at once. Unset: the engine's default.",
     )
     max_num_batched_tokens: int | None = Field(
-        default=None, ge=1, description="vLLM: tokens per engine step. Unset: the engine's default."
+        default=None,
+        ge=1,
+        le=MOST_TOKENS,
+        description="vLLM: tokens per engine step. Unset: the engine's default.",
     )
     max_model_len: int | None = Field(
-        default=None, ge=2, description="Longest sequence of the engine. Unset: policy.model_max_length."
+        default=None,
+        ge=2,
+        le=MOST_TOKENS,
+        description="Longest sequence of the engine. Unset: policy.model_max_length.",
     )
     block_size: int | None = Field(
-        default=None, ge=1, description="vLLM: tokens per KV-cache block. Unset: the engine's default."
+        default=None,
+        ge=1,
+        le=MOST_TOKENS,
+        description="vLLM: tokens per KV-cache block. Unset: the engine's default.",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="Type in which the engine computes. `auto`: the published weights' type."
@@ -139,6 +170,7 @@ class RolloutConfig(Section):
     max_concurrent_samples: int = Field(
         default=256,
         ge=1,
+        le=MOST_SAMPLES,
         description="Samples in flight in one replica: how far it leases ahead, and how many the "
         "transformers engine decodes at once.",
     )

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from schema.config.base import Dtype, NonEmptyStr, Section, SizeOrAll
+from schema.config.base import MOST_SAMPLES, Dtype, NonEmptyStr, Section, SizeOrAll
 from schema.config.optimizer import OptimizerKeys, PrecisionKeys
 from schema.config.train_policy import GrpoConfig, TrainPolicy
 
@@ -119,6 +119,7 @@ class TrainingConfig(PrecisionKeys, OptimizerKeys):
     train_batch_per_replica: int = Field(
         default=16,
         ge=1,
+        le=MOST_SAMPLES,
         description="Samples per training step of one policy replica. train_batch_per_replica * "
         "policy.parallelism.n_init_replicas / rollout.n_generation groups make a step and must be whole.",
     )

@@ -7,6 +7,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from schema.config.base import (
+    MAX_TEMPERATURE,
+    MOST_PROCESSES,
+    MOST_SAMPLES,
+    MOST_TOKENS,
     CustomCode,
     NonEmptyStr,
     RewardSpec,
@@ -27,6 +31,7 @@ class OverlongRewardConfig(Section):
     buffer_length: int = Field(
         default=4096,
         ge=1,
+        le=MOST_TOKENS,
         description="Length of the buffer in tokens: the penalty begins at max_response_length - "
         "buffer_length.",
     )
@@ -82,10 +87,16 @@ class LogProbPassConfig(Section):
     """`[train.train_policy.old_log_prob]`: the trainer's own pass for the log-probs of the old policy."""
 
     mini_batch: int | None = Field(
-        default=None, ge=1, description="Samples per micro-batch of the pass. Unset: as in training."
+        default=None,
+        ge=1,
+        le=MOST_SAMPLES,
+        description="Samples per micro-batch of the pass. Unset: as in training.",
     )
     max_token_len_per_mini_batch: int | None = Field(
-        default=None, ge=1, description="Hard cap on the tokens of a micro-batch. Unset: as in training."
+        default=None,
+        ge=1,
+        le=MOST_TOKENS,
+        description="Hard cap on the tokens of a micro-batch. Unset: as in training.",
     )
 
 
@@ -101,7 +112,7 @@ class _DataloaderConfig(Section):
         default=False, description="Whether processed rows are cached on disk."
     )
     dataloader_num_workers: int = Field(
-        default=0, ge=0, description="Processes that prepare data ahead; 0: none."
+        default=0, ge=0, le=MOST_PROCESSES, description="Processes that prepare data ahead; 0: none."
     )
     dataloader_prefetch_factor: int | None = Field(
         default=None, ge=1, description="Batches that each data worker loads in advance."
@@ -109,12 +120,14 @@ class _DataloaderConfig(Section):
     mini_batch: int = Field(
         default=2,
         ge=1,
+        le=MOST_SAMPLES,
         description="Samples per micro-batch: one optimizer step is split into micro-batches of at most "
         "this many samples to fit into memory. It never changes the gradient.",
     )
     max_token_len_per_mini_batch: int | None = Field(
         default=None,
         ge=1,
+        le=MOST_TOKENS,
         description="Hard cap on the tokens of a micro-batch. When set, micro-batches are sized by tokens "
         "and `mini_batch` is not used.",
     )
@@ -185,7 +198,8 @@ class GrpoConfig(_DataloaderConfig):
     temperature: float = Field(
         default=1.0,
         ge=0.0,
-        description="Sampling temperature of training rollouts. The same as "
+        le=MAX_TEMPERATURE,
+        description="Sampling temperature of training rollouts, at least 0.01 and at most 100. The same as "
         "rollout.sampling_config.temperature: write it in one place.",
     )
     epsilon_low: float = Field(
@@ -215,6 +229,7 @@ class GrpoConfig(_DataloaderConfig):
     unbiased_loss_max_tokens: int | None = Field(
         default=None,
         ge=1,
+        le=MOST_TOKENS,
         description="Dr. GRPO: divide each sequence's loss by this constant instead of its own length. Only "
         "with loss_type = seq-mean-token-mean.",
     )
@@ -259,6 +274,7 @@ class GrpoConfig(_DataloaderConfig):
     batch_size_per_optimize: int | None = Field(
         default=None,
         ge=1,
+        le=MOST_SAMPLES,
         description="Samples per optimizer step: the batch of a training step is cut into pieces of this "
         "size, one optimizer step each. Unset: one optimizer step for the whole batch.",
     )

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from launcher.machine import Machine
+from launcher.placement import PlacementError, place
 from schema.config import ConfigError, Problem, check_config, load_config
 from schema.config.columns import UnreadableDataError, columns_of
 from schema.config.model_facts import BrokenModelError, read_config
@@ -24,6 +26,7 @@ from schema.config.secrets import masked
 from schema.interop import convert
 from schema.tls import TlsFileError, client_context
 from tests.schema.config_samples import GRPO, changed
+from tests.schema.remedies import written
 
 
 def refusal(data: dict[str, Any] | str) -> ConfigError:
@@ -206,3 +209,60 @@ def test_thousands_of_digits(tmp_path: Path) -> None:
     problem = refusal(str(tmp_path / "run.toml")).problems[0]
     assert "thousands of digits" in problem.message
     assert "2^63" in problem.hint
+
+
+# ---- sizes ------------------------------------------------------------------------------------------------
+
+SIZES = [
+    *(f"rollout.parallelism.{name}" for name in ("n_init_replicas", "tp_size", "dp_shard_size")),
+    *(
+        f"policy.parallelism.{name}"
+        for name in ("n_init_replicas", "tp_size", "pp_size", "dp_replicate_size")
+    ),
+    *("placement.nodes", "placement.gpus_per_node", "autoscale.max_replicas", "reward_model.n_init_replicas"),
+    *("launcher.cpu_threads", "reward.num_workers", "rollout.n_generation", "rollout.max_concurrent_samples"),
+    *("train.train_batch_per_replica", "policy.model_max_length", "train.epoch", "train.max_num_steps"),
+]
+
+
+@pytest.mark.parametrize("key", SIZES)
+def test_a_size_beyond_reason_names_the_bound(key: str) -> None:
+    """Each of these made lists, processes or products of that length: a MemoryError, or minutes."""
+    for value in (10**18, 2**400) if key not in ("train.epoch", "train.max_num_steps") else (2**64, 2**400):
+        (problem,) = refusal(written(GRPO, {key: value})).problems
+        assert problem.key == key
+        assert (
+            problem.message.startswith("must be at most ")
+            or "is too large for any purpose" in problem.message
+        )
+
+
+def test_a_job_without_gpus_has_a_process_for_each_rank() -> None:
+    """They are refused before they are listed: 65,536 would fill the screen of --dry-run."""
+    ranks = check_config(
+        changed(GRPO, policy__parallelism__n_init_replicas=1, rollout__parallelism__n_init_replicas=5000)
+    )
+    with pytest.raises(PlacementError, match=r"5001 worker processes .* are more than the 256"):
+        place(ranks, Machine(2))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("train.optm_lr", 1.5, "at most 1"),
+        ("train.optm_lr", [30.0], "at most 1"),
+        ("critic.optm_lr", 2, "at most 1"),
+        ("train.train_policy.temperature", 101.0, "at most 100"),
+        ("rollout.sampling_config.temperature", 1e300, "at most 100"),
+        ("validation.temperature", 1000, "at most 100"),
+        ("validation.temperature", 0.005, "below 0.01"),
+        ("rollout.sampling_config.temperature", 1e-300, "below 0.01"),
+        ("controller.heartbeat_timeout", 1e300, "at most 100000000"),
+        ("launcher.shutdown_timeout", 1e300, "at most 100000000"),
+    ],
+)
+def test_a_number_beyond_reason(key: str, value: Any, words: str) -> None:
+    (problem,) = refusal(written(GRPO, {key: value})).problems
+    assert problem.key.startswith(key)
+    assert words in problem.message
+    assert problem.hint

@@ -45,7 +45,7 @@ BATCH = [
     ),
     Case(
         batch.batch_is_whole_groups,
-        {"train.train_batch_per_replica": 10**400 + 1},
+        {"train.train_batch_per_replica": 2**20 - 1},
         "train.train_batch_per_replica",
     ),
     Case(
@@ -816,6 +816,18 @@ MESH = [
         ("3 does not divide the 4 ranks", "dp_shard_size 4"),
     ),
     Case(
+        mesh.ranks_are_countable,
+        {f"{M}.n_init_replicas": 300, f"{M}.dp_shard_size": 300},
+        f"{M}.n_init_replicas",
+        ("300 replicas of 300", "90000 ranks, more than 65536"),
+    ),
+    Case(
+        mesh.ranks_are_countable,
+        {f"{R}.n_init_replicas": 65_536, f"{R}.tp_size": 2},
+        f"{R}.n_init_replicas",
+        ("131072 ranks",),
+    ),
+    Case(
         mesh.dispatch_has_ranks,
         {"policy.moe_token_dispatcher": "allgather"},
         "policy.moe_token_dispatcher",
@@ -899,7 +911,7 @@ SOUND: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ),
     (SFT, {"train.optm_decay_type": "wsd", "train.optm_decay_ratio": 0.1, "train.optm_num_cycles": 1.5}),
     (SFT, {"train.optm_weight_decay_ramp": "cosine", "train.optm_weight_decay_start": 0.3}),
-    (SFT, {"critic.optm_lr": [1.0, 2.0]}),  # a critic that is not there is somebody else's fault
+    (SFT, {"critic.optm_lr": [0.1, 0.2]}),  # a critic that is not there is somebody else's fault
     (
         GRPO,
         {

@@ -9,8 +9,11 @@ from typing import Any
 from schema.config.problem import KeyPath, Problem, format_key
 from schema.config.reading.explain import Finding
 
-MOST_BITS = 1023
-"""As large as a floating-point number can be: comparisons and shares stay possible, and messages readable."""
+MOST_BITS = 63
+"""What TOML promises to carry, and what engines, optimizers and stores can take."""
+MOST_BITS_OF_OTHERS = 1023
+"""In tables whose keys are somebody else's. As large as a floating-point number can be, and messages readable."""
+_OTHERS = frozenset({"custom", "options", "extra", "engine_kwargs", "override_config"})
 
 
 def too_large(data: Any) -> Iterator[Finding]:
@@ -23,8 +26,10 @@ def too_large(data: Any) -> Iterator[Finding]:
         elif isinstance(value, list):
             waiting += [((*path, index), item) for index, item in enumerate(value)]
         elif isinstance(value, int) and value.bit_length() > MOST_BITS:
-            message = f"an integer of {value.bit_length()} bits is too large for any purpose"
-            yield (
-                path,
-                partial(Problem, format_key(path), message, None, f"write a number below 2^{MOST_BITS}"),
-            )
+            most = MOST_BITS if _OTHERS.isdisjoint(path) else MOST_BITS_OF_OTHERS
+            if value.bit_length() > most:
+                message = f"an integer of {value.bit_length()} bits is too large for any purpose"
+                yield (
+                    path,
+                    partial(Problem, format_key(path), message, None, f"write a number below 2^{most}"),
+                )

@@ -33,6 +33,7 @@ _RESHAPING_EXTRA = frozenset(
         "structured_outputs",
     }
 )
+LEAST_TEMPERATURE = 0.01
 _KEYS_OF_EXTRA = frozenset({"temperature", "seed", "ignore_eos", "stop", "stop_token_ids", *_RESHAPING})
 _SET_BY_WORKER = frozenset({"detokenize", "logprobs", "max_tokens", "n", "output_kind", "prompt_logprobs"})
 ENGINE_ARGUMENTS = {
@@ -94,6 +95,23 @@ _VLLM_ONLY: dict[str, Any] = {
     "block_size": None,
     "engine_kwargs": {},
 }
+
+
+def temperatures_can_be_computed(config: Config) -> list[Problem]:
+    """Logits divided by almost nothing overflow: vLLM would take 0.01 in the place of anything below it."""
+    if not config.is_grpo:
+        return []
+    keys = {
+        "train.train_policy.temperature": config.grpo.temperature,
+        f"{_SAMPLING}.temperature": config.rollout.sampling_config.temperature,
+        "validation.temperature": config.validation.temperature,
+    }
+    message = f"is below {LEAST_TEMPERATURE}, where logits divided by it overflow"
+    return [
+        Problem(key, f"{value} {message}", value, f"write {key} = {LEAST_TEMPERATURE} or more")
+        for key, value in keys.items()
+        if 0.0 < value < LEAST_TEMPERATURE
+    ]
 
 
 def temperatures_agree(config: Config) -> list[Problem]:
@@ -208,6 +226,7 @@ def group_fits_replica(config: Config) -> list[Problem]:
 
 ENGINE_RULES = (
     temperatures_agree,
+    temperatures_can_be_computed,
     training_samples_the_policy,
     pass_through_is_not_a_detour,
     engine_can_do_it,

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from schema.config.base import MOST_RANKS
+from schema.config.layout import layouts, mesh_text
 from schema.config.policy import ParallelismConfig
 from schema.config.problem import Problem
 from schema.config.root import Config
@@ -149,7 +151,26 @@ def engines_have_such_a_mesh(config: Config) -> list[Problem]:
     return problems
 
 
+def ranks_are_countable(config: Config) -> list[Problem]:
+    """Replicas times their ranks: each factor is bounded by its field, the product here."""
+    problems = []
+    for role in layouts(config):
+        total, section = role.replicas * role.unit * (role.shards or 1), f"{role.name}.parallelism"
+        if total > MOST_RANKS:
+            mesh = config.policy.parallelism if role.name == "policy" else config.rollout.parallelism
+            message = (
+                f"{role.replicas} replicas of {role.unit * (role.shards or 1)} ({mesh_text(mesh)}) are {total} "
+                f"ranks, more than {MOST_RANKS}"
+            )
+            key = f"{section}.n_init_replicas"
+            fitting = MOST_RANKS * role.replicas // total
+            hint = f"write {key} = {fitting}" if fitting else f"write smaller sizes in [{section}]"
+            problems.append(Problem(key, message, role.replicas, hint, related=(section,)))
+    return problems
+
+
 MESH_RULES = (
+    ranks_are_countable,
     stages_have_a_pipeline,
     sequences_are_split_by_tensors,
     experts_fill_a_stage,
