@@ -10,7 +10,7 @@ a part is built its rows are deleted, and nothing else changes. Defaults of the 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from schema.config.autoscale import AutoscaleConfig
@@ -34,12 +34,14 @@ class Unavailable:
     neutral: accepted values, the first is the one to recommend. missing: the part that is not built.
     when: whether the key means anything in this job; where it does not, its value is not looked at.
     warns: whether the part changes neither what is trained nor how, so that the job runs without it, and says so.
+    section: of which nothing is built; what asks for it there is one refusal.
     """
 
     neutral: tuple[Any, ...]
     missing: str
     when: Callable[[Config], bool] = _always
     warns: bool = False
+    section: str = ""
 
 
 def _is_grpo(config: Config) -> bool:
@@ -58,15 +60,17 @@ def _unset(missing: str) -> Unavailable:
     return Unavailable((None,), missing)
 
 
-def _whole(prefix: str, section: type[Section], missing: str) -> dict[str, Unavailable]:
+def _whole(prefix: str, section: type[Section], missing: str, top: str = "") -> dict[str, Unavailable]:
     """A row for every key of a section of which nothing is built: its default is what needs nothing."""
     rows: dict[str, Unavailable] = {}
+    top = top or prefix
     for name, info in section.model_fields.items():
         key, kind = f"{prefix}.{name}", info.annotation
         if isinstance(kind, type) and issubclass(kind, Section):
-            rows |= _whole(key, kind, missing)
+            rows |= _whole(key, kind, missing, top)
         else:
-            rows[key] = Unavailable((info.get_default(call_default_factory=True),), missing)
+            default = info.get_default(call_default_factory=True)
+            rows[key] = Unavailable((default,), missing, section=top)
     return rows
 
 
@@ -201,7 +205,10 @@ UNAVAILABLE: dict[str, Unavailable] = {
     "rollout.quantization": Unavailable(("none",), "a quantised rollout engine"),
     "rollout.vllm_use_flashinfer": _off("flashinfer"),
     "rollout.sampling_config.use_flashinfer": _off("flashinfer"),
-    **{f"rollout.multi_turn_config.{key}": row for key, row in _MULTI_TURN.items()},
+    **{
+        f"rollout.multi_turn_config.{key}": replace(row, section="rollout.multi_turn_config")
+        for key, row in _MULTI_TURN.items()
+    },
     "rollout.engine_class": Unavailable(("",), "inference engines of your own"),
     "rollout.custom_server": Unavailable(("",), "generation servers of your own"),
     "validation.enable": Unavailable((False,), "validation of supervised training", _is_sft),
@@ -218,7 +225,7 @@ UNAVAILABLE: dict[str, Unavailable] = {
     "weight_sync.lora": Unavailable(("merged",), "LoRA"),
     "logging.logger": Unavailable((["console"],), "a tracker other than the console", warns=True),
     "logging.log_validation_samples": Unavailable((0,), "a tracker other than the console"),
-    **{f"profiler.{key}": row for key, row in _PROFILER.items()},
+    **{f"profiler.{key}": replace(row, section="profiler") for key, row in _PROFILER.items()},
     **_whole("train.train_policy.kl_in_reward", KlInRewardConfig, _KL),
     **_whole("train.train_policy.rollout_correction", RolloutCorrectionConfig, _CORRECTION),
     **_whole("train.train_policy.old_log_prob", LogProbPassConfig, "a pass for the old policy's log-probs"),
@@ -229,8 +236,14 @@ UNAVAILABLE: dict[str, Unavailable] = {
 }
 
 
+_NAMED = 3  # keys of an absent section that its refusal names
+
+
 def check_available(config: Config) -> list[Problem]:
-    """Every key that is refused, as it asks for a part which this build does not have."""
+    """Every key that is refused, as it asks for a part which this build does not have.
+
+    Several of one absent section are one refusal.
+    """
     return _lacking(config, warns=False)
 
 
@@ -240,7 +253,8 @@ def check_left_out(config: Config) -> list[Problem]:
 
 
 def _lacking(config: Config, warns: bool) -> list[Problem]:
-    problems = []
+    problems: list[Problem] = []
+    absent: dict[str, list[Problem]] = {}
     for key, row in UNAVAILABLE.items():
         if row.warns is not warns:
             continue
@@ -252,8 +266,22 @@ def _lacking(config: Config, warns: bool) -> list[Problem]:
         value = getattr(section, name)
         if not any(_same(value, neutral) for neutral in row.neutral):
             default = type(section).model_fields[name].get_default(call_default_factory=True)
-            problems.append(_refusal(key, value, row, default, is_written=name in section.model_fields_set))
-    return problems
+            refusal = _refusal(key, value, row, default, is_written=name in section.model_fields_set)
+            (absent.setdefault(row.section, []) if row.section else problems).append(refusal)
+    return problems + [_together(section, found) for section, found in absent.items()]
+
+
+def _together(section: str, found: list[Problem]) -> Problem:
+    """One refusal for all keys of a section of which nothing is built."""
+    if len(found) == 1:
+        return found[0]
+    names = [problem.key.removeprefix(f"{section}.") for problem in found]
+    names.sort(key=lambda name: name != "enable")
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    missing = UNAVAILABLE[found[0].key].missing
+    message = f"this build cannot do {missing} yet, which {', '.join(names[:_NAMED])}{more} ask for"
+    related = tuple(problem.key for problem in found)
+    return Problem(section, message, None, f"leave [{section}] out", related=related)
 
 
 def _owner(config: Config, key: str) -> tuple[Any, str]:

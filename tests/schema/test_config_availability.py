@@ -121,3 +121,20 @@ def test_a_number_is_not_a_boolean() -> None:
     assert check_available(Config.model_validate(data)) == []
     write(data, ("train", "train_policy", "reference_reset_interval"), 1)
     assert len(check_available(Config.model_validate(data))) == 1
+
+
+def test_an_absent_role_is_refused_once() -> None:
+    """Not once for each of its keys."""
+    critic = {"enable": True, "optm_lr": 1e-5, "mini_batch": 4, "optm_weight_decay": 0.1, "lora": {"r": 4}}
+    data = deepcopy(GRPO)
+    write(data, ("critic",), critic)
+    write(data, ("rollout", "multi_turn_config"), {"enable": True, "enable_tools": True})
+    turns, role = check_available(Config.model_validate(data))
+    assert (role.key, turns.key) == ("critic", "rollout.multi_turn_config")
+    assert role.message == (
+        "this build cannot do a critic yet, which enable, optm_lr, optm_weight_decay and 2 more ask for"
+    )
+    assert role.hint == "leave [critic] out"
+    assert set(role.related) == {f"critic.{name}" for name in critic}
+    del data["critic"], data["rollout"]["multi_turn_config"]
+    assert check_available(Config.model_validate(data)) == []
