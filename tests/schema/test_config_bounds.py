@@ -25,7 +25,7 @@ from schema.config.rules.reward import reward_problems
 from schema.config.secrets import masked
 from schema.interop import convert
 from schema.tls import TlsFileError, client_context
-from tests.schema.config_samples import GRPO, changed
+from tests.schema.config_samples import GRPO, SFT, changed
 from tests.schema.remedies import written
 
 
@@ -87,6 +87,8 @@ def test_what_a_job_names_is_a_file_too(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     for name in ("rows.jsonl", "reward.py", "tls.pem", "config.json"):
         Path(name).symlink_to("/dev/null")
+    with pytest.raises(UnreadableDataError, match="does not exist"):
+        columns_of(Path("nul\0.json"), (), ())
     with pytest.raises(UnreadableDataError, match="is a pipe or a device"):
         columns_of(Path("rows.jsonl"), (), ())
     (problem,) = reward_problems("reward", "reward.py:f", {"reward.py:f": 1.0})
@@ -266,3 +268,35 @@ def test_a_number_beyond_reason(key: str, value: Any, words: str) -> None:
     assert problem.key.startswith(key)
     assert words in problem.message
     assert problem.hint
+
+
+# ---- texts ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "blamed", "words"),
+    [
+        ("train.output_dir", "out\x1b]0;title\x07", "train.output_dir", "U+001B at position 4"),
+        ("policy.model_name_or_path", "a\nb", "policy.model_name_or_path", "U+000A"),
+        ("train.train_policy.dataset.files", ["b\0.jsonl"], "train.train_policy.dataset.files[0]", "U+0000"),
+        ("logging.experiment_name", "x\u2028y", "logging.experiment_name", "U+2028"),
+        ("weight_sync.store", "\x9b1m", "weight_sync.store", "U+009B"),
+        ("redis.url", "redis://host/\r0", "redis.url", "U+000D"),
+        ("rollout.sampling_config.stop", ["ok", ""], "rollout.sampling_config.stop[1]", "before its first token"),
+        ("train.output_dir", "  ", "train.output_dir", "blank"),
+        ("policy.external_modules", [""], "policy.external_modules[0]", "blank"),
+        ("train.train_policy.dataset.split", ["train", " "], "train.train_policy.dataset.split[1]", "blank"),
+        ("logging.experiment_name", "\u3000", "logging.experiment_name", "blank"),
+        ("logging.experiment_name", "", "logging.experiment_name", "must not be empty"),
+        ("logging.project_name", "", "logging.project_name", "must not be empty"),
+    ],
+)  # fmt: skip
+def test_texts_that_name_nothing_or_forge_lines(key: str, value: Any, blamed: str, words: str) -> None:
+    problems = [problem for problem in refusal(written(GRPO, {key: value})).problems if problem.key == blamed]
+    assert any(words in problem.message for problem in problems), problems
+
+
+def test_texts_for_the_model_have_line_breaks() -> None:
+    check_config(changed(GRPO, rollout__sampling_config__stop=["\n\n", " ", "\t"]))
+    check_config(changed(SFT, train__train_policy__system_prompt="Be short.\n\tBe right."))
+    check_config(changed(GRPO, train__output_dir="mes données/été", custom={"a": "\x1b\n", "b": [""]}))

@@ -100,7 +100,7 @@ def test_a_parquet_file_without_rows() -> None:
     assert "has no rows" in data("data.parquet")[0].message
 
 
-@pytest.mark.parametrize("name", ["nope.jsonl", "./nope", "/nope/nope", "a/b/c", "x" * 5000, "nul\0.json"])
+@pytest.mark.parametrize("name", ["nope.jsonl", "./nope", "/nope/nope", "a/b/c", "x" * 5000])
 def test_data_that_does_not_exist(name: str) -> None:
     (problem,) = data(name)
     assert problem.message.endswith("does not exist")

@@ -11,6 +11,7 @@ changes anything. They stand by what they speak of:
     engine checkpoint upload role   other parts, and parts that need each other
     weights                         how versions travel
     data reward evaluation          the user's files and functions
+    text                            names and paths that can be printed
     idle                            keys that cannot act
 
 A rule looks at values, not at what was written, so a resolved configuration, in which every key is written, meets
@@ -46,6 +47,7 @@ from schema.config.rules.precision import PRECISION_RULES, PRECISION_WARNINGS
 from schema.config.rules.role import ROLE_RULES, ROLE_WARNINGS
 from schema.config.rules.schedule import SCHEDULE_RULES, SCHEDULE_WARNINGS
 from schema.config.rules.secrets import SECRET_WARNINGS
+from schema.config.rules.text import TEXT_RULES
 from schema.config.rules.timing import TIMING_RULES
 from schema.config.rules.tls import TLS_RULES, TLS_WARNINGS
 from schema.config.rules.upload import UPLOAD_RULES
@@ -56,8 +58,11 @@ Rule = Callable[[Config], list[Problem]]
 
 def check_rules(config: Config) -> list[Problem]:
     """Everything that the rules have against a configuration."""
+    texts = [problem for rule in TEXT_RULES for problem in rule(config)]
+    unusable = {problem.key.partition("[")[0] for problem in texts}  # what else is said of them is an echo
     rules = EVALUATION_RULES if config.is_evaluation else RULES
-    return [problem for rule in rules for problem in rule(config)]
+    found = (problem for rule in rules for problem in rule(config))
+    return texts + [problem for problem in found if problem.key not in unusable]
 
 
 RULES: tuple[Rule, ...] = (
