@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from schema.config import Problem
     from schema.interop.model import Conversion
 
+MOST_LINES = 1000
+"""Lines of the account on a terminal: verl's longest file has 900 keys."""
 _ALIASES = {"cosmos": "cosmos-rl"}
 
 
@@ -98,7 +100,7 @@ def _problems(conversion: Conversion, output: Path | None) -> tuple[tuple[Proble
     from schema.config import ConfigError, check_config, load_config
 
     try:
-        if output is None:
+        if output is None or not output.is_file():  # /dev/null
             check_config(conversion.config)
         else:
             load_config(output)
@@ -154,4 +156,8 @@ def _print(text: str) -> None:
 
 
 def _printable(text: str) -> str:
+    lines = text.split("\n")
+    if len(lines) > MOST_LINES:
+        more = f"and {len(lines) - MOST_LINES:,} more lines: the written TOML names every key"
+        text = "\n".join([*lines[:MOST_LINES], more])
     return text.encode("utf-8", "backslashreplace").decode()

@@ -17,6 +17,7 @@ from functools import cache
 from typing import Any
 
 from schema.config.keys import leaf_keys
+from schema.config.problem import MOST_SHOWN
 from schema.config.reading.explain import closest
 from schema.config.root import Config
 from schema.config.train_policy import SFTDataConfig
@@ -197,6 +198,9 @@ def _without_row(reading: Reading, leaf: Leaf) -> Result:
         around = dotted(parts[:end])
         if around in reading.by_key:
             return unknown(f"`{around}` is a single value there, not a table")
+    reading.strangers += 1
+    if reading.strangers > MOST_SHOWN:  # a guess takes milliseconds
+        return unknown(f"not a key of {reading.title} that this converter knows")
     known = [key for key in reading.by_key if not key.endswith(".*")]
     close = closest(leaf.key, known) or _same_name(parts[-1], known)
     hint = f"; did you mean `{close}`?" if close else ""

@@ -132,6 +132,7 @@ class Reading:
         self.values: dict[str, Any] = {}
         self.additions: list[Addition] = []
         self.warnings: list[str] = []
+        self.strangers = 0  # keys that no row knows
 
     def has(self, key: str) -> bool:
         """Whether the file has this leaf, in any spelling; null counts."""

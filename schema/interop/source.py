@@ -50,12 +50,25 @@ def read_file(path: FilePath) -> str:
     return read_text(path, "YAML or TOML")
 
 
+MAX_LEAVES = (
+    10_000  # keys that hold a value: verl's longest file has 900, and each gets a line of the account
+)
+
+
 def read_source(text: str, name: str) -> Source:
     """A text as TOML where it is TOML (or its name ends in .toml), else as YAML. Raises ConfigError.
 
     A shell script is refused, with the way to the configuration that it starts.
     """
     refuse_script(text, name)
+    source = _read(text, name)
+    if len(source.leaf_paths()) > MAX_LEAVES:
+        message = f"more than {MAX_LEAVES} keys: not a configuration"
+        raise ConfigError([Problem("", message, hint="is it the right file?", file=name)])
+    return source
+
+
+def _read(text: str, name: str) -> Source:
     if name.endswith(".toml"):
         return _toml(text, name)
     if not name.endswith((".yaml", ".yml")):

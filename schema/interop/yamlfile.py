@@ -123,9 +123,11 @@ class _Walk:
     def _value_of_merge(self, node: yaml.Node, path: Path) -> dict[str, Any]:
         if type(node).__name__ != "MappingNode":
             raise _error("`<<` can merge mappings only", self.name, node.start_mark.line + 1)
-        kept = dict(self.lines)
+        lines, self.lines = self.lines, {}
         value = self.mapping(node, path)
-        self.lines = {**self.lines, **kept}
+        merged, self.lines = self.lines, lines
+        for key, line in merged.items():
+            lines.setdefault(key, line)
         return value
 
     def _key(self, node: yaml.Node, line: int) -> str:
