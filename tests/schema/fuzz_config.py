@@ -3,10 +3,11 @@
     python -m tests.schema.fuzz_config                        100,000 configurations, progress on stderr
     python -m tests.schema.fuzz_config --examples 2000 --seed 7
 
-Each one is checked as data and, in turn, as a file; the verdict is a `Config` that survives writing and reading,
-or a `ConfigError` whose problems name a key or a file. Every tenth is shown to a stock JSON-schema validator too:
-what pydantic refuses in structure the schema must refuse, what the tree accepts the schema must accept. A failure is
-shrunk by hypothesis and printed with the data; exit code 1. The unit tests run the same with fewer examples.
+Each one is checked as data and, in turn, as a file, whole and damaged; the verdict is a `Config` that survives
+writing and reading and has a plan of few processes on a small machine, or a `ConfigError` whose problems name a key
+or a file and fit on a few screens. Every tenth is shown to a stock JSON-schema validator too: what pydantic refuses
+in structure the schema must refuse, what the tree accepts the schema must accept. A failure is shrunk by hypothesis
+and printed with the data; exit code 1. The unit tests run the same with fewer examples.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +28,17 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from schema.config import Config, ConfigError, check_config, load_config
+from launcher.machine import Machine
+from launcher.placement import MOST_ON_CPU, PlacementError, place
+from schema.config import Config, ConfigError, check_config, check_warnings, load_config
 from schema.config.about.export import json_schema
+from schema.config.problem import MOST_SHOWN, MOST_TEXT
 from schema.config.reading.tomlwrite import dumps
-from tests.schema.mutations import bases, changes, mutate
+from schema.interop import convert
+from tests.schema.mutations import ARGUMENTS, FILES, bases, changes, mutate
 
 VALIDATOR = jsonschema.Draft202012Validator(json_schema())
+MOST_RENDERED = MOST_SHOWN * 3 * MOST_TEXT
 REPORT_EVERY_S = 10.0
 
 
@@ -41,7 +48,8 @@ def verdict(check: Any) -> Config | None:
         return check()  # type: ignore[no-any-return]
     except ConfigError as error:
         refusal = error
-    assert refusal.render()
+    assert len(refusal.render()) < MOST_RENDERED
+    assert len(refusal.problems) <= MOST_SHOWN
     json.dumps([str(problem.value) for problem in refusal.problems])
     assert all(problem.message and (problem.key or problem.file) for problem in refusal.problems)
     return None
@@ -54,7 +62,31 @@ def check_data(data: dict[str, Any]) -> bool:
         json.dumps(config.to_dict(), allow_nan=False)
         Path("again.toml").write_text(config.to_toml(), encoding="utf-8")
         assert load_config("again.toml").to_dict() == config.to_dict()
+        check_plan(config)
     return config is not None
+
+
+def check_plan(config: Config) -> None:
+    """Warnings and processes of an accepted configuration on a machine without GPUs: few, or a refusal."""
+    check_warnings(config)
+    if config.is_evaluation:
+        return
+    with suppress(PlacementError):
+        replicas = place(config, Machine(2))
+        assert sum(len(replica.processes) for replica in replicas) <= MOST_ON_CPU
+
+
+def check_damaged(data: dict[str, Any], how: str, at: int) -> None:
+    """A file of ours or of another system that is no such file."""
+    path = Path("odd.toml" if at % 2 else "odd.yaml")
+    FILES[how](path, dumps(data).encode("utf-8", "surrogatepass"), at)
+    for name in (str(path), ARGUMENTS[at % len(ARGUMENTS)]):
+        verdict(lambda name=name: load_config(name))
+        verdict(lambda name=name: convert(name) and None)
+    if path.is_dir():
+        path.rmdir()
+    else:
+        path.unlink(missing_ok=True)
 
 
 def check_file(data: dict[str, Any]) -> None:
@@ -108,14 +140,21 @@ def fuzz(examples: int, first: int | None = None, report: bool = False) -> Count
         suppress_health_check=list(HealthCheck),
         phases=(Phase.generate, Phase.shrink),
     )
-    @given(base=st.sampled_from(bases()), steps=changes)
-    def one(base: dict[str, Any], steps: Any) -> None:
+    @given(
+        base=st.sampled_from(bases()),
+        steps=changes,
+        how=st.sampled_from(sorted(FILES)),
+        at=st.integers(0, 10**6),
+    )
+    def one(base: dict[str, Any], steps: Any, how: str, at: int) -> None:
         nonlocal reported
         data = mutate(base, steps)
         counts["all"] += 1
         counts["accepted" if check_data(data) else "refused"] += 1
         if counts["all"] % 2 == 0:
             check_file(data)
+        if counts["all"] % 5 == 0:
+            check_damaged(data, how, at)
         if counts["all"] % 10 == 0:
             check_schema(data)
         if report and time.monotonic() - reported > REPORT_EVERY_S:

@@ -1,12 +1,14 @@
 """Ways to spoil a configuration: what a hurried, mistaken or hostile writer of a TOML file may do.
 
-base ─ drop | retype | rename | nest | unnest | repeat | deep | move ─▶ some other data, one to four times over
+base ─ drop | retype | rename | nest | unnest | repeat | deep | move | many | long ─▶ some other data, one to four
+times over; and what may stand where a file is expected
 """
 
 from __future__ import annotations
 
+import os
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from schema.config.reading.explain import all_fields
 from tests.schema.config_samples import GRPO, SFT, changed
 
 Path_ = tuple[str, ...]
+MANY = 400  # more than are shown
 KEYS = list(dict.fromkeys(all_fields()))
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").rglob("*.toml"))
 
@@ -93,10 +96,22 @@ scalars = st.one_of(
                 "a/b/c",
                 "${train.epoch}",
             ],
+            *[
+                "/dev/zero",
+                "/dev/zero.jsonl",
+                ".",
+                "..",
+                "../" * 40,
+                "/" + "d" * 300,
+                "a/" * 3000,
+                "a//b/./c",
+            ],
+            *["\t", "a\nb", "a\x1b]0;title\x07", "\x9b1m", "\u2028", "\0.jsonl", " x", "x\r"],
             *["list(range(0,8))", "__import__('os').getcwd()", "(a+)+$", "[", "\ud800"],
         ]
     ),
 )
+sizes = st.sampled_from([256, 1024, 65_536, 65_537, 2**20, 2**31, 10**18, 2**63, 2**64, 10**300, 1e9, 1e18])
 names = st.one_of(st.text(max_size=6), st.sampled_from(sorted({path[-1] for path in KEYS})))
 values = st.recursive(
     scalars,
@@ -118,9 +133,11 @@ operators = st.sampled_from(
         "repeat",
         "deep",
         "move",
+        "many",
+        "long",
     ]
 )
-changes = st.lists(st.tuples(operators, st.integers(0, 10**6), names, values), min_size=1, max_size=4)
+changes = st.lists(st.tuples(operators, st.integers(0, 10**6), names, values | sizes), min_size=1, max_size=4)
 
 
 def mutate(base: dict[str, Any], steps: list[tuple[str, int, str, Any]]) -> dict[str, Any]:
@@ -149,6 +166,11 @@ def mutate(base: dict[str, Any], steps: list[tuple[str, int, str, Any]]) -> dict
             parent[path[-1]] = [old, value]
         elif operator == "deep":
             parent[path[-1]] = _deep(old, 5 + index % 60, name)
+        elif operator == "many":
+            parent[path[-1]] = old
+            parent.update((f"{name}{number}", index) for number in range(index % MANY))
+        elif operator == "long":
+            parent[path[-1]] = [old, value, *[index] * (index % MANY)]
         elif operator == "move":
             data[name] = old
     return data
@@ -172,3 +194,51 @@ def _deep(value: Any, levels: int, name: str) -> Any:
     for level in range(levels):
         value = [value] if level % 3 == 0 else {name: value}
     return value
+
+
+# ---- files ------------------------------------------------------------------------------------------------
+
+Spoil = Callable[[Path, bytes, int], object]
+FILES: dict[str, Spoil] = {
+    "mark": lambda path, text, at: path.write_bytes(b"\xef\xbb\xbf" + text),
+    "another mark": lambda path, text, at: path.write_bytes(text.decode("utf-8", "replace").encode("utf-16")),
+    "line ends": lambda path, text, at: path.write_bytes(text.replace(b"\n", b"\r\n")),
+    "old line ends": lambda path, text, at: path.write_bytes(text.replace(b"\n", b"\r")),
+    "no text": lambda path, text, at: path.write_bytes(_spliced(text, at, b"\xff\xc3")),
+    "nul": lambda path, text, at: path.write_bytes(_spliced(text, at, b"\0")),
+    "control": lambda path, text, at: path.write_bytes(_spliced(text, at, b"\x1b[2J\x07")),
+    "cut": lambda path, text, at: path.write_bytes(text[: at % (len(text) + 1)]),
+    "twice": lambda path, text, at: path.write_bytes(text + text),
+    "quotes": lambda path, text, at: path.write_bytes(_spliced(text, at, b'"""' * (at % 3))),
+    "brackets": lambda path, text, at: path.write_bytes(_spliced(text, at, b"[" * (at % 3000))),
+    "dots": lambda path, text, at: path.write_bytes(b"a." * (at % 100_000) + b"a = 1\n" + text),
+    "digits": lambda path, text, at: path.write_bytes(text + b"\n[custom]\nx = " + b"9" * (at % 100_000)),
+    "long word": lambda path, text, at: path.write_bytes(text + b"\n" + b"k" * (at % 900_000) + b" = 1\n"),
+    "large": lambda path, text, at: path.write_bytes(text + b"#" * (900_000 + at % 300_000)),
+    "empty": lambda path, text, at: path.write_bytes(b""),
+    "missing": lambda path, text, at: None,
+    "directory": lambda path, text, at: path.mkdir(),
+    "pipe": lambda path, text, at: os.mkfifo(path),
+    "endless": lambda path, text, at: path.symlink_to("/dev/zero"),
+    "loop": lambda path, text, at: path.symlink_to(path.name),
+    "nowhere": lambda path, text, at: path.symlink_to("/nowhere/at/all"),
+}
+"""What may stand where a configuration is expected: its path, the text that it should hold, any number."""
+ARGUMENTS = [
+    "",
+    ".",
+    "..",
+    "/",
+    "nul\0.toml",
+    "x" * 5000,
+    "a/" * 3000 + "b.toml",
+    "run.toml/x",
+    "\x1b[2J.toml",
+    "~",
+]
+"""Paths that name no configuration."""
+
+
+def _spliced(text: bytes, at: int, piece: bytes) -> bytes:
+    at %= len(text) + 1
+    return text[:at] + piece + text[at:]
