@@ -95,7 +95,7 @@ def _check(data: Mapping[str, Any]) -> tuple[Config | None, list[Finding]]:
         try:
             config = Config.model_validate(remaining)
         except ValidationError as error:
-            faults = findings_of(error, remaining)
+            faults = findings_of(error, data)  # whose words are made later: `remaining` shrinks
             problems += faults
             removed = {_removable(path) for path, _ in faults}
             left = [path for path in removed if not _remove(remaining, path)]
