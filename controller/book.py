@@ -17,6 +17,7 @@ from typing import Any, Self
 from controller.groups import OUTSTANDING, DropReason, Group, SampleMeta, State, group_id
 from controller.history import History
 from controller.ledger_values import Changes, LedgerParams, Totals
+from controller.reconcile import Lineage
 from schema.wire.messages import LedgerStatus
 
 
@@ -31,6 +32,7 @@ class Book:
         self.timeline = 0
         self.began = 0
         """Step at which the present timeline began."""
+        self.lineage = Lineage()
         self.frontier = 0
         self.closed: DropReason | None = None
         self.totals = Totals()
@@ -201,6 +203,7 @@ class Book:
             "durable": self.durable,
             "timeline": self.timeline,
             "began": self.began,
+            "lineage": self.lineage.to_record(),
             "frontier": self.frontier,
             "closed": None if self.closed is None else self.closed.value,
             "staleness": dict(self.totals.staleness),
@@ -224,6 +227,7 @@ class Book:
         ledger = cls(params, new_lease_id)
         ledger.committed, ledger.durable = header["committed"], header["durable"]
         ledger.timeline, ledger.began = header["timeline"], header["began"]
+        ledger.lineage = Lineage.from_header(header)
         ledger.frontier = header["frontier"]
         ledger.closed = None if header["closed"] is None else DropReason(header["closed"])
         ledger.totals = Totals(
@@ -352,10 +356,7 @@ class Book:
             if group.payload_kept:
                 continue
             assert group.step is not None
-            staleness = Counter(
-                group.step - meta.oldest_version(group.step) for meta in group.samples.values() if meta.usable
-            )
-            self.history.add_trained(self._position_of(group), group.step, staleness)
+            self.history.add_trained(self._position_of(group), group.step, staleness_of(group))
             self._remove(group)
 
     def _remove(self, group: Group) -> None:
@@ -424,6 +425,14 @@ class Book:
             group.payload_kept = False
             self._dropped_payloads += [(group.id, part) for part in group.parts()]
             self._dirty[group.id] = group
+
+
+def staleness_of(group: Group) -> Counter[int]:
+    """The samples of a trained group by staleness."""
+    assert group.step is not None
+    return Counter(
+        group.step - meta.oldest_version(group.step) for meta in group.samples.values() if meta.usable
+    )
 
 
 def _take(index: dict[Any, dict[str, Group]], key: Any, name: str) -> None:

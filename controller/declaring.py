@@ -130,6 +130,7 @@ def _claim(request: DeclareRequest) -> Claim:
         began=request.began,
         first=request.first,
         steps=request.steps,
+        since=request.since,
         snapshot_step=None if snapshot is None else snapshot.committed_steps,
         snapshot_timeline=0 if snapshot is None else snapshot.timeline,
     )

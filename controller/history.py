@@ -75,6 +75,14 @@ class History:
             position for number, entry in self._steps.items() if number >= step for position in entry.trained
         )
 
+    def staleness_since(self, step: int) -> Counter[int]:
+        """Samples trained in `step` or later by staleness."""
+        found: Counter[int] = Counter()
+        for number, entry in self._steps.items():
+            if number >= step:
+                found.update(entry.staleness)
+        return found
+
     def _at(self, position: int) -> int:
         return self._outcome[position] if 0 <= position < len(self._outcome) else _UNKNOWN
 
@@ -102,9 +110,9 @@ class History:
     def rewind(self, step: int) -> tuple[list[int], Counter[int]]:
         """Forget what was trained in `step` and later: these positions, and their samples by staleness."""
         positions = self.trained_since(step)
-        staleness: Counter[int] = Counter()
+        staleness = self.staleness_since(step)
         for number in [number for number in self._steps if number >= step]:
-            staleness.update(self._steps.pop(number).staleness)
+            del self._steps[number]
             self._dirty.add(f"s{number}")
         for position in positions:
             self._outcome[position] = _UNKNOWN

@@ -23,7 +23,6 @@ from typing import Literal
 from controller.facts import JobFacts
 from controller.job import TRAIN_DATA, Job
 from controller.problems import ProblemError
-from controller.reconcile import Known, resumes_in
 from controller.redact import without_url_credentials
 from controller.replicas import Registered, Replica
 from schema.wire import messages as m
@@ -94,9 +93,8 @@ class Membership:
     def _resumes_in(self, request: m.RegisterRequest) -> bool:
         """Whether the ledger here contains the checkpoint that a trainer starts from."""
         progress, snapshot = self._job.progress, request.snapshot
-        known = Known(self._job.facts.policy_epoch, progress.timeline, progress.committed)
         timeline = None if snapshot is None else snapshot.timeline
-        return resumes_in(known, progress.began, request.resume_step or 0, timeline)
+        return progress.lineage.contains(request.resume_step or 0, timeline, progress.committed)
 
     def _welcome(self, request: m.RegisterRequest, registered: Registered, now: float) -> None:
         job, replica = self._job, registered.replica
@@ -193,6 +191,7 @@ class Membership:
             mode="grpo" if job.config.is_grpo else "sft",
             timeline=job.progress.timeline,
             timeline_began=job.progress.began,
+            timeline_since=job.progress.lineage.since,
             committed_steps=job.progress.committed,
             total_steps=job.progress.total_steps,
             policy_epoch=job.facts.policy_epoch,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from controller.ledger import CommitOutcome, LedgerError
+from controller.reconcile import Lineage
 from schema.wire.messages import ErrorCode, LedgerSnapshot, StepRecord
 
 WINDOW_SECONDS = 60.0
@@ -144,6 +145,7 @@ class StepCounter:
         self.timeline = 0
         self.began = 0
         """Step at which the present timeline began."""
+        self.lineage = Lineage()
 
     @property
     def finished(self) -> bool:
@@ -187,6 +189,7 @@ class StepCounter:
         self._check(step, "rewind")
         self.committed, self.began, self.durable = step, step, min(self.durable, step)
         self.timeline = self.timeline + 1 if timeline is None else timeline
+        self.lineage.begin(self.timeline, step)
 
     def check_snapshot(self, snapshot: LedgerSnapshot) -> None:
         """Raises `LedgerError` for a checkpoint of other data."""
@@ -210,6 +213,7 @@ class StepCounter:
         self.committed = self.durable = snapshot.committed_steps
         self.began = snapshot.committed_steps if began is None else began
         self.timeline = max(self.timeline, snapshot.timeline) + 1 if timeline is None else timeline
+        self.lineage.begin_from(snapshot.timeline, self.committed, self.timeline, self.began)
 
     def _check(self, step: int, what: str) -> None:
         if step > self.committed:
@@ -222,6 +226,7 @@ class StepCounter:
             "durable": self.durable,
             "timeline": self.timeline,
             "began": self.began,
+            "lineage": self.lineage.to_record(),
         }
 
     @classmethod
@@ -229,4 +234,5 @@ class StepCounter:
         counter = cls(total_steps, n_positions)
         counter.committed, counter.durable = header["committed"], header["durable"]
         counter.timeline, counter.began = header["timeline"], header["began"]
+        counter.lineage = Lineage.from_header(header)
         return counter

@@ -18,10 +18,9 @@ the weights of the trainer with the highest epoch that has declared itself, each
 
     epoch below the store's       the store remembers a later trainer: this one was replaced, and is refused (c)
     same timeline                 the store's C steps are the first C of this timeline: replay from C
-    one timeline later, begun     the store's timeline is the one that was left, and it has all steps up to the
-    at or below C                 beginning: go back there, replay from there. (Two or more timelines later the
-                                  steps below the beginning may be of a timeline between: not enough is known,
-                                  but for timelines that begin at 0.)
+    a later timeline, begun at    the store's timeline is one that was left, and it has all steps up to the
+    or below C, and the store's   beginning, since all timelines between began there or later (`Lineage.since`): go
+    is `since` or later           back there, replay from there. (Timelines that begin at 0 have no steps before it.)
     otherwise, or the trainer     its newest checkpoint tells all about the steps before it: take the ledger from
     cannot replay from there      that, replay from there
 
@@ -37,10 +36,14 @@ They are made again: nothing is trained beyond the bound.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Self
 
 from schema.wire.messages import ErrorCode
+
+MOST_BEGINNINGS = 64
+"""Timelines whose beginnings a lineage keeps: each is a death after a checkpoint of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,8 @@ class Claim:
     steps: int
     snapshot_step: int | None = None
     snapshot_timeline: int = 0
+    since: int | None = None
+    """The oldest timeline with the steps with which its timeline began; None: it does not say, the one before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,23 +154,81 @@ def _common_steps(known: Known, claim: Claim) -> int:
     """How many of the store's steps are certainly part of the trainer's history, and end where it can go on."""
     if claim.timeline == known.timeline:
         return known.committed
-    if claim.timeline == known.timeline + 1 and claim.began <= known.committed:
+    since = claim.timeline - 1 if claim.since is None else claim.since
+    if since <= known.timeline and claim.began <= known.committed:
         return claim.began
     return 0
 
 
-def resumes_in(known: Known, began: int, step: int, snapshot_timeline: int | None) -> bool:
-    """Whether the store's ledger contains the checkpoint after `step` steps that a new trainer starts from.
+class Lineage:
+    """Which checkpoints the steps of a ledger contain, and so where a new trainer can start without a snapshot.
 
-    If so the ledger goes back to it by itself; else it begins anew from the checkpoint's snapshot. `began`: where the
-    store's timeline began. A checkpoint of a later timeline than the store knows, or of the timeline before after it
-    was left, has other steps than the store, also where their numbers agree.
+    Claim: a checkpoint of timeline T at step c is contained iff every later timeline began at or after c. Going back
+    to step b keeps the first b steps and replaces all others. So where each later timeline began at b >= c, the first
+    c steps are still those of T; where one began at b < c, its step b replaced that of T.
+
+    So the minimum over the timelines after T decides, and of the pairs (timeline, began) only those matter that are
+    below all later ones: a stack in which both numbers rise strictly. A timeline that begins at b removes all pairs
+    with began >= b: for each T before such a pair the new pair is a minimum as low. The first pair after T then holds
+    the minimum over all timelines after T. At most `MOST_BEGINNINGS` pairs are kept; of the two oldest the later
+    timeline is kept with the lower step, which can only deny a checkpoint, never invent one.
+
+    A ledger that began from a snapshot knows nothing below its step, the `floor`, and no timeline before its own
+    (`first`) but that of the snapshot (`source`): the numbers between are of timelines that it was not made of.
     """
-    if step > known.committed:
-        return False
-    if snapshot_timeline is None or step == 0 or snapshot_timeline == known.timeline:
-        return True
-    return snapshot_timeline == known.timeline - 1 and step <= began
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[int, int]] = [(0, 0)]
+        self.floor = self.source = self.first = 0
+
+    def begin(self, timeline: int, step: int) -> None:
+        """A timeline begins by going back to `step` of the one before."""
+        while self.begun and self.begun[-1][1] >= step:
+            self.begun.pop()
+        self.begun.append((timeline, step))
+        if len(self.begun) > MOST_BEGINNINGS:
+            self.begun[:2] = [(self.begun[1][0], self.begun[0][1])]
+        self.floor = min(self.floor, step)
+
+    def begin_from(self, source: int, floor: int, timeline: int, began: int) -> None:
+        """The ledger begins anew, from a snapshot of timeline `source` after `floor` steps."""
+        self.begun, self.floor, self.source, self.first = [(timeline, began)], floor, source, timeline
+
+    def contains(self, step: int, timeline: int | None, committed: int) -> bool:
+        """Whether the checkpoint after `step` steps is contained. timeline: None: the present one."""
+        if step == 0:  # the initial weights are the same in all
+            return True
+        if not self.floor <= step <= committed:
+            return False
+        present = self.begun[-1][0]
+        timeline = present if timeline is None else timeline
+        if timeline > present or (timeline < self.first and timeline != self.source):
+            return False
+        return step <= next((began for later, began in self.begun if later > timeline), step)
+
+    @property
+    def since(self) -> int:
+        """The oldest timeline T such that all from T on contain the steps with which the present one began."""
+        if len(self.begun) > 1:
+            return self.begun[-2][0]
+        adjacent = self.source == self.first - 1 and self.floor == self.begun[-1][1]
+        return self.source if adjacent else self.first
+
+    def to_record(self) -> dict[str, Any]:
+        return {"begun": list(self.begun), "floor": self.floor, "source": self.source, "first": self.first}
+
+    @classmethod
+    def from_header(cls, header: Mapping[str, Any]) -> Self:
+        """From a stored header; of one without a lineage the present timeline and the one before are known."""
+        lineage, timeline = cls(), header["timeline"]
+        record = header.get("lineage")
+        if record is not None:
+            lineage.begun = [(number, began) for number, began in record["begun"]]
+            lineage.floor, lineage.source, lineage.first = record["floor"], record["source"], record["first"]
+        elif timeline:
+            lineage.begun = [(timeline, header["began"])]
+            lineage.source, lineage.first = timeline - 1, timeline
+        return lineage
 
 
 def overdue(jobs: Sequence[tuple[int, int]], first_step: int, slots: int) -> list[int]:

@@ -13,10 +13,13 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Self
 
-from controller.book import Book
+from controller.book import Book, staleness_of
 from controller.groups import DropReason, Group, State
 from controller.ledger_values import LedgerError, LedgerParams, Totals
 from schema.wire.messages import ErrorCode, LedgerSnapshot
+
+BEGINNING = LedgerSnapshot(committed_steps=0, timeline=0, frontier=0, untrained=[])
+"""What a checkpoint before the first step would store: a ledger that began later goes back there with it."""
 
 
 class Rewindable(Book):
@@ -56,9 +59,19 @@ class Rewindable(Book):
             frontier=self.frontier,
             untrained=sorted(untrained),
             dropped=self.status().dropped,
+            staleness=self._staleness_before(step),
             n_positions=self.params.n_positions,
             order=self.params.order or None,
         )
+
+    def _staleness_before(self, step: int) -> Counter[int]:
+        """Samples trained in steps below `step` by staleness."""
+        since = self.history.staleness_since(step)
+        for state in (State.TRAINED, State.DURABLE):
+            for group in self.in_state(state):
+                if group.step is not None and group.step >= step:
+                    since.update(staleness_of(group))
+        return self.totals.staleness - since
 
     def abandon_step(self) -> int:
         """The trainers of an assembled step are gone: its groups are ready again."""
@@ -79,6 +92,11 @@ class Rewindable(Book):
             raise LedgerError(
                 ErrorCode.CONFLICT, f"cannot rewind to step {step}: only {self.committed} are done"
             )
+        if step < self.lineage.floor:
+            if step:
+                detail = f"cannot rewind to step {step}: nothing is known below {self.lineage.floor}"
+                raise LedgerError(ErrorCode.CONFLICT, detail)
+            return self.begin_from(BEGINNING, timeline)
         for group in list(self.groups.values()):
             trained_since = group.state in (State.TRAINED, State.DURABLE) and (group.step or 0) >= step
             if group.state is State.READY or group.state is State.BATCHED or trained_since:
@@ -95,6 +113,7 @@ class Rewindable(Book):
         self.committed = self.began = step
         self.durable = min(self.durable, step)
         self.timeline = self.timeline + 1 if timeline is None else timeline
+        self.lineage.begin(self.timeline, step)
         self.closed = None
 
     def _make_again(self, step: int) -> None:
@@ -118,11 +137,7 @@ class Rewindable(Book):
             self._move(group, State.WAITING)
 
     def _forget_staleness(self, group: Group) -> None:
-        assert group.step is not None
-        for meta in group.samples.values():
-            if meta.usable:
-                self.totals.staleness[group.step - meta.oldest_version(group.step)] -= 1
-        self.totals.staleness = +self.totals.staleness
+        self.totals.staleness -= staleness_of(group)
 
     def begin_from(
         self, snapshot: LedgerSnapshot, timeline: int | None = None, began: int | None = None
@@ -139,8 +154,10 @@ class Rewindable(Book):
         self.committed = self.durable = snapshot.committed_steps
         self.began = snapshot.committed_steps if began is None else began
         self.timeline = max(self.timeline, snapshot.timeline) + 1 if timeline is None else timeline
+        self.lineage.begin_from(snapshot.timeline, self.committed, self.timeline, self.began)
         self.frontier, self.closed = snapshot.frontier, None
         self.totals = Totals(
+            staleness=Counter(snapshot.staleness),
             dropped_before=Counter(snapshot.dropped),
             trained_before=snapshot.frontier - len(snapshot.untrained) - sum(snapshot.dropped.values()),
         )

@@ -125,6 +125,7 @@ class History:
             return {
                 "timeline": self._reply.timeline,
                 "began": self._reply.timeline_began,
+                "since": self._reply.timeline_since,
                 "first": self._trained[0].step if self._trained else self.steps,
                 "steps": self.steps,
                 "publications": list(self._publications),

@@ -49,6 +49,9 @@ class DeclareRequest(Message):
     world_size: int = Field(default=1, ge=1, le=65536)
     timeline: Count
     began: Count = Field(description="Step at which this timeline began.")
+    since: Count | None = Field(
+        default=None, description="The oldest timeline with the same steps before `began`; null: not known."
+    )
     first: Count = Field(description="The oldest step that it can replay; `steps` when it remembers none.")
     steps: Count = Field(description="Steps contained in its weights now.")
     publications: list[Publication] = Field(

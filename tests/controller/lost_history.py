@@ -20,7 +20,7 @@ from controller.assembly import Assembled, build_table
 from controller.groups import State
 from controller.ledger import Ledger, LedgerError, LedgerParams
 from controller.publications import Publications
-from controller.reconcile import Claim, FromSnapshot, Known, NeedSnapshot, Refuse, decide, resumes_in
+from controller.reconcile import Claim, FromSnapshot, Known, NeedSnapshot, Refuse, decide
 from policy_worker.history import History
 from schema.wire.batch import StepTable, batch_digest
 from schema.wire.messages import (
@@ -118,8 +118,8 @@ class World:
         ledger = self.ledger
         self.epoch = max(self.epoch + 1, self._now())
         ledger.abandon_step()
-        known = Known(self.epoch, ledger.timeline, ledger.committed)
-        if not resumes_in(known, ledger.began, step, None if snapshot is None else snapshot.timeline):
+        timeline = None if snapshot is None else snapshot.timeline
+        if not ledger.lineage.contains(step, timeline, ledger.committed):
             assert snapshot is not None
             before = ledger.timeline
             ledger.begin_from(snapshot)
@@ -145,6 +145,7 @@ class World:
         return RegisterReply.model_construct(
             timeline=self.ledger.timeline,
             timeline_began=self.ledger.began,
+            timeline_since=self.ledger.lineage.since,
             committed_steps=self.ledger.committed,
             policy_epoch=self.epoch,
             publication=None,
@@ -514,6 +515,7 @@ def _claim(trainer: Trainer, claim: dict[str, int], snapshot: LedgerSnapshot | N
         policy_epoch=trainer.epoch,
         timeline=claim["timeline"],
         began=claim["began"],
+        since=claim["since"],
         first=claim["first"],
         steps=claim["steps"],
         snapshot_step=None if snapshot is None else snapshot.committed_steps,

@@ -212,6 +212,58 @@ def test_a_trainer_from_an_older_checkpoint_rewinds_the_job(stage: Stage) -> Non
     assert ledger.states["trained"] + ledger.states["durable"] == 12
 
 
+def test_a_trainer_that_dies_again_and_again_before_its_next_checkpoint_loses_nothing(stage: Stage) -> None:
+    """The ledger contains the checkpoint, whatever its timeline: records, totals and ready groups stay."""
+    served = stage.serve(make_config(train={"ckpt": {"enable_checkpoint": True}}))
+    trainer, rollout = stage.ready(served)
+    for step in range(2):
+        train_step(trainer, rollout, step, size=2)
+    trainer.checkpoint(2)
+    snapshot = trainer.client.send(api.ledger_snapshot(2))
+    assert snapshot.staleness == {0: 8}
+    user = stage.client(served)
+    rollout.finish(rollout.lease(3).groups)
+    for life in range(1, 5):
+        train_step(trainer, rollout, 2, size=2)
+        reply = trainer.register(resume_step=2, snapshot=snapshot)
+        assert (reply.committed_steps, reply.timeline, reply.timeline_began) == (2, life, 2)
+        assert reply.timeline_since == 0
+        assert [record.step for record in user.send(api.steps())] == [0, 1]
+        ledger = user.send(api.ledger())
+        assert (ledger.states["durable"], ledger.states["ready"]) == (4, 3)
+        assert ledger.staleness == {0: 8}
+        assert [group["step"] for group in user._http.get("/v1/groups?state=durable").json()] == [0, 0, 1, 1]
+        rollout.take(trainer.publish(2).publication)
+    for step in range(2, 6):
+        train_step(trainer, rollout, step, size=2)
+    assert [record.step for record in user.send(api.steps())] == list(range(6))
+    assert sum(user.send(api.ledger()).staleness.values()) == 24
+
+
+def test_a_job_that_begins_from_a_snapshot_keeps_its_totals_and_can_begin_anew(stage: Stage) -> None:
+    served = stage.serve(make_config(train={"ckpt": {"enable_checkpoint": True}}))
+    trainer, rollout = stage.ready(served)
+    for step in range(2):
+        train_step(trainer, rollout, step, size=2)
+    snapshot = trainer.client.send(api.ledger_snapshot(2))
+    other = stage.serve(make_config(train={"ckpt": {"enable_checkpoint": True}}))
+    trainer, rollout = stage.trainer(other), stage.rollout(other)
+    user = stage.client(other)
+    for _ in range(3):
+        trainer.register(resume_step=2, snapshot=snapshot)
+        assert user.send(api.ledger()).staleness == {0: 8}
+    old = snapshot.model_dump(exclude={"staleness"})
+    assert m.LedgerSnapshot.model_validate(old).staleness == {}
+    assert trainer.register(resume_step=0).committed_steps == 0
+    ledger = user.send(api.ledger())
+    assert (ledger.created, ledger.staleness) == (0, {}), "the steps below the snapshot are trained again"
+    trainer.publish(0)
+    rollout.register()
+    for step in range(6):
+        train_step(trainer, rollout, step, size=2)
+    assert user.send(api.ledger()).staleness == {0: 24}
+
+
 def test_a_trainer_that_knows_nothing_of_its_weights_changes_nothing(stage: Stage) -> None:
     served = stage.serve()
     trainer, rollout = stage.ready(served)

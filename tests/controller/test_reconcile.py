@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,15 +15,16 @@ from controller.admission import schedulable
 from controller.ledger import Ledger, LedgerError, LedgerParams
 from controller.publications import Publications
 from controller.reconcile import (
+    MOST_BEGINNINGS,
     Claim,
     FromSnapshot,
     Known,
+    Lineage,
     NeedSnapshot,
     Refuse,
     Replay,
     decide,
     overdue,
-    resumes_in,
 )
 from schema.wire.batch import StepTable
 from schema.wire.messages import ErrorCode, HeldLease, LedgerSnapshot
@@ -51,6 +53,10 @@ def claim(**changes: Any) -> Claim:
         (Known(7, 1, 4), claim(first=6), NeedSnapshot(4)),
         (Known(7, 1, 4), claim(first=6, snapshot_step=8, snapshot_timeline=1), FromSnapshot(8)),
         (Known(5, 0, 8), claim(timeline=2, first=8, began=8, steps=8), NeedSnapshot(0)),
+        (Known(5, 0, 8), claim(timeline=3, since=0), Replay(4, back_to=4)),
+        (Known(5, 0, 8), claim(timeline=3, since=1), NeedSnapshot(0)),
+        (Known(5, 0, 8), claim(since=1), NeedSnapshot(0)),
+        (Known(5, 1, 8), claim(timeline=3, since=1), Replay(4, back_to=4)),
     ],
 )
 def test_what_follows_from_what_both_know(known: Known, claimed: Claim, expected: object) -> None:
@@ -77,14 +83,64 @@ def test_who_is_refused(known: Known, claimed: Claim, code: ErrorCode, says: str
 
 
 def test_a_checkpoint_of_another_timeline_is_not_in_the_ledger_though_the_numbers_fit() -> None:
-    known, began = Known(3, 1, 9), 4
-    assert resumes_in(known, began, 8, 1)
-    assert resumes_in(known, began, 4, 0)
-    assert not resumes_in(known, began, 5, 0), "its step 5 is of the timeline that was left at 4"
-    assert not resumes_in(known, began, 8, 2), "a timeline that the store has forgotten"
-    assert not resumes_in(known, began, 10, 1)
-    assert resumes_in(known, began, 0, 5), "the initial weights are the same in all"
-    assert resumes_in(known, began, 7, None)
+    lineage = Lineage()
+    lineage.begin(1, 4)
+    assert lineage.contains(8, 1, 9)
+    assert lineage.contains(4, 0, 9)
+    assert not lineage.contains(5, 0, 9), "its step 5 is of the timeline that was left at 4"
+    assert not lineage.contains(8, 2, 9), "a timeline that the store has forgotten"
+    assert not lineage.contains(10, 1, 9)
+    assert lineage.contains(0, 5, 9), "the initial weights are the same in all"
+    assert lineage.contains(7, None, 9)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_a_lineage_says_which_checkpoints_the_steps_contain(data: st.DataObject) -> None:
+    """Against the truth: each step is a number of its own, each timeline the list of its steps so far."""
+    lineage, steps, numbers = Lineage(), list[int](), itertools.count()
+    checkpoints = [(0, list[int]())]
+    histories = {0: list[int]()}
+    timeline = 0
+    for _ in range(data.draw(st.integers(1, 12))):
+        steps += [next(numbers) for _ in range(data.draw(st.integers(0, 3)))]
+        checkpoints.append((timeline, steps[:]))
+        histories[timeline] = steps[:]
+        of, saved = data.draw(st.sampled_from(checkpoints))
+        inside = lineage.floor <= len(saved) and steps[: len(saved)] == saved
+        inside &= of >= lineage.first or of == lineage.source  # of others nothing is known after a snapshot
+        assert lineage.contains(len(saved), of, len(steps)) == (inside or not saved)
+        timeline, steps = timeline + 1, saved[:]
+        if inside:
+            lineage.begin(timeline, len(saved))
+        else:
+            lineage.begin_from(of, len(saved), timeline, len(saved))
+        record = json.loads(json.dumps({"timeline": timeline, "lineage": lineage.to_record()}))
+        lineage = Lineage.from_header(record)
+        histories[timeline] = saved
+        since = [histories[number][: len(saved)] for number in range(lineage.since, timeline)]
+        assert since == [saved] * (timeline - lineage.since), "all timelines from `since` on have these steps"
+
+
+def test_a_lineage_is_bounded_and_then_only_denies() -> None:
+    lineage, committed = Lineage(), 10 * MOST_BEGINNINGS
+    for timeline in range(1, committed):
+        lineage.begin(timeline, timeline)
+    assert len(lineage.begun) == MOST_BEGINNINGS
+    contained = [lineage.contains(timeline + 1, timeline, committed) for timeline in range(1, committed)]
+    assert contained == sorted(contained)
+    assert contained.count(True) == MOST_BEGINNINGS
+    assert not any(
+        lineage.contains(timeline + 2, timeline, committed) for timeline in range(1, committed - 1)
+    )
+
+
+def test_a_header_without_a_lineage_knows_the_timeline_before() -> None:
+    lineage = Lineage.from_header({"timeline": 3, "began": 4})
+    assert lineage.contains(4, 2, 9)
+    assert lineage.contains(9, 3, 9)
+    assert not lineage.contains(5, 2, 9)
+    assert not lineage.contains(4, 1, 9)
 
 
 @settings(max_examples=200, deadline=None)

@@ -25,6 +25,9 @@ class LedgerSnapshot(Message):
     dropped: dict[str, Annotated[int, Field(ge=0, lt=2**53)]] = Field(
         default_factory=dict, max_length=64, description="Counts by reason."
     )
+    staleness: dict[Annotated[int, Field(ge=0, lt=2**53)], Annotated[int, Field(ge=0, lt=2**53)]] = Field(
+        default_factory=dict, max_length=65536, description="Samples trained so far by staleness in steps."
+    )
     n_positions: int | None = Field(
         default=None,
         ge=1,
@@ -93,6 +96,9 @@ class RegisterReply(Message):
     mode: Literal["grpo", "sft"]
     timeline: int
     timeline_began: int = Field(default=0, description="Step at which this timeline began.")
+    timeline_since: int | None = Field(
+        default=None, description="The oldest timeline with the same steps before `timeline_began`."
+    )
     committed_steps: int
     total_steps: int
     policy_epoch: int = Field(
