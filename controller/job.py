@@ -10,6 +10,7 @@ renders is a consistent whole. The parts decide, each by itself (`ledger`, `regi
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -27,6 +28,7 @@ from controller.replicas import Registry
 from controller.reward_health import RewardHealth
 from controller.signals import Signal
 from controller.store import PayloadKey, Saved, StateStore, StoreUnavailable, Table
+from controller.store.lock import steady_clock
 from controller.store.payloads import Payload
 from controller.store.state import Render
 from controller.updates import Updates
@@ -60,10 +62,12 @@ class Job:
         run_dir: Path,
         store: StateStore,
         saved: Saved,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] | None = None,
+        wall: Callable[[], float] = time.time,
     ) -> None:
         self.config, self.job_id, self.run_dir = config, job_id, run_dir
-        self.store, self.clock = store, clock
+        self.store, self.wall = store, wall
+        self.clock = store.stamp = steady_clock() if clock is None else clock
         self.prompts = Prompts(run_dir / TRAIN_DATA, seed=config.effective_seed, shuffle=self._shuffle)
         headers = saved[Table.HEADERS]
         self.ledger: Ledger | None = None
@@ -78,7 +82,7 @@ class Job:
         timeout = config.controller.heartbeat_timeout
         self.registry = Registry(timeout, saved[Table.REPLICAS].values())
         self.steps = StepLog(saved[Table.STEPS].values())
-        self.facts = JobFacts.from_record(headers["job"]) if "job" in headers else JobFacts(clock())
+        self.facts = JobFacts.from_record(headers["job"]) if "job" in headers else JobFacts(wall())
         self.publications = Publications(
             config.weight_sync.keep, saved[Table.PUBLICATIONS].values(), self.facts.highest_publication
         )
@@ -88,7 +92,7 @@ class Job:
             config.reward.outage_timeout,
             scored=self._has_scored,
         )
-        self.opened_at = clock()
+        self.opened_at = self.published_at = self.clock()
         self.closing = False
         self.checkpoint_asked = False
         self.lease_signal, self.batch_signal, self.publication_signal = Signal(), Signal(), Signal()
@@ -142,11 +146,15 @@ class Job:
             self.validation.begin_from(snapshot.committed_steps)
 
     def forgive_downtime(self, alive_at: float | None) -> None:
-        """Nobody could beat or renew while no controller was there."""
+        """Nobody could beat or renew while no controller was there.
+
+        alive_at: when one was there last, on the clock by which leases expire; None: that is not known.
+        """
         now = self.clock()
         self.registry.forgive(now)
-        if self.ledger is not None and alive_at is not None:
-            self.ledger.extend_leases(max(0.0, now - alive_at))
+        if self.ledger is not None:
+            self.ledger.extend_leases(math.inf if alive_at is None else now - alive_at, now)
+        if alive_at is not None:
             self.rewards.forgive(max(0.0, now - alive_at))
         if self.validation is not None:
             self.validation.forgive(now)

@@ -214,10 +214,14 @@ class Ledger(Replayable):
             self._requeue(group)
         return len(late)
 
-    def extend_leases(self, seconds: float) -> None:
-        """After a downtime of the controller: nobody could renew, so nobody is late."""
+    def extend_leases(self, seconds: float, now: float) -> None:
+        """After a downtime of the controller: nobody could renew, so nobody is late.
+
+        A lease has as long as it had, however the clocks of two controllers differ (`seconds` may be negative), but
+        not longer than a new one.
+        """
         for group in self.in_state(State.LEASED):
-            group.expires += seconds
+            group.expires = now + min(max(group.expires + seconds - now, 0.0), self.params.lease_timeout)
             self._dirty[group.id] = group
 
     # ---- pushing ------------------------------------------------------------------------------------------

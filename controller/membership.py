@@ -111,7 +111,7 @@ class Membership:
             if registered.superseded is not None:
                 self.release_all(registered.superseded, failed=True)
         else:
-            self._new_policy_epoch(request, now)
+            self._new_policy_epoch(request)
         self._check_assembled(job.facts)
         job.lease_signal.notify()
 
@@ -145,9 +145,9 @@ class Membership:
         await job.save()
         return DeclaredLeases(lost_leases=lost)
 
-    def _new_policy_epoch(self, request: m.RegisterRequest, now: float) -> None:
+    def _new_policy_epoch(self, request: m.RegisterRequest) -> None:
         job, step = self._job, request.resume_step
-        job.facts.policy_epoch = max(job.facts.policy_epoch + 1, int(now * 1000))
+        job.facts.policy_epoch = max(job.facts.policy_epoch + 1, int(job.wall() * 1000))
         job.facts.exported = False
         job.publications.heard(request.newest_publication)
         committed, known = job.progress.committed, self._resumes_in(request)
@@ -257,8 +257,7 @@ class Membership:
         It may be waiting for the very replicas that cannot read what there is.
         """
         job, now = self._job, self._job.clock()
-        newest = job.publications.newest_entry
-        last = max(0.0 if newest is None else newest.cost.at, self._anchor_asked_at)
+        last = max(job.published_at, self._anchor_asked_at)
         patience = ANCHOR_BEATS * job.config.controller.heartbeat_interval
         if not job.facts.anchor_wanted or now - last < patience:
             return False

@@ -89,7 +89,7 @@ class Operations:
             weights=self._weights(),
             started_at=job.facts.started_at,
             first_step_at=job.steps.first_at,
-            updated_at=job.clock(),
+            updated_at=job.wall(),
             samples_per_s=speed.samples_per_s,
             tokens_per_s=speed.tokens_per_s,
             eta_s=None if over or speed.step_s is None else remaining * speed.step_s,

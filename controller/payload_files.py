@@ -13,14 +13,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from controller.groups import State
 from controller.ledger import Ledger
 from controller.store import StoreUnavailable
+from controller.store.lock import elapsed
 from schema.wire.payload_file import FileEntry, FileName, is_there
 
 log = logging.getLogger(__name__)
@@ -34,8 +33,12 @@ UNDECIDED = (State.WAITING, State.LEASED)
 class PayloadFiles:
     """The directory of one job. Everything that touches it runs in a thread: it may be on another machine."""
 
-    def __init__(self, root: Path, look_seconds: float = LOOK_SECONDS) -> None:
-        self.root, self._look_seconds = root, look_seconds
+    def __init__(
+        self, root: Path, look_seconds: float = LOOK_SECONDS, clock: Callable[[], float] = elapsed
+    ) -> None:
+        self.root, self._look_seconds, self._clock = root, look_seconds, clock
+        self._seen: dict[str, float] = {}
+        """When the files that the last look found were found first: their own times are of other hosts' clocks."""
 
     async def missing(self, entries: Sequence[FileEntry]) -> set[str]:
         """Names of those whose file is not there, or not whole. Raises `StoreUnavailable` if that cannot be told."""
@@ -58,17 +61,17 @@ class PayloadFiles:
         return len(useless)
 
     def _list(self) -> list[tuple[str, float]]:
-        """Names and ages in seconds."""
-        now, found = time.time(), []
+        """Names, and for how many seconds they have been known here."""
+        now = self._clock()
         try:
-            for entry in os.scandir(self.root):
-                with suppress(FileNotFoundError):  # renamed or removed while we looked
-                    found.append((entry.name, now - entry.stat(follow_symlinks=False).st_mtime))
+            found = os.listdir(self.root)
         except FileNotFoundError:  # nobody has written yet
             return []
         except OSError as error:
             log.warning("payloads in %s cannot be listed: %s", self.root, error)
-        return found
+            return []
+        self._seen = {name: self._seen.get(name, now) for name in found}
+        return [(name, now - since) for name, since in self._seen.items()]
 
     def _remove(self, names: Iterable[str]) -> None:
         for name in names:

@@ -42,10 +42,11 @@ class Publishing:
         self._training.check(request.replica_id, request.incarnation, request.policy_epoch)
         before = job.publications.highest_id
         publication = job.publications.publish(
-            request, job.progress.timeline, job.progress.committed, job.clock()
+            request, job.progress.timeline, job.progress.committed, job.wall()
         )
         if publication.id > before:
             job.updates.publish(request)
+            job.published_at = job.clock()
         validation = job.validation
         if validation is not None:
             final = job.progress.finished and publication.version == job.progress.committed
@@ -134,7 +135,7 @@ class Publishing:
         if publication is None:
             raise ProblemError(ErrorCode.NOT_FOUND, f"there is no publication {publication_id}")
         wanted = job.config.weight_sync.transport
-        if job.updates.report(publication, report, wanted, job.clock()):
+        if job.updates.report(publication, report, wanted, job.wall()):
             self._look_at(publication, report)
         await job.save()
 

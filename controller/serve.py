@@ -305,7 +305,7 @@ async def open_job(
         raise StartError(str(error)) from None
     try:
         job = Job(config, job_id=settings.job_id, run_dir=settings.run_dir, store=store, saved=saved)
-        job.forgive_downtime(await store.alive_at())
+        job.forgive_downtime(store.alive_at)
         await job.save()
     except BaseException as error:
         await store.close()

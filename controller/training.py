@@ -168,7 +168,7 @@ class Training:
         outcome = job.progress.commit(step)
         if not outcome.duplicate:
             job.trained(
-                m.StepRecord(step=step, at=job.clock(), metrics=request.metrics), samples, tokens, score
+                m.StepRecord(step=step, at=job.wall(), metrics=request.metrics), samples, tokens, score
             )
         finished = job.progress.finished or job.ended
         reply = m.CommitReply(

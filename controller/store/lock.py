@@ -55,6 +55,12 @@ def elapsed() -> float:
     return time.monotonic() if boottime is None else time.clock_gettime(boottime)
 
 
+def steady_clock() -> Callable[[], float]:
+    """A clock that is set to Unix time now and goes on as `elapsed`: who sets the system's clock does not move it."""
+    began = time.time() - elapsed()
+    return lambda: began + elapsed()
+
+
 @dataclass(frozen=True, slots=True)
 class Holder:
     """One controller process, recognisable from others on its host; where the system does not tell: empty."""

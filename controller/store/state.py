@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -97,6 +96,10 @@ class StateStore:
         self.facts = facts
         self.namespace = namespace
         self.holder, self._term = holder, term
+        self.stamp: Callable[[], float] = elapsed
+        """The clock of everything that is written; `alive` says what it read when this controller was alive last."""
+        self.alive_at: float | None = None
+        """What the clock of the controller before read when it was alive last; None for a new job."""
         self.fatal: asyncio.Future[StoreError] = asyncio.get_running_loop().create_future()
         self._client = Redis(connection_pool=pool)
         self._fence = FencedConnection(pool, self._key("epoch"), self._key("seq"))
@@ -153,6 +156,7 @@ class StateStore:
             saved = await store._load()
         except (RedisError, OSError) as error:
             raise StoreUnavailable(f"Redis at {_where(url)} failed while the job was read: {error}") from None
+        store._pending.lock = "renew"  # with the first rows: what this controller writes is of its own clock
         store._tasks = [
             asyncio.create_task(store._write_forever(), name="store-writer"),
             asyncio.create_task(store._keep_lock(), name="store-lock"),
@@ -298,7 +302,7 @@ class StateStore:
             commands.append(("DEL", self._key("lock")))
         elif batch.lock == "renew":
             commands.append(self._lock_command())
-            commands.append(("SET", self._key("alive"), time.time()))
+            commands.append(("SET", self._key("alive"), self.stamp()))
         return commands
 
     def _suspend(self, error: Exception) -> None:
@@ -344,17 +348,14 @@ class StateStore:
 
     async def _load(self) -> Saved:
         self._fence.seq = int(await self._client.get(self._key("seq")) or 0)
+        alive = await self._client.get(self._key("alive"))
+        self.alive_at = None if alive is None else float(alive)
         saved: Saved = {}
         for table in Table:
             rows = saved[table] = {}
             async for name, value in self._client.hscan_iter(self._key(table), count=SCAN_COUNT):
                 rows[name.decode()] = from_json(value)
         return saved
-
-    async def alive_at(self) -> float | None:
-        """Unix time at which a controller of this job was last known to be alive; None for a new job."""
-        value = await self._client.get(self._key("alive"))
-        return None if value is None else float(value)
 
     async def get_payloads(self, keys: Sequence[PayloadKey]) -> list[bytes | None]:
         """Payloads in the order of `keys`. Raises `StoreUnavailable`."""

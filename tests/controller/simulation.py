@@ -184,7 +184,7 @@ class Simulation:
         self.stored.write(self.ledger)
         before = self.ledger.status()
         self.ledger = self.stored.restore(self.params, self._lease_id)
-        self.ledger.extend_leases(1.0)
+        self.ledger.extend_leases(1.0, self.now + 1.0)
         assert self.ledger.status() == before
 
     def resume_from_snapshot(self) -> None:

@@ -156,8 +156,16 @@ class World:
             await self.kill(host, f"could not start: {error}")
 
     async def open(self, host: Host, store: StateStore, saved: Saved) -> None:
-        job = Job(self.config, job_id="job", run_dir=self.run_dir, store=store, saved=saved, clock=self.clock)
-        job.forgive_downtime(await store.alive_at())
+        job = Job(
+            self.config,
+            job_id="job",
+            run_dir=self.run_dir,
+            store=store,
+            saved=saved,
+            clock=self.clock,
+            wall=self.clock,
+        )
+        job.forgive_downtime(store.alive_at)
         await job.save()
         controller = Controller.of(job, Tokens(TOKENS))  # type: ignore[arg-type]
         host.keep(controller.upkeep.start())

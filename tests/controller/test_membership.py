@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from controller import api
@@ -99,6 +101,40 @@ def test_nobody_is_late_because_the_controller_was_away(stage: Stage) -> None:
         assert first.beat({validating.lease_id}).lost_leases == []
         assert other.beat({training.lease_id}).lost_leases == []
         assert {info.state for info in stage.client(after).send(api.replicas())} == {"live"}
+
+
+@pytest.mark.parametrize("jump", [3600.0, -3600.0])
+def test_a_clock_that_is_set_decides_about_nobody(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, jump: float
+) -> None:
+    """Neither while a controller lives nor between two of them: who is silent is lost, all others are there."""
+    real, ahead = time.time, [0.0]
+    monkeypatch.setattr(time, "time", lambda: real() + ahead[0])
+    config = make_config(
+        controller={"lease_timeout": 100.0, "heartbeat_timeout": 100.0, "start_timeout": 1000.0}
+    )
+
+    def states(served: ServedController) -> dict[str, str]:
+        return {info.name: info.state for info in stage.client(served).send(api.replicas())}
+
+    with served_controller(run_dir := stage.run_dir(config), stage.valkey.url) as before:
+        _, rollout = stage.ready(before)
+        rollout.lease()
+        ahead[0] = jump
+        before.skip(60.0)
+        assert (states(before), leased(before)) == ({"policy-0": "live", "rollout-0": "live"}, 1)
+        rollout.beat()
+        before.skip(60.0)
+        assert (states(before), leased(before)) == ({"policy-0": "lost", "rollout-0": "live"}, 1)
+        before.run(before.job.store.renew_lock())
+    ahead[0] = 3 * jump
+    with served_controller(run_dir, stage.valkey.url) as after:
+        after.skip(20.0)
+        assert (states(after)["rollout-0"], leased(after)) == ("live", 1)
+        after.skip(30.0)
+        assert (states(after)["rollout-0"], leased(after)) == ("live", 0), "it had 40 s left"
+        after.skip(60.0)
+        assert states(after)["rollout-0"] == "lost"
 
 
 def test_a_silent_replica_is_lost_and_comes_back_with_its_next_beat(stage: Stage) -> None:

@@ -117,14 +117,17 @@ def test_a_sweep_removes_after_the_ledger_is_stored(tmp_path: Path) -> None:
     ledger = make(keep_recent=0)
     (group,) = lease(ledger, 1)
     (tmp_path / "e5-p0.x.0").write_bytes(b"old")
-    os.utime(tmp_path / "e5-p0.x.0", (0, 0))
     (tmp_path / f"{group.id}.{group.lease_id}.0").write_bytes(b"new")
     seen: list[int] = []
 
     async def saved() -> None:
         seen.append(len(list(tmp_path.iterdir())))  # noqa: ASYNC240
 
-    files = PayloadFiles(tmp_path)
+    now = [0.0]
+    files = PayloadFiles(tmp_path, clock=lambda: now[0])
+    os.utime(tmp_path / "e5-p0.x.0", (0, 0))
+    assert asyncio.run(files.sweep(ledger, saved)) == 0, "the clock of its writer says nothing"
+    now[0] = 2 * GRACE
     assert asyncio.run(files.sweep(ledger, saved)) == 1
     assert seen == [2]
     assert [path.name for path in tmp_path.iterdir()] == [f"{group.id}.{group.lease_id}.0"]
@@ -136,7 +139,10 @@ def test_a_file_that_vanishes_while_it_is_listed_keeps_no_other(tmp_path: Path) 
     for number in range(3):
         path = tmp_path / f"e5-p{number}.x.0"
         path.write_bytes(b"old")
-        os.utime(path, (0, 0))
+    now = [0.0]
+    files = PayloadFiles(tmp_path, clock=lambda: now[0])
+    files._list()
+    now[0] = 2 * GRACE
     over = threading.Event()
 
     def write_and_rename() -> None:
@@ -151,9 +157,9 @@ def test_a_file_that_vanishes_while_it_is_listed_keeps_no_other(tmp_path: Path) 
     try:
         until((tmp_path / "e5-p9.busy.0").exists, "the first file")
         for _ in range(200):
-            names = {name for name, _ in PayloadFiles(tmp_path)._list()}
+            names = {name for name, _ in files._list()}
             assert names >= {f"e5-p{number}.x.0" for number in range(3)}
-        assert asyncio.run(PayloadFiles(tmp_path).sweep(make(), saved)) == 3
+        assert asyncio.run(files.sweep(make(), saved)) == 3
     finally:
         over.set()
         writer.join()

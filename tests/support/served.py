@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +20,7 @@ from controller.limits import BodyLimit
 from controller.serve import Settings, write_address
 from controller.service import Controller
 from controller.store import StateStore
+from controller.store.lock import steady_clock
 from tests.support.controller import TOKENS
 from tests.support.waiting import PATIENCE
 
@@ -51,15 +51,16 @@ class ServedController:
             job_id=settings.job_id,
             lock_seconds=settings.config.controller.lock_timeout,
         )
+        steady = steady_clock()
         job = Job(
             settings.config,
             job_id=settings.job_id,
             run_dir=self._run_dir,
             store=store,
             saved=saved,
-            clock=lambda: time.time() + self._skipped,
+            clock=lambda: steady() + self._skipped,
         )
-        job.forgive_downtime(await store.alive_at())
+        job.forgive_downtime(store.alive_at)
         await job.save()
         write_address(settings, settings.url(0))
         self.controller = Controller.of(job, settings.tokens)
