@@ -194,12 +194,17 @@ def fail(reason: str) -> Call[m.JobStatus]:
     return Call("POST", "/v1/job/fail", _model(m.JobStatus), params=params)
 
 
-def replica_exited(name: str, reason: str, *, crashed: bool = True) -> Call[None]:
+def replica_exited(name: str, reason: str, *, crashed: bool = True, parent_pid: int = 0) -> Call[None]:
     """Tell the controller that the process of a replica has ended: its leases are released at once.
 
-    `crashed`: by itself, which counts for what it held; a kill does not.
+    `crashed`: by itself, which counts for what it held; a kill does not. `parent_pid`: the parent of that process, by
+    which it is told from its successors; 0: the one that is registered.
     """
-    params: dict[str, str | int | float] = {"reason": reason, "crashed": str(crashed).lower()}
+    params: dict[str, str | int | float] = {
+        "reason": reason,
+        "crashed": str(crashed).lower(),
+        "parent_pid": parent_pid,
+    }
     return Call("POST", f"/v1/replicas/by-name/{name}/exited", _nothing, params=params)
 
 

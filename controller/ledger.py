@@ -14,10 +14,11 @@ Invariants, asserted by the simulation in the tests after every event:
     3. Leased and ready groups are schedulable (see `controller.admission`): nothing is trained beyond the bound.
     4. Only the holder of the current lease id adds samples; what was added once is never counted again.
 
-No bias against long samples: a lease that ends by pre-emption (drain, kill, silence, expiry) costs a group nothing
-but time, however often it happens; what was pushed is kept and the rest is made again with the same seeds. A crash
-of the holder's own counts for all that it held, since nobody knows whose fault it was; a group whose next crash would
-be its last attempt is leased alone, and only a group that was alone is ever dropped as `poison`.
+No bias against long samples: a lease that ends by pre-emption (drain, kill, silence, expiry, a successor under the
+holder's name) costs a group nothing but time, however often it happens; what was pushed is kept and the rest is made
+again with the same seeds. A crash of the holder's own counts for all that it held, since nobody knows whose fault it
+was; a group whose next crash would be its last attempt is leased alone, and only a group that was alone is ever
+dropped as `poison`.
 
 Four layers, each a class on the one before: `controller.book` (groups by state and the only ways to change one),
 `controller.rewind` (checkpoints and the way back), `controller.replay` (what others remember after the store has
@@ -206,6 +207,16 @@ class Ledger(Replayable):
         for group in held:
             self._crashed(group, alone=len(held) == 1) if failed else self._requeue(group)
         return len(held)
+
+    def blame(self, names: Sequence[str]) -> None:
+        """A replica that held these groups crashed, and was superseded before anybody said so."""
+        for group in [self.groups[name] for name in names if name in self.groups]:
+            if group.state is State.WAITING:
+                self._crashed(group, alone=len(names) == 1)
+            elif group.state is State.LEASED:
+                group.crashes += 1
+                self._suspect(group)
+                self._dirty[group.id] = group
 
     def expire(self, now: float) -> int:
         """Release leases that were not renewed in time."""

@@ -10,8 +10,8 @@
 |                                         | begins anew from the checkpoint's snapshot                         |
 | heartbeats missed, process exited, left | leases released; of a trainer: nothing until the next one registers|
 
-Only a crash of the replica's own counts for the groups that it held (see `controller.ledger`): silence, a kill and
-leaving are pre-emptions.
+Only a crash of the replica's own that somebody saw counts for the groups that it held (see `controller.ledger`):
+silence, a kill, leaving and being superseded are pre-emptions.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from controller.facts import JobFacts
 from controller.job import TRAIN_DATA, Job
 from controller.problems import ProblemError
 from controller.redact import without_url_credentials
-from controller.replicas import Registered, Replica
+from controller.replicas import MAX_ABSENT, Registered, Replica
 from schema.wire import messages as m
 from schema.wire.history import DeclaredLeases, DeclareLeases
 from schema.wire.messages import ErrorCode, Phase
@@ -43,6 +43,9 @@ class Membership:
         self._job = job
         self._config = without_url_credentials(job.config.to_dict())
         self._anchor_asked_at = 0.0
+        self._superseded: dict[str, tuple[int, list[str]]] = {}
+        """Of the replica that was superseded last, by name: its parent process, the groups that it held. A report of
+        its crash may come later."""
 
     # ---- register -----------------------------------------------------------------------------------------
 
@@ -109,7 +112,12 @@ class Membership:
             job.publications.heard(request.newest_publication)
             self.adopt(replica.replica_id, request.held_leases, now)
             if registered.superseded is not None:
-                self.release_all(registered.superseded, failed=True)
+                held = job.require_ledger().held_by(registered.superseded)
+                if held:
+                    self._superseded[replica.name] = registered.parent_pid, [group.id for group in held]
+                if len(self._superseded) > MAX_ABSENT:
+                    del self._superseded[next(iter(self._superseded))]
+                self.release_all(registered.superseded, failed=False)
         else:
             self._new_policy_epoch(request)
         self._check_assembled(job.facts)
@@ -293,14 +301,23 @@ class Membership:
         else:
             await job.save()
 
-    async def exited(self, name: str, reason: str, *, crashed: bool) -> None:
-        """The launcher saw the process of a replica end. `crashed`: by itself, it was not killed."""
+    async def exited(self, name: str, reason: str, *, crashed: bool, parent_pid: int = 0) -> None:
+        """The launcher saw the process of a replica end. `crashed`: by itself, it was not killed.
+
+        parent_pid: of the process that ended; 0: that of the present incarnation.
+        """
         job = self._job
         job.store.require()
         replica = job.registry.by_name(name)
         if replica is None:
             raise ProblemError(ErrorCode.UNKNOWN_REPLICA, f"no replica named {name!r} has registered")
-        if replica.present:
+        if parent_pid and replica.parent_pid not in (0, parent_pid):
+            parent, held = self._superseded.get(name, (0, []))
+            if parent == parent_pid:
+                del self._superseded[name]
+                if crashed:
+                    job.require_ledger().blame(held)
+        elif replica.present:
             log.warning("the process of %s replica %s ended: %s", replica.role, replica.replica_id, reason)
             job.registry.gone(replica, reason)
             self._gone(replica, failed=crashed)

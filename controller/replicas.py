@@ -72,6 +72,7 @@ class Replica:
     """Publications handed out to it since it last asked: it may be about to read them."""
     host: str = ""
     pid: int = 0
+    parent_pid: int = 0
     world_size: int = 1
     engine: str = ""
     status: str = ""
@@ -121,6 +122,8 @@ class Registered:
     repeated: bool
     superseded: str | None
     """Id of the incarnation that this one replaces."""
+    parent_pid: int = 0
+    """Of the incarnation that this one replaces."""
 
 
 class Registry:
@@ -185,6 +188,7 @@ class Registry:
             last_seen=now,
             host=request.host,
             pid=request.pid,
+            parent_pid=request.parent_pid,
             world_size=request.world_size,
             engine=request.engine,
             floor=self._floor,
@@ -195,7 +199,8 @@ class Registry:
             del self._by_id[superseded]
         self._by_name[replica.name] = self._by_id[replica.replica_id] = replica
         self._dirty[replica.name] = replica
-        return Registered(replica, repeated=False, superseded=superseded)
+        parent = 0 if known is None else known.parent_pid
+        return Registered(replica, repeated=False, superseded=superseded, parent_pid=parent)
 
     def _name_taken(self, known: Replica, now: float) -> ReplicaError:
         left = max(1, math.ceil(known.last_seen + self._timeout - now))

@@ -277,7 +277,8 @@ class Job:
         if is_replica and exit_.code != EXIT_NAME_TAKEN:  # else somebody else lives under its name
             crashed = is_crash(exit_.code) or name in self.watch.hung
             self.watch.hung.discard(name)
-            await self.contact.tell(api.replica_exited(name, describe_exit(exit_.code), crashed=crashed))
+            why = describe_exit(exit_.code)
+            await self.contact.tell(api.replica_exited(name, why, crashed=crashed, parent_pid=exit_.pid))
         status = await self._newest_status(LEFT_PATIENCE if exit_.code == EXIT_OK else BRIEF, role)
         if status is None:
             return Situation(over=False, needed=True)

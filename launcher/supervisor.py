@@ -43,6 +43,8 @@ class Exit:
     code: int
     lines: tuple[str, ...]
     log_file: Path
+    pid: int = 0
+    """Of the keeper of its first process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +245,8 @@ class Supervisor:
         code = 128 - code if code < 0 else code
         log_file = self._log_path(culprit)
         lines = tuple(tail(log_file, since=supervised.offsets[culprit.name]))
-        return Exit(replica, culprit.name, code, lines, log_file)
+        leader = supervised.processes[replica.processes[0].name]
+        return Exit(replica, culprit.name, code, lines, log_file, leader.pid)
 
     async def _end_peers(self, supervised: Supervised) -> None:
         if not supervised.alive:

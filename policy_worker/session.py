@@ -178,6 +178,7 @@ class Session(Caller):
             name=self._environment.name,
             host=socket.gethostname(),
             pid=os.getpid(),
+            parent_pid=os.getppid(),
             world_size=self._world,
             resume_step=resume_step,
             snapshot=snapshot,

@@ -69,6 +69,7 @@ class Session:
             name=self._name,
             host=socket.gethostname(),
             pid=os.getpid(),
+            parent_pid=os.getppid(),
             held_leases=self._held.leases,
             newest_publication=self.newest_publication,
         )

@@ -37,10 +37,10 @@ def router(controller: Controller) -> APIRouter:
 
     @api.post("/by-name/{name:path}/exited", status_code=204)
     async def exited(
-        request: Request, name: Identifier, reason: Reason = "", crashed: bool = True
+        request: Request, name: Identifier, reason: Reason = "", crashed: bool = True, parent_pid: Since = 0
     ) -> Response:
         tokens.require(request, USER)
-        await membership.exited(name, reason, crashed=crashed)
+        await membership.exited(name, reason, crashed=crashed, parent_pid=parent_pid)
         return nothing()
 
     @api.post(

@@ -182,6 +182,33 @@ def test_only_a_crash_counts_for_what_a_replica_held(
     assert user.send(api.ledger()).dropped == dropped, "silence is nobody's fault"
 
 
+def test_whoever_is_superseded_was_pre_empted_until_somebody_says_that_it_crashed(stage: Stage) -> None:
+    served = stage.serve(make_config(controller={"max_attempts": 3}))
+    _, rollout = stage.ready(served)
+    user, ledger = stage.client(served), served.job.require_ledger()
+    for life in range(1, 8):
+        rollout.register(parent_pid=life)
+        (group,) = rollout.lease(1).groups
+        assert (group.group_id, ledger.groups[group.group_id].crashes) == ("e0-p0", 0)
+
+    def report(life: int, crashed: bool = True) -> tuple[int, str, int]:
+        user.send(api.replica_exited("rollout-0", "exit code 139", crashed=crashed, parent_pid=life))
+        (info,) = [info for info in user.send(api.replicas()) if info.role == "rollout"]
+        return ledger.groups["e0-p0"].crashes, info.state, leased(served)
+
+    assert report(5) == (0, "live", 1), "of what it held nothing is known any more"
+    assert report(6) == report(6) == (1, "live", 1), "once, and its successor goes on"
+    assert report(7) == (2, "lost", 0)
+    rollout.register(parent_pid=8)
+    assert rollout.lease(1).groups[0].group_id == "e0-p0"
+    rollout.register(parent_pid=9)
+    assert report(8, crashed=False) == (2, "live", 0), "the launcher says that it was killed"
+    assert rollout.lease(1).groups[0].group_id == "e0-p0"
+    rollout.register(parent_pid=10)
+    assert report(9) == (3, "live", 0)
+    assert user.send(api.ledger()).dropped == {"poison": 1}
+
+
 def test_a_draining_replica_gets_nothing_more_and_leaves(stage: Stage) -> None:
     served = stage.serve()
     _, rollout = stage.ready(served)

@@ -63,6 +63,10 @@ class RegisterRequest(Message):
     )
     host: Text = ""
     pid: Count = 0
+    parent_pid: Count = Field(
+        default=0,
+        description="Process that started this one: which incarnation its launcher reports as ended.",
+    )
     world_size: int = Field(
         default=1, ge=1, le=65536, description="Ranks of a policy replica; GPUs of an engine."
     )
