@@ -208,6 +208,15 @@ class Publications:
         """The `n` newest entries, oldest first."""
         return list(islice(reversed(self._entries.values()), n))[::-1]
 
+    def by_request(self, request_id: str) -> Publication | None:
+        """What was published by this request."""
+        entries = (entry for entry in reversed(self._entries.values()) if entry.request_id)
+        return next((entry.publication for entry in entries if entry.request_id == request_id), None)
+
+    def told(self, policy_epoch: int) -> list[int]:
+        """Numbers of those that the trainer of this epoch was told to remove, and has not shown that it knows."""
+        return list(dict.fromkeys(entry.number for entry in self._listed() if entry.told == policy_epoch))
+
     def can_be_fetched(self, publication_id: int) -> bool:
         """Whether the whole chain of a publication is there."""
         entry = self._entries.get(publication_id)
@@ -255,9 +264,9 @@ class Publications:
         Raises:
             PublicationError: a version of steps that are not committed, or older than the newest one.
         """
-        for entry in reversed(self._entries.values()):
-            if entry.request_id and entry.request_id == request.request_id:
-                return entry.publication
+        known = self.by_request(request.request_id)
+        if known is not None:
+            return known
         if request.version > committed:
             raise PublicationError(
                 ErrorCode.FUTURE_VERSION,
@@ -329,13 +338,17 @@ class Publications:
         for entry in self._entries.values():
             if entry.files == "kept" and entry.publication.id not in needed:
                 self._mark(entry, files="listed")
-        kept = {entry.number for entry in self._entries.values() if entry.files == "kept"}
-        listed = [e for e in self._entries.values() if e.files == "listed" and e.number not in kept]
+        listed = self._listed()
         for entry in listed:
             if entry.told != self._epoch:
                 entry.told = self._epoch
                 self._mark(entry)
         return list(dict.fromkeys(entry.number for entry in listed))
+
+    def _listed(self) -> list[Entry]:
+        """Those whose files may go, unless another one of their number stays."""
+        kept = {entry.number for entry in self._entries.values() if entry.files == "kept"}
+        return [e for e in self._entries.values() if e.files == "listed" and e.number not in kept]
 
     def rewind(self, step: int) -> None:
         """The run goes back to `step` committed steps: versions after it are no longer part of it."""

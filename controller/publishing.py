@@ -37,16 +37,23 @@ class Publishing:
     # ---- trainer ------------------------------------------------------------------------------------------
 
     async def publish(self, request: m.PublishRequest) -> m.PublishReply:
-        """Make a weight version known. Raises `ProblemError`, `PublicationError`, `ReplicaError`."""
+        """Make a weight version known. Raises `ProblemError`, `PublicationError`, `ReplicaError`.
+
+        The same request again gets the same answer, however late it comes, and changes nothing.
+        """
         job = self._job
         self._training.check(request.replica_id, request.incarnation, request.policy_epoch)
-        before = job.publications.highest_id
+        known = job.publications.by_request(request.request_id)
+        if known is not None:
+            await job.save()  # the first one may still be on its way to the store
+            told = job.facts.anchor_wanted > 0 and known.id == job.facts.anchor_told
+            listed = job.publications.told(request.policy_epoch)
+            return m.PublishReply(publication=known, collectable=listed, anchor=told)
         publication = job.publications.publish(
             request, job.progress.timeline, job.progress.committed, job.wall()
         )
-        if publication.id > before:
-            job.updates.publish(request)
-            job.published_at = job.clock()
+        job.updates.publish(request)
+        job.published_at = job.clock()
         validation = job.validation
         if validation is not None:
             final = job.progress.finished and publication.version == job.progress.committed

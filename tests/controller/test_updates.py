@@ -218,6 +218,34 @@ def test_a_lost_answer_is_given_again(stage: Stage) -> None:
     assert trainer.client.send(api.publish(request)).anchor
 
 
+def test_an_old_publication_that_comes_again_changes_nothing(stage: Stage) -> None:
+    """It neither requests an anchor nor counts as told what only its first answer told."""
+    served = stage.serve(make_config(weight_sync={"keep": 1}))
+    trainer, rollout = stage.ready(served)
+    request = trainer.publish_request(0)
+    first = trainer.client.send(api.publish(request))
+    assert publish_until_gone(trainer, 3) == {2, 3, 4}
+
+    def state() -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        job = served.job
+        return job.facts.to_record(), [entry.to_record() for entry in job.publications.recent(99)]
+
+    def replay(told: list[int]) -> None:
+        before = served.call(state)
+        again = trainer.client.send(api.publish(request))
+        assert (again.publication, again.anchor, again.collectable) == (first.publication, False, told)
+        assert served.call(state) == before
+
+    replay([4])
+    report(rollout, 5, status="unreadable")
+    assert ask(rollout, 5) is None, "what it was handed may go"
+    replay([4])
+    asking = publish(trainer, 0, begins=5)
+    assert (asking.publication.id, asking.anchor, asking.collectable) == (6, True, [1])
+    replay([1])
+    assert not publish(trainer, 0, begins=5).anchor, "7 gets it"
+
+
 def test_what_is_overtaken_by_an_anchor_wishes_for_none(stage: Stage) -> None:
     served = stage.serve()
     trainer, rollout = stage.ready(served)
