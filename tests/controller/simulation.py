@@ -1,21 +1,29 @@
 """A whole job in one deterministic process: replicas, trainer, store and controller as random events.
 
 Every event is one thing that can happen in a real run: a lease request (sometimes repeated), a push (sometimes
-duplicated, late, or with a failed reward), a heartbeat that forgets leases, a crash, an expiry, a weight update
-in the middle of a group, an assembly, a commit, a lost trainer, a checkpoint, a rewind, a restart of the
-controller from what it had written. After each, `check` asserts the invariants of the ledger.
+duplicated, late, or with a failed reward), a heartbeat that forgets leases, a crash, a successor under the same name,
+an expiry, a weight update in the middle of a group, an assembly, a commit, a lost trainer, a checkpoint, trainers
+that die in a row before the next one, a restart of the controller from what it had written, by a clock that is set
+otherwise. After each, `check` asserts the invariants of the ledger.
+
+What was trained is known here, step by step (`history`): that decides which checkpoints the ledger contains, and
+what its totals must be.
 """
 
 from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 
 from controller.admission import schedulable
 from controller.assembly import Assembled
 from controller.groups import Group, State
 from controller.ledger import Ledger, LedgerParams
+from schema.wire.messages import HeldLease, LedgerSnapshot
 from schema.wire.sample import SampleHeader
 from tests.support.ledger import StoredLedger
 
@@ -28,6 +36,26 @@ class Replica:
     last_request: str = ""
 
 
+@dataclass(frozen=True)
+class Step:
+    """One step as it was trained: no other one has its number."""
+
+    number: int
+    groups: tuple[str, ...]
+    staleness: Counter[int]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    timeline: int
+    history: list[Step]
+    snapshot: LedgerSnapshot | None = None
+
+    @property
+    def step(self) -> int:
+        return len(self.history)
+
+
 class Simulation:
     """Drives a ledger by a seeded random schedule. `run` returns when the job has finished."""
 
@@ -37,11 +65,31 @@ class Simulation:
         self.ledger = Ledger(params, self._lease_id)
         self.replicas = [Replica(f"r{i}", 0) for i in range(n_replicas)]
         self.published = 0
-        self.checkpoints = [0]
+        self.checkpoints = [Checkpoint(0, [])]
         self.now = 0.0
-        self.trained: dict[str, int] = {}  # group id -> step, of the present timeline
+        self.history: list[Step] = []
+        self.numbers = count()
+        self.begun_anew = 0
         self.stored = StoredLedger()
+        self.superseded: list[str] = []
         self.events = 0
+
+    @property
+    def trained(self) -> dict[str, int]:
+        """Group id -> step, of the present timeline."""
+        return {name: at for at, step in enumerate(self.history) for name in step.groups}
+
+    @contextmanager
+    def costs_nothing(self) -> Iterator[None]:
+        """A pre-emption costs no group an attempt."""
+
+        def attempts() -> dict[str, tuple[int, int, str | None]]:
+            groups = self.ledger.groups.items()
+            return {name: (group.crashes, group.failures, group.reason) for name, group in groups}
+
+        before = attempts()
+        yield
+        assert attempts() == before
 
     def _lease_id(self) -> str:
         return f"{self.random.getrandbits(64):016x}"
@@ -129,14 +177,38 @@ class Simulation:
             replica.leases.clear()
         replica.version = self.published
 
+    def supersede(self) -> None:
+        """A replica is back under its name before anybody missed it, and holds some of its leases still."""
+        replica = self.random.choice(self.replicas)
+        old, replica.name = replica.name, f"{replica.name.partition('.')[0]}.{self.events}"
+        replica.leases = {name: lease for name, lease in replica.leases.items() if self.random.random() < 0.5}
+        held = [HeldLease(group_id=name, lease_id=lease) for name, lease in replica.leases.items()]
+        with self.costs_nothing():
+            lost = self.ledger.adopt(replica.name, held, self.now)
+            self.superseded = [group.id for group in self.ledger.held_by(old)]
+            self.ledger.replica_gone(old, failed=False)
+        replica.leases = {name: lease for name, lease in replica.leases.items() if lease not in lost}
+
+    def report(self) -> None:
+        """Somebody says that the replica which was superseded last had crashed."""
+        before = {
+            name: self.ledger.groups[name].crashes for name in self.superseded if name in self.ledger.groups
+        }
+        self.ledger.blame(self.superseded)
+        costs = {name: self.ledger.groups[name].crashes - crashes for name, crashes in before.items()}
+        assert set(costs.values()) <= {0, 1}
+        self.superseded = []
+
     def release(self) -> None:
         replica = self.random.choice(self.replicas)
         for name in list(replica.leases):
-            self.ledger.release(replica.leases.pop(name))
+            with self.costs_nothing():
+                self.ledger.release(replica.leases.pop(name))
 
     def expire(self) -> None:
         self.now += self.random.uniform(0, self.params.lease_timeout / 3)
-        self.ledger.expire(self.now)
+        with self.costs_nothing():
+            self.ledger.expire(self.now)
 
     def step(self) -> None:
         result = self.ledger.assemble(self.now)
@@ -150,10 +222,13 @@ class Simulation:
             return
         if self.random.random() < 0.3:
             return  # still training: other events happen while the step is batched
+        trained, staleness = self.trained, Counter[int]()
         for group in result.groups:
-            assert group.id not in self.trained, f"{group.id} would be trained twice"
+            assert group.id not in trained, f"{group.id} would be trained twice"
             assert result.step - group.oldest_version() <= self.params.staleness_bound
-            self.trained[group.id] = result.step
+            usable = [meta for meta in group.samples.values() if meta.usable]
+            staleness.update(result.step - meta.oldest_version(result.step) for meta in usable)
+        self.history.append(Step(next(self.numbers), tuple(group.id for group in result.groups), staleness))
         self.ledger.commit(result.step)
         assert self.ledger.commit(result.step).duplicate
         if self.ledger.committed % self.params.sync_interval == 0 or self.ledger.finished:
@@ -161,31 +236,60 @@ class Simulation:
 
     def checkpoint(self) -> None:
         step = self.random.randint(self.ledger.durable, self.ledger.committed)
+        snapshot = self.ledger.snapshot(step)
+        assert snapshot.staleness == _staleness(self.history[:step])
         self.ledger.checkpoint(step)
-        self.checkpoints.append(step)
+        self.checkpoints.append(Checkpoint(snapshot.timeline, self.history[:step], snapshot))
 
-    def rewind(self) -> None:
-        self.ledger.abandon_step()
-        self.checkpoints = [c for c in self.checkpoints if c <= self.ledger.committed]
-        step = self.random.choice(self.checkpoints[-2:])
-        self.ledger.rewind(step)
-        self.checkpoints = [c for c in self.checkpoints if c <= step]
-        self.trained = {name: s for name, s in self.trained.items() if s < step}
-        for name, group in self.ledger.groups.items():
-            if name not in self.trained and group.state is not State.DROPPED:
-                assert group.newest_version() <= step, "tokens of a timeline that is gone"
+    def die(self) -> None:
+        """The trainer dies, perhaps three times in a row from the same checkpoint, and trains a little meanwhile."""
+        usual = [self.lease, self.push, self.push, self.push, self.step]
+        newest = self.random.random() < 0.8  # else a user resumes from an older one
+        back_to = self.checkpoints[-1] if newest else self.random.choice(self.checkpoints)
+        for _ in range(self.random.choice([1, 1, 3])):
+            self.start_trainer(back_to)
+            for _ in range(self.random.randint(0, 30)):
+                self.random.choice(usual)()
+                self.stored.write(self.ledger)
+
+    def start_trainer(self, found: Checkpoint) -> None:
+        """From a checkpoint, as `controller.membership` does."""
+        ledger, step = self.ledger, found.step
+        ledger.abandon_step()
+        contained = ledger.lineage.contains(step, found.timeline, ledger.committed)
+        assert contained == (
+            self.history[:step] == found.history and (not step or step >= ledger.lineage.floor)
+        )
+        if not contained:
+            assert found.snapshot is not None
+            self.begun_anew += 1
+            ledger.begin_from(found.snapshot)
+        elif step < ledger.committed:
+            ledger.rewind(step)
+        self.history = found.history[:]
         self.published = step
+        for name, group in ledger.groups.items():
+            if group.state not in (State.TRAINED, State.DURABLE, State.DROPPED):
+                assert group.newest_version() <= step, f"{name} has tokens of a timeline that is gone"
         for replica in self.replicas:
             if replica.version > step:  # it holds weights of the lost timeline: it must load the new ones
                 replica.version = step
+        self.check_history()
 
     def restart(self) -> None:
-        """The controller dies and rebuilds itself from what it had written."""
+        """The controller dies and rebuilds itself from what it had written, by a clock that is set otherwise."""
         self.stored.write(self.ledger)
         before = self.ledger.status()
+        left = {group.id: group.expires - self.now for group in self.ledger.in_state(State.LEASED)}
         self.ledger = self.stored.restore(self.params, self._lease_id)
-        self.ledger.extend_leases(1.0, self.now + 1.0)
+        jump = self.random.choice([1.0, 3600.0, -3600.0])
+        self.now += jump
+        self.ledger.extend_leases(jump, self.now)
+        assert self.ledger.expire(self.now) == 0, "a lease expires by the clock"
+        for group in self.ledger.in_state(State.LEASED):
+            assert abs(group.expires - self.now - left[group.id]) < 1e-6
         assert self.ledger.status() == before
+        self.check_history()
 
     def resume_from_snapshot(self) -> None:
         """Everything dies; the job goes on from a checkpoint with an empty store."""
@@ -193,7 +297,7 @@ class Simulation:
         snapshot = self.ledger.snapshot(self.ledger.committed)
         self.ledger = Ledger.from_snapshot(self.params, snapshot, self._lease_id)
         self.stored = StoredLedger()
-        self.checkpoints = [self.ledger.committed]
+        self.checkpoints.append(Checkpoint(snapshot.timeline, self.history[:], snapshot))
         self.published = self.ledger.committed
         for replica in self.replicas:
             replica.version = min(replica.version, self.published)
@@ -213,15 +317,26 @@ class Simulation:
             assert ledger.outstanding <= (self.params.staleness_bound + 1) * self.params.groups_per_step
         assert status.max_staleness <= self.params.staleness_bound
         assert status.over_bound == 0
-        assert all(ledger.groups[name].state in (State.TRAINED, State.DURABLE) for name in self.trained
-                   if name in ledger.groups)  # fmt: skip
+        assert status.staleness == _staleness(self.history), (
+            "the totals are of other samples than were trained"
+        )
+
+    def check_history(self) -> None:
+        """Every step is in the record, but those that only a snapshot tells of."""
+        assert self.ledger.committed == len(self.history)
+        for name, step in self.trained.items():
+            group = self.ledger.find(name)
+            if step >= self.ledger.lineage.floor:
+                assert group is not None
+                assert (group.state in (State.TRAINED, State.DURABLE), group.step) == (True, step)
 
     def run(self, chaos: float, max_events: int = 20_000) -> None:
         """Random events until the job is finished; `chaos` scales how often something breaks."""
         usual = [(self.lease, 6.0), (self.push, 30.0), (self.beat, 2.0), (self.update, 3.0), (self.step, 6.0)]
         broken = [
             (self.crash, 1.0), (self.release, 0.5), (self.expire, 0.5), (self.checkpoint, 0.5),
-            (self.rewind, 0.1), (self.restart, 0.5), (self.resume_from_snapshot, 0.05),
+            (self.die, 0.1), (self.restart, 0.5), (self.resume_from_snapshot, 0.05), (self.supersede, 0.3),
+            (self.report, 0.1),
         ]  # fmt: skip
         while not self.ledger.finished:
             self.events += 1
@@ -232,7 +347,12 @@ class Simulation:
             event()
             self.stored.write(self.ledger)
             self.check()
+        self.check_history()
         status = self.ledger.status()
         done = status.states["trained"] + status.states["durable"] + status.states["dropped"]
         if self.params.max_steps is None:
             assert done == self.params.total_positions, "a position was neither trained nor dropped"
+
+
+def _staleness(steps: list[Step]) -> dict[int, int]:
+    return dict(sorted(sum((step.staleness for step in steps), Counter[int]()).items()))

@@ -22,7 +22,7 @@ from tests.support.ledger import StoredLedger
 
 COMPARED = (
     "lease", "renew", "release", "replica_gone", "expire", "extend_leases", "push", "assemble", "commit",
-    "abandon_step", "checkpoint", "snapshot", "rewind",
+    "abandon_step", "checkpoint", "snapshot", "rewind", "begin_from", "adopt",
 )  # fmt: skip
 
 
@@ -103,6 +103,9 @@ class TwinSimulation(Simulation):
         self.twins.restart_short()
 
     def resume_from_snapshot(self) -> None:
+        return None
+
+    def report(self) -> None:
         return None
 
     def crash(self) -> None:

@@ -49,3 +49,4 @@ def test_a_long_job_under_constant_failures(bound: int) -> None:
     simulation = Simulation(seed=bound, params=params, n_replicas=3)
     simulation.run(chaos=1.0, max_events=60_000)
     assert len(simulation.trained) > 100
+    assert simulation.ledger.timeline > 3
