@@ -116,6 +116,8 @@ class World:
         self.redis.written = self._written
         self.done = asyncio.Event()
         self.faults: Counter[str] = Counter()
+        self.ahead = 0.0
+        """Seconds by which the wall clock was set."""
 
     # ---- chance -------------------------------------------------------------------------------------------
 
@@ -139,8 +141,8 @@ class World:
 
     # ---- controllers --------------------------------------------------------------------------------------
 
-    def clock(self) -> float:
-        return EPOCH + self.loop.time()
+    def wall(self) -> float:
+        return EPOCH + self.loop.time() + self.ahead
 
     async def start(self, host: Host) -> None:
         """What the process does: stand by, read the job, serve."""
@@ -156,15 +158,11 @@ class World:
             await self.kill(host, f"could not start: {error}")
 
     async def open(self, host: Host, store: StateStore, saved: Saved) -> None:
+        began = self.wall() - self.loop.time()
         job = Job(
-            self.config,
-            job_id="job",
-            run_dir=self.run_dir,
-            store=store,
-            saved=saved,
-            clock=self.clock,
-            wall=self.clock,
-        )
+            self.config, job_id="job", run_dir=self.run_dir, store=store, saved=saved,
+            clock=lambda: began + self.loop.time(), wall=self.wall,
+        )  # fmt: skip
         job.forgive_downtime(store.alive_at)
         await job.save()
         controller = Controller.of(job, Tokens(TOKENS))  # type: ignore[arg-type]
@@ -205,6 +203,8 @@ class World:
                         self.redis.data.pop(b"cosmos:job:lock", None)
                 elif self.happens("connections cut", 0.1):
                     self.redis.cut(host)
+            if self.happens("clock set", 0.1):
+                self.ahead += self.random.choice([3600.0, -3600.0])
             if self.happens("controller cut off", 0.05):
                 self.hosts.append(host := Host())  # it takes over when the lock of the other one runs out
                 host.spawn(self.start(host))
@@ -329,6 +329,11 @@ class World:
         held = Counter(group.lease_id for group in ledger.in_state(State.LEASED))
         assert not held or max(held.values()) == 1, "one lease id for two groups"
         assert len(job.registry.present("policy")) <= 1
+        assert not any(group.crashes for group in ledger.in_state(State.WAITING)), "nobody saw a crash"
+        left = [group.expires - job.clock() for group in ledger.in_state(State.LEASED)]
+        assert max(left, default=0.0) <= ledger.params.lease_timeout + 1e-3, (
+            "a clock that is set keeps a lease"
+        )
 
     def check_end(self, job: Job) -> None:
         """Every position is in the weights once, or was dropped with a reason."""

@@ -176,7 +176,7 @@ async def _register(world: World, controller: Controller, request: m.RegisterReq
     except ReplicaError:
         newest = controller.job.registry.by_name(request.name)
         repeated = newest is not None and newest.request_ids[-1] == request.request_id
-        assert not repeated, "a registration that is repeated is refused"
+        assert not repeated or newest.state == "left", "a registration that is repeated is refused"
         raise
     world.always(request.request_id, (reply.replica_id, reply.incarnation))
     return reply
