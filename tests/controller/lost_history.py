@@ -152,7 +152,7 @@ class World:
         )
 
     def crash_trainer(self) -> None:
-        """The process dies, or is only cut off and comes back later: then it must be refused. So may the next ones."""
+        """The process dies, or is only cut off and comes back later, to be refused. So may the next ones."""
         for _ in range(self.random.choice([1, 1, 3])):
             self.seen["crash"] += 1
             self.replaced = [*self.replaced, self.trainer][-2:]
