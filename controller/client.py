@@ -17,6 +17,7 @@ Everything else raises:
 
     ControllerError
     ├── ControllerLost      no answer for `patience` seconds
+    │   └── NotServing      it answers, and says why it cannot serve now: without Redis, or standing by
     ├── Untrusted           the certificate of whoever answers is not trusted: nothing was sent
     ├── Unauthorized        the token is missing, wrong, or of another role
     └── Refused             any other problem answer; `.code` says which, `.detail` what to do
@@ -59,6 +60,14 @@ class ControllerError(Exception):
 
 class ControllerLost(ControllerError):
     """The controller did not answer for the whole patience of this client."""
+
+
+class NotServing(ControllerLost):
+    """The controller answered for the whole patience that it cannot serve now; `detail` is its reason."""
+
+    def __init__(self, message: str, detail: str) -> None:
+        super().__init__(message)
+        self.detail = detail
 
 
 class Untrusted(ControllerError):
@@ -132,14 +141,22 @@ class _Attempts:
         self._made, self._pause = 0, FIRST_PAUSE
         self._give_up = time.monotonic() + client.patience
 
-    def failed(self, url: str, cause: str, retry_after: float = 0.0) -> float:
-        """Seconds to wait before the next attempt. Raises `ControllerLost` when there is none."""
+    def failed(self, url: str, cause: str, retry_after: float = 0.0, reason: str = "") -> float:
+        """Seconds to wait before the next attempt. Raises `ControllerLost` when there is none.
+
+        reason: what a controller that answered said.
+        """
         client = self._client
         client.leave(url)
         self._made += 1
         if self._made % len(client.urls):
             return 0.0
         if time.monotonic() >= self._give_up:
+            if reason:
+                raise NotServing(
+                    f"the controller at {', '.join(client.urls)} cannot serve now: {reason} ({self._what})",
+                    reason,
+                )
             raise ControllerLost(
                 f"no answer from the controller at {', '.join(client.urls)} for {client.patience:.0f} s "
                 f"({self._what}: {cause})"
@@ -151,7 +168,12 @@ class _Attempts:
 
     def refused(self, url: str, response: httpx.Response) -> float:
         """As `failed`, for an answer that says: not now."""
-        return self.failed(url, f"HTTP {response.status_code} {response.text[:200]}", _retry_after(response))
+        try:
+            reason = Problem.model_validate_json(response.content).detail
+        except ValidationError:
+            reason = ""
+        cause = f"HTTP {response.status_code} {reason or response.text[:200]}"
+        return self.failed(url, cause, _retry_after(response), reason)
 
 
 def _retry_after(response: httpx.Response) -> float:

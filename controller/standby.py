@@ -66,7 +66,10 @@ class Gate:
         if scope["type"] != "http" or not scope["path"].startswith("/v1/") or self._store.in_charge:
             await self._app(scope, receive, send)
             return
-        detail = "this controller may not be in charge any more: it is about to find out"
+        detail = (
+            "this controller could not renew its lock in Redis in time and may not be in charge any more: "
+            + (self._store.outage or "it waits for an answer of Redis")
+        )
         await problem(ErrorCode.STANDBY, detail, headers=RETRY_AFTER)(scope, receive, send)
 
 

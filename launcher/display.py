@@ -21,6 +21,11 @@ BAR_WIDTH, SPARK_WIDTH = 30, 40
 _TICKS = "▁▂▃▄▅▆▇█"
 FAILED = "every reward failed"
 """What stands in the place of a score where no sample could be scored."""
+REDIS = {
+    "hung": "hung: takes connections and does not answer",
+    "away": "cannot be reached",
+}
+"""What is wrong with Redis (`launcher.redis_pulse`), for people."""
 
 _PHASE_STYLE = {
     Phase.TRAINING: "green", Phase.FINISHED: "bold green", Phase.FAILED: "bold red", Phase.PAUSED: "yellow",
@@ -40,6 +45,10 @@ class View:
     log_dir: str = ""
     elapsed: float = 0.0
     reachable: bool = True
+    refusal: str = ""
+    """Why the controller, which answers, cannot serve now."""
+    redis: str = ""
+    """What is wrong with Redis: hung, away; empty: nothing."""
     notice: str = ""
 
 
@@ -62,12 +71,19 @@ def line(view: View) -> str:
         ("replicas", "+".join(f"{count}{role}" for role, count in sorted(status.replicas.items())) or "0"),
         *((f"idle_{role}", f"{share:.0%}") for role, share in sorted(status.idle.items())),
         ("eta", duration(status.eta_s) if status.eta_s is not None else None),
-        ("controller", None if view.reachable else "unreachable"),
+        ("redis", view.redis or None),
+        ("controller", _controller(view)),
         ("notice", f'"{view.notice}"' if view.notice else None),
         ("note", f'"{status.note}"' if status.note else None),
         ("error", f'"{status.last_error}"' if status.last_error else None),
     ]
     return " ".join(f"{key}={value}" for key, value in values if value is not None)
+
+
+def _controller(view: View) -> str | None:
+    if not view.reachable:
+        return "unreachable"
+    return f'"{view.refusal}"' if view.refusal else None
 
 
 class LinePacer:
@@ -82,7 +98,14 @@ class LinePacer:
         status = view.status
         key: tuple[object, ...] = (view.stage.partition(":")[0],)
         if status is not None:
-            key = (status.phase, status.step, status.last_error, status.note, bool(view.notice))
+            key = (
+                status.phase,
+                status.step,
+                status.last_error,
+                status.note,
+                bool(view.notice),
+                view.redis,
+            )
         age = now - self._printed_at
         new_phase = self._shown is None or self._shown[0] != key[0]
         if not (new_phase or (key != self._shown and age >= LINE_EVERY) or age >= SIGN_OF_LIFE):
@@ -121,7 +144,8 @@ def _rows(view: View) -> list[tuple[str, Text]]:
         rows += [(name, Text(value)) for name, value in _training_rows(view, status)]
     for name, style, value in (
         ("processes", "", "  ".join(f"{name} {state}" for name, state in view.processes.items())),
-        ("controller", "yellow", "" if view.reachable else "does not answer; the workers keep trying"),
+        ("redis", "yellow", REDIS.get(view.redis, "")),
+        ("controller", "yellow", _why_waiting(view)),
         ("now", "yellow", view.notice),
         ("note", "yellow", status.note if status else ""),
         ("last error", "red", (status.last_error or "") if status else ""),
@@ -130,6 +154,12 @@ def _rows(view: View) -> list[tuple[str, Text]]:
         if value:
             rows.append((name, Text(value, style=style)))
     return rows
+
+
+def _why_waiting(view: View) -> str:
+    if not view.reachable:
+        return "does not answer; the workers keep trying"
+    return f"cannot serve now, the workers keep trying: {view.refusal}" if view.refusal else ""
 
 
 def _training_rows(view: View, status: JobStatus) -> list[tuple[str, str]]:

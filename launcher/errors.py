@@ -14,3 +14,7 @@ class LaunchError(Exception):
 
     def render(self) -> str:
         return f"{self.message}\n    {self.hint}" if self.hint else self.message
+
+
+class NotServingError(LaunchError):
+    """The controller answers that it cannot serve now, and why."""

@@ -33,6 +33,7 @@ from launcher.logs import tail
 from launcher.paths import absolute
 from launcher.placement import ProcessSpec
 from launcher.plan import Outcome, Plan
+from launcher.redis_pulse import RedisPulse
 from launcher.report import Collected, Result
 from launcher.restarts import (
     EXIT_CONFIG,
@@ -80,6 +81,7 @@ class Job:
         self._interrupts: asyncio.Queue[int] = asyncio.Queue()
         self.journal = Journal(run.launcher_json)
         self.watch = Watch(plan, self.contact, self.supervisor, self.view, self.event)
+        self.redis = RedisPulse(plan.redis, lambda: self.supervisor.kill("redis"), self.event)
         self._errands: set[asyncio.Task[None]] = set()
         self._secrets: dict[str, str] = {}
         """Of each rollout replica by name: whoever succeeds it takes its place at once."""
@@ -182,6 +184,7 @@ class Job:
                     "redis",
                     "the embedded Valkey does not answer (controller.start_timeout)",
                 )
+        self._send(self.redis.look_forever)
         self.view.stage = "starting the controller"
         self.supervisor.launch(
             placement.controller(str(plan.run.path), config.controller.host, plan.port), after="workers"
@@ -369,6 +372,7 @@ class Job:
 
     def _show(self) -> None:
         self.view.elapsed = time.monotonic() - self._started
+        self.view.redis = self.journal.redis = self.redis.trouble
         self.view.processes = {
             name: _state(kept) for name, kept in self.supervisor.replicas.items() if name != "data"
         }

@@ -47,6 +47,8 @@ class Journal:
     ends: deque[End] = field(default_factory=lambda: deque(maxlen=MOST_ENDS))
     ending: str = ""
     """Why the launcher is ending the job; empty as long as it is not."""
+    redis: str = ""
+    """What is wrong with Redis (`launcher.redis_pulse`); empty: nothing."""
     _written: str = ""
     _at: float = 0.0
 
@@ -74,6 +76,7 @@ class Journal:
             "started_at": self.started_at,
             "stage": stage,
             "ending": self.ending,
+            "redis": self.redis,
             "processes": {kept.replica.name: _process(kept) for kept in replicas},
             "ends": [asdict(end) for end in self.ends],
         }

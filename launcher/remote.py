@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from launcher.errors import LaunchError
+from launcher.errors import LaunchError, NotServingError
 from launcher.restarts import EXIT_FAILED
 from launcher.rundir import RunDir, is_run, newest, read_json
 
@@ -76,7 +76,7 @@ class Target:
         return ((config or {}).get("controller") or {}).get("tls_ca") or None
 
     def _refused(self, url: str, error: Exception) -> LaunchError:
-        from controller.client import Refused, Unauthorized, Untrusted
+        from controller.client import NotServing, Refused, Unauthorized, Untrusted
 
         if isinstance(error, Unauthorized):
             return LaunchError(f"{url} refuses the token: {error}", HOW_TO_GET_IN)
@@ -84,6 +84,8 @@ class Target:
             return LaunchError(str(error), "", EXIT_FAILED)  # it says what to do
         if isinstance(error, Refused):
             return LaunchError(error.detail.partition(": ")[2] or error.detail, "", EXIT_FAILED)
+        if isinstance(error, NotServing):
+            return NotServingError(error.detail, f"asked was {url}; try again in a moment", EXIT_FAILED)
         hint = f"its logs are in {self.run.logs}" if self.run else "is the address right?"
         return LaunchError(str(error), hint, EXIT_FAILED)
 

@@ -142,7 +142,13 @@ class Supervisor:
 
     def kill(self, name: str) -> None:
         """Kill a replica that no longer answers; it is restarted like one that crashed."""
-        self._signal(self.replicas[name], signal.SIGINT)
+        supervised = self.replicas[name]
+        if not supervised.remove:
+            self._signal(supervised, signal.SIGINT)
+            return
+        # Asked to kill it, its keeper would take it for the end and remove what the next start needs.
+        for process in supervised.alive:
+            _kill_all(keeper.descendants(process.pid))
 
     async def stop(self, names: Iterable[str], grace: float | None = None) -> None:
         """End replicas in order: SIGTERM, `grace` seconds (default: the setting's), then kill. None is left."""
@@ -307,12 +313,16 @@ async def _sweep(killed_keepers: Iterable[asyncio.subprocess.Process]) -> None:
     for process in killed_keepers:
         give_up = time.monotonic() + KEEPER_MARGIN
         while (left := keeper.left_behind(process.pid)) and time.monotonic() < give_up:
-            for pid in left:
-                try:
-                    os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
+            _kill_all(left)
             await asyncio.sleep(0.01)
+
+
+def _kill_all(pids: Iterable[int]) -> None:
+    for pid in pids:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
 
 
 async def _wait_all(chosen: list[Supervised], seconds: float) -> None:

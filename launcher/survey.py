@@ -3,6 +3,7 @@
 state        the launcher   the controller   the run
 running      alive          answers
 starting     alive          not there yet
+waiting      alive          "not now"        Redis does not take writes, or another controller is in charge
 unreachable  alive          no answer        the launcher restarts it
 ending       alive                           it has finished, was stopped or has failed; its processes are leaving
 leaving      gone                            its processes are still ending
@@ -17,7 +18,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from launcher.checkpoints import newest_checkpoint
-from launcher.errors import LaunchError
+from launcher.errors import LaunchError, NotServingError
 from launcher.remote import HOW_TO_GET_IN, Target
 from launcher.restarts import EXIT_FAILED, EXIT_OK
 from launcher.rundir import RunDir
@@ -25,7 +26,7 @@ from launcher.rundir import RunDir
 if TYPE_CHECKING:
     from schema.wire.messages import WeightsStatus
 
-ALIVE = frozenset({"running", "starting", "unreachable", "ending"})
+ALIVE = frozenset({"running", "starting", "waiting", "unreachable", "ending"})
 ENDED = frozenset({"finished", "stopped", "failed", "killed"})
 """States in which nothing will change by itself."""
 BAD = frozenset({"failed", "killed", "leaving"})
@@ -36,7 +37,8 @@ def survey(target: Target) -> dict[str, Any]:
     found: dict[str, Any] = dict.fromkeys(
         ("launcher", "checkpoint", "summary", "status", "ledger", "replicas", "error")
     )
-    found |= {"run_dir": None, "url": target.address() or None, "leaving": [], "evaluates": False}
+    found |= {"run_dir": None, "url": target.address() or None, "leaving": []}
+    found |= {"evaluates": False, "embeds_redis": False}
     if target.run is None:
         found |= _ask(target)
         phase = found["status"]["phase"]
@@ -69,6 +71,7 @@ def _local(target: Target, run: RunDir) -> dict[str, Any]:
         "run_dir": str(run.path),
         "launcher": run.launcher() or None,
         "evaluates": _evaluates(run),
+        "embeds_redis": not ((run.written_config() or {}).get("redis") or {}).get("url"),
         "checkpoint": {"path": str(checkpoint.path), "step": checkpoint.step} if checkpoint else None,
     }
     if run.is_alive():
@@ -100,7 +103,8 @@ def _alive(target: Target, ending: bool) -> dict[str, Any]:
             return {"state": "ending"}
         if error.hint == HOW_TO_GET_IN:
             raise
-        return {"state": "unreachable", "error": error.message}
+        state = "waiting" if isinstance(error, NotServingError) else "unreachable"
+        return {"state": state, "error": error.message}
     return {**asked, "state": "ending" if ending else "running"}
 
 
@@ -110,10 +114,16 @@ def _alive(target: Target, ending: bool) -> dict[str, Any]:
 def advice(found: Mapping[str, Any]) -> str:
     """The next step of whoever looks; empty where nothing is to be done."""
     state, where = found["state"], found["run_dir"]
+    if state in ("running", "waiting", "unreachable") and (redis := _redis(found)):
+        if found["embeds_redis"]:
+            return f"wait: the launcher restarts Redis if it does not answer for a minute; see {where}/logs/redis.log"
+        return f"bring back the server of redis.url ({redis}); the job waits for it, nothing is lost"
     if state == "running":
         return _while_running(found)
     if state == "starting":
         return f"wait; what it is doing stands in {where}/logs"
+    if state == "waiting":
+        return f"wait until its reason is over; see {where}/logs/controller.log"
     if state == "unreachable":
         return f"wait: the launcher restarts the controller, the others keep trying; see {where}/logs/controller.log"
     if state == "ending":
@@ -129,6 +139,13 @@ def advice(found: Mapping[str, Any]) -> str:
     if state == "failed":
         return f"put right what the reason says (the logs are in {where}/logs), then {resume}"
     return resume
+
+
+def _redis(found: Mapping[str, Any]) -> str:
+    """What the launcher found wrong with Redis."""
+    from launcher.display import REDIS
+
+    return REDIS.get((found["launcher"] or {}).get("redis", ""), "")
 
 
 def _while_running(found: Mapping[str, Any]) -> str:
@@ -173,6 +190,8 @@ def lines(found: Mapping[str, Any], now: float | None = None) -> list[str]:
     elif found["status"] is not None:
         text += _job_lines(found)
     text += _process_lines(found, now)
+    if found["alive"] and (redis := _redis(found)):
+        text.append(f"  redis: {redis}")
     if found["checkpoint"] is not None:
         text.append(f"  checkpoint: step {found['checkpoint']['step']} in {found['checkpoint']['path']}")
     if found["error"]:
@@ -194,6 +213,8 @@ def _title(found: Mapping[str, Any]) -> str:
             return f"{where} scores answers"
         case "starting":
             return f"{where} is starting: {launcher.get('stage', 'the launcher has begun')}"
+        case "waiting":
+            return f"{where} runs (pid {pid}), but its controller cannot serve now"
         case "unreachable":
             return f"{where} runs (pid {pid}), but its controller does not answer"
         case "ending":

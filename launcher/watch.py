@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from controller import api
-from controller.client import ControllerError, Unauthorized
+from controller.client import ControllerError, NotServing, Unauthorized
 from launcher.contact import Contact
 from launcher.display import View
 from launcher.hung import is_hung
@@ -50,11 +50,14 @@ class Watch:
             try:
                 await self._look()
                 await self._look_at_replicas()
-                silent_since = None
+                silent_since, self._view.refusal = None, ""
             except Unauthorized:
                 raise
+            except NotServing as error:
+                silent_since, self._view.refusal = None, error.detail
             except ControllerError as error:
                 log.debug("no status: %s", error)
+                self._view.refusal = ""
                 now = time.monotonic()
                 silent_since = silent_since or now
                 # A silence that began before its present process was started is not that one's.

@@ -29,9 +29,8 @@ def router(controller: Controller) -> APIRouter:
     async def readyz() -> Response:
         """It can take work: the store takes writes."""
         if not controller.job.store.available:
-            return problem(
-                ErrorCode.STORE_UNAVAILABLE, "Redis does not take writes", headers={"retry-after": "1"}
-            )
+            why = controller.job.store.outage or "Redis does not take writes"
+            return problem(ErrorCode.STORE_UNAVAILABLE, why, headers={"retry-after": "1"})
         return Response("ready\n", media_type="text/plain")
 
     @api.get("/metrics", responses=answers("text/plain", "Prometheus' text format."))

@@ -173,7 +173,9 @@ class StateStore:
         """
         self._require_redis()
         if not self._term.valid:
-            raise StoreUnavailable("the lock of this job could not be renewed in time: it is being renewed")
+            raise StoreUnavailable(
+                "the lock of this job could not be renewed in Redis in time: it is being renewed"
+            )
 
     def _require_redis(self) -> None:
         if self.fatal.done():
@@ -185,6 +187,11 @@ class StateStore:
     def in_charge(self) -> bool:
         """Whether the lock is ours for certain: memory may be shown, also while Redis is away for a moment."""
         return not self.fatal.done() and self._term.valid
+
+    @property
+    def outage(self) -> str | None:
+        """Why Redis does not take writes, if that is so."""
+        return self._outage
 
     @property
     def available(self) -> bool:

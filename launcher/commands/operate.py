@@ -48,8 +48,8 @@ def status(
       cosmos-launch status --watch             again every two seconds, until it has ended
       cosmos-launch status run.toml            the newest run of this file
       cosmos-launch status RUN_DIR --json      everything, for programs: .state is running, starting,
-                                               unreachable, ending, leaving, killed, finished,
-                                               stopped or failed
+                                               waiting, unreachable, ending, leaving, killed,
+                                               finished, stopped or failed
     """
     from launcher import survey
 

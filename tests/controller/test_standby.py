@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from controller import api
-from controller.client import Client, ControllerLost
+from controller.client import Client, ControllerLost, NotServing
 from schema.config import Config
 from schema.wire.messages import LeaseRequest
 from tests.controller.conftest import PATIENT, Stage
@@ -231,6 +231,12 @@ def test_one_that_was_stopped_goes_on_if_nobody_took_over(tmp_path: Path) -> Non
         early = Raw(process, "user", "GET", "/v1/job")
         process.send_signal(signal.SIGCONT)
         assert early.status() == 503
+        with (
+            process.client("user") as user,
+            pytest.raises(NotServing, match="renew its lock in Redis") as told,
+        ):
+            user.send(api.job())
+        assert told.value.detail in str(told.value)
         valkey.send_signal(signal.SIGCONT)
         train_step(trainer, rollout, 0)
         until(lambda: "extended by it" in process.log(), "forgiveness for the downtime")

@@ -11,7 +11,7 @@ import os
 import sys
 from pathlib import Path
 
-from launcher import redis_server
+from launcher import redis_pulse, redis_server
 from launcher.job import Job
 from launcher.placement import ProcessSpec, Replica
 from launcher.plan import Plan
@@ -42,6 +42,7 @@ def job_config(steps: int, shutdown_timeout: float) -> Config:
 def main() -> int:
     path, script = Path(sys.argv[1]), sys.argv[2]
     grace = json.loads(script).get("shutdown_timeout", PATIENCE)
+    redis_pulse.LOOK_EVERY = json.loads(script).get("look_every", redis_pulse.LOOK_EVERY)
     settings = job_config(int(sys.argv[3]) if len(sys.argv) > 3 else 10, grace)
     run = RunDir(path)
     continued = run.config_json.exists()

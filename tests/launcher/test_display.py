@@ -45,6 +45,16 @@ def test_errors_and_a_silent_controller_are_in_the_line():
     assert "controller=unreachable" in text
 
 
+def test_a_redis_that_hangs_is_shown_and_the_controller_is_not_blamed():
+    view = View(status=job_status(), redis="hung", refusal="Redis does not take writes: Timeout")
+    assert 'redis=hung controller="Redis does not take writes: Timeout"' in line(view)
+    assert "does not answer" in drawn(view)
+    assert "cannot serve now, the workers keep trying: Redis does not take writes" in " ".join(
+        drawn(view).split()
+    )
+    assert "unreachable" not in line(view)
+
+
 def test_the_panel_has_every_figure():
     view = View(
         status=job_status(validation=validation(10, 0.875), last_error="[bold]odd[/] text"),

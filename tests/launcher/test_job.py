@@ -412,6 +412,26 @@ def test_stop_without_a_controller_tells_the_launcher(drive: Drive):
     assert not any(alive(pid) for pid in job.family())
 
 
+def test_a_hung_redis_is_shown_and_restarted(drive: Drive):
+    """SIGSTOP: it takes connections and answers nobody."""
+    job = drive(10, hold_at=4, look_every=0.5)
+    job.reaches(4)
+    hung = job.pid_of("valkey-server")
+    os.kill(hung, signal.SIGSTOP)
+    until(lambda: job.journal().get("redis") == "hung", "the launcher's notice")
+    told = cosmos("status", job.run_dir)
+    assert (told.returncode, "redis: hung" in told.stdout) == (0, True), told.stdout
+    assert "the launcher restarts Redis" in told.stdout
+    until_gone([hung])
+    until(lambda: "redis answers again" in job.output(), "another Redis")
+    job.go_on()
+    assert job.wait() == 0, job.output()
+    assert "redis=hung" in job.output()
+    assert "unreachable" not in job.output(), "the controller answers all the while"
+    assert job.summary()["restarts"]["redis"] == 1
+    assert steps_of(job.summary()) == list(range(10))
+
+
 def test_what_a_killed_launcher_leaves_can_be_ended(drive: Drive):
     job = drive(hold_at=2, stubborn=True)
     job.reaches(2)

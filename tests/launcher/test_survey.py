@@ -30,13 +30,13 @@ def found(state: str, **changes: Any) -> dict[str, Any]:
     launcher |= {"processes": {"rollout-0": PROCESS}, "ends": [END]}
     fields = dict.fromkeys(("checkpoint", "summary", "status", "ledger", "replicas", "error", "url", "next"))
     fields |= {"state": state, "run_dir": DIR, "launcher": launcher, "leaving": ["workers"], "alive": False}
-    fields |= {"evaluates": False}
+    fields |= {"evaluates": False, "embeds_redis": True}
     return {**fields, **changes}
 
 
 @pytest.mark.parametrize(
     ("state", "code"),
-    [("running", 0), ("starting", 0), ("unreachable", 0), ("ending", 0), ("finished", 0), ("stopped", 0),
+    [("running", 0), ("starting", 0), ("waiting", 0), ("unreachable", 0), ("ending", 0), ("finished", 0), ("stopped", 0),
      ("failed", 1), ("killed", 1), ("leaving", 1)],
 )  # fmt: skip
 def test_exit_codes(state: str, code: int):
@@ -45,7 +45,7 @@ def test_exit_codes(state: str, code: int):
 
 @pytest.mark.parametrize(
     ("state", "words"),
-    [("starting", f"{DIR}/logs"), ("unreachable", "controller.log"), ("ending", "--now"),
+    [("starting", f"{DIR}/logs"), ("unreachable", "controller.log"), ("waiting", "until its reason is over"), ("ending", "--now"),
      ("leaving", f"stop {DIR} --now"),
      ("killed", f"cosmos-launch --resume {DIR}"), ("stopped", f"cosmos-launch --resume {DIR}"),
      ("failed", "put right"), ("finished", "nothing")],
@@ -91,6 +91,22 @@ def test_a_budget_that_is_nearly_used_up_is_a_warning():
     running["launcher"]["processes"]["rollout-0"] = {**PROCESS, "in_a_row": 3}
     assert "rollout-0 (3 of 3)" in advice(running)
     assert "cosmos-launch resume" in advice(found("running", status={"phase": "paused"}))
+
+
+@pytest.mark.parametrize(
+    ("embeds", "redis", "says"),
+    [(True, "hung", "the launcher restarts Redis"), (False, "hung", "server of redis.url (hung"),
+     (False, "away", "server of redis.url (cannot be reached")],
+)  # fmt: skip
+@pytest.mark.parametrize("state", ["running", "waiting", "unreachable"])
+def test_a_redis_that_does_not_answer_is_the_reason(state: str, embeds: bool, redis: str, says: str):
+    now = found(state, embeds_redis=embeds, alive=True, error="Redis does not take writes: Timeout")
+    now["launcher"] |= {"redis": redis}
+    text = "\n".join(lines({**now, "next": advice(now)}))
+    assert f"redis: {redis.replace('away', 'cannot be reached')}" in text
+    assert says in text
+    assert "restarts the controller" not in text
+    assert ("does not answer" in lines(now)[0]) == (state == "unreachable")
 
 
 def test_the_dead_are_named_with_their_last_words():

@@ -29,16 +29,17 @@ class ValkeyServer:
     def url(self) -> str:
         return f"unix://{self._directory / 's'}"
 
-    def start(self) -> None:
-        """Start and wait until it answers (loading included)."""
+    def start(self, *options: str, wait: bool = True) -> None:
+        """Start, with more options for this life, and wait until it answers (loading included)."""
         socket = self._directory / "s"
         command = [
             str(get_binary_path()), "--port", "0", "--unixsocket", str(socket), "--dir", str(self._directory),
             "--appendonly", "yes", "--appendfsync", "always", "--save", "", "--logfile", "valkey.log",
-            *self._options,
+            *self._options, *options,
         ]  # fmt: skip
         self._process = subprocess.Popen(command)
-        until(self._answers, "a Valkey server that answers")
+        if wait:
+            until(self._answers, "a Valkey server that answers")
 
     def _answers(self) -> bool:
         assert self._process is not None
