@@ -8,13 +8,14 @@ from __future__ import annotations
 import errno
 import sys
 
-from launcher.interrupts import ended_at_once
+from launcher.interrupts import ended_at_once, hear_interrupts
 
 INTERRUPTED = 130
 
 
 def main() -> None:
     """The console script. A Ctrl-C is no error, however early it comes."""
+    hear_interrupts()
     try:
         _run(sys.argv[1:])
     except KeyboardInterrupt:

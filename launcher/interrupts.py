@@ -3,6 +3,10 @@
 Python makes of a Ctrl-C an exception that is raised wherever the program is just then. While a library is imported
 that may be inside of a callback which drops it, and the Ctrl-C is lost: therefore it ends the program at once while
 modules are imported, and once the run directory is taken signals are noted until the job's event loop handles them.
+
+A shell without job control has its background jobs ignore SIGINT, and what is ignored stays so in every program that
+they start. Who sends one to the launcher means it (`cosmos-launch stop` does, where no controller answers), so it is
+heard however the launcher was started; and a signal with a handler has its default in each process of the job.
 """
 
 from __future__ import annotations
@@ -18,11 +22,17 @@ def stop_signals() -> list[signal.Signals]:
     return [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hangs_up else [])]
 
 
+def hear_interrupts() -> None:
+    """Undo what a shell did that started us in the background: see the module's docstring."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @contextmanager
 def ended_at_once() -> Iterator[None]:
     """Inside, a Ctrl-C ends the program without an exception: nothing has been done yet."""
     before = signal.getsignal(signal.SIGINT)
-    if before is signal.default_int_handler:  # not where a shell has a background job ignore it
+    if before is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         yield

@@ -480,14 +480,19 @@ def test_a_run_of_somebody_else_is_told_from_a_dead_one(tmp_path: Path, ended: R
         assert "Traceback" not in run.stderr
 
 
-def interrupted(body: str) -> subprocess.CompletedProcess[str]:
-    """A program that runs `body`; `ctrl_c()` in it is one."""
+def interrupted(body: str, *, ignored: bool = False) -> subprocess.CompletedProcess[str]:
+    """A program that runs `body`; `ctrl_c()` in it is one. `ignored`: as in the background of a script."""
     script = f"import os, signal\ndef ctrl_c(): os.kill(os.getpid(), signal.SIGINT)\n{body}"
-    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN) if ignored else signal.getsignal(signal.SIGINT)
+    try:
+        return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
-def test_a_ctrl_c_while_modules_are_imported_ends_the_program_without_a_traceback():
-    run = interrupted("""
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_ctrl_c_while_modules_are_imported_ends_the_program_without_a_traceback(ignored: bool):
+    program = """
 import sys
 class Interrupted:
     def find_spec(name, *_):
@@ -496,12 +501,14 @@ class Interrupted:
 sys.meta_path.insert(0, Interrupted)
 from launcher.cli import main
 main()
-""")
+"""
+    run = interrupted(program, ignored=ignored)
     assert (run.returncode, run.stdout, run.stderr) == (-signal.SIGINT, "", "")
 
 
-def test_signals_are_noted_until_the_job_handles_them():
-    run = interrupted("""
+@pytest.mark.parametrize("ignored", [False, True])
+def test_signals_are_noted_until_the_job_handles_them(ignored: bool):
+    program = """
 from launcher.interrupts import note_signals
 noted = note_signals()
 try:
@@ -510,7 +517,8 @@ except BaseException:  # what a library may do
     pass
 os.kill(os.getpid(), signal.SIGTERM)
 print(noted)
-""")
+"""
+    run = interrupted(program, ignored=ignored)
     assert (run.returncode, run.stdout) == (0, "[2, 15]\n"), run.stderr
 
 

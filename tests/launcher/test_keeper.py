@@ -18,10 +18,11 @@ from tests.support.waiting import PATIENCE
 KEEPER = (sys.executable, "-I", "-S", keeper.__file__)
 
 
-def keep(script: str, **settings: object) -> subprocess.Popen[str]:
+def keep(script: str, *, out: bool = False, **settings: object) -> subprocess.Popen[str]:
     values = {"parent": os.getpid(), "grace": PATIENCE, **settings}
     argv = [*KEEPER, Settings(**values).to_json(), *PYTHON, script]  # type: ignore[arg-type]
-    return subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    stdout = subprocess.PIPE if out else None
+    return subprocess.Popen(argv, stdout=stdout, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
 
 @pytest.mark.parametrize("code", [0, 1, 2, 4, 77])
@@ -40,6 +41,18 @@ def test_a_missing_program_is_named():
     )
     assert run.returncode == 127
     assert "/no/such/program: No such file" in run.stderr
+
+
+def test_a_worker_has_default_handlers_whatever_the_parent_ignores():
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    try:
+        process = keep("print([line for line in open('/proc/self/status') if 'SigIgn' in line])", out=True)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    ignored = int(process.communicate(timeout=PATIENCE)[0].split("\\t")[1].split("\\n")[0], 16)
+    assert not [number for number in numbers if ignored >> (number - 1) & 1]
 
 
 def test_sigterm_is_passed_on(tmp_path: Path):

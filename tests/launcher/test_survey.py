@@ -36,8 +36,8 @@ def found(state: str, **changes: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("state", "code"),
-    [("running", 0), ("starting", 0), ("waiting", 0), ("unreachable", 0), ("ending", 0), ("finished", 0), ("stopped", 0),
-     ("failed", 1), ("killed", 1), ("leaving", 1)],
+    [("running", 0), ("starting", 0), ("waiting", 0), ("unreachable", 0), ("ending", 0), ("finished", 0),
+     ("stopped", 0), ("failed", 1), ("killed", 1), ("leaving", 1)],
 )  # fmt: skip
 def test_exit_codes(state: str, code: int):
     assert exit_code(found(state)) == code
@@ -45,7 +45,8 @@ def test_exit_codes(state: str, code: int):
 
 @pytest.mark.parametrize(
     ("state", "words"),
-    [("starting", f"{DIR}/logs"), ("unreachable", "controller.log"), ("waiting", "until its reason is over"), ("ending", "--now"),
+    [("starting", f"{DIR}/logs"), ("unreachable", "controller.log"), ("waiting", "until its reason is over"),
+     ("ending", "--now"),
      ("leaving", f"stop {DIR} --now"),
      ("killed", f"cosmos-launch --resume {DIR}"), ("stopped", f"cosmos-launch --resume {DIR}"),
      ("failed", "put right"), ("finished", "nothing")],
