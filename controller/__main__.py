@@ -18,6 +18,7 @@ from pathlib import Path
 import uvloop
 
 from controller.serve import Settings, StartError, serve
+from schema.text import configure_logging
 
 log = logging.getLogger(__name__)
 
@@ -36,11 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="take the job over at once from whoever is in charge of it, instead of standing by",
     )
     options = parser.parse_args(arguments)
-    logging.basicConfig(
-        level=os.environ.get("COSMOS_LOG_LEVEL", "INFO").upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
+    configure_logging(level=os.environ.get("COSMOS_LOG_LEVEL", "INFO").upper())
     try:
         settings = Settings.read(
             options.run_dir.absolute(), options.host, options.port, os.environ, replace=options.replace

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from schema.text import one_line, visible
 from schema.wire.messages import JobStatus, Phase
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def line(view: View) -> str:
     """The view as one line of `key=value`, keys always in the same order; unknown values are left out."""
     status = view.status
     if status is None:
-        return f"phase=starting stage={view.stage.replace(' ', '_')} elapsed={view.elapsed:.0f}s"
+        return one_line(f"phase=starting stage={view.stage.replace(' ', '_')} elapsed={view.elapsed:.0f}s")
     accuracy = status.validation.score_mean if status.validation else None
     values: list[tuple[str, str | None]] = [
         ("phase", str(status.phase)),
@@ -73,17 +74,22 @@ def line(view: View) -> str:
         ("eta", duration(status.eta_s) if status.eta_s is not None else None),
         ("redis", view.redis or None),
         ("controller", _controller(view)),
-        ("notice", f'"{view.notice}"' if view.notice else None),
-        ("note", f'"{status.note}"' if status.note else None),
-        ("error", f'"{status.last_error}"' if status.last_error else None),
+        ("notice", _quoted(view.notice)),
+        ("note", _quoted(status.note)),
+        ("error", _quoted(status.last_error)),
     ]
-    return " ".join(f"{key}={value}" for key, value in values if value is not None)
+    return one_line(" ".join(f"{key}={value}" for key, value in values if value is not None))
+
+
+def _quoted(text: str | None) -> str | None:
+    """Whatever it says, it ends where its quotes do."""
+    return '"' + text.replace('"', "'") + '"' if text else None
 
 
 def _controller(view: View) -> str | None:
     if not view.reachable:
         return "unreachable"
-    return f'"{view.refusal}"' if view.refusal else None
+    return _quoted(view.refusal)
 
 
 class LinePacer:
@@ -126,7 +132,7 @@ def panel(view: View) -> RenderableType:
     grid.add_column()
     for name, value in _rows(view):
         grid.add_row(name, value)
-    title = Text("cosmos-launch") if status is None else Text(f"{status.name} · {status.job_id}")
+    title = Text("cosmos-launch") if status is None else Text(one_line(f"{status.name} · {status.job_id}"))
     style = "cyan" if status is None else _PHASE_STYLE.get(status.phase, "cyan")
     subtitle = Text(f"{duration(view.elapsed)} · Ctrl-C stops in order")
     return Panel(grid, title=title, subtitle=subtitle, border_style=style, padding=(0, 1))
@@ -138,10 +144,10 @@ def _rows(view: View) -> list[tuple[str, Text]]:
     status = view.status
     rows: list[tuple[str, Text]] = []
     if status is None:
-        rows.append(("phase", Text(view.stage, style="cyan")))
+        rows.append(("phase", Text(one_line(view.stage), style="cyan")))
     else:
         rows.append(("phase", Text(str(status.phase), style=_PHASE_STYLE.get(status.phase, "cyan"))))
-        rows += [(name, Text(value)) for name, value in _training_rows(view, status)]
+        rows += [(name, Text(one_line(value))) for name, value in _training_rows(view, status)]
     for name, style, value in (
         ("processes", "", "  ".join(f"{name} {state}" for name, state in view.processes.items())),
         ("redis", "yellow", REDIS.get(view.redis, "")),
@@ -152,7 +158,7 @@ def _rows(view: View) -> list[tuple[str, Text]]:
         ("logs", "", view.log_dir),
     ):
         if value:
-            rows.append((name, Text(value, style=style)))
+            rows.append((name, Text(visible(value), style=style)))
     return rows
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from launcher.restarts import EXIT_CONFIG
+from schema.text import indented
 
 
 class LaunchError(Exception):
@@ -13,7 +14,7 @@ class LaunchError(Exception):
         self.message, self.hint, self.exit_code = message, hint, exit_code
 
     def render(self) -> str:
-        return f"{self.message}\n    {self.hint}" if self.hint else self.message
+        return "\n    ".join(indented(text) for text in (self.message, self.hint) if text)
 
 
 class NotServingError(LaunchError):

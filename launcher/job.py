@@ -50,6 +50,7 @@ from launcher.screen import Screen
 from launcher.supervisor import Ending, Exit, Setting, Situation, Supervised, Supervisor
 from launcher.uploads import credentials_of
 from launcher.watch import Watch, blame
+from schema.text import indented
 from schema.wire.messages import TERMINAL_PHASES, JobStatus, Phase
 
 log = logging.getLogger(__name__)
@@ -266,7 +267,7 @@ class Job:
         self.screen.event(text)
         try:
             with (self.plan.run.logs / "launcher.log").open("a", encoding="utf-8") as file:
-                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {indented(text)}\n")
         except OSError as error:  # a full disk ends those who have something to save, not the launcher
             self.screen.event(f"launcher.log cannot be written: {error.strerror}")
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from schema.text import one_line
+
 TAIL_LINES = 20
 TAIL_BYTES = 64 * 1024
 """Enough for 20 lines of a traceback; a file of gigabytes is not read through."""
@@ -29,4 +31,4 @@ def tail(path: Path, lines: int = TAIL_LINES, since: int = 0) -> list[str]:
         return []
     # A progress bar rewrites its line: what was visible last is what counts.
     written = [_CONTROL.sub("", line.rstrip("\r").rpartition("\r")[2]).rstrip() for line in text.split("\n")]
-    return [line for line in written if line][-lines:]
+    return [one_line(line) for line in written if line][-lines:]

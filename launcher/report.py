@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from launcher.display import FAILED, duration, number
 from launcher.rundir import write_text
+from schema.text import one_line
 from schema.wire.messages import JobStatus, LedgerStatus, ReplicaInfo, StepRecord, ValidationRecord
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ def rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     if summary.get("final_model"):
         found.append(("model", summary["final_model"]))
     found.append(("logs", str(Path(summary["run_dir"]) / "logs")))
-    return found
+    return [(name, one_line(value)) for name, value in found]
 
 
 def _learning(steps: list[dict[str, Any]], validations: list[dict[str, Any]]) -> list[tuple[str, str]]:

@@ -8,6 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from launcher.display import LinePacer, View, line, panel
+from schema.text import indented, visible
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,12 +22,12 @@ class Screen:
 
     def event(self, text: str) -> None:
         """Something happened: one line with the time."""
-        self.write(f"{time.strftime('%H:%M:%S')} {text}")
+        self.write(f"{time.strftime('%H:%M:%S')} {indented(text)}")
 
     def write(self, text: str) -> None:
         """Write lines. Nobody listening any more (a closed pipe or terminal) is no reason to end a training."""
         try:
-            sys.stdout.write(text + "\n")
+            sys.stdout.write(visible(text) + "\n")
             sys.stdout.flush()
         except OSError:
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process
@@ -70,7 +71,7 @@ class TerminalScreen(Screen):
         from rich.text import Text
 
         try:
-            self._console.print(Text(text))
+            self._console.print(Text(visible(text)))
         except OSError:
             self._console.file = open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process
 

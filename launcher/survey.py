@@ -22,6 +22,7 @@ from launcher.errors import LaunchError, NotServingError
 from launcher.remote import HOW_TO_GET_IN, Target
 from launcher.restarts import EXIT_FAILED, EXIT_OK
 from launcher.rundir import RunDir
+from schema.text import one_line
 
 if TYPE_CHECKING:
     from schema.wire.messages import WeightsStatus
@@ -198,7 +199,7 @@ def lines(found: Mapping[str, Any], now: float | None = None) -> list[str]:
         text.append(f"  controller: {found['error']}")
     if found["next"]:
         text.append(f"next: {found['next']}")
-    return text
+    return [one_line(said) for said in text]
 
 
 def _title(found: Mapping[str, Any]) -> str:

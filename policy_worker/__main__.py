@@ -23,6 +23,7 @@ from policy_worker.process import (
     install_signals,
     watch_parent,
 )
+from schema.text import configure_logging
 
 log = logging.getLogger("policy_worker")
 
@@ -69,12 +70,7 @@ def _run(environment: Environment, ranks: RankEnvironment, departure: Departure)
 
 
 def _set_up_logging(rank: int) -> None:
-    logging.basicConfig(
-        level=logging.INFO,
-        format=f"%(asctime)s %(levelname)s rank{rank} %(name)s: %(message)s",
-        stream=sys.stderr,
-        force=True,
-    )
+    configure_logging(f"%(asctime)s %(levelname)s rank{rank} %(name)s: %(message)s", force=True)
     for noisy in ("httpx", "httpcore", "transformers", "torch.distributed"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -27,6 +27,7 @@ from rollout_worker.errors import StoreSettingsError, WeightsUnreadableError
 from rollout_worker.rewards.pool import RewardPoolError
 from rollout_worker.rewards.registry import RewardConfigError
 from rollout_worker.session import JobOverError, NameTakenError, SupersededError
+from schema.text import configure_logging
 from schema.wire.secret import fault
 
 OK, FAILED, CONFIG, NAME_TAKEN = 0, 1, 2, 5
@@ -113,12 +114,7 @@ def _number(name: str) -> int | None:
 
 
 def _set_up_logging() -> None:
-    logging.basicConfig(
-        level=logging.INFO,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-        force=True,
-    )
+    configure_logging(force=True)
     for noisy in ("httpx", "httpcore", "transformers"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
 

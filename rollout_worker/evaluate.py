@@ -26,6 +26,7 @@ from rollout_worker.rewards.pool import Result, RewardPool, RewardPoolError, Tas
 from rollout_worker.rewards.registry import RewardConfigError
 from rollout_worker.rewards.scoring import score_of
 from schema.config import Config
+from schema.text import configure_logging
 
 log = logging.getLogger("rollout_worker.evaluate")  # run with -m, __name__ would say nothing
 
@@ -173,7 +174,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m rollout_worker.evaluate", description="Score answers.")
     parser.add_argument("--run-dir", type=Path, required=True, help="directory of the run")
     run_dir = parser.parse_args(argv).run_dir
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    configure_logging()
     config = Config.model_validate_json((run_dir / "config.json").read_text(encoding="utf-8"))
     try:
         found = asyncio.run(evaluate(config, run_dir))

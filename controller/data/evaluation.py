@@ -24,6 +24,7 @@ from controller.data.prepare import check_source
 from controller.data.rows import extras, jsonable, value
 from controller.data.sources import Source, column, open_source, require_column
 from schema.config import Config, EvaluationConfig
+from schema.text import configure_logging
 
 logger = logging.getLogger("controller.data.evaluation")  # run with -m, __name__ would say nothing
 
@@ -111,7 +112,7 @@ def main(argv: list[str] | None = None) -> int:
         "--run-dir", type=Path, required=True, help="directory of the run, with its config.json"
     )
     run_dir = parser.parse_args(argv).run_dir
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    configure_logging()
     try:
         config = Config.model_validate_json((run_dir / "config.json").read_text(encoding="utf-8"))
         prepare(config, run_dir)

@@ -30,6 +30,7 @@ from controller.data.sources import Role, Source, open_source, require_column
 from controller.data.tokenizer import PromptTokenizer
 from schema.config import SOURCE_SCORERS, Config
 from schema.config.modules import ExternalModuleError, import_external
+from schema.text import configure_logging
 from schema.wire.prompts import write_prompts
 
 __all__ = ["held_out_rows", "jsonable", "main", "prepare", "prepare_conversations", "prepare_prompts"]
@@ -295,7 +296,7 @@ def main(argv: list[str] | None = None) -> int:
         "--run-dir", type=Path, required=True, help="directory of the run, with its config.json"
     )
     run_dir = parser.parse_args(argv).run_dir
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    configure_logging()
     logging.getLogger("huggingface_hub").propagate = False  # it writes by a handler of its own
     try:
         config = Config.model_validate_json((run_dir / "config.json").read_text(encoding="utf-8"))

@@ -13,12 +13,13 @@ from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, model_validator
 
+from schema.text import PLAIN
 from schema.wire.frame import FrameError, pack_bundle, unpack_bundle
 from schema.wire.invalid import describe
 from schema.wire.sample import MOST_REWARDS
 
 Column = Field(max_length=1_000_000)
-Names = Annotated[list[Annotated[str, Field(max_length=64)]], FailFast(), Column]
+Names = Annotated[list[Annotated[str, Field(max_length=64, pattern=PLAIN)]], FailFast(), Column]
 Integers = Annotated[list[int], FailFast(), Column]
 Numbers = Annotated[list[float | None], FailFast(), Column]
 
@@ -35,7 +36,7 @@ class StepTable(BaseModel):
     group: Integers = Field(description="For each sample, which entry of group_ids it belongs to.")
     index: Integers = Field(description="Index of the sample inside its group.")
     score: Numbers = Field(description="Null where the reward failed: the sample is masked.")
-    rewards: dict[str, Numbers] = Field(max_length=MOST_REWARDS)
+    rewards: dict[Annotated[str, Field(pattern=PLAIN)], Numbers] = Field(max_length=MOST_REWARDS)
     prompt_tokens: Integers
     response_tokens: Integers
     total_tokens: Integers

@@ -27,6 +27,7 @@ from schema.wire.messages import (
     LedgerSnapshot,
     Message,
     MetricName,
+    RequestId,
     Text,
 )
 from schema.wire.weights import Publication
@@ -38,9 +39,7 @@ MAX_PUBLICATIONS = 256
 class DeclareRequest(Message):
     """The registration that a trainer was given, and what it has done under it."""
 
-    registration: str = Field(
-        min_length=8, max_length=64, description="Request id of the registration: tells it from others."
-    )
+    registration: RequestId = Field(description="Request id of the registration: tells it from others.")
     name: str = Field(min_length=1, max_length=128, pattern=NAME)
     incarnation: int = Field(ge=1, lt=2**53)
     policy_epoch: Count

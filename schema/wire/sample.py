@@ -26,8 +26,10 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from schema.text import PLAIN
 from schema.wire.frame import FrameError, decode_frame, encode_frame, read_metadata
 from schema.wire.invalid import describe
+from schema.wire.messages.base import Prose
 
 Count = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
 Version = Annotated[int, Field(strict=True, ge=-1, lt=2**31)]
@@ -50,13 +52,12 @@ class SampleHeader(BaseModel):
     oldest_version: Version = Field(description="Oldest weight version among generated tokens; -1 if none.")
     newest_version: Version
     finish_reason: FinishReason
-    rewards: dict[Annotated[str, Field(max_length=1024)], float] = Field(
+    rewards: dict[Annotated[str, Field(max_length=1024, pattern=PLAIN)], float] = Field(
         default_factory=dict, max_length=MOST_REWARDS, description="Reward function name to its value."
     )
     score: float | None = Field(default=None, description="Weighted sum of the rewards; null after an error.")
-    error: str | None = Field(
+    error: Annotated[Prose, Field(max_length=8192)] | None = Field(
         default=None,
-        max_length=8192,
         description="Why there is no score: name and last lines of the failure. Never a score of zero.",
     )
     outage: bool = Field(

@@ -15,6 +15,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from schema.text import PLAIN
+
 MANIFEST_FORMAT: Literal[2] = 2
 MAX_CHAIN = 512
 """Links that a manifest may list."""
@@ -58,9 +60,9 @@ class Publication(BaseModel):
     version: int = Field(ge=0, description="Committed steps contained in the weights.")
     timeline: int = Field(ge=0)
     uri: StoreKey
-    manifest_hash: str = Field(max_length=256)
+    manifest_hash: str = Field(max_length=256, pattern=PLAIN)
     content_hash: str = Field(
-        max_length=256, description="Hash over all tensors' names, dtypes, shapes and hashes."
+        max_length=256, pattern=PLAIN, description="Hash over all tensors' names, dtypes, shapes and hashes."
     )
     n_bytes: int = Field(ge=0, description="Bytes of its data files.")
     kind: Literal["full", "delta"] = "full"

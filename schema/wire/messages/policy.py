@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from schema.wire.messages.base import MOST_METRICS, Count, Message, MetricName, Text
+from schema.text import PLAIN
+from schema.wire.messages.base import MOST_METRICS, Count, Message, MetricName, RequestId, Text
 
 
 class CommitRequest(Message):
-    request_id: str = Field(min_length=8, max_length=64)
+    request_id: RequestId
     replica_id: Text
     incarnation: Count
     policy_epoch: Count
@@ -18,6 +19,7 @@ class CommitRequest(Message):
     batch: str = Field(
         default="",
         max_length=64,
+        pattern=PLAIN,
         description="`StepTable.digest` of the batch that was trained. A controller that has another one, or none, "
         "has lost history and refuses (`wrong_step`): the trainer declares itself.",
     )
@@ -35,12 +37,12 @@ class CommitReply(Message):
 
 
 class CheckpointRequest(Message):
-    request_id: str = Field(min_length=8, max_length=64)
+    request_id: RequestId
     replica_id: Text
     incarnation: Count
     policy_epoch: Count
     step: Count = Field(description="Committed steps that the checkpoint covers.")
-    path: str = Field(min_length=1, max_length=4096, pattern=r"^[^\x00-\x1f\x7f]+$")
+    path: str = Field(min_length=1, max_length=4096, pattern=PLAIN)
 
 
 class CheckpointReply(Message):

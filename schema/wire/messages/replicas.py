@@ -7,7 +7,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import FailFast, Field
 
-from schema.wire.messages.base import MOST_GAUGES, MOST_LEASES, NAME, Count, Message, MetricName, Role, Text
+from schema.text import PLAIN
+from schema.wire.messages.base import (
+    MOST_GAUGES,
+    MOST_LEASES,
+    NAME,
+    Count,
+    Message,
+    MetricName,
+    Prose,
+    RequestId,
+    Role,
+    Text,
+)
 from schema.wire.weights import Publication
 
 
@@ -22,7 +34,7 @@ class LedgerSnapshot(Message):
     untrained: Annotated[list[Annotated[int, Field(ge=0)]], FailFast()] = Field(
         max_length=1_000_000, description="Stream positions below the frontier not trained and not dropped."
     )
-    dropped: dict[str, Annotated[int, Field(ge=0, lt=2**53)]] = Field(
+    dropped: dict[Text, Annotated[int, Field(ge=0, lt=2**53)]] = Field(
         default_factory=dict, max_length=64, description="Counts by reason."
     )
     staleness: dict[Annotated[int, Field(ge=0, lt=2**53)], Annotated[int, Field(ge=0, lt=2**53)]] = Field(
@@ -34,20 +46,23 @@ class LedgerSnapshot(Message):
         description="Rows of the prepared data: positions of other data mean other prompts.",
     )
     order: str | None = Field(
-        default=None, max_length=64, description="Identifies the order in which the rows are handed out."
+        default=None,
+        max_length=64,
+        pattern=PLAIN,
+        description="Identifies the order in which the rows are handed out.",
     )
 
 
 class HeldLease(Message):
     """A lease that a rollout replica holds, and what it has done under it: the controller may have forgotten both."""
 
-    group_id: str = Field(max_length=64)
-    lease_id: str = Field(max_length=64)
+    group_id: str = Field(max_length=64, pattern=PLAIN)
+    lease_id: str = Field(max_length=64, pattern=PLAIN)
     version: int = Field(
         default=-1, ge=-1, lt=2**53, description="Weight version that it was granted for; -1: not told."
     )
     publication_id: int = Field(default=0, ge=0, lt=2**53, description="Publication that it was granted for.")
-    manifest_hash: str = Field(default="", max_length=128, description="Of that publication.")
+    manifest_hash: str = Field(default="", max_length=128, pattern=PLAIN, description="Of that publication.")
     pushed: Annotated[list[Annotated[int, Field(ge=0)]], FailFast()] = Field(
         default_factory=list,
         max_length=65536,
@@ -56,7 +71,7 @@ class HeldLease(Message):
 
 
 class RegisterRequest(Message):
-    request_id: str = Field(min_length=8, max_length=64)
+    request_id: RequestId
     role: Role
     name: str = Field(
         min_length=1, max_length=128, pattern=NAME, description="Stable over restarts of the same replica."
@@ -132,13 +147,13 @@ class HeartbeatRequest(Message):
         default_factory=lambda: time.monotonic_ns() // 1000,
         description="Rises from beat to beat; one that comes late, or twice, says nothing about leases any more.",
     )
-    status: str = Field(default="", max_length=256, description="What it is doing, for people.")
+    status: Text = Field(default="", description="What it is doing, for people.")
     gauges: dict[MetricName, float] = Field(
         default_factory=dict,
         max_length=MOST_GAUGES,
         description="Numbers for the display, e.g. idle_fraction, samples_per_s, tokens_per_s.",
     )
-    trouble: str = Field(
+    trouble: Prose = Field(
         default="",
         max_length=4096,
         description="What goes wrong beside its work, e.g. an upload; shown as last error.",

@@ -7,12 +7,13 @@ from typing import Annotated, Any
 
 from pydantic import FailFast, Field
 
-from schema.wire.messages.base import Count, GroupKind, Message, Text
+from schema.text import PLAIN
+from schema.wire.messages.base import Count, GroupKind, Message, RequestId, Text
 from schema.wire.messages.errors import ErrorCode
 
 
 class LeaseRequest(Message):
-    request_id: str = Field(min_length=8, max_length=64)
+    request_id: RequestId
     replica_id: Text
     incarnation: Count
     version: Count = Field(description="Weight version that the engine holds now.")
@@ -20,6 +21,7 @@ class LeaseRequest(Message):
     manifest_hash: str = Field(
         default="",
         max_length=128,
+        pattern=PLAIN,
         description="Of that publication: after a loss of history its id may be another's.",
     )
     max_groups: int = Field(ge=1, le=4096)

@@ -6,12 +6,13 @@ from typing import Literal
 
 from pydantic import Field
 
-from schema.wire.messages.base import Count, Message, Seconds, Text
+from schema.text import PLAIN
+from schema.wire.messages.base import Count, Message, Prose, RequestId, Seconds, Text
 from schema.wire.weights import Offer, Publication, StoreKey
 
 
 class PublishRequest(Message):
-    request_id: str = Field(min_length=8, max_length=64)
+    request_id: RequestId
     replica_id: Text
     incarnation: Count
     policy_epoch: Count
@@ -65,11 +66,12 @@ class UpdateReport(Message):
     served_hash: str = Field(
         default="",
         max_length=256,
+        pattern=PLAIN,
         description="Content hash computed from the weights being served; empty: not computed this time.",
     )
     n_bytes: Count = Field(default=0, description="Bytes that were fetched for it.")
     seconds: Seconds = Field(default_factory=dict)
-    detail: str = Field(
+    detail: Prose = Field(
         default="",
         max_length=4096,
         description="Why it is unreadable, or why the transport is not the one that was asked for.",
