@@ -47,6 +47,7 @@ class Watch:
         """Follow the controller until it says that the job is over."""
         silent_since: float | None = None
         while True:
+            began = time.monotonic()
             try:
                 await self._look()
                 await self._look_at_replicas()
@@ -59,7 +60,7 @@ class Watch:
                 log.debug("no status: %s", error)
                 self._view.refusal = ""
                 now = time.monotonic()
-                silent_since = silent_since or now
+                silent_since = silent_since or began
                 # A silence that began before its present process was started is not that one's.
                 silent = now - max(silent_since, self._supervisor.replicas["controller"].since)
                 if silent > HUNG_AFTER and not await self._contact.is_healthy():

@@ -1,8 +1,8 @@
-"""`python -m tests.chaos`: kill everything, at random, and show that nothing is lost.
+"""`python -m tests.chaos`: kill or stop everything, at random, and show that nothing is lost.
 
-Starts the real program as a user does and sends SIGKILL to one of its processes after the other, at moments drawn
-from a seed, in job after job, until enough have hit. After each job everything is counted: see `tests.chaos.judge`
-for what must hold and `tests.chaos.traces` for what must not be left.
+Starts the real program as a user does and sends SIGKILL or SIGSTOP to one of its processes after the other, at
+moments drawn from a seed, in job after job, until enough have hit. After each job everything is counted: see
+`tests.chaos.judge` for what must hold and `tests.chaos.traces` for what must not be left.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ what is killed
   launcher              everything below it leaves; then `cosmos-launch --resume`
   store                 the S3 server that checkpoints are uploaded to; back after some seconds
   data                  the preparation of the data, at the start of a job
-sometimes it is the keeper above a process that is hit, sometimes two within a second.
+sometimes it is the keeper above a process that is hit, sometimes two within a second. One strike in three stops the
+process (SIGSTOP) instead: it goes on after some seconds, or the launcher finds and restarts it.
 
 examples
   python -m tests.chaos --kills 10                     a quick look, a few minutes

@@ -9,20 +9,23 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from tests.chaos.judge import Evidence, judge, parse
-from tests.chaos.plan import JobPlan, Role, Strike
+from tests.chaos.plan import FOR_GOOD, LONGEST_STOP, JobPlan, Role, Strike
 from tests.chaos.servers import NamedRedis, ObjectStore
-from tests.chaos.setting import Setting
+from tests.chaos.setting import ROOT, Setting
 from tests.chaos.traces import Traces, is_keeper, kill
 from tests.chaos.watch import Watch
 from tests.support.waiting import PATIENCE
 
-COMMAND = Path(sys.executable).with_name("cosmos-launch")
+COMMAND = (sys.executable, "-m", "tests.chaos.launch")
+"""`cosmos-launch`, which sooner calls hung what does not answer."""
 TICK = 0.01
+END = 30.0
+"""Seconds for what was killed to be gone."""
 LOOK_EVERY = 0.5
 NO_MOMENT = 6.0
 """Seconds after which a strike does not wait for a checkpoint or a validation any longer."""
@@ -198,12 +201,28 @@ class StruckJob:
         if strike.keeper:
             above = [p for p in alive if p.pid == victim.parent and is_keeper(p.argv)]
             victim, name = (above[0], f"keeper of {name}") if above else (victim, name)
-        return f"{name} {victim.pid}" if kill(victim) else None
+        if not strike.stop:
+            return f"{name} {victim.pid}" if kill(victim) else None
+        if not kill(victim, signal.SIGSTOP):
+            return None
+        return self._wake_later(strike, f"{name} {victim.pid}", lambda: kill(victim, signal.SIGCONT))
+
+    def _wake_later(self, strike: Strike, target: str, wake: Callable[[], object]) -> str:
+        """Let one that was stopped go on in time; what was hit."""
+        if strike.stop == FOR_GOOD:
+            return f"{target} (stopped)"
+        self._revivals.append((time.monotonic() + strike.stop, lambda: wake() and None))
+        return f"{target} (stopped {strike.stop:.0f} s)"
 
     def _hit_launcher(self, strike: Strike) -> str | None:
         launcher = self._launcher
         if launcher is None or launcher.poll() is not None:
             return None
+        if strike.stop:
+            launcher.send_signal(signal.SIGSTOP)
+            return self._wake_later(
+                strike, f"launcher {launcher.pid}", lambda: launcher.send_signal(signal.SIGCONT)
+            )
         launcher.kill()
         launcher.wait(PATIENCE)
         self._launcher = None
@@ -214,18 +233,23 @@ class StruckJob:
         pid = server.pid
         if pid is None:
             return None
+        if strike.stop:  # nobody but an administrator would find one that stays so
+            os.kill(pid, signal.SIGSTOP)
+            strike = replace(strike, stop=min(strike.stop, LONGEST_STOP))
+            return self._wake_later(strike, f"{strike.role} {pid}", lambda: server.wake(pid))
         server.kill()
         self._revivals.append((time.monotonic() + strike.pause, server.start))
         return f"{strike.role} {pid}"
 
     def _launch(self, *arguments: str) -> None:
         env = {key: value for key, value in os.environ.items() if not key.startswith("COSMOS_")}
+        env["PYTHONPATH"] = str(ROOT)
         env |= {"TMPDIR": str(self.folder / "tmp"), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         for server in (self.redis, self.store):
             env |= {} if server is None else server.environment
         with (self.folder / "launcher.log").open("ab") as log:
             self._launcher = subprocess.Popen(
-                [str(COMMAND), "--config", str(self.config), *arguments],
+                [*COMMAND, "--config", str(self.config), *arguments],
                 cwd=self.folder,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -298,14 +322,20 @@ class StruckJob:
     def _end_all(self) -> None:
         """Leave nobody: the launcher in order, then whoever is left."""
         if self._launcher is not None and self._launcher.poll() is None:
+            self._launcher.send_signal(signal.SIGCONT)
             self._launcher.send_signal(signal.SIGTERM)
             try:
                 self._launcher.wait(PATIENCE)
             except subprocess.TimeoutExpired:
                 self._launcher.kill()
                 self._launcher.wait(PATIENCE)
-        for process in self.traces.look():
-            kill(process)
+        give_up = time.monotonic() + END
+        while (left := self.traces.look()) and time.monotonic() < give_up:  # one may start another meanwhile
+            for process in left:
+                kill(process)
+            time.sleep(TICK)
         for server in (self.redis, self.store):
+            if server is not None and server.pid is not None:
+                server.wake(server.pid)
             if server is not None and server.pid is None:
                 server.start()

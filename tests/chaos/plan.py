@@ -24,6 +24,11 @@ ROLES: tuple[Role, ...] = ("controller", "redis", "rollout", "policy", "launcher
 KEPT: frozenset[Role] = frozenset({"controller", "redis", "rollout", "policy", "data"})
 """Roles whose processes have a keeper (`launcher.keeper`) above them, which may be killed in their place."""
 KEEPER_SHARE = 0.15
+STOP_SHARE, LONGEST_STOP = 0.35, 15.0
+"""Strikes that are a SIGSTOP instead of a kill -9, and the most seconds until SIGCONT."""
+NOTICED: frozenset[Role] = frozenset({"controller", "redis", "rollout"})
+"""Roles of which one that stays stopped is found and restarted by the launcher: half of the stops are for good."""
+FOR_GOOD = float("inf")
 BOOT_SECONDS = 12.0
 """From the start of a job to its first step, about: a strike during the start falls into this time."""
 MOMENTS: tuple[tuple[Moment, int], ...] = (
@@ -44,8 +49,11 @@ DELAYS: dict[Moment, float] = {
 
 @dataclass(frozen=True, slots=True)
 class Strike:
-    """One kill -9. `choice` in [0, 1) picks one of the role's processes; `pause` is how long one that this script
-    itself must start again (launcher, named Redis, object store) stays away, in seconds."""
+    """One kill -9, or a SIGSTOP for `stop` seconds where that is not 0 (`FOR_GOOD`: nobody wakes it).
+
+    `choice` in [0, 1) picks one of the role's processes; `pause` is how long one that this script itself must start
+    again (launcher, named Redis, object store) stays away, in seconds.
+    """
 
     role: Role
     moment: Moment
@@ -53,6 +61,7 @@ class Strike:
     choice: float
     pause: float
     keeper: bool = False
+    stop: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +105,10 @@ def _strikes(rng: random.Random, roles: Sequence[Role]) -> Iterator[Strike]:
         else:
             delay = 0.0 if role == "data" else rng.uniform(0.0, DELAYS[moment])
         keeper = role in KEPT and rng.random() < KEEPER_SHARE
-        yield Strike(role, moment, delay, rng.random(), rng.uniform(0.0, 3.0), keeper)
+        stop = 0.0 if keeper or rng.random() >= STOP_SHARE else rng.uniform(0.5, LONGEST_STOP)
+        if stop and role in NOTICED and rng.random() < 0.5:
+            stop = FOR_GOOD
+        yield Strike(role, moment, delay, rng.random(), rng.uniform(0.0, 3.0), keeper, stop)
 
 
 def _moment(rng: random.Random, role: Role, *, first: bool, last: bool) -> Moment:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import secrets
+import signal
 import socket
 import subprocess
 import sys
@@ -25,6 +27,13 @@ from tests.support.tls_proxy import tls_proxy
 from tests.support.waiting import PATIENCE, until
 
 BUCKET = "chaos"
+
+
+DIES_TOO = (
+    sys.executable, "-I", "-S", "-c",
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execv(sys.argv[1], sys.argv[1:])",
+)  # fmt: skip
+"""In front of a command: whoever kills this script must not have to look for its servers (PR_SET_PDEATHSIG)."""
 
 
 class NamedRedis:
@@ -76,9 +85,15 @@ class NamedRedis:
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
 
+    def wake(self, pid: int) -> None:
+        """SIGCONT, if it is still the same process."""
+        if self.pid == pid:
+            os.kill(pid, signal.SIGCONT)
+
     def start(self) -> None:
         """Start, and wait until it has loaded its file."""
-        self._process = subprocess.Popen([str(get_binary_path()), str(self._config)], start_new_session=True)
+        command = [*DIES_TOO, str(get_binary_path()), str(self._config)]
+        self._process = subprocess.Popen(command, start_new_session=True)
         until(self._answers, "the Redis server")
 
     def _answers(self) -> bool:
@@ -134,9 +149,21 @@ class ObjectStore:
     def pid(self) -> int | None:
         return None if self._front is None else self._front.pid
 
+    def wake(self, pid: int) -> None:
+        """SIGCONT, if it is still the same process."""
+        if self.pid == pid:
+            os.kill(pid, signal.SIGCONT)
+
     def start(self) -> None:
         """Start, and wait until it takes connections."""
-        command = [sys.executable, "-m", "tests.chaos.servers", str(self._port), str(self._behind.port)]
+        command = [
+            *DIES_TOO,
+            sys.executable,
+            "-m",
+            "tests.chaos.servers",
+            str(self._port),
+            str(self._behind.port),
+        ]
         self._front = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
         until(self._listens, "the front of the object store")
 

@@ -7,7 +7,7 @@ from itertools import islice
 
 import pytest
 
-from tests.chaos.plan import DELAYS, KEPT, MOMENTS, ROLES, JobPlan, plan
+from tests.chaos.plan import DELAYS, FOR_GOOD, KEPT, MOMENTS, NOTICED, ROLES, JobPlan, plan
 
 
 def jobs(seed: int, count: int, **options: int) -> list[JobPlan]:
@@ -29,6 +29,10 @@ def test_roles_take_turns_and_moments_vary(seed: int) -> None:
     assert set(moments) == {"start", "finish", *(moment for moment, _ in MOMENTS)}
     assert any(strike.keeper for strike in strikes)
     assert all(strike.role in KEPT for strike in strikes if strike.keeper)
+    stopped = [strike for strike in strikes if strike.stop]
+    assert {strike.role for strike in stopped} == set(ROLES)
+    assert {strike.role for strike in stopped if strike.stop == FOR_GOOD} == NOTICED
+    assert not any(strike.keeper for strike in stopped)
     assert sum(strike.moment == "after" and strike.delay < 1.0 for strike in strikes) > 10, "double faults"
     for strike in strikes:
         assert 0.0 <= strike.delay <= DELAYS.get(strike.moment, 8.0)

@@ -117,8 +117,8 @@ def is_keeper(argv: tuple[str, ...]) -> bool:
     return any(word.endswith("launcher/keeper.py") for word in argv[:5])
 
 
-def kill(process: Process) -> bool:
-    """SIGKILL to exactly this process; False if it is gone, whoever may have its number now."""
+def kill(process: Process, number: signal.Signals = signal.SIGKILL) -> bool:
+    """A signal to exactly this process; False if it is gone, whoever may have its number now."""
     try:
         handle = os.pidfd_open(process.pid)
     except ProcessLookupError:
@@ -127,7 +127,7 @@ def kill(process: Process) -> bool:
         argv = (PROC / str(process.pid) / "cmdline").read_bytes().rstrip(b"\0").split(b"\0")
         if tuple(os.fsdecode(word) for word in argv) != process.argv:
             return False
-        signal.pidfd_send_signal(handle, signal.SIGKILL)
+        signal.pidfd_send_signal(handle, number)
     except (OSError, ProcessLookupError):
         return False
     finally:
