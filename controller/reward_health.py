@@ -36,6 +36,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Self
 
+from schema.text import one_line
 from schema.wire.sample import SampleHeader
 
 WINDOW, MOST_FAILED = 64, 32
@@ -69,8 +70,7 @@ class Failure:
         first = text.split("\n", 1)[0]
         found = _FUNCTION.search(text)
         where = f" in reward function {found[1]}" if found else ""
-        head = (first if len(first) <= MAX_HEAD else first[:MAX_HEAD] + "…") + where
-        head = "".join(character if character.isprintable() else " " for character in head)
+        head = one_line((first if len(first) <= MAX_HEAD else first[:MAX_HEAD] + "…") + where)
         return cls(
             first.partition(":")[0] + where, head, text, header.outage, header.finish_reason != "abort"
         )

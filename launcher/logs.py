@@ -14,11 +14,6 @@ TAIL_BYTES = 64 * 1024
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
 
 
-def printable(text: str) -> str:
-    """Text that others wrote, without what would move a terminal's cursor."""
-    return _CONTROL.sub("", text)
-
-
 def tail(path: Path, lines: int = TAIL_LINES, since: int = 0) -> list[str]:
     """The last lines of a log from byte `since` on, without terminal control codes; empty if there is no log."""
     try:

@@ -14,10 +14,11 @@ from controller.client import ControllerError, NotServing, Unauthorized
 from launcher.contact import Contact
 from launcher.display import View
 from launcher.hung import is_hung
-from launcher.logs import printable, tail
+from launcher.logs import tail
 from launcher.plan import Outcome, Plan
 from launcher.restarts import EXIT_FAILED, EXIT_OK
 from launcher.supervisor import Supervisor
+from schema.text import visible
 from schema.wire.messages import TERMINAL_PHASES, Phase
 
 log = logging.getLogger(__name__)
@@ -116,7 +117,7 @@ class Watch:
         if status.phase is Phase.STOPPED:
             return Outcome("stopped", 128 + signal.SIGINT, "by `cosmos-launch stop` or the API")
         if status.traceback:
-            lines = printable(status.traceback).splitlines()
+            lines = visible(status.traceback).split("\n")
             return Outcome("failed", EXIT_FAILED, status.last_error or "", tuple(lines))
         culprit = min(self._unseen, default="controller")  # one that did not register has written why
         return blame(self._logs, culprit, status.last_error or "the controller says that the job has failed")
