@@ -32,21 +32,21 @@ def refuse_script(text: str, name: str) -> None:
     raise ConfigError([Problem("", "a shell script, not a configuration", hint=hint, file=name)])
 
 
-def not_read(defaults: Any, system: str) -> str:
-    """What to say of Hydra's list of defaults; "" where it names no other file."""
+def not_read(defaults: Any, system: str = "") -> tuple[str, str]:
+    """What to say of Hydra's list of defaults, and the remedy; ("", "") where it names no other file.
+
+    system: whose file it is; "" where that is not known.
+    """
     names = [name for name in map(_name, defaults if isinstance(defaults, list) else []) if name]
     if not names:
-        return ""
-    whole = (
+        return "", ""
+    composed = (
         f"convert what Hydra composes: {_VERL.format(module=_MAIN)}, with the --config-name of this file"
-        if system == "verl"
-        else "write their keys into this file"
     )
+    written = "write their keys into this file"
+    remedy = {"verl": composed, "": f"{written}, or of verl {composed}"}.get(system, written)
     shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-    return (
-        f"`defaults` names files that are not read: {shown}. What they say other than {system}'s own defaults is "
-        f"left out; {whole}"
-    )
+    return f"`defaults` names files that are not read: {shown}", remedy
 
 
 def _name(entry: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from schema.config.problem import ConfigError, Problem
+from schema.interop.composed import not_read
 from schema.interop.rows import Reader
 from schema.interop.source import Source
 
@@ -22,7 +23,7 @@ def detect(source: Source, readers: Sequence[Reader]) -> tuple[Reader, str]:
     looked = "; ".join(f"{reader.title}: {', '.join(reader.signs)}" for reader in readers)
     written = ", ".join(list(source.data)[:8]) or "none"
     message = f"no configuration of {' or '.join(reader.title for reader in readers)} (its keys: {written})"
-    hint = f"looked for {looked}. If it is one, say which: --system {names}"
+    hint = f"{_composed(source)}looked for {looked}. If it is one, say which: --system {names}"
     raise ConfigError([Problem("", message, hint=hint, file=source.name)])
 
 
@@ -30,8 +31,14 @@ def kind_of(source: Source, reader: Reader) -> str:
     """The kind of a file that is said to be of this system; raises ConfigError where nothing fits."""
     kind = reader.detect(source)
     if kind is None:
-        hint = f"looked for {', '.join(reader.signs)}"
+        hint = f"{_composed(source, reader.title)}looked for {', '.join(reader.signs)}"
         raise ConfigError(
             [Problem("", f"has no key of {reader.title}'s configurations", hint=hint, file=source.name)]
         )
     return kind
+
+
+def _composed(source: Source, system: str = "") -> str:
+    """The first part of a hint, for a file whose keys stand in others."""
+    left_out, remedy = not_read(source.data.get("defaults"), system)
+    return f"{left_out}; {remedy}. Else: " if left_out else ""

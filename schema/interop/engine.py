@@ -54,8 +54,10 @@ def convert_source(source: Source, reader: Reader, kind: str, env: Mapping[str, 
     the entries.
     """
     rows = reader.rows(kind)
+    left_out, remedy = not_read(source.data.get("defaults"), reader.title)
     if reader.interpolates:
-        data = resolve(source.data, source.lines, source.name, env, defaults_of(rows))
+        hint = f"{left_out}; {remedy}" if left_out else ""
+        data = resolve(source.data, source.lines, source.name, env, defaults_of(rows), hint)
         source = source.with_data(data)
     reading = Reading(reader.system, reader.title, kind, source, rows)
     found = [(path, dotted(path), value) for path, value in leaves(source.data)]
@@ -63,8 +65,10 @@ def convert_source(source: Source, reader: Reader, kind: str, env: Mapping[str, 
     entries = [
         _entry(reading, reader, Leaf(key, value, line=source.line(path))) for path, key, value in found
     ]
-    if left_out := not_read(source.data.get("defaults"), reader.title):
-        reading.warn(left_out)
+    if left_out:
+        reading.warn(
+            f"{left_out}. What they say other than {reader.title}'s own defaults is left out; {remedy}"
+        )
     reader.finish(reading)
     final, added, config = _assemble(reading, entries, _additions(reading, entries))
     keys = tuple(key for _, key, _ in found)

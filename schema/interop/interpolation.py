@@ -34,13 +34,15 @@ def resolve(
     name: str,
     env: Mapping[str, str],
     defaults: Mapping[str, Any],
+    absent: str = "",
 ) -> dict[str, Any]:
     """`data` with every interpolation replaced by what it names.
 
     env: the environment that `oc.env` reads. defaults: by dotted key, what the other system has where the
-    file is silent. Raises ConfigError with all unresolvable references, each with its line.
+    file is silent. absent: the hint for a key that is not there. Raises ConfigError with all unresolvable
+    references, each with its line.
     """
-    resolver = _Resolver(data, lines, name, env, defaults)
+    resolver = _Resolver(data, lines, name, env, defaults, absent)
     resolved = {key: resolver.value((key,), value) for key, value in data.items()}
     if resolver.problems:
         raise ConfigError(resolver.problems)
@@ -51,6 +53,10 @@ class _Unresolvable(Exception):
     """The reason why a reference has no value."""
 
 
+class _AbsentError(_Unresolvable):
+    """It names a key that is not there."""
+
+
 class _Resolver:
     def __init__(
         self,
@@ -59,7 +65,9 @@ class _Resolver:
         name: str,
         env: Mapping[str, str],
         defaults: Mapping[str, Any],
+        absent: str,
     ) -> None:
+        self.absent = absent
         self.data, self.lines, self.name, self.env, self.defaults = data, lines, name, env, defaults
         self.problems: list[Problem] = []
         self._open: list[Path] = []  # keys that are being resolved: one that comes again is a cycle
@@ -75,7 +83,8 @@ class _Resolver:
             return self._resolved(path, value)
         except _Unresolvable as error:
             where = self.lines.get(path) or self.lines.get(path[:-1])
-            self.problems.append(Problem(dotted(path), str(error), value, file=self.name, line=where))
+            hint = self.absent if isinstance(error, _AbsentError) else ""
+            self.problems.append(Problem(dotted(path), str(error), value, hint, file=self.name, line=where))
             return None
 
     def _resolved(self, path: Path, value: Any) -> Any:
@@ -145,7 +154,7 @@ class _Resolver:
             raise _Unresolvable(f"${{{inner}}} is not of the form ${{a.b.c}}")
         found = self._select(path, inner)
         if found is _ABSENT:
-            raise _Unresolvable(f"${{{inner}}} names a key that is not in the file")
+            raise _AbsentError(f"${{{inner}}} names a key that is not in the file")
         return found
 
     def _default(self, path: Path, text: str, depth: int) -> Any:

@@ -400,6 +400,28 @@ def test_what_hydra_would_compose_is_named(read: Any, text: str, words: list[str
     assert found.entry("defaults").outcome is Outcome.NONE
 
 
+DEFAULTS = "defaults: [../config/deepspeed_zero3@_here_, _self_]\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "system", "words"),
+    [
+        (DEFAULTS + "rollout_batch_size: 8\nseed: ${zero3}", None, "write their keys into this file"),
+        (DEFAULTS + "data: {train_batch_size: 64}", None, "--cfg job --resolve"),
+        (DEFAULTS + "data: {train_batch_size: 64}", "verl", "--cfg job --resolve"),
+    ],
+    ids=["a reference", "keys of no system", "no key of the system"],
+)
+def test_a_file_that_hydra_would_complete_is_refused_with_what_is_missing(
+    text: str, system: str | None, words: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        convert_text(text, "run.yaml", system)
+    (problem,) = caught.value.problems
+    assert "files that are not read: ../config/deepspeed_zero3@_here_; " in problem.hint
+    assert words in problem.hint
+
+
 def test_a_file_that_composes_nothing_says_nothing_of_hydra() -> None:
     found = verl("defaults: [_self_]")
     assert not any("`defaults`" in warning for warning in found.warnings)
