@@ -17,7 +17,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from schema.interop.roll_facts import has_critic, has_loss_kl, has_reference, has_reward_kl, response_length
+from schema.interop.roll_facts import (
+    has_advantages,
+    has_critic,
+    has_loss_kl,
+    has_reference,
+    has_reward_kl,
+    response_length,
+)
 from schema.interop.roll_hows import POLICY, asks, lost, reason
 from schema.interop.rows import (
     BadValue,
@@ -119,7 +126,7 @@ def _part_of_estimator(key: str, faithful: int) -> How:
 
 
 def _no_estimator(reading: Reading) -> str:
-    return f"a {reading.kind} pipeline has no advantages" if reading.kind in ("dpo", "distillation") else ""
+    return "" if has_advantages(reading) else f"a {reading.kind} pipeline has no advantages"
 
 
 def _no_reward_kl(reading: Reading) -> str:
@@ -324,7 +331,7 @@ def _reference(reading: Reading, leaf: Leaf) -> Result:
 
 
 ALGORITHM_ROWS: tuple[Row, ...] = (
-    Row("adv_estimator", _estimator, default="gae"),
+    Row("adv_estimator", _estimator, default="gae", when=_no_estimator),
     Row("whiten_advantages", _part_of_estimator("whiten_advantages", 2), default=False, when=_no_estimator),
     Row("reward_norm", unless(_OFF, "none", _part_of_estimator("reward_norm", 3))),
     Row("norm_mean_type", unless(_OFF, "none", _part_of_estimator("norm_mean_type", 3))),

@@ -202,7 +202,12 @@ def engines(reading: Reading) -> list[list[int]] | None:
 
 def has_critic(reading: Reading) -> bool:
     """Whether a value model is trained: only for gae, ROLL's default estimator."""
-    return bool(reading.get("adv_estimator", "gae") == "gae")
+    return has_advantages(reading) and bool(reading.get("adv_estimator", "gae") == "gae")
+
+
+def has_advantages(reading: Reading) -> bool:
+    """Whether rewards become advantages: pairs of answers and teachers have none."""
+    return reading.kind not in ("dpo", "distillation")
 
 
 def has_reward_kl(reading: Reading) -> bool:

@@ -179,6 +179,7 @@ def test_values_that_ask_for_nothing_and_plumbing_are_not_entries(system: str, k
         ({"train_batch_size": 64, "actor_train.device_mapping": "[0]"}, "dpo"),
         ({"student": {"device_mapping": "[0]"}, "teacher": {"infer_batch_size": 1}}, "distillation"),
         ({"student_train": {"infer_batch_size": 4}, "rollout_batch_size": 32}, "distillation"),
+        ({"student_train": {"infer_batch_size": 4}, "adv_estimator": "gae"}, "distillation"),
         ({"custom_envs": {"Sokoban": {"env_type": "sokoban"}}, "adv_estimator": "grpo"}, "agentic"),
     ],
 )
@@ -189,6 +190,8 @@ def test_other_pipelines_of_roll_are_known_by_their_keys(keys: dict[str, Any], p
     assert f"  pipeline = {pipeline}: " in to_report(found)
     assert "unsupported.pipeline" in problems(found.config)
     assert tomllib.loads(to_toml(found)) == found.config
+    assert "critic" not in found.config
+    assert not any("critic" in warning for warning in found.warnings)
 
 
 def test_a_default_of_the_source_can_be_unsupported() -> None:
