@@ -1,5 +1,6 @@
 """Text of others in front of people: control characters never reach a terminal, a log or a label as they are.
 
+    CONTROL      one of these characters, tabs and newlines among them
     PLAIN        what names, ids and other texts of ours must match
     visible      for texts of several lines (errors, tracebacks): each control character becomes one that is seen
     indented     the same for logs, where one more line would be taken for ours
@@ -15,7 +16,9 @@ from __future__ import annotations
 import logging
 import re
 
-PLAIN = r"^[^\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]*$"
+_CLASS = r"\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069"
+CONTROL = re.compile(f"[{_CLASS}]")
+PLAIN = f"^[^{_CLASS}]*$"
 _COLOUR = re.compile(r"\x1b\[[0-9;:?]*[A-Za-z]")
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _PICTURES = 0x2400

@@ -7,7 +7,15 @@ from typing import Annotated
 
 import typer
 
-from launcher.commands.options import AsJson, Configs, Overrides, as_dicts, print_json, print_problems
+from launcher.commands.options import (
+    AsJson,
+    Configs,
+    Overrides,
+    as_dicts,
+    print_json,
+    print_problems,
+    printable,
+)
 from launcher.restarts import EXIT_CONFIG
 
 
@@ -41,7 +49,7 @@ def validate(config: Configs, set_: Overrides = None, as_json: AsJson = False) -
     else:
         print_problems("error", problems, more)
         print_problems("warning", warnings)
-        names = " + ".join(map(str, config))
+        names = printable(" + ".join(map(str, config)))
         if problems:
             count = "1 mistake" if len(problems) == 1 else f"{len(problems) + more:,} mistakes"
             typer.echo(f"{names}: {count}", err=True)

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from schema.text import visible
+
 if TYPE_CHECKING:
     from schema.config import Problem
 
@@ -33,18 +35,19 @@ def print_json(value: Any) -> None:
 
 
 def print_problems(kind: str, problems: Iterable[Problem], more: int = 0) -> None:
-    """One block per problem on standard error; bytes of the environment that are no text are escaped.
-
-    more: problems that are not among them.
-    """
+    """One block per problem on standard error. more: problems that are not among them."""
     from schema.config.problem import MOST_SHOWN
 
     found = list(problems)
     for problem in found[:MOST_SHOWN]:
-        text = f"{kind}: {problem.render()}"
-        typer.echo(text.encode("utf-8", "backslashreplace").decode(), err=True)
+        typer.echo(printable(f"{kind}: {problem.render()}"), err=True)
     if more := more + len(found[MOST_SHOWN:]):
         typer.echo(f"{kind}: and {more:,} more", err=True)
+
+
+def printable(text: str) -> str:
+    """Text of files and arguments for a terminal; bytes of the environment that are no text are escaped."""
+    return visible(text.encode("utf-8", "backslashreplace").decode())
 
 
 def as_dicts(problems: Iterable[Problem]) -> list[dict[str, Any]]:

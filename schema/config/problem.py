@@ -10,6 +10,7 @@ from itertools import islice
 from typing import Any
 
 from schema.config.secrets import masked
+from schema.text import CONTROL
 
 KeyPath = tuple[str | int, ...]
 
@@ -24,8 +25,8 @@ _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def quote(text: str) -> str:
-    """A TOML string. JSON's escapes are TOML's, but TOML wants DEL escaped too."""
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+    """A TOML string. JSON's escapes are TOML's; what a terminal would obey is escaped too."""
+    return CONTROL.sub(lambda found: f"\\u{ord(found.group()):04x}", json.dumps(text, ensure_ascii=False))
 
 
 def format_key(path: KeyPath) -> str:

@@ -284,6 +284,7 @@ def test_a_number_beyond_reason(key: str, value: Any, words: str) -> None:
         ("train.train_policy.dataset.files", ["b\0.jsonl"], "train.train_policy.dataset.files[0]", "U+0000"),
         ("logging.experiment_name", "x\u2028y", "logging.experiment_name", "U+2028"),
         ("weight_sync.store", "\x9b1m", "weight_sync.store", "U+009B"),
+        ("logging.experiment_name", "x\u202ey", "logging.experiment_name", "U+202E"),
         ("redis.url", "redis://host/\r0", "redis.url", "U+000D"),
         ("rollout.sampling_config.stop", ["ok", ""], "rollout.sampling_config.stop[1]", "before its first token"),
         ("train.output_dir", "  ", "train.output_dir", "blank"),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Iterator
 from typing import Any
 
 from schema.config.base import Section
 from schema.config.problem import KeyPath, Problem, format_key
 from schema.config.root import Config
+from schema.text import CONTROL
 
 _STOP = ("rollout", "sampling_config", "stop")
 _WRITTEN_OUT = frozenset({_STOP, ("train", "train_policy", "system_prompt")})
@@ -21,14 +21,12 @@ def texts_are_printable(config: Config) -> list[Problem]:
     """A control character in a name or path forges lines of logs and displays, and is never meant."""
     problems = []
     for path, text in _texts(config):
-        if path[:3] in _WRITTEN_OUT or text.isprintable():
+        found = CONTROL.search(text)
+        if found is None or path[:3] in _WRITTEN_OUT:
             continue
-        for position, character in enumerate(text):
-            if unicodedata.category(character) in ("Cc", "Zl", "Zp"):
-                message = f"holds the control character U+{ord(character):04X} at position {position + 1}"
-                hint = "take it out; between single quotes a backslash stays a backslash"
-                problems.append(Problem(format_key(path), message, text, hint))
-                break
+        message = f"holds the control character U+{ord(found.group()):04X} at position {found.start() + 1}"
+        hint = "take it out; between single quotes a backslash stays a backslash"
+        problems.append(Problem(format_key(path), message, text, hint))
     return problems
 
 
