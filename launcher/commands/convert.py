@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from launcher.commands.options import AsJson, as_dicts, print_json, print_problems
+from launcher.commands.options import AsJson, as_dicts, print_json, print_problems, printable
 from launcher.errors import LaunchError
 from launcher.restarts import EXIT_CONFIG
 
@@ -74,7 +75,9 @@ def convert(
         if output is None:
             _print(text)
         _explain(conversion, output, problems, more, full)
-    raise typer.Exit(EXIT_CONFIG if strict and _falls_short(conversion) else 0)
+    if strict and (short := _falls_short(conversion)):
+        typer.echo(f"error: --strict: {short}", err=True)
+        raise typer.Exit(EXIT_CONFIG)
 
 
 def _system(name: str | None) -> str | None:
@@ -109,14 +112,22 @@ def _problems(conversion: Conversion, output: Path | None) -> tuple[tuple[Proble
     return (), 0
 
 
-def _falls_short(conversion: Conversion) -> bool:
-    """Whether the method is lost, something is not understood, or stands there as the nearest value only."""
+def _falls_short(conversion: Conversion) -> str:
+    """What is lost of the method, not understood, or stands there as the nearest value only; "" where nothing is."""
     from schema.interop.model import Outcome
 
-    nearest = any(addition.faithful is not None for addition in conversion.additions)
-    return nearest or bool(
-        conversion.unsupported or conversion.of(Outcome.UNKNOWN) or conversion.of(Outcome.FALLBACK)
-    )
+    unknown = [entry.source for entry in conversion.of(Outcome.UNKNOWN)]
+    nearest = [entry.source for entry in conversion.of(Outcome.FALLBACK)]
+    nearest += [addition.key for addition in conversion.additions if addition.faithful is not None]
+    found = {"unsupported": conversion.unsupported, "not understood": unknown, "nearest values": nearest}
+    return "; ".join(f"{what}: {_names(keys)}" for what, keys in found.items() if keys)
+
+
+def _names(keys: Collection[str]) -> str:
+    from schema.interop.write import LISTED
+
+    more = f" and {len(keys) - LISTED} more" if len(keys) > LISTED else ""
+    return printable(", ".join(list(keys)[:LISTED]) + more)
 
 
 def _account(conversion: Conversion, text: str, problems: tuple[Problem, ...], more: int) -> dict[str, Any]:
@@ -134,14 +145,17 @@ def _account(conversion: Conversion, text: str, problems: tuple[Problem, ...], m
 def _explain(
     conversion: Conversion, output: Path | None, problems: tuple[Problem, ...], more: int, full: bool
 ) -> None:
+    from schema.config.problem import format_key
+    from schema.config.unsupported import TABLE
     from schema.interop.write import to_report
 
-    typer.echo(_printable(to_report(conversion, full)), err=True)
+    typer.echo(_cut(to_report(conversion, full)), err=True)
     if not full:
         typer.echo("\n--full accounts for every key; the comments of the TOML do too", err=True)
     typer.echo("", err=True)
-    print_problems("error", problems, more)
-    name = "the result" if output is None else str(output)
+    listed = {format_key((TABLE, key)) for key in conversion.unsupported}  # by the report, with their lines
+    print_problems("error", [problem for problem in problems if problem.key not in listed], more)
+    name = "the result" if output is None else printable(str(output))
     if problems:
         count = "1 thing" if len(problems) == 1 else f"{len(problems) + more:,} things"
         typer.echo(f"{name} needs {count} changed before it runs here", err=True)
@@ -155,9 +169,9 @@ def _print(text: str) -> None:
     typer.echo(text.encode("utf-8", "backslashreplace"), nl=False)
 
 
-def _printable(text: str) -> str:
+def _cut(text: str) -> str:
     lines = text.split("\n")
     if len(lines) > MOST_LINES:
         more = f"and {len(lines) - MOST_LINES:,} more lines: the written TOML names every key"
         text = "\n".join([*lines[:MOST_LINES], more])
-    return text.encode("utf-8", "backslashreplace").decode()
+    return printable(text)

@@ -17,6 +17,7 @@ from schema.config.unsupported import TABLE
 from schema.interop.engine import yaml_value
 from schema.interop.keys import Path, split_key
 from schema.interop.model import Addition, Conversion, Entry, Outcome
+from schema.text import CONTROL
 
 WIDTH = 110
 LISTED = 10  # keys of one outcome in a short report
@@ -88,8 +89,9 @@ def to_report(conversion: Conversion, full: bool = True) -> str:
         f"{_clean(conversion.name)}: {conversion.system}, {conversion.kind}",
         f"{len(conversion.leaves)} keys: {counts or 'none'}; {len(conversion.additions)} added",
     ]
-    lines += _unsupported(conversion)
-    lines += [f"! {_clean(warning)}" for warning in conversion.warnings]
+    unsupported = _unsupported(conversion)
+    warnings = [f"! {_clean(warning)}" for warning in conversion.warnings]
+    lines += [*unsupported, "", *warnings] if unsupported and warnings else [*unsupported, *warnings]
     for outcome in (Outcome.UNKNOWN, Outcome.NONE, Outcome.FALLBACK, Outcome.IMPLICIT, Outcome.MAPPED):
         entries = conversion.of(outcome)
         if entries and (full or outcome in _SHORT):
@@ -116,7 +118,7 @@ def _unsupported(conversion: Conversion) -> list[str]:
     heading = (
         "unsupported: these decide what is trained, and the result is refused until each is removed from it"
     )
-    return ["", heading, *lines, ""]
+    return ["", heading, *lines]
 
 
 def _is_unsupported(addition: Addition) -> bool:
@@ -250,7 +252,7 @@ def _shown(value: Any) -> str:
 
 def _clean(text: str) -> str:
     """One line without control characters: what a TOML comment and a terminal can carry."""
-    text = re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]+", " ", text)
+    text = re.sub(rf"({CONTROL.pattern}|[\ud800-\udfff])+", " ", text)
     return text if len(text) <= 2000 else text[:2000] + " …"
 
 

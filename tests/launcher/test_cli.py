@@ -535,3 +535,22 @@ def test_a_pipe_and_a_device_are_refused_at_once(tmp_path):
         assert run.returncode == 2
         assert "not a file" in run.stderr
         assert "write it to a file first" in run.stderr
+
+
+EVIL = "\x1b]0;x\x07\x9b31m\u202e"
+
+
+def test_files_of_others_write_nothing_into_the_terminal(tmp_path: Path) -> None:
+    """A configuration is often somebody else's: keys, values and names are shown, never obeyed."""
+    escaped = EVIL.encode("unicode_escape").decode().replace("\\x", "\\u00")
+    toml, yaml = tmp_path / f"{EVIL}.toml", tmp_path / f"{EVIL}.yaml"
+    toml.write_text(f'"{escaped}" = 1\n[train]\ncompile = "{escaped}"\noutput_dir = "{escaped}"\n')
+    yaml.write_text(f'rollout_batch_size: 8\n"{escaped}": "{escaped}"\nadv_estimator: "{escaped}"\n')
+    for arguments in (
+        ["validate", toml],
+        ["--config", toml, "--dry-run"],
+        ["convert", yaml, "--full", "--strict"],
+    ):
+        run = cosmos(*arguments)
+        assert run.returncode == 2
+        assert not {"\x1b", "\x07", "\x9b", "\u202e"} & set(run.stdout + run.stderr), arguments

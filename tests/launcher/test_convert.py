@@ -94,9 +94,16 @@ def test_what_validate_says_has_its_place_in_the_result(tmp_path: Path) -> None:
     assert "needs" in run.stderr.splitlines()[-1]
 
 
-def test_strict_is_for_what_falls_short() -> None:
+def test_strict_is_for_what_falls_short_and_says_what_does(tmp_path: Path) -> None:
     assert convert(ROLL).returncode == 0
-    assert convert(ROLL, "--strict").returncode == 2
+    source = tmp_path / "ppo.yaml"  # nothing of it is lost, but verl's defaults have a nearest value only
+    source.write_text("actor_rollout_ref: {model: {path: org/model}}\nalgorithm: {adv_estimator: grpo}\n")
+    for file, words in ((ROLL, "unsupported: "), (source, "nearest values: placement.share")):
+        run = convert(file, "--strict")
+        assert run.returncode == 2
+        assert run.stderr.splitlines()[-1].startswith("error: --strict: ")
+        assert words in run.stderr.splitlines()[-1]
+    assert "--strict" not in convert(source).stderr
 
 
 def test_a_lost_method_is_refused_by_every_command(tmp_path: Path) -> None:
@@ -108,6 +115,8 @@ def test_a_lost_method_is_refused_by_every_command(tmp_path: Path) -> None:
     first = report.index(next(line for line in report if line.startswith("unsupported:")))
     assert "advantage_clip = 0.2" in report[first + 1]
     assert first < report.index("none:")
+    assert run.stderr.count("advantage_clip = 0.2") == 1  # not once more among the problems of the result
+    assert "\n\n\n" not in run.stderr
     for arguments in (
         ["validate", target],
         ["validate", target, "--set", "unsupported={}"],
