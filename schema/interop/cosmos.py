@@ -15,7 +15,7 @@ from schema.config.keys import leaf_keys
 from schema.config.reading.explain import annotation_of
 from schema.config.train_policy import GrpoConfig, SFTDataConfig
 from schema.interop.cosmos_rows import RENAMED_ROWS, plain, sampled_temperature, trained_temperature
-from schema.interop.rows import How, Leaf, Reader, Reading, Result, Row, always, mapped
+from schema.interop.rows import WARMUP_NOTE, How, Leaf, Reader, Reading, Result, Row, always, mapped
 from schema.interop.source import Source
 
 _POLICY = "train.train_policy"
@@ -44,7 +44,8 @@ def _kind(source: Source) -> str:
 
 def _pass(key: str, ours: str) -> How:
     def run(reading: Reading, leaf: Leaf) -> Result:
-        return mapped((f"{key}.{leaf.rest}" if leaf.rest else key, plain(leaf.value)))
+        note = WARMUP_NOTE if key == "train.optm_warmup_steps" and leaf.value else ""
+        return mapped((f"{key}.{leaf.rest}" if leaf.rest else key, plain(leaf.value)), note=note)
 
     return How(run, (ours,), "as it is")
 

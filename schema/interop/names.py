@@ -58,15 +58,17 @@ def names_here(name: str) -> tuple[Theirs, ...]:
     return tuple(sorted(found, key=lambda theirs: (not theirs.ours, theirs.key != name)))
 
 
-def system_of_table(name: str) -> str | None:
-    """The system whose files have a table of this name at their top; None where none has."""
-    return _tables().get(name)
+def systems_of_table(name: str) -> str:
+    """Whose files have a table of this name at their top: "verl's and cosmos-rl's"; "" where nobody's have."""
+    return " and ".join(f"{system}'s" for system in _tables().get(name, ()))
 
 
 @cache
-def _tables() -> Mapping[str, str]:
-    keys = [theirs for some in _by_last_part().values() for theirs in some if "." in theirs.key]
-    return {theirs.key.partition(".")[0]: theirs.system for theirs in reversed(keys)}
+def _tables() -> Mapping[str, Mapping[str, None]]:
+    found: dict[str, dict[str, None]] = {}
+    for theirs in (theirs for some in _by_last_part().values() for theirs in some if "." in theirs.key):
+        found.setdefault(theirs.key.partition(".")[0], {})[theirs.system] = None
+    return found
 
 
 @cache

@@ -112,12 +112,12 @@ def look_up(question: str) -> Found:
 
 def _elsewhere(question: str, name: str) -> Found:
     """The answer for a name of another system; raises ConfigError where nobody has it, or we have nothing for it."""
-    from schema.interop.names import names_here, system_of_table  # only an unknown name needs the tables
+    from schema.interop.names import names_here, systems_of_table  # only an unknown name needs the tables
 
     found = names_here(name)
-    if not found and (system := system_of_table(name)):
+    if not found and (systems := systems_of_table(name)):
         hint = f"cosmos-launch explain knows each of its keys: explain {name}.KEY"
-        raise ConfigError([Problem(question, f"no such key; a table of {system}'s files", hint=hint)])
+        raise ConfigError([Problem(question, f"no such key; a table of {systems} files", hint=hint)])
     if not found:
         raise ConfigError([_unknown(question, name)])
     if not found[0].ours:

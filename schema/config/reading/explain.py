@@ -344,14 +344,14 @@ def suggest_key(path: KeyPath, data: Mapping[str, Any]) -> str:
 
 def _name_elsewhere(path: KeyPath, data: Mapping[str, Any]) -> str:
     """The hint for a name of verl's, ROLL's or cosmos-rl's; "" for what is none of theirs."""
-    from schema.interop.names import names_here, system_of_table  # only an unknown key needs the tables
+    from schema.interop.names import names_here, systems_of_table  # only an unknown key needs the tables
 
     if len(path) == 1 and isinstance(data.get(str(path[0])), Mapping):
-        system = system_of_table(str(path[0]))
-        inside = islice(_leaves(data[str(path[0])], format_key(path)), 20) if system else ()
+        systems = systems_of_table(str(path[0]))
+        inside = islice(_leaves(data[str(path[0])], format_key(path)), 20) if systems else ()
         pairs = [(key, theirs[0].ours) for key in inside if (theirs := names_here(key)) and theirs[0].ours]
         known = "".join(f"; {key} is {' and '.join(ours)} here" for key, ours in pairs[:3])
-        return f"a table of {system}'s files, which cosmos-launch convert reads{known}" if system else ""
+        return f"a table of {systems} files, which cosmos-launch convert reads{known}" if systems else ""
     found = names_here(format_key(path)) or names_here(str(path[-1]))
     ours = list(dict.fromkeys(key for theirs in found for key in theirs.ours))
     ours.sort(

@@ -42,6 +42,8 @@ def test_explain_has_the_reason_where_there_is_no_counterpart() -> None:
         look_up("ray_init.num_cpus")
     with pytest.raises(ConfigError, match="a table of verl's files"):
         look_up("actor_rollout_ref")
+    with pytest.raises(ConfigError, match="a table of verl's and cosmos-rl's files"):
+        look_up("distillation")
 
 
 def test_our_own_names_are_ours() -> None:

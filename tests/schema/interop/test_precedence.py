@@ -251,6 +251,12 @@ def test_keys_of_cosmos_rl_that_mean_something_else(
     assert bool(found.warnings) is is_warned
 
 
+@pytest.mark.parametrize(("steps", "differs"), [(20, True), (0.1, True), (0, False)])
+def test_a_warm_up_of_cosmos_rl_says_that_its_first_steps_differ(steps: float, differs: bool) -> None:
+    entry = cosmos({"train.optm_warmup_steps": steps}).entry("train.optm_warmup_steps")
+    assert ("(t + 1)/W" in entry.note) is differs
+
+
 def test_no_ratio_reaches_the_bounds_that_stand_for_no_clip() -> None:
     """Log ratios are clamped to ±20 (gspo: to at most 10), so the ratio lies within 2e-9 and 5e8."""
     found = ours(cosmos({LOW: -1, HIGH: -1}), {LOW: 0, HIGH: 0})
