@@ -125,5 +125,5 @@ def _verdict(body: bytes) -> ConfigVerdict:
     except ConfigError as error:
         shown = error.problems[:MOST_PROBLEMS]
         found = [ConfigProblem(key=p.key, message=p.message, hint=p.hint) for p in shown]
-        return ConfigVerdict(valid=False, problems=found, more=len(error.problems) - len(shown))
+        return ConfigVerdict(valid=False, problems=found, more=error.count - len(shown))
     return ConfigVerdict(valid=True, problems=[])
