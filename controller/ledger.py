@@ -82,7 +82,7 @@ class Ledger(Replayable):
         The same `request_id` from the same replica gets the same groups again, as far as it still holds them, in
         the same order.
         An empty answer carries the refusal of the first group. probe: during an outage of rewards waiting groups take
-        turns, so that none uses up its attempts and a bad one holds up nobody.
+        turns, so that a bad one holds up nobody.
         """
         held = self.held_by(replica_id)
         repeated = [group for group in held if group.request_id == request_id]
@@ -140,7 +140,7 @@ class Ledger(Replayable):
         refusal = admission.decide(version + self.params.staleness_bound)
         if refusal is not None:
             return None, refusal
-        group = self._least_failed() if probe else self._first_waiting()
+        group = self._least_tried() if probe else self._first_waiting()
         if group is None:
             return self._create(), None
         if group.samples:
@@ -149,13 +149,18 @@ class Ledger(Replayable):
                 self._discard_samples(group)
         return group, None
 
-    def _least_failed(self) -> Group | None:
-        """The waiting group with the fewest failures; suspects last, since they are leased alone."""
-        return min(
+    def _least_tried(self) -> Group | None:
+        """The waiting group with the fewest attempts; suspects last, since they are leased alone.
+
+        None where none waits, or all were tried so often that a new one is due: those that wait may all be bad.
+        """
+        group = min(
             self.in_state(State.WAITING),
-            key=lambda group: (group.id in self._suspects, group.failures, group.epoch, group.position),
+            key=lambda group: (group.id in self._suspects, group.attempt, group.epoch, group.position),
             default=None,
         )
+        more = self.frontier < self.params.total_positions
+        return None if more and group is not None and group.attempt >= self.params.max_attempts else group
 
     def _grant(self, group: Group, replica_id: str, request_id: str, version: int, now: float) -> None:
         oldest = group.oldest_version() if group.samples else version
@@ -255,7 +260,7 @@ class Ledger(Replayable):
 
         Its bytes are those at `offset` of the part that begins with sample `first` (None: it is a part of its own).
         `text` is the header as JSON. outage: rewards are known to be out of reach, so that a time-out or connection
-        error is tried again whatever `on_reward_error` says.
+        error is tried again whatever `on_reward_error` says, and costs the group none of its attempts.
         """
         del now  # a push under a valid lease is welcome however late: expiry is decided by `expire` alone
         group = self.groups.get(name)
@@ -314,7 +319,7 @@ class Ledger(Replayable):
         if failed and (passing or self.params.on_reward_error == "retry"):
             for index in failed:
                 self._discard_sample(group, index)
-            self._fail(group, DropReason.REWARD_ERROR)
+            self._requeue(group) if passing else self._fail(group, DropReason.REWARD_ERROR)
         elif failed and (self.params.on_reward_error == "drop" or not usable):
             self._drop(group, DropReason.REWARD_ERROR)
         elif not usable:

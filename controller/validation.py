@@ -13,8 +13,7 @@ A participant keeps its version while it holds validation groups. If it moves on
 starts again; after `MAX_RESTARTS` a lease grants all that is left, so that every round ends.
 
 A reward that fails is counted as an error and left out of the means, never taken as 0; during an outage of rewards
-(`controller.reward_health`) it is tried again. A prompt at which
-replicas fail again and again ends as errors too.
+(`controller.reward_health`) it is tried again, as often as a prompt at which replicas fail, which ends as errors too.
 
 Pure: time comes in as `now`, and `take_changes` hands out the rows that must be written.
 """
@@ -123,7 +122,8 @@ class Validation:
         size = min(max_groups, self.params.lease_size or max_groups)
         if self.restarts >= MAX_RESTARTS:
             size = len(self.groups)
-        chosen = [group for group in self.groups if group.state == "waiting"][:size]
+        waiting = [group for group in self.groups if group.state == "waiting"]
+        chosen = sorted(waiting, key=lambda group: group.attempt)[:size]  # a bad one holds up nobody
         for group in chosen:
             group.state = "leased"
             group.attempt += 1

@@ -215,6 +215,30 @@ def test_an_outage_pauses_the_leases_until_a_probe_is_scored(stage: Stage, on_er
     assert user.send(api.ledger()).dropped == ({} if on_error == "retry" else {"reward_error": 2})
 
 
+def test_a_long_outage_costs_no_prompt_and_bad_prompts_do_not_prolong_it(stage: Stage) -> None:
+    patient = {"heartbeat_timeout": 1e5, "lease_timeout": 1e5}
+    served = stage.serve(make_config(controller=patient))
+    _, rollout = stage.ready(served)
+    bad = failing(rollout, 2, OUTAGE, outage=True)
+    probes: list[str] = []
+    while not probes or probes[-1] in bad:  # only these wait
+        served.skip(60.0)
+        probes += failing(rollout, 4, OUTAGE, outage=True)
+    assert len(probes) == 9, "each once before the outage, and four times during it; then a new prompt"
+    assert stage.client(served).send(api.ledger()).dropped == {}
+
+
+def test_prompts_of_a_round_of_validation_take_turns_during_an_outage(stage: Stage) -> None:
+    served = stage.serve(validating(), validation_rows=5)
+    _, rollout = stage.ready(served)
+    failing(rollout, 2, OUTAGE, outage=True)
+    probes: list[str] = []
+    for seconds in (1.0, 2.0, 4.0):
+        served.skip(seconds + 0.5)
+        probes += failing(rollout, 3, OUTAGE, outage=True)
+    assert len(set(probes)) == 3
+
+
 def test_an_outage_stops_the_run_after_its_time(stage: Stage) -> None:
     served = stage.serve(make_config(reward={"outage_timeout": 60.0}))
     _, rollout = stage.ready(served)
