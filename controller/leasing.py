@@ -357,7 +357,8 @@ class Leasing:
         ledger, validation = self._job.require_ledger(), self._job.validation
         outage = self._job.rewards.outage is not None
         if validation is not None and item.group_id.startswith(PREFIX):
-            outcome = validation.push(item.group_id, item.lease_id, item.index, header, now, outage=outage)
+            at = self._job.wall()
+            outcome = validation.push(item.group_id, item.lease_id, item.index, header, at, outage=outage)
             if self._scored_alike:
                 self._judge_rewards(item, outcome, now)
             return outcome

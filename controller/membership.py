@@ -340,6 +340,6 @@ class Membership:
         job = self._job
         job.require_ledger().replica_gone(replica_id, failed=failed)
         if job.validation is not None:
-            job.validation.replica_gone(replica_id, job.clock(), failed=failed)
+            job.validation.replica_gone(replica_id, job.wall(), failed=failed)
         job.lease_signal.notify()
         job.batch_signal.notify()

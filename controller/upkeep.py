@@ -95,7 +95,7 @@ class Upkeep:
         job = self._job
         expired = 0 if job.ledger is None else job.ledger.expire(now)
         if job.validation is not None:
-            expired += job.validation.expire(now)
+            expired += job.validation.expire(now, job.wall())
         if expired:
             log.warning("%d leases expired and go to others", expired)
         waiting_for_stragglers = job.config.controller.straggler_timeout is not None

@@ -15,7 +15,8 @@ starts again; after `MAX_RESTARTS` a lease grants all that is left, so that ever
 A reward that fails is counted as an error and left out of the means, never taken as 0; during an outage of rewards
 (`controller.reward_health`) it is tried again, as often as a prompt at which replicas fail, which ends as errors too.
 
-Pure: time comes in as `now`, and `take_changes` hands out the rows that must be written.
+Pure: time comes in, as `now` (of the clock by which leases expire) and as `at` (Unix time, of the record if this ends
+the round), and `take_changes` hands out the rows that must be written.
 """
 
 from __future__ import annotations
@@ -224,16 +225,16 @@ class Validation:
                 return True
         return False
 
-    def replica_gone(self, replica_id: str, now: float, *, failed: bool = True) -> int:
+    def replica_gone(self, replica_id: str, at: float, *, failed: bool = True) -> int:
         mine = [group for group in self._held() if group.replica_id == replica_id]
         for group in mine:
-            self._fail(group, now) if failed else self._requeue(group)
+            self._fail(group, at) if failed else self._requeue(group)
         return len(mine)
 
-    def expire(self, now: float) -> int:
+    def expire(self, now: float, at: float) -> int:
         late = [group for group in self._held() if group.expires < now]
         for group in late:
-            self._fail(group, now)
+            self._fail(group, at)
         return len(late)
 
     def forgive(self, now: float) -> None:
@@ -246,11 +247,11 @@ class Validation:
         group.state, group.lease_id, group.replica_id, group.request_id = "waiting", None, None, None
         self._touch(group)
 
-    def _fail(self, group: ValidationGroup, now: float) -> None:
+    def _fail(self, group: ValidationGroup, at: float) -> None:
         self._requeue(group)
         group.failures += 1
         if group.failures >= self.params.max_attempts:
-            self._finish_group(group, now)
+            self._finish_group(group, at)
 
     # ---- samples and results ------------------------------------------------------------------------------
 
@@ -266,7 +267,7 @@ class Validation:
         return self.groups[index] if index < len(self.groups) else None
 
     def push(
-        self, name: str, lease_id: str, index: int, header: SampleHeader, now: float, *, outage: bool = False
+        self, name: str, lease_id: str, index: int, header: SampleHeader, at: float, *, outage: bool = False
     ) -> PushOutcome:
         """Add one sample under a lease; all its tokens must be of the pinned version. outage: as in `Ledger.push`."""
         group = self.find(name)
@@ -292,10 +293,10 @@ class Validation:
         group.samples[index], group.leases[index] = header, lease_id
         self._touch(group)
         if len(group.samples) == self.params.n_samples:
-            return PushOutcome(True, complete=True, failure=self._complete(group, now, outage))
+            return PushOutcome(True, complete=True, failure=self._complete(group, at, outage))
         return PushOutcome(True)
 
-    def _complete(self, group: ValidationGroup, now: float, outage: bool) -> Failure | None:
+    def _complete(self, group: ValidationGroup, at: float, outage: bool) -> Failure | None:
         """All samples are there. What failed, if none of them has a score."""
         failed = {index: header for index, header in group.samples.items() if header.error is not None}
         made = [header for index, header in group.samples.items() if group.leases[index] == group.lease_id]
@@ -303,17 +304,17 @@ class Validation:
         if outage and failed and all(header.outage for header in failed.values()):
             for index in failed:
                 del group.samples[index]
-            self._fail(group, now)
+            self._fail(group, at)
         else:
-            self._finish_group(group, now)
+            self._finish_group(group, at)
         return failure
 
-    def _finish_group(self, group: ValidationGroup, now: float) -> None:
+    def _finish_group(self, group: ValidationGroup, at: float) -> None:
         self._requeue(group)
         group.state = "done"
         if all(other.state == "done" for other in self.groups):
             assert self.pinned is not None
-            self.records[self.pinned] = self._result(self.pinned, now)
+            self.records[self.pinned] = self._result(self.pinned, at)
             self._dirty.add(f"record:{self.pinned}")
             if self.due is not None and self.due <= self.pinned:
                 self.due = None
@@ -321,14 +322,14 @@ class Validation:
             self.pinned = self.pinned_publication = None
             self._dirty.add("header")
 
-    def _result(self, version: int, now: float) -> ValidationRecord:
+    def _result(self, version: int, at: float) -> ValidationRecord:
         headers = [header for group in self.groups for header in group.samples.values()]
         scored = [header for header in headers if header.score is not None]
         names = sorted({name for header in scored for name in header.rewards})
         expected = len(self.groups) * self.params.n_samples
         return ValidationRecord(
             version=version,
-            at=now,
+            at=at,
             samples=len(scored),
             score_mean=_mean([header.score for header in scored if header.score is not None]),
             rewards_mean={

@@ -202,10 +202,10 @@ def test_expired_leases_go_to_others_and_a_poison_prompt_ends_as_errors() -> Non
     validation = make(n_rows=1, max_attempts=2)
     validation.published(0, final=False)
     assert len(lease(validation, 0, now=0.0)) == 1
-    assert validation.expire(10.0) == 0
-    assert validation.expire(10.1) == 1
+    assert validation.expire(10.0, 1.0) == 0
+    assert validation.expire(10.1, 1.0) == 1
     assert len(lease(validation, 0, now=11.0)) == 1
-    validation.expire(30.0)
+    validation.expire(30.0, 1.0)
     assert validation.records[0].errors == 2
     assert not validation.pending
 
@@ -222,7 +222,7 @@ def test_beats_renew_what_they_list_and_forget_what_they_miss_twice() -> None:
     validation.renew("a", [kept.lease_id], 9.0)
     assert forgotten.state == "waiting"
     assert validation.renew("a", [kept.lease_id, forgotten_id], 9.0) == [forgotten_id]
-    assert validation.expire(15.0) == 0
+    assert validation.expire(15.0, 1.0) == 0
 
 
 def test_a_rewind_forgets_what_was_measured_on_later_versions() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from controller import api
 from schema.wire.messages import ErrorCode, LeaseReply, LeaseStatus, Phase
-from tests.controller.conftest import Stage
+from tests.controller.conftest import PATIENT, Stage
 from tests.controller.drivers import Rollout, make_header, train_step
 from tests.support.controller import make_config
 
@@ -42,14 +42,16 @@ def test_the_initial_weights_come_first_at_the_replica_that_takes_part(stage: St
 
 
 def test_a_round_becomes_a_record_and_outlives_the_controller(stage: Stage) -> None:
-    served = stage.serve(make_config(validation={**EVERY_4, "n_generation": 3}))
+    served = stage.serve(make_config(controller=PATIENT, validation={**EVERY_4, "n_generation": 3}))
     _, rollout = stage.ready(served)
     reply = rollout.lease(2)
     assert [len(group.seeds) for group in reply.groups] == [3, 3]
     rollout.finish(reply.groups)
     (last,) = rollout.lease(2).groups
+    served.skip(20.0)  # as if the clock of the host had been set back: no date comes from the one of leases
     rollout.finish([last])
     (record,) = stage.client(served).send(api.validations())
+    assert record.at <= served.job.wall()
     assert (record.version, record.samples, record.errors) == (0, 9, 0)
     assert record.score_mean is not None
     assert abs(record.score_mean - 1 / 3) < 1e-9
