@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cProfile
 import os
 import socket
 from pathlib import Path
@@ -128,6 +129,17 @@ def test_a_list_of_wrong_items_is_one_fault_of_many(tmp_path: Path) -> None:
         "logging.logger",
     ]
     assert error.problems[-1].message == f"{10_000 - MOST_ITEMS:,} more of its items are wrong"
+
+
+def test_a_wrong_item_of_a_list_takes_few_calls() -> None:
+    """A config that a controller validates may hold hundreds of thousands of them."""
+
+    def calls_for(n: int) -> int:
+        profile = cProfile.Profile()
+        profile.runcall(refusal, changed(GRPO, policy__lora={"target_modules": [1] * n}))
+        return sum(entry.callcount for entry in profile.getstats())
+
+    assert calls_for(2000) - calls_for(1000) < 100_000
 
 
 @pytest.mark.parametrize(

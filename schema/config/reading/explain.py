@@ -12,7 +12,7 @@ import datetime
 import difflib
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from itertools import islice
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -81,10 +81,15 @@ def field_path(path: KeyPath) -> KeyPath:
     field: KeyPath = ()
     for length in range(1, len(path) + 1):
         field = path[:length]
-        annotation = annotation_of(field)
-        if annotation is None or not any(True for _ in section_classes(annotation)):
+        if not _is_section(field):
             break
     return field
+
+
+@lru_cache(maxsize=1024)  # of a hundred thousand wrong items of a list all but the item is the same
+def _is_section(field: KeyPath) -> bool:
+    annotation = annotation_of(field)
+    return annotation is not None and any(True for _ in section_classes(annotation))
 
 
 def annotation_of(path: KeyPath) -> Any:
