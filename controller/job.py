@@ -333,7 +333,8 @@ class Job:
         failed = most == DropReason.REWARD_ERROR and bool(errors)
         return (
             f"not one of {self.progress.total_steps} steps was trained: the data ran out{self._drops()}. "
-            + REMEDIES.get(most, "See GET /v1/groups?state=dropped"),
+            + REMEDIES.get(most, "See GET /v1/groups?state=dropped")
+            + ". Then start a new run: this one has no prompts left",
             errors[-1] if failed else "",
         )
 

@@ -317,6 +317,10 @@ def test_a_job_whose_data_runs_out_before_its_first_step_has_failed(stage: Stage
     assert status.last_error.startswith("not one of 2 steps was trained")
     assert "dropped: zero_variance 3" in status.last_error
     assert "filter_reward_metric" in status.last_error
+    assert status.last_error.endswith("start a new run: this one has no prompts left"), (
+        "a resume changes nothing"
+    )
+    assert stage.client(served).send(api.operate("resume")).phase is Phase.FAILED
     with pytest.raises(
         Refused, match="not one of 2 steps"
     ):  # it gets no batch without samples, and exports nothing
