@@ -139,7 +139,7 @@ class _Attempts:
         self._client = client
         self._what = f"{call.method} {call.path}"
         self._made, self._pause = 0, FIRST_PAUSE
-        self._give_up = time.monotonic() + client.patience
+        self._began = time.monotonic()
 
     def failed(self, url: str, cause: str, retry_after: float = 0.0, reason: str = "") -> float:
         """Seconds to wait before the next attempt. Raises `ControllerLost` when there is none.
@@ -151,15 +151,16 @@ class _Attempts:
         self._made += 1
         if self._made % len(client.urls):
             return 0.0
-        if time.monotonic() >= self._give_up:
+        waited = time.monotonic() - self._began
+        if waited >= client.patience:
             if reason:
                 raise NotServing(
                     f"the controller at {', '.join(client.urls)} cannot serve now: {reason} ({self._what})",
                     reason,
                 )
+            long = f" for {waited:.0f} s" if waited >= 1.0 else ""
             raise ControllerLost(
-                f"no answer from the controller at {', '.join(client.urls)} for {client.patience:.0f} s "
-                f"({self._what}: {cause})"
+                f"no answer from the controller at {', '.join(client.urls)}{long} ({self._what}: {cause})"
             )
         pause = max(self._pause, min(retry_after, MAX_RETRY_AFTER)) * random.uniform(0.5, 1.0)
         self._pause = min(self._pause * 2, MAX_PAUSE)

@@ -42,7 +42,6 @@ from launcher.restarts import (
     Budget,
     EndJob,
     Role,
-    describe_exit,
     is_crash,
 )
 from launcher.rundir import base_environment, environment
@@ -279,10 +278,10 @@ class Job:
         if is_replica and not self.contact.started.is_set() and exit_.code != EXIT_CONFIG:
             return await self._too_early(exit_)
         if is_replica and exit_.code != EXIT_NAME_TAKEN:  # else somebody else lives under its name
-            crashed = is_crash(exit_.code) or name in self.watch.hung
-            self.watch.hung.discard(name)
-            why = describe_exit(exit_.code)
-            await self.contact.tell(api.replica_exited(name, why, crashed=crashed, parent_pid=exit_.pid))
+            crashed = exit_.hung or is_crash(exit_.code)
+            await self.contact.tell(
+                api.replica_exited(name, exit_.how, crashed=crashed, parent_pid=exit_.pid)
+            )
         status = await self._newest_status(LEFT_PATIENCE if exit_.code == EXIT_OK else BRIEF, role)
         if status is None:
             return Situation(over=False, needed=True)
@@ -293,7 +292,7 @@ class Job:
     async def _too_early(self, exit_: Exit) -> Situation:
         """A worker gave up waiting for the controller while data is being prepared: not its fault."""
         self.event(
-            f"{exit_.replica.name} ended ({describe_exit(exit_.code)}) before the controller was started; it is "
+            f"{exit_.replica.name} ended ({exit_.how}) before the controller was started; it is "
             f"started again with it; its log: {exit_.log_file}"
         )
         await self.contact.started.wait()

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launcher.restarts import EXIT_OK, Role, describe_exit
+from launcher.restarts import EXIT_OK, Role
 from launcher.rundir import write_text
 from launcher.supervisor import Exit, Supervised
 
@@ -57,7 +57,7 @@ class Journal:
         if exit_.replica.role is Role.DATA and exit_.code == EXIT_OK:
             return
         lines = list(exit_.lines[-MOST_LINES:])
-        what = describe_exit(exit_.code) if exit_.code != EXIT_OK else "in order"
+        what = exit_.how if exit_.code != EXIT_OK else "in order"
         self.ends.append(End(time.time(), exit_.process, exit_.code, what, str(exit_.log_file), lines))
 
     def write(self, stage: str, replicas: Iterable[Supervised]) -> None:

@@ -110,8 +110,10 @@ class Restarts:
         """Restarts that count against the budget if the replica, which runs now, ends now."""
         return 0 if now - self._started_at >= self.budget.healthy_after else self.streak
 
-    def exited(self, now: float, code: int, *, over: bool, needed: bool, counts: bool = True) -> Verdict:
-        """Decide after an exit.
+    def exited(
+        self, now: float, code: int, how: str = "", *, over: bool, needed: bool, counts: bool = True
+    ) -> Verdict:
+        """Decide after an exit. `how` it ended, if the code does not say it.
 
         over: the job has ended, or the process was told to end. needed: whether the job misses a process that
         left with code 0 (a drained rollout replica is not missed while another one is there). counts: whether
@@ -122,7 +124,7 @@ class Restarts:
         final = self._final(code)
         if final is not None:
             return final
-        how = describe_exit(code) if code != EXIT_OK else "it left although the job still needs it"
+        how = how or describe_exit(code) if code != EXIT_OK else "it left although the job still needs it"
         limit = self.budget.max_restarts
         if not counts:
             return Restart(0.0, 0, limit, how)

@@ -22,7 +22,7 @@ from typing import Literal, Protocol
 from launcher import keeper
 from launcher.logs import tail
 from launcher.placement import ProcessSpec, Replica
-from launcher.restarts import EXIT_OK, Budget, EndJob, Left, Restart, Restarts
+from launcher.restarts import EXIT_OK, Budget, EndJob, Left, Restart, Restarts, describe_exit
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +45,13 @@ class Exit:
     log_file: Path
     pid: int = 0
     """Of the keeper of its first process."""
+    hung: bool = False
+    """Whether it was killed here because it did not answer."""
+
+    @property
+    def how(self) -> str:
+        """How it ended, in words."""
+        return "killed because it did not answer" if self.hung else describe_exit(self.code)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +100,7 @@ class Supervised:
     remove: str = ""
     state: State = "starting"
     stopping: bool = False
+    hung: bool = False
     processes: dict[str, asyncio.subprocess.Process] = field(default_factory=dict)
     offsets: dict[str, int] = field(default_factory=dict)
     task: asyncio.Task[None] | None = None
@@ -143,6 +151,7 @@ class Supervisor:
     def kill(self, name: str) -> None:
         """Kill a replica that no longer answers; it is restarted like one that crashed."""
         supervised = self.replicas[name]
+        supervised.hung = bool(supervised.alive)
         if not supervised.remove:
             self._signal(supervised, signal.SIGINT)
             return
@@ -193,6 +202,7 @@ class Supervisor:
                 verdict = restarts.exited(
                     ended_at,
                     exit_.code,
+                    exit_.how,
                     over=situation.over or supervised.stopping,
                     needed=situation.needed,
                     counts=situation.counts,
@@ -221,7 +231,7 @@ class Supervisor:
     async def _run_once(self, supervised: Supervised) -> Exit:
         """Start all ranks and wait until the replica is down. One rank that fails takes the others with it."""
         replica = supervised.replica
-        supervised.state, supervised.since = "starting", time.monotonic()
+        supervised.state, supervised.since, supervised.hung = "starting", time.monotonic(), False
         shared = _rendezvous() if replica.rendezvous else {}
         try:
             for spec in replica.processes:
@@ -252,7 +262,7 @@ class Supervisor:
         log_file = self._log_path(culprit)
         lines = tuple(tail(log_file, since=supervised.offsets[culprit.name]))
         leader = supervised.processes[replica.processes[0].name]
-        return Exit(replica, culprit.name, code, lines, log_file, leader.pid)
+        return Exit(replica, culprit.name, code, lines, log_file, leader.pid, supervised.hung)
 
     async def _end_peers(self, supervised: Supervised) -> None:
         if not supervised.alive:

@@ -32,7 +32,7 @@ HUNG_AFTER = 60.0
 
 
 class Watch:
-    """Keeps the view of the job up to date until the job is over. `hung`: replicas killed for their silence."""
+    """Keeps the view of the job up to date until the job is over."""
 
     def __init__(
         self, plan: Plan, contact: Contact, supervisor: Supervisor, view: View, event: Callable[[str], None]
@@ -42,7 +42,6 @@ class Watch:
         self._looked_at = float("-inf")
         self._unseen = {replica.name for replica in plan.workers}
         """Replicas that have not registered yet."""
-        self.hung: set[str] = set()
 
     async def until_over(self) -> Outcome:
         """Follow the controller until it says that the job is over."""
@@ -105,7 +104,6 @@ class Watch:
             self._event(
                 f"{info.name} lives, but was not heard of for {info.last_seen_s:.0f} s: restarting it"
             )
-            self.hung.add(info.name)
             self._supervisor.kill(info.name)
 
     def _judge(self) -> Outcome | None:

@@ -148,14 +148,16 @@ class StateStore:
         try:
             facts = await server_facts(Redis(connection_pool=pool), patience)
         except (RedisError, OSError) as error:
-            raise StoreUnavailable(f"no answer from Redis at {_where(url)}: {error}") from None
+            raise StoreUnavailable(f"no answer from Redis at {_where(url)}: {_said(error)}") from None
         facts.check(require_durable=require_durable)
         store = cls(pool, f"{prefix}:{job_id}:", facts, Holder.myself(address), Term(lock_seconds, clock))
         try:
             await store._take_charge(replace, stand_by)
             saved = await store._load()
         except (RedisError, OSError) as error:
-            raise StoreUnavailable(f"Redis at {_where(url)} failed while the job was read: {error}") from None
+            raise StoreUnavailable(
+                f"Redis at {_where(url)} failed while the job was read: {_said(error)}"
+            ) from None
         store._pending.lock = "renew"  # with the first rows: what this controller writes is of its own clock
         store._tasks = [
             asyncio.create_task(store._write_forever(), name="store-writer"),
@@ -241,7 +243,9 @@ class StateStore:
             self._end(error)
             raise StoreUnavailable(str(error)) from None
         except (RedisError, OSError) as error:
-            raise StoreUnavailable(f"Redis failed while its append-only file was awaited: {error}") from None
+            raise StoreUnavailable(
+                f"Redis failed while its append-only file was awaited: {_said(error)}"
+            ) from None
         if not in_file:
             raise StoreUnavailable(f"Redis did not sync its append-only file within {DURABLE_TIMEOUT:.0f} s")
 
@@ -313,9 +317,10 @@ class StateStore:
         return commands
 
     def _suspend(self, error: Exception) -> None:
+        why = _said(error)
         if self._outage is None:
-            log.error("Redis does not take writes, answering 503 until it does: %s", error)
-        self._outage = f"Redis does not take writes: {error}"
+            log.error("Redis does not take writes, answering 503 until it does: %s", why)
+        self._outage = f"Redis does not take writes: {why}"
         for batch in (self._in_flight, self._pending):
             if batch is not None:
                 _answer(batch.waiters, StoreUnavailable(self._outage))
@@ -369,7 +374,7 @@ class StateStore:
         try:
             return await self.payloads.get(keys)
         except (RedisError, OSError) as error:
-            raise StoreUnavailable(f"Redis does not answer: {error}") from None
+            raise StoreUnavailable(f"Redis does not answer: {_said(error)}") from None
 
     async def close(self) -> None:
         """Write what is pending if Redis takes it, give the lock back and disconnect."""
@@ -403,6 +408,10 @@ def _answer(waiters: Sequence[asyncio.Future[None]], error: StoreUnavailable | N
             waiter.set_result(None)
         else:
             waiter.set_exception(error)
+
+
+def _said(error: Exception) -> str:
+    return str(error) or "no answer in time"  # asyncio's TimeoutError says nothing
 
 
 def _where(url: str) -> str:

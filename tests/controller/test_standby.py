@@ -248,6 +248,7 @@ def test_a_client_without_patience_tries_each_address_once() -> None:
         with pytest.raises(ControllerLost) as lost:
             client.send(api.ready())
         assert all(url in str(lost.value) for url in nowhere)
+        assert " s (" not in str(lost.value), "nobody waited"
         assert client.url == nowhere[0]
     with pytest.raises(ValueError, match="no address"):
         Client(" , ", "token")

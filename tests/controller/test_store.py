@@ -215,6 +215,22 @@ def test_a_restart_of_the_server_loses_nothing(valkey: ValkeyServer) -> None:
     run(scenario)
 
 
+def test_a_server_that_hangs_is_said_to(valkey: ValkeyServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        store, _ = await open_store(valkey)
+        monkeypatch.setattr("controller.store.fence.REPLY_TIMEOUT", 0.05)
+        valkey.send_signal(signal.SIGSTOP)
+        put(store, "a", 1)
+        with pytest.raises(StoreUnavailable, match="does not take writes: no answer in time"):
+            await store.flush()
+        monkeypatch.undo()
+        valkey.send_signal(signal.SIGCONT)
+        await until_available(store)
+        await store.close()
+
+    run(scenario)
+
+
 def test_a_server_that_comes_back_with_an_older_state_ends_the_controller(valkey: ValkeyServer) -> None:
     async def scenario() -> None:
         store, _ = await open_store(valkey)

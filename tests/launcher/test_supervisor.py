@@ -125,6 +125,26 @@ time.sleep(600)
     assert not any(alive(int(pid)) for pid in counter.read_text().split())
 
 
+def test_what_is_killed_because_it_hangs_is_said_to(tmp_path: Path):
+    """Not to have run out of memory; what kills its successor is another matter."""
+    watcher = Watcher()
+    counter = tmp_path / "starts"
+    script = f"import os, time; open({str(counter)!r}, 'a').write(f'{{os.getpid()}} '); time.sleep(600)"
+
+    async def body(supervisor: Supervisor) -> None:
+        supervisor.launch(replica("rollout-0", script))
+        await written(counter)
+        supervisor.kill("rollout-0")
+        await asyncio.to_thread(until, lambda: len(counter.read_text().split()) == 2, "a second start")
+        os.kill(int(counter.read_text().split()[1]), signal.SIGKILL)
+        await comes_true(lambda: len(watcher.exits) == 2)
+
+    supervise(tmp_path, body, watcher)
+    assert [exit_.hung for exit_ in watcher.exits] == [True, False]
+    assert "killed because it did not answer; restart" in watcher.events[0].replace(")", "")
+    assert "out of memory" in watcher.exits[1].how
+
+
 def test_one_rank_that_dies_takes_the_others_with_it_and_all_come_back(tmp_path: Path):
     """Each start meets at a port of its own. The culprit is the rank that failed first."""
     watcher = Watcher()
