@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 FORMAT = 1
+ALL_DROPPED = (
+    "every prompt of this run has been dropped, so nothing is left to resume: start a run of its own"
+)
 
 
 @dataclass(slots=True)
@@ -78,6 +81,13 @@ class Result:
         write_text(self.run_dir / "summary.json", json.dumps(self.summary(), indent=2) + "\n")
 
 
+def out_of_data(summary: Mapping[str, Any]) -> bool:
+    """Whether a failed run has dropped all there is: it would only fail again."""
+    ledger = summary.get("ledger") or {}
+    created: int = ledger.get("created", 0)
+    return summary["outcome"] == "failed" and created > 0 and bool(ledger["states"].get("dropped") == created)
+
+
 def rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The lines of the final table, from a summary (also one read back from disk)."""
     status, ledger = summary.get("status") or {}, summary.get("ledger") or {}
@@ -95,7 +105,7 @@ def rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         mean = "–" if status.get("staleness_mean") is None else f"{status['staleness_mean']:.2f}"
         found.append(("staleness", f"mean {mean}, max {ledger['max_staleness']}, bound {ledger['bound']}"))
         states = ", ".join(f"{name} {count}" for name, count in ledger["states"].items() if count)
-        found.append(("groups", f"{ledger['created']} created: {states}"))
+        found.append(("groups", f"{ledger['created']} created" + (f": {states}" if states else "")))
         if ledger["dropped"]:
             dropped = ", ".join(f"{name} {count}" for name, count in ledger["dropped"].items())
             found.append(("dropped", dropped))

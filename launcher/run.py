@@ -125,7 +125,7 @@ def _run(checked: Checked, run: RunDir, goes_on: bool, screen: Screen, env: Mapp
 
     from launcher.job import Job
     from launcher.plan import Plan
-    from launcher.report import Result
+    from launcher.report import ALL_DROPPED, Result, out_of_data
     from launcher.supervisor import free_port
 
     signal.signal(
@@ -156,7 +156,9 @@ def _run(checked: Checked, run: RunDir, goes_on: bool, screen: Screen, env: Mapp
     result = asyncio.run(main())
     run.sweep()
     screen.table(result.summary())
-    if result.outcome != "finished" and result.exit_code != EXIT_CONFIG:
+    if out_of_data(result.summary()):
+        screen.write(f"{ALL_DROPPED}.")
+    elif result.outcome != "finished" and result.exit_code != EXIT_CONFIG:
         screen.write(f"cosmos-launch --resume {run.path} goes on from here.")
     return result.exit_code
 

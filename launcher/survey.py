@@ -138,8 +138,16 @@ def advice(found: Mapping[str, Any]) -> str:
         return f"its logs are in {where}/logs; an evaluation is not resumed, but run again"
     resume = f"`cosmos-launch --resume {where}` goes on{_from_where(found)}" if where else "start it again"
     if state == "failed":
-        return f"put right what the reason says (the logs are in {where}/logs), then {resume}"
+        return _after_failure(found, resume)
     return resume
+
+
+def _after_failure(found: Mapping[str, Any], resume: str) -> str:
+    from launcher.report import ALL_DROPPED, out_of_data
+
+    if found["summary"] and out_of_data(found["summary"]):
+        return ALL_DROPPED
+    return f"put right what the reason says (the logs are in {found['run_dir']}/logs), then {resume}"
 
 
 def _redis(found: Mapping[str, Any]) -> str:

@@ -81,10 +81,11 @@ class Watch:
         if status.validation is not None and view.first_accuracy is None:
             records = await self._contact.ask(api.validations())
             view.first_accuracy = records[0].score_mean if records else None
-        if before is not None and status.last_error and status.last_error != before.last_error:
+        over = status.phase in TERMINAL_PHASES  # why stands in the outcome
+        if before is not None and status.last_error and status.last_error != before.last_error and not over:
             self._event(f"error: {status.last_error}")
         note = "" if before is None else before.note
-        if status.note != note and status.phase not in (*TERMINAL_PHASES, Phase.FINISHING):
+        if status.note != note and not over and status.phase is not Phase.FINISHING:
             self._event(status.note or "prompts are handed out as before")
         view.status = status
 

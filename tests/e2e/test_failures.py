@@ -119,6 +119,7 @@ def test_a_reward_that_fails_everywhere_stops_the_run_by_name(tmp_path: Path, mo
     assert "not one prompt was scored" in output
     assert "missing 1 required positional argument: 'answer'" in output
     assert output.count("Traceback (most recent call last)") == 1, output
+    assert " error: not one prompt" not in output, "the outcome says it in the next line"
     summary = json.loads((program.run_dir / "summary.json").read_text())
     assert summary["status"]["phase"] == summary["outcome"] == "failed"
     assert "not one prompt was scored" in summary["reason"]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from launcher.report import Collected, Result, rows, table
+from launcher.report import Collected, Result, out_of_data, rows, table
 from schema.wire.messages import LedgerStatus, Phase, StepRecord
 from tests.launcher.samples import job_status, validation
 
@@ -50,6 +50,26 @@ def test_the_table_says_what_changed_and_where_things_are(tmp_path: Path):
 def test_a_reason_says_itself_how_the_run_ended(tmp_path: Path):
     reason = "finished after 25 of 60 steps: the data ran out; dropped: zero_variance 900"
     assert dict(rows(result(tmp_path, full(), reason=reason).summary()))["outcome"] == reason
+
+
+def test_a_run_that_dropped_all_its_prompts_is_not_to_be_resumed(tmp_path: Path):
+    waiting, dropped, fresh = (
+        LedgerStatus(
+            created=sum(states.values()), states=states, dropped={}, staleness={}, max_staleness=0, bound=2
+        )
+        for states in (
+            {"waiting": 1, "dropped": 23},
+            {"waiting": 0, "dropped": 24},
+            {"waiting": 0, "dropped": 0},
+        )
+    )
+    found = [
+        out_of_data(result(tmp_path, Collected(ledger=ledger), outcome).summary())
+        for ledger in (waiting, dropped, fresh, None)
+        for outcome in ("failed", "stopped")
+    ]
+    assert found == [False, False, True, False, False, False, False, False]
+    assert dict(rows(result(tmp_path, Collected(job_status(), fresh)).summary()))["groups"] == "0 created"
 
 
 def test_the_model_of_an_earlier_start_is_not_that_of_a_run_that_went_on(tmp_path: Path):

@@ -55,6 +55,11 @@ def test_every_state_says_what_to_do(state: str, words: str):
     assert words in advice(found(state))
 
 
+def test_a_run_without_a_prompt_left_is_not_said_to_go_on():
+    summary = {"outcome": "failed", "ledger": {"created": 24, "states": {"dropped": 24}}}
+    assert "a run of its own" in advice(found("failed", summary=summary))
+
+
 def test_an_evaluation_is_not_said_to_go_on():
     for state in ("killed", "stopped", "failed"):
         assert "--resume" not in advice(found(state, evaluates=True))
