@@ -208,8 +208,9 @@ class Registry:
             ErrorCode.NAME_TAKEN,
             f"the name {known.name!r} is held by replica {known.replica_id} (host {known.host or 'unknown'}, "
             f"pid {known.pid}), which has another secret: it is free once that one has left or was silent for "
-            f"{self._timeout:g} s, in {left} s at the earliest; of two replicas that were started under one name "
-            "one needs another name (COSMOS_REPLICA_NAME)",
+            f"{self._timeout:g} s, in {left} s at the earliest; who is started again with the same "
+            "COSMOS_REPLICA_SECRET does not wait, and of two replicas under one name one needs another "
+            "(COSMOS_REPLICA_NAME)",
             left,
         )
 
