@@ -112,6 +112,8 @@ class Operations:
         if entry is None:
             return None
         publication = entry.publication
+        here = {replica.replica_id for replica in self._job.registry.present("rollout")}
+        applied = [u.replica_id for u in updates.of(publication.id) if u.status == "applied"]
         return m.WeightsStatus(
             version=publication.version,
             publication=publication.id,
@@ -119,7 +121,7 @@ class Operations:
             n_bytes=publication.n_bytes,
             ratio=entry.ratio,
             density=entry.cost.density,
-            updated=sum(update.status == "applied" for update in updates.of(publication.id)),
+            updated=len(here.intersection(applied)),
             pause_s=updates.pause,
             unreadable=updates.unreadable,
         )

@@ -120,6 +120,10 @@ def test_reports_are_listed_with_their_publication(stage: Stage) -> None:
     weights = stage.client(served).send(api.job()).weights
     assert weights is not None
     assert (weights.publication, weights.kind, weights.updated, weights.pause_s) == (2, "delta", 1, 0.004)
+    rollout.leave()
+    left = stage.client(served).send(api.job()).weights
+    assert left is not None
+    assert left.updated == 0, "status says: in use by 0 of 0 replicas"
 
 
 def test_reports_of_strangers_are_refused(stage: Stage) -> None:
