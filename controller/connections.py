@@ -63,7 +63,7 @@ class PatientProtocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._in_head = False
+        self._in_head = self._in_body = self._begins_in_body = False
         self._head_bytes = self._chunk = 0
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
@@ -92,7 +92,7 @@ class PatientProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
-        self._chunk = len(data)
+        self._chunk, self._begins_in_body = len(data), self._in_body
         self._head_bytes += self._chunk
         super().data_received(data)
         idle = self.cycle is None or self.cycle.response_complete
@@ -103,16 +103,22 @@ class PatientProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._in_head, self._head_bytes = True, self._chunk  # the body before it does not count
+        # Where the end of a body comes in one piece with it, nobody knows how much of that is the head: none counts.
+        self._in_head, self._in_body = True, False
+        self._head_bytes = 0 if self._begins_in_body else self._chunk
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._in_head:  # else a trailer behind a chunked body: nobody reads it
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self._in_head, self._head_bytes = False, 0
+        self._in_head, self._in_body, self._head_bytes = False, True, 0
         self._stop_head_timer()
         super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._in_body = False
+        super().on_message_complete()
 
     def _expect_head(self) -> None:
         if self._head_timer is None:

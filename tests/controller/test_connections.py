@@ -104,6 +104,27 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.005)
 
 
+def test_the_end_of_a_refused_body_is_not_taken_for_a_head() -> None:
+    """Its rest comes in one piece with the beginning of the next request."""
+
+    async def scenario() -> None:
+        async with served() as stage:
+            reader, writer = await stage.connect()
+            writer.write(HEAD + b"transfer-encoding: chunked\r\n\r\n1adb0\r\n" + b"x" * 20_000)
+            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), GRACE)
+            assert b" 413 " in head.splitlines()[0]
+            length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
+            await reader.readexactly(length)
+            writer.write(b"x" * 90_000 + b"\r\n0\r\n\r\n" + HEAD)
+            await asyncio.sleep(0.05)  # so that it is read without the rest of its head
+            writer.write(b"connection: close\r\ncontent-length: 2\r\n\r\nok")
+            answer = await asyncio.wait_for(reader.read(), GRACE)
+            assert answer.startswith(b"HTTP/1.1 200 "), answer
+            writer.close()
+
+    run(scenario)
+
+
 @pytest.mark.parametrize(
     "start", [b"", b"\r\n", HEAD, b"GET / HTTP/1.1\r\n" * 2, HEAD + b"content-length: 0\r\n\r\n\r\n"]
 )
