@@ -59,6 +59,9 @@ class Checkpoint:
 class Simulation:
     """Drives a ledger by a seeded random schedule. `run` returns when the job has finished."""
 
+    probes = 0.2
+    """Share of leases that are probes, as in an outage of rewards."""
+
     def __init__(self, seed: int, params: LedgerParams, n_replicas: int) -> None:
         self.random = random.Random(seed)
         self.params = params
@@ -108,7 +111,7 @@ class Simulation:
             self.published,
             self.random.randint(1, 4),
             self.now,
-            probe=self.random.random() < 0.2,
+            probe=self.random.random() < self.probes,
         )
         for group in decision.groups:
             assert group.lease_id is not None

@@ -99,6 +99,8 @@ class TwinSimulation(Simulation):
         self.twins = Twins(params)
         self.ledger = self.twins  # type: ignore[assignment]
 
+    probes = 0.0  # they go by how often groups were tried, which is forgotten with them
+
     def restart(self) -> None:
         self.twins.restart_short()
 
