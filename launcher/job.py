@@ -214,9 +214,8 @@ class Job:
         status = await self.contact.ask(api.job(), patience)
         if status.phase in (Phase.STOPPED, Phase.FAILED):
             status = await self.contact.ask(api.operate("resume"), patience)
-        for (
-            replica
-        ) in self.plan.workers:  # all have ended; they had other secrets, and hold their names still
+        for replica in self.plan.workers:
+            # It has ended with its launcher, had another secret, and holds its name still.
             if replica.role is Role.ROLLOUT:
                 await self.contact.tell(api.replica_exited(replica.name, "its launcher ended", crashed=False))
         self.event(f"going on after {status.step} of {status.total_steps} steps")
