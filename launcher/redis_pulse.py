@@ -79,9 +79,8 @@ class RedisPulse:
 
     def _note(self, state: State) -> None:
         found = "" if state == "ok" else state
-        if found == self.trouble or (
-            self._own and state == "away"
-        ):  # one of our own has ended, and is restarted
+        restarted = self._own and state == "away"  # it has ended, which its supervisor sees
+        if found == self.trouble or restarted:
             return
         self.trouble = found
         if not found:

@@ -50,9 +50,8 @@ def read_file(path: FilePath) -> str:
     return read_text(path, "YAML or TOML")
 
 
-MAX_LEAVES = (
-    10_000  # keys that hold a value: verl's longest file has 900, and each gets a line of the account
-)
+MAX_LEAVES = 10_000
+"""Keys that hold a value: verl's longest file has 900, and each gets a line of the account."""
 
 
 def read_source(text: str, name: str) -> Source:

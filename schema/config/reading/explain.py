@@ -359,9 +359,7 @@ def _name_elsewhere(path: KeyPath, data: Mapping[str, Any]) -> str:
         return f"a table of {systems} files, which cosmos-launch convert reads{known}" if systems else ""
     found = names_here(format_key(path)) or names_here(str(path[-1]))
     ours = list(dict.fromkeys(key for theirs in found for key in theirs.ours))
-    ours.sort(
-        key=lambda key: not key.startswith(f"{path[0]}.")
-    )  # what stands in the same section comes first
+    ours.sort(key=lambda key: not key.startswith(f"{path[0]}."))  # those of the same section come first
     if ours:
         names = " or ".join(f"`{key}`" for key in ours[:3])
         return f"did you mean {names}? {found[0].system} calls it `{found[0].key}`"
