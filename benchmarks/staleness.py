@@ -253,6 +253,8 @@ CASES = (
     Case(0, 1e-3),
     Case(4, 1e-3),
     Case(4, 1e-3, corrected=False),
+    Case(6, 1e-3),
+    Case(6, 1e-3, corrected=False),
     Case(8, 1e-3),
 )
 
@@ -265,7 +267,7 @@ def draw(curves: dict[Case, list[float]], path: Path) -> None:
 
     rates = sorted({case.lr for case in curves})
     figure, axes = plt.subplots(1, len(rates), figsize=(5.2 * len(rates), 3.6), sharey=True, squeeze=False)
-    colours = {0: "black", 4: "tab:blue", 8: "tab:orange"}
+    colours = {0: "black", 4: "tab:blue", 6: "tab:green", 8: "tab:orange"}
     for axis, rate in zip(axes[0], rates, strict=True):
         for case, curve in curves.items():
             if case.lr == rate:
