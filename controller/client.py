@@ -75,7 +75,7 @@ class Untrusted(ControllerError):
 
 
 class Refused(ControllerError):
-    """The controller answered with a problem. `retry_after`: seconds to another answer; 0: not told."""
+    """The controller answered with a problem. `retry_after`: seconds to another answer; 0: not given."""
 
     def __init__(self, status: int, code: ErrorCode, detail: str, retry_after: float = 0.0) -> None:
         super().__init__(f"{detail} ({code}, HTTP {status})")

@@ -82,7 +82,7 @@ class Ledger(Replayable):
         The same `request_id` from the same replica gets the same groups again, as far as it still holds them, in
         the same order.
         An empty answer carries the refusal of the first group. probe: during an outage of rewards waiting groups take
-        turns, so that a bad one holds up nobody.
+        turns, so that a bad one does not block the others.
         """
         held = self.held_by(replica_id)
         repeated = [group for group in held if group.request_id == request_id]
@@ -214,7 +214,7 @@ class Ledger(Replayable):
         return len(held)
 
     def blame(self, names: Sequence[str]) -> None:
-        """A replica that held these groups crashed, and was superseded before anybody said so."""
+        """A replica that held these groups crashed, and was superseded before the crash was reported."""
         for group in [self.groups[name] for name in names if name in self.groups]:
             if group.state is State.WAITING:
                 self._crashed(group, alone=len(names) == 1)

@@ -28,7 +28,7 @@ MIN_FREE_BYTES = 64 * 1024 * 1024
 """Room for logs, prepared data and the state of the ledger of a small job."""
 
 MOST_CPU_RANKS = 2
-"""One trainer and one engine: a job with more of them is written for GPUs, and nobody waits for it on cores."""
+"""One trainer and one engine: a job with more of them is written for GPUs and takes too long on cores."""
 
 
 @dataclass(slots=True)

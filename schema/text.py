@@ -61,7 +61,7 @@ class LogFormatter(logging.Formatter):
 def configure_logging(
     form: str = "%(asctime)s %(levelname)s %(name)s: %(message)s", level: str = "INFO", *, force: bool = False
 ) -> None:
-    """Log to standard error, in lines that nobody can forge. `force`: whoever did so before no longer does."""
+    """Log to standard error, in lines that cannot be forged. `force`: replace the handlers that are there."""
     handler = logging.StreamHandler()
     handler.setFormatter(LogFormatter(form))
     logging.basicConfig(level=level, handlers=[handler], force=force)

@@ -30,7 +30,7 @@ METHOD: dict[str, dict[str, tuple[Any, ...]]] = {
     "roll": ROLL_METHOD,
     "cosmos-rl": COSMOS_METHOD,
 }
-"""System -> key of the list that decides what is trained -> its values that ask for nothing, beside OFF."""
+"""System -> key of the list that decides what is trained -> its values that ask for nothing, as well as OFF."""
 
 OFF: tuple[Any, ...] = (None, False, 0, "", "null", "none", {}, [])
 
