@@ -47,7 +47,7 @@ format: setup  ## let ruff rewrite what it can
 	$(BIN)/ruff format .
 
 schema: setup  ## write config.schema.json, docs/config.md and docs/migrate.md from the code
-	$(BIN)/python -m schema.config.about.export
+	$(BIN)/python -m schema.config.reference.export
 	$(BIN)/python -m schema.interop.document
 
 fuzz: setup  ## check a hundred thousand spoiled configurations

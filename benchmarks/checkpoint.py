@@ -32,17 +32,17 @@ import torch
 import torch.distributed.checkpoint as dcp
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from policy_worker.background import Background
 from policy_worker.checkpoints import directory, rng
-from policy_worker.checkpoints.background import Background
 from policy_worker.checkpoints.layout import Manifest
 from policy_worker.checkpoints.state import state_to_save
 from policy_worker.checkpoints.storage import Staging, pieces_of
 from policy_worker.checkpoints.write import Draft, write
-from policy_worker.learner import Learner
-from policy_worker.model import PolicyModel
+from policy_worker.model.lr_schedule import Schedule
+from policy_worker.model.model import PolicyModel
 from policy_worker.parallel.group import Group
 from policy_worker.process import RankEnvironment
-from policy_worker.schedule import Schedule
+from policy_worker.trainer import Learner
 from schema.config import Config
 
 CONTENTS = ["model", "optimizer", "extra"]

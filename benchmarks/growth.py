@@ -29,10 +29,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[0] = str(ROOT)  # this file must not hide the package of the same name
 
 from benchmarks.load.servers import TOKENS, make_run, valkey
-from controller.pushes import Push
-from controller.serve import Settings, open_job
-from controller.service import Controller
-from controller.store.state import Table
+from controller.server import Settings, open_job
+from controller.services.controller import Controller
+from controller.services.payload_parts import Push
+from controller.store.redis_state import Table
 from schema.config import Config
 from schema.wire import messages as m
 from schema.wire.frame import bundle_ranges, pack_bundle

@@ -34,20 +34,20 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer
 
-from controller.api import Answer, Call
-from policy_worker.grpo import Grpo
-from policy_worker.learner import Learner
-from policy_worker.micro_batch import TrainSample
-from policy_worker.model import load_model
+from controller.client.calls import Answer, Call
+from policy_worker.model.lr_schedule import Schedule
+from policy_worker.model.micro_batch import TrainSample
+from policy_worker.model.model import load_model
 from policy_worker.parallel.group import Group, RankEnvironment
 from policy_worker.process import Departure
-from policy_worker.schedule import Schedule
-from policy_worker.step_batch import BatchSource
+from policy_worker.trainer import Learner
+from policy_worker.training.batch_source import BatchSource
+from policy_worker.training.grpo import Grpo
 from rollout_worker.engines import create_engine
 from rollout_worker.engines.base import Engine, GenerationRequest
+from rollout_worker.groups.samples import scored
+from rollout_worker.groups.sampling import training_settings
 from rollout_worker.rewards.functions import BUILTIN
-from rollout_worker.samples import scored
-from rollout_worker.sampling import training_settings
 from schema.config import Config, load_config
 from schema.wire.batch import StepTable, encode_batch
 from schema.wire.messages import LeasedGroup

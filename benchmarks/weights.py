@@ -47,12 +47,12 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from rollout_worker.engines.scatter import Place, WeightMap, region_of, storage_of, whole
 from rollout_worker.engines.scatter import Published as PublishedTensor
 from schema.wire.weights import Link, Publication, TensorEntry
-from weight_sync import codec
-from weight_sync.changes import open_delta
-from weight_sync.host_copy import HostCopy
-from weight_sync.hub import hub_tensors
+from weight_sync.delta import codec
+from weight_sync.delta.delta import open_delta
+from weight_sync.hf_names import hub_tensors
+from weight_sync.host.host_copy import HostCopy
 from weight_sync.layout import BLOCK, dtype_name, tensor_bytes
-from weight_sync.publish import Published, assemble, finish, write_delta, write_full
+from weight_sync.publishing.writer import Published, assemble, finish, write_delta, write_full
 from weight_sync.stores import DirectoryStore, Store, version_name
 from weight_sync.stores.base import check_size
 

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import uvloop
 
-from controller.serve import Settings, StartError, serve
-from schema.text import configure_logging
+from controller.server import Settings, StartError, serve
+from schema.util.text import configure_logging
 
 log = logging.getLogger(__name__)
 

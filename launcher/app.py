@@ -11,7 +11,7 @@ import typer
 from launcher.commands import check, convert, export, learn, operate
 from launcher.commands.options import Overrides, print_json, print_problems
 from launcher.errors import LaunchError
-from launcher.interrupts import ended_at_once
+from launcher.processes.signals import ended_at_once
 
 HELP = """
 Train a language model by asynchronous reinforcement learning, from one file.
@@ -133,14 +133,14 @@ def run(
     if as_json and not dry_run:
         raise LaunchError("--json needs --dry-run", "a run writes summary.json at its end")
     with ended_at_once():
-        from launcher.resume import continued
-        from launcher.run import check as check_job
-        from launcher.run import launch
+        from launcher.job.resume import continued
+        from launcher.job.run import check as check_job
+        from launcher.job.run import launch
 
     configs, overrides = config or [], set_ or []
     if not dry_run:
         raise typer.Exit(launch(configs, overrides, resume=resume, env=os.environ))
-    from launcher.dryrun import plan, plan_lines
+    from launcher.commands.dry_run import plan, plan_lines
 
     if resume is not None:
         found = continued(resume, configs, overrides)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import sys
 
-from launcher.interrupts import ended_at_once, hear_interrupts
+from launcher.processes.signals import ended_at_once, hear_interrupts
 
 INTERRUPTED = 130
 

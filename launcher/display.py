@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from schema.text import one_line, visible
+from schema.util.text import one_line, visible
 from schema.wire.messages import JobStatus, Phase
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ REDIS = {
     "hung": "hung: takes connections and does not answer",
     "away": "cannot be reached",
 }
-"""What is wrong with Redis (`launcher.redis_pulse`), for people."""
+"""What is wrong with Redis (`launcher.job.redis_pulse`), for people."""
 
 _PHASE_STYLE = {
     Phase.TRAINING: "green", Phase.FINISHED: "bold green", Phase.FAILED: "bold red", Phase.PAUSED: "yellow",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from launcher.restarts import EXIT_CONFIG
-from schema.text import indented
+from schema.util.text import indented
 
 
 class LaunchError(Exception):

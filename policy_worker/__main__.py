@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 
-from controller.client import ControllerError, Unauthorized
+from controller.client.http import ControllerError, Unauthorized
 from policy_worker.errors import PolicyError, SettingsError
 from policy_worker.process import (
     Departure,
@@ -23,7 +23,7 @@ from policy_worker.process import (
     install_signals,
     watch_parent,
 )
-from schema.text import configure_logging
+from schema.util.text import configure_logging
 
 log = logging.getLogger("policy_worker")
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from controller import api
+from controller.client import calls as api
 from policy_worker.parallel.group import Group
 from policy_worker.session import Session
 from schema.wire import messages as m

@@ -21,15 +21,15 @@ from typing import Any
 
 import torch
 
+from policy_worker.checkpoints.export import write_export
 from policy_worker.checkpoints.find import found_at
 from policy_worker.checkpoints.layout import EXPORT, Found, state_files
 from policy_worker.checkpoints.state import weights_from
 from policy_worker.checkpoints.storage import StateFiles
 from policy_worker.checkpoints.verify import faults
 from policy_worker.errors import CheckpointError, DamagedCheckpointError, PolicyError, SettingsError
-from policy_worker.export import write_export
 from policy_worker.files import written_beside
-from policy_worker.model import DTYPES, PolicyModel
+from policy_worker.model.model import DTYPES, PolicyModel
 from schema.config import Config, ConfigError, check_config
 from schema.config.modules import CANNOT_LOAD, remedy
 from weight_sync import HubNames

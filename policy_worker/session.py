@@ -24,12 +24,12 @@ import uuid
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from controller import api
-from controller.api import Call
-from controller.client import Client, ControllerError, ControllerLost, Refused
+from controller.client import calls as api
+from controller.client.calls import Call
+from controller.client.http import Client, ControllerError, ControllerLost, Refused
 from policy_worker.errors import NoCheckpointError, PolicyError, ReplacedError
-from policy_worker.history import History
 from policy_worker.process import Departure, Environment
+from policy_worker.replay_log import History
 from schema.config import Config
 from schema.wire import messages as m
 from schema.wire.history import DeclareRequest, ReplayRequest
@@ -86,7 +86,7 @@ class Caller:
         Raises:
             LeaveRequestedError: a request to leave came while the controller did not answer.
             ReplacedError: the controller does not count on this incarnation any more.
-            Refused, ControllerLost: see `controller.client`.
+            Refused, ControllerLost: see `controller.client.http`.
         """
         give_up = time.monotonic() + self.patience
         mended, refusal, seen = 0, None, self.mends
@@ -170,7 +170,7 @@ class Session(Caller):
         snapshot: what the checkpoint of `resume_step` holds of the ledger.
 
         Raises:
-            Unauthorized, Refused, ControllerLost: see `controller.client`.
+            Unauthorized, Refused, ControllerLost: see `controller.client.http`.
         """
         request = m.RegisterRequest(
             request_id=request_id(),
@@ -212,7 +212,7 @@ class Session(Caller):
         Raises:
             ReplacedError: the controller knows a later trainer.
             PolicyError: the history cannot be told; it goes on from a checkpoint.
-            Refused, ControllerLost: see `controller.client`.
+            Refused, ControllerLost: see `controller.client.http`.
         """
         with self._mending:
             if seen != self._mends:

@@ -10,23 +10,23 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from controller.client import Refused
+from controller.client.http import Refused
 from policy_worker.checkpoints.find import Resumption, choose
 from policy_worker.checkpoints.load import weights_directory
 from policy_worker.checkpoints.saver import Checkpointer
 from policy_worker.checkpoints.snapshot import newest_snapshot, snapshot_of
 from policy_worker.errors import JobFinishedError, NoCheckpointError, SettingsError
-from policy_worker.grpo import Grpo
-from policy_worker.learner import Learner
-from policy_worker.loop import Algorithm, Loop
-from policy_worker.model import load_model
+from policy_worker.model.lr_schedule import Schedule
+from policy_worker.model.model import load_model
 from policy_worker.parallel.group import Group
 from policy_worker.process import Departure, Environment, RankEnvironment
-from policy_worker.publish import Publisher
-from policy_worker.schedule import Schedule
 from policy_worker.session import Caller, Session
-from policy_worker.sft import Sft
-from policy_worker.step_batch import BatchSource
+from policy_worker.trainer import Learner
+from policy_worker.training.batch_source import BatchSource
+from policy_worker.training.grpo import Grpo
+from policy_worker.training.loop import Algorithm, Loop
+from policy_worker.training.sft import Sft
+from policy_worker.weights.publisher import Publisher
 from schema.config import Config
 from schema.wire import messages as m
 from schema.wire import payload_file

@@ -20,14 +20,14 @@ import sys
 
 import uvloop
 
-from controller.client import ControllerError, Unauthorized
-from rollout_worker.deadline import Deadline
+from controller.client.http import ControllerError, Unauthorized
 from rollout_worker.engines.base import EngineConfigError, EngineError
 from rollout_worker.errors import StoreSettingsError, WeightsUnreadableError
+from rollout_worker.exit_watchdog import Deadline
 from rollout_worker.rewards.pool import RewardPoolError
 from rollout_worker.rewards.registry import RewardConfigError
 from rollout_worker.session import JobOverError, NameTakenError, SupersededError
-from schema.text import configure_logging
+from schema.util.text import configure_logging
 from schema.wire.secret import fault
 
 OK, FAILED, CONFIG, NAME_TAKEN = 0, 1, 2, 5

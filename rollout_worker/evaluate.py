@@ -26,7 +26,7 @@ from rollout_worker.rewards.pool import Result, RewardPool, RewardPoolError, Tas
 from rollout_worker.rewards.registry import RewardConfigError
 from rollout_worker.rewards.scoring import score_of
 from schema.config import Config
-from schema.text import configure_logging
+from schema.util.text import configure_logging
 
 log = logging.getLogger("rollout_worker.evaluate")  # run with -m, __name__ would say nothing
 

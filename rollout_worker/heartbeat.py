@@ -6,13 +6,13 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from controller import api
-from rollout_worker.departure import Departure
+from controller.client import calls as api
 from rollout_worker.engines.base import Engine
-from rollout_worker.gauges import Gauges
-from rollout_worker.held import Held
+from rollout_worker.lease_table import Held
+from rollout_worker.metrics import Gauges
 from rollout_worker.session import Session
-from rollout_worker.weights import WeightFollower
+from rollout_worker.shutdown import Departure
+from rollout_worker.weights.follower import WeightFollower
 from schema.wire.history import DeclareLeases
 from schema.wire.messages import HeartbeatReply, HeartbeatRequest
 

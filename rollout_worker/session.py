@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from controller import api
-from controller.api import Call
-from controller.client import AsyncClient, Refused
-from rollout_worker.held import Held
+from controller.client import calls as api
+from controller.client.calls import Call
+from controller.client.http import AsyncClient, Refused
+from rollout_worker.lease_table import Held
 from schema.wire.messages import ErrorCode, RegisterReply, RegisterRequest
 
 T = TypeVar("T")

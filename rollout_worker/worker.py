@@ -19,23 +19,23 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from controller.client import AsyncClient, ControllerError
-from rollout_worker.deadline import UNTIL_REGISTERED
-from rollout_worker.departure import Departure
+from controller.client.http import AsyncClient, ControllerError
 from rollout_worker.engines import create_engine
 from rollout_worker.engines.base import Engine
-from rollout_worker.gauges import Gauges
-from rollout_worker.generation import Generating
+from rollout_worker.exit_watchdog import UNTIL_REGISTERED
+from rollout_worker.groups.leasing import Leasing
+from rollout_worker.groups.pipeline import Generating
+from rollout_worker.groups.pushing import Pusher, shared_payloads
+from rollout_worker.groups.sizing import LeavingTimes, leaving_times
+from rollout_worker.groups.tokens import eos_token_ids, import_modules, load_tokenizer
 from rollout_worker.heartbeat import Heartbeat
-from rollout_worker.held import Held
-from rollout_worker.host_weights import HostWeights
-from rollout_worker.leasing import Leasing
-from rollout_worker.planner import LeavingTimes, leaving_times
-from rollout_worker.pushing import Pusher, shared_payloads
+from rollout_worker.lease_table import Held
+from rollout_worker.metrics import Gauges
 from rollout_worker.rewards.pool import RewardPool
 from rollout_worker.session import Session
-from rollout_worker.tokens import eos_token_ids, import_modules, load_tokenizer
-from rollout_worker.weights import WeightFollower
+from rollout_worker.shutdown import Departure
+from rollout_worker.weights.follower import WeightFollower
+from rollout_worker.weights.host_weights import HostWeights
 from schema.config import Config
 from schema.wire.messages import RegisterReply
 

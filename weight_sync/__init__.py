@@ -11,14 +11,14 @@ tensor. `publish`, `host_copy` and `collect` are the three things one does with 
 which forms are written and read, `hub` gives a model's weights the names of its hub checkpoint.
 """
 
-from weight_sync.changes import open_delta
-from weight_sync.collect import collect, remove
+from weight_sync.delta.delta import open_delta
 from weight_sync.errors import NotReadableError, WeightError
-from weight_sync.fetch import Weights, fetch
-from weight_sync.host_copy import HostCopy
-from weight_sync.host_files import open_copy
-from weight_sync.hub import HubNames, gather_full, hub_tensors
-from weight_sync.publish import Published, publish
+from weight_sync.hf_names import HubNames, gather_full, hub_tensors
+from weight_sync.host.fetch import Weights, fetch
+from weight_sync.host.files import open_copy
+from weight_sync.host.host_copy import HostCopy
+from weight_sync.publishing.gc import collect, remove
+from weight_sync.publishing.writer import Published, publish
 from weight_sync.stores import DirectoryStore, Store, open_store
 
 __all__ = [

@@ -15,9 +15,9 @@ from pathlib import Path
 import uvloop
 
 from benchmarks.load.bodies import make_sample
-from controller.assembly import Assembled
-from controller.job import Job
-from controller.serve import Settings
+from controller.ledger.assembly import Assembled
+from controller.server import Settings
+from controller.state.job import Job
 from controller.store import StateStore
 from schema.wire.sample import SampleHeader
 

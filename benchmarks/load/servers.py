@@ -61,7 +61,7 @@ def make_run(
 @contextmanager
 def valkey() -> Iterator[str]:
     """The embedded server with the launcher's options; gives its address."""
-    from launcher.redis_server import command, valkey_binary
+    from launcher.plan.redis_server import command, valkey_binary
 
     binary = valkey_binary()
     if binary is None:

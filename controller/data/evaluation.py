@@ -24,7 +24,7 @@ from controller.data.prepare import check_source
 from controller.data.rows import extras, jsonable, value
 from controller.data.sources import Source, column, open_source, require_column
 from schema.config import Config, EvaluationConfig
-from schema.text import configure_logging
+from schema.util.text import configure_logging
 
 logger = logging.getLogger("controller.data.evaluation")  # run with -m, __name__ would say nothing
 

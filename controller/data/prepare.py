@@ -30,7 +30,7 @@ from controller.data.sources import Role, Source, open_source, require_column
 from controller.data.tokenizer import PromptTokenizer
 from schema.config import SOURCE_SCORERS, Config
 from schema.config.modules import ExternalModuleError, import_external
-from schema.text import configure_logging
+from schema.util.text import configure_logging
 from schema.wire.prompts import write_prompts
 
 __all__ = ["held_out_rows", "jsonable", "main", "prepare", "prepare_conversations", "prepare_prompts"]

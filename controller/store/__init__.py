@@ -17,7 +17,7 @@ from controller.store.errors import (
 )
 from controller.store.lock import Holder
 from controller.store.payloads import PayloadKey, PayloadStore, RedisPayloads
-from controller.store.state import Saved, StateStore, Table
+from controller.store.redis_state import Saved, StateStore, Table
 
 __all__ = [
     "Fenced",

@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 from controller.store.fence import Command
 
 PayloadKey = tuple[str, str]
-"""Group id and part (see `controller.groups.SampleMeta`). What was written under a key is never changed."""
+"""Group id and part (see `controller.ledger.group.SampleMeta`). What was written under a key is never changed."""
 Payload = bytes | memoryview
 
 

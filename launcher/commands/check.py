@@ -21,10 +21,10 @@ from launcher.restarts import EXIT_CONFIG
 
 def validate(config: Configs, set_: Overrides = None, as_json: AsJson = False) -> None:
     """Check a configuration: every mistake at once. Exit code 0 if it is sound, else 2."""
-    from launcher.machine import Machine, count_cores
-    from launcher.preflight import check_machine
+    from launcher.plan.machine import Machine, count_cores
+    from launcher.preflight.checks import check_machine
     from schema.config import ConfigError, Problem, check_warnings
-    from schema.config.reading.load import load
+    from schema.config.loading.load import load
 
     problems: tuple[Problem, ...] = ()
     more = 0
@@ -67,8 +67,8 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Show the resolved configuration, and where each value comes from. The output is TOML again."""
-    from launcher.shown import lines, values
-    from schema.config.reading.load import load
+    from launcher.resolved_config import lines, values
+    from schema.config.loading.load import load
 
     found = values(load(config, set_ or [], os.environ), changed_only=changed)
     if as_json:

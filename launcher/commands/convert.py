@@ -16,7 +16,7 @@ from launcher.restarts import EXIT_CONFIG
 
 if TYPE_CHECKING:
     from schema.config import Problem
-    from schema.interop.model import Conversion
+    from schema.interop.engine.model import Conversion
 
 MOST_LINES = 1000
 """Lines of the account on a terminal: verl's longest file has 900 keys."""
@@ -59,7 +59,7 @@ def convert(
     the file is evaluated.
     """
     from schema.interop import convert as convert_file
-    from schema.interop.write import to_toml
+    from schema.interop.engine.write import to_toml
 
     output = None if output == Path("-") else output
     if output is not None and not force and output.exists():
@@ -114,7 +114,7 @@ def _problems(conversion: Conversion, output: Path | None) -> tuple[tuple[Proble
 
 def _falls_short(conversion: Conversion) -> str:
     """What is lost of the method, not understood, or stands there as the nearest value only; "" where nothing is."""
-    from schema.interop.model import Outcome
+    from schema.interop.engine.model import Outcome
 
     unknown = [entry.source for entry in conversion.of(Outcome.UNKNOWN)]
     nearest = [entry.source for entry in conversion.of(Outcome.FALLBACK)]
@@ -124,14 +124,14 @@ def _falls_short(conversion: Conversion) -> str:
 
 
 def _names(keys: Collection[str]) -> str:
-    from schema.interop.write import LISTED
+    from schema.interop.engine.write import LISTED
 
     more = f" and {len(keys) - LISTED} more" if len(keys) > LISTED else ""
     return printable(", ".join(list(keys)[:LISTED]) + more)
 
 
 def _account(conversion: Conversion, text: str, problems: tuple[Problem, ...], more: int) -> dict[str, Any]:
-    from schema.interop.write import to_json
+    from schema.interop.engine.write import to_json
 
     return {
         **to_json(conversion),
@@ -146,8 +146,8 @@ def _explain(
     conversion: Conversion, output: Path | None, problems: tuple[Problem, ...], more: int, full: bool
 ) -> None:
     from schema.config.problem import format_key
-    from schema.config.unsupported import TABLE
-    from schema.interop.write import to_report
+    from schema.config.sections.unsupported import TABLE
+    from schema.interop.engine.write import to_report
 
     typer.echo(_cut(to_report(conversion, full)), err=True)
     if not full:

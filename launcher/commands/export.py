@@ -10,15 +10,15 @@ from typing import Annotated
 
 import typer
 
-from launcher.checkpoints import newest_checkpoint
 from launcher.errors import LaunchError
-from launcher.machine import has_module
+from launcher.plan.checkpoints import newest_checkpoint
+from launcher.plan.machine import has_module
 
 DTYPES = ("float32", "bfloat16", "float16")
 
 
 def _refuse_run_without_checkpoint(path: Path) -> None:
-    from launcher.rundir import is_run
+    from launcher.plan.rundir import is_run
 
     if not is_run(path) or newest_checkpoint(path / "checkpoints") is not None:
         return
@@ -64,7 +64,7 @@ def export(
     for name, value in (("--dtype", dtype), ("--model", model), ("--config", config)):
         command += [name, str(value)] if value else []
     command += ["--force"] if force else []
-    from launcher.rundir import base_environment
+    from launcher.plan.rundir import base_environment
 
     env = {**base_environment(os.environ), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     raise typer.Exit(subprocess.run(command, env=env, check=False).returncode)

@@ -18,7 +18,7 @@ Output = Annotated[
 
 def schema(output: Output = None) -> None:
     """Print the JSON schema of the configuration."""
-    from schema.config.about.export import schema_text
+    from schema.config.reference.export import schema_text
 
     if output is None:
         typer.echo(schema_text(), nl=False)
@@ -36,8 +36,8 @@ def explain(
     as_json: AsJson = False,
 ) -> None:
     """Explain a key: what it does, type, bounds, default, an example, and where it is read."""
-    from launcher.explained import lines
-    from schema.config.about.lookup import look_up
+    from launcher.commands.explain import lines
+    from schema.config.reference.lookup import look_up
 
     found = look_up(key or "")
     if as_json:
@@ -66,7 +66,7 @@ def init(
     force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
 ) -> None:
     """Write a commented configuration to start from."""
-    from launcher import starting
+    from launcher.commands import init as starting
 
     if recipe is None:
         typer.echo("\n".join(starting.listing()))

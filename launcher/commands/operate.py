@@ -14,8 +14,8 @@ from launcher.errors import LaunchError
 from launcher.restarts import EXIT_FAILED
 
 if TYPE_CHECKING:
-    from launcher.remote import Target
-    from launcher.rundir import RunDir
+    from launcher.job.remote import Target
+    from launcher.plan.rundir import RunDir
 
 WATCH_EVERY = 2.0
 CHECKPOINT_POLL = 0.5
@@ -51,7 +51,7 @@ def status(
                                                waiting, unreachable, ending, leaving, killed,
                                                finished, stopped or failed
     """
-    from launcher import survey
+    from launcher.commands import status as survey
 
     target = _find(targets, set_)
     while True:
@@ -65,7 +65,7 @@ def status(
 def _show(found: dict[str, Any], as_json: bool, again: bool) -> None:
     import sys
 
-    from launcher.survey import lines
+    from launcher.commands.status import lines
 
     if as_json:
         typer.echo(json.dumps(found, indent=None if again else 2))
@@ -93,7 +93,7 @@ def stop(
       cosmos-launch stop RUN_DIR --wait 60     and return when its processes have left
       cosmos-launch stop RUN_DIR --now         at once, as two Ctrl-C do
     """
-    from launcher.stopping import stop as stop_job
+    from launcher.commands.stop import stop as stop_job
 
     target = _find(targets, set_)
     typer.echo(f"{target.name}: {stop_job(target, now=now, wait=wait)}")
@@ -129,7 +129,7 @@ def checkpoint(targets: Targets = None, set_: Overrides = None, wait: Wait = 0.0
 
 def _wait_for_checkpoint(run: RunDir, step: int, wait: float) -> None:
     """Until everything that was committed when it was asked for is in a checkpoint."""
-    from launcher.checkpoints import newest_checkpoint
+    from launcher.plan.checkpoints import newest_checkpoint
 
     give_up = time.monotonic() + wait
     while True:
@@ -165,7 +165,7 @@ def drain(
       cosmos-launch drain rollout-1
       cosmos-launch drain by-hand outputs/20260131120000
     """
-    from controller import api
+    from controller.client import calls as api
 
     found = _find([target] if target else None, None)
     replicas = [one for one in found.ask(api.replicas()) if one.role == "rollout"]
@@ -180,14 +180,14 @@ def drain(
 
 
 def _find(targets: list[str] | None, set_: list[str] | None) -> Target:
-    from launcher import remote
+    from launcher.job import remote
 
     return remote.find(targets or [], set_ or [], os.environ)
 
 
 def _operate(target: Target, action: Any) -> int:
     """Do it, and say so; the steps that are committed."""
-    from controller import api
+    from controller.client import calls as api
 
     done = target.ask(api.operate(action))
     what = "a checkpoint is saved after this step" if action == "checkpoint" else str(done.phase)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from schema.text import visible
+from schema.util.text import visible
 
 if TYPE_CHECKING:
     from schema.config import Problem

@@ -14,7 +14,7 @@ from typing import Literal
 
 from policy_worker.checkpoints.layout import DataFacts, Manifest, ScheduleFacts
 from policy_worker.errors import CheckpointError
-from policy_worker.schedule import Schedule
+from policy_worker.model.lr_schedule import Schedule
 
 KEY = "train.ckpt.load_contents"
 

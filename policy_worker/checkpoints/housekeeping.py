@@ -12,8 +12,8 @@ from policy_worker.checkpoints import directory
 from policy_worker.checkpoints.find import complete_in
 from policy_worker.checkpoints.keep import Scored, best, scored, superfluous
 from policy_worker.checkpoints.layout import BEST, Found
-from policy_worker.uploads import Uploader
-from schema.config.train import CheckpointConfig
+from policy_worker.checkpoints.uploads import Uploader
+from schema.config.sections.train import CheckpointConfig
 
 log = logging.getLogger(__name__)
 

@@ -49,7 +49,7 @@ class FileFacts(_Facts):
 
 
 class ScheduleFacts(_Facts):
-    """The learning-rate schedule: fields of `policy_worker.schedule.Schedule`, and the rate at factor 1."""
+    """The learning-rate schedule: fields of `policy_worker.model.lr_schedule.Schedule`, and the rate at factor 1."""
 
     peak_lr: float
     total_steps: int

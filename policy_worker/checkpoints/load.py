@@ -20,7 +20,7 @@ from policy_worker.checkpoints.layout import EXPORT, DataFacts, Manifest, state_
 from policy_worker.checkpoints.state import MODEL, OPTIMIZER, load_model_state, load_optimizer_state
 from policy_worker.checkpoints.storage import StateFiles
 from policy_worker.errors import CheckpointError
-from policy_worker.learner import Learner
+from policy_worker.trainer import Learner
 from schema.config import Config
 from schema.wire import messages as m
 from schema.wire.prompts import PromptFile, PromptFileError

@@ -14,25 +14,25 @@ import time
 from pathlib import Path
 from typing import IO
 
-from controller import api
+from controller.client import calls as api
+from policy_worker.background import Background
 from policy_worker.checkpoints import directory, rng
-from policy_worker.checkpoints.background import Background
 from policy_worker.checkpoints.contents import schedule_facts
+from policy_worker.checkpoints.export import write_export
 from policy_worker.checkpoints.find import Resumption
 from policy_worker.checkpoints.housekeeping import Housekeeper
 from policy_worker.checkpoints.layout import Found, Manifest, checkpoints_of
 from policy_worker.checkpoints.load import data_facts, load
 from policy_worker.checkpoints.state import MODEL, state_to_save
 from policy_worker.checkpoints.storage import Piece, Staging, pieces_of
+from policy_worker.checkpoints.uploads import Uploader, make_uploader
 from policy_worker.checkpoints.when import Rhythm
 from policy_worker.checkpoints.write import Draft, Exporter, write
 from policy_worker.errors import CheckpointSaveError
-from policy_worker.export import write_export
-from policy_worker.learner import Learner
-from policy_worker.model import DTYPES
+from policy_worker.model.model import DTYPES
 from policy_worker.process import Departure
 from policy_worker.session import Caller, Session
-from policy_worker.uploads import Uploader, make_uploader
+from policy_worker.trainer import Learner
 from schema.config import Config
 from schema.wire import messages as m
 from weight_sync import HubNames

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from policy_worker.checkpoints.storage import State, StateFiles, differences
 from policy_worker.errors import CheckpointError
-from policy_worker.learner import Learner
+from policy_worker.trainer import Learner
 
 MODEL, OPTIMIZER = "model", "optimizer"
 

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from policy_worker.model import DTYPES, PolicyModel
+from policy_worker.model.model import DTYPES, PolicyModel
 from schema.config import TrainingConfig
 
 DP_SHARD = "dp_shard"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rollout_worker.engines.scatter import UnmappedError
 from schema.wire.weights import Piece
-from weight_sync.changes import Delta, open_delta
+from weight_sync.delta.delta import Delta, open_delta
 
 
 def open_chain(pieces: Sequence[tuple[Path, Piece]], base: str, content_hash: str) -> list[Delta]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from weight_sync.changes import Change
+from weight_sync.delta.delta import Change
 
 Region = tuple[int, tuple[int, ...], tuple[int, ...]]
 """Offset, shape and strides of a view, in elements of what it is a view of."""

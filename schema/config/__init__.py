@@ -2,34 +2,34 @@
 
 from __future__ import annotations
 
-from schema.config.autoscale import AutoscaleConfig
 from schema.config.availability import UNAVAILABLE, check_available
-from schema.config.controller import ControllerConfig
-from schema.config.critic import CriticConfig
-from schema.config.dataset import DatasetConfig
-from schema.config.evaluation import EvaluationConfig
-from schema.config.launcher import LauncherConfig
-from schema.config.logging import LoggingConfig
+from schema.config.loading.load import check_config, load_config
 from schema.config.paths import local_path
-from schema.config.placement import PlacementConfig
-from schema.config.policy import LoraConfig, ParallelismConfig, PolicyConfig
 from schema.config.problem import ConfigError, Problem
-from schema.config.profiler import ProfilerConfig, SubProfilerConfig
-from schema.config.reading.load import check_config, load_config
-from schema.config.redis import RedisConfig
-from schema.config.reference import ReferenceConfig
-from schema.config.reward import BUILTIN_REWARDS, SOURCE_SCORERS, RewardConfig
-from schema.config.reward_model import RewardModelConfig
-from schema.config.rollout import (
+from schema.config.root import Config
+from schema.config.rules import check_rules, check_warnings
+from schema.config.sections.autoscale import AutoscaleConfig
+from schema.config.sections.controller import ControllerConfig
+from schema.config.sections.critic import CriticConfig
+from schema.config.sections.dataset import DatasetConfig
+from schema.config.sections.evaluation import EvaluationConfig
+from schema.config.sections.launcher import LauncherConfig
+from schema.config.sections.logging import LoggingConfig
+from schema.config.sections.placement import PlacementConfig
+from schema.config.sections.policy import LoraConfig, ParallelismConfig, PolicyConfig
+from schema.config.sections.profiler import ProfilerConfig, SubProfilerConfig
+from schema.config.sections.redis import RedisConfig
+from schema.config.sections.reference import ReferenceConfig
+from schema.config.sections.reward import BUILTIN_REWARDS, SOURCE_SCORERS, RewardConfig
+from schema.config.sections.reward_model import RewardModelConfig
+from schema.config.sections.rollout import (
     MultiTurnRolloutConfig,
     RolloutConfig,
     RolloutParallelismConfig,
     SamplingConfig,
 )
-from schema.config.root import Config
-from schema.config.rules import check_rules, check_warnings
-from schema.config.train import CheckpointConfig, FP4Config, FP8Config, TrainingConfig
-from schema.config.train_policy import (
+from schema.config.sections.train import CheckpointConfig, FP4Config, FP8Config, TrainingConfig
+from schema.config.sections.train_policy import (
     GrpoConfig,
     KlInRewardConfig,
     LogProbPassConfig,
@@ -37,8 +37,8 @@ from schema.config.train_policy import (
     RolloutCorrectionConfig,
     SFTDataConfig,
 )
-from schema.config.validation import ValidationConfig
-from schema.config.weight_sync import WeightSyncConfig
+from schema.config.sections.validation import ValidationConfig
+from schema.config.sections.weight_sync import WeightSyncConfig
 
 __all__ = [
     "BUILTIN_REWARDS",

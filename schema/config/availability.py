@@ -13,14 +13,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from schema.config.autoscale import AutoscaleConfig
 from schema.config.base import Section
-from schema.config.critic import CriticConfig
 from schema.config.problem import Problem
-from schema.config.reference import ReferenceConfig
-from schema.config.reward_model import RewardModelConfig
 from schema.config.root import Config
-from schema.config.train_policy import KlInRewardConfig, LogProbPassConfig, RolloutCorrectionConfig
+from schema.config.sections.autoscale import AutoscaleConfig
+from schema.config.sections.critic import CriticConfig
+from schema.config.sections.reference import ReferenceConfig
+from schema.config.sections.reward_model import RewardModelConfig
+from schema.config.sections.train_policy import KlInRewardConfig, LogProbPassConfig, RolloutCorrectionConfig
 
 
 def _always(_: Config) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from schema.config.reading.explain import all_fields, annotation_of, section_classes
+from schema.config.loading.explain import all_fields, annotation_of, section_classes
 from schema.config.root import Config
 
 

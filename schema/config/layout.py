@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from schema.config.placement import Devices
-from schema.config.policy import ParallelismConfig
 from schema.config.root import Config
+from schema.config.sections.placement import Devices
+from schema.config.sections.policy import ParallelismConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Any
 
 from schema.config.secrets import masked
-from schema.text import CONTROL
+from schema.util.text import CONTROL
 
 KeyPath = tuple[str | int, ...]
 

@@ -14,27 +14,27 @@ from typing import Any
 
 from pydantic import Field
 
-from schema.config.autoscale import AutoscaleConfig
 from schema.config.base import Section
-from schema.config.controller import ControllerConfig
-from schema.config.critic import CriticConfig
-from schema.config.custom import CustomConfig
-from schema.config.evaluation import EvaluationConfig
-from schema.config.launcher import LauncherConfig
-from schema.config.logging import LoggingConfig
-from schema.config.placement import PlacementConfig
-from schema.config.policy import PolicyConfig
-from schema.config.profiler import ProfilerConfig
-from schema.config.reading.tomlwrite import dumps
-from schema.config.redis import RedisConfig
-from schema.config.reference import ReferenceConfig
-from schema.config.reward import RewardConfig
-from schema.config.reward_model import RewardModelConfig
-from schema.config.rollout import RolloutConfig
-from schema.config.train import TrainingConfig
-from schema.config.train_policy import GrpoConfig, SFTDataConfig
-from schema.config.validation import ValidationConfig
-from schema.config.weight_sync import WeightSyncConfig
+from schema.config.loading.tomlwrite import dumps
+from schema.config.sections.autoscale import AutoscaleConfig
+from schema.config.sections.controller import ControllerConfig
+from schema.config.sections.critic import CriticConfig
+from schema.config.sections.custom import CustomConfig
+from schema.config.sections.evaluation import EvaluationConfig
+from schema.config.sections.launcher import LauncherConfig
+from schema.config.sections.logging import LoggingConfig
+from schema.config.sections.placement import PlacementConfig
+from schema.config.sections.policy import PolicyConfig
+from schema.config.sections.profiler import ProfilerConfig
+from schema.config.sections.redis import RedisConfig
+from schema.config.sections.reference import ReferenceConfig
+from schema.config.sections.reward import RewardConfig
+from schema.config.sections.reward_model import RewardModelConfig
+from schema.config.sections.rollout import RolloutConfig
+from schema.config.sections.train import TrainingConfig
+from schema.config.sections.train_policy import GrpoConfig, SFTDataConfig
+from schema.config.sections.validation import ValidationConfig
+from schema.config.sections.weight_sync import WeightSyncConfig
 
 DEFAULT_SEED = 42
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from schema.interop.model import Conversion
+    from schema.interop.engine.model import Conversion
 
 SYSTEMS = ("verl", "roll", "cosmos-rl")
 
@@ -28,7 +28,7 @@ def convert(path: Path | str, system: str | None = None, env: Mapping[str, str] 
     Raises ConfigError (`schema.config`) where the file cannot be read, is no configuration of a known
     system, or refers to what is not there. Keys it cannot place are entries of the result, not errors.
     """
-    from schema.interop.source import read_file
+    from schema.interop.engine.source import read_file
 
     return convert_text(read_file(Path(path)), str(path), system, env)
 
@@ -38,9 +38,9 @@ def convert_text(
 ) -> Conversion:
     """Convert a text; `name` is what errors and comments call it, and its ending tells YAML from TOML."""
     from schema.interop.detect import detect, kind_of
-    from schema.interop.engine import convert_source
-    from schema.interop.registry import reader, readers
-    from schema.interop.source import read_source
+    from schema.interop.engine.engine import convert_source
+    from schema.interop.engine.registry import reader, readers
+    from schema.interop.engine.source import read_source
 
     source = read_source(text, name)
     if system is None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from schema.config.problem import ConfigError, Problem
-from schema.interop.composed import not_read
-from schema.interop.rows import Reader
-from schema.interop.source import Source
+from schema.interop.engine.composed import not_read
+from schema.interop.engine.rows import Reader
+from schema.interop.engine.source import Source
 
 
 def detect(source: Source, readers: Sequence[Reader]) -> tuple[Reader, str]:

@@ -20,11 +20,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from schema.config.availability import UNAVAILABLE
-from schema.interop.engine import yaml_value
-from schema.interop.fallback import SPEED_ONLY
-from schema.interop.none import METHOD, NO_COUNTERPART, reason_for
-from schema.interop.registry import reader
-from schema.interop.rows import ABSENT, Row
+from schema.interop.engine.engine import yaml_value
+from schema.interop.engine.fallback import SPEED_ONLY
+from schema.interop.engine.registry import reader
+from schema.interop.engine.rows import ABSENT, Row
+from schema.interop.engine.unsupported import METHOD, NO_COUNTERPART, reason_for
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "migrate.md"
 

@@ -13,7 +13,7 @@ from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, model_validator
 
-from schema.text import PLAIN
+from schema.util.text import PLAIN
 from schema.wire.frame import FrameError, pack_bundle, unpack_bundle
 from schema.wire.invalid import describe
 from schema.wire.sample import MOST_REWARDS

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from schema.files import usual_mode
+from schema.util.files import usual_mode
 
 FORMAT = "cosmos-prompts-1"
 _TYPES = {"token_ids": "I32", "offsets": "I64", "rows": "U8", "row_ends": "I64", "loss_mask": "U8"}

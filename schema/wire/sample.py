@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from schema.text import PLAIN
+from schema.util.text import PLAIN
 from schema.wire.frame import FrameError, decode_frame, encode_frame, read_metadata
 from schema.wire.invalid import describe
 from schema.wire.messages.base import Prose

@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from schema.text import PLAIN
+from schema.util.text import PLAIN
 
 MANIFEST_FORMAT: Literal[2] = 2
 MAX_CHAIN = 512

@@ -5,8 +5,10 @@ python -m tests.chaos.launch …      as cosmos-launch …
 
 from __future__ import annotations
 
-from controller import client
-from launcher import cli, hung, redis_pulse, watch
+from controller.client import http as client
+from launcher import cli
+from launcher.job import hang as hung
+from launcher.job import redis_pulse, watch
 
 if __name__ == "__main__":
     client.CALL_TIMEOUT = 5.0

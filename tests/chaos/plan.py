@@ -22,7 +22,8 @@ Moment = Literal["start", "after", "progress", "checkpoint", "validation", "fini
 
 ROLES: tuple[Role, ...] = ("controller", "redis", "rollout", "policy", "launcher", "reward", "store", "data")
 KEPT: frozenset[Role] = frozenset({"controller", "redis", "rollout", "policy", "data"})
-"""Roles whose processes have a keeper (`launcher.keeper`) above them, which may be killed in their place."""
+"""Roles whose processes have a keeper (`launcher.processes.keeper`) above them, which may be killed in their
+place."""
 KEEPER_SHARE = 0.15
 STOP_SHARE, LONGEST_STOP = 0.35, 15.0
 """Strikes that are a SIGSTOP instead of a kill -9, and the most seconds until SIGCONT."""

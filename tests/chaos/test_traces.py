@@ -76,7 +76,7 @@ def test_another_process_of_the_same_number_is_not_killed() -> None:
         (("python", "-P", "-m", "rollout_worker.rewards.process"), "reward"),
         (("python", "-P", "-m", "policy_worker"), "policy"),
         (("/a/valkey-server unixsocket:/tmp/x",), "redis"),
-        (("python", "-I", "-S", "/a/launcher/keeper.py", "{}", "python", "-m", "controller"), None),
+        (("python", "-I", "-S", "/a/launcher/processes/keeper.py", "{}", "python", "-m", "controller"), None),
         (("python", "cosmos-launch", "--config", "x"), None),
     ],
 )

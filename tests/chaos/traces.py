@@ -114,7 +114,7 @@ def role_of(argv: tuple[str, ...]) -> Role | None:
 
 
 def is_keeper(argv: tuple[str, ...]) -> bool:
-    return any(word.endswith("launcher/keeper.py") for word in argv[:5])
+    return any(word.endswith("launcher/processes/keeper.py") for word in argv[:5])
 
 
 def kill(process: Process, number: signal.Signals = signal.SIGKILL) -> bool:

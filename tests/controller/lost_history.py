@@ -4,8 +4,9 @@ Ledger, publications and policy epoch are what the store keeps; after each event
 `lose` takes an older one from it. The truth is with the others: which groups each trainer's weights contain, step by
 step, and which weights made each sample. Against that truth everything is judged, never against the ledger's claims.
 
-Trainers use the real `History`; decisions are those of `controller.reconcile`; what the service does around them
-(`controller.declaring`, `controller.membership`, `controller.training`) is repeated here in few lines.
+Trainers use the real `History`; decisions are those of `controller.ledger.reconcile`; what the service does around
+them (`controller.services.recovery`, `controller.services.replicas`, `controller.services.steps`) is repeated here
+in few lines.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ import random
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
-from controller.admission import schedulable
-from controller.assembly import Assembled, build_table
-from controller.groups import State
-from controller.ledger import Ledger, LedgerError, LedgerParams
-from controller.publications import Publications
-from controller.reconcile import Claim, FromSnapshot, Known, NeedSnapshot, Refuse, decide
-from policy_worker.history import History
+from controller.ledger.admission import schedulable
+from controller.ledger.assembly import Assembled, build_table
+from controller.ledger.group import State
+from controller.ledger.ledger import Ledger, LedgerError, LedgerParams
+from controller.ledger.reconcile import Claim, FromSnapshot, Known, NeedSnapshot, Refuse, decide
+from controller.state.publications import Publications
+from policy_worker.replay_log import History
 from schema.wire.batch import StepTable, batch_digest
 from schema.wire.messages import (
     CommitReply,

@@ -19,10 +19,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 
-from controller.admission import schedulable
-from controller.assembly import Assembled
-from controller.groups import Group, State
-from controller.ledger import Ledger, LedgerParams
+from controller.ledger.admission import schedulable
+from controller.ledger.assembly import Assembled
+from controller.ledger.group import Group, State
+from controller.ledger.ledger import Ledger, LedgerParams
 from schema.wire.messages import HeldLease, LedgerSnapshot
 from schema.wire.sample import SampleHeader
 from tests.support.ledger import StoredLedger
@@ -256,7 +256,7 @@ class Simulation:
                 self.stored.write(self.ledger)
 
     def start_trainer(self, found: Checkpoint) -> None:
-        """From a checkpoint, as `controller.membership` does."""
+        """From a checkpoint, as `controller.services.replicas` does."""
         ledger, step = self.ledger, found.step
         ledger.abandon_step()
         contained = ledger.lineage.contains(step, found.timeline, ledger.committed)

@@ -23,17 +23,17 @@ from random import Random
 from typing import Any, TypeVar
 from unittest.mock import patch
 
-from controller import api
-from controller.admission import schedulable
-from controller.auth import Tokens
-from controller.groups import State
-from controller.job import Job
-from controller.ledger import LedgerError
-from controller.problems import ProblemError
-from controller.publications import PublicationError
-from controller.replicas import ReplicaError
-from controller.routes.samples import _unpack as unpack
-from controller.service import Controller
+from controller.api.routes.samples import _unpack as unpack
+from controller.client import calls as api
+from controller.ledger.admission import schedulable
+from controller.ledger.group import State
+from controller.ledger.ledger import LedgerError
+from controller.services.auth import Tokens
+from controller.services.controller import Controller
+from controller.services.errors import ProblemError
+from controller.state.job import Job
+from controller.state.publications import PublicationError
+from controller.state.replicas import ReplicaError
 from controller.store import Fenced, Saved, StateStore, StoreUnavailable
 from schema.config import Config
 from schema.wire import messages as m

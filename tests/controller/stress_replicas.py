@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from controller.replicas import ReplicaError
-from controller.service import Controller
+from controller.services.controller import Controller
+from controller.state.replicas import ReplicaError
 from schema.wire import messages as m
 from schema.wire.messages import ErrorCode, LeaseStatus
 from schema.wire.weights import Publication

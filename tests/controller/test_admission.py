@@ -8,7 +8,7 @@ from itertools import product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.admission import Admission, Lag, schedulable, tightest_prefix
+from controller.ledger.admission import Admission, Lag, schedulable, tightest_prefix
 
 
 def exists_assignment(deadlines: list[int], first_step: int, slots: int) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from controller import api
+from controller.client import calls as api
 from schema.wire import messages as m
 from tests.controller.conftest import Stage
 from tests.controller.drivers import Rollout

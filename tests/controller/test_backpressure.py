@@ -73,7 +73,7 @@ def test_memory_is_bounded_while_redis_does_not_take_what_is_pushed(stage: Stage
 
 def large_push(rollout: Rollout) -> bytes:
     """One group with samples of half a million tokens, as one body."""
-    from controller import api
+    from controller.client import calls as api
 
     (group,) = rollout.lease(1).groups
     frames = [make_frame(make_header(index, 0, tokens=500_000)) for index in range(2)]

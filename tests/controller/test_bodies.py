@@ -9,8 +9,8 @@ from contextlib import ExitStack, contextmanager
 import httpx
 import pytest
 
-from controller.client import ControllerLost
-from controller.limits import SMALL_BODY
+from controller.api.limits import SMALL_BODY
+from controller.client.http import ControllerLost
 from tests.controller.conftest import PATIENT, Stage
 from tests.controller.drivers import make_frame, make_header, train_step
 from tests.support.controller import TOKENS, make_config

@@ -14,9 +14,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from controller.connections import MAX_HEAD, PatientProtocol, connection_limit
-from controller.limits import BodyLimit, Budget
-from controller.problems import ProblemError, problem
+from controller.api.connections import MAX_HEAD, PatientProtocol, connection_limit
+from controller.api.limits import BodyLimit, Budget
+from controller.services.errors import ProblemError, problem
 from tests.support.waiting import PATIENCE
 
 GRACE = PATIENCE / 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from controller.ending import end
+from controller.cancellation import end
 
 
 def test_who_forgets_a_cancellation_is_asked_again() -> None:

@@ -10,9 +10,9 @@ from fastapi import FastAPI, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp
 
-from controller import problems
-from controller.express import HOT, Express
-from controller.problems import ProblemError
+from controller.api.fast_path import HOT, Express
+from controller.services import errors as problems
+from controller.services.errors import ProblemError
 from schema.wire.messages import ErrorCode
 from tests.controller.conftest import Stage
 

@@ -11,10 +11,10 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from controller.assembly import Assembled
-from controller.groups import Group, State
-from controller.history import DROPS_PER_ROW, History
-from controller.ledger import LeaseDecision, Ledger, LedgerParams
+from controller.ledger.archive import DROPS_PER_ROW, History
+from controller.ledger.assembly import Assembled
+from controller.ledger.group import Group, State
+from controller.ledger.ledger import LeaseDecision, Ledger, LedgerParams
 from schema.wire.messages import ErrorCode
 from tests.controller.simulation import Simulation
 from tests.controller.test_ledger import fill, lease, make, train

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from controller import api
-from controller.client import AsyncClient, Client, Refused, Unauthorized
-from controller.replicas import Registry
+from controller.client import calls as api
+from controller.client.http import AsyncClient, Client, Refused, Unauthorized
+from controller.state.replicas import Registry
 from rollout_worker import session
-from rollout_worker.held import Held
+from rollout_worker.lease_table import Held
 from rollout_worker.session import NameTakenError, Session, SupersededError
 from schema.wire import messages as m
 from schema.wire.history import DeclareLeases

@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from controller.lease_queue import LeaseQueue
-from controller.replicas import ReplicaError
-from controller.signals import Signal
+from controller.notify import Signal
+from controller.services.lease_queue import LeaseQueue
+from controller.state.replicas import ReplicaError
 from schema.wire.messages import ErrorCode, LeaseReply, LeaseRequest, LeaseStatus
 
 THROTTLED = LeaseReply(status=LeaseStatus.THROTTLED)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from controller.assembly import Assembled, Waiting, build_table
-from controller.groups import DropReason, Group, State
-from controller.ledger import Ledger, LedgerError, LedgerParams
+from controller.ledger.assembly import Assembled, Waiting, build_table
+from controller.ledger.group import DropReason, Group, State
+from controller.ledger.ledger import Ledger, LedgerError, LedgerParams
 from schema.wire.messages import ErrorCode
 from schema.wire.sample import MOST_REWARDS, SampleHeader
 from tests.support.ledger import StoredLedger

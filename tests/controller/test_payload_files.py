@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from controller.payload_files import GRACE, PayloadFiles, needed
 from controller.store import StoreUnavailable
-from rollout_worker.pushing import SharedPayloads, _Entry
+from controller.store.payload_files import GRACE, PayloadFiles, needed
+from rollout_worker.groups.pushing import SharedPayloads, _Entry
 from schema.wire import messages as m
 from schema.wire import payload_file
 from schema.wire.frame import FrameError, encode_frame, read_metadata

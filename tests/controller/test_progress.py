@@ -4,8 +4,8 @@ import tracemalloc
 
 import pytest
 
-from controller.ledger import LedgerError
-from controller.progress import WINDOW_STEPS, StepCounter, StepLog
+from controller.ledger.ledger import LedgerError
+from controller.state.step_log import WINDOW_STEPS, StepCounter, StepLog
 from schema.wire.messages import ErrorCode, StepRecord
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.prompts import Permutation, Prompts
+from controller.state.prompts import Permutation, Prompts
 from schema.wire.prompts import write_prompts
 
 FROZEN = [2, 5, 3, 1, 6, 7, 9, 8, 4, 0]

@@ -8,8 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from controller.publications import Publications
-from controller.replicas import Registry, Replica
+from controller.state.publications import Publications
+from controller.state.replicas import Registry, Replica
 from schema.wire.messages import HeartbeatRequest, PublishRequest, RegisterRequest
 from schema.wire.weights import Publication
 

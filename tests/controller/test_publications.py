@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.publications import PublicationError, Publications
+from controller.state.publications import PublicationError, Publications
 from schema.wire.messages import ErrorCode, PublishRequest
 
 

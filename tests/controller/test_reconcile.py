@@ -11,10 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from controller.admission import schedulable
-from controller.ledger import Ledger, LedgerError, LedgerParams
-from controller.publications import Publications
-from controller.reconcile import (
+from controller.ledger.admission import schedulable
+from controller.ledger.ledger import Ledger, LedgerError, LedgerParams
+from controller.ledger.reconcile import (
     MOST_BEGINNINGS,
     Claim,
     FromSnapshot,
@@ -26,6 +25,7 @@ from controller.reconcile import (
     decide,
     overdue,
 )
+from controller.state.publications import Publications
 from schema.wire.batch import StepTable
 from schema.wire.messages import ErrorCode, HeldLease, LedgerSnapshot
 from schema.wire.weights import Publication

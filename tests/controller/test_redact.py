@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from controller.redact import redacted, without_url_credentials
+from controller.services.redact import redacted, without_url_credentials
 
 
 def test_credentials_are_cut_out_of_addresses() -> None:

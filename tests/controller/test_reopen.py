@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from controller import api
+from controller.client import calls as api
 from schema.wire.messages import LeaseStatus
 from tests.controller.conftest import Stage
 from tests.controller.drivers import train_step

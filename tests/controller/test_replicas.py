@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from controller.replicas import MAX_ABSENT, Registry, Replica, ReplicaError
+from controller.state.replicas import MAX_ABSENT, Registry, Replica, ReplicaError
 from schema.wire.messages import ErrorCode, HeartbeatRequest, RegisterRequest, Role
 
 TIMEOUT = 10.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from controller.signals import Signal
+from controller.notify import Signal
 
 
 def test_a_change_between_looking_and_waiting_is_not_missed() -> None:

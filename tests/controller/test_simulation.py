@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from controller.ledger import LedgerParams
+from controller.ledger.ledger import LedgerParams
 from tests.controller.simulation import Simulation
 
 

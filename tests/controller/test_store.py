@@ -21,7 +21,7 @@ from controller.store import (
     UnsuitableServer,
 )
 from controller.store.fence import FencedConnection
-from controller.store.server import ServerFacts, sync_always
+from controller.store.server_check import ServerFacts, sync_always
 from tests.support.valkey import ValkeyServer, running_valkey
 from tests.support.waiting import PATIENCE
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from controller.assembly import Assembled
-from controller.ledger import Ledger, LedgerParams
+from controller.ledger.assembly import Assembled
+from controller.ledger.ledger import Ledger, LedgerParams
 from schema.wire.sample import SampleHeader
 
 SHORT, LONG = 4, 60

@@ -8,9 +8,17 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
-from controller import api
-from controller.client import Refused
-from controller.updates import BUCKETS, DETAIL, PUBLICATIONS, REPLICAS, STAGES, Histogram, Updates
+from controller.client import calls as api
+from controller.client.http import Refused
+from controller.state.update_reports import (
+    BUCKETS,
+    DETAIL,
+    PUBLICATIONS,
+    REPLICAS,
+    STAGES,
+    Histogram,
+    Updates,
+)
 from schema.wire import messages as m
 from schema.wire.messages import ErrorCode
 from schema.wire.weights import Publication

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from controller.validation import MAX_RESTARTS, Validation
-from controller.validation_groups import ValidationGroup, ValidationParams
+from controller.state.validation import MAX_RESTARTS, Validation
+from controller.state.validation_group import ValidationGroup, ValidationParams
 from schema.wire.messages import ErrorCode
 from schema.wire.sample import SampleHeader
 from tests.controller.drivers import make_header

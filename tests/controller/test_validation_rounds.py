@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from controller import api
+from controller.client import calls as api
 from schema.wire.messages import ErrorCode, LeaseReply, LeaseStatus, Phase
 from tests.controller.conftest import PATIENT, Stage
 from tests.controller.drivers import Rollout, make_header, train_step

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from controller import api
+from controller.client import calls as api
 from rollout_worker.worker import Worker
 from schema.wire.messages import ReplicaInfo
 from tests.e2e.held import REWARDS, go_on, hold

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from controller.api import Call
-from controller.client import Client
+from controller.client.calls import Call
+from controller.client.http import Client
 from tests.chaos.job import StruckJob
 from tests.chaos.plan import JobPlan, Role, Strike
 from tests.chaos.servers import ObjectStore

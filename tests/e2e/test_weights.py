@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from controller import api
+from controller.client import calls as api
 from schema.wire.messages import PublicationInfo
 from tests.e2e.held import go_on
 from tests.e2e.program import LONG, Program, check_ledger

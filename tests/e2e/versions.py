@@ -12,7 +12,7 @@ from schema.wire.weights import Publication, WeightManifest
 from tests.e2e.held import hold
 from tests.e2e.program import Program, write_config
 from weight_sync import HubNames, Store
-from weight_sync.host_copy import HostCopy
+from weight_sync.host.host_copy import HostCopy
 from weight_sync.layout import digest
 
 VARIED = """

@@ -11,15 +11,16 @@ import os
 import sys
 from pathlib import Path
 
-from launcher import redis_pulse, redis_server
-from launcher.job import Job
-from launcher.placement import ProcessSpec, Replica
-from launcher.plan import Plan
-from launcher.report import Result
+from launcher.job import redis_pulse
+from launcher.job.job import Job
+from launcher.job.screen import open_screen
+from launcher.job.summary import Result
+from launcher.plan import redis_server
+from launcher.plan.placement import ProcessSpec, Replica
+from launcher.plan.plan import Plan
+from launcher.plan.rundir import RunDir, Tokens
+from launcher.processes.supervisor import free_port
 from launcher.restarts import Role
-from launcher.rundir import RunDir, Tokens
-from launcher.screen import open_screen
-from launcher.supervisor import free_port
 from schema.config import Config
 from schema.wire.prompts import write_prompts
 from tests.launcher.samples import config

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.report import Collected, Result
-from launcher.rundir import RunDir, Tokens
+from launcher.job.summary import Collected, Result
+from launcher.plan.rundir import RunDir, Tokens
 from schema.config import load_config
 from tests.launcher.samples import job_status, write_job
 from tests.support.waiting import PATIENCE
@@ -297,9 +297,9 @@ def test_explain(tmp_path: Path):
 
 
 def test_every_key_and_section_can_be_printed():
-    from launcher.explained import lines
-    from schema.config.about.lookup import look_up
+    from launcher.commands.explain import lines
     from schema.config.keys import leaf_keys, section_keys
+    from schema.config.reference.lookup import look_up
 
     for key in ("", "*", *leaf_keys(), *section_keys()):
         printed = lines(look_up(key))
@@ -509,7 +509,7 @@ main()
 @pytest.mark.parametrize("ignored", [False, True])
 def test_signals_are_noted_until_the_job_handles_them(ignored: bool):
     program = """
-from launcher.interrupts import note_signals
+from launcher.processes.signals import note_signals
 noted = note_signals()
 try:
     ctrl_c()

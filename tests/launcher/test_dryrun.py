@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from launcher import dryrun
-from launcher.capacity import Capacity
-from launcher.dryrun import HOST, Planned, plan, plan_lines
+from launcher.commands import dry_run as dryrun
+from launcher.commands.dry_run import HOST, Planned, plan, plan_lines
+from launcher.commands.tiny_model import write_tiny_model
 from launcher.errors import LaunchError
-from launcher.machine import Machine
-from launcher.memory import PROGRAM_BYTES
-from launcher.run import Checked
-from launcher.rundir import RunDir
-from launcher.tiny_model import write_tiny_model
+from launcher.job.run import Checked
+from launcher.plan.machine import Machine
+from launcher.plan.rundir import RunDir
+from launcher.preflight.capacity import Capacity
+from launcher.preflight.memory import PROGRAM_BYTES
 from tests.launcher.samples import config
 
 N = 329_472

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from launcher.remote import Target
-from launcher.rundir import RunDir
-from launcher.survey import exit_code, lines, survey
+from launcher.commands.status import exit_code, lines, survey
+from launcher.job.remote import Target
+from launcher.plan.rundir import RunDir
 from tests.support.waiting import PATIENCE
 
 ROWS: list[dict[str, Any]] = [

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from controller import api
-from controller.client import Client, ControllerError
-from launcher.keeper import descendants
-from launcher.rundir import RunDir, read_json
+from controller.client import calls as api
+from controller.client.http import Client, ControllerError
+from launcher.plan.rundir import RunDir, read_json
+from launcher.processes.keeper import descendants
 from tests.launcher.processes import alive, until_gone
 from tests.support.waiting import PATIENCE, until
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher import keeper
-from launcher.keeper import Settings
+from launcher.processes import keeper
+from launcher.processes.keeper import Settings
 from tests.launcher.processes import ON_TERM, PYTHON, STUBBORN, WITH_GRANDCHILD, alive, pids, until_gone
 from tests.support.waiting import PATIENCE
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from launcher.errors import LaunchError
-from launcher.keeper import Keeper, Settings
 from launcher.locks import held_alone, held_by_any
+from launcher.processes.keeper import Keeper, Settings
 from tests.support.waiting import PATIENCE
 
 

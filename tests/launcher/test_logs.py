@@ -7,7 +7,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.logs import TAIL_BYTES, tail
+from launcher.processes.logs import TAIL_BYTES, tail
 
 
 def test_the_last_lines_since_the_start_of_this_process(tmp_path: Path):

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from launcher.capacity import find_capacity, host_memory, parse_gpus
-from launcher.memory import host_copy, rollout_cache, rollout_weights, size_text, snapshots, trainer
-from launcher.models import LocalModel, Shape
+from launcher.preflight.capacity import find_capacity, host_memory, parse_gpus
+from launcher.preflight.memory import host_copy, rollout_cache, rollout_weights, size_text, snapshots, trainer
+from launcher.preflight.models import LocalModel, Shape
 from tests.launcher.samples import config
 
 SHAPE = Shape(layers=2, hidden=8, heads=4, kv_heads=2, head_dim=4, intermediate=12, vocabulary=20)

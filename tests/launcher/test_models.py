@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from launcher.models import Shape, UnknownModelError, find_model
-from launcher.tiny_model import write_tiny_model
+from launcher.commands.tiny_model import write_tiny_model
+from launcher.preflight.models import Shape, UnknownModelError, find_model
 
 CONFIG: dict[str, Any] = {
     "model_type": "qwen3", "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 4,

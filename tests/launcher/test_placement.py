@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.machine import GpuFacts, Machine, parse_driver, visible_gpus
-from launcher.placement import PlacementError, controller, needs, place
+from launcher.plan.machine import GpuFacts, Machine, parse_driver, visible_gpus
+from launcher.plan.placement import PlacementError, controller, needs, place
 from launcher.restarts import Role
 from schema.config import Config, Problem
 from tests.launcher.samples import config

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from launcher import redis_server
-from launcher.hardware import check_hardware
-from launcher.machine import Machine, count_cores, find_machine, has_module
-from launcher.preflight import check_machine, check_redis, missing_packages
+from launcher.plan import redis_server
+from launcher.plan.machine import Machine, count_cores, find_machine, has_module
+from launcher.preflight.checks import check_machine, check_redis, missing_packages
+from launcher.preflight.hardware import check_hardware
 from schema.config import Config
 from tests.launcher.samples import config
 from tests.support.valkey import running_valkey

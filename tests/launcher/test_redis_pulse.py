@@ -10,9 +10,18 @@ from pathlib import Path
 import pytest
 import redis
 
-from launcher import redis_pulse
-from launcher.redis_pulse import HUNG_AFTER, RESTART_AFTER, Answer, Pulse, RedisPulse, State, _look, _opener
-from launcher.redis_server import RedisServer
+from launcher.job import redis_pulse
+from launcher.job.redis_pulse import (
+    HUNG_AFTER,
+    RESTART_AFTER,
+    Answer,
+    Pulse,
+    RedisPulse,
+    State,
+    _look,
+    _opener,
+)
+from launcher.plan.redis_server import RedisServer
 from tests.support.certificates import make_certificates
 from tests.support.tls_proxy import tls_proxy
 from tests.support.valkey import ValkeyServer, running_valkey

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from launcher.redis_server import (
+from launcher.plan.redis_server import (
     MAX_SOCKET_PATH,
     RedisServer,
     RedisUnusableError,
@@ -101,7 +101,7 @@ def test_a_named_server_takes_its_password_from_the_environment():
 
 
 def test_an_unreachable_server_is_named(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("launcher.redis_server.CONNECT_TIMEOUT", 0.1)
+    monkeypatch.setattr("launcher.plan.redis_server.CONNECT_TIMEOUT", 0.1)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]  # kept, so that nobody else listens there meanwhile
@@ -110,7 +110,7 @@ def test_an_unreachable_server_is_named(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_server_that_accepts_and_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("launcher.redis_server.CONNECT_TIMEOUT", 0.2)
+    monkeypatch.setattr("launcher.plan.redis_server.CONNECT_TIMEOUT", 0.2)
     listener = socket.create_server(("127.0.0.1", 0))
     with listener, pytest.raises(RedisUnusableError, match="cannot be reached"):  # a hang is a time-out here
         check(RedisServer(f"redis://127.0.0.1:{listener.getsockname()[1]}"), False)

@@ -6,9 +6,9 @@ import socket
 
 import pytest
 
-from controller.client import Untrusted
-from launcher.encryption import controller_url, url_from_elsewhere
-from launcher.remote import Target
+from controller.client.http import Untrusted
+from launcher.job.remote import Target
+from launcher.plan.tls import controller_url, url_from_elsewhere
 from tests.launcher.samples import config
 
 

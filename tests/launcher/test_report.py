@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from launcher.report import Collected, Result, out_of_data, rows, table
+from launcher.job.summary import Collected, Result, out_of_data, rows, table
 from schema.wire.messages import LedgerStatus, Phase, StepRecord
 from tests.launcher.samples import job_status, validation
 

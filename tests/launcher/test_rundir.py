@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from launcher.errors import LaunchError
-from launcher.restarts import Role
-from launcher.rundir import (
+from launcher.plan.rundir import (
     RunDir,
     Tokens,
     base_environment,
@@ -24,6 +23,7 @@ from launcher.rundir import (
     read_json,
     write_text,
 )
+from launcher.restarts import Role
 from schema.config import Config, load_config
 from tests.launcher.processes import PYTHON
 from tests.launcher.samples import config, write_job
@@ -110,7 +110,7 @@ def test_a_live_run_is_refused(tmp_path: Path):
 def test_a_killed_launcher_frees_its_lock(tmp_path: Path):
     run = make(RunDir(tmp_path / "mine"), job(tmp_path))
     script = (
-        "import sys, time; from pathlib import Path; from launcher.rundir import RunDir; "
+        "import sys, time; from pathlib import Path; from launcher.plan.rundir import RunDir; "
         "run = RunDir(Path(sys.argv[1])); run.lock(); print('locked', flush=True); time.sleep(600)"
     )
     process = subprocess.Popen([sys.executable, "-c", script, str(run.path)], stdout=subprocess.PIPE)

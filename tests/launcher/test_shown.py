@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from launcher.paths import resolved
-from launcher.shown import Value, lines, masked, values
+from launcher.resolved_config import Value, lines, masked, values
 from schema.config import check_config
-from schema.config.reading.load import Loaded, load
+from schema.config.loading.load import Loaded, load
 from tests.launcher.samples import write_job
 
 

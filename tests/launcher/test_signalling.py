@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from launcher.rundir import RunDir
-from launcher.signalling import signal_keepers, signal_launcher
+from launcher.job.stop_signal import signal_keepers, signal_launcher
+from launcher.plan.rundir import RunDir
 from tests.support.waiting import PATIENCE, until
 
 HOLDS = """
 import sys, time
 from pathlib import Path
-from launcher.rundir import RunDir
+from launcher.plan.rundir import RunDir
 RunDir(Path(sys.argv[1])).lock()
 time.sleep(600)
 """

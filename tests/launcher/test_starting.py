@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from launcher.commands.init import Request, fit_of, listing, start
+from launcher.commands.recipes import RECIPES, Fit
+from launcher.commands.tiny_model import END, byte_characters, write_tiny_model
 from launcher.errors import LaunchError
-from launcher.machine import Machine
-from launcher.placement import place
-from launcher.recipes import RECIPES, Fit
-from launcher.starting import Request, fit_of, listing, start
-from launcher.tiny_model import END, byte_characters, write_tiny_model
+from launcher.plan.machine import Machine
+from launcher.plan.placement import place
 from schema.config import load_config
-from schema.config.about.export import schema_text
+from schema.config.reference.export import schema_text
 
 PLAIN = [name for name in RECIPES if name != "addition-grpo"]
 

@@ -10,9 +10,9 @@ import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from launcher.placement import ProcessSpec, Replica
+from launcher.plan.placement import ProcessSpec, Replica
+from launcher.processes.supervisor import Exit, Setting, Situation, Supervisor
 from launcher.restarts import Budget, Role
-from launcher.supervisor import Exit, Setting, Situation, Supervisor
 from tests.launcher.processes import (
     ON_TERM,
     PYTHON,
@@ -328,9 +328,9 @@ def test_each_process_gets_its_own_environment_and_nothing_else(tmp_path: Path):
 LAUNCHER = """
 import asyncio, sys
 from pathlib import Path
-from launcher.placement import ProcessSpec, Replica
+from launcher.plan.placement import ProcessSpec, Replica
 from launcher.restarts import Budget, Role
-from launcher.supervisor import Setting, Situation, Supervisor
+from launcher.processes.supervisor import Setting, Situation, Supervisor
 
 class Quiet:
     async def exited(self, exit_): return Situation(False, True)

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from controller import api
-from launcher.checkpoints import Checkpoint, newest_checkpoint
+from controller.client import calls as api
+from launcher.commands.status import advice, exit_code, lines, survey
 from launcher.errors import LaunchError
-from launcher.remote import Target
-from launcher.rundir import RunDir
-from launcher.survey import advice, exit_code, lines, survey
+from launcher.job.remote import Target
+from launcher.plan.checkpoints import Checkpoint, newest_checkpoint
+from launcher.plan.rundir import RunDir
 from tests.launcher.samples import job_status
 
 DIR = "/runs/mine"

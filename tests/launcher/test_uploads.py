@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from launcher.plan.credentials import credentials_of, places
 from launcher.restarts import Role
-from launcher.uploads import credentials_of, places
 from schema.config import Config
 
 USERS = {

@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from controller import api
-from controller.client import Client, ControllerError
-from controller.facts import ledger_params
-from controller.ledger import Ledger
-from controller.limits import SMALL_BODY
-from controller.serve import Settings, StartError, open_job
-from launcher.encryption import check_encryption
+from controller.api.limits import SMALL_BODY
+from controller.client import calls as api
+from controller.client.http import Client, ControllerError
+from controller.ledger.ledger import Ledger
+from controller.server import Settings, StartError, open_job
+from controller.state.job_facts import ledger_params
+from launcher.plan.rundir import Tokens, environment
+from launcher.plan.tls import check_encryption
 from launcher.restarts import Role
-from launcher.rundir import Tokens, environment
-from rollout_worker.pushing import _Entry, shared_payloads
+from rollout_worker.groups.pushing import _Entry, shared_payloads
 from schema.config import Config
 from schema.wire import messages as m
 from tests.controller.drivers import Rollout, Trainer, make_frame, make_header, train_step

@@ -13,14 +13,14 @@ from rollout_worker.engines import create_engine
 from rollout_worker.engines.base import EngineConfigError, Generation
 from rollout_worker.engines.transformers.settings import settings_of
 from rollout_worker.engines.vllm.arguments import engine_arguments, sampling_arguments
-from rollout_worker.gauges import Gauges
-from rollout_worker.generation import Generating
-from rollout_worker.held import Held
-from rollout_worker.leasing import Leasing
-from rollout_worker.pushing import Pusher
+from rollout_worker.groups.leasing import Leasing
+from rollout_worker.groups.pipeline import Generating
+from rollout_worker.groups.pushing import Pusher
+from rollout_worker.groups.sampling import training_settings, validation_settings
+from rollout_worker.lease_table import Held
+from rollout_worker.metrics import Gauges
 from rollout_worker.rewards.pool import Result, Task
-from rollout_worker.sampling import training_settings, validation_settings
-from rollout_worker.weights import WeightFollower
+from rollout_worker.weights.follower import WeightFollower
 from rollout_worker.worker import reward_pool
 from schema.config import Config
 from schema.wire.messages import LeasedGroup

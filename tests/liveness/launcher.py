@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from launcher import redis_server
-from launcher.job import Job
-from launcher.machine import Machine
-from launcher.placement import PlacementError
-from launcher.placement import place as placed
-from launcher.plan import Plan
+from launcher.job.job import Job
+from launcher.job.screen import PlainScreen
+from launcher.plan import redis_server
+from launcher.plan.machine import Machine
+from launcher.plan.placement import PlacementError
+from launcher.plan.placement import place as placed
+from launcher.plan.plan import Plan
+from launcher.plan.rundir import RunDir, Tokens, choose
 from launcher.restarts import EndJob, Restart, Restarts, Role
-from launcher.rundir import RunDir, Tokens, choose
-from launcher.screen import PlainScreen
 from schema.config import Config
 from tests.liveness.probe import UNSET, Made, Place, Whole, changed, grpo, sft, vllm, watch
 

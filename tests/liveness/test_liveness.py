@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from schema.config import UNAVAILABLE, Config, ConfigError, check_config
-from schema.config.about.observables import OBSERVABLES, refused_by
 from schema.config.keys import leaf_keys
+from schema.config.reference.observables import OBSERVABLES, refused_by
 from tests.liveness import controller, data, generation, launcher, trainer, uploads, weights
 from tests.liveness.probe import PROBES, Place, Probe, same
 

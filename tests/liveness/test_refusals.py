@@ -10,9 +10,9 @@ import pytest
 from pydantic import ValidationError
 
 from schema.config import UNAVAILABLE, Config, check_available
-from schema.config.about.observables import observable, refused_by
 from schema.config.availability import check_left_out
 from schema.config.keys import fields_of, leaf_keys
+from schema.config.reference.observables import observable, refused_by
 from tests.schema.config_samples import GRPO, SFT, write
 
 REFUSED = [key for key in leaf_keys() if refused_by(key) is not None]

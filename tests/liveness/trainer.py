@@ -14,23 +14,23 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
-from policy_worker.batching import micro_batches
+from policy_worker.checkpoints.export import export_model
 from policy_worker.checkpoints.find import Resumption, _resumption, candidates
 from policy_worker.checkpoints.layout import look
 from policy_worker.checkpoints.load import load, parts_of
 from policy_worker.checkpoints.saver import Checkpointer
-from policy_worker.export import export_model
-from policy_worker.grpo import Grpo, micro_batch_rule
-from policy_worker.learner import Learner
-from policy_worker.loop import Loop
-from policy_worker.micro_batch import TrainSample
-from policy_worker.model import load_model
+from policy_worker.model.lr_schedule import Schedule
+from policy_worker.model.micro_batch import TrainSample
+from policy_worker.model.model import load_model
 from policy_worker.parallel.fsdp import apply_fsdp
 from policy_worker.process import Departure, Environment
-from policy_worker.schedule import Schedule
 from policy_worker.session import Session
-from policy_worker.sft import Sft
-from policy_worker.step_batch import BatchSource
+from policy_worker.trainer import Learner
+from policy_worker.training.batch_plan import micro_batches
+from policy_worker.training.batch_source import BatchSource
+from policy_worker.training.grpo import Grpo, micro_batch_rule
+from policy_worker.training.loop import Loop
+from policy_worker.training.sft import Sft
 from policy_worker.worker import _schedule, _seed
 from schema.config import Config
 from schema.wire import messages as m

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from policy_worker.uploads import make_uploader
+from policy_worker.checkpoints.uploads import make_uploader
 from rollout_worker.engines.transformers.settings import settings_of
 from schema.config import Config
 from tests.liveness.probe import Place, With, changed, grpo, watch

@@ -11,17 +11,17 @@ from typing import Any
 
 import torch
 
-from controller import api
-from policy_worker.collective import open_sender
-from policy_worker.learner import Learner
+from controller.client import calls as api
+from policy_worker.model.lr_schedule import Schedule
 from policy_worker.process import Departure, Environment
-from policy_worker.publish import Publisher
-from policy_worker.schedule import Schedule
 from policy_worker.session import Session
-from rollout_worker.gauges import Gauges
-from rollout_worker.held import Held
-from rollout_worker.host_weights import HostWeights
-from rollout_worker.weights import WeightFollower
+from policy_worker.trainer import Learner
+from policy_worker.weights.nccl_sender import open_sender
+from policy_worker.weights.publisher import Publisher
+from rollout_worker.lease_table import Held
+from rollout_worker.metrics import Gauges
+from rollout_worker.weights.follower import WeightFollower
+from rollout_worker.weights.host_weights import HostWeights
 from schema.config import Config
 from schema.wire.messages import RegisterReply
 from schema.wire.weights import Publication

@@ -21,7 +21,7 @@ from policy_worker.checkpoints.load import load
 from policy_worker.checkpoints.state import state_to_save
 from policy_worker.checkpoints.storage import Staging, pieces_of
 from policy_worker.checkpoints.write import Draft, write
-from policy_worker.learner import Learner
+from policy_worker.trainer import Learner
 from schema.config import Config
 
 ALL = ["model", "optimizer", "extra"]

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
-from policy_worker.model import PolicyModel, prepare_model
+from policy_worker.model.model import PolicyModel, prepare_model
 from schema.config import Config
 from schema.wire.batch import StepTable, encode_batch
 from schema.wire.sample import Sample, SampleHeader, encode_sample

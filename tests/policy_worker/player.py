@@ -10,15 +10,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from controller import api
-from controller.client import Client
+from controller.client import calls as api
+from controller.client.http import Client
 from schema.wire import messages as m
 from schema.wire.sample import encode_sample
 from schema.wire.weights import Publication
 from tests.policy_worker.material import VOCABULARY, make_sample
 from tests.support.waiting import PATIENCE
 from weight_sync import WeightError
-from weight_sync.host_copy import HostCopy
+from weight_sync.host.host_copy import HostCopy
 from weight_sync.stores import open_store
 
 

@@ -30,16 +30,16 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from controller import api
-from controller.client import Client
-from policy_worker import publish_release
-from policy_worker.learner import Learner
-from policy_worker.model import DTYPES
+from controller.client import calls as api
+from controller.client.http import Client
+from policy_worker.model.lr_schedule import Schedule
+from policy_worker.model.model import DTYPES
 from policy_worker.parallel.group import Group
 from policy_worker.process import Departure, Environment, RankEnvironment
-from policy_worker.publish import Publisher
-from policy_worker.schedule import Schedule
 from policy_worker.session import Session
+from policy_worker.trainer import Learner
+from policy_worker.weights import release as publish_release
+from policy_worker.weights.publisher import Publisher
 from schema.config import Config
 from schema.wire import messages as m
 from tests.policy_worker.material import tiny_model

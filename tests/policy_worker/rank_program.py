@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from policy_worker.grpo import Grpo
-from policy_worker.learner import Learner
+from policy_worker.model.lr_schedule import Schedule
 from policy_worker.parallel.group import Group
 from policy_worker.process import Departure, RankEnvironment
-from policy_worker.schedule import Schedule
-from policy_worker.step_batch import BatchSource
+from policy_worker.trainer import Learner
+from policy_worker.training.batch_source import BatchSource
+from policy_worker.training.grpo import Grpo
 from schema.wire.batch import encode_batch
 from schema.wire.sample import encode_sample
 from tests.policy_worker.checkpoint_material import load_state, save_state

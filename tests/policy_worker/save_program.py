@@ -30,11 +30,11 @@ from policy_worker.checkpoints.saver import Checkpointer
 from policy_worker.checkpoints.storage import StateFiles
 from policy_worker.checkpoints.verify import faults
 from policy_worker.errors import CheckpointSaveError
-from policy_worker.learner import Learner
+from policy_worker.model.lr_schedule import Schedule
 from policy_worker.parallel.group import Group
 from policy_worker.process import Departure, RankEnvironment
-from policy_worker.schedule import Schedule
-from schema.config.train import CheckpointConfig
+from policy_worker.trainer import Learner
+from schema.config.sections.train import CheckpointConfig
 from schema.wire import messages as m
 from tests.policy_worker.checkpoint_material import save_state
 from tests.policy_worker.material import make_config, tiny_model

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policy_worker.batching import MicroBatchRule, OptimizerStep, plan_step
 from policy_worker.errors import SampleTooLongError
+from policy_worker.training.batch_plan import MicroBatchRule, OptimizerStep, plan_step
 
 LENGTHS = st.lists(st.integers(1, 60), max_size=40)
 RULES = st.builds(

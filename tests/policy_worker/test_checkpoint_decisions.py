@@ -21,7 +21,7 @@ from policy_worker.checkpoints.layout import DataFacts, FileFacts, Found
 from policy_worker.checkpoints.verify import share_of
 from policy_worker.checkpoints.when import Rhythm
 from policy_worker.errors import CheckpointError
-from policy_worker.schedule import Schedule
+from policy_worker.model.lr_schedule import Schedule
 from tests.policy_worker.checkpoint_material import manifest
 
 

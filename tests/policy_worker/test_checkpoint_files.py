@@ -17,8 +17,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from policy_worker.background import Background
 from policy_worker.checkpoints import directory, rng
-from policy_worker.checkpoints.background import Background
 from policy_worker.checkpoints.housekeeping import Housekeeper
 from policy_worker.checkpoints.layout import BEST, hash_of_file, look, rng_file, state_files, write_manifest
 from policy_worker.checkpoints.snapshot import newest_snapshot
@@ -26,10 +26,10 @@ from policy_worker.checkpoints.state import load_model_state, state_to_save
 from policy_worker.checkpoints.storage import Staging, StateFiles, pieces_of
 from policy_worker.checkpoints.verify import faults
 from policy_worker.errors import CheckpointError, DamagedCheckpointError
-from policy_worker.learner import Learner
+from policy_worker.model.lr_schedule import Schedule
 from policy_worker.parallel.group import Group
-from policy_worker.schedule import Schedule
-from schema.config.train import CheckpointConfig
+from policy_worker.trainer import Learner
+from schema.config.sections.train import CheckpointConfig
 from schema.wire.messages import LedgerSnapshot
 from tests.policy_worker.checkpoint_material import load_state, make_checkpoint, save_state
 from tests.policy_worker.material import make_config, tiny_model

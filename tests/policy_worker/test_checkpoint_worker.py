@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from controller import api
+from controller.client import calls as api
 from policy_worker.checkpoints.layout import look
 from tests.policy_worker.material import write_model
 from tests.policy_worker.ranks import wait_ranks

@@ -9,11 +9,11 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from policy_worker.export import export_model, write_shards
-from policy_worker.learner import Learner
-from policy_worker.model import load_model
+from policy_worker.checkpoints.export import export_model, write_shards
+from policy_worker.model.lr_schedule import Schedule
+from policy_worker.model.model import load_model
 from policy_worker.parallel.group import Group
-from policy_worker.schedule import Schedule
+from policy_worker.trainer import Learner
 from schema.config import Config
 from tests.policy_worker.material import make_config, tiny_lm
 

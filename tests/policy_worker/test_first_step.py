@@ -7,12 +7,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from policy_worker.grpo import Grpo
-from policy_worker.learner import Learner
+from policy_worker.model.lr_schedule import Schedule
 from policy_worker.parallel.group import Group
 from policy_worker.process import Departure
-from policy_worker.schedule import Schedule
-from policy_worker.step_batch import BatchSource
+from policy_worker.trainer import Learner
+from policy_worker.training.batch_source import BatchSource
+from policy_worker.training.grpo import Grpo
 from tests.policy_worker.checkpoint_material import load_state, save_state
 from tests.policy_worker.material import encode_step, make_config, random_samples, tiny_model
 

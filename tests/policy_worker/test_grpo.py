@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from policy_worker.ending import End
 from policy_worker.errors import BadBatchError
-from policy_worker.grpo import Grpo, staleness_metrics, staleness_sums
-from policy_worker.learner import Learner
-from policy_worker.model import PolicyModel
+from policy_worker.model.lr_schedule import Schedule
+from policy_worker.model.model import PolicyModel
 from policy_worker.parallel.group import Group
 from policy_worker.process import Departure
-from policy_worker.schedule import Schedule
-from policy_worker.step_batch import BatchSource
+from policy_worker.trainer import Learner
+from policy_worker.training.batch_source import BatchSource
+from policy_worker.training.grpo import Grpo, staleness_metrics, staleness_sums
+from policy_worker.training.step_end import End
 from schema.config import Config
 from schema.wire.sample import Sample
 from tests.policy_worker.material import encode_step, make_config, make_sample, random_samples, tiny_model

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from policy_worker.history import MOST, REMEMBERED, History
+from policy_worker.replay_log import MOST, REMEMBERED, History
 from schema.wire import messages as m
 from schema.wire.batch import StepTable
 from schema.wire.history import DeclareRequest

@@ -16,10 +16,10 @@ PROGRAM = """
 import logging, sys, threading
 from pathlib import Path
 from policy_worker.errors import SettingsError
-from policy_worker.uploads.errors import UploadFailedError
-from policy_worker.uploads.hub import HubTarget
-from policy_worker.uploads.patience import Delays
-from policy_worker.uploads.uploader import Uploader
+from policy_worker.checkpoints.uploads.errors import UploadFailedError
+from policy_worker.checkpoints.uploads.hub import HubTarget
+from policy_worker.checkpoints.uploads.patience import Delays
+from policy_worker.checkpoints.uploads.uploader import Uploader
 
 logging.basicConfig(level=logging.INFO, stream=sys.stderr)
 repository, run_dir, give_up, *offers = sys.argv[1:]

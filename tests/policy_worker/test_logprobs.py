@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from policy_worker.logprobs import CHUNK_ELEMENTS, token_logprobs
+from policy_worker.model.logprobs import CHUNK_ELEMENTS, token_logprobs
 
 
 def plain(hidden, weight, labels, temperature):

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from policy_worker.errors import BadBatchError, SettingsError
-from policy_worker.micro_batch import Layout, MicroBatch, Segment, TrainSample, collate
+from policy_worker.model.micro_batch import Layout, MicroBatch, Segment, TrainSample, collate
 from schema.wire.sample import Sample
 from tests.policy_worker.material import make_sample, tiny_model
 

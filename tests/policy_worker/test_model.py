@@ -7,8 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, MambaConfig, Qwen2Config
 
 from policy_worker.errors import SettingsError
-from policy_worker.micro_batch import Layout, collate
-from policy_worker.model import PolicyModel, load_model, prepare_model
+from policy_worker.model.micro_batch import Layout, collate
+from policy_worker.model.model import PolicyModel, load_model, prepare_model
 from tests.policy_worker.material import make_config, tiny_lm, write_model
 from tests.policy_worker.test_micro_batch import LONG, SHORT
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from policy_worker.errors import NonFiniteGradientError, SettingsError
-from policy_worker.optim import Optimizer, OptimizerSettings
+from policy_worker.model.optim import Optimizer, OptimizerSettings
 from tests.policy_worker.material import make_config
 
 SETTINGS = OptimizerSettings(

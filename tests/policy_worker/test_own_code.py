@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from policy_worker.checkpoints.export import export_model
 from policy_worker.errors import SettingsError
-from policy_worker.export import export_model
-from policy_worker.learner import Learner
-from policy_worker.model import load_model
+from policy_worker.model.lr_schedule import Schedule
+from policy_worker.model.model import load_model
 from policy_worker.parallel.group import Group
-from policy_worker.schedule import Schedule
+from policy_worker.trainer import Learner
 from schema.config import Config
 from tests.policy_worker.material import make_config, tiny_lm
 from tests.rollout_worker.tiny import tokenizer

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file
 
 from policy_worker.errors import SettingsError
-from policy_worker.learner import Learner
-from policy_worker.model import PolicyModel
+from policy_worker.model.lr_schedule import Schedule
+from policy_worker.model.model import PolicyModel
 from policy_worker.parallel.group import Group
-from policy_worker.schedule import Schedule
+from policy_worker.trainer import Learner
 from tests.policy_worker.checkpoint_material import load_state
 from tests.policy_worker.material import make_config, tiny_lm
 from tests.policy_worker.rank_program import train

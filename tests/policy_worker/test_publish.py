@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from policy_worker.publish_record import RECORD, Record, read_record
+from policy_worker.weights.record import RECORD, Record, read_record
 from weight_sync import DirectoryStore
 from weight_sync.stores import version_name
 

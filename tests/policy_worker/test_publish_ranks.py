@@ -19,8 +19,8 @@ from tests.support.controller import TOKENS, ControllerProcess, make_run_dir
 from tests.support.valkey import ValkeyServer, running_valkey
 from tests.weight_sync.helpers import bits
 from weight_sync import DirectoryStore
-from weight_sync.changes import open_delta
-from weight_sync.pieces import open_piece, parse_manifest, piece_of
+from weight_sync.delta.delta import open_delta
+from weight_sync.manifest import open_piece, parse_manifest, piece_of
 
 pytestmark = pytest.mark.slow
 

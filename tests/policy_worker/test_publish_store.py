@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from policy_worker.errors import SettingsError
-from policy_worker.publish import prove
+from policy_worker.weights.publisher import prove
 from tests.support.objects import ObjectStore, running_objects
 from weight_sync import DirectoryStore, open_store
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from policy_worker.schedule import DecayType, Schedule
+from policy_worker.model.lr_schedule import DecayType, Schedule
 
 
 def factors(schedule: Schedule, *steps: int) -> list[float]:

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from policy_worker.ending import End
 from policy_worker.errors import SettingsError
-from policy_worker.learner import Learner
+from policy_worker.model.lr_schedule import Schedule
 from policy_worker.parallel.group import Group
 from policy_worker.process import Departure
-from policy_worker.schedule import Schedule
-from policy_worker.sft import RowOrder, Sft
+from policy_worker.trainer import Learner
+from policy_worker.training.sft import RowOrder, Sft
+from policy_worker.training.step_end import End
 from schema.wire.prompts import write_prompts
 from tests.policy_worker.material import sft_config, tiny_model
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from policy_worker.errors import BadBatchError
-from policy_worker.micro_batch import TrainSample
-from policy_worker.step_batch import describe, tokens_by_staleness
+from policy_worker.model.micro_batch import TrainSample
+from policy_worker.training.batch_source import describe, tokens_by_staleness
 from schema.wire.batch import StepTable
 
 

@@ -21,12 +21,12 @@ from typing import Any
 import pytest
 
 from policy_worker.checkpoints.layout import Manifest, hash_of_file, write_manifest
+from policy_worker.checkpoints.uploads.errors import UploadFailedError
+from policy_worker.checkpoints.uploads.patience import Delays
+from policy_worker.checkpoints.uploads.plan import MARKER, is_wanted
+from policy_worker.checkpoints.uploads.s3 import S3Target
+from policy_worker.checkpoints.uploads.uploader import Uploader
 from policy_worker.errors import SettingsError
-from policy_worker.uploads.errors import UploadFailedError
-from policy_worker.uploads.patience import Delays
-from policy_worker.uploads.plan import MARKER, is_wanted
-from policy_worker.uploads.s3 import S3Target
-from policy_worker.uploads.uploader import Uploader
 from tests.support.objects import CREDENTIALS, Gate, ObjectStore, running_objects
 from tests.support.ports import free_port
 from tests.support.uploaded import check_uploaded

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from controller import api
-from controller.client import Client
-from rollout_worker.departure import Kind
+from controller.client import calls as api
+from controller.client.http import Client
+from rollout_worker.shutdown import Kind
 from rollout_worker.worker import Worker
 from schema.config import Config
 from schema.wire import messages as m

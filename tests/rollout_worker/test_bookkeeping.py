@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_worker.departure import Departure
 from rollout_worker.engines.base import EngineStats, Generation
-from rollout_worker.gauges import Gauges
-from rollout_worker.held import Held
-from rollout_worker.samples import failed, finish_reason, scored
+from rollout_worker.groups.samples import failed, finish_reason, scored
+from rollout_worker.lease_table import Held
+from rollout_worker.metrics import Gauges
+from rollout_worker.shutdown import Departure
 from schema.wire.messages import LeasedGroup
 from schema.wire.sample import decode_sample, encode_sample
 

@@ -10,8 +10,8 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from policy_worker.micro_batch import Layout, Segment, TrainSample, collate
-from policy_worker.model import PolicyModel, prepare_model
+from policy_worker.model.micro_batch import Layout, Segment, TrainSample, collate
+from policy_worker.model.model import PolicyModel, prepare_model
 from rollout_worker.engines.base import EngineConfigError, Generation, GenerationRequest, SamplingSettings
 from rollout_worker.engines.scatter import Published
 from rollout_worker.engines.transformers import attention
@@ -26,7 +26,7 @@ from rollout_worker.engines.transformers.model import (
 )
 from tests.rollout_worker.test_checksum import hash_of
 from tests.rollout_worker.tiny import random_model
-from weight_sync.changes import Change
+from weight_sync.delta.delta import Change
 
 SETTINGS = SamplingSettings(max_tokens=24, ignore_eos=True)
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from rollout_worker.gauges import Gauges
-from rollout_worker.generation import Generating
-from rollout_worker.held import Held
-from rollout_worker.leasing import Leasing
-from rollout_worker.pushing import Pusher
+from rollout_worker.groups.leasing import Leasing
+from rollout_worker.groups.pipeline import Generating
+from rollout_worker.groups.pushing import Pusher
+from rollout_worker.lease_table import Held
+from rollout_worker.metrics import Gauges
 from rollout_worker.rewards.pool import Result
-from rollout_worker.weights import WeightFollower
+from rollout_worker.weights.follower import WeightFollower
 from schema.wire.sample import SampleHeader, read_sample_header
 from tests.launcher.samples import config
 from tests.rollout_worker.test_bookkeeping import generation, lease

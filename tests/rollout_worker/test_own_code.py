@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rollout_worker.engines import create_engine
 from rollout_worker.engines.base import EngineConfigError
-from rollout_worker.tokens import eos_token_ids, import_modules, load_tokenizer
+from rollout_worker.groups.tokens import eos_token_ids, import_modules, load_tokenizer
 from schema.config import Config, PolicyConfig
 from tests.rollout_worker.engine_contract import EngineContract
 from tests.rollout_worker.tiny import random_model, save_model, tokenizer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_worker.planner import BACKLOG, MAX_GROUPS, cut_batch, groups_to_lease, leaving_times
+from rollout_worker.groups.sizing import BACKLOG, MAX_GROUPS, cut_batch, groups_to_lease, leaving_times
 
 COUNTS = st.integers(0, 5000)
 SIZES = st.integers(1, 600)

@@ -20,7 +20,7 @@ from rollout_worker.engines.scatter import (
     whole,
 )
 from rollout_worker.engines.vllm.proof import LoadTrace, unread
-from weight_sync.changes import Change
+from weight_sync.delta.delta import Change
 
 View = Callable[[torch.Tensor], torch.Tensor]
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rollout_worker.engines.base import EngineConfigError, Generation, SamplingSettings
-from rollout_worker.tokens import eos_token_ids, load_tokenizer, texts
+from rollout_worker.groups.tokens import eos_token_ids, load_tokenizer, texts
 from schema.config import PolicyConfig
 from tests.rollout_worker.tiny import random_model, save_model, tokenizer
 

@@ -21,13 +21,13 @@ from vllm.distributed.weight_transfer import nccl_engine
 from vllm.distributed.weight_transfer.base import VLLMWeightSyncClient, WeightSource
 from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo, worker_init_payload
 
-from policy_worker.collective import LineClient, NcclSender, byte_source
+from policy_worker.weights.nccl_sender import LineClient, NcclSender, byte_source
 from rollout_worker.engines.vllm.nccl import ChunkSink, NcclReceiver
 from schema.wire.weights import FileEntry
 from tests.support.waiting import PATIENCE
-from weight_sync.collective import TransferError
-from weight_sync.collective.group import Chunk, Line, chunks_of
-from weight_sync.collective.wire import Deadline
+from weight_sync.transport import TransferError
+from weight_sync.transport.group import Chunk, Line, chunks_of
+from weight_sync.transport.wire import Deadline
 
 FILES = {"a.safetensors": bytes(range(200)), "b.safetensors": b"xyz"}
 CHUNKS = chunks_of([FileEntry(name=name, n_bytes=len(data), hash="") for name, data in FILES.items()], 64)

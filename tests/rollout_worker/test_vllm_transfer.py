@@ -17,7 +17,7 @@ from rollout_worker.engines.vllm import reading
 from rollout_worker.engines.vllm.adapter import VllmAdapter
 from tests.rollout_worker.versions import Versions, nudged
 from tests.support.waiting import until
-from weight_sync.host_copy import Weights
+from weight_sync.host.host_copy import Weights
 
 pytestmark = pytest.mark.slow
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from controller import api
-from controller.client import Client
+from controller.client import calls as api
+from controller.client.http import Client
 from rollout_worker.engines.base import WeightMismatch
 from rollout_worker.errors import WeightsUnreadableError
 from schema.wire import messages as m
@@ -139,7 +139,7 @@ def test_generation_goes_on_past_a_version_that_cannot_be_read(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is reported, the trainer is asked for an anchor, and the chain that begins there is followed."""
-    monkeypatch.setattr("rollout_worker.host_weights.PATIENCE", 0.1)
+    monkeypatch.setattr("rollout_worker.weights.host_weights.PATIENCE", 0.1)
     stage.prepare(
         stage.config(train__max_num_steps=12, train__train_policy__allowed_outdated_steps=8), PROMPTS
     )
@@ -168,7 +168,7 @@ def test_a_trainer_that_is_faster_than_failing_hears_of_it(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There is a newer publication whenever one has failed, and none of them can be read."""
-    monkeypatch.setattr("rollout_worker.host_weights.PATIENCE", 0.5)
+    monkeypatch.setattr("rollout_worker.weights.host_weights.PATIENCE", 0.5)
     stage.prepare(stage.config(train__train_policy__allowed_outdated_steps=8), PROMPTS)
     served = stage.serve()
     trainer, user = trainer_of(stage, served, broken=1), stage.client(served, "user")
@@ -190,8 +190,8 @@ def test_a_trainer_that_is_faster_than_failing_hears_of_it(
 
 
 def test_a_replica_without_weights_gives_up(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollout_worker.host_weights.PATIENCE", 0.0)
-    monkeypatch.setattr("rollout_worker.weights.RETRY_S", 0.01)
+    monkeypatch.setattr("rollout_worker.weights.host_weights.PATIENCE", 0.0)
+    monkeypatch.setattr("rollout_worker.weights.follower.RETRY_S", 0.01)
     stage.prepare(stage.config(), PROMPTS)
     served = stage.serve()
     trainer = trainer_of(stage, served, broken=0)

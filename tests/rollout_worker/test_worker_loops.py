@@ -5,7 +5,7 @@ from __future__ import annotations
 import psutil
 import pytest
 
-from controller import api
+from controller.client import calls as api
 from tests.rollout_worker.stage import Stage
 from tests.support.waiting import until
 

@@ -9,8 +9,8 @@ import torch
 
 from schema.wire.weights import Link, Publication
 from weight_sync import DirectoryStore, hub_tensors
-from weight_sync.host_copy import HostCopy, Weights
-from weight_sync.publish import after, assemble, finish, write_delta, write_full
+from weight_sync.host.host_copy import HostCopy, Weights
+from weight_sync.publishing.writer import after, assemble, finish, write_delta, write_full
 from weight_sync.stores import version_name
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from schema.config import Config
-from schema.config.reading.explain import annotation_of
+from schema.config.loading.explain import annotation_of
 
 GRPO: dict[str, Any] = {
     "train": {

@@ -28,12 +28,12 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from launcher.machine import Machine
-from launcher.placement import MOST_ON_CPU, PlacementError, place
+from launcher.plan.machine import Machine
+from launcher.plan.placement import MOST_ON_CPU, PlacementError, place
 from schema.config import Config, ConfigError, check_config, check_warnings, load_config
-from schema.config.about.export import json_schema
+from schema.config.loading.tomlwrite import dumps
 from schema.config.problem import MOST_SHOWN, MOST_TEXT
-from schema.config.reading.tomlwrite import dumps
+from schema.config.reference.export import json_schema
 from schema.interop import convert
 from tests.schema.mutations import ARGUMENTS, FILES, bases, changes, mutate
 

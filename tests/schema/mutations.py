@@ -16,7 +16,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from schema.config import Config
-from schema.config.reading.explain import all_fields
+from schema.config.loading.explain import all_fields
 from tests.schema.config_samples import GRPO, SFT, changed
 
 Path_ = tuple[str, ...]

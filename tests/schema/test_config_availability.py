@@ -9,7 +9,7 @@ import pytest
 
 from schema.config import UNAVAILABLE, Config, check_available, check_warnings
 from schema.config.availability import check_left_out
-from schema.config.reading.explain import all_fields
+from schema.config.loading.explain import all_fields
 from tests.schema.config_samples import GRPO, SFT, other_value, write
 
 # Defaults that a bare machine cannot honour: refused until the user writes what fits.

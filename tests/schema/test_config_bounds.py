@@ -10,25 +10,26 @@ from typing import Any
 
 import pytest
 
-from launcher.machine import Machine
-from launcher.placement import PlacementError, place
+from launcher.plan.machine import Machine
+from launcher.plan.placement import PlacementError, place
 from schema.config import ConfigError, Problem, check_config, load_config
 from schema.config.columns import UnreadableDataError, columns_of
+from schema.config.loading import explain
+from schema.config.loading.explain import MOST_ITEMS
+from schema.config.loading.layers import read_layers
+from schema.config.loading.load import load
+from schema.config.loading.tomlread import MAX_FILE_BYTES
+from schema.config.loading.tomlwrite import dumps
 from schema.config.model_facts import BrokenModelError, read_config
 from schema.config.problem import MOST_SHOWN, MOST_TEXT
-from schema.config.reading import explain
-from schema.config.reading.explain import MOST_ITEMS
-from schema.config.reading.layers import read_layers
-from schema.config.reading.load import load
-from schema.config.reading.tomlread import MAX_FILE_BYTES
-from schema.config.reading.tomlwrite import dumps
 from schema.config.rules.reward import reward_problems
 from schema.config.secrets import masked
-from schema.interop import convert, convert_text, engine
-from schema.interop.model import Outcome
-from schema.interop.source import MAX_LEAVES
-from schema.interop.yamlfile import read_yaml
-from schema.tls import TlsFileError, client_context
+from schema.interop import convert, convert_text
+from schema.interop.engine import engine
+from schema.interop.engine.model import Outcome
+from schema.interop.engine.source import MAX_LEAVES
+from schema.interop.engine.yamlfile import read_yaml
+from schema.util.tls import TlsFileError, client_context
 from tests.schema.config_samples import GRPO, SFT, changed
 from tests.schema.remedies import written
 

@@ -29,10 +29,10 @@ from schema.config import (
     TrainingConfig,
     ValidationConfig,
 )
-from schema.config.about.deviations import DEVIATIONS
-from schema.config.about.published import PLACES, PUBLISHED
 from schema.config.base import Section
-from schema.config.reading.explain import all_fields, annotation_of
+from schema.config.loading.explain import all_fields, annotation_of
+from schema.config.reference.deviations import DEVIATIONS
+from schema.config.reference.published import PLACES, PUBLISHED
 
 SECTIONS: dict[str, type[Section]] = {
     "CheckpointConfig": CheckpointConfig,

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from schema.config import UNAVAILABLE
-from schema.config.about.deviations import DEVIATIONS
-from schema.config.about.document import FILE_NAME, document
-from schema.config.about.lookup import all_infos
-from schema.config.about.observables import observable
-from schema.config.about.published import published_keys
 from schema.config.keys import leaf_keys, section_keys
-from schema.interop.names import names_elsewhere
+from schema.config.reference.deviations import DEVIATIONS
+from schema.config.reference.document import FILE_NAME, document
+from schema.config.reference.lookup import all_infos
+from schema.config.reference.observables import observable
+from schema.config.reference.published import published_keys
+from schema.interop.engine.names import names_elsewhere
 
 ROOT = Path(__file__).parents[2]
 COLUMNS = 7

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from schema.config.about.export import FILE_NAME
+from schema.config.reference.export import FILE_NAME
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").rglob("*.toml"))

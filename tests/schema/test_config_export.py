@@ -14,8 +14,8 @@ import pytest
 from pydantic import ValidationError
 
 from schema.config import Config, check_config
-from schema.config.about.export import DIALECT, FILE_NAME, json_schema, schema_text
 from schema.config.keys import leaf_keys
+from schema.config.reference.export import DIALECT, FILE_NAME, json_schema, schema_text
 from tests.schema.config_samples import GRPO, SFT, changed, write
 from tests.schema.mutations import EXAMPLES
 
@@ -30,13 +30,13 @@ def validator() -> jsonschema.Draft202012Validator:
 
 def test_the_file_is_up_to_date() -> None:
     assert (ROOT / FILE_NAME).read_text(encoding="utf-8") == schema_text(), (
-        "run python -m schema.config.about.export"
+        "run python -m schema.config.reference.export"
     )
 
 
 def test_the_command_writes_it(tmp_path: Path) -> None:
     subprocess.run(
-        [sys.executable, "-m", "schema.config.about.export", str(tmp_path / "x.json")],
+        [sys.executable, "-m", "schema.config.reference.export", str(tmp_path / "x.json")],
         check=True,
         cwd=ROOT,
         timeout=60,

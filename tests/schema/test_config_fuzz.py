@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from schema.config import load_config
-from schema.config.reading.positions import locate
-from schema.config.reading.tomlwrite import dumps
+from schema.config.loading.positions import locate
+from schema.config.loading.tomlwrite import dumps
 from tests.schema.config_samples import GRPO, SFT
 from tests.schema.fuzz_config import check_data, fuzz, verdict
 from tests.schema.mutations import changes, mutate, names

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from schema.config import ConfigError, Problem, check_config, load_config
 from schema.config.keys import leaf_keys
-from schema.config.reading.environment import variable_of, without_effect, written_in
-from schema.config.reading.load import Loaded, load
-from schema.config.reading.tomlwrite import dumps
+from schema.config.loading.environment import variable_of, without_effect, written_in
+from schema.config.loading.load import Loaded, load
+from schema.config.loading.tomlwrite import dumps
 from tests.schema.config_samples import GRPO
 from tests.schema.mutations import changes, mutate
 

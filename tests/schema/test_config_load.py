@@ -280,7 +280,7 @@ k = 1979-05-27 07:32:00
 
 
 def test_positions_of_everything() -> None:
-    from schema.config.reading.positions import locate
+    from schema.config.loading.positions import locate
 
     found = locate(POSITIONS.replace("'it''s'", '"it\\"s"'))
     assert {format_key(path): place for path, place in found.items()} == {

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from schema.config import Config, ConfigError
-from schema.config.about.deviations import DEVIATIONS
-from schema.config.about.lookup import MUST, UNSET, KeyInfo, all_infos, look_up
 from schema.config.availability import UNAVAILABLE
 from schema.config.keys import leaf_keys, section_keys
-from schema.config.reading.tomlread import dotted_path, parse_value
+from schema.config.loading.tomlread import dotted_path, parse_value
+from schema.config.reference.deviations import DEVIATIONS
+from schema.config.reference.lookup import MUST, UNSET, KeyInfo, all_infos, look_up
 from tests.schema.config_samples import write
 
 INFOS = list(all_infos())

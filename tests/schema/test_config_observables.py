@@ -10,8 +10,8 @@ from typing import get_args
 import pytest
 
 from schema.config import UNAVAILABLE
-from schema.config.about.observables import OBSERVABLES, Kind, observable, refused_by
 from schema.config.keys import leaf_keys, section_keys
+from schema.config.reference.observables import OBSERVABLES, Kind, observable, refused_by
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,7 +23,7 @@ def text_of(file: str) -> str:
 
 def test_every_key_has_an_observable() -> None:
     nothing = [key for key in leaf_keys() if key not in OBSERVABLES and refused_by(key) is None]
-    assert nothing == [], "name what these keys change in schema/config/about/observable_table.py"
+    assert nothing == [], "name what these keys change in schema/config/reference/observable_table.py"
 
 
 def test_only_keys_of_the_schema_are_named() -> None:

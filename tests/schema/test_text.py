@@ -14,13 +14,13 @@ from pydantic import BaseModel, ValidationError
 from rich.console import Console
 
 import schema.wire.history  # noqa: F401 - its messages are looked at
+from launcher.commands.status import lines
 from launcher.display import View, line, panel
 from launcher.errors import LaunchError
-from launcher.logs import tail
-from launcher.report import rows, table
-from launcher.screen import PlainScreen, TerminalScreen
-from launcher.survey import lines
-from schema.text import PLAIN, LogFormatter, indented, one_line, visible
+from launcher.job.screen import PlainScreen, TerminalScreen
+from launcher.job.summary import rows, table
+from launcher.processes.logs import tail
+from schema.util.text import PLAIN, LogFormatter, indented, one_line, visible
 from schema.wire import messages as m
 from schema.wire.batch import StepTable
 from schema.wire.sample import SampleHeader

@@ -31,7 +31,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from controller import api
+from controller.client import calls as api
 from schema.wire import messages as m
 from schema.wire.frame import pack_bundle
 from tests.controller.drivers import Rollout, Trainer, train_step

@@ -15,17 +15,17 @@ from typing import Any
 
 import pytest
 
-from controller import api
-from controller.client import AsyncClient, Client, ControllerLost, Untrusted
-from controller.serve import Settings, StartError, serve
-from launcher.encryption import check_encryption, controller_url
-from launcher.machine import Machine
-from launcher.preflight import check_machine
+from controller.client import calls as api
+from controller.client.http import AsyncClient, Client, ControllerLost, Untrusted
+from controller.server import Settings, StartError, serve
+from launcher.plan.machine import Machine
+from launcher.plan.rundir import Tokens, environment
+from launcher.plan.tls import check_encryption, controller_url
+from launcher.preflight.checks import check_machine
 from launcher.restarts import Role
-from launcher.rundir import Tokens, environment
 from schema.config import Config, check_warnings
 from schema.config.rules import check_rules
-from schema.tls import client_context, faults, server_context
+from schema.util.tls import client_context, faults, server_context
 from tests.support.certificates import Certificates, make_certificates
 from tests.support.controller import TOKENS, ControllerProcess, make_config, make_run_dir, running_controller
 from tests.support.valkey import running_valkey

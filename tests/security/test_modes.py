@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from launcher.journal import Journal
-from launcher.rundir import RunDir, Tokens
+from launcher.job.event_log import Journal
+from launcher.plan.rundir import RunDir, Tokens
 from policy_worker.checkpoints import rng
-from policy_worker.export import write_shards
+from policy_worker.checkpoints.export import write_shards
 from policy_worker.files import write_atomically, written_beside
 from schema.wire.prompts import write_prompts
 from tests.security.modes import umask, wrong_modes

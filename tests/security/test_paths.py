@@ -13,7 +13,7 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
-from controller.serve import Settings, StartError
+from controller.server import Settings, StartError
 from policy_worker.checkpoints.layout import Manifest
 from schema.config import Config, ConfigError, check_config
 from schema.wire.weights import FileEntry, Publication

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from controller.serve import Settings
-from launcher.redis_server import RedisUnusableError, check, named
+from controller.server import Settings
+from launcher.plan.redis_server import RedisUnusableError, check, named
 from schema.config import RedisConfig
 from tests.controller.conftest import PATIENT
 from tests.controller.drivers import Rollout, Trainer, train_step

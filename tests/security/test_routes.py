@@ -18,12 +18,12 @@ from fastapi.routing import APIRoute
 from pydantic import ValidationError
 from starlette.routing import BaseRoute
 
-from controller import auth
-from controller.app import build
-from controller.auth import Tokens
-from controller.connections import MAX_HEAD as MOST_BEFORE_A_REQUEST
-from controller.guard import MAX_HEAD_BYTES, MAX_HEADERS, OPEN
-from controller.problems import ProblemError
+from controller.api.app import build
+from controller.api.auth_middleware import MAX_HEAD_BYTES, MAX_HEADERS, OPEN
+from controller.api.connections import MAX_HEAD as MOST_BEFORE_A_REQUEST
+from controller.services import auth
+from controller.services.auth import Tokens
+from controller.services.errors import ProblemError
 from schema.wire import history
 from schema.wire import messages as m
 from tests.controller.test_auth import RULES

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from launcher.paths import resolved
-from launcher.rundir import RunDir, Tokens
+from launcher.plan.rundir import RunDir, Tokens
 from schema.config import Config, ConfigError, check_warnings, load_config
 from schema.config.secrets import cut, found_in, masked
 from tests.support.controller import make_config

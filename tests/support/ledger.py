@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic_core import from_json, to_json
 
-from controller.ledger import Ledger, LedgerParams
+from controller.ledger.ledger import Ledger, LedgerParams
 
 
 class StoredLedger:

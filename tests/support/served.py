@@ -12,13 +12,13 @@ from typing import Any, TypeVar
 
 import uvicorn
 
-from controller.app import create_app
-from controller.client import Client
-from controller.connections import PatientProtocol
-from controller.job import Job
-from controller.limits import BodyLimit
-from controller.serve import Settings, write_address
-from controller.service import Controller
+from controller.api.app import create_app
+from controller.api.connections import PatientProtocol
+from controller.api.limits import BodyLimit
+from controller.client.http import Client
+from controller.server import Settings, write_address
+from controller.services.controller import Controller
+from controller.state.job import Job
 from controller.store import StateStore
 from controller.store.lock import steady_clock
 from tests.support.controller import TOKENS

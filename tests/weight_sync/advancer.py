@@ -18,8 +18,8 @@ import weight_sync
 from schema.wire.weights import Publication
 from tests.support.waiting import PATIENCE
 from tests.weight_sync.versions import RemoteStore
-from weight_sync.host_copy import HostCopy
-from weight_sync.host_files import open_copy
+from weight_sync.host.files import open_copy
+from weight_sync.host.host_copy import HostCopy
 from weight_sync.stores import DirectoryStore
 
 FOLDER = str(Path(weight_sync.__file__).parent)

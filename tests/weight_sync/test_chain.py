@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schema.wire.weights import Piece
-from weight_sync.chain import LONGEST, MOST_UNTRIED, Chain
-from weight_sync.publish import Published
+from weight_sync.publishing.chain import LONGEST, MOST_UNTRIED, Chain
+from weight_sync.publishing.writer import Published
 
 
 def stored(number: int, kind: str) -> Published:

@@ -14,8 +14,18 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weight_sync import codec
-from weight_sync.codec import AHEAD, CodecError, Encoded, Pair, apply, bits_of, decode, encode, encode_each
+from weight_sync.delta import codec
+from weight_sync.delta.codec import (
+    AHEAD,
+    CodecError,
+    Encoded,
+    Pair,
+    apply,
+    bits_of,
+    decode,
+    encode,
+    encode_each,
+)
 from weight_sync.layout import BLOCK, tensor_digest
 
 Array = npt.NDArray[Any]

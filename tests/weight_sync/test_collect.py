@@ -14,7 +14,7 @@ import torch
 from tests.support.waiting import PATIENCE, until
 from tests.weight_sync.helpers import bits, put, small
 from weight_sync import DirectoryStore, WeightError, collect, fetch, publish, remove
-from weight_sync.collect import ABANDONED_AFTER
+from weight_sync.publishing.gc import ABANDONED_AFTER
 
 
 def test_only_what_is_kept_stays(tmp_path: Path) -> None:

@@ -26,12 +26,12 @@ from tests.support.relay import Relay
 from tests.support.waiting import PATIENCE, until
 from tests.weight_sync.versions import RemoteStore, Versions, same
 from weight_sync import WeightError
-from weight_sync.collective import DirectStore, Outcome, Sender, TransferError, own_address
-from weight_sync.collective.group import Chunk, Gathering, Line, chunks_of
-from weight_sync.collective.wire import Deadline, Status, ask, greet, read_request, receive, refuse
-from weight_sync.host_copy import HostCopy
-from weight_sync.pieces import piece_of
+from weight_sync.host.host_copy import HostCopy
+from weight_sync.manifest import piece_of
 from weight_sync.stores import DirectoryStore, Store
+from weight_sync.transport import DirectStore, Outcome, Sender, TransferError, own_address
+from weight_sync.transport.group import Chunk, Gathering, Line, chunks_of
+from weight_sync.transport.wire import Deadline, Status, ask, greet, read_request, receive, refuse
 
 pytestmark = pytest.mark.slow
 

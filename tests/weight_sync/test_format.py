@@ -19,9 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schema.wire.weights import Link, TensorEntry
-from weight_sync.codec import encode
+from weight_sync.delta.codec import encode
 from weight_sync.layout import tensor_bytes
-from weight_sync.publish import assemble, finish, write_delta, write_full
+from weight_sync.publishing.writer import assemble, finish, write_delta, write_full
 from weight_sync.stores import DirectoryStore, version_name
 
 BLOCK = 1 << 20

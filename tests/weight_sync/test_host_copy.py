@@ -16,11 +16,11 @@ from tests.support.objects import running_objects
 from tests.support.waiting import PATIENCE
 from tests.weight_sync.store_material import use
 from tests.weight_sync.versions import RemoteStore, Tensors, Versions, same, stepped
-from weight_sync.changes import open_delta
+from weight_sync.delta.delta import open_delta
 from weight_sync.errors import WeightError
-from weight_sync.host_copy import HostCopy, Weights
-from weight_sync.host_files import FETCHED, open_copy
-from weight_sync.locks import release
+from weight_sync.host.files import FETCHED, open_copy
+from weight_sync.host.host_copy import HostCopy, Weights
+from weight_sync.host.locks import release
 from weight_sync.stores import DirectoryStore, Store, open_store
 
 

@@ -16,10 +16,9 @@ import pytest
 from schema.wire.weights import Piece
 from tests.support.waiting import PATIENCE
 from tests.weight_sync.versions import RemoteStore, Versions, same, stepped
-from weight_sync.advance import CacheFullError
 from weight_sync.errors import StoppedError, WeightError
-from weight_sync.host_copy import HostCopy, Weights, whole_bytes
-from weight_sync.host_files import (
+from weight_sync.host.advance import CacheFullError
+from weight_sync.host.files import (
     ADVANCING,
     CONTENT,
     FETCHED,
@@ -31,9 +30,10 @@ from weight_sync.host_files import (
     read_state,
     write_model,
 )
-from weight_sync.host_users import copy_directory
-from weight_sync.locks import LockTimeoutError, locked, release
-from weight_sync.receive import TRIES
+from weight_sync.host.host_copy import HostCopy, Weights, whole_bytes
+from weight_sync.host.locks import LockTimeoutError, locked, release
+from weight_sync.host.receive import TRIES
+from weight_sync.host.users import copy_directory
 
 pytestmark = pytest.mark.slow
 
@@ -462,7 +462,7 @@ def test_where_the_copy_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     shared, temporary = tmp_path / "shm", tmp_path / "tmp"
     shared.mkdir()
     temporary.mkdir()
-    monkeypatch.setattr("weight_sync.host_users.SHARED_MEMORY", shared)
+    monkeypatch.setattr("weight_sync.host.users.SHARED_MEMORY", shared)
     monkeypatch.setattr("tempfile.tempdir", str(temporary))
     small = copy_directory("", job_id="job/1", run_dir="/runs/a", n_bytes=1000)
     assert small.parent.parent == shared

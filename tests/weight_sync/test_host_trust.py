@@ -13,8 +13,7 @@ import torch
 from tests.support.waiting import PATIENCE
 from tests.weight_sync.versions import RemoteStore, Versions, same
 from weight_sync.errors import NotReadableError
-from weight_sync.host_copy import HostCopy, Weights
-from weight_sync.host_files import (
+from weight_sync.host.files import (
     ADVANCING,
     STATE,
     USERS,
@@ -24,7 +23,8 @@ from weight_sync.host_files import (
     read_state,
     write_model,
 )
-from weight_sync.host_users import copy_directory
+from weight_sync.host.host_copy import HostCopy, Weights
+from weight_sync.host.users import copy_directory
 
 
 @pytest.fixture
@@ -198,7 +198,7 @@ def test_hosts_that_share_a_file_system_share_no_copy(
 
     def directory(host: str, job: str) -> Path:
         (tmp_path / "boot_id").write_text(f"{host}\n")
-        monkeypatch.setattr("weight_sync.host_users.BOOT_ID", tmp_path / "boot_id")
+        monkeypatch.setattr("weight_sync.host.users.BOOT_ID", tmp_path / "boot_id")
         return copy_directory(str(tmp_path), job_id=job, run_dir="/runs", n_bytes=1)
 
     copy = HostCopy(directory("a", "job"), versions.store, lock_timeout=PATIENCE)
@@ -218,7 +218,7 @@ def test_hosts_that_share_a_file_system_share_no_copy(
 
 
 def test_a_system_that_does_not_tell_its_hosts_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weight_sync.host_users.BOOT_ID", tmp_path / "nowhere")
+    monkeypatch.setattr("weight_sync.host.users.BOOT_ID", tmp_path / "nowhere")
     places = {copy_directory(str(tmp_path), job_id="job", run_dir="/runs", n_bytes=1) for _ in range(2)}
     assert len(places) == 1
 

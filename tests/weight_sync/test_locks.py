@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from weight_sync.locks import LockTimeoutError, locked
+from weight_sync.host.locks import LockTimeoutError, locked
 
 HOLD = "import fcntl,sys;f=open(sys.argv[1]);fcntl.flock(f,2);print(1,flush=True);input()"
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schema.wire.weights import Link, Piece, WeightManifest
+from weight_sync.download_plan import cheapest, deltas_between, links_of
 from weight_sync.errors import WeightError
-from weight_sync.plan import cheapest, deltas_between, links_of
 
 
 def piece(name: str, n_bytes: int) -> Piece:

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from schema.wire.weights import Link
 from tests.weight_sync.helpers import bits, small
 from weight_sync import DirectoryStore, WeightError, publish
-from weight_sync.changes import open_delta
+from weight_sync.delta.delta import open_delta
 from weight_sync.layout import content_hash
-from weight_sync.pieces import open_piece
-from weight_sync.publish import (
+from weight_sync.manifest import open_piece
+from weight_sync.publishing.writer import (
     DenseError,
     Part,
     Published,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.weight_sync.helpers import bits, small
-from weight_sync.shadow import Shadow
+from weight_sync.publishing.pinned_copy import Shadow
 
 
 def copy_of(tensors: dict[str, torch.Tensor] | None) -> dict[str, bytes]:

@@ -18,7 +18,7 @@ from tests.support.ports import free_port
 from tests.weight_sync.helpers import bits
 from tests.weight_sync.test_hub import CASES, model_of
 from weight_sync import HubNames, WeightError, hub_tensors
-from weight_sync.sharded import Gathering, owners, shard_rows
+from weight_sync.publishing.gather import Gathering, owners, shard_rows
 
 
 def test_units_go_to_the_rank_with_the_least() -> None:

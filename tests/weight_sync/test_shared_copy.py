@@ -12,9 +12,9 @@ from tests.support.waiting import PATIENCE
 from tests.weight_sync.advancer import ended, processes, started
 from tests.weight_sync.versions import RemoteStore, Versions, same
 from weight_sync.errors import NotReadableError
-from weight_sync.host_copy import HostCopy
-from weight_sync.host_files import open_copy, read_advancing, read_state
-from weight_sync.locks import release
+from weight_sync.host.files import open_copy, read_advancing, read_state
+from weight_sync.host.host_copy import HostCopy
+from weight_sync.host.locks import release
 from weight_sync.stores import DirectoryStore
 
 pytestmark = pytest.mark.slow

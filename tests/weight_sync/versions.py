@@ -11,7 +11,15 @@ import torch
 
 from schema.wire.weights import Link, Publication, TensorEntry
 from tests.weight_sync.helpers import bits
-from weight_sync.publish import Published, after, assemble, finish, version_name, write_delta, write_full
+from weight_sync.publishing.writer import (
+    Published,
+    after,
+    assemble,
+    finish,
+    version_name,
+    write_delta,
+    write_full,
+)
 from weight_sync.stores import DirectoryStore, Store
 
 Tensors = dict[str, torch.Tensor]

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from schema.config import Config
-from weight_sync.collective import TransferError
-from weight_sync.collective.group import Chunk, Line
+from weight_sync.transport import TransferError
+from weight_sync.transport.group import Chunk, Line
 
 MOST_FAILURES = 3
 """In a row, after which the fabric is not tried again."""

@@ -37,9 +37,9 @@ from rollout_worker.engines.scatter import Patch, UnmappedError, WeightMap, merg
 from rollout_worker.engines.vllm.proof import LoadTrace, ProofReport
 from schema.wire.weights import Piece
 from weight_sync import DirectoryStore, WeightError
-from weight_sync.host_files import open_copy
+from weight_sync.host.files import open_copy
 from weight_sync.layout import as_tensor, dtype_name, torch_dtype
-from weight_sync.pieces import open_piece
+from weight_sync.manifest import open_piece
 
 DRAIN_S = 600.0
 """Seconds that finishing an update waits for what is still being prepared; our adapter asks before."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from schema.config.model_facts import BrokenModelError, ModelFacts, read_facts
-from schema.config.policy import ParallelismConfig
 from schema.config.problem import Problem
 from schema.config.root import Config
+from schema.config.sections.policy import ParallelismConfig
 
 _MODEL = "policy.model_name_or_path"
 _LONGEST = "policy.model_max_length"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from schema.config.critic import CriticConfig
 from schema.config.problem import Problem
 from schema.config.root import Config
-from schema.config.train_policy import GrpoConfig
+from schema.config.sections.critic import CriticConfig
+from schema.config.sections.train_policy import GrpoConfig
 
 _POLICY = "train.train_policy"
 _BATCH = "train.train_batch_per_replica"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from schema.config.problem import Problem
 from schema.config.root import Config
-from schema.config.train import CheckpointConfig
+from schema.config.sections.train import CheckpointConfig
 
 _CKPT = "train.ckpt"
 

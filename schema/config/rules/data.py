@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from schema.config.columns import Columns, UnreadableDataError, columns_of, flat
-from schema.config.dataset import DatasetConfig
-from schema.config.evaluation import EvaluationConfig
+from schema.config.loading.explain import closest
 from schema.config.paths import DATA_SUFFIXES, exists, home_hint, is_file, local_path
 from schema.config.problem import Problem
-from schema.config.reading.explain import closest
 from schema.config.root import Config
 from schema.config.rules.model import MODEL_RULES
 from schema.config.rules.reward import REWARD_RULES
+from schema.config.sections.dataset import DatasetConfig
+from schema.config.sections.evaluation import EvaluationConfig
 
 _POLICY = "train.train_policy"
 _TRAIN, _VALIDATION = f"{_POLICY}.dataset", "validation.dataset"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from schema.config.dataset import DatasetConfig
 from schema.config.problem import Problem
 from schema.config.root import Config
 from schema.config.rules.data import dataset_problems
 from schema.config.rules.reward import reward_problems
+from schema.config.sections.dataset import DatasetConfig
 
 _DATASET = "evaluation.dataset"
 _IDLE = ("test_size", "max_prompt_length", "overlong_prompts")

@@ -6,9 +6,9 @@ import re
 import warnings
 from collections.abc import Iterator
 
-from schema.config.policy import LoraConfig
 from schema.config.problem import Problem
 from schema.config.root import Config
+from schema.config.sections.policy import LoraConfig
 
 _MAP = "policy.trainable_map"
 

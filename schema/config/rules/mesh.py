@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 from schema.config.base import MOST_RANKS
 from schema.config.layout import layouts, mesh_text
-from schema.config.policy import ParallelismConfig
 from schema.config.problem import Problem
 from schema.config.root import Config
+from schema.config.sections.policy import ParallelismConfig
 
 _POLICY = "train.train_policy"
 

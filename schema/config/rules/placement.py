@@ -1,5 +1,5 @@
 """Rules of `[placement]`: every device has one owner unless sharing is asked for, and no role has more or fewer
-than its replicas take. What the machine itself has is another matter (`launcher.preflight`).
+than its replicas take. What the machine itself has is another matter (`launcher.preflight.checks`).
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from collections import Counter
 from itertools import islice
 
 from schema.config.layout import RoleLayout, layouts, mesh_text
-from schema.config.placement import Devices
 from schema.config.problem import Problem
 from schema.config.root import Config
 from schema.config.rules.loss import has_kl
+from schema.config.sections.placement import Devices
 
 SHARE_KEY = "rollout.gpu_memory_utilization"
 MOST_SHARE = 0.9

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from schema.config.model_keys import CheckpointingKeys
-from schema.config.optimizer import PrecisionKeys
 from schema.config.problem import Problem
 from schema.config.root import Config
+from schema.config.sections.model_keys import CheckpointingKeys
+from schema.config.sections.optimizer import PrecisionKeys
 
 
 def one_narrow_format(config: Config) -> list[Problem]:

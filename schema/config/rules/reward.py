@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from schema.config.base import RewardSpec
+from schema.config.loading.explain import closest
 from schema.config.paths import NotAFileError, home_hint, read_regular
 from schema.config.problem import Problem
-from schema.config.reading.explain import closest
-from schema.config.reward import BUILTIN_REWARDS
 from schema.config.root import Config
+from schema.config.sections.reward import BUILTIN_REWARDS
 
 _POLICY = "train.train_policy"
 MAX_CODE_BYTES = 4 * 1024 * 1024  # of a file of reward functions, which is parsed whole

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from schema.config.optimizer import OptimizerKeys
 from schema.config.problem import Problem
 from schema.config.root import Config
+from schema.config.sections.optimizer import OptimizerKeys
 
 _STEPS = "train.max_num_steps"
 

@@ -8,7 +8,7 @@ from typing import Any
 from schema.config.base import Section
 from schema.config.problem import KeyPath, Problem, format_key
 from schema.config.root import Config
-from schema.text import CONTROL
+from schema.util.text import CONTROL
 
 _STOP = ("rollout", "sampling_config", "stop")
 _WRITTEN_OUT = frozenset({_STOP, ("train", "train_policy", "system_prompt")})

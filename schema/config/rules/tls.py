@@ -1,15 +1,15 @@
 """Rules of encryption: files that belong together are both named, and what is encrypted can act.
 
-What stands in the files is looked at on the machine that runs the job (`launcher.preflight`), not here.
+What stands in the files is looked at on the machine that runs the job (`launcher.preflight.checks`), not here.
 """
 
 from __future__ import annotations
 
 from urllib.parse import parse_qs, urlsplit
 
-from schema.config.controller import ControllerConfig
 from schema.config.problem import Problem
 from schema.config.root import Config
+from schema.config.sections.controller import ControllerConfig
 
 _REDIS_TLS = ("tls_ca", "tls_cert", "tls_key")
 

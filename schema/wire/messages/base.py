@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from schema.text import PLAIN, visible
+from schema.util.text import PLAIN, visible
 
 # Bounds of what others send: far above anything of ours, far below what would hurt. Of long lists the first fault is
 # told: a million of them would take seconds and a gigabyte.

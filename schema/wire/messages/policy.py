@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from schema.text import PLAIN
+from schema.util.text import PLAIN
 from schema.wire.messages.base import MOST_METRICS, Count, Message, MetricName, RequestId, Text
 
 

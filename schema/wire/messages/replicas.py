@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import FailFast, Field
 
-from schema.text import PLAIN
+from schema.util.text import PLAIN
 from schema.wire.messages.base import (
     MOST_GAUGES,
     MOST_LEASES,

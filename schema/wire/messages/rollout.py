@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import FailFast, Field
 
-from schema.text import PLAIN
+from schema.util.text import PLAIN
 from schema.wire.messages.base import Count, GroupKind, Message, RequestId, Text
 from schema.wire.messages.errors import ErrorCode
 

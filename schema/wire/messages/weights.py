@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from schema.text import PLAIN
+from schema.util.text import PLAIN
 from schema.wire.messages.base import Count, Message, Prose, RequestId, Seconds, Text
 from schema.wire.weights import Offer, Publication, StoreKey
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from schema.interop import convert, convert_text
-from schema.interop.keys import split_key, store
-from schema.interop.model import Conversion
+from schema.interop.engine.keys import split_key, store
+from schema.interop.engine.model import Conversion
 
 HERE = Path(__file__).parent / "examples"
 ROOT = Path(__file__).parents[3]

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from schema.config import ConfigError, check_config
-from schema.config.about.published import PLACES, PUBLISHED
 from schema.config.keys import leaf_keys
+from schema.config.reference.published import PLACES, PUBLISHED
 from schema.interop import convert_text
-from schema.interop.keys import leaves
-from schema.interop.model import Conversion, Outcome
-from schema.interop.none import NO_COUNTERPART
-from schema.interop.registry import reader
-from schema.interop.write import to_report, to_toml
+from schema.interop.engine.keys import leaves
+from schema.interop.engine.model import Conversion, Outcome
+from schema.interop.engine.registry import reader
+from schema.interop.engine.unsupported import NO_COUNTERPART
+from schema.interop.engine.write import to_report, to_toml
 from tests.schema.interop.roll_files import COSMOS, HERE, converted, nest, value_of
 
 
@@ -26,7 +26,7 @@ def examples() -> dict[str, Conversion]:
 
 
 def _cosmos(keys: dict[str, Any]) -> Conversion:
-    from schema.config.reading.tomlwrite import dumps
+    from schema.config.loading.tomlwrite import dumps
 
     base = {"policy.model_name_or_path": "org/model", "train.train_policy.type": "grpo"}
     return convert_text(dumps(nest({**base, **keys})), "run.toml")

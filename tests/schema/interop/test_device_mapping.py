@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schema.interop.device_mapping import DeviceMappingError, parse_device_mapping
+from schema.interop.roll.device_mapping import DeviceMappingError, parse_device_mapping
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from schema.interop.document import PAGE, blocks, render, telling
-from schema.interop.none import NO_COUNTERPART
-from schema.interop.registry import readers
+from schema.interop.engine.registry import readers
+from schema.interop.engine.unsupported import NO_COUNTERPART
 
 
 def test_the_page_is_up_to_date() -> None:

@@ -14,12 +14,12 @@ from schema.config import ConfigError
 from schema.config.availability import UNAVAILABLE
 from schema.interop import convert, convert_text
 from schema.interop.detect import detect
-from schema.interop.engine import convert_source
-from schema.interop.fallback import SPEED_ONLY, nearest
-from schema.interop.keys import dotted, leaves, split_key, store
-from schema.interop.model import Conversion, Outcome
-from schema.interop.registry import readers
-from schema.interop.rows import (
+from schema.interop.engine.engine import convert_source
+from schema.interop.engine.fallback import SPEED_ONLY, nearest
+from schema.interop.engine.keys import dotted, leaves, split_key, store
+from schema.interop.engine.model import Conversion, Outcome
+from schema.interop.engine.registry import readers
+from schema.interop.engine.rows import (
     How,
     Reader,
     Reading,
@@ -34,8 +34,8 @@ from schema.interop.rows import (
     text,
     unless,
 )
-from schema.interop.source import Source, read_source
-from schema.interop.write import to_json, to_report, to_toml
+from schema.interop.engine.source import Source, read_source
+from schema.interop.engine.write import to_json, to_report, to_toml
 
 ROWS = (
     Row("lr", number("train.optm_lr"), default=1e-5, also=("learning_rate",)),

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from schema.config import ConfigError, check_config
 from schema.interop import convert_text
-from schema.interop.keys import Path as KeyPath
-from schema.interop.keys import leaves, lookup
-from schema.interop.model import Conversion
-from schema.interop.write import to_json, to_report, to_toml
+from schema.interop.engine.keys import Path as KeyPath
+from schema.interop.engine.keys import leaves, lookup
+from schema.interop.engine.model import Conversion
+from schema.interop.engine.write import to_json, to_report, to_toml
 
 EXAMPLES = {
     file.stem: yaml.safe_load(file.read_text("utf-8"))

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from schema.config import ConfigError
-from schema.interop.interpolation import resolve
-from schema.interop.yamlfile import read_yaml
+from schema.interop.engine.interpolation import resolve
+from schema.interop.engine.yamlfile import read_yaml
 
 
 def resolved(text: str, env: dict[str, str] | None = None, defaults: dict[str, Any] | None = None) -> Any:

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from schema.config import ConfigError, check_config
-from schema.config.about.lookup import look_up
 from schema.config.keys import leaf_keys
-from schema.interop.names import names_here
-from schema.interop.registry import readers
+from schema.config.reference.lookup import look_up
+from schema.interop.engine.names import names_here
+from schema.interop.engine.registry import readers
 from tests.schema.config_samples import GRPO
 from tests.schema.interop.roll_files import nest
 

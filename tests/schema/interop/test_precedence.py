@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from schema.config import ConfigError, check_config
-from schema.config.reading.load import load
-from schema.config.reading.tomlwrite import dumps
+from schema.config.loading.load import load
+from schema.config.loading.tomlwrite import dumps
 from schema.interop import convert_text
-from schema.interop.keys import lookup, split_key
-from schema.interop.model import Conversion, Outcome
+from schema.interop.engine.keys import lookup, split_key
+from schema.interop.engine.model import Conversion, Outcome
 from tests.schema.config_samples import GRPO
 from tests.schema.interop.roll_files import nest
 

@@ -15,10 +15,10 @@ from schema.config.keys import leaf_keys, section_keys
 from schema.config.root import Config
 from schema.config.rules.engine import ENGINE_ARGUMENTS
 from schema.interop import convert, convert_text
-from schema.interop.model import Conversion, Outcome
-from schema.interop.none import NO_COUNTERPART
-from schema.interop.registry import reader
-from schema.interop.write import to_report, to_toml
+from schema.interop.engine.model import Conversion, Outcome
+from schema.interop.engine.registry import reader
+from schema.interop.engine.unsupported import NO_COUNTERPART
+from schema.interop.engine.write import to_report, to_toml
 from tests.schema.interop.roll_files import ABSENT, HERE, ROLL, ROOT, converted, roll_with, value_of
 
 _TRAIN, _INFER = "actor_train", "actor_infer"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from schema.config import ConfigError
-from schema.interop.model import Outcome
+from schema.interop.engine.model import Outcome
 from tests.schema.interop.roll_files import ABSENT, roll_with, value_of
 
 _TRAINING = "actor_train.training_args"

@@ -12,11 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from schema.config import ConfigError, Problem, check_config
-from schema.config.reading.tomlwrite import dumps
+from schema.config.loading.tomlwrite import dumps
 from schema.interop import convert_text
-from schema.interop.keys import leaves
-from schema.interop.write import to_json, to_report, to_toml
-from schema.interop.yamlfile import read_yaml
+from schema.interop.engine.keys import leaves
+from schema.interop.engine.write import to_json, to_report, to_toml
+from schema.interop.engine.yamlfile import read_yaml
 from tests.schema.interop.roll_files import COSMOS, ROLL, yaml_text
 
 _VALUES = st.one_of(

@@ -10,13 +10,13 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from schema.config import ConfigError, check_config
-from schema.config.about.export import json_schema
-from schema.config.reading.load import load_config
-from schema.config.reading.tomlwrite import dumps
+from schema.config.loading.load import load_config
+from schema.config.loading.tomlwrite import dumps
+from schema.config.reference.export import json_schema
 from schema.interop import convert_text
-from schema.interop.model import Conversion, Outcome
-from schema.interop.none import METHOD, decides_method
-from schema.interop.write import to_report, to_toml
+from schema.interop.engine.model import Conversion, Outcome
+from schema.interop.engine.unsupported import METHOD, decides_method
+from schema.interop.engine.write import to_report, to_toml
 from tests.schema.config_samples import GRPO
 from tests.schema.interop.roll_files import ABSENT, nest, roll_with, yaml_text
 

@@ -14,13 +14,13 @@ import pytest
 from schema.config import ConfigError, check_config
 from schema.config.availability import UNAVAILABLE
 from schema.interop import convert, convert_text
-from schema.interop.keys import lookup, split_key
-from schema.interop.model import Conversion, Outcome
-from schema.interop.none import NO_COUNTERPART
-from schema.interop.rows import Leaf, Reading
-from schema.interop.source import Source
-from schema.interop.verl import READER
-from schema.interop.write import to_json, to_report, to_toml
+from schema.interop.engine.keys import lookup, split_key
+from schema.interop.engine.model import Conversion, Outcome
+from schema.interop.engine.rows import Leaf, Reading
+from schema.interop.engine.source import Source
+from schema.interop.engine.unsupported import NO_COUNTERPART
+from schema.interop.engine.write import to_json, to_report, to_toml
+from schema.interop.verl.reader import READER
 from tests.schema.interop.verl_pages import PAGES
 
 EXAMPLES = sorted((Path(__file__).parent / "examples").glob("verl_*.yaml"))

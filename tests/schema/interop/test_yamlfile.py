@@ -7,7 +7,7 @@ import math
 import pytest
 
 from schema.config import ConfigError, Problem
-from schema.interop.yamlfile import MAX_FILE_BYTES, read_yaml, scalar
+from schema.interop.engine.yamlfile import MAX_FILE_BYTES, read_yaml, scalar
 
 
 def fault(text: str) -> Problem:

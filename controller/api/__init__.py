@@ -1,0 +1,1 @@
+"""HTTP: the application, who may call, bounds on connections and bodies, routes."""

@@ -1,0 +1,81 @@
+"""Samples in and out: single pushes, bundles, and one sample's frame for people. Tensors are never decoded."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from pydantic import ValidationError
+from starlette.responses import Response
+
+from controller.api.routes.base import FRAME_ANSWER, Identifier, Number, frame_body, frame_reply, reply
+from controller.services.auth import ROLLOUT, USER
+from controller.services.controller import Controller
+from controller.services.errors import ProblemError
+from controller.services.payload_parts import Push
+from schema.wire import messages as m
+from schema.wire.frame import FrameError, bundle_ranges
+from schema.wire.invalid import describe
+
+
+def router(controller: Controller) -> APIRouter:
+    api = APIRouter(prefix="/v1", tags=["rollout"])
+    tokens, leasing = controller.tokens, controller.leasing
+
+    @api.post(
+        "/groups/{group_id}/samples/{index}",
+        responses={200: {"model": m.PushReply}},
+        openapi_extra=frame_body("one sample (schema.wire.sample)"),
+    )
+    async def push(request: Request, group_id: Identifier, index: Number) -> Response:
+        caller = tokens.require(request, ROLLOUT)
+        item = _item(group_id, request.headers.get("x-lease-id", ""), index)
+        replica_id = request.headers.get("x-replica-id", "")
+        if not replica_id or not item.lease_id:
+            detail = "the headers x-replica-id and x-lease-id say whose sample this is, and one is missing"
+            raise ProblemError(m.ErrorCode.BAD_REQUEST, detail)
+        body = await request.body()
+        controller.require_own(request, caller, replica_id)
+        return reply(await leasing.push(replica_id, body, [Push(item, body)]))
+
+    @api.post(
+        "/samples",
+        responses={200: {"model": m.PushReply}},
+        openapi_extra=frame_body(
+            'a bundle of samples, with a PushList as JSON in the metadata under "pushes"'
+        ),
+    )
+    async def push_many(request: Request) -> Response:
+        caller = tokens.require(request, ROLLOUT)
+        body = await request.body()
+        replica_id, pushes = _unpack(body)
+        controller.require_own(request, caller, replica_id)
+        return reply(await leasing.push(replica_id, body, pushes))
+
+    @api.get("/samples/{group_id}/{index}", responses=FRAME_ANSWER)
+    async def sample(request: Request, group_id: Identifier, index: Number) -> Response:
+        tokens.require(request, USER)
+        return frame_reply(await controller.operations.sample(group_id, index))
+
+    return api
+
+
+def _item(group_id: str, lease_id: str, index: int) -> m.PushItem:
+    try:
+        return m.PushItem(group_id=group_id, lease_id=lease_id, index=index)
+    except ValidationError as error:
+        detail = describe(error.errors(include_url=False))
+        raise ProblemError(m.ErrorCode.BAD_REQUEST, detail) from None
+
+
+def _unpack(body: bytes) -> tuple[str, list[Push]]:
+    ranges, metadata = bundle_ranges(body)
+    try:
+        listed = m.PushList.model_validate_json(metadata["pushes"])
+    except KeyError:
+        raise FrameError('the bundle has no "pushes" in its metadata') from None
+    except ValidationError as error:
+        raise FrameError(f"pushes: {describe(error.errors(include_url=False))}") from None
+    if len(listed.pushes) != len(ranges):
+        raise FrameError(f"{len(listed.pushes)} pushes are listed, but the bundle has {len(ranges)} frames")
+    view = memoryview(body)
+    placed = zip(listed.pushes, ranges, strict=True)
+    return listed.replica_id, [Push(item, view[start:end], start) for item, (start, end) in placed]

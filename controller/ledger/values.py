@@ -1,0 +1,101 @@
+"""What goes into the ledger and comes out of it: parameters, decisions, changes, and the one error."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from controller.ledger.admission import Refusal
+from controller.ledger.group import Group
+from controller.ledger.reward_health import Failure
+from schema.wire.messages import ErrorCode
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerParams:
+    """What of the config the ledger depends on."""
+
+    groups_per_step: int
+    n_samples: int
+    staleness_bound: int
+    n_positions: int
+    n_epochs: int = 1
+    max_steps: int | None = None
+    lease_timeout: float = 120.0
+    max_attempts: int = 5
+    oversample: float = 1.0
+    on_reward_error: Literal["retry", "mask", "drop"] = "retry"
+    on_stale: Literal["wait", "drop"] = "wait"
+    straggler_timeout: float | None = None
+    filter_metrics: tuple[str, ...] = ()
+    sync_interval: int = 1
+    keep_payloads: bool = False
+    """Whether payloads may be needed again after their commit: only if a checkpoint can be returned to."""
+    order: str = ""
+    """Identifies the order in which rows are handed out."""
+    keep_recent: int = 512
+    """How many trained groups, and how many dropped ones, are kept whole for people and late messages."""
+
+    @property
+    def total_positions(self) -> int:
+        return self.n_positions * self.n_epochs
+
+
+class LedgerError(Exception):
+    """An operation that contradicts the ledger; `code` is for programs, the text for people."""
+
+    def __init__(self, code: ErrorCode, detail: str) -> None:
+        super().__init__(detail)
+        self.code, self.detail = code, detail
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseDecision:
+    groups: list[Group]
+    refusal: Refusal | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PushOutcome:
+    accepted: bool
+    duplicate: bool = False
+    code: ErrorCode | None = None
+    detail: str = ""
+    complete: bool = False
+    """Whether it was the last sample of its group: an attempt has ended."""
+    failure: Failure | None = None
+    """Why no sample of that attempt has a score; None if one has."""
+
+
+@dataclass(frozen=True, slots=True)
+class CommitOutcome:
+    committed_steps: int
+    duplicate: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What must be written in one transaction."""
+
+    groups: list[Group]
+    dropped_payloads: list[tuple[str, str]]
+    """Group id and part (see `controller.ledger.group.SampleMeta`)."""
+    header: dict[str, Any]
+    removed: list[str] = field(default_factory=list)
+    """Groups that are no longer kept whole, or no part of the ledger at all."""
+    samples: list[Group] = field(default_factory=list)
+    """Groups whose samples changed; the others' stored samples are as they were."""
+    history: list[str] = field(default_factory=list)
+    """Rows of the history that changed (see `controller.ledger.archive`)."""
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counters that only grow (within a timeline)."""
+
+    staleness: Counter[int] = field(default_factory=Counter)
+    duplicates: int = 0
+    over_bound: int = 0
+    trained_before: int = 0
+    dropped_before: Counter[str] = field(default_factory=Counter)

@@ -1,0 +1,1 @@
+"""What a call does: one service per concern, of the same name as its routes."""

@@ -1,0 +1,136 @@
+"""Trainers that know more than the store: their calls to declare themselves and to replay what it lost.
+
+What is to be done is decided in `controller.ledger.reconcile`; here it is carried out on the parts of the job.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from controller.ledger.ledger import Ledger, LedgerError
+from controller.ledger.reconcile import Claim, FromSnapshot, Known, NeedSnapshot, Refuse, Replay, decide
+from controller.services.errors import ProblemError
+from controller.state.job import Job
+from controller.state.replicas import ReplicaError, id_of
+from controller.state.step_log import own_counts
+from schema.wire import messages as m
+from schema.wire.history import DeclareReply, DeclareRequest, ReplayRequest
+from schema.wire.messages import ErrorCode, Phase
+
+log = logging.getLogger(__name__)
+
+
+class Declaring:
+    """The calls by which a trainer brings the controller up to its own state."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    async def declare(self, replica_id: str, request: DeclareRequest) -> DeclareReply:
+        """Take a trainer's registration and publications back, and say which steps are missing.
+
+        Raises:
+            ProblemError, ReplicaError, LedgerError: another trainer has taken its place, or what it says cannot be.
+        """
+        job = self._job
+        job.store.require()
+        if replica_id != id_of(request.name, request.incarnation):
+            detail = f"replica {replica_id} is not incarnation {request.incarnation} of {request.name!r}"
+            raise ReplicaError(ErrorCode.STALE_INCARNATION, detail)
+        if job.facts.ended in (Phase.FAILED, Phase.STOPPED):
+            raise ProblemError(ErrorCode.JOB_FAILED, f"the job is {job.facts.ended}")
+        decision = decide(self._known(), _claim(request))
+        if isinstance(decision, Refuse):
+            raise ProblemError(decision.code, f"trainer {request.name!r}: {decision.reason}")
+        job.registry.restore(request, job.clock())
+        job.facts.policy_epoch = request.policy_epoch
+        if isinstance(decision, NeedSnapshot):
+            await job.save()
+            return self._reply(decision.missing, needs_snapshot=True)
+        self._carry_out(decision, request)
+        log.warning(
+            "trainer %s declared itself: %d steps are known, it has %d",
+            replica_id,
+            decision.step,
+            request.steps,
+        )
+        reply = self._reply(decision.step)
+        await job.save_durably()
+        return reply
+
+    def _known(self) -> Known:
+        job = self._job
+        return Known(job.facts.policy_epoch, job.progress.timeline, job.progress.committed)
+
+    def _reply(self, replay_from: int, *, needs_snapshot: bool = False) -> DeclareReply:
+        durable = self._job.progress.durable
+        return DeclareReply(replay_from=replay_from, needs_snapshot=needs_snapshot, durable_steps=durable)
+
+    def _carry_out(self, decision: Replay | FromSnapshot, request: DeclareRequest) -> None:
+        job = self._job
+        if isinstance(decision, FromSnapshot):
+            assert request.snapshot is not None
+            job.begin_from(request.snapshot, request.timeline, request.began)
+        elif decision.back_to is not None:
+            job.rewind(decision.back_to, request.timeline)
+        job.publications.heard(request.newest_publication)
+        job.publications.declare(request.publications, request.timeline)
+        newest = job.publications.newest
+        if job.validation is not None and newest is not None:
+            job.validation.published(newest.version, final=False)
+        job.wake_all()
+
+    async def replay(self, step: int, request: ReplayRequest) -> m.CommitReply:
+        """Commit a step that the store has lost, as it was trained. Raises `ProblemError`, `LedgerError`."""
+        job = self._job
+        job.store.require()
+        if request.policy_epoch != job.facts.policy_epoch:
+            detail = f"policy epoch {request.policy_epoch} is not the current one, {job.facts.policy_epoch}"
+            raise ProblemError(ErrorCode.STALE_EPOCH, detail)
+        replica = job.registry.check(request.replica_id, request.incarnation, "policy")
+        job.registry.seen(replica, job.clock())
+        duplicate, samples, tokens, score = self._replay(step, request)
+        if not duplicate:
+            job.trained(
+                m.StepRecord(step=step, at=request.at, metrics=request.metrics), samples, tokens, score
+            )
+        finished = job.progress.finished or job.ended
+        reply = m.CommitReply(
+            committed_steps=job.progress.committed,
+            total_steps=job.progress.total_steps,
+            publish=False,
+            finished=finished,
+            epochs=job.progress.epochs,
+        )
+        await job.save()
+        return reply
+
+    def _replay(self, step: int, request: ReplayRequest) -> tuple[bool, int, int, float | None]:
+        """Whether it was known; and samples, generated tokens, mean score."""
+        job, table = self._job, request.table
+        if not isinstance(job.progress, Ledger):
+            outcome = job.progress.commit(step)
+            return outcome.duplicate, *own_counts(request.metrics), None
+        if table is None or table.step != step or table.timeline != job.progress.timeline:
+            raise LedgerError(
+                ErrorCode.BAD_REQUEST,
+                f"the replay of step {step} of timeline {job.progress.timeline} needs the table of its batch",
+            )
+        outcome = job.progress.replay(table)
+        scores = [score for score in table.score if score is not None]
+        mean = sum(scores) / len(scores) if scores else None
+        return outcome.duplicate, table.n_samples, sum(table.response_tokens), mean
+
+
+def _claim(request: DeclareRequest) -> Claim:
+    snapshot = request.snapshot
+    return Claim(
+        policy_epoch=request.policy_epoch,
+        timeline=request.timeline,
+        began=request.began,
+        first=request.first,
+        steps=request.steps,
+        since=request.since,
+        snapshot_step=None if snapshot is None else snapshot.committed_steps,
+        snapshot_timeline=0 if snapshot is None else snapshot.timeline,
+    )

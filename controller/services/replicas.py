@@ -1,0 +1,345 @@
+"""Replicas come, beat and go: what that means for their leases, the trainers' epoch and the timeline.
+
+| event                                   | what follows                                                       |
+|-----------------------------------------|--------------------------------------------------------------------|
+| registration, same request id           | the same answer                                                    |
+| registration of a rollout replica       | leases it declares are kept, others of its name are released       |
+| registration of a policy replica        | new policy epoch; the batched step is ready again; if the weights  |
+|                                         | it starts from lie behind the committed steps: rewind to them; if  |
+|                                         | ahead (an empty store, a checkpoint of another run): the ledger    |
+|                                         | begins anew from the checkpoint's snapshot                         |
+| heartbeats missed, process exited, left | leases released; of a trainer: nothing until the next one registers|
+
+Only a crash of the replica's own that somebody saw counts for the groups that it held (see
+`controller.ledger.ledger`): silence, a kill, leaving and being superseded are pre-emptions.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Literal
+
+from controller.services.errors import ProblemError
+from controller.services.redact import without_url_credentials
+from controller.state.job import TRAIN_DATA, Job
+from controller.state.job_facts import JobFacts
+from controller.state.replicas import MAX_ABSENT, Registered, Replica
+from schema.wire import messages as m
+from schema.wire.history import DeclaredLeases, DeclareLeases
+from schema.wire.messages import ErrorCode, Phase
+
+log = logging.getLogger(__name__)
+
+Command = Literal["drain", "stop", "checkpoint", "anchor"]
+ANCHOR_BEATS = 6
+"""Heartbeats without a publication after which the trainer is asked for a full version that replicas wait for."""
+
+
+class Membership:
+    """The calls of all replicas about themselves."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._config = without_url_credentials(job.config.to_dict())
+        self._anchor_asked_at = 0.0
+        self._superseded: dict[str, tuple[int, list[str]]] = {}
+        """Of the replica that was superseded last, by name: its parent process, the groups that it held. A report of
+        its crash may come later."""
+
+    # ---- register -----------------------------------------------------------------------------------------
+
+    async def register(self, request: m.RegisterRequest, secret: str = "") -> m.RegisterReply:
+        """Start a new incarnation of a replica. Raises `ReplicaError`, `ProblemError`."""
+        job = self._job
+        job.store.require()
+        if job.facts.ended in (Phase.FAILED, Phase.STOPPED):
+            why = f": {job.facts.last_error}" if job.facts.last_error else ""
+            raise ProblemError(ErrorCode.JOB_FAILED, f"the job is {job.facts.ended}{why}")
+        now = job.clock()
+        if request.role == "policy":
+            if (
+                job.facts.ended is Phase.FINISHED
+            ):  # a trainer that died on its way out, or was thought to hang
+                raise ProblemError(ErrorCode.JOB_FINISHED, "the job has finished: nothing is left to train")
+            self._check_resume(request)
+        elif job.ledger is None:
+            raise ProblemError(ErrorCode.CONFLICT, "this is a supervised job: it takes no rollout replicas")
+        registered = job.registry.register(request, now, secret)
+        if not registered.repeated:
+            self._welcome(request, registered, now)
+        reply = self._reply(registered.replica)
+        if reply.publication is not None and request.role == "rollout":
+            job.registry.hand_out(registered.replica, reply.publication.id)
+        await job.save()
+        return reply
+
+    def _check_resume(self, request: m.RegisterRequest) -> None:
+        """Steps that the store does not know of must be told by the checkpoint that contains them."""
+        committed, step, snapshot = self._job.progress.committed, request.resume_step, request.snapshot
+        if snapshot is not None and snapshot.committed_steps != step:
+            raise ProblemError(
+                ErrorCode.BAD_REQUEST,
+                f"snapshot.committed_steps = {snapshot.committed_steps}, but resume_step = {step}: they are of "
+                f"different checkpoints",
+            )
+        if step is None or self._resumes_in(request):
+            return
+        if snapshot is None:
+            raise ProblemError(
+                ErrorCode.CONFLICT,
+                f"policy replica {request.name!r} starts from {step} committed steps, but this job has {committed}, "
+                f"and it brings no snapshot of the ledger: its checkpoint is incomplete",
+            )
+        self._job.progress.check_snapshot(snapshot)
+
+    def _resumes_in(self, request: m.RegisterRequest) -> bool:
+        """Whether the ledger here contains the checkpoint that a trainer starts from."""
+        progress, snapshot = self._job.progress, request.snapshot
+        timeline = None if snapshot is None else snapshot.timeline
+        return progress.lineage.contains(request.resume_step or 0, timeline, progress.committed)
+
+    def _welcome(self, request: m.RegisterRequest, registered: Registered, now: float) -> None:
+        job, replica = self._job, registered.replica
+        log.info(
+            "%s replica %s registered (%s, pid %d)",
+            replica.role,
+            replica.replica_id,
+            replica.host,
+            replica.pid,
+        )
+        if replica.role == "rollout":
+            job.publications.heard(request.newest_publication)
+            self.adopt(replica.replica_id, request.held_leases, now)
+            if registered.superseded is not None:
+                held = job.require_ledger().held_by(registered.superseded)
+                if held:
+                    self._superseded[replica.name] = registered.parent_pid, [group.id for group in held]
+                if len(self._superseded) > MAX_ABSENT:
+                    del self._superseded[next(iter(self._superseded))]
+                self.release_all(registered.superseded, failed=False)
+        else:
+            self._new_policy_epoch(request)
+        self._check_assembled(job.facts)
+        job.lease_signal.notify()
+
+    def adopt(self, replica_id: str, held: Sequence[m.HeldLease], now: float) -> list[str]:
+        """Leases that a rollout replica says it holds become its own where possible; the ids of those that cannot.
+
+        A forgotten lease is only taken back if the weights that it was granted for are of this timeline: nobody knows
+        what its holder has loaded since, but it was of no other.
+        """
+        job = self._job
+        ledger, timeline = job.require_ledger(), job.progress.timeline
+        told = []
+        for lease in held:
+            weights = job.publications.valid(lease.publication_id, lease.manifest_hash)
+            of_now = weights is not None and (weights.timeline, weights.version) == (timeline, lease.version)
+            told.append(lease if of_now and lease.manifest_hash else lease.model_copy(update={"version": -1}))
+        lost = set(ledger.adopt(replica_id, told, now))
+        if job.validation is not None:
+            lost &= set(job.validation.adopt(replica_id, held, now))
+        return [lease.lease_id for lease in held if lease.lease_id in lost]
+
+    async def declare_leases(self, replica_id: str, request: DeclareLeases) -> DeclaredLeases:
+        """Leases that a heartbeat called lost, as their holder knows them. Raises `ReplicaError`."""
+        job = self._job
+        job.store.require()
+        replica = job.registry.check(replica_id, request.incarnation, "rollout")
+        job.registry.seen(replica, job.clock())
+        lost = self.adopt(replica_id, request.leases, job.clock())
+        if len(lost) < len(request.leases):
+            log.info("replica %s keeps %d leases", replica_id, len(request.leases) - len(lost))
+        await job.save()
+        return DeclaredLeases(lost_leases=lost)
+
+    def _new_policy_epoch(self, request: m.RegisterRequest) -> None:
+        job, step = self._job, request.resume_step
+        job.facts.policy_epoch = max(job.facts.policy_epoch + 1, int(job.wall() * 1000))
+        job.facts.exported = False
+        job.publications.heard(request.newest_publication)
+        committed, known = job.progress.committed, self._resumes_in(request)
+        job.progress.abandon_step()
+        if step is not None and not known:
+            log.warning(
+                "of the %d steps that are known here the checkpoint of step %d is none: the ledger is taken from it",
+                committed,
+                step,
+            )
+            assert request.snapshot is not None
+            job.begin_from(request.snapshot)
+        elif step is not None and step < committed:
+            log.warning("going back from %d committed steps to %d", committed, step)
+            job.rewind(step)
+        job.wake_all()
+
+    def _check_assembled(self, facts: JobFacts) -> None:
+        if not facts.assembled and not self.missing():
+            facts.assembled = True
+
+    def missing(self) -> dict[m.Role, int]:
+        """How many of the first replicas of each role have not registered."""
+        job = self._job
+        wanted: dict[m.Role, int] = {"policy": 1}
+        if job.ledger is not None:
+            wanted["rollout"] = job.config.rollout.parallelism.n_init_replicas
+        known = list(job.registry)
+        there = {role: sum(replica.role == role for replica in known) for role in wanted}
+        return {role: wanted[role] - there[role] for role in wanted if there[role] < wanted[role]}
+
+    def _reply(self, replica: Replica) -> m.RegisterReply:
+        job = self._job
+        store = job.config.weight_sync.store
+        return m.RegisterReply(
+            replica_id=replica.replica_id,
+            incarnation=replica.incarnation,
+            job_id=job.job_id,
+            config=self._config,
+            job_seed=job.config.effective_seed,
+            mode="grpo" if job.config.is_grpo else "sft",
+            timeline=job.progress.timeline,
+            timeline_began=job.progress.began,
+            timeline_since=job.progress.lineage.since,
+            committed_steps=job.progress.committed,
+            total_steps=job.progress.total_steps,
+            policy_epoch=job.facts.policy_epoch,
+            heartbeat_interval=job.config.controller.heartbeat_interval,
+            heartbeat_timeout=job.config.controller.heartbeat_timeout,
+            run_dir=str(job.run_dir),
+            weight_store=store or str(job.run_dir / "weights"),
+            data_file=str(job.run_dir / TRAIN_DATA),
+            publication=job.publications.newest,
+        )
+
+    # ---- beat ---------------------------------------------------------------------------------------------
+
+    async def heartbeat(self, replica_id: str, request: m.HeartbeatRequest) -> m.HeartbeatReply:
+        """Renew leases and hand out commands. Raises `ReplicaError`."""
+        job = self._job
+        job.store.require()
+        now = job.clock()
+        replica = job.registry.check(replica_id, request.incarnation)
+        job.registry.beat(replica, now, request)
+        late = request.sequence <= replica.sequence
+        replica.sequence = max(replica.sequence, request.sequence)
+        lost = self._renew(replica, request.leases, now) if replica.role == "rollout" and not late else []
+        if request.trouble:
+            job.facts.last_error = request.trouble
+        reply = m.HeartbeatReply(
+            commands=self._commands(replica),
+            lost_leases=lost,
+            newest_publication=job.publications.newest_id,
+            committed_steps=job.progress.committed,
+            phase=job.phase,
+        )
+        await job.save()
+        return reply
+
+    def _renew(self, replica: Replica, leases: list[str], now: float) -> list[str]:
+        job = self._job
+        outstanding = job.require_ledger().outstanding
+        lost = set(job.require_ledger().renew(replica.replica_id, leases, now))
+        if job.validation is not None:
+            lost &= set(job.validation.renew(replica.replica_id, leases, now))
+        if job.require_ledger().outstanding != outstanding:
+            job.lease_signal.notify()
+        return sorted(lost)
+
+    def _commands(self, replica: Replica) -> list[Command]:
+        job = self._job
+        commands: list[Command] = []
+        if replica.state == "draining":
+            commands.append("drain")
+        if job.facts.ended in (Phase.STOPPED, Phase.FAILED):
+            commands.append("stop")
+        if replica.role == "policy" and job.checkpoint_asked:
+            job.checkpoint_asked = False
+            commands.append("checkpoint")
+        if replica.role == "policy" and self._anchor_is_overdue():
+            commands.append("anchor")
+        return commands
+
+    def _anchor_is_overdue(self) -> bool:
+        """Whether a replica waits for a full version and the trainer, which is told when it publishes, does not.
+
+        It may be waiting for the very replicas that cannot read what there is.
+        """
+        job, now = self._job, self._job.clock()
+        last = max(job.published_at, self._anchor_asked_at)
+        patience = ANCHOR_BEATS * job.config.controller.heartbeat_interval
+        if not job.facts.anchor_wanted or now - last < patience:
+            return False
+        self._anchor_asked_at = now
+        return True
+
+    # ---- go -----------------------------------------------------------------------------------------------
+
+    async def drain(self, replica_id: str) -> m.DrainReply:
+        """Ask a replica to finish what it holds and leave; durable when answered."""
+        self._job.store.require()
+        replica = self._job.registry.find(replica_id)
+        self._job.registry.drain(replica)
+        self._job.lease_signal.notify()
+        await self._job.save_durably()
+        return m.DrainReply(replica_id=replica_id, draining=replica.state == "draining")
+
+    async def leave(self, replica_id: str, incarnation: int, reason: str) -> None:
+        """A replica leaves in order: what it holds is released and does not count as a failure."""
+        job = self._job
+        job.store.require()
+        replica = job.registry.find(replica_id)
+        if replica.state != "left":
+            job.registry.check(replica_id, incarnation)
+            job.registry.leave(replica, reason)
+            log.info("%s replica %s left: %s", replica.role, replica_id, reason or "no reason given")
+            self._gone(replica, failed=False)
+            if replica.role == "policy" and reason == "finished" and job.progress.finished:
+                job.facts.exported = True
+            job.settle()
+        if replica.role == "policy":  # nobody would be left who could tell again that it was finished
+            await job.save_durably()
+        else:
+            await job.save()
+
+    async def exited(self, name: str, reason: str, *, crashed: bool, parent_pid: int = 0) -> None:
+        """The launcher saw the process of a replica end. `crashed`: by itself, it was not killed.
+
+        parent_pid: of the process that ended; 0: that of the present incarnation.
+        """
+        job = self._job
+        job.store.require()
+        replica = job.registry.by_name(name)
+        if replica is None:
+            raise ProblemError(ErrorCode.UNKNOWN_REPLICA, f"no replica named {name!r} has registered")
+        if parent_pid and replica.parent_pid not in (0, parent_pid):
+            parent, held = self._superseded.get(name, (0, []))
+            if parent == parent_pid:
+                del self._superseded[name]
+                if crashed:
+                    job.require_ledger().blame(held)
+        elif replica.present:
+            log.warning("the process of %s replica %s ended: %s", replica.role, replica.replica_id, reason)
+            job.registry.gone(replica, reason)
+            self._gone(replica, failed=crashed)
+        await job.save()
+
+    def lose_silent(self, now: float) -> None:
+        """Replicas that missed their heartbeats are lost."""
+        for replica in self._job.registry.expire(now):
+            log.warning(
+                "%s replica %s missed its heartbeats: it counts as lost", replica.role, replica.replica_id
+            )
+            self._gone(replica, failed=False)
+
+    def _gone(self, replica: Replica, *, failed: bool) -> None:
+        if replica.role == "rollout":
+            self.release_all(replica.replica_id, failed=failed)
+
+    def release_all(self, replica_id: str, *, failed: bool) -> None:
+        """Give all leases of a replica to others."""
+        job = self._job
+        job.require_ledger().replica_gone(replica_id, failed=failed)
+        if job.validation is not None:
+            job.validation.replica_gone(replica_id, job.wall(), failed=failed)
+        job.lease_signal.notify()
+        job.batch_signal.notify()

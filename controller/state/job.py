@@ -1,0 +1,368 @@
+"""One job: all its state in memory, and the one way by which a change of it is saved.
+
+    call ─▶ change state (synchronous) ─▶ stage() (synchronous) ─▶ flush (one transaction) ─▶ answer
+
+State only changes between two awaits and is staged before the next one, so each transaction that the store
+renders is a consistent whole. The parts decide, each by itself (`ledger`, `registry`, `publications`,
+`validation`, `steps`); what ties them together is here: phases, the end of the job, and who has to be woken.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from controller.ledger.group import DropReason, State
+from controller.ledger.ledger import Ledger, LedgerError
+from controller.ledger.reward_health import RewardHealth
+from controller.notify import Signal
+from controller.state.job_facts import JobFacts, ledger_params, sft_total_steps, validation_params
+from controller.state.prompts import Prompts
+from controller.state.publications import Publications
+from controller.state.replicas import Registry
+from controller.state.step_log import StepCounter, StepLog
+from controller.state.update_reports import Updates
+from controller.state.validation import Validation
+from controller.store import PayloadKey, Saved, StateStore, StoreUnavailable, Table
+from controller.store.lock import steady_clock
+from controller.store.payload_files import PayloadFiles
+from controller.store.payloads import Payload
+from controller.store.redis_state import Render
+from schema.config import Config
+from schema.wire import payload_file
+from schema.wire.messages import ErrorCode, LedgerSnapshot, Phase, StepRecord
+
+log = logging.getLogger(__name__)
+
+REMEDIES: dict[str, str] = {
+    DropReason.ZERO_VARIANCE: "In each group all samples have the same rewards of "
+    "train.train_policy.filter_reward_metric: use rewards that tell answers apart, other prompts, or no filter",
+    DropReason.OVERLONG: "Answers are longer than training takes: raise policy.model_max_length or lower "
+    "rollout.max_response_length",
+    DropReason.REWARD_ERROR: "Mend the reward function or the rows that it fails on",
+    DropReason.POISON: "Replicas crashed with every prompt: the logs of the rollout replicas say why",
+}
+"""What to do where not one step was trained, by the reason for which most prompts were dropped."""
+TRAIN_DATA, VALIDATION_DATA = Path("data", "train.safetensors"), Path("data", "validation.safetensors")
+
+
+class Job:
+    """See the module's docstring. Made by `Job.restore`, for a new job from an empty store."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        job_id: str,
+        run_dir: Path,
+        store: StateStore,
+        saved: Saved,
+        clock: Callable[[], float] | None = None,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self.config, self.job_id, self.run_dir = config, job_id, run_dir
+        self.store, self.wall = store, wall
+        self.clock = store.stamp = steady_clock() if clock is None else clock
+        self.prompts = Prompts(run_dir / TRAIN_DATA, seed=config.effective_seed, shuffle=self._shuffle)
+        headers = saved[Table.HEADERS]
+        self.ledger: Ledger | None = None
+        self.progress: Ledger | StepCounter
+        if config.is_grpo:
+            self.progress = self.ledger = self._load_ledger(saved)
+        else:
+            self.progress = self._load_counter(headers)
+        payloads = config.controller.payload_store
+        self.payload_files = PayloadFiles(payload_file.directory(payloads, job_id)) if payloads else None
+        self.validation, self.validation_prompts = self._load_validation(saved)
+        timeout = config.controller.heartbeat_timeout
+        self.registry = Registry(timeout, saved[Table.REPLICAS].values())
+        self.steps = StepLog(saved[Table.STEPS].values())
+        self.facts = JobFacts.from_record(headers["job"]) if "job" in headers else JobFacts(wall())
+        self.publications = Publications(
+            config.weight_sync.keep, saved[Table.PUBLICATIONS].values(), self.facts.highest_publication
+        )
+        self.updates = Updates()
+        self.rewards = RewardHealth(
+            config.groups_per_step if config.is_grpo else 1,
+            config.reward.outage_timeout,
+            scored=self._has_scored,
+        )
+        self.opened_at = self.published_at = self.clock()
+        self.closing = False
+        self.checkpoint_asked = False
+        self.lease_signal, self.batch_signal, self.publication_signal = Signal(), Signal(), Signal()
+        self._stored: dict[str, dict[str, Any]] = {}
+        self._alone_since: float | None = None
+
+    @property
+    def _shuffle(self) -> bool:
+        return self.config.train.train_policy.dataloader_shuffle
+
+    def _load_ledger(self, saved: Saved) -> Ledger:
+        params = ledger_params(self.config, len(self.prompts))
+        header = saved[Table.HEADERS].get("ledger")
+        if header is None:
+            return Ledger(params)
+        return Ledger.restore(params, header, saved[Table.GROUPS], saved[Table.SAMPLES], saved[Table.HISTORY])
+
+    def _load_counter(self, headers: Mapping[str, Any]) -> StepCounter:
+        total = sft_total_steps(self.config, len(self.prompts))
+        header, rows = headers.get("ledger"), len(self.prompts)
+        return StepCounter(total, rows) if header is None else StepCounter.restore(total, header, rows)
+
+    def _load_validation(self, saved: Saved) -> tuple[Validation | None, Prompts | None]:
+        if not self.config.validation.enable or not self.config.is_grpo:
+            return None, None
+        prompts = Prompts(self.run_dir / VALIDATION_DATA, seed=0, shuffle=False)
+        params = validation_params(self.config, len(prompts))
+        return Validation.restore(params, saved[Table.VALIDATION]), prompts
+
+    # ---- the past changes -----------------------------------------------------------------------------------
+
+    def rewind(self, step: int, timeline: int | None = None) -> None:
+        """Go back to the checkpoint after `step` committed steps; a new timeline begins (its number, if known)."""
+        self.progress.abandon_step()
+        self.progress.rewind(step, timeline)
+        self.publications.rewind(step)
+        self.steps.rewind(step)
+        if self.validation is not None:
+            self.validation.rewind(step)
+
+    def begin_from(
+        self, snapshot: LedgerSnapshot, timeline: int | None = None, began: int | None = None
+    ) -> None:
+        """Go on from a checkpoint of which the store knows nothing. Raises `LedgerError`: nothing has changed."""
+        before = self.progress.timeline
+        self.progress.begin_from(snapshot, timeline, began)
+        if self.progress.timeline != before:
+            self.publications.rewind(-1)
+            self.steps.rewind(0)
+        if self.validation is not None:
+            self.validation.begin_from(snapshot.committed_steps)
+
+    def forgive_downtime(self, alive_at: float | None) -> None:
+        """Nobody could beat or renew while no controller was there.
+
+        alive_at: when one was there last, on the clock by which leases expire; None: that is not known.
+        """
+        now = self.clock()
+        self.registry.forgive(now)
+        if self.ledger is not None:
+            self.ledger.extend_leases(math.inf if alive_at is None else now - alive_at, now)
+        if alive_at is not None:
+            self.rewards.forgive(max(0.0, now - alive_at))
+        if self.validation is not None:
+            self.validation.forgive(now)
+
+    # ---- saving -------------------------------------------------------------------------------------------
+
+    def stage(self, puts: Mapping[PayloadKey, Payload] | None = None) -> None:
+        """Hand everything that changed to the store. No await may lie between a change and this."""
+        rows: dict[tuple[Table, str], Render | None] = {}
+        deletes: list[PayloadKey] = []
+        header: dict[str, Any] | None = None
+        if self.ledger is not None:
+            changes = self.ledger.take_changes()
+            for name in changes.removed:
+                rows[Table.GROUPS, name] = rows[Table.SAMPLES, name] = None
+            for group in changes.groups:
+                rows[Table.GROUPS, group.id] = group.to_row
+            for group in changes.samples:
+                rows[Table.SAMPLES, group.id] = group.samples_row
+            for name in changes.history:
+                rows[Table.HISTORY, name] = partial(self.ledger.history.row, name)
+            deletes, header = changes.dropped_payloads, changes.header
+        self.facts.highest_publication = self.publications.highest_id
+        self._stage_header(rows, "ledger", self.progress.header() if header is None else header)
+        self._stage_header(rows, "job", self.facts.to_record())
+        rows.update({(Table.REPLICAS, name): None for name in self.registry.take_forgotten()})
+        for replica in self.registry.take_changes():
+            rows[Table.REPLICAS, replica.name] = replica.to_record
+        rows.update({(Table.PUBLICATIONS, str(old)): None for old in self.publications.take_forgotten()})
+        for entry in self.publications.take_changes():
+            rows[Table.PUBLICATIONS, str(entry.publication.id)] = entry.to_record
+        for step, row in self.steps.take_changes().items():
+            rows[Table.STEPS, str(step)] = None if row is None else partial(dict, row)
+        if self.validation is not None:
+            changed, removed = self.validation.take_changes()
+            rows.update({(Table.VALIDATION, name): partial(self.validation.row, name) for name in changed})
+            rows.update({(Table.VALIDATION, name): None for name in removed})
+        if rows or puts or deletes:
+            self.store.enqueue(rows, puts, deletes)
+
+    def _stage_header(
+        self, rows: dict[tuple[Table, str], Render | None], name: str, value: dict[str, Any]
+    ) -> None:
+        if self._stored.get(name) != value:
+            self._stored[name] = value
+            rows[Table.HEADERS, name] = partial(dict, value)
+
+    def require_room(self) -> None:
+        """Raise `StoreUnavailable` while Redis is so slow that no more payloads may wait for it."""
+        limit = self.config.controller.max_buffered_bytes
+        if self.store.backlog_bytes > limit:
+            raise StoreUnavailable(
+                f"samples of more than controller.max_buffered_bytes = {limit} bytes wait for Redis"
+            )
+
+    async def save(self, puts: Mapping[PayloadKey, Payload] | None = None) -> None:
+        """Write what changed; returns when it, and all that others wait for, is in Redis."""
+        self.stage(puts)
+        await self.store.flush()
+
+    async def save_durably(self) -> None:
+        """As `save`, down to the append-only file."""
+        self.stage()
+        await self.store.flush_durably()
+
+    # ---- phase and end ------------------------------------------------------------------------------------
+
+    @property
+    def phase(self) -> Phase:
+        if self.facts.ended is not None:
+            return self.facts.ended
+        if self.facts.paused:
+            return Phase.PAUSED
+        if self.progress.finished:
+            return Phase.FINISHING
+        if not self.progress.committed and not self._under_way():
+            return Phase.STARTING
+        if self.validation is not None and self.validation.pending and not len(self.steps):
+            return Phase.VALIDATING
+        return Phase.TRAINING
+
+    def _under_way(self) -> bool:
+        if self.ledger is None:
+            return bool(self.registry.present("policy"))
+        return self.publications.newest is not None and bool(self.registry.present("rollout"))
+
+    @property
+    def ended(self) -> bool:
+        return self.facts.ended is not None
+
+    def require_ledger(self) -> Ledger:
+        """The ledger of groups. Raises `LedgerError` in a supervised job."""
+        if self.ledger is None:
+            raise LedgerError(ErrorCode.CONFLICT, "this is a supervised job: it has no groups and no batches")
+        return self.ledger
+
+    def end(self, phase: Phase, error: str | None = None, traceback: str = "") -> None:
+        """Enter a terminal phase; the first one counts. traceback: of a user's code that is the reason."""
+        if self.ended:
+            return
+        self.facts.ended = phase
+        self.facts.last_error = error or self.facts.last_error
+        self.facts.traceback = traceback
+        log.log(
+            logging.ERROR if phase is Phase.FAILED else logging.INFO,
+            "the job is %s: %s",
+            phase,
+            error or self.note,
+        )
+        self.wake_all()
+
+    def reopen(self) -> None:
+        """Leave the phase `stopped` or `failed`: everything else is as it was."""
+        log.info("the job was %s and goes on", self.facts.ended)
+        self.facts.ended, self.facts.last_error, self.facts.traceback = None, None, ""
+        self.reset_rewards()
+        self.facts.paused = False
+        self.opened_at = self.clock()
+        self.settle()
+        self.wake_all()
+
+    def trained(self, record: StepRecord, samples: int, tokens: int, score: float | None) -> None:
+        """A step was committed. score: the mean of its samples, None where nothing was scored."""
+        self.steps.add(record, samples, tokens)
+        self.facts.last_score = score if score is not None else self.facts.last_score
+        self.settle()
+        self.wake_all()
+
+    def settle(self) -> None:
+        """Draw the consequences of a change: close the stream, make the last round due, end the job."""
+        if self.ended or not self.progress.finished:
+            return
+        if not self.progress.committed:
+            self.end(Phase.FAILED, *self._nothing_trained())
+            return
+        if self.ledger is not None and self.ledger.closed is None:
+            self.ledger.close()
+            self.wake_all()
+        waiting = self._awaits_final_validation()
+        if self.facts.exported and not waiting:
+            self.end(Phase.FINISHED)
+
+    # ---- rewards, and data that runs out ------------------------------------------------------------------
+
+    @property
+    def _has_scored(self) -> bool:
+        ledger = self.ledger
+        return ledger is not None and bool(ledger.committed or ledger.ready or ledger.batch(ledger.committed))
+
+    def reset_rewards(self) -> None:
+        """What failed may work now: judge rewards by what comes."""
+        self.rewards.reset(scored=self._has_scored)
+
+    @property
+    def note(self) -> str:
+        """What holds the job up, or why it finished short of its planned steps; mostly empty."""
+        done, total = self.progress.committed, self.progress.total_steps
+        if not self.progress.finished:
+            return "" if self.ended else self.rewards.note
+        if not done or done >= total or self.facts.ended in (Phase.STOPPED, Phase.FAILED):
+            return ""
+        return f"finished after {done} of {total} steps: the data ran out{self._drops()}"
+
+    def _drops(self) -> str:
+        dropped = {} if self.ledger is None else self.ledger.status().dropped
+        counts = sorted(dropped.items(), key=lambda item: -item[1])
+        return "; dropped: " + ", ".join(f"{reason} {count}" for reason, count in counts) if counts else ""
+
+    def _nothing_trained(self) -> tuple[str, str]:
+        """The error of a job whose data ran out before its first step, and a traceback if there is one."""
+        dropped = {} if self.ledger is None else self.ledger.status().dropped
+        most = max(dropped, key=lambda reason: dropped[reason], default="")
+        errors = (
+            [] if self.ledger is None else [g.error for g in self.ledger.in_state(State.DROPPED) if g.error]
+        )
+        failed = most == DropReason.REWARD_ERROR and bool(errors)
+        return (
+            f"not one of {self.progress.total_steps} steps was trained: the data ran out{self._drops()}. "
+            + REMEDIES.get(most, "See GET /v1/groups?state=dropped")
+            + ". Then start a new run: this one has no prompts left",
+            errors[-1] if failed else "",
+        )
+
+    def _awaits_final_validation(self) -> bool:
+        newest = self.publications.newest
+        if self.validation is None or newest is None or newest.version != self.progress.committed:
+            return False
+        self.validation.published(newest.version, final=True)
+        if not self.validation.pending or not self.facts.exported:
+            return self.validation.pending
+        now = self.clock()
+        if self.registry.present("rollout"):
+            self._alone_since = None
+            return True
+        if self._alone_since is None:
+            self._alone_since = now
+        if now - self._alone_since <= self.config.controller.start_timeout:
+            return True
+        waited = self.config.controller.start_timeout
+        self.facts.last_error = f"no final validation: no rollout replica was there for {waited:g} s"
+        log.warning("%s", self.facts.last_error)
+        return False
+
+    def wake_all(self) -> None:
+        for signal in (self.lease_signal, self.batch_signal, self.publication_signal):
+            signal.notify()
+
+    def close(self) -> None:
+        """End all long-polls: the process is about to end."""
+        self.closing = True
+        self.wake_all()

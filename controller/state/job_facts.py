@@ -1,0 +1,105 @@
+"""What of the config and of the run the controller keeps beside the ledger: parameters and stored facts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+from controller.ledger.ledger import LedgerParams
+from controller.state.validation_group import ValidationParams
+from schema.config import Config
+from schema.wire.messages import Phase
+
+
+@dataclass(slots=True)
+class JobFacts:
+    """The few facts of a job that no other part owns. Stored whole whenever one changes."""
+
+    started_at: float
+    policy_epoch: int = 0
+    highest_publication: int = 0
+    """The highest publication id that anybody is known to have heard of."""
+    paused: bool = False
+    ended: Phase | None = None
+    """Terminal phase, once there is one."""
+    assembled: bool = False
+    """All first replicas have registered."""
+    exported: bool = False
+    """The trainer left because it was finished: the final weights are published and exported."""
+    last_error: str | None = None
+    traceback: str = ""
+    """Of what failed the job, if that was code of the user's."""
+    anchor_wanted: int = 0
+    """A replica could not read a chain: one is wanted that begins after this publication; 0: none is wanted."""
+    anchor_told: int = 0
+    """The publication in whose answer the trainer was told so last."""
+    last_score: float | None = None
+    """Mean score of the last trained batch."""
+
+    def to_record(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Self:
+        fields = dict(record)
+        fields["ended"] = None if fields["ended"] is None else Phase(fields["ended"])
+        return cls(**fields)
+
+
+def ledger_params(config: Config, n_positions: int) -> LedgerParams:
+    """What the ledger needs of the config of a GRPO job; `n_positions` are the prepared rows."""
+    policy, controller = config.grpo, config.controller
+    return LedgerParams(
+        groups_per_step=config.groups_per_step,
+        n_samples=config.rollout.n_generation,
+        staleness_bound=config.staleness_bound,
+        n_positions=n_positions,
+        n_epochs=config.train.epoch,
+        max_steps=config.train.max_num_steps,
+        lease_timeout=controller.lease_timeout,
+        max_attempts=controller.max_attempts,
+        oversample=controller.oversample,
+        on_reward_error=config.reward.on_error,
+        on_stale=_on_stale(config),
+        straggler_timeout=controller.straggler_timeout,
+        filter_metrics=tuple(policy.filter_metrics),
+        sync_interval=config.train.sync_weight_interval,
+        keep_payloads=config.train.ckpt.enable_checkpoint,
+        order=data_order(config),
+    )
+
+
+def data_order(config: Config) -> str:
+    """Identifies the order in which prepared rows are handed out (see `controller.state.prompts`)."""
+    return f"shuffled by {config.effective_seed}" if config.grpo.dataloader_shuffle else "as prepared"
+
+
+def _on_stale(config: Config) -> Literal["wait", "drop"]:
+    """What becomes of late groups; raises ValueError for what the checks of a configuration refuse."""
+    on_stale = config.controller.on_stale
+    if on_stale == "mask_tokens":
+        raise ValueError("controller.on_stale = mask_tokens: this build cannot mask tokens that are too old")
+    return on_stale
+
+
+def validation_params(config: Config, n_rows: int) -> ValidationParams:
+    """What validation needs of the config; `n_rows` are the prepared held-out rows."""
+    section, controller = config.validation, config.controller
+    return ValidationParams(
+        n_rows=n_rows,
+        n_samples=section.n_generation,
+        freq=section.freq,
+        before=section.before,
+        max_replicas=section.max_replicas,
+        lease_size=section.batch_size,
+        lease_timeout=controller.lease_timeout,
+        max_attempts=controller.max_attempts,
+    )
+
+
+def sft_total_steps(config: Config, n_rows: int) -> int:
+    """Steps of a supervised job: all rows of all epochs in batches, or the limit if that is less."""
+    by_data = -(-n_rows * config.train.epoch // config.samples_per_step)
+    limit = config.train.max_num_steps
+    return by_data if limit is None else min(by_data, limit)

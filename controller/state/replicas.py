@@ -1,0 +1,406 @@
+"""The registry of replicas: who is there, since when, and which incarnation of a name counts.
+
+     register ─▶ live ─drain─▶ draining ─┐
+                  ▲ │            │       ├─leave─▶ left
+             beat │ └──silence──┐│       │
+                  └──────────── lost ────┘
+
+A replica has a name that is stable over its restarts. Each registration of a name starts a new *incarnation*
+with an id of its own (`name.3`), and from then on only the newest incarnation is heard. A repeated registration
+(same request id) gets the same incarnation. A lost replica that beats again is live again, without its leases; but
+there is one trainer at a time, and one that was lost has left for good when another one comes.
+
+A registration may carry a secret, of which the hash is kept. Then every later call of that replica must carry it
+(`prove`), and while the replica is present nobody registers its name without it; with it, its place is taken at once.
+
+Pure: time comes in as `now`, and `take_changes` hands out the names whose records must be written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from schema.wire.history import DeclareRequest
+from schema.wire.messages import ErrorCode, HeartbeatRequest, RegisterRequest, ReplicaInfo, Role
+
+ReplicaState = Literal["live", "draining", "lost", "left"]
+PRESENT: tuple[ReplicaState, ...] = ("live", "draining")
+MAX_ABSENT = 1000
+"""Replicas that are remembered after they left or were lost: names of machines that come and go add up for months."""
+_INCARNATION = re.compile("[1-9][0-9]{0,15}")
+"""As an id ends; `isdigit` would let in what `int` does not read."""
+REMEMBERED_REQUESTS = 4
+"""Request ids kept per name: enough to tell a late duplicate of an old registration from a new one."""
+
+
+class ReplicaError(Exception):
+    """A call that the registry refuses; `code` is for programs, the text for people.
+
+    retry_after: whole seconds after which it may be different; 0: never by itself.
+    """
+
+    def __init__(self, code: ErrorCode, detail: str, retry_after: int = 0) -> None:
+        super().__init__(detail)
+        self.code, self.detail, self.retry_after = code, detail, retry_after
+
+
+@dataclass(slots=True)
+class Replica:
+    """The newest incarnation of one name."""
+
+    replica_id: str
+    role: Role
+    name: str
+    incarnation: int
+    request_ids: list[str]
+    state: ReplicaState = "live"
+    drain_asked: bool = False
+    last_seen: float = 0.0
+    sequence: int = -1
+    """Of its newest heartbeat."""
+    version: int = -1
+    publication_id: int = 0
+    fetching: int = 0
+    """Publication whose files it reads, as it says."""
+    handed: list[int] = field(default_factory=list)
+    """Publications handed out to it since it last asked: it may be about to read them."""
+    host: str = ""
+    pid: int = 0
+    parent_pid: int = 0
+    world_size: int = 1
+    engine: str = ""
+    status: str = ""
+    gauges: dict[str, float] = field(default_factory=dict)
+    floor: int = 0
+    """Highest incarnation of all names that had been forgotten when this one registered."""
+    secret_hash: str = ""
+    """Of the secret that it registered with; empty: with none, so anybody of its role may act for it."""
+
+    @property
+    def present(self) -> bool:
+        return self.state in PRESENT
+
+    def knows(self, secret: str) -> bool:
+        """Whether a caller with this secret is the one that registered."""
+        return not self.secret_hash or hmac.compare_digest(self.secret_hash, _hash(secret))
+
+    def to_record(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @property
+    def publications(self) -> set[int]:
+        """All that it holds, reads, or may be about to read."""
+        return {self.publication_id, self.fetching, *self.handed} - {0}
+
+    def info(self, leases: int, now: float) -> ReplicaInfo:
+        return ReplicaInfo(
+            replica_id=self.replica_id,
+            role=self.role,
+            name=self.name,
+            incarnation=self.incarnation,
+            state=self.state,
+            version=self.version,
+            leases=leases,
+            last_seen_s=max(0.0, now - self.last_seen),
+            host=self.host,
+            pid=self.pid,
+            engine=self.engine,
+            status=self.status,
+            gauges=self.gauges,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    replica: Replica
+    repeated: bool
+    superseded: str | None
+    """Id of the incarnation that this one replaces."""
+    parent_pid: int = 0
+    """Of the incarnation that this one replaces."""
+
+
+class Registry:
+    """See the module's docstring."""
+
+    def __init__(self, heartbeat_timeout: float, records: Iterable[Mapping[str, Any]] = ()) -> None:
+        self._timeout = heartbeat_timeout
+        self._by_name = {record["name"]: Replica(**record) for record in records}
+        self._by_id = {replica.replica_id: replica for replica in self._by_name.values()}
+        self._dirty: dict[str, Replica] = {}
+        self._forgotten: list[str] = []
+        self._floor = max((replica.floor for replica in self._by_name.values()), default=0)
+
+    def __iter__(self) -> Iterator[Replica]:
+        return iter(self._by_name.values())
+
+    def present(self, role: Role) -> list[Replica]:
+        return [replica for replica in self._by_name.values() if replica.role == role and replica.present]
+
+    def by_name(self, name: str) -> Replica | None:
+        return self._by_name.get(name)
+
+    def register(self, request: RegisterRequest, now: float, secret: str = "") -> Registered:
+        """Start a new incarnation of a name.
+
+        Raises:
+            ReplicaError: the name belongs to the other role, or to a replica that is present and has another secret;
+                the request is a late duplicate of an older registration; or another trainer is present (there is
+                one at a time).
+        """
+        known = self._by_name.get(request.name)
+        if known is not None:
+            if known.role != request.role:
+                raise ReplicaError(
+                    ErrorCode.CONFLICT,
+                    f"the name {request.name!r} belongs to a {known.role} replica: choose another name",
+                )
+            proven = known.knows(secret)
+            if known.present and not proven:
+                raise self._name_taken(known, now)
+            if known.request_ids[-1] == request.request_id and known.state != "left" and proven:
+                known.last_seen = now
+                return Registered(known, repeated=True, superseded=None)
+            if request.request_id in known.request_ids:
+                raise ReplicaError(
+                    ErrorCode.STALE_INCARNATION,
+                    f"the registration of {request.name!r} has ended, or a newer one has taken its place",
+                )
+        if request.role == "policy":
+            self._check_single_policy(request.name)
+            self._take_the_place_of_others(request.name)
+        if known is None:
+            self._forget()
+        incarnation = 1 + (self._floor if known is None else known.incarnation)
+        requests = [] if known is None else known.request_ids
+        replica = Replica(
+            replica_id=id_of(request.name, incarnation),
+            role=request.role,
+            name=request.name,
+            incarnation=incarnation,
+            request_ids=[*requests, request.request_id][-REMEMBERED_REQUESTS:],
+            last_seen=now,
+            host=request.host,
+            pid=request.pid,
+            parent_pid=request.parent_pid,
+            world_size=request.world_size,
+            engine=request.engine,
+            floor=self._floor,
+            secret_hash=_hash(secret) if secret else "",
+        )
+        superseded = None if known is None else known.replica_id
+        if superseded is not None:
+            del self._by_id[superseded]
+        self._by_name[replica.name] = self._by_id[replica.replica_id] = replica
+        self._dirty[replica.name] = replica
+        parent = 0 if known is None else known.parent_pid
+        return Registered(replica, repeated=False, superseded=superseded, parent_pid=parent)
+
+    def _name_taken(self, known: Replica, now: float) -> ReplicaError:
+        left = max(1, math.ceil(known.last_seen + self._timeout - now))
+        return ReplicaError(
+            ErrorCode.NAME_TAKEN,
+            f"the name {known.name!r} is held by replica {known.replica_id} (host {known.host or 'unknown'}, "
+            f"pid {known.pid}), which has another secret: it is free once that one has left or was silent for "
+            f"{self._timeout:g} s, in {left} s at the earliest; who is started again with the same "
+            "COSMOS_REPLICA_SECRET does not wait, and of two replicas under one name one needs another "
+            "(COSMOS_REPLICA_NAME)",
+            left,
+        )
+
+    def _forget(self) -> None:
+        """Of too many absent replicas the one not heard of for longest goes; its id is never used again."""
+        absent = [replica for replica in self._by_name.values() if not replica.present]
+        if len(absent) < MAX_ABSENT:
+            return
+        oldest = min(absent, key=lambda replica: replica.last_seen)
+        del self._by_name[oldest.name], self._by_id[oldest.replica_id]
+        self._dirty.pop(oldest.name, None)
+        self._forgotten.append(oldest.name)
+        self._floor = max(self._floor, oldest.incarnation)
+
+    def restore(self, request: DeclareRequest, now: float) -> Replica:
+        """Take a trainer's registration back that the store has forgotten, as it was.
+
+        The caller has made sure that no later trainer is known (see `controller.ledger.reconcile`).
+
+        Raises:
+            ReplicaError: the name has registered again since, or belongs to a rollout replica.
+        """
+        known = self._by_name.get(request.name)
+        if known is not None:
+            if known.role != "policy":
+                detail = f"the name {request.name!r} belongs to a {known.role} replica"
+                raise ReplicaError(ErrorCode.CONFLICT, detail)
+            same = request.registration == known.request_ids[-1]
+            if known.incarnation > request.incarnation or (
+                known.incarnation == request.incarnation and not same
+            ):
+                detail = f"a newer registration of {request.name!r} has taken its place"
+                raise ReplicaError(ErrorCode.STALE_INCARNATION, detail)
+            if known.incarnation == request.incarnation:
+                known.last_seen = now
+                if not known.present:
+                    self._set(known, "live")
+                return known
+            del self._by_id[known.replica_id]
+        self._take_the_place_of_others(request.name)
+        replica = Replica(
+            replica_id=id_of(request.name, request.incarnation),
+            role="policy",
+            name=request.name,
+            incarnation=request.incarnation,
+            request_ids=[request.registration],
+            last_seen=now,
+            host=request.host,
+            pid=request.pid,
+            world_size=request.world_size,
+            floor=self._floor,
+        )
+        self._by_name[replica.name] = self._by_id[replica.replica_id] = replica
+        self._dirty[replica.name] = replica
+        return replica
+
+    def _take_the_place_of_others(self, name: str) -> None:
+        """A trainer comes: one of another name that was lost, or forgotten, does not come to life again."""
+        for other in self._by_name.values():
+            if other.role == "policy" and other.name != name and other.state != "left":
+                self.leave(other, "another trainer has taken its place")
+
+    def _check_single_policy(self, name: str) -> None:
+        others = [replica.name for replica in self.present("policy") if replica.name != name]
+        if others:
+            raise ReplicaError(
+                ErrorCode.CONFLICT,
+                f"policy replica {others[0]!r} is present: another one can take over when it has left or missed "
+                f"its heartbeats for {self._timeout:g} s",
+            )
+
+    def find(self, replica_id: str) -> Replica:
+        """The replica with this id. Raises `ReplicaError` if it is unknown or superseded."""
+        replica = self._by_id.get(replica_id)
+        if replica is not None:
+            return replica
+        slug, _, number = replica_id.rpartition(".")
+        incarnation = int(number) if _INCARNATION.fullmatch(number) else 2**64
+        for other in self._by_name.values():
+            if _slug(other.name) == slug and incarnation < other.incarnation:
+                raise ReplicaError(
+                    ErrorCode.STALE_INCARNATION,
+                    f"replica {replica_id} was replaced by {other.replica_id}: this process must end",
+                )
+        raise ReplicaError(
+            ErrorCode.UNKNOWN_REPLICA, f"replica {replica_id} is not registered: register first"
+        )
+
+    def prove(self, replica_id: str, secret: str) -> Replica:
+        """The replica with this id if `secret` is the one that it registered with. Raises `ReplicaError`."""
+        replica = self.find(replica_id)
+        if not replica.knows(secret):
+            raise ReplicaError(
+                ErrorCode.NOT_YOURS,
+                f"this call does not carry the secret that {replica_id} registered with: nobody else acts for it",
+            )
+        return replica
+
+    def check(self, replica_id: str, incarnation: int, role: Role | None = None) -> Replica:
+        """The replica if it may act now. Raises `ReplicaError`."""
+        replica = self.find(replica_id)
+        if incarnation != replica.incarnation:
+            detail = f"replica {replica_id} is at incarnation {replica.incarnation}, not {incarnation}"
+            raise ReplicaError(ErrorCode.STALE_INCARNATION, detail)
+        if replica.state == "left":
+            detail = f"replica {replica_id} has left: register again"
+            raise ReplicaError(ErrorCode.UNKNOWN_REPLICA, detail)
+        if role is not None and replica.role != role:
+            raise ReplicaError(ErrorCode.FORBIDDEN, f"replica {replica_id} is a {replica.role} replica")
+        return replica
+
+    def beat(self, replica: Replica, now: float, request: HeartbeatRequest) -> None:
+        """A sign of life of a checked replica."""
+        self.seen(replica, now)
+        replica.version, replica.fetching = request.version, request.fetching
+        replica.status, replica.gauges = request.status, dict(request.gauges)
+
+    def asks(self, replica: Replica) -> None:
+        """It asks for a publication: it has read those that it was handed, or given them up."""
+        if replica.handed:
+            replica.handed = []
+            self._dirty[replica.name] = replica
+
+    def hand_out(self, replica: Replica, publication_id: int) -> None:
+        """It is told of a publication. Stored: a successor of this controller must know that it may be read."""
+        if publication_id not in replica.handed:
+            replica.handed = [*replica.handed, publication_id]
+            self._dirty[replica.name] = replica
+
+    def seen(self, replica: Replica, now: float) -> None:
+        """Any other call is a sign of life too."""
+        replica.last_seen = now
+        if replica.state == "lost":
+            self._set(replica, "draining" if replica.drain_asked else "live")
+
+    def drain(self, replica: Replica) -> None:
+        replica.drain_asked = True
+        self._set(replica, "draining" if replica.state == "live" else replica.state)
+
+    def leave(self, replica: Replica, status: str = "") -> None:
+        replica.status = status
+        self._set(replica, "left")
+
+    def gone(self, replica: Replica, status: str) -> None:
+        """Its process is known to have ended."""
+        if replica.state != "left":
+            replica.status = status
+            self._set(replica, "lost")
+
+    def expire(self, now: float) -> list[Replica]:
+        """Replicas that have just missed their heartbeats for too long."""
+        late = [
+            replica
+            for replica in self._by_name.values()
+            if replica.present and now - replica.last_seen > self._timeout
+        ]
+        for replica in late:
+            self._set(replica, "lost")
+        return late
+
+    def forgive(self, now: float) -> None:
+        """After a downtime of the controller: nobody could beat, so nobody is late."""
+        for replica in self._by_name.values():
+            replica.last_seen = now
+
+    def take_forgotten(self) -> list[str]:
+        """Names whose records go."""
+        forgotten, self._forgotten = self._forgotten, []
+        return forgotten
+
+    def take_changes(self) -> list[Replica]:
+        changed, self._dirty = list(self._dirty.values()), {}
+        return changed
+
+    def _set(self, replica: Replica, state: ReplicaState) -> None:
+        replica.state = state
+        self._dirty[replica.name] = replica
+
+
+def id_of(name: str, incarnation: int) -> str:
+    """The id of an incarnation of a name."""
+    return f"{_slug(name)}.{incarnation}"
+
+
+def _hash(secret: str) -> str:
+    """All that is kept of a secret: it cannot be guessed, so its hash needs no salt."""
+    return hashlib.sha256(secret.encode()).hexdigest()
+
+
+def _slug(name: str) -> str:
+    """A name as part of a path; different names have different slugs."""
+    plain = re.sub(r"[^A-Za-z0-9_-]", "_", name)
+    return plain if plain == name else f"{plain}-{hashlib.blake2b(name.encode(), digest_size=4).hexdigest()}"

@@ -1,0 +1,406 @@
+"""Validation rounds: when one is due, which replica works on it, and what came out.
+
+     due ─first lease: pinned to that replica's version─▶ running ─all samples─▶ record
+      │                                                      │ nobody holds its version any more
+      └── overtaken by a later due version: never starts     └──▶ due again, its samples discarded
+
+A round covers every row of the validation data, at one weight version. It is due for version v if v = 0 and
+`before`, or v is a multiple of `freq`, or v is final; the first replica at v or later that asks for work pins it
+to its own version. Replicas at another version cannot take part, at most `max_replicas` do so at once, and
+nobody waits: this lies outside of admission and training goes on meanwhile.
+
+A participant keeps its version while it holds validation groups. If it moves on between two leases the round
+starts again; after `MAX_RESTARTS` a lease grants all that is left, so that every round ends.
+
+A reward that fails is counted as an error and left out of the means, never taken as 0; during an outage of rewards
+(`controller.ledger.reward_health`) it is tried again, as often as a prompt at which replicas fail, which ends as
+errors too.
+
+Pure: time comes in, as `now` (of the clock by which leases expire) and as `at` (Unix time, of the record if this ends
+the round), and `take_changes` hands out the rows that must be written.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Self
+
+from controller.ledger.ledger import MISSED_BEATS, PushOutcome
+from controller.ledger.reward_health import Failure, failure_of
+from controller.state.validation_group import ValidationGroup, ValidationLease, ValidationParams
+from schema.wire.messages import ErrorCode, HeldLease, ValidationRecord
+from schema.wire.sample import SampleHeader
+
+MAX_RESTARTS = 2
+"""Restarts of a round before it is handed out whole."""
+PREFIX = "v"
+"""First letter of the ids of validation groups and leases; those of training groups begin with "e"."""
+
+
+class Validation:
+    """See the module's docstring. One round at a time; a later due version replaces one that has not begun."""
+
+    def __init__(self, params: ValidationParams, new_lease_id: Callable[[], str] | None = None) -> None:
+        self.params = params
+        self.records: dict[int, ValidationRecord] = {}
+        self.round_id = 0
+        self.due: int | None = None
+        self.pinned: int | None = None
+        self.pinned_publication: int | None = None
+        self.restarts = 0
+        self.groups: list[ValidationGroup] = []
+        self._checked = -1
+        self._new_lease_id = new_lease_id or (lambda: PREFIX + secrets.token_urlsafe(12))
+        self._missed: Counter[str] = Counter()
+        self._dirty: set[str] = set()
+        self._removed: set[str] = set()
+
+    # ---- what is due --------------------------------------------------------------------------------------
+
+    def published(self, version: int, *, final: bool) -> None:
+        """A version can be had now: every version up to it that is due and was not looked at yet is due."""
+        versions = [v for v in range(self._checked + 1, version + 1) if self._is_due(v)]
+        if final and version not in self.records and version not in (self.pinned, self.due):
+            versions.append(version)
+        if versions and (self.pinned is None or versions[-1] > self.pinned):
+            self.due = versions[-1]
+        if versions or version > self._checked:
+            self._checked = max(self._checked, version)
+            self._dirty.add("header")
+
+    def _is_due(self, version: int) -> bool:
+        return self.params.before if version == 0 else version % self.params.freq == 0
+
+    def rewind(self, step: int) -> None:
+        """The run goes back to `step` committed steps: what was measured on later versions is no part of it."""
+        if self.pinned is not None and self.pinned > step:
+            self._cancel()
+        if self.due is not None and self.due > step:
+            self.due = None
+        for version in [version for version in self.records if version > step]:
+            del self.records[version]
+            self._removed.add(f"record:{version}")
+        self._checked = min(self._checked, step)
+        self.restarts = 0
+        self._dirty.add("header")
+
+    def begin_from(self, step: int) -> None:
+        """The run goes on from a checkpoint of `step` steps: what was due before it is not looked at again."""
+        self._checked = max(self._checked, step - 1)
+        self._dirty.add("header")
+
+    @property
+    def running(self) -> bool:
+        return self.pinned is not None
+
+    @property
+    def pending(self) -> bool:
+        """Whether a round is running or due."""
+        return self.running or self.due is not None
+
+    def wants(self, version: int) -> bool:
+        """Whether a due round is waiting for replicas that hold a later version than `version`."""
+        return not self.running and self.due is not None and version < self.due
+
+    # ---- leasing ------------------------------------------------------------------------------------------
+
+    def lease(
+        self,
+        replica_id: str,
+        request_id: str,
+        version: int,
+        publication_id: int,
+        max_groups: int,
+        now: float,
+    ) -> ValidationLease:
+        """Up to `max_groups` groups of the round for a replica whose engine holds `version`."""
+        repeated = [g for g in self._held() if g.request_id == request_id and g.replica_id == replica_id]
+        if repeated:
+            return self._granted(repeated)
+        if not self._may_take_part(replica_id, version, publication_id):
+            return self._granted([])
+        size = min(max_groups, self.params.lease_size or max_groups)
+        if self.restarts >= MAX_RESTARTS:
+            size = len(self.groups)
+        waiting = [group for group in self.groups if group.state == "waiting"]
+        chosen = sorted(waiting, key=lambda group: group.attempt)[:size]  # a bad one holds up nobody
+        for group in chosen:
+            group.state = "leased"
+            group.attempt += 1
+            group.lease_id = self._new_lease_id()
+            group.replica_id, group.request_id = replica_id, request_id
+            group.expires = now + self.params.lease_timeout
+            self._touch(group)
+        return self._granted(chosen)
+
+    def repeats(self, replica_id: str, request_id: str) -> bool:
+        """Whether groups are held that were granted to this very request."""
+        return any(g.request_id == request_id and g.replica_id == replica_id for g in self._held())
+
+    def _granted(self, groups: list[ValidationGroup]) -> ValidationLease:
+        return ValidationLease(self.round_id, -1 if self.pinned is None else self.pinned, groups)
+
+    def _may_take_part(self, replica_id: str, version: int, publication_id: int) -> bool:
+        holders = {group.replica_id for group in self._held()}
+        if self.running and version != self.pinned and not holders:
+            self._restart()
+        if not self.running:
+            if self.due is None or version < self.due:
+                return False
+            self._begin(version, publication_id)
+        if version != self.pinned:
+            return False
+        return replica_id in holders or len(holders) < self.params.max_replicas
+
+    def _begin(self, version: int, publication_id: int) -> None:
+        self.round_id += 1
+        self.pinned, self.pinned_publication = version, publication_id
+        self.due = None
+        self._clear_groups()
+        self.groups = [ValidationGroup(position) for position in range(self.params.n_rows)]
+        for group in self.groups:
+            self._touch(group)
+        self._dirty.add("header")
+
+    def _restart(self) -> None:
+        """Nobody holds the version any more: the round is due again at whatever version comes."""
+        assert self.pinned is not None
+        self.due = self.pinned if self.due is None else self.due
+        self.restarts += 1
+        self._cancel()
+
+    def _cancel(self) -> None:
+        self.pinned = self.pinned_publication = None
+        self._clear_groups()
+        self._dirty.add("header")
+
+    def _clear_groups(self) -> None:
+        self._removed.update(f"group:{group.position}" for group in self.groups)
+        self.groups = []
+
+    # ---- leases end ---------------------------------------------------------------------------------------
+
+    def _held(self) -> list[ValidationGroup]:
+        return [group for group in self.groups if group.state == "leased"]
+
+    def leases_of(self, replica_id: str) -> int:
+        return sum(group.replica_id == replica_id for group in self._held())
+
+    def renew(self, replica_id: str, lease_ids: Iterable[str], now: float) -> list[str]:
+        """As `Ledger.renew`: extend what is listed, release what was forgotten twice, return what is lost."""
+        listed = set(lease_ids)
+        held = {group.lease_id: group for group in self._held() if group.replica_id == replica_id}
+        for lease_id, group in held.items():
+            assert lease_id is not None
+            if lease_id in listed:
+                group.expires = now + self.params.lease_timeout
+                self._missed.pop(lease_id, None)
+            else:
+                self._missed[lease_id] += 1
+                if self._missed[lease_id] >= MISSED_BEATS:
+                    self._requeue(group)
+        return sorted(listed - held.keys())
+
+    def adopt(self, replica_id: str, held: Sequence[HeldLease], now: float) -> list[str]:
+        """Leases that a replica says it holds: known ones are its own. Returns the ids of the others."""
+        lost = []
+        for lease in held:
+            group = self.find(lease.group_id)
+            if group is not None and group.state == "leased" and group.lease_id == lease.lease_id:
+                group.replica_id, group.expires = replica_id, now + self.params.lease_timeout
+                self._touch(group)
+            else:
+                lost.append(lease.lease_id)
+        return lost
+
+    def holder(self, lease_id: str) -> str | None:
+        """Id of the replica that holds a lease, if anybody does."""
+        return next((group.replica_id for group in self._held() if group.lease_id == lease_id), None)
+
+    def release(self, lease_id: str) -> bool:
+        for group in self._held():
+            if group.lease_id == lease_id:
+                self._requeue(group)
+                return True
+        return False
+
+    def replica_gone(self, replica_id: str, at: float, *, failed: bool = True) -> int:
+        mine = [group for group in self._held() if group.replica_id == replica_id]
+        for group in mine:
+            self._fail(group, at) if failed else self._requeue(group)
+        return len(mine)
+
+    def expire(self, now: float, at: float) -> int:
+        late = [group for group in self._held() if group.expires < now]
+        for group in late:
+            self._fail(group, at)
+        return len(late)
+
+    def forgive(self, now: float) -> None:
+        """After a downtime of the controller: nobody could renew, so nobody is late."""
+        for group in self._held():
+            group.expires = now + self.params.lease_timeout
+
+    def _requeue(self, group: ValidationGroup) -> None:
+        self._missed.pop(group.lease_id or "", None)
+        group.state, group.lease_id, group.replica_id, group.request_id = "waiting", None, None, None
+        self._touch(group)
+
+    def _fail(self, group: ValidationGroup, at: float) -> None:
+        self._requeue(group)
+        group.failures += 1
+        if group.failures >= self.params.max_attempts:
+            self._finish_group(group, at)
+
+    # ---- samples and results ------------------------------------------------------------------------------
+
+    def group_name(self, group: ValidationGroup) -> str:
+        return f"{PREFIX}{self.round_id}-p{group.position}"
+
+    def find(self, name: str) -> ValidationGroup | None:
+        """The group with this id if it belongs to the running round, or the last one if none has begun since."""
+        prefix, _, position = name.rpartition("-p")
+        if prefix != f"{PREFIX}{self.round_id}" or not position.isdecimal():
+            return None
+        index = int(position)
+        return self.groups[index] if index < len(self.groups) else None
+
+    def push(
+        self, name: str, lease_id: str, index: int, header: SampleHeader, at: float, *, outage: bool = False
+    ) -> PushOutcome:
+        """Add one sample under a lease; all its tokens must be of the pinned version. outage: as in `Ledger.push`."""
+        group = self.find(name)
+        if header.index != index or not 0 <= index < self.params.n_samples:
+            detail = f"sample {index} (header says {header.index}) of a group of {self.params.n_samples}"
+            return PushOutcome(False, code=ErrorCode.BAD_REQUEST, detail=detail)
+        if group is not None and group.leases.get(index) == lease_id:
+            return PushOutcome(True, duplicate=True)
+        if group is None or group.state != "leased" or group.lease_id != lease_id:
+            detail = f"lease {lease_id} of validation group {name} has ended"
+            return PushOutcome(False, code=ErrorCode.LEASE_LOST, detail=detail)
+        if header.response_tokens and (header.oldest_version, header.newest_version) != (
+            self.pinned,
+            self.pinned,
+        ):
+            detail = (
+                f"tokens of versions {header.oldest_version} to {header.newest_version} in a validation round "
+                f"of version {self.pinned}"
+            )
+            return PushOutcome(False, code=ErrorCode.CONFLICT, detail=detail)
+        if index in group.samples:
+            return PushOutcome(True, duplicate=True)
+        group.samples[index], group.leases[index] = header, lease_id
+        self._touch(group)
+        if len(group.samples) == self.params.n_samples:
+            return PushOutcome(True, complete=True, failure=self._complete(group, at, outage))
+        return PushOutcome(True)
+
+    def _complete(self, group: ValidationGroup, at: float, outage: bool) -> Failure | None:
+        """All samples are there. What failed, if none of them has a score."""
+        failed = {index: header for index, header in group.samples.items() if header.error is not None}
+        made = [header for index, header in group.samples.items() if group.leases[index] == group.lease_id]
+        failure = failure_of(made, len(failed) < len(group.samples))
+        if outage and failed and all(header.outage for header in failed.values()):
+            for index in failed:
+                del group.samples[index]
+            self._fail(group, at)
+        else:
+            self._finish_group(group, at)
+        return failure
+
+    def _finish_group(self, group: ValidationGroup, at: float) -> None:
+        self._requeue(group)
+        group.state = "done"
+        if all(other.state == "done" for other in self.groups):
+            assert self.pinned is not None
+            self.records[self.pinned] = self._result(self.pinned, at)
+            self._dirty.add(f"record:{self.pinned}")
+            if self.due is not None and self.due <= self.pinned:
+                self.due = None
+            self.restarts = 0
+            self.pinned = self.pinned_publication = None
+            self._dirty.add("header")
+
+    def _result(self, version: int, at: float) -> ValidationRecord:
+        headers = [header for group in self.groups for header in group.samples.values()]
+        scored = [header for header in headers if header.score is not None]
+        names = sorted({name for header in scored for name in header.rewards})
+        expected = len(self.groups) * self.params.n_samples
+        return ValidationRecord(
+            version=version,
+            at=at,
+            samples=len(scored),
+            score_mean=_mean([header.score for header in scored if header.score is not None]),
+            rewards_mean={
+                name: _mean([h.rewards[name] for h in scored if name in h.rewards]) or 0.0 for name in names
+            },
+            response_tokens_mean=_mean([header.response_tokens for header in headers]) or 0.0,
+            errors=expected - len(scored),
+        )
+
+    # ---- storing ------------------------------------------------------------------------------------------
+
+    def _touch(self, group: ValidationGroup) -> None:
+        self._dirty.add(f"group:{group.position}")
+
+    def take_changes(self) -> tuple[list[str], list[str]]:
+        """Names of the rows that changed and of those that are gone; `row` renders one."""
+        changed = [name for name in self._dirty if self._exists(name)]
+        removed = [name for name in self._removed if not self._exists(name)]
+        self._dirty, self._removed = set(), set()
+        return changed, removed
+
+    def _exists(self, name: str) -> bool:
+        kind, _, number = name.partition(":")
+        if kind == "group":
+            return int(number) < len(self.groups)
+        return kind == "header" or int(number) in self.records
+
+    def row(self, name: str) -> dict[str, Any]:
+        """One row as plain values."""
+        kind, _, number = name.partition(":")
+        if kind == "group":
+            return self.groups[int(number)].to_record()
+        if kind == "record":
+            return self.records[int(number)].model_dump()
+        return {
+            "round_id": self.round_id,
+            "due": self.due,
+            "pinned": self.pinned,
+            "pinned_publication": self.pinned_publication,
+            "restarts": self.restarts,
+            "checked": self._checked,
+        }
+
+    @classmethod
+    def restore(
+        cls,
+        params: ValidationParams,
+        rows: Mapping[str, Any],
+        new_lease_id: Callable[[], str] | None = None,
+    ) -> Self:
+        """Rebuild from the rows that were written."""
+        validation = cls(params, new_lease_id)
+        header = rows.get("header")
+        if header is None:
+            return validation
+        validation.round_id, validation.restarts = header["round_id"], header["restarts"]
+        validation.due, validation.pinned = header["due"], header["pinned"]
+        validation.pinned_publication, validation._checked = header["pinned_publication"], header["checked"]
+        groups = [value for name, value in rows.items() if name.startswith("group:")]
+        validation.groups = [
+            ValidationGroup.from_record(group)
+            for group in sorted(groups, key=lambda group: group["position"])
+        ]
+        records = [value for name, value in rows.items() if name.startswith("record:")]
+        validation.records = {
+            record["version"]: ValidationRecord.model_validate(record)
+            for record in sorted(records, key=lambda record: record["version"])
+        }
+        return validation
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None

@@ -1,0 +1,337 @@
+"""`cosmos-launch --dry-run`: every process with its command, and how much memory each takes. Starts nothing.
+
+Checked ─▶ place ─▶ processes ─┬─▶ memory of each (launcher.preflight.memory) ─▶ sums per GPU and host ─▶ warnings
+                               └─▶ command lines, environment without secrets
+"""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from launcher.job.run import Checked
+from launcher.plan import credentials as uploads
+from launcher.plan import placement, redis_server
+from launcher.plan.machine import Machine
+from launcher.plan.placement import ProcessSpec, Replica, place
+from launcher.plan.rundir import RunDir, Tokens, choose, environment
+from launcher.plan.tls import controller_url
+from launcher.preflight import memory
+from launcher.preflight.capacity import Capacity, find_capacity
+from launcher.preflight.memory import Cache, Part, size_text
+from launcher.preflight.models import LocalModel, UnknownModelError, find_model
+from launcher.resolved_config import MASK, masked
+from launcher.restarts import Role
+from schema.config import Config, Problem
+
+HOST = "host"
+SECRETS = Tokens(MASK, MASK, MASK)
+FREE_PORT, FREE_SOCKET = "<a free port>", "<a temporary directory>/redis.sock"
+WHAT = {
+    "data": "tokenises the data and ends",
+    "answers": "reads the answers of the file and ends",
+    "scores": "scores them by the reward functions and ends",
+    "redis": "embedded Valkey, the store of the controller's state",
+    "controller": "leases prompts, keeps samples and state",
+    "policy": "trains",
+    "rollout": "generates and scores",
+}
+"""By the name of a process, else by its role."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedProcess:
+    """One process. device: what its memory is counted on, `GPU 0` or `host`. Secrets in `env` are masked."""
+
+    name: str
+    role: str
+    what: str
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    gpus: tuple[str, ...]
+    threads: int | None
+    device: str
+    memory: tuple[Part, ...] = ()
+    cache: Cache | None = None
+
+
+@dataclass(slots=True)
+class Planned:
+    """What a start would do. used: bytes per device; capacity: bytes per device, 0 where it is not known."""
+
+    machine: Machine
+    run_dir: str
+    continued: bool
+    model: LocalModel | None
+    no_model: str
+    processes: list[PlannedProcess]
+    shared: tuple[Part, ...]
+    used: dict[str, int] = field(default_factory=dict)
+    capacity: dict[str, int] = field(default_factory=dict)
+    warnings: list[Problem] = field(default_factory=list)
+    uploads: list[str] = field(default_factory=list)
+    """What goes where, in words."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """For a program; sizes are bytes."""
+        data = asdict(self)
+        for process, planned in zip(data["processes"], self.processes, strict=True):
+            process["memory_bytes"] = sum(part.bytes for part in planned.memory)
+            if planned.cache is not None:
+                process["cache"]["tokens"] = planned.cache.tokens
+        return data
+
+
+def plan(checked: Checked, *, resume: bool, env: Mapping[str, str]) -> Planned:
+    """Decide everything that a start decides. Raises LaunchError where a start would be refused."""
+    config = checked.config
+    run, continued = choose(config, resume or config.train.resume is True, time.time())
+    model, no_model = (None, "an evaluation loads none") if config.is_evaluation else _model(config, env)
+    workers = [] if config.is_evaluation else place(config, checked.machine)
+    capacity = find_capacity(checked.machine.gpus)
+    estimator = _Estimator(config, model, capacity)
+    processes = [
+        _process(config, spec, run, env, estimator.of(replica, spec))
+        for replica in [*_services(config, run), *workers]
+        for spec in replica.processes
+    ]
+    shared: tuple[Part, ...] = ()
+    if model is not None and config.is_grpo:
+        shared = memory.host_copy(config, model), memory.snapshots(config, model)
+    planned = Planned(
+        checked.machine, str(run.path), continued, model, no_model, processes, shared,
+        warnings=list(checked.warnings), uploads=list(uploads.places(config, run.path.name, env)),
+    )  # fmt: skip
+    _sum_up(planned, capacity)
+    planned.warnings += _warnings(planned, config)
+    return planned
+
+
+def _model(config: Config, env: Mapping[str, str]) -> tuple[LocalModel | None, str]:
+    try:
+        return find_model(config.policy.model_name_or_path, config.policy.model_revision, env), ""
+    except UnknownModelError as error:
+        return None, str(error)
+
+
+def _services(config: Config, run: RunDir) -> Iterator[Replica]:
+    """The processes around the workers, in the order of their start."""
+    if config.is_evaluation:
+        from launcher.job.evaluation import steps  # it brings asyncio, which other jobs need not wait for
+
+        yield from steps(str(run.path))
+        return
+    binary = redis_server.valkey_binary()
+    if not config.redis.url and binary is not None:
+        argv = redis_server.command(binary, FREE_SOCKET, run.redis)
+        yield Replica("redis", Role.REDIS, (ProcessSpec("redis", Role.REDIS, argv),))
+    yield placement.data_preparation(str(run.path))
+    service = placement.controller(str(run.path), config.controller.host, config.controller.port)
+    if not config.controller.port:
+        (spec,) = service.processes
+        argv = (*spec.argv[:-1], FREE_PORT)
+        service = Replica(service.name, service.role, (ProcessSpec(spec.name, spec.role, argv, spec.env),))
+    yield service
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    device: str
+    parts: tuple[Part, ...] = ()
+    cache: Cache | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Estimator:
+    """Memory of each process, on the device that it works on."""
+
+    config: Config
+    model: LocalModel | None
+    capacity: Capacity
+
+    def of(self, replica: Replica, spec: ProcessSpec) -> _Memory:
+        gpus = _gpus(spec)
+        if spec.role is Role.POLICY:
+            return self._policy(replica, spec, gpus)
+        if spec.role is Role.ROLLOUT:
+            return self._rollout(gpus)
+        return _Memory(HOST)
+
+    def _policy(self, replica: Replica, spec: ProcessSpec, gpus: tuple[str, ...]) -> _Memory:
+        device = f"GPU {gpus[spec.rank % len(gpus)]}" if gpus else HOST
+        if self.model is None:
+            return _Memory(device)
+        mesh, ranks = self.config.policy.parallelism, len(replica.processes)
+        shards = max(1, ranks // mesh.dp_replicate_size)
+        data_ranks = max(1, ranks // (mesh.tp_size * mesh.cp_size * mesh.pp_size))
+        return _Memory(device, memory.trainer(self.config, self.model, shards, data_ranks).parts)
+
+    def _rollout(self, gpus: tuple[str, ...]) -> _Memory:
+        device = f"GPU {gpus[0]}" if gpus else HOST
+        if self.model is None:
+            return _Memory(device)
+        ranks = max(1, len(gpus))
+        free = self.capacity.gpus.get(gpus[0], 0) if gpus else self.capacity.host_free
+        cache = (
+            memory.rollout_cache(self.config, self.model, ranks, free, on_gpu=bool(gpus)) if free else None
+        )
+        parts = [memory.rollout_weights(self.config, self.model, ranks)]
+        if cache is not None:
+            takes_all = bool(gpus) and self.config.rollout.backend == "vllm"
+            words = f"{size_text(cache.per_token)} per token, room for {cache.tokens:,} tokens"
+            parts.append(Part("KV cache", cache.room if takes_all else cache.bytes, words))
+        return _Memory(device, tuple(parts), cache)
+
+
+def _gpus(spec: ProcessSpec) -> tuple[str, ...]:
+    return tuple(name for name in spec.env.get("CUDA_VISIBLE_DEVICES", "").split(",") if name)
+
+
+def _process(
+    config: Config, spec: ProcessSpec, run: RunDir, env: Mapping[str, str], needs: _Memory
+) -> PlannedProcess:
+    url = controller_url(config, config.controller.port or FREE_PORT)
+    store = str(masked((), config.redis.url)) or f"unix://{FREE_SOCKET}"
+    password = MASK if config.redis.url and env.get("COSMOS_REDIS_PASSWORD") else ""
+    own = environment(spec.role, SECRETS, url, store, password, config.controller.tls_ca)
+    if spec.role is Role.POLICY:
+        own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": FREE_PORT}
+    threads = spec.env.get("COSMOS_CPU_THREADS")
+    gpus = _gpus(spec)
+    what = WHAT.get(spec.name) or WHAT[str(spec.role)]
+    return PlannedProcess(
+        name=spec.name,
+        role=str(spec.role),
+        what=what,
+        argv=spec.argv,
+        env={**spec.env, **own},
+        gpus=gpus,
+        threads=int(threads) if threads else None,
+        device=needs.device,
+        memory=needs.parts,
+        cache=needs.cache,
+    )
+
+
+# ---- sums -------------------------------------------------------------------------------------------------
+
+
+def _sum_up(planned: Planned, capacity: Capacity) -> None:
+    """Bytes per device; every process also takes host memory for its program, and loads its model there."""
+    used = planned.used
+    used[HOST] = sum(part.bytes for part in planned.shared)
+    for process in planned.processes:
+        used[HOST] += memory.PROGRAM_BYTES.get(process.role, 0)
+        # The first device stands for all of a rollout replica: each holds the same.
+        others = process.gpus[1:] if process.role == Role.ROLLOUT else ()
+        for device in (process.device, *(f"GPU {name}" for name in others)):
+            used[device] = used.get(device, 0) + sum(part.bytes for part in process.memory)
+    planned.capacity = {HOST: capacity.host_free}
+    planned.capacity |= {f"GPU {name}": capacity.gpus.get(name, 0) for name in planned.machine.gpus}
+
+
+def _warnings(planned: Planned, config: Config) -> list[Problem]:
+    if planned.model is None:
+        return []
+    found = []
+    for device, used in planned.used.items():
+        there = planned.capacity.get(device, 0)
+        if there and used > there:
+            found.append(_too_much(planned, device, used, there))
+    for process in planned.processes:
+        cache = process.cache
+        if cache is not None and cache.tokens < cache.sequence_tokens:
+            message = (
+                f"the KV cache of {process.name} has room for {cache.tokens:,} tokens, less than one sequence "
+                f"of {cache.sequence_tokens:,}"
+            )
+            hint = (
+                "a larger share, a shorter rollout.max_model_len, or more GPUs in rollout.parallelism.tp_size"
+            )
+            key = "rollout.gpu_memory_utilization" if config.rollout.backend == "vllm" else "rollout.backend"
+            found.append(Problem(key, message, None, hint))
+            break
+    return found
+
+
+def _too_much(planned: Planned, device: str, used: int, there: int) -> Problem:
+    members = [process for process in planned.processes if process.device == device and process.memory]
+    trains = any(process.role == Role.POLICY for process in members)
+    state = "free" if device == HOST else "there"
+    message = f"about {size_text(used)} are needed on {device}, {size_text(there)} are {state}"
+    hint = "a smaller rollout.gpu_memory_utilization, or a smaller model"
+    if trains:
+        hint = (
+            "lower train.train_policy.mini_batch (or write max_token_len_per_mini_batch), shard over more ranks "
+            "(policy.parallelism.dp_shard_size), or take a smaller model"
+        )
+    return Problem("policy.model_name_or_path", message, used, hint)
+
+
+# ---- text -------------------------------------------------------------------------------------------------
+
+
+def plan_lines(planned: Planned) -> list[str]:
+    """The plan for people."""
+    return list(_lines(planned))
+
+
+def _lines(planned: Planned) -> Iterator[str]:
+    machine = planned.machine
+    gpus = f"{len(machine.gpus)} GPUs" if machine.gpus else "no GPU"
+    yield f"machine   {machine.cores} cores, {gpus}, {size_text(planned.capacity[HOST])} of host memory free"
+    yield f"run       {planned.run_dir} ({'continued' if planned.continued else 'new'})"
+    if planned.model is not None:
+        yield f"model     {planned.model.path}, {planned.model.parameters:,} parameters by {planned.model.source}"
+    else:
+        yield f"model     no memory estimate: {planned.no_model}"
+    yield ""
+    yield "processes (each also gets the environment of this command; *** are secrets of the run)"
+    for process in planned.processes:
+        yield from _process_lines(process)
+    if planned.model is not None:
+        yield ""
+        yield from _memory_lines(planned)
+    if planned.uploads:
+        yield ""
+        yield "uploads"
+        yield from (f"  {text}" for text in planned.uploads)
+    yield ""
+    yield "nothing was started"
+
+
+def _process_lines(process: PlannedProcess) -> Iterator[str]:
+    where = [f"GPU {','.join(process.gpus)}"] if process.gpus else []
+    threads = [f"CPU threads {process.threads}"] if process.threads else []
+    yield f"  {process.name}: {', '.join([process.what, *where, *threads])}"
+    yield f"    $ {shlex.join(process.argv)}"
+    if process.env:
+        yield "    " + " ".join(f"{key}={shlex.quote(value)}" for key, value in process.env.items())
+
+
+def _memory_lines(planned: Planned) -> Iterator[str]:
+    yield "memory (an estimate)"
+    for process in planned.processes:
+        if not process.memory:
+            continue
+        total = sum(part.bytes for part in process.memory)
+        yield f"  {process.name} on {process.device}: {size_text(total)}"
+        for part in process.memory:
+            yield f"    {part.name:<27}{size_text(part.bytes):>10}  {part.formula}"
+        cache = process.cache
+        if cache is not None:
+            full = min(cache.tokens // cache.sequence_tokens, cache.sequences)
+            yield (
+                f"    {'':<27}{'':>10}  {full:,} of {cache.sequences:,} sequences at once fit at full length, "
+                f"{cache.sequence_tokens:,} tokens"
+            )
+    for part in planned.shared:
+        yield f"  {part.name} (host memory): {size_text(part.bytes)}  {part.formula}"
+    for device, used in planned.used.items():
+        there = planned.capacity.get(device, 0)
+        of = f" of {size_text(there)}{' free' if device == HOST else ''}" if there else ""
+        programs = ", programs included" if device == HOST else ""
+        yield f"  sum on {device}: {size_text(used)}{of}{programs}"

@@ -1,0 +1,138 @@
+"""`cosmos-launch init`: a recipe written to a file, with what stands beside it.
+
+    recipe ─▶ Fit (this machine, or what the options say) ─▶ text ─▶ checked ─▶ run.toml
+                                                             ├─▶ config.schema.json, which editors complete from
+                                                             └─▶ a tiny model, where the recipe trains one
+
+Nothing that is there is replaced without --force, and nothing is written unless all of it can be.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher.commands.recipes import RECIPES, Fit, Recipe
+from launcher.commands.tiny_model import write_tiny_model
+from launcher.errors import LaunchError
+from launcher.plan.machine import find_machine, has_module
+from launcher.plan.rundir import newest
+from schema.config import check_config
+from schema.config.loading.explain import closest
+from schema.config.reference.export import schema_text
+
+SCHEMA_FILE = "config.schema.json"
+ENGINES = ("vllm", "transformers")
+STDOUT = Path("-")
+ADDITION_RUNS = Path("outputs/addition")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the command line says; empty, or None, where it says nothing."""
+
+    recipe: str
+    output: Path = Path("run.toml")
+    model: str = ""
+    gpus: int | None = None
+    engine: str = ""
+    force: bool = False
+
+
+def listing() -> list[str]:
+    """The recipes, for people."""
+    size = max(map(len, RECIPES)) + 2
+    rows = [f"  {recipe.name:<{size}}{recipe.title}" for recipe in RECIPES.values()]
+    return ["Recipes:", *rows, "", "cosmos-launch init grpo -o run.toml", "cosmos-launch init addition-sft"]
+
+
+def start(request: Request, env: Mapping[str, str]) -> Iterator[str]:
+    """Write everything; yields what to say. Raises LaunchError (nothing was written), ConfigError."""
+    recipe = _recipe(request.recipe)
+    fit = fit_of(request, env)
+    to_screen = request.output == STDOUT
+    name = "run.toml" if to_screen else str(request.output)
+    beside = Path(name).with_name(Path(name).stem + "-model")
+    model = request.model or (str(beside) if recipe.makes_model else "")
+    if recipe.needs_model and not model:
+        model = _trained_model()
+    text = recipe.text(fit, name, model)
+    makes_model = recipe.makes_model and not request.model
+    if to_screen and makes_model:
+        raise LaunchError(
+            f"{recipe.name} makes a model beside its file, and -o - writes none",
+            "-o run.toml, or name a model that is there with --model",
+        )
+    if to_screen:
+        yield text.rstrip("\n")
+        return
+    _check_places(request, beside if makes_model else None)
+    try:
+        request.output.parent.mkdir(parents=True, exist_ok=True)
+        if makes_model:
+            write_tiny_model(beside)
+        check_config(tomllib.loads(text))
+        request.output.write_text(text, encoding="utf-8")
+        schema = _write_schema(request.output.with_name(SCHEMA_FILE))
+    except OSError as error:
+        raise LaunchError(f"{error.filename or request.output} cannot be written: {error.strerror}") from None
+    yield f"{request.output}: {recipe.name}, for {recipe.words(fit)}"
+    if makes_model:
+        yield f"{beside}: the model that it trains, 0.33M random parameters"
+    if schema:
+        yield f"{request.output.with_name(SCHEMA_FILE)}: {schema}"
+    yield ""
+    yield f"cosmos-launch validate {request.output}"
+    yield f"cosmos-launch --config {request.output}"
+
+
+def fit_of(request: Request, env: Mapping[str, str]) -> Fit:
+    """The machine as the options say, else as it is. Raises LaunchError."""
+    engine = request.engine or ("vllm" if has_module("vllm") else "transformers")
+    if engine not in ENGINES:
+        raise LaunchError(f"--engine {engine} is unknown", f"the engines are {' and '.join(ENGINES)}")
+    gpus = len(find_machine(env).gpus) if request.gpus is None else request.gpus
+    return Fit(gpus, engine)
+
+
+def _recipe(name: str) -> Recipe:
+    if name in RECIPES:
+        return RECIPES[name]
+    close = closest(name, RECIPES)
+    hint = f"did you mean {close}?" if close else f"the recipes are {', '.join(RECIPES)}"
+    raise LaunchError(f"there is no recipe {name!r}", hint)
+
+
+def _trained_model() -> str:
+    """The newest model that addition-sft has left here."""
+    found = newest(ADDITION_RUNS)
+    if found is None or not (found.path / "final" / "config.json").is_file():
+        raise LaunchError(
+            "addition-grpo goes on from a model that addition-sft has trained, and there is none in "
+            f"{ADDITION_RUNS}",
+            "cosmos-launch init addition-sft && cosmos-launch --config run.toml, or name one with --model",
+        )
+    return str(found.path / "final")
+
+
+def _check_places(request: Request, model: Path | None) -> None:
+    """Nothing is replaced without --force."""
+    if request.output.is_dir():
+        raise LaunchError(f"{request.output} is a directory", f"-o {request.output / 'run.toml'}")
+    there = [path for path in (request.output, model) if path is not None and path.exists()]
+    if there and not request.force:
+        raise LaunchError(
+            f"{there[0]} is there already", "choose another name with -o, or --force to replace it"
+        )
+
+
+def _write_schema(path: Path) -> str:
+    """The schema for editors beside the file; one that is there and differs is left alone."""
+    text = schema_text()
+    if path.exists():
+        same = path.is_file() and path.read_text(encoding="utf-8", errors="replace") == text
+        return "" if same else "left as it is (cosmos-launch schema -o writes the one of this version)"
+    path.write_text(text, encoding="utf-8")
+    return "what editors complete and check with"

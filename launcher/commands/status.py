@@ -1,0 +1,312 @@
+"""How a job stands, whoever of it is still alive: what `cosmos-launch status` shows, and what to do next.
+
+state        the launcher   the controller   the run
+running      alive          answers
+starting     alive          not there yet
+waiting      alive          "not now"        Redis does not take writes, or another controller is in charge
+unreachable  alive          no answer        the launcher restarts it
+ending       alive                           it has finished, was stopped or has failed; its processes are leaving
+leaving      gone                            its processes are still ending
+killed       gone                            left no summary
+finished, stopped, failed                    as its summary says
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from launcher.errors import LaunchError, NotServingError
+from launcher.job.remote import HOW_TO_GET_IN, Target
+from launcher.plan.checkpoints import newest_checkpoint
+from launcher.plan.rundir import RunDir
+from launcher.restarts import EXIT_FAILED, EXIT_OK
+from schema.util.text import one_line
+
+if TYPE_CHECKING:
+    from schema.wire.messages import WeightsStatus
+
+ALIVE = frozenset({"running", "starting", "waiting", "unreachable", "ending"})
+ENDED = frozenset({"finished", "stopped", "failed", "killed"})
+"""States in which nothing will change by itself."""
+BAD = frozenset({"failed", "killed", "leaving"})
+
+
+def survey(target: Target) -> dict[str, Any]:
+    """Everything that is known, as JSON-compatible values. Raises LaunchError if nothing can be learnt."""
+    found: dict[str, Any] = dict.fromkeys(
+        ("launcher", "checkpoint", "summary", "status", "ledger", "replicas", "error")
+    )
+    found |= {"run_dir": None, "url": target.address() or None, "leaving": []}
+    found |= {"evaluates": False, "embeds_redis": False}
+    if target.run is None:
+        found |= _ask(target)
+        phase = found["status"]["phase"]
+        found["state"] = phase if phase in ENDED else "running"
+    else:
+        found |= _local(target, target.run)
+    found["alive"] = found["state"] in ALIVE
+    found["next"] = advice(found)
+    return found
+
+
+def exit_code(found: Mapping[str, Any]) -> int:
+    """0: it runs, or ended as it was asked to; 1: it failed or was killed."""
+    return EXIT_FAILED if found["state"] in BAD else EXIT_OK
+
+
+def _ask(target: Target) -> dict[str, Any]:
+    from controller.client import calls as api
+
+    return {
+        "status": target.ask(api.job()).model_dump(mode="json"),
+        "ledger": target.ask(api.ledger()).model_dump(mode="json"),
+        "replicas": [replica.model_dump(mode="json") for replica in target.ask(api.replicas())],
+    }
+
+
+def _local(target: Target, run: RunDir) -> dict[str, Any]:
+    checkpoint = newest_checkpoint(run.checkpoints)
+    found: dict[str, Any] = {
+        "run_dir": str(run.path),
+        "launcher": run.launcher() or None,
+        "evaluates": _evaluates(run),
+        "embeds_redis": not ((run.written_config() or {}).get("redis") or {}).get("url"),
+        "checkpoint": {"path": str(checkpoint.path), "step": checkpoint.step} if checkpoint else None,
+    }
+    if run.is_alive():
+        seen = _alive(target, bool((found["launcher"] or {}).get("ending")))
+        if run.is_alive():  # else it has ended meanwhile
+            return {**found, **seen}
+    if leaving := run.leaving():
+        return {**found, "state": "leaving", "leaving": leaving}
+    summary = run.summary()
+    if summary is None:
+        return {**found, "state": "killed"}
+    return {**found, "state": summary["outcome"], "summary": summary, "status": summary.get("status")}
+
+
+def _evaluates(run: RunDir) -> bool:
+    """Whether the run scores answers of a file (see `schema.config.sections.evaluation`)."""
+    dataset = ((run.written_config() or {}).get("evaluation") or {}).get("dataset") or {}
+    return bool(dataset.get("name") or dataset.get("files"))
+
+
+def _alive(target: Target, ending: bool) -> dict[str, Any]:
+    """What a run with a launcher is at. The controller of one that ends may be gone, and need not be asked."""
+    if not target.address():
+        return {"state": "ending" if ending else "starting"}
+    try:
+        asked = _ask(target)
+    except LaunchError as error:
+        if ending:
+            return {"state": "ending"}
+        if error.hint == HOW_TO_GET_IN:
+            raise
+        state = "waiting" if isinstance(error, NotServingError) else "unreachable"
+        return {"state": state, "error": error.message}
+    return {**asked, "state": "ending" if ending else "running"}
+
+
+# ---- what to do -------------------------------------------------------------------------------------------
+
+
+def advice(found: Mapping[str, Any]) -> str:
+    """The next step of whoever looks; empty where nothing is to be done."""
+    state, where = found["state"], found["run_dir"]
+    if state in ("running", "waiting", "unreachable") and (redis := _redis(found)):
+        if found["embeds_redis"]:
+            return f"wait: the launcher restarts Redis if it does not answer for a minute; see {where}/logs/redis.log"
+        return f"bring back the server of redis.url ({redis}); the job waits for it, nothing is lost"
+    if state == "running":
+        return _while_running(found)
+    if state == "starting":
+        return f"wait; what it is doing stands in {where}/logs"
+    if state == "waiting":
+        return f"wait until its reason is over; see {where}/logs/controller.log"
+    if state == "unreachable":
+        return f"wait: the launcher restarts the controller, the others keep trying; see {where}/logs/controller.log"
+    if state == "ending":
+        return f"wait until its processes have left, or `cosmos-launch stop {where} --now`"
+    if state == "leaving":
+        return f"wait until they have left, or `cosmos-launch stop {where} --now`; then --resume goes on"
+    if state == "finished":
+        model = (found["summary"] or {}).get("final_model")
+        return f"nothing: the trained model is in {model}" if model else "nothing: it has reached its end"
+    if found["evaluates"]:
+        return f"its logs are in {where}/logs; an evaluation is not resumed, but run again"
+    resume = f"`cosmos-launch --resume {where}` goes on{_from_where(found)}" if where else "start it again"
+    if state == "failed":
+        return _after_failure(found, resume)
+    return resume
+
+
+def _after_failure(found: Mapping[str, Any], resume: str) -> str:
+    from launcher.job.summary import ALL_DROPPED, out_of_data
+
+    if found["summary"] and out_of_data(found["summary"]):
+        return ALL_DROPPED
+    return f"put right what the reason says (the logs are in {found['run_dir']}/logs), then {resume}"
+
+
+def _redis(found: Mapping[str, Any]) -> str:
+    """What the launcher found wrong with Redis."""
+    from launcher.display import REDIS
+
+    return REDIS.get((found["launcher"] or {}).get("redis", ""), "")
+
+
+def _while_running(found: Mapping[str, Any]) -> str:
+    where = found["run_dir"] or found["url"]
+    if found["status"]["phase"] == "paused":
+        return f"`cosmos-launch resume {where}` lets it go on"
+    weak = [
+        f"{name} ({process['in_a_row']} of {process['limit']})"
+        for name, process in ((found["launcher"] or {}).get("processes") or {}).items()
+        if process["in_a_row"] and process["in_a_row"] >= process["limit"]
+    ]
+    if weak:
+        return f"look why {', '.join(weak)} keeps ending: one more time ends the job (launcher.max_restarts)"
+    return ""
+
+
+def _from_where(found: Mapping[str, Any]) -> str:
+    if found["checkpoint"] is None:
+        return (
+            " (there is no checkpoint: steps that were trained must be trained again)"
+            if _steps(found)
+            else ""
+        )
+    return f" from the checkpoint of step {found['checkpoint']['step']}"
+
+
+def _steps(found: Mapping[str, Any]) -> int:
+    return int((found["status"] or {}).get("step", 0))
+
+
+# ---- for people -------------------------------------------------------------------------------------------
+
+
+def lines(found: Mapping[str, Any], now: float | None = None) -> list[str]:
+    """The survey as text. `now`: Unix time, for "… ago"."""
+    now = time.time() if now is None else now
+    text = [_title(found)]
+    if found["summary"] is not None:
+        from launcher.job.summary import rows
+
+        text += [f"  {name}: {value}" for name, value in rows(found["summary"])]
+    elif found["status"] is not None:
+        text += _job_lines(found)
+    text += _process_lines(found, now)
+    if found["alive"] and (redis := _redis(found)):
+        text.append(f"  redis: {redis}")
+    if found["checkpoint"] is not None:
+        text.append(f"  checkpoint: step {found['checkpoint']['step']} in {found['checkpoint']['path']}")
+    if found["error"]:
+        text.append(f"  controller: {found['error']}")
+    if found["next"]:
+        text.append(f"next: {found['next']}")
+    return [one_line(said) for said in text]
+
+
+def _title(found: Mapping[str, Any]) -> str:
+    launcher = found["launcher"] or {}
+    where, pid = found["run_dir"] or found["url"], launcher.get("pid")
+    match found["state"]:
+        case "running" if found["run_dir"]:
+            return f"{where} runs (pid {pid}), its controller at {found['url']}"
+        case "running":
+            return f"{found['status']['name']} ({found['status']['job_id']}) at {where}"
+        case "starting" if found["evaluates"]:
+            return f"{where} scores answers"
+        case "starting":
+            return f"{where} is starting: {launcher.get('stage', 'the launcher has begun')}"
+        case "waiting":
+            return f"{where} runs (pid {pid}), but its controller cannot serve now"
+        case "unreachable":
+            return f"{where} runs (pid {pid}), but its controller does not answer"
+        case "ending":
+            return f"{where} is ending: {launcher['ending']}"
+        case "leaving":
+            return f"{where}: the launcher is gone, its processes are leaving ({', '.join(found['leaving'])})"
+        case "killed":
+            seen = launcher.get("seen_at")
+            when = f", alive until {_clock(seen)}" if seen else ""
+            return f"{where} was killed: it is not running and left no summary{when}"
+        case _:
+            return f"{where} has ended"
+
+
+def _job_lines(found: Mapping[str, Any]) -> list[str]:
+    from launcher.display import View, line
+    from schema.wire.messages import JobStatus
+
+    status, ledger = JobStatus.model_validate(found["status"]), found["ledger"]
+    grpo = status.mode == "grpo"
+    text = ["  " + line(View(status=status, bound=ledger["bound"] if grpo else None))]
+    if grpo:
+        states = ", ".join(f"{name} {count}" for name, count in ledger["states"].items() if count)
+        text.append(f"  groups: {states or 'none yet'}")
+        if ledger["dropped"]:
+            text.append("  dropped: " + ", ".join(f"{why} {n}" for why, n in ledger["dropped"].items()))
+        if status.weights is not None:
+            text.append(f"  weights: {_weights(status.weights, status.replicas.get('rollout', 0))}")
+    gone = 0
+    for replica in found["replicas"]:
+        if replica["state"] == "left":
+            gone += 1
+            continue
+        gauges = " ".join(f"{key}={value:.3g}" for key, value in sorted(replica["gauges"].items()))
+        text.append(
+            f"  {replica['name']}: {replica['state']}, version {replica['version']}, {replica['leases']} leases, "
+            f"pid {replica['pid']}, seen {replica['last_seen_s']:.0f} s ago {gauges}".rstrip()
+        )
+    return [*text, f"  left in order: {gone}"] if gone else text
+
+
+def _weights(weights: WeightsStatus, rollouts: int) -> str:
+    """The newest version, what it cost, and who has it."""
+    from launcher.preflight.memory import size_text
+
+    cost = [size_text(weights.n_bytes)]
+    if weights.ratio is not None:
+        cost.append(f"{weights.ratio:.2%} of a full one")
+    if weights.density is not None:
+        cost.append(f"{weights.density:.2%} of the elements changed")
+    text = f"version {weights.version}, {weights.kind}, {', '.join(cost)}; "
+    text += f"in use by {weights.updated} of {rollouts} replicas"
+    if weights.pause_s is not None:
+        text += f", pause {weights.pause_s * 1000:.0f} ms"
+    return text + (f"; unreadable {weights.unreadable} times" if weights.unreadable else "")
+
+
+def _process_lines(found: Mapping[str, Any], now: float) -> list[str]:
+    """What died, when and why; and how often it was restarted."""
+    launcher = found["launcher"] or {}
+    text = []
+    restarts = [
+        f"{name} {process['restarts']} ({process['in_a_row']} of {process['limit']} in a row)"
+        for name, process in (launcher.get("processes") or {}).items()
+        if process["restarts"]
+    ]
+    if restarts and found["summary"] is None:
+        text.append(f"  restarts: {', '.join(restarts)}")
+    deaths = [end for end in launcher.get("ends") or [] if end["code"]]  # the others left in order
+    for end in deaths[-3:]:
+        ago = f" ({_ago(now - end['at'])} ago)" if found["alive"] else ""
+        text.append(
+            f"  died: {_clock(end['at'])}{ago} {end['process']}: {end['what']}; its log: {end['log']}"
+        )
+        text += [f"    │ {said}" for said in end["lines"][-1:]]
+    return text
+
+
+def _clock(at: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
+
+
+def _ago(seconds: float) -> str:
+    from launcher.display import duration
+
+    return duration(seconds)

@@ -1,0 +1,129 @@
+"""`cosmos-launch stop`: ends a job whoever of it is still alive.
+
+launcher alive, controller answers   it is told to stop; the launcher sees that and ends everything in order
+launcher alive, no controller        the launcher gets a Ctrl-C
+launcher killed                      its processes leave by themselves
+--now                                the launcher gets Ctrl-C twice; without one the keepers kill what they keep
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+
+from launcher.errors import LaunchError
+from launcher.job.remote import Target, no_controller
+from launcher.job.stop_signal import signal_keepers, signal_launcher
+from launcher.plan.rundir import RunDir
+from launcher.restarts import EXIT_FAILED
+
+POLL = 0.1
+AGAIN = 0.5
+"""Seconds between two signals: the first one must have been noticed, or the second is lost in it."""
+KILL_SECONDS = 30.0
+"""For killed processes to be gone: only one in an uninterruptible system call takes longer."""
+
+
+def stop(target: Target, *, now: bool, wait: float) -> str:
+    """End the job; what was done, for people. Raises LaunchError if it cannot be, or is not over after `wait` s."""
+    if target.run is None:
+        return _stop_by_url(target, now=now, wait=wait)
+    run = target.run
+    if not run.is_alive():
+        done = _stop_without_launcher(target, run, now)
+    elif now:
+        done = _kill(run)
+    else:
+        done = _ask_to_stop(target, run)
+    if now:
+        return done
+    if wait and not _gone(run, wait):
+        raise _not_over(run, wait)
+    return f"{done}, and all its processes have left" if wait else f"{done}; its processes are leaving"
+
+
+def _ask_to_stop(target: Target, run: RunDir) -> str:
+    """Through the controller, else by a Ctrl-C; never by a second one, which would kill what ends in order."""
+    from controller.client import calls as api
+
+    if ending := run.launcher().get("ending"):
+        return f"it is ending already ({ending})"
+    try:
+        target.ask(api.operate("stop"))
+        return "stopped"
+    except LaunchError as error:
+        holder = run.holder()
+        if holder is None or not holder.is_here:
+            raise error from None
+        if not signal_launcher(run, holder, signal.SIGINT):
+            raise no_controller(target) from None
+        return f"its controller does not answer: its launcher (pid {holder.pid}) was told to stop"
+
+
+def _stop_without_launcher(target: Target, run: RunDir, now: bool) -> str:
+    left = run.leaving()
+    if not left:
+        raise no_controller(target)
+    if not now:
+        return f"its launcher is gone already ({', '.join(left)} left to end)"
+    count = signal_keepers(run, signal.SIGINT)
+    if not _gone(run, KILL_SECONDS):
+        raise _not_over(run, KILL_SECONDS)
+    return f"killed {count} processes whose launcher was gone"
+
+
+def _kill(run: RunDir) -> str:
+    """Ctrl-C, again and again until the launcher has killed everything and left."""
+    holder = run.holder()
+    if holder is None:
+        raise LaunchError(
+            f"the launcher of {run.path} is just now starting or ending", "try again", EXIT_FAILED
+        )
+    if not holder.is_here:
+        raise LaunchError(f"the launcher of {run.path} is {holder}", "use --now on that machine", EXIT_FAILED)
+    give_up = time.monotonic() + KILL_SECONDS
+    while signal_launcher(run, holder, signal.SIGINT) and time.monotonic() < give_up:
+        _gone(run, AGAIN)
+    if not _gone(run, KILL_SECONDS):
+        raise _not_over(run, KILL_SECONDS)
+    return "killed"
+
+
+def _gone(run: RunDir, seconds: float) -> bool:
+    """Wait until nobody of the run is left."""
+    give_up = time.monotonic() + seconds
+    while run.is_alive() or run.leaving():
+        if time.monotonic() >= give_up:
+            return False
+        time.sleep(POLL)
+    return True
+
+
+def _not_over(run: RunDir, seconds: float) -> LaunchError:
+    left = [*(["launcher"] if run.is_alive() else []), *run.leaving()]
+    return LaunchError(
+        f"{run.path} has not ended within {seconds:g} s; still there: {', '.join(left)}",
+        f"wait longer (launcher.shutdown_timeout bounds it), or `cosmos-launch stop {run.path} --now`",
+        EXIT_FAILED,
+    )
+
+
+def _stop_by_url(target: Target, *, now: bool, wait: float) -> str:
+    from controller.client import calls as api
+
+    if now:
+        raise LaunchError(
+            "--now kills processes, which a URL does not reach",
+            "use --now with the run directory, on the machine that runs the job",
+        )
+    phase = target.ask(api.operate("stop")).phase
+    give_up = time.monotonic() + wait
+    while wait and time.monotonic() < give_up:
+        try:
+            target.ask(api.job())
+        except LaunchError:
+            return "stopped, and its controller has left"
+        time.sleep(POLL)
+    if wait:
+        raise LaunchError(f"{target.url} still answers after {wait:g} s", "wait longer", EXIT_FAILED)
+    return f"{phase}; its processes are leaving"

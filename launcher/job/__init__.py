@@ -1,0 +1,1 @@
+"""One job: started, watched, resumed, reported."""

@@ -1,0 +1,155 @@
+"""An evaluation: answers from a file are scored by reward functions; nothing is generated or trained.
+
+    read the answers (controller.data.evaluation) ─▶ score them (rollout_worker.evaluate) ─▶ evaluation.json, table
+
+The run directory is made as for a job. Ctrl-C ends both steps at once: an evaluation has nothing to resume.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from launcher.job.screen import Screen
+from launcher.job.summary import FORMAT
+from launcher.plan.credentials import credentials_of
+from launcher.plan.placement import ProcessSpec, Replica
+from launcher.plan.rundir import RunDir, base_environment, read_json, write_text
+from launcher.processes.logs import tail
+from launcher.processes.signals import stop_signals
+from launcher.processes.supervisor import Exit, Setting, Situation, Supervised, Supervisor
+from launcher.restarts import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, SIGNALLED, Budget, Role
+from schema.config import Config
+
+POLL = 0.5
+"""Seconds between looks at how far a step is."""
+
+
+def steps(run_dir: str) -> list[Replica]:
+    """The two processes, one after the other."""
+    env = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    named = (("answers", "controller.data.evaluation"), ("scores", "rollout_worker.evaluate"))
+    return [
+        Replica(
+            name,
+            Role.DATA,
+            (ProcessSpec(name, Role.DATA, (sys.executable, "-P", "-m", module, "--run-dir", run_dir), env),),
+        )
+        for name, module in named
+    ]
+
+
+class Watcher:
+    """What the supervisor asks: a step is run once, its exit code is looked at here."""
+
+    def __init__(self, screen: Screen) -> None:
+        self._screen = screen
+
+    async def exited(self, exit_: Exit) -> Situation:
+        return Situation(over=True, needed=False)
+
+    def event(self, text: str) -> None:
+        self._screen.event(text)
+
+
+async def evaluate(config: Config, run: RunDir, env: Mapping[str, str], screen: Screen) -> int:
+    """Run both steps; answers the exit code: 0, 1 if answers could not be scored, 2 for a fault of config or data."""
+    setting = Setting(
+        run.logs,
+        run.locks,
+        grace=1.0,
+        budget=Budget(0, 0.0, 0.0),
+        environment=lambda spec: {**credentials_of(spec.role, base_environment(env)), **spec.env},
+    )
+    supervisor = Supervisor(setting, Watcher(screen))
+    interrupted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    signals = stop_signals()
+    for number in signals:
+        asyncio.get_running_loop().add_signal_handler(number, _once, interrupted, int(number))
+    try:
+        for replica in steps(str(run.path)):
+            code = await _step(supervisor, replica, interrupted, screen)
+            if code != EXIT_OK and not (run.path / "evaluation.json").exists():
+                return code
+    finally:
+        await supervisor.kill_all()
+        for number in signals:
+            asyncio.get_running_loop().remove_signal_handler(number)
+    found = read_json(run.path / "evaluation.json")
+    if found is None:
+        screen.event("failed: the scores were not written")
+        return EXIT_FAILED
+    screen.write(table(found))
+    screen.write(f"  scores of every answer: {run.path / 'scores.jsonl'}")
+    return EXIT_FAILED if found["errors"] else EXIT_OK
+
+
+def _once(interrupted: asyncio.Future[int], number: int) -> None:
+    if not interrupted.done():
+        interrupted.set_result(number)
+
+
+async def _step(
+    supervisor: Supervisor, replica: Replica, interrupted: asyncio.Future[int], screen: Screen
+) -> int:
+    """One process to its end, its last line shown whenever it changes."""
+    supervised = supervisor.launch(replica)
+    log_file = supervisor.setting.log_dir / f"{replica.processes[0].name}.log"
+    shown = ""
+    done = asyncio.create_task(supervised.done.wait())
+    waits: set[asyncio.Future[Any]] = {done, interrupted}
+    while not done.done() and not interrupted.done():
+        await asyncio.wait(waits, timeout=POLL, return_when=asyncio.FIRST_COMPLETED)
+        said = " ".join(tail(log_file, 1))
+        if said and said != shown:
+            shown = said
+            screen.event(said.partition(": ")[2] or said)
+    done.cancel()
+    if interrupted.done():
+        screen.event(f"stopping ({signal.Signals(interrupted.result()).name})")
+        await supervisor.kill_all()
+        return 128 + interrupted.result()
+    return _code(supervised)
+
+
+def _code(supervised: Supervised) -> int:
+    code = supervised.last_exit.code if supervised.last_exit else EXIT_FAILED
+    return code if code in (EXIT_OK, EXIT_CONFIG) else EXIT_FAILED
+
+
+def table(found: Mapping[str, Any]) -> str:
+    """The scores as text: one line per data source, the whole last."""
+    lines = [f"  {'source':<32} {'prompts':>8} {'answers':>8} {'errors':>7} {'score':>8} {'best':>8}"]
+    parts = [*found["sources"].items(), ("all", found)] if found["sources"] else [("all", found)]
+    for name, part in parts:
+        lines.append(
+            f"  {name[:32]:<32} {part['prompts']:>8} {part['responses']:>8} {part['errors']:>7} "
+            f"{_number(part['score']):>8} {_number(part['best']):>8}"
+        )
+    lines += [f"  reward {name}: {_number(value)}" for name, value in found["rewards"].items()]
+    lines += ["  not scored: " + error.splitlines()[0] for error in found["error_examples"]]
+    return "\n".join(lines)
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4f}"
+
+
+def run_evaluation(config: Config, run: RunDir, env: Mapping[str, str], screen: Screen) -> int:
+    """From a checked configuration and a locked run directory to the exit code."""
+    began = time.monotonic()
+    run.write_config(config)
+    code = asyncio.run(evaluate(config, run, env, screen))
+    elapsed = time.monotonic() - began
+    outcome = "stopped" if code > SIGNALLED else "finished" if code == EXIT_OK else "failed"
+    reason = "" if code == EXIT_OK else f"exit code {code}"
+    # What `cosmos-launch status` reads of any run that has ended.
+    summary = {"outcome": outcome, "exit_code": code, "reason": reason, "elapsed_s": round(elapsed, 3)}
+    write_text(run.summary_json, json.dumps({"format": FORMAT, "run_dir": str(run.path), **summary}) + "\n")
+    screen.event(f"done in {elapsed:.1f} s, exit code {code}")
+    return code

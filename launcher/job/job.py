@@ -1,0 +1,421 @@
+"""The processes of one job, started in the order of their needs and ended in the reverse.
+
+    t = 0   redis ─────────────┐
+            data preparation ──┴─▶ controller ─▶ ready ─▶ watch ─▶ finished | failed | stopped
+            policy, rollout replicas: started at once, they import and load while the rest gets ready
+
+    end     workers ─▶ collect what the controller knows ─▶ controller ─▶ redis ─▶ summary.json
+
+`_drive` goes through the upper line. It is abandoned when a process makes the job impossible or somebody presses
+Ctrl-C; whatever the reason, `_finish` goes through the lower one. A second Ctrl-C kills.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import shutil
+import signal
+import time
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any
+
+from controller.client import calls as api
+from controller.client.http import ControllerError
+from launcher.display import View, duration
+from launcher.job.controller_link import BRIEF, Contact
+from launcher.job.event_log import Journal
+from launcher.job.redis_pulse import RedisPulse
+from launcher.job.screen import Screen
+from launcher.job.summary import Collected, Result
+from launcher.job.watch import Watch, blame
+from launcher.paths import absolute
+from launcher.plan import placement, redis_server
+from launcher.plan.credentials import credentials_of
+from launcher.plan.placement import ProcessSpec
+from launcher.plan.plan import Outcome, Plan
+from launcher.plan.rundir import base_environment, environment
+from launcher.plan.tls import url_from_elsewhere
+from launcher.processes.logs import tail
+from launcher.processes.signals import stop_signals
+from launcher.processes.supervisor import Ending, Exit, Setting, Situation, Supervised, Supervisor
+from launcher.restarts import (
+    EXIT_CONFIG,
+    EXIT_NAME_TAKEN,
+    EXIT_OK,
+    Budget,
+    EndJob,
+    Role,
+    is_crash,
+)
+from schema.util.text import indented
+from schema.wire.messages import TERMINAL_PHASES, JobStatus, Phase
+
+log = logging.getLogger(__name__)
+
+ABANDON_SECONDS = 5.0
+"""For the start-up to let go of what it waits for; whatever it does, the end of the job is not held up."""
+
+POLL, REDRAW = 0.5, 1.0
+"""Seconds between looks at the controller, and between pictures of what it said."""
+LEFT_PATIENCE = 60.0
+"""Seconds to learn whether the job is over when a worker has left in order: a guess would restart it in vain."""
+OVER = TERMINAL_PHASES | {Phase.FINISHING}
+
+
+class Job:
+    """One start of `cosmos-launch`."""
+
+    def __init__(self, plan: Plan, screen: Screen, early: Sequence[int] = ()) -> None:
+        """early: signals that came before this; read when the job begins to handle them itself."""
+        self.plan, self.screen, self._early = plan, screen, early
+        config, run = plan.config, plan.run
+        self.view = View(bound=config.staleness_bound if config.is_grpo else None, log_dir=str(run.logs))
+        launcher = config.launcher
+        budget = Budget(launcher.max_restarts, launcher.restart_backoff, launcher.restart_backoff_max)
+        setting = Setting(run.logs, run.locks, launcher.shutdown_timeout, budget, self._environment)
+        self.supervisor = Supervisor(setting, self)
+        self.contact = Contact(plan.url, plan.tokens.user, config.controller.tls_ca or None)
+        self._started = time.monotonic()
+        self._interrupts: asyncio.Queue[int] = asyncio.Queue()
+        self.journal = Journal(run.launcher_json)
+        self.watch = Watch(plan, self.contact, self.supervisor, self.view, self.event)
+        self.redis = RedisPulse(plan.redis, lambda: self.supervisor.kill("redis"), self.event)
+        self._errands: set[asyncio.Task[None]] = set()
+        self._secrets: dict[str, str] = {}
+        """Of each rollout replica by name: whoever succeeds it takes its place at once."""
+
+    # ---- the whole ----------------------------------------------------------------------------------------
+
+    async def run(self) -> Result:
+        """Run the job to its end, whatever that is; leaves no process behind."""
+        loop = asyncio.get_running_loop()
+        for number in stop_signals():
+            loop.add_signal_handler(number, self._interrupts.put_nowait, int(number))
+        for early in self._early:
+            self._interrupts.put_nowait(early)
+        loop.add_signal_handler(signal.SIGUSR1, self._send, self._ask_for_checkpoint)
+        ticker = asyncio.create_task(self._tick())
+        try:
+            outcome = await self._until_over()
+            collected = await self._unless_killed(outcome)
+        finally:
+            ticker.cancel()
+            await self.supervisor.kill_all()
+            if self.plan.redis.directory:
+                shutil.rmtree(self.plan.redis.directory, ignore_errors=True)
+            await self.contact.close()
+            self.screen.close()
+            for number in (*stop_signals(), signal.SIGUSR1):
+                loop.remove_signal_handler(number)
+                signal.signal(
+                    number, signal.SIG_IGN
+                )  # all have left; one more Ctrl-C must not cost the summary
+        return self._result(outcome, collected)
+
+    async def _until_over(self) -> Outcome:
+        drive = asyncio.create_task(self._drive())
+        interrupt = asyncio.create_task(self._interrupts.get())
+        waits: set[asyncio.Future[Any]] = {drive, interrupt, self.supervisor.ended}
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        interrupt.cancel()
+        if drive.done():
+            try:
+                return drive.result()
+            except ControllerError as error:
+                return blame(self.plan.run.logs, "controller", str(error))
+        drive.cancel()
+        await asyncio.wait({drive}, timeout=ABANDON_SECONDS)
+        if self.supervisor.ended.done():
+            return _blamed(self.supervisor.ended.result())
+        number = interrupt.result()
+        return Outcome("stopped", 128 + number, f"by {signal.Signals(number).name}")
+
+    async def _unless_killed(self, outcome: Outcome) -> Collected:
+        """End the job in order; the second Ctrl-C ends it at once."""
+        self.journal.ending = outcome.name + (f": {outcome.reason}" if outcome.reason else "")
+        self._show()
+        finish = asyncio.create_task(self._finish(outcome))
+        interrupt = asyncio.create_task(self._second_interrupt(already=outcome.exit_code > 128))
+        await asyncio.wait({finish, interrupt}, return_when=asyncio.FIRST_COMPLETED)
+        interrupt.cancel()
+        if finish.done():
+            return finish.result()
+        finish.cancel()
+        self.event("killing all processes")
+        await self.supervisor.kill_all()
+        return Collected(status=self.view.status)
+
+    async def _second_interrupt(self, already: bool) -> None:
+        if not already:
+            await self._interrupts.get()
+            self.event("the job is ending already; Ctrl-C again kills all processes at once")
+        await self._interrupts.get()
+
+    def _result(self, outcome: Outcome, collected: Collected) -> Result:
+        restarts = {name: kept.restarts.total for name, kept in self.supervisor.replicas.items()}
+        elapsed = time.monotonic() - self._started
+        path = self.plan.run.path
+        result = Result(outcome.exit_code, outcome.name, outcome.reason, path, elapsed, collected, restarts)
+        result.write()
+        if outcome.lines:
+            self.screen.write(f"last lines of {outcome.blame}:" if outcome.blame else "the error in full:")
+            self.screen.write("\n".join(f"  │ {text}" for text in outcome.lines))
+        return result
+
+    # ---- start --------------------------------------------------------------------------------------------
+
+    async def _drive(self) -> Outcome:
+        plan, config = self.plan, self.plan.config
+        if plan.redis.replica is not None:
+            self.supervisor.launch(plan.redis.replica, after="controller", remove=plan.redis.directory)
+        if not plan.continued:
+            self._launch_workers()
+        if not plan.reuse_data:
+            data = self.supervisor.launch(placement.data_preparation(str(plan.run.path)))
+            if (failed := await self._prepare_data(data)) is not None:
+                return failed
+        if plan.redis.replica is not None:
+            self.view.stage = "waiting for redis"
+            if not await redis_server.wait_ready(plan.redis.url, config.controller.start_timeout):
+                return blame(
+                    self.plan.run.logs,
+                    "redis",
+                    "the embedded Valkey does not answer (controller.start_timeout)",
+                )
+        self._send(self.redis.look_forever)
+        self.view.stage = "starting the controller"
+        self.supervisor.launch(
+            placement.controller(str(plan.run.path), config.controller.host, plan.port), after="workers"
+        )
+        self.contact.started.set()
+        if not await self.contact.wait_ready(config.controller.start_timeout):
+            return blame(
+                self.plan.run.logs,
+                "controller",
+                "the controller did not get ready (controller.start_timeout)",
+            )
+        self.view.stage = "waiting for replicas"
+        if plan.continued and not await self._reopen():
+            return Outcome("finished", EXIT_OK, "it was finished before")
+        if plan.continued:
+            self._launch_workers()
+        self._hint_join()
+        return await self.watch.until_over()
+
+    def _launch_workers(self) -> None:
+        for replica in self.plan.workers:
+            self.supervisor.launch(replica)
+
+    async def _reopen(self) -> bool:
+        """Open a stopped or failed job again: it would send its workers away. False if nothing is left to do."""
+        patience = self.plan.config.controller.start_timeout  # one that is killed now is restarted, too
+        status = await self.contact.ask(api.job(), patience)
+        if status.phase in (Phase.STOPPED, Phase.FAILED):
+            status = await self.contact.ask(api.operate("resume"), patience)
+        for replica in self.plan.workers:
+            # It has ended with its launcher, had another secret, and holds its name still.
+            if replica.role is Role.ROLLOUT:
+                await self.contact.tell(api.replica_exited(replica.name, "its launcher ended", crashed=False))
+        self.event(f"going on after {status.step} of {status.total_steps} steps")
+        return status.phase is not Phase.FINISHED
+
+    async def _prepare_data(self, data: Supervised) -> Outcome | None:
+        """Wait for the preparation; the supervisor's verdict if it failed, which ends the job."""
+        log_file = self.plan.run.logs / "data.log"
+        while not data.done.is_set():
+            said = tail(log_file, 1)
+            self.view.stage = "preparing data" + (f": {said[0][:100]}" if said else "")
+            try:
+                async with asyncio.timeout(POLL / 2):
+                    await data.done.wait()
+            except TimeoutError:
+                continue
+        if data.last_exit is None or data.last_exit.code != EXIT_OK:
+            return _blamed(await self.supervisor.ended)
+        for text in tail(log_file):
+            if " WARNING " in text:  # rows left out: nobody should have to look into a log to learn that
+                self.event(f"data: {text.partition(' WARNING ')[2].partition(': ')[2]}")
+        return None
+
+    def _hint_join(self) -> None:
+        if self.plan.config.is_grpo:
+            token, ca = self.plan.run.path / ".tokens" / "rollout", self.plan.config.controller.tls_ca
+            trusted = f"COSMOS_TLS_CA={absolute(ca)} " if ca else ""
+            url = url_from_elsewhere(self.plan.config, self.plan.port)
+            self.event(
+                f"the controller listens at {self.plan.url}; another rollout replica joins with "
+                f'COSMOS_CONTROLLER_URL={url} {trusted}COSMOS_TOKEN="$(cat {token})" python -m rollout_worker'
+            )
+
+    def _environment(self, spec: ProcessSpec) -> dict[str, str]:
+        plan = self.plan
+        tls_ca = plan.config.controller.tls_ca
+        own = environment(spec.role, plan.tokens, plan.url, plan.redis.url, plan.redis.password, tls_ca)
+        if spec.role is Role.ROLLOUT:
+            own["COSMOS_REPLICA_SECRET"] = self._secrets.setdefault(spec.name, secrets.token_urlsafe(32))
+        given = credentials_of(spec.role, base_environment(plan.env), plan.config.weight_sync.store)
+        return {**given, **spec.env, **own}
+
+    # ---- what the supervisor asks (Observer) --------------------------------------------------------------
+
+    def event(self, text: str) -> None:
+        """Something happened: on the screen, and in a log file like those of the processes."""
+        self.screen.event(text)
+        try:
+            with (self.plan.run.logs / "launcher.log").open("a", encoding="utf-8") as file:
+                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {indented(text)}\n")
+        except OSError as error:  # a full disk ends those who have something to save, not the launcher
+            self.screen.event(f"launcher.log cannot be written: {error.strerror}")
+
+    async def exited(self, exit_: Exit) -> Situation:
+        """Tell the controller of a replica that went down, and learn whether the job still needs it."""
+        role, name = exit_.replica.role, exit_.replica.name
+        self.journal.ended(exit_)
+        is_replica = role in (Role.POLICY, Role.ROLLOUT)
+        if is_replica and not self.contact.started.is_set() and exit_.code != EXIT_CONFIG:
+            return await self._too_early(exit_)
+        if is_replica and exit_.code != EXIT_NAME_TAKEN:  # else somebody else lives under its name
+            crashed = exit_.hung or is_crash(exit_.code)
+            await self.contact.tell(
+                api.replica_exited(name, exit_.how, crashed=crashed, parent_pid=exit_.pid)
+            )
+        status = await self._newest_status(LEFT_PATIENCE if exit_.code == EXIT_OK else BRIEF, role)
+        if status is None:
+            return Situation(over=False, needed=True)
+        # Without controller and Redis nobody knows how the job ended: they are needed until they are stopped.
+        over = status.phase in TERMINAL_PHASES and role not in (Role.CONTROLLER, Role.REDIS)
+        return Situation(over=over, needed=self._needed(exit_, status))
+
+    async def _too_early(self, exit_: Exit) -> Situation:
+        """A worker gave up waiting for the controller while data is being prepared: not its fault."""
+        self.event(
+            f"{exit_.replica.name} ended ({exit_.how}) before the controller was started; it is "
+            f"started again with it; its log: {exit_.log_file}"
+        )
+        await self.contact.started.wait()
+        return Situation(over=False, needed=True, counts=False)
+
+    async def _newest_status(self, patience: float, role: Role) -> JobStatus | None:
+        if role not in (Role.POLICY, Role.ROLLOUT) or not self.contact.started.is_set():
+            return self.view.status
+        try:
+            self.view.status = await self.contact.ask(api.job(), patience)
+        except ControllerError as error:
+            log.debug("no status: %s", error)
+        return self.view.status
+
+    def _needed(self, exit_: Exit, status: JobStatus) -> bool:
+        """Whether a replica that left with code 0 is missed."""
+        if exit_.replica.role is Role.POLICY:
+            return status.phase not in OVER and status.step < status.total_steps
+        if exit_.replica.role is Role.ROLLOUT:
+            others = [
+                kept
+                for kept in self.supervisor.running()
+                if kept.replica.role is Role.ROLLOUT and kept.replica.name != exit_.replica.name
+            ]
+            return not others and not status.replicas.get("rollout", 0)
+        return True
+
+    # ---- end ----------------------------------------------------------------------------------------------
+
+    async def _finish(self, outcome: Outcome) -> Collected:
+        workers = [name for name, kept in self.supervisor.replicas.items() if _is_worker(kept.replica.role)]
+        if outcome.name == "failed":
+            self.event(f"failed: {outcome.reason}")
+            await self.contact.tell(api.fail(outcome.reason))
+        elif outcome.name == "stopped":
+            self.event(f"stopping ({outcome.reason}); Ctrl-C again kills all processes at once")
+            await self.contact.tell(api.operate("stop"))
+        else:
+            self.event(f"{outcome.reason or 'finished'}; the workers are leaving")
+            await self.supervisor.wait(workers, self.plan.config.launcher.shutdown_timeout)
+        await self._stop(workers)
+        collected = Collected(status=self.view.status)
+        if self.supervisor.running(["controller"]):
+            collected = await self.contact.collect(self.view.status)
+        if collected.missing:
+            self.event(f"the summary is incomplete: {collected.missing}")
+        self.view.status = collected.status
+        self._show()
+        await self._stop(["controller"])
+        await self._stop(["redis"])
+        return collected
+
+    async def _stop(self, names: Iterable[str]) -> None:
+        chosen = [kept.replica.name for kept in self.supervisor.running(names)]
+        if not chosen:
+            return
+        grace = self.plan.config.launcher.shutdown_timeout
+        stopping = asyncio.create_task(self.supervisor.stop(chosen))
+        begun = time.monotonic()
+        try:
+            while not (await asyncio.wait({stopping}, timeout=POLL))[0]:
+                left = [kept.replica.name for kept in self.supervisor.running(chosen)]
+                remaining = max(0.0, grace - (time.monotonic() - begun))
+                self.view.notice = (
+                    f"waiting for {', '.join(left)}: {duration(remaining)} until they are killed; "
+                    "Ctrl-C kills them now"
+                )
+        finally:
+            stopping.cancel()
+            self.view.notice = ""
+
+    async def _tick(self) -> None:
+        """Redraw once a second."""
+        while True:
+            self._show()
+            await asyncio.sleep(REDRAW)
+
+    def _show(self) -> None:
+        self.view.elapsed = time.monotonic() - self._started
+        self.view.redis = self.journal.redis = self.redis.trouble
+        self.view.processes = {
+            name: _state(kept) for name, kept in self.supervisor.replicas.items() if name != "data"
+        }
+        self.screen.show(self.view)
+        try:
+            self.journal.write(self._stage(), self.supervisor.replicas.values())
+        except OSError as error:
+            log.warning("%s cannot be written: %s", self.journal.path, error.strerror)
+
+    def _stage(self) -> str:
+        """What the launcher is at, in words."""
+        status = self.view.status
+        return self.view.notice or (self.view.stage if status is None else str(status.phase))
+
+    # ---- signals ------------------------------------------------------------------------------------------
+
+    def _send(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Do something beside the rest."""
+        task = asyncio.create_task(work())
+        self._errands.add(task)
+        task.add_done_callback(self._errands.discard)
+
+    async def _ask_for_checkpoint(self) -> None:
+        """SIGUSR1."""
+        told = await self.contact.tell(api.operate("checkpoint"))
+        if told is None:
+            self.event(
+                "SIGUSR1: no checkpoint can be asked for now, the controller does not answer or refuses"
+            )
+        else:
+            self.event(f"SIGUSR1: a checkpoint is saved after step {told.step}")
+
+
+def _is_worker(role: Role) -> bool:
+    return role in (Role.POLICY, Role.ROLLOUT, Role.DATA)
+
+
+def _state(kept: Supervised) -> str:
+    total = kept.restarts.total
+    return kept.state + (f" ({total} restarts)" if total else "")
+
+
+def _blamed(ending: Ending) -> Outcome:
+    verdict: EndJob = ending.verdict
+    exit_ = ending.exit
+    lines, blame = (exit_.lines, exit_.log_file) if exit_ else ((), None)
+    return Outcome("failed", verdict.exit_code, verdict.reason, lines, blame)

@@ -1,0 +1,124 @@
+"""Whether Redis answers: a PING again and again, and a pure decision from what came of each.
+
+    answer    any reply, an error too        ok        LOADING is one: the server reads its append-only file
+    refused   nobody listens                 away      an embedded server is restarted by the supervisor
+    silence   accepted, no reply in time     hung      after `HUNG_AFTER` looks in a row; stopped, or its disk blocks
+                                             restart   after `RESTART_AFTER` looks, if the server is the job's own
+
+Looks are counted, not seconds: a launcher that was suspended itself has seen one silence, however long it slept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Literal
+
+from launcher.plan.redis_server import RedisServer
+
+Opener = Callable[[], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
+LOOK_EVERY = 5.0
+"""Seconds from one PING to the next, and how long an answer is waited for."""
+HUNG_AFTER = 2
+"""Looks: with an fsync that takes seconds the server stands still, and goes on."""
+RESTART_AFTER = 12
+"""Looks, a minute: whoever waits for a slow disk loses nothing, a restart costs the time to read the file again."""
+
+Answer = Literal["answer", "refused", "silence"]
+State = Literal["ok", "away", "hung"]
+
+
+class Pulse:
+    """What the answers so far say of a server. `restarts`: whether one that stays hung is to be restarted."""
+
+    def __init__(self, *, restarts: bool) -> None:
+        self.state: State = "ok"
+        self._restarts = restarts
+        self._silent = 0
+
+    def heard(self, answer: Answer) -> bool:
+        """Take one answer; True if the server must be restarted now (once; a new silence is counted then)."""
+        if answer != "silence":
+            self._silent, self.state = 0, "ok" if answer == "answer" else "away"
+            return False
+        self._silent += 1
+        if self._silent >= HUNG_AFTER:
+            self.state = "hung"
+        if not self._restarts or self._silent < RESTART_AFTER:
+            return False
+        self._silent = 0
+        return True
+
+
+class RedisPulse:
+    """Looks after one server until it is cancelled. `state` is what was found last."""
+
+    def __init__(
+        self, server: RedisServer, restart: Callable[[], None], event: Callable[[str], None]
+    ) -> None:
+        self._server, self._restart, self._event = server, restart, event
+        self._own = server.replica is not None
+        self._pulse = Pulse(restarts=self._own)
+        self.trouble = ""
+        """What is wrong: hung, or away; empty: nothing."""
+
+    async def look_forever(self) -> None:
+        """Never raises for what the server does."""
+        connect = await asyncio.to_thread(_opener, self._server.url)  # imports redis-py, may read authorities
+        while True:
+            began = time.monotonic()
+            must_restart = self._pulse.heard(await _look(connect))
+            self._note(self._pulse.state)
+            if must_restart:
+                self._event(f"redis has not answered for {RESTART_AFTER * LOOK_EVERY:.0f} s: restarting it")
+                self._restart()
+            await asyncio.sleep(began + LOOK_EVERY - time.monotonic())
+
+    def _note(self, state: State) -> None:
+        found = "" if state == "ok" else state
+        restarted = self._own and state == "away"  # it has ended, which its supervisor sees
+        if found == self.trouble or restarted:
+            return
+        self.trouble = found
+        if not found:
+            self._event("redis answers again")
+        elif found == "away":
+            self._event("redis=away: it cannot be reached; bring the server of redis.url back")
+        else:
+            then = "it is restarted if it stays so" if self._own else "look after the server of redis.url"
+            self._event(f"redis=hung: it takes connections and does not answer; {then}")
+
+
+def _opener(url: str) -> Opener:
+    """How to connect to the server of an address, which redis-py reads as it does for the controller."""
+    from redis.asyncio import ConnectionPool, SSLConnection, UnixDomainSocketConnection
+
+    connection = ConnectionPool.from_url(url).make_connection()  # type: ignore[no-untyped-call]
+    if isinstance(connection, UnixDomainSocketConnection):
+        return partial(asyncio.open_unix_connection, connection.path)
+    tls = connection.ssl_context.get() if isinstance(connection, SSLConnection) else None
+    return partial(asyncio.open_connection, connection.host, connection.port, ssl=tls)
+
+
+async def _look(connect: Opener) -> Answer:
+    """One PING on a connection of its own: what an earlier one left unanswered is not waited for.
+
+    It shows no password: that one is asked for is an answer too.
+    """
+    writer: asyncio.StreamWriter | None = None
+    try:
+        async with asyncio.timeout(LOOK_EVERY):
+            reader, writer = await connect()
+            writer.write(b"PING\r\n")
+            return "answer" if await reader.readline() else "refused"
+    except TimeoutError:
+        return "silence"
+    except OSError as error:
+        # These two: the queue of a unix socket from which nobody accepts is full.
+        return "silence" if error.errno in (errno.EAGAIN, errno.ENOTCONN) else "refused"
+    finally:
+        if writer is not None:
+            writer.transport.abort()

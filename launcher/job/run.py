@@ -1,0 +1,174 @@
+"""`cosmos-launch --config run.toml`: from a file to a finished job.
+
+    load ─▶ preflight ─▶ run directory, lock, tokens ─▶ Job (launcher.job.job) ─▶ table, exit code
+
+Everything up to the run directory changes nothing and ends with exit code 2 if something is wrong.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from launcher.errors import LaunchError
+from launcher.job.resume import continued, finished, finished_lines
+from launcher.plan import redis_server
+from launcher.plan.machine import Machine, find_machine
+from launcher.plan.placement import place
+from launcher.plan.rundir import RunDir, Tokens, already_running, choose
+from launcher.plan.tls import controller_url, reachable_host
+from launcher.preflight.checks import check_machine, check_redis
+from launcher.processes.signals import note_signals
+from launcher.restarts import EXIT_CONFIG, EXIT_OK
+from schema.config import Config, ConfigError, Problem, check_warnings
+from schema.config.loading.load import load
+
+if TYPE_CHECKING:
+    from launcher.job.screen import Screen
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A configuration that can run on this machine."""
+
+    config: Config
+    machine: Machine
+    warnings: list[Problem]
+
+
+def check(paths: Sequence[Path], overrides: Sequence[str], env: Mapping[str, str]) -> Checked:
+    """Load and check everything that can be checked before a process starts. Raises ConfigError."""
+    loaded = load(paths, overrides, env)
+    config, machine = loaded.config, find_machine(env)
+    findings, redis = check_machine(config, machine), check_redis(config, env)
+    problems = findings.problems + redis.problems
+    if problems:
+        raise ConfigError(loaded.placed(problems))
+    warnings = check_warnings(config) + findings.warnings + redis.warnings
+    return Checked(config, machine, loaded.warnings + loaded.placed(warnings))
+
+
+def launch(
+    paths: Sequence[Path], overrides: Sequence[str], *, resume: str | None, env: Mapping[str, str]
+) -> int:
+    """Run a job to its end and return the exit code. Raises ConfigError, LaunchError before anything starts.
+
+    `resume`: None for a run of its own, else what follows `--resume` (see `launcher.job.resume`).
+    """
+    from launcher.job.screen import open_screen
+
+    if resume is not None:
+        found = continued(resume, paths, overrides)
+        if found.run is not None and (summary := finished(found.run)) is not None:
+            return _say_finished(found.run, summary)
+        paths, overrides = found.configs, found.overrides
+    checked = check(paths, overrides, env)
+    if checked.config.is_evaluation and resume is not None:
+        raise LaunchError(
+            "an evaluation has nothing to resume", "leave --resume out: it is quick to run again"
+        )
+    asked = resume is not None or checked.config.train.resume is True
+    wants_resume = asked and not checked.config.is_evaluation
+    run, goes_on = _chosen(checked.config, wants_resume)
+    if goes_on and run.is_alive():
+        raise already_running(run)
+    if goes_on and (summary := finished(run)) is not None:
+        return _say_finished(run, summary)
+    run.make()
+    run.lock()
+    screen = open_screen()
+    try:
+        for warning in checked.warnings:
+            screen.event("warning: " + warning.render().replace("\n    ", "; "))
+        if wants_resume and not goes_on:
+            screen.event(f"nothing to resume in {checked.config.train.output_dir}: starting afresh")
+        if goes_on:
+            if leaving := run.leaving():
+                screen.event(f"waiting for processes of an earlier start to leave ({', '.join(leaving)})")
+            # Workers, controller and Redis leave one after the other, each within that time.
+            run.wait_until_left(3 * checked.config.launcher.shutdown_timeout)
+            run.forget_earlier_end()
+            run.sweep()
+        screen.event(f"{'continuing' if goes_on else 'run directory'} {run.path}")
+        if checked.config.is_evaluation:
+            from launcher.job.evaluation import run_evaluation
+
+            return run_evaluation(checked.config, run, env, screen)
+        return _run(checked, run, goes_on, screen, env)
+    finally:
+        screen.close()
+        run.unlock()
+
+
+def _chosen(config: Config, wants_resume: bool) -> tuple[RunDir, bool]:
+    """The directory for this start, and whether it continues an earlier run. One without a name is taken at once:
+    another launcher may begin in the same second."""
+    while True:
+        run, goes_on = choose(config, wants_resume, time.time())
+        if goes_on or config.train.timestamp or run.take():
+            return run, goes_on
+
+
+def _say_finished(run: RunDir, summary: Mapping[str, Any]) -> int:
+    sys.stdout.write("\n".join(finished_lines(run, summary)) + "\n")
+    return EXIT_OK
+
+
+def _run(checked: Checked, run: RunDir, goes_on: bool, screen: Screen, env: Mapping[str, str]) -> int:
+    early = note_signals()
+    import asyncio  # a dry run, which loads this module too, need not wait for it
+
+    from launcher.job.job import Job
+    from launcher.job.summary import ALL_DROPPED, Result, out_of_data
+    from launcher.plan.plan import Plan
+    from launcher.processes.supervisor import free_port
+
+    signal.signal(
+        signal.SIGUSR1, signal.SIG_IGN
+    )  # "save a checkpoint": until the job is up there is nothing to save
+    config = checked.config
+    before = run.written_config()
+    written = run.write_config(config)
+    tokens = Tokens.fresh()
+    run.write_tokens(tokens)
+    port = config.controller.port or free_port(reachable_host(config))
+    plan = Plan(
+        config=config,
+        run=run,
+        tokens=tokens,
+        url=controller_url(config, port),
+        port=port,
+        redis=redis_server.named(config.redis, env) or redis_server.embedded(run.redis),
+        workers=place(config, checked.machine),
+        reuse_data=goes_on and _same_data(before, written, run),
+        continued=goes_on,
+        env=env,
+    )
+
+    async def main() -> Result:
+        return await Job(plan, screen, early).run()
+
+    result = asyncio.run(main())
+    run.sweep()
+    screen.table(result.summary())
+    if out_of_data(result.summary()):
+        screen.write(f"{ALL_DROPPED}.")
+    elif result.outcome != "finished" and result.exit_code != EXIT_CONFIG:
+        screen.write(f"cosmos-launch --resume {run.path} goes on from here.")
+    return result.exit_code
+
+
+def _same_data(before: Mapping[str, Any] | None, now: Mapping[str, Any], run: RunDir) -> bool:
+    """Whether the data that an earlier start prepared can be used again: nothing but the resumption differs."""
+    if before is None or not (run.path / "data" / "train.safetensors").exists():
+        return False
+
+    def relevant(data: Mapping[str, Any]) -> dict[str, Any]:
+        return {**data, "train": {**data["train"], "resume": None}, "controller": None, "launcher": None}
+
+    return relevant(before) == relevant(now)

@@ -1,0 +1,154 @@
+"""What stays of a run: `summary.json` for programs, a table at the end for people."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from launcher.display import FAILED, duration, number
+from launcher.plan.rundir import write_text
+from schema.util.text import one_line
+from schema.wire.messages import JobStatus, LedgerStatus, ReplicaInfo, StepRecord, ValidationRecord
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+FORMAT = 1
+ALL_DROPPED = (
+    "every prompt of this run has been dropped, so nothing is left to resume: start a run of its own"
+)
+
+
+@dataclass(slots=True)
+class Collected:
+    """What the controller said last; parts that it could not say are None."""
+
+    status: JobStatus | None = None
+    ledger: LedgerStatus | None = None
+    steps: list[StepRecord] = field(default_factory=list)
+    validations: list[ValidationRecord] = field(default_factory=list)
+    replicas: list[ReplicaInfo] = field(default_factory=list)
+    missing: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """How a run ended, for the caller and for `summary.json`. Times are seconds."""
+
+    exit_code: int
+    outcome: str
+    """finished, failed or stopped."""
+    reason: str
+    run_dir: Path
+    elapsed: float
+    collected: Collected
+    restarts: Mapping[str, int]
+
+    @property
+    def final_model(self) -> Path | None:
+        """The exported model; None where an earlier start left one and training has gone on since."""
+        final = self.run_dir / "final"
+        try:
+            written = (final / "config.json").stat().st_mtime
+        except OSError:
+            return None
+        return final if self.outcome == "finished" or written >= time.time() - self.elapsed else None
+
+    def summary(self) -> dict[str, Any]:
+        """The content of `summary.json`."""
+        data = self.collected
+        return {
+            "format": FORMAT,
+            "outcome": self.outcome,
+            "exit_code": self.exit_code,
+            "reason": self.reason,
+            "run_dir": str(self.run_dir),
+            "elapsed_s": round(self.elapsed, 3),
+            "final_model": str(self.final_model) if self.final_model else None,
+            "restarts": dict(self.restarts),
+            "status": data.status.model_dump(mode="json") if data.status else None,
+            "ledger": data.ledger.model_dump(mode="json") if data.ledger else None,
+            "steps": [step.model_dump(mode="json") for step in data.steps],
+            "validations": [record.model_dump(mode="json") for record in data.validations],
+            "replicas": [replica.model_dump(mode="json") for replica in data.replicas],
+        }
+
+    def write(self) -> None:
+        write_text(self.run_dir / "summary.json", json.dumps(self.summary(), indent=2) + "\n")
+
+
+def out_of_data(summary: Mapping[str, Any]) -> bool:
+    """Whether a failed run has dropped all there is: it would only fail again."""
+    ledger = summary.get("ledger") or {}
+    created: int = ledger.get("created", 0)
+    return summary["outcome"] == "failed" and created > 0 and bool(ledger["states"].get("dropped") == created)
+
+
+def rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The lines of the final table, from a summary (also one read back from disk)."""
+    status, ledger = summary.get("status") or {}, summary.get("ledger") or {}
+    outcome, reason = summary["outcome"], summary.get("reason") or ""
+    found = [
+        ("outcome", reason if reason.startswith(outcome) else f"{outcome}: {reason}" if reason else outcome)
+    ]
+    if status:
+        found.append(("steps", f"{status['step']} of {status['total_steps']}"))
+    found.append(("time", duration(summary["elapsed_s"])))
+    found += _learning(summary.get("steps") or [], summary.get("validations") or [])
+    if status:
+        found += _speed(status)
+    if ledger and status.get("mode") == "grpo":
+        mean = "–" if status.get("staleness_mean") is None else f"{status['staleness_mean']:.2f}"
+        found.append(("staleness", f"mean {mean}, max {ledger['max_staleness']}, bound {ledger['bound']}"))
+        states = ", ".join(f"{name} {count}" for name, count in ledger["states"].items() if count)
+        found.append(("groups", f"{ledger['created']} created" + (f": {states}" if states else "")))
+        if ledger["dropped"]:
+            dropped = ", ".join(f"{name} {count}" for name, count in ledger["dropped"].items())
+            found.append(("dropped", dropped))
+    restarts = {name: count for name, count in (summary.get("restarts") or {}).items() if count}
+    found.append(("restarts", ", ".join(f"{name} {count}" for name, count in restarts.items()) or "none"))
+    if summary.get("final_model"):
+        found.append(("model", summary["final_model"]))
+    found.append(("logs", str(Path(summary["run_dir"]) / "logs")))
+    return [(name, one_line(value)) for name, value in found]
+
+
+def _learning(steps: list[dict[str, Any]], validations: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Reward or loss, and held-out accuracy: before → after."""
+    found: list[tuple[str, str]] = []
+    for name, key in (("reward", "reward_mean"), ("loss", "loss")):
+        values = [step["metrics"][key] for step in steps if key in step["metrics"]]
+        if values and not (name == "loss" and found):
+            edge = max(1, min(5, len(values) // 4))
+            before, after = sum(values[:edge]) / edge, sum(values[-edge:]) / edge
+            found.append((name, f"{before:.3f} → {after:.3f} (mean of the first and last {edge} steps)"))
+    if validations:
+        first, last = validations[0], validations[-1]
+        change = f"{number(first['score_mean']) or FAILED} → " if len(validations) > 1 else ""
+        where = f"(version {first['version']} → {last['version']}, {last['samples']} samples)"
+        found.append(("held-out", f"{change}{number(last['score_mean']) or FAILED} {where}"))
+    return found
+
+
+def _speed(status: Mapping[str, Any]) -> list[tuple[str, str]]:
+    speed = f"{status['samples_per_s']:.1f} samples/s, {status['tokens_per_s']:.0f} tokens/s"
+    idle = ", ".join(f"{role} {share:.1%}" for role, share in sorted(status["idle"].items()))
+    return [("speed", speed), *([("idle", idle)] if idle else [])]
+
+
+def table(summary: Mapping[str, Any]) -> Table:
+    """The final table for the terminal."""
+    from rich.table import Table
+    from rich.text import Text
+
+    style = {"finished": "green", "failed": "red"}.get(summary["outcome"], "yellow")
+    grid = Table(show_header=False, title="cosmos-launch", border_style=style, title_style=f"bold {style}")
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for name, value in rows(summary):
+        grid.add_row(name, Text(value))
+    return grid

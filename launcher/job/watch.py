@@ -1,0 +1,128 @@
+"""Following a job that runs: what the controller says of it, who does not answer any more, and when it is over."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from controller.client import calls as api
+from controller.client.http import ControllerError, NotServing, Unauthorized
+from launcher.display import View
+from launcher.job.controller_link import Contact
+from launcher.job.hang import is_hung
+from launcher.plan.plan import Outcome, Plan
+from launcher.processes.logs import tail
+from launcher.processes.supervisor import Supervisor
+from launcher.restarts import EXIT_FAILED, EXIT_OK
+from schema.util.text import visible
+from schema.wire.messages import TERMINAL_PHASES, Phase
+
+log = logging.getLogger(__name__)
+
+POLL = 0.5
+"""Seconds between looks at the controller."""
+LOOK_AT_REPLICAS = 10.0
+"""Seconds between looks for replicas that live and are not heard of."""
+HUNG_AFTER = 60.0
+"""Seconds without any answer after which a controller whose process lives is killed and restarted."""
+
+
+class Watch:
+    """Keeps the view of the job up to date until the job is over."""
+
+    def __init__(
+        self, plan: Plan, contact: Contact, supervisor: Supervisor, view: View, event: Callable[[str], None]
+    ) -> None:
+        self._config, self._logs = plan.config, plan.run.logs
+        self._contact, self._supervisor, self._view, self._event = contact, supervisor, view, event
+        self._looked_at = float("-inf")
+        self._unseen = {replica.name for replica in plan.workers}
+        """Replicas that have not registered yet."""
+
+    async def until_over(self) -> Outcome:
+        """Follow the controller until it says that the job is over."""
+        silent_since: float | None = None
+        while True:
+            began = time.monotonic()
+            try:
+                await self._look()
+                await self._look_at_replicas()
+                silent_since, self._view.refusal = None, ""
+            except Unauthorized:
+                raise
+            except NotServing as error:
+                silent_since, self._view.refusal = None, error.detail
+            except ControllerError as error:
+                log.debug("no status: %s", error)
+                self._view.refusal = ""
+                now = time.monotonic()
+                silent_since = silent_since or began
+                # A silence that began before its present process was started is not that one's.
+                silent = now - max(silent_since, self._supervisor.replicas["controller"].since)
+                if silent > HUNG_AFTER and not await self._contact.is_healthy():
+                    self._event(f"the controller has not answered for {silent:.0f} s: restarting it")
+                    self._supervisor.kill("controller")
+                    silent_since = None
+            self._view.reachable = silent_since is None
+            outcome = self._judge()
+            if outcome is not None:
+                return outcome
+            await asyncio.sleep(POLL)
+
+    async def _look(self) -> None:
+        status = await self._contact.ask(api.job())
+        before, view = self._view.status, self._view
+        if status.reward is not None and (before is None or before.step != status.step):
+            view.rewards.append(status.reward)
+        if status.validation is not None and view.first_accuracy is None:
+            records = await self._contact.ask(api.validations())
+            view.first_accuracy = records[0].score_mean if records else None
+        over = status.phase in TERMINAL_PHASES  # why stands in the outcome
+        if before is not None and status.last_error and status.last_error != before.last_error and not over:
+            self._event(f"error: {status.last_error}")
+        note = "" if before is None else before.note
+        if status.note != note and not over and status.phase is not Phase.FINISHING:
+            self._event(status.note or "prompts are handed out as before")
+        view.status = status
+
+    async def _look_at_replicas(self) -> None:
+        """Note who has registered, and kill who lives and does not answer."""
+        now = time.monotonic()
+        if not self._unseen and now - self._looked_at < LOOK_AT_REPLICAS:
+            return
+        self._looked_at = now
+        found = await self._contact.ask(api.replicas())
+        self._unseen -= {info.name for info in found}
+        for info in found:
+            kept = self._supervisor.replicas.get(info.name)
+            timeout = self._config.controller.heartbeat_timeout
+            if kept is None or kept.state != "up" or not is_hung(info, now - kept.since, timeout):
+                continue
+            self._event(
+                f"{info.name} lives, but was not heard of for {info.last_seen_s:.0f} s: restarting it"
+            )
+            self._supervisor.kill(info.name)
+
+    def _judge(self) -> Outcome | None:
+        status = self._view.status
+        if status is None or status.phase not in TERMINAL_PHASES:
+            return None
+        if status.phase is Phase.FINISHED:
+            return Outcome("finished", EXIT_OK, status.note)
+        if status.phase is Phase.STOPPED:
+            return Outcome("stopped", 128 + signal.SIGINT, "by `cosmos-launch stop` or the API")
+        if status.traceback:
+            lines = visible(status.traceback).split("\n")
+            return Outcome("failed", EXIT_FAILED, status.last_error or "", tuple(lines))
+        culprit = min(self._unseen, default="controller")  # one that did not register has written why
+        return blame(self._logs, culprit, status.last_error or "the controller says that the job has failed")
+
+
+def blame(logs: Path, process: str, reason: str) -> Outcome:
+    """A failure that the end of a process's log explains."""
+    log_file = next(iter(sorted(logs.glob(f"{process}*.log"))), logs / f"{process}.log")
+    return Outcome("failed", EXIT_FAILED, reason, tuple(tail(log_file)), log_file)

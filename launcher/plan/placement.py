@@ -1,0 +1,273 @@
+"""Which processes a job has and what each gets: a pure function of the config and the machine.
+
+    redis (if embedded) ─ controller ─ policy-0 (ranks 0 … n-1) ─ rollout-0 … rollout-k
+
+GPUs are numbered from 0 in the order of CUDA_VISIBLE_DEVICES; the first `placement.gpus_per_node` of them are
+used. Roles that `[placement]` lists get exactly those. The others are dealt in this order: what rollout replicas
+need is set aside, `dp_shard_size = -1` takes what is left, policy replicas get the first free devices and rollout
+replicas the next. No GPU is ever given to two replicas, unless `placement.share` says so: then each role is dealt
+over all devices, and one policy and one rollout replica may meet on each. Without GPUs everything runs on CPU and
+-1 means one rank.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from launcher.plan.machine import Machine
+from launcher.restarts import Role
+from schema.config import Config, Problem
+from schema.config.layout import RoleLayout, layouts, policy_layout, rollout_layout
+from schema.config.rules.placement import COMFORTABLE_SHARE, PLACEMENT_RULES, SHARE_KEY
+
+MOST_ON_CPU = 256
+"""Worker processes on a machine without GPUs: each loads torch, which takes half a GiB."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSpec:
+    """One process: what to run, without secrets. `name` is also that of its log file."""
+
+    name: str
+    role: Role
+    argv: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+    rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """Processes that live and die together. `rendezvous`: its ranks need a fresh MASTER_PORT at each start.
+
+    devices: its GPUs by the numbers that `[placement]` uses; empty on CPU.
+    """
+
+    name: str
+    role: Role
+    processes: tuple[ProcessSpec, ...]
+    rendezvous: bool = False
+    devices: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """How many GPUs (or, on CPU, ranks) a job takes."""
+
+    policy_replicas: int
+    policy_ranks: int
+    rollout_replicas: int
+    rollout_gpus: int
+
+
+class PlacementError(ValueError):
+    """The job does not fit this machine; `problem` says what it needs, what there is, and what to write."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem.message)
+        self.problem = problem
+
+
+def needs(config: Config, gpus: int) -> Needs:
+    """Ranks per replica. -1 of `policy.parallelism.dp_shard_size` takes its list, or the GPUs that are left."""
+    policy, shared = policy_layout(config), config.placement.share != "none"
+    rollout = rollout_layout(config) if config.is_grpo else None
+    per_rollout = (rollout.size or 1) if rollout else 0
+    ranks = policy.size
+    if ranks is None:
+        if policy.listed:
+            left = len(policy.devices)
+        elif rollout is None or shared:
+            left = gpus
+        else:
+            left = gpus - (len(rollout.devices) or rollout.replicas * per_rollout)
+        ranks = policy.unit * max(1, left // (policy.unit * policy.replicas))
+    return Needs(policy.replicas, ranks, rollout.replicas if rollout else 0, per_rollout)
+
+
+def cpu_threads(config: Config, machine: Machine, worker_processes: int) -> int:
+    """Torch threads per worker process: two OpenMP teams on one core slow each other down many times."""
+    return config.launcher.cpu_threads or max(1, machine.cores // max(1, worker_processes))
+
+
+def usable_gpus(config: Config, machine: Machine) -> tuple[str, ...]:
+    """The GPUs that this job may have; `gpus_per_node` leaves the later ones alone. Raises PlacementError."""
+    wanted, found = config.placement.gpus_per_node, len(machine.gpus)
+    if wanted is None or wanted <= found:
+        return machine.gpus[:wanted]
+    key = "placement.gpus_per_node"
+    there = f"{found} GPUs" if found else "no GPU that the installed torch can use"
+    hint = f"write {key} = {found}, or leave it out to use what is found" if found else "leave it out"
+    raise PlacementError(Problem(key, f"{wanted} GPUs are asked for, this machine has {there}", wanted, hint))
+
+
+def place(config: Config, machine: Machine) -> list[Replica]:
+    """Policy and rollout replicas with their devices and threads. Raises PlacementError."""
+    for problem in (problem for rule in PLACEMENT_RULES for problem in rule(config)):
+        raise PlacementError(problem)
+    gpus = usable_gpus(config, machine)
+    wanted = needs(config, len(gpus))
+    workers = wanted.policy_replicas * wanted.policy_ranks + wanted.rollout_replicas
+    if not gpus and workers > MOST_ON_CPU:
+        raise PlacementError(_too_many(wanted, workers))
+    devices = _deal(config, wanted, len(gpus))
+    threads = str(cpu_threads(config, machine, workers))
+    common = {"COSMOS_CPU_THREADS": threads, "OMP_NUM_THREADS": threads}
+    replicas = []
+    for index, mine in enumerate(devices["policy"]):
+        env = {**common, **_visible(tuple(gpus[device] for device in mine))}
+        replicas.append(_policy(f"policy-{index}", wanted.policy_ranks, env, mine))
+    for index, mine in enumerate(devices.get("rollout", [])):
+        env = {**common, **_visible(tuple(gpus[device] for device in mine))}
+        replicas.append(_rollout(f"rollout-{index}", env, mine))
+    return replicas
+
+
+def _too_many(wanted: Needs, workers: int) -> Problem:
+    parts = f"{wanted.policy_replicas} policy replicas of {wanted.policy_ranks}"
+    if wanted.rollout_replicas:
+        parts += f", {wanted.rollout_replicas} rollout replicas"
+    message = (
+        f"{workers} worker processes ({parts}) are more than the {MOST_ON_CPU} that share the cores of a "
+    )
+    message += "machine without GPUs"
+    key = "rollout.parallelism" if wanted.rollout_replicas > workers // 2 else "policy.parallelism"
+    return Problem(key, message, workers, f"write smaller sizes in [{key}], or run it where the GPUs are")
+
+
+def _deal(config: Config, wanted: Needs, count: int) -> dict[str, list[tuple[int, ...]]]:
+    """Role -> devices of each replica; empty tuples when the job runs on CPU."""
+    roles = {role.name: role for role in layouts(config)}
+    listed = [role for role in roles.values() if role.listed]
+    if not count:
+        if listed:
+            raise PlacementError(_no_gpus(listed))
+        return {role.name: [()] * role.replicas for role in roles.values()}
+    for role in listed:
+        if beyond := sorted(device for device in role.devices if device >= count):
+            raise PlacementError(_beyond(role, beyond, count))
+    free = _free(config, listed, count)
+    totals = {"policy": wanted.policy_replicas * wanted.policy_ranks}
+    totals["rollout"] = wanted.rollout_replicas * wanted.rollout_gpus
+    dealt: dict[str, list[tuple[int, ...]]] = {}
+    start, shared = 0, config.placement.share != "none"
+    for name, role in roles.items():
+        if role.nested:
+            dealt[name] = [tuple(item) for item in role.listed if isinstance(item, list)]
+        elif role.listed:
+            dealt[name] = role.dealt(role.devices)
+        else:
+            mine = free[start : start + totals[name]]
+            if len(mine) < totals[name]:
+                raise PlacementError(_too_few(config, wanted, listed, len(free), count))
+            dealt[name] = role.dealt(mine)
+            start += 0 if shared else totals[name]
+    return dealt
+
+
+def _free(config: Config, listed: list[RoleLayout], count: int) -> list[int]:
+    """Devices of the roles that have no list, in the order in which they are dealt."""
+    named = [device for role in listed for device in role.devices]
+    others = sorted(set(range(count)).difference(named))
+    return (named if config.placement.share != "none" else []) + others
+
+
+def _no_gpus(listed: list[RoleLayout]) -> Problem:
+    keys = " and ".join(role.key for role in listed)
+    message = f"{keys} name devices, and this machine has no GPU that the installed torch can use"
+    hint = f"leave {keys} out: without GPUs all processes share the cores"
+    return Problem(listed[0].key, message, listed[0].listed, hint, related=tuple(r.key for r in listed[1:]))
+
+
+def _beyond(role: RoleLayout, beyond: list[int], count: int) -> Problem:
+    names = ", ".join(map(str, beyond))
+    message = f"names device {names}, and this machine has {count} GPUs for this job (0 to {count - 1})"
+    return Problem(
+        role.key, message, role.listed, "name devices that are there; look at CUDA_VISIBLE_DEVICES"
+    )
+
+
+def _too_few(config: Config, wanted: Needs, listed: list[RoleLayout], free: int, count: int) -> Problem:
+    policy, rollout = (
+        wanted.policy_replicas * wanted.policy_ranks,
+        wanted.rollout_replicas * wanted.rollout_gpus,
+    )
+    parts = f"{wanted.policy_replicas} policy replicas of {wanted.policy_ranks}"
+    if wanted.rollout_replicas:
+        parts += f", {wanted.rollout_replicas} rollout replicas of {wanted.rollout_gpus}"
+    shared = config.placement.share != "none"
+    total = max(policy, rollout) if shared else policy + rollout
+    message = f"the job needs {total} GPUs ({parts}), this machine has {count}"
+    if config.placement.gpus_per_node is not None:
+        message += " for it (placement.gpus_per_node)"
+    if listed and not shared:
+        message += f", and {listed[0].key} leaves {free}"
+    if rollout and not shared and not listed and max(policy, rollout) <= count:
+        return _needs_sharing(config, message)
+    hint = (
+        "lower policy.parallelism or rollout.parallelism (n_init_replicas, dp_shard_size), "
+        "or look at CUDA_VISIBLE_DEVICES"
+    )
+    key = "rollout.parallelism" if wanted.rollout_replicas else "policy.parallelism"
+    return Problem(key, message, total, hint)
+
+
+def _needs_sharing(config: Config, message: str) -> Problem:
+    """The roles fit one upon the other: say what to write for that, and what happens then."""
+    share = config.rollout.gpu_memory_utilization
+    hint = 'write placement.share = "memory": both stay in the memory of the same GPUs'
+    if config.rollout.backend == "vllm":
+        part = "" if share <= COMFORTABLE_SHARE else f" (write {SHARE_KEY} = 0.5)"
+        hint += f", vLLM takes {share:.0%} of it{part} and the trainer what is left"
+    related = ("rollout.parallelism", "policy.parallelism", SHARE_KEY)
+    return Problem("placement.share", message + ", and none is shared", "none", hint, related=related)
+
+
+def _visible(devices: tuple[str, ...]) -> dict[str, str]:
+    return {"CUDA_VISIBLE_DEVICES": ",".join(devices)}
+
+
+def _module(name: str, *arguments: str) -> tuple[str, ...]:
+    # -P: a folder named `schema` or `controller` in the user's directory must not shadow ours.
+    return (sys.executable, "-P", "-m", name, *arguments)
+
+
+def _policy(name: str, ranks: int, env: dict[str, str], devices: tuple[int, ...]) -> Replica:
+    processes = tuple(
+        ProcessSpec(
+            name=name if ranks == 1 else f"{name}-rank{rank}",
+            role=Role.POLICY,
+            argv=_module("policy_worker"),
+            env={
+                **env,
+                "COSMOS_REPLICA_NAME": name,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(ranks),
+                "LOCAL_WORLD_SIZE": str(ranks),
+            },
+            rank=rank,
+        )
+        for rank in range(ranks)
+    )
+    return Replica(name, Role.POLICY, processes, rendezvous=True, devices=devices)
+
+
+def _rollout(name: str, env: dict[str, str], devices: tuple[int, ...]) -> Replica:
+    spec = ProcessSpec(name, Role.ROLLOUT, _module("rollout_worker"), {**env, "COSMOS_REPLICA_NAME": name})
+    return Replica(name, Role.ROLLOUT, (spec,), devices=devices)
+
+
+def controller(run_dir: str, host: str, port: int) -> Replica:
+    """The controller; its secrets and the address of Redis come with the environment."""
+    argv = _module("controller", "--run-dir", run_dir, "--host", host, "--port", str(port))
+    env = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return Replica("controller", Role.CONTROLLER, (ProcessSpec("controller", Role.CONTROLLER, argv, env),))
+
+
+def data_preparation(run_dir: str) -> Replica:
+    """The process that tokenises the datasets and ends."""
+    argv = _module("controller.data.prepare", "--run-dir", run_dir)
+    env = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return Replica("data", Role.DATA, (ProcessSpec("data", Role.DATA, argv, env),))

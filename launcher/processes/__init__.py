@@ -1,0 +1,1 @@
+"""Processes: started, kept, restarted, signalled, their logs."""

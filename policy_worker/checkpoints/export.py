@@ -1,0 +1,145 @@
+"""The trained model as a directory that `transformers` loads: safetensors shards, config, tokenizer, its own code.
+
+Exported weights are bit for bit those of the last published version: same names, same type
+(`train.transfer_dtype`). Written beside and renamed, so a directory of this name is always whole.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import shutil
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from transformers import AutoTokenizer
+from transformers.dynamic_module_utils import get_relative_import_files
+from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
+
+from policy_worker.errors import ExportError
+from policy_worker.files import remove_unfinished, written_beside
+from policy_worker.model.model import DTYPES, PolicyModel
+from policy_worker.trainer import Learner
+from schema.config import Config
+from schema.config.modules import CANNOT_LOAD
+from schema.util.files import usual_mode
+from weight_sync import hub_tensors
+
+log = logging.getLogger(__name__)
+
+SHARD_BYTES = 4 * 1024**3
+"""A shard ends before it grows beyond this; it is also the most that is held in memory at once."""
+
+
+def export_model(learner: Learner, config: Config, target: Path) -> None:
+    """Write the model to `target`, replacing what is there. A collective; rank 0 writes.
+
+    Raises:
+        ExportError: `target` cannot be written; nothing there was changed.
+    """
+    dtype = DTYPES[config.train.effective_transfer_dtype]
+    tensors = hub_tensors(learner.model.lm, dtype=dtype)
+    if not learner.group.leads:
+        for _ in tensors:
+            pass
+        return
+    try:
+        remove_unfinished(target)
+        write_export(learner.model, tensors, config, target)
+    except (OSError, SafetensorError) as error:
+        raise ExportError(
+            f"the model could not be exported to {target}: {error}. Nothing there was changed, and checkpoints are "
+            f"whole; make room or mend the directory, then resume"
+        ) from error
+    log.info("exported the model to %s", target)
+
+
+def write_export(
+    model: PolicyModel, tensors: Iterable[tuple[str, torch.Tensor]], config: Config, target: Path
+) -> None:
+    """Write tensors by hub name, in `train.transfer_dtype`, with all that makes them a model; in one process.
+
+    Raises:
+        OSError: `target` cannot be written; nothing there was changed.
+    """
+    with written_beside(target) as beside:
+        write_shards(tensors, beside)
+        _write_settings(model, DTYPES[config.train.effective_transfer_dtype], beside)
+        _write_code(model, beside)
+        _write_tokenizer(config, beside)
+
+
+def write_shards(
+    tensors: Iterable[tuple[str, torch.Tensor]], directory: Path, shard_bytes: int = SHARD_BYTES
+) -> None:
+    """Write tensors as transformers lays them out: one file, or numbered shards and an index."""
+    shards: list[dict[str, int]] = []
+    pending: dict[str, torch.Tensor] = {}
+    size = 0
+
+    def flush() -> None:
+        with usual_mode(directory / _part(len(shards))):
+            save_file(pending, directory / _part(len(shards)), {"format": "pt"})
+        shards.append({name: tensor.nbytes for name, tensor in pending.items()})
+        pending.clear()
+
+    for name, tensor in tensors:
+        if pending and size + tensor.nbytes > shard_bytes:
+            flush()
+            size = 0
+        pending[name] = tensor.detach().to("cpu").contiguous().clone()
+        size += tensor.nbytes
+    flush()
+    if len(shards) == 1:
+        (directory / _part(0)).rename(directory / "model.safetensors")
+        return
+    index: dict[str, str] = {}
+    for number, shard in enumerate(shards):
+        file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+        (directory / _part(number)).rename(directory / file)
+        index |= dict.fromkeys(shard, file)
+    total = sum(sum(shard.values()) for shard in shards)
+    text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2)
+    (directory / "model.safetensors.index.json").write_text(text)
+
+
+def _part(number: int) -> str:
+    return f"part-{number:05d}"
+
+
+def _write_settings(model: PolicyModel, dtype: torch.dtype, directory: Path) -> None:
+    lm_config = copy.deepcopy(model.lm.config)
+    for key, value in model.dropout.items():
+        setattr(lm_config, key, value)
+    lm_config.dtype = str(dtype).removeprefix("torch.")
+    lm_config.architectures = [type(model.lm).__name__.removeprefix("FSDP")]
+    lm_config.save_pretrained(directory)
+    if model.lm.can_generate():
+        model.lm.generation_config.save_pretrained(directory)
+
+
+def _write_code(model: PolicyModel, directory: Path) -> None:
+    """Put the code that came with the model beside it: `auto_map` in its config names these files."""
+    for kind in type(model.lm).__mro__:
+        if kind.__module__.startswith(f"{TRANSFORMERS_DYNAMIC_MODULE_NAME}."):
+            file = str(sys.modules[kind.__module__].__file__)
+            for source in (file, *get_relative_import_files(file)):
+                shutil.copyfile(source, directory / Path(source).name)
+            return
+
+
+def _write_tokenizer(config: Config, directory: Path) -> None:
+    name, revision = config.policy.tokenizer
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            name, revision=revision, trust_remote_code=config.policy.trust_remote_code
+        )
+    except CANNOT_LOAD as error:
+        log.warning("exported without a tokenizer: %s has none that loads (%s)", name, error)
+        return
+    tokenizer.save_pretrained(directory)

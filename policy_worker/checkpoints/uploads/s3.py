@@ -1,0 +1,312 @@
+"""To S3 and what speaks its language, through boto3: multipart, checked, resumed part by part.
+
+    marker of other contents? remove it ─▶ each file: parts that are missing, then complete ─▶ marker, last
+
+Credentials, region and endpoint come from the standard environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY,
+AWS_ENDPOINT_URL, AWS_PROFILE, …), never from the configuration. Each part travels with boto3's checksum, which S3
+verifies; a part that S3 lists is taken as sent only if its size and hash are those of the file's bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from policy_worker.checkpoints.uploads.errors import UploadError
+from policy_worker.checkpoints.uploads.patience import USUAL, Delays, Patience
+from policy_worker.checkpoints.uploads.plan import MARKER, PART_BYTES, Part, object_prefix, part_bytes, parts
+from policy_worker.checkpoints.uploads.record import FileProgress, Record, files_in
+from policy_worker.errors import SettingsError
+from weight_sync.errors import StoreError
+from weight_sync.stores.aws import MISSING, code_of, explain, is_passing, make_client
+
+log = logging.getLogger(__name__)
+
+PARALLEL = 4
+"""Parts on their way at once: fills a fast network, and holds no more than this many parts in memory."""
+BUCKET_KEY = "train.ckpt.s3_bucket"
+START_SECONDS = 30.0
+"""How long a store may be away when training begins: a restart of its server is no reason to end a job."""
+
+
+class S3Target:
+    """One bucket, below one prefix. Thread-safe."""
+
+    name = "s3"
+
+    def __init__(
+        self,
+        bucket: str,
+        prefix: str,
+        run: str,
+        stop: threading.Event,
+        delays: Delays = USUAL,
+        part_bytes: int = PART_BYTES,
+    ) -> None:
+        self.bucket, self._prefix, self._run, self._part_bytes = bucket, prefix, run, part_bytes
+        try:
+            self._client = make_client(PARALLEL)
+        except StoreError as error:
+            raise SettingsError(f"train.ckpt.upload_s3: {error}") from error
+        self._patience = Patience(is_passing, self._explain, stop, delays)
+        brief = Delays(min(delays.give_up, START_SECONDS), delays.first, delays.most)
+        self._at_start = Patience(is_passing, self._explain, stop, brief)
+
+    def place(self, name: str) -> str:
+        """Where a directory of this name goes, for people."""
+        return f"s3://{self.bucket}/{object_prefix(self._prefix, self._run, name)}/"
+
+    # ---- before training ----------------------------------------------------------------------------------
+
+    def probe(self) -> None:
+        """Prove that the bucket is there and may be written to; leaves nothing in it.
+
+        Raises:
+            SettingsError: naming key and remedy.
+        """
+        key = object_prefix(self._prefix, self._run, "probe")
+
+        def look() -> None:
+            self._client.head_bucket(Bucket=self.bucket)
+            begun = self._client.create_multipart_upload(Bucket=self.bucket, Key=key)
+            self._client.abort_multipart_upload(Bucket=self.bucket, Key=key, UploadId=begun["UploadId"])
+
+        try:
+            self._at_start.run("looking at the bucket", look)
+        except UploadError as error:
+            raise SettingsError(f'{BUCKET_KEY} = "{self.bucket}": {error}') from error
+
+    # ---- one directory ------------------------------------------------------------------------------------
+
+    def upload(self, path: Path, record: Record) -> None:
+        """Send a directory, or what is missing of it.
+
+        Raises:
+            UploadError: it failed for good. UploadStoppedError: the process leaves.
+        """
+        prefix, there = object_prefix(self._prefix, self._run, path.name), path.stat()
+        self._remove_other_marker(prefix, record.progress.stamp)
+        for file in files_in(path):
+            name = str(file.relative_to(path))
+            key, progress = f"{prefix}/{name}", record.file_progress(name)
+            if not (progress.done and self._is_there(key, file.stat().st_size, record.progress.stamp)):
+                self._send_file(file, key, name, record)
+        if not os.path.samestat(there, path.stat()):
+            raise UploadError(f"{path} was replaced while it was sent")
+        self._write_marker(prefix, path, record)
+
+    def _remove_other_marker(self, prefix: str, stamp: str) -> None:
+        """What lies there may be of a timeline that was left: until all is replaced it is not complete."""
+        key = f"{prefix}/{MARKER}"
+        found = self._call(f"reading {key}", lambda: self._head(key))
+        if found is not None and found.get("Metadata", {}).get("stamp") != stamp:
+            self._call(f"removing {key}", lambda: self._client.delete_object(Bucket=self.bucket, Key=key))
+
+    def _write_marker(self, prefix: str, path: Path, record: Record) -> None:
+        facts = {
+            name: {"bytes": (path / name).stat().st_size, "sha256": progress.sha256}
+            for name, progress in sorted(record.progress.files.items())
+        }
+        body = json.dumps({"run": self._run, "step": record.progress.step, "files": facts}, indent=1)
+        self._put(f"{prefix}/{MARKER}", body.encode(), record.progress.stamp)
+
+    def _put(self, key: str, body: bytes, stamp: str) -> None:
+        self._call(
+            f"sending {key}",
+            lambda: self._client.put_object(
+                Bucket=self.bucket, Key=key, Body=body, Metadata={"stamp": stamp}
+            ),
+        )
+
+    # ---- one file -----------------------------------------------------------------------------------------
+
+    def _send_file(self, file: Path, key: str, name: str, record: Record) -> None:
+        progress, size, stamp = record.file_progress(name), file.stat().st_size, record.progress.stamp
+        if size <= self._part_bytes:
+            body = file.read_bytes()
+            progress.sha256 = hashlib.sha256(body).hexdigest()
+            self._put(key, body, stamp)
+        else:
+            progress.sha256 = _sha256(file)
+            self._send_parts(file, size, key, name, record)
+        progress.done = True
+        record.save()
+
+    def _send_parts(self, file: Path, size: int, key: str, name: str, record: Record) -> None:
+        progress = record.file_progress(name)
+        arrived = self._arrived(key, progress)
+        if arrived is None and self._is_there(key, size, record.progress.stamp):
+            return  # completed by a process that was killed before it could note it
+        if arrived is None:
+            arrived = {}
+            self._abort_others(key)
+            progress.part_bytes, progress.etags = part_bytes(size, self._part_bytes), {}
+            begun = self._call(f"beginning {key}", lambda: self._begin(key, record.progress.stamp))
+            progress.upload_id = begun["UploadId"]
+            record.save()
+        all_parts = parts(size, progress.part_bytes)
+        sent = {part.number: etag for part in all_parts if (etag := _same(file, part, arrived, progress))}
+        missing = [part for part in all_parts if part.number not in sent]
+        log.info("%s: %d of %d parts are to be sent", key, len(missing), len(all_parts))
+
+        def send(part: Part) -> str:
+            etag = self._send_part(file, part, key, progress.upload_id)
+            record.finished_part(name, part.number, etag)
+            return etag
+
+        sent |= _in_parallel(send, missing)
+        self._complete(key, size, record.progress.stamp, progress.upload_id, sent)
+
+    def _begin(self, key: str, stamp: str) -> Any:
+        return self._client.create_multipart_upload(Bucket=self.bucket, Key=key, Metadata={"stamp": stamp})
+
+    def _send_part(self, file: Path, part: Part, key: str, upload_id: str) -> str:
+        body = _read(file, part)
+        answer = self._call(
+            f"sending part {part.number} of {key}",
+            lambda: self._client.upload_part(
+                Bucket=self.bucket, Key=key, UploadId=upload_id, PartNumber=part.number, Body=body
+            ),
+        )
+        return str(answer["ETag"])
+
+    def _complete(self, key: str, size: int, stamp: str, upload_id: str, sent: dict[int, str]) -> None:
+        listed = [{"PartNumber": number, "ETag": etag} for number, etag in sorted(sent.items())]
+
+        def complete() -> None:
+            try:
+                self._client.complete_multipart_upload(
+                    Bucket=self.bucket, Key=key, UploadId=upload_id, MultipartUpload={"Parts": listed}
+                )
+            except self._client.exceptions.ClientError as error:
+                # Asked again after an answer that was lost: the upload is gone because it is complete.
+                if code_of(error) != "NoSuchUpload" or not _is(self._head(key), size, stamp):
+                    raise
+
+        self._call(f"completing {key}", complete)
+        if not self._is_there(key, size, stamp):
+            raise UploadError(f"{key}: {size} bytes were sent, and the store does not show them")
+
+    def _arrived(self, key: str, progress: FileProgress) -> dict[int, tuple[int, str]] | None:
+        """Size and ETag of the parts that S3 has, by number; None: there is no such upload (any more)."""
+        if not progress.upload_id:
+            return None
+
+        def list_parts() -> dict[int, tuple[int, str]] | None:
+            pages = self._client.get_paginator("list_parts").paginate(
+                Bucket=self.bucket, Key=key, UploadId=progress.upload_id
+            )
+            try:
+                return {
+                    part["PartNumber"]: (part["Size"], part["ETag"])
+                    for page in pages
+                    for part in page.get("Parts", [])
+                }
+            except self._client.exceptions.ClientError as error:
+                if code_of(error) in ("NoSuchUpload", "404"):
+                    return None
+                raise
+
+        arrived: dict[int, tuple[int, str]] | None = self._call(f"looking for the parts of {key}", list_parts)
+        return arrived
+
+    def _abort_others(self, key: str) -> None:
+        """Parts of an upload that was begun and never noted are paid for until somebody removes them."""
+
+        def abort() -> None:
+            found = self._client.list_multipart_uploads(Bucket=self.bucket, Prefix=key).get("Uploads", [])
+            for upload in found:
+                if upload["Key"] == key:
+                    self._client.abort_multipart_upload(
+                        Bucket=self.bucket, Key=key, UploadId=upload["UploadId"]
+                    )
+
+        try:
+            self._call(f"looking for uploads of {key}", abort)
+        except UploadError as error:
+            log.warning("left-overs of earlier uploads could not be looked for: %s", error)
+
+    def _head(self, key: str) -> Any | None:
+        try:
+            return self._client.head_object(Bucket=self.bucket, Key=key)
+        except self._client.exceptions.ClientError as error:
+            if code_of(error) in MISSING:
+                return None
+            raise
+
+    def _is_there(self, key: str, size: int, stamp: str) -> bool:
+        return _is(self._call(f"reading {key}", lambda: self._head(key)), size, stamp)
+
+    # ---- calls and their failures -------------------------------------------------------------------------
+
+    def _call(self, what: str, work: Callable[[], Any]) -> Any:
+        return self._patience.run(f"s3://{self.bucket}: {what}", work)
+
+    def _explain(self, error: Exception) -> str:
+        return explain(error, self._client, BUCKET_KEY)
+
+
+def _is(found: Any | None, size: int, stamp: str) -> bool:
+    """Whether an object, as `_head` finds it, is a file of this size of the directory with this stamp."""
+    return found is not None and found["ContentLength"] == size and found["Metadata"].get("stamp") == stamp
+
+
+def _in_parallel(send: Callable[[Part], str], missing: Iterable[Part]) -> dict[int, str]:
+    """What `send` returns for each part, by number; the first error ends it.
+
+    The threads are daemons: a request that hangs does not keep the process from leaving.
+    """
+    waiting: queue.SimpleQueue[Part] = queue.SimpleQueue()
+    sent: dict[int, str] = {}
+    errors: list[Exception] = []
+
+    def work() -> None:
+        while not errors:
+            try:
+                part = waiting.get_nowait()
+                sent[part.number] = send(part)
+            except queue.Empty:
+                return
+            except Exception as error:  # handed to the thread that waits
+                errors.append(error)
+
+    for part in missing:
+        waiting.put(part)
+    threads = [threading.Thread(target=work, name="upload-part", daemon=True) for _ in range(PARALLEL)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return sent
+
+
+def _same(file: Path, part: Part, arrived: dict[int, tuple[int, str]], progress: FileProgress) -> str | None:
+    """The ETag of a part that S3 has and that is ours: as it was answered, or else the MD5 of its bytes."""
+    size, etag = arrived.get(part.number, (-1, ""))
+    if size != part.length:
+        return None
+    if progress.etags.get(part.number) == etag:
+        return etag
+    return (
+        etag if etag.strip('"') == hashlib.md5(_read(file, part), usedforsecurity=False).hexdigest() else None
+    )
+
+
+def _read(file: Path, part: Part) -> bytes:
+    with file.open("rb") as stream:
+        stream.seek(part.offset)
+        return stream.read(part.length)
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

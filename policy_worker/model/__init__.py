@@ -1,0 +1,1 @@
+"""The model: loading, log-probabilities, micro-batches, optimizer and its schedule."""

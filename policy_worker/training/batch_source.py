@@ -1,0 +1,215 @@
+"""Batches of reinforcement learning: waited for by rank 0, known to all ranks as a table, fetched by rows.
+
+A table is checked against the staleness bound, a payload against its line of the table, and the versions of its
+tokens against the bound, before anything is trained on. The controller has seen to all of it; this is the safety
+net, so a contradiction is an error and no filter.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+from controller.client import calls as api
+from controller.client.calls import Call
+from policy_worker.errors import BadBatchError
+from policy_worker.model.micro_batch import TrainSample
+from policy_worker.parallel.group import Group
+from schema.wire.batch import StepTable, decode_batch
+from schema.wire.frame import FrameError
+from schema.wire.payload_file import resolve
+from schema.wire.sample import decode_sample
+
+log = logging.getLogger(__name__)
+
+POLL = 2.0
+"""Seconds that one question for a batch may wait: so often a request to leave is looked at."""
+
+Frames = Sequence[bytes | memoryview]
+
+
+class BatchSource:
+    """Asks the controller for batches. All ranks call alike.
+
+    bound: S, the most steps by which a sample may be older than the step that trains it.
+    payloads: the directory through which large samples come (see `schema.wire.payload_file`).
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        call: Callable[[Call[bytes | None]], bytes | None],
+        policy_epoch: int,
+        bound: int,
+        payloads: Path | None = None,
+    ) -> None:
+        self._group, self._call, self._epoch, self.bound = group, call, policy_epoch, bound
+        self._payloads = payloads
+        self.seen: Callable[[StepTable], None] = lambda _: None
+        """Told of every batch before it is trained on."""
+        self._frames: Frames | None = None
+
+    def poll(self, step: int, wait_s: float = POLL) -> StepTable | None:
+        """The table of a step, or None when it is not ready yet after `wait_s` seconds. A collective.
+
+        Raises:
+            BadBatchError: the table breaks the staleness bound, or is of another step.
+        """
+        if self._group.world == 1:  # alone, so all payloads are ours: they come along
+            data = self._ask(step, "all", wait_s)
+            if data is None:
+                return None
+            table, self._frames = _decode(data)
+        else:
+            text = self._group.lead(lambda: self._table_text(step, wait_s))
+            if text is None:
+                return None
+            table = StepTable.model_validate_json(text)
+        check_table(table, step, self.bound)
+        self.seen(table)
+        if self._group.leads and table.n_samples:
+            log.info("%s", describe(table))
+        return table
+
+    def _table_text(self, step: int, wait_s: float) -> str | None:
+        data = self._ask(step, "none", wait_s)
+        return None if data is None else _decode(data)[0].model_dump_json()
+
+    def _ask(
+        self, step: int, rows: Sequence[int] | Literal["all", "none"], wait_s: float = POLL
+    ) -> bytes | None:
+        return self._call(api.step_batch(step, self._epoch, rows, wait_s=wait_s))
+
+    def payloads(self, table: StepTable, rows: Sequence[int]) -> dict[int, TrainSample] | None:
+        """The samples of these rows of the table just polled; a collective.
+
+        None, on all ranks, if the batch is not there any more for one of them: the store lost payloads of it, and
+        their groups are made again. Then it has to be polled for once more.
+
+        Raises:
+            BadBatchError: a payload cannot be decoded, or contradicts the table.
+        """
+        frames = self._fetch(table, rows)
+        (gone,) = self._group.reduce([float(frames is None)], "max")
+        if gone or frames is None:
+            log.warning("the batch of step %d is not there any more: waiting for it again", table.step)
+            return None
+        if len(frames) != len(rows):
+            raise BadBatchError(f"asked for {len(rows)} samples of step {table.step}, got {len(frames)}")
+        return {
+            row: decode_payload(table, row, self._whole(table, row, frame))
+            for row, frame in zip(rows, frames, strict=True)
+        }
+
+    def _fetch(self, table: StepTable, rows: Sequence[int]) -> Frames | None:
+        """The frames of these rows, None if the batch is another one by now, or none."""
+        if self._group.world == 1 and self._frames is not None:
+            return [self._frames[row] for row in rows]
+        data = self._ask(table.step, rows) if rows else b""
+        if not data:
+            return None if data is None else []
+        assembled, frames = _decode(data)
+        return frames if assembled == table else None
+
+    def _whole(self, table: StepTable, row: int, frame: bytes | memoryview) -> bytes | memoryview:
+        try:
+            return resolve(self._payloads, frame)
+        except FrameError as error:
+            raise BadBatchError(f"sample {row} of step {table.step}: {error}") from error
+
+
+def _decode(data: bytes) -> tuple[StepTable, Frames]:
+    try:
+        return decode_batch(data)
+    except FrameError as error:
+        raise BadBatchError(f"a batch cannot be read: {error}") from error
+
+
+def check_table(table: StepTable, step: int, bound: int) -> None:
+    """Raises `BadBatchError` unless the table is of this step and no sample is older than the bound allows."""
+    if table.step != step:
+        raise BadBatchError(f"asked for the batch of step {step}, got that of step {table.step}")
+    for row, (oldest, newest) in enumerate(zip(table.oldest_version, table.newest_version, strict=True)):
+        if not counts(table, row):
+            continue
+        if newest > step or oldest > newest:
+            raise BadBatchError(f"sample {row} of step {step} claims weight versions {oldest} to {newest}")
+        if step - oldest > bound:
+            raise BadBatchError(
+                f"sample {row} of step {step} is {step - oldest} steps old (version {oldest}), the bound is {bound}: "
+                f"refused, since training on it would break the promise of allowed_outdated_steps"
+            )
+
+
+def tokens_by_staleness(step: int, samples: Mapping[int, TrainSample], bound: int) -> Counter[int]:
+    """How many learned tokens of these rows are how many steps old, at most `bound`.
+
+    Raises:
+        BadBatchError: a token is older than the bound allows, or newer than the step.
+    """
+    found: Counter[int] = Counter()
+    for row, sample in samples.items():
+        for version, tokens in sample.tokens_by_version.items():
+            if not 0 <= step - version <= bound:
+                raise BadBatchError(
+                    f"sample {row} of step {step} has {tokens} tokens of version {version}, allowed are versions "
+                    f"{max(step - bound, 0)} to {step}: refused, since training on them would break the promise "
+                    f"of allowed_outdated_steps"
+                )
+            found[step - version] += tokens
+    return found
+
+
+def describe(table: StepTable) -> str:
+    """Which groups a step trains, and how old they are: a line of the log, so that a run can be audited.
+
+    `step 7 of timeline 1 trains 16 samples of versions 5 to 7: e0-p28..30 e0-p33`
+    """
+    rows = [row for row in range(table.n_samples) if counts(table, row)]
+    versions = [table.oldest_version[row] for row in rows] + [table.newest_version[row] for row in rows]
+    spans: list[tuple[str, int, int]] = []
+    for name in table.group_ids:
+        prefix = name.rstrip("0123456789")
+        number = int(name[len(prefix) :] or 0)
+        if spans and spans[-1][0] == prefix and spans[-1][2] + 1 == number:
+            spans[-1] = (prefix, spans[-1][1], number)
+        else:
+            spans.append((prefix, number, number))
+    groups = " ".join(
+        f"{prefix}{first}" + (f"..{last}" if last > first else "") for prefix, first, last in spans
+    )
+    return (
+        f"step {table.step} of timeline {table.timeline} trains {len(rows)} samples of versions "
+        f"{min(versions, default=-1)} to {max(versions, default=-1)}: {groups}"
+    )
+
+
+def counts(table: StepTable, row: int) -> bool:
+    """Whether a sample takes part in the loss: its rewards did not fail, and the policy generated some of it."""
+    return table.score[row] is not None and table.response_tokens[row] > 0
+
+
+def decode_payload(table: StepTable, row: int, frame: bytes | memoryview) -> TrainSample:
+    """One sample, proven equal to its line of the table. Raises `BadBatchError`."""
+    try:
+        sample = decode_sample(frame)
+    except FrameError as error:
+        raise BadBatchError(f"sample {row} of step {table.step} cannot be decoded: {error}") from error
+    header = sample.header
+    found = (
+        header.index, header.total_tokens, header.response_tokens, header.oldest_version, header.newest_version,
+        header.score,
+    )  # fmt: skip
+    claimed = (
+        table.index[row], table.total_tokens[row], table.response_tokens[row], table.oldest_version[row],
+        table.newest_version[row], table.score[row],
+    )  # fmt: skip
+    if found != claimed:
+        raise BadBatchError(
+            f"sample {row} of step {table.step} is not what the table says: index, tokens, response tokens, "
+            f"versions, score are {found}, not {claimed}"
+        )
+    return TrainSample.of_wire(sample)

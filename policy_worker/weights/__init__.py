@@ -1,0 +1,1 @@
+"""Weight versions as the trainer publishes them."""

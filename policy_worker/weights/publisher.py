@@ -1,0 +1,227 @@
+"""Publishing: the weights after a commit, into the store and to the controller's attention, while training goes on.
+
+    training     gather + cast + copy │ next step ····· next step │ gather + cast + copy
+                       snapshot ──────┘                           └── only when the one before is through
+    background         compare, compress, hash, write, commit, announce ─▶ (anchor)
+
+Each rank gathers, copies and writes the tensors that it owns (`weight_sync.publishing.gather`). Training waits for
+the snapshot alone; a version that falls due while the one before is still on its way is skipped and *owed*, and
+published as soon as possible: between steps, and while there is no batch, so nobody waits in vain even if every step
+needs new weights.
+
+Memory of a rank beside the model, with T the bytes of all tensors in `train.transfer_dtype`: T / ranks in host memory
+for the snapshot, as much again for what was announced last (none of it with `weight_sync.encoding = "full"`); on the
+training device the largest unit and one more tensor while gathering; in the background what one tensor takes encoded,
+half of it at most, a few encoded blocks of those that follow, and what the store buffers.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import time
+from pathlib import Path
+from typing import Protocol
+
+from policy_worker.background import Background
+from policy_worker.errors import PolicyError, SettingsError
+from policy_worker.model.model import DTYPES
+from policy_worker.process import Departure
+from policy_worker.session import Session
+from policy_worker.trainer import Learner
+from policy_worker.weights.nccl_sender import open_sender
+from policy_worker.weights.record import RECORD, Record
+from policy_worker.weights.release import Leader, Place, Release
+from schema.config import Config
+from schema.wire import messages as m
+from weight_sync import HubNames, WeightError
+from weight_sync.errors import StoreError
+from weight_sync.publishing.chain import Chain
+from weight_sync.publishing.gather import Gathering
+from weight_sync.publishing.pinned_copy import Shadow
+from weight_sync.stores import Store, open_store
+
+log = logging.getLogger(__name__)
+
+LOOK = 0.05
+"""Seconds between two looks at the background, by all ranks together."""
+LAST_WORD = 2.0
+"""Seconds that a background which was told to stop may take."""
+
+
+class Owing(Protocol):
+    """What a wait for a batch has to know of publishing."""
+
+    @property
+    def owed(self) -> bool:
+        """Whether a version was skipped; the same on all ranks."""
+
+    def signals(self) -> tuple[float, float, float]:
+        """Of this rank: whether publishing has failed, is under way, and is asked for by replicas."""
+
+
+class NothingOwed:
+    """Where nothing is published."""
+
+    owed = False
+
+    def signals(self) -> tuple[float, float, float]:
+        return 0.0, 0.0, 0.0
+
+
+class Publisher:
+    """All ranks call alike, from the training's thread; `session` on rank 0 only."""
+
+    def __init__(
+        self,
+        config: Config,
+        learner: Learner,
+        session: Session | None,
+        reply: m.RegisterReply,
+        departure: Departure,
+    ) -> None:
+        """A collective. Raises `SettingsError` where weights cannot be written."""
+        settings = config.weight_sync
+        self._learner, self._departure, self._session = learner, departure, session
+        self._dtype, self._lora = DTYPES[config.train.effective_transfer_dtype], settings.lora
+        self._shadow = Shadow(keeps=settings.encoding == "delta")
+        self._beside = Background("publish")
+        self._stop = threading.Event()
+        try:
+            self._store = open_store(reply.weight_store, timeout=settings.store_timeout, stop=self._stop)
+        except StoreError as error:
+            raise SettingsError(f"weight_sync.store: {error}") from error
+        learner.group.lead(lambda: prove(self._store, strict=reply.committed_steps == 0))
+        self._leader: Leader | None = None
+        name = re.sub(r"[^A-Za-z0-9_-]", "-", reply.job_id).lstrip("-_")
+        if session is not None:
+            record = Record(Path(reply.run_dir) / RECORD, self._store, name)
+            sender = open_sender(config, self._store, session.url)
+            self._leader = Leader(session, session.another(), Chain(settings.anchor_interval), record, sender)
+            session.troubles.append(self.trouble)
+        # The ranks of the background wait for the one whose store fails, or for the controller.
+        patience = max(settings.store_timeout, config.controller.controller_lost_timeout)
+        group = learner.group
+        place = Place(self._store, name, reply.timeline, settings.store_timeout)
+        self._release = Release(
+            group.sibling(patience), group.sibling(patience), place, self._shadow, departure, self._leader
+        )
+        self.owed = False
+
+    def publish(self, version: int) -> bool:
+        """Begin to publish the current weights; returns as soon as training may change them. A collective.
+
+        Returns False, and the version is owed, while the one before is still under way, and when that was given up
+        because this replica leaves.
+
+        Raises:
+            PublishError, WeightError, PolicyError, Refused, ControllerLost: the one before could not be published.
+        """
+        if not self._free():
+            if not self.owed:
+                log.warning("version %d is published later: the one before is still on its way", version)
+            self.owed = True
+            return False
+        began = time.monotonic()
+        names = HubNames(self._learner.model.lm, lora=self._lora)
+        group = self._learner.group
+        self._shadow.take(Gathering(names, group.rank, group.world).tensors(self._dtype))
+        seconds = time.monotonic() - began
+        self.owed = False
+        self._beside.start(lambda: self._release.publish(version, seconds))
+        return True
+
+    def signals(self) -> tuple[float, float, float]:
+        """Of this rank: whether publishing has failed, is under way, and is asked for by replicas."""
+        # In this order: what fails in between is seen as failed, never as neither.
+        running = self._beside.running or self._release.reads_taken
+        failed = self._beside.failed
+        asked = self._session is not None and self._session.anchor_asked
+        return float(failed), float(running), float(asked)
+
+    def settle(self, patience: float) -> bool:
+        """Wait until everything is published. A collective.
+
+        patience: seconds to wait on once this replica was asked to leave. Returns False if they were not enough, or
+        publishing has failed meanwhile.
+
+        Raises: see `publish`.
+        """
+        give_up: float | None = None
+        while True:
+            asked = bool(self._departure)
+            if asked and give_up is None:
+                give_up = time.monotonic() + patience
+            late = give_up is not None and time.monotonic() >= give_up
+            running = self._beside.running or self._release.anchoring
+            failed = self._beside.failed  # after `running`, as in `signals`
+            flags = [float(failed), float(running), float(asked), float(late)]
+            fails, runs, leaves, gives_up = self._learner.group.reduce(flags, "max")
+            if leaves and (fails or gives_up):
+                log.warning("leaving while a version is still being published")
+                return False
+            if fails:
+                self._raise()
+            if not runs:
+                self._beside.wait()
+                return True
+            time.sleep(LOOK)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Of the newest version that is announced, on rank 0."""
+        return {} if self._leader is None else dict(self._leader.metrics)
+
+    def close(self) -> None:
+        """On the way out, whatever the reason: what is still under way is given up."""
+        self._stop.set()
+        try:
+            self._beside.wait(LAST_WORD)
+        except Exception:
+            log.exception("publishing has failed")
+        if self._leader is not None:
+            self._leader.caller.close()
+            if self._leader.sender is not None:
+                self._leader.sender.close()
+
+    def _free(self) -> bool:
+        """Whether the snapshot may be taken on all ranks. Raises what went wrong before.
+
+        A replica that was asked to leave, which is what ends publishing where the store fails, still has to save.
+        """
+        flags = [*self.signals(), float(bool(self._departure))]
+        failed, running, _, leaves = self._learner.group.reduce(flags, "max")
+        if failed and not leaves:
+            self._raise()
+        if failed or running:
+            return False
+        self._beside.wait()
+        return True
+
+    def _raise(self) -> None:
+        """Publishing has failed on some rank; the others are told in the background, and end it there."""
+        self._beside.wait(LAST_WORD)
+        raise PolicyError("another rank could not publish: its log says why")
+
+    def trouble(self) -> str:
+        """What keeps a version from being published, for people; "": nothing does."""
+        told = "" if self._leader is None else self._leader.trouble
+        return told or self._store.trouble()
+
+
+def prove(store: Store, strict: bool) -> None:
+    """Look, before training, whether the store takes what will come.
+
+    strict: raise; else say so and go on, since a run that has trained for a day must not end because the store is
+    away when it is restarted: publishing tries again for `weight_sync.store_timeout`.
+
+    Raises:
+        SettingsError: naming key and remedy.
+    """
+    try:
+        store.probe(writing=True)
+    except WeightError as error:
+        if strict:
+            raise SettingsError(f"weight_sync.store: {error}") from error
+        log.error("weights will not be published as things stand: %s", error)

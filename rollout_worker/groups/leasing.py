@@ -1,0 +1,229 @@
+"""Leasing: asks for groups whenever the engine has room, and puts them into it.
+
+What the controller answers, and what happens then:
+
+    granted            groups go to the engine; those that cannot be generated are pushed as errors
+    throttled, paused  asked again (the controller holds the question open while nothing changes)
+    update             wait until newer weights are in use
+    draining           drain;   finished  leave
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import secrets
+import time
+
+from controller.client import calls as api
+from rollout_worker.engines.base import Engine, GenerationRequest, SamplingSettings
+from rollout_worker.groups.pushing import Pusher
+from rollout_worker.groups.samples import failed
+from rollout_worker.groups.sampling import training_settings, validation_settings
+from rollout_worker.groups.sizing import groups_to_lease
+from rollout_worker.lease_table import Held, HeldGroup
+from rollout_worker.metrics import Gauges
+from rollout_worker.session import Session
+from rollout_worker.shutdown import Departure
+from rollout_worker.weights.follower import WeightFollower
+from schema.config import Config
+from schema.wire.messages import LeasedGroup, LeaseReply, LeaseRequest, LeaseStatus
+from schema.wire.weights import Publication
+
+log = logging.getLogger(__name__)
+
+POLL_S = 20.0
+PAUSE_S = 0.05
+"""Between two questions: a controller that cannot hold them open (it is closing) is not flooded."""
+LOOK_S = 1.0
+"""How long to wait for an event that should come before looking again by oneself."""
+
+
+class Leasing:
+    """The leasing loop, and which engine request belongs to which samples."""
+
+    def __init__(
+        self,
+        config: Config,
+        session: Session,
+        engine: Engine,
+        held: Held,
+        weights: WeightFollower,
+        pusher: Pusher,
+        departure: Departure,
+        gauges: Gauges,
+    ) -> None:
+        self._config, self._session, self._engine, self._held = config, session, engine, held
+        self._weights, self._pusher, self._departure, self._gauges = weights, pusher, departure, gauges
+        self.settings: dict[str, SamplingSettings] = {
+            "train": training_settings(config),
+            "validation": validation_settings(config),
+        }
+        self._numbers = itertools.count()
+        self._look = asyncio.Event()
+        self._interrupt = asyncio.Event()
+        weights.on_change(self._weights_changed)
+
+    def look_again(self) -> None:
+        """The engine or the backlog has become smaller."""
+        self._look.set()
+
+    def _weights_changed(self) -> None:
+        self._look.set()
+        self._interrupt.set()
+
+    async def run(self) -> None:
+        """Until the replica is asked to leave."""
+        while not self._departure.asked:
+            publication, wanted = self._weights.current, self._wanted()
+            if publication is None or wanted == 0:
+                await self._wait()
+                continue
+            reply = await self._ask(publication, wanted)
+            if reply is not None:
+                await self._take(reply, publication)
+
+    def _wanted(self) -> int:
+        stats, rollout = self._engine.stats(), self._config.rollout
+        return groups_to_lease(
+            in_engine=stats.running + stats.waiting,
+            held=self._held.samples,
+            capacity=self._engine.capacity,
+            group_size=rollout.n_generation,
+            batch_size=rollout.batch_size,
+        )
+
+    async def _wait(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LOOK_S):
+                await self._look.wait()
+        self._look.clear()
+
+    async def _wait_for_weights(self, publication_id: int) -> None:
+        """Until newer weights are in use; not for ever, since a validation group may keep them from it."""
+        current = self._weights.current
+        if current is None or current.id < publication_id:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S):
+                    await self._interrupt.wait()
+        else:  # what is in use is of a history that is gone, and the trainer has published nothing since
+            await asyncio.sleep(PAUSE_S)
+
+    async def _ask(self, publication: Publication, wanted: int) -> LeaseReply | None:
+        """One lease request, held open by the controller until it has an answer; None when leaving.
+
+        When new weights come into use meanwhile, the open question is withdrawn. What it may have been granted
+        at that moment is not lost: the same request id, sent again, gets the same groups.
+        """
+        self._interrupt.clear()
+        request_id = secrets.token_hex(12)
+
+        async def send(wait_s: float) -> LeaseReply:
+            return await self._session.call(
+                lambda session: api.lease(
+                    LeaseRequest(
+                        request_id=request_id,
+                        replica_id=session.replica_id,
+                        incarnation=session.incarnation,
+                        version=publication.version,
+                        publication_id=publication.id,
+                        manifest_hash=publication.manifest_hash,
+                        max_groups=wanted,
+                        wait_s=wait_s,
+                    )
+                )
+            )
+
+        asking = asyncio.create_task(send(POLL_S))
+        signals = [asyncio.create_task(self._interrupt.wait()), asyncio.create_task(self._departure.wait())]
+        try:
+            await asyncio.wait([asking, *signals], return_when=asyncio.FIRST_COMPLETED)
+            if asking.done():
+                return await asking
+        finally:
+            for task in (asking, *signals):
+                task.cancel()
+            await asyncio.gather(asking, *signals, return_exceptions=True)
+        return None if self._departure.asked else await send(0.0)
+
+    async def _take(self, reply: LeaseReply, weights: Publication) -> None:
+        if reply.status is LeaseStatus.GRANTED:
+            await self._accept(reply.groups, weights)
+        elif reply.status is LeaseStatus.UPDATE:
+            self._weights.look_again()
+            await self._wait_for_weights(reply.update_to or 0)
+        elif reply.status is LeaseStatus.DRAINING:
+            self._departure.ask("drain", reply.reason or "the controller asked for it")
+        elif reply.status is LeaseStatus.FINISHED:
+            self._departure.ask("finished", reply.reason or "the job is finished")
+        else:
+            log.debug("%s: %s", reply.status.value, reply.reason)
+            await asyncio.sleep(PAUSE_S)
+
+    async def _accept(self, groups: list[LeasedGroup], weights: Publication) -> None:
+        for lease in groups:
+            if lease.pinned_version is not None and not self._weights.may_pin(lease.pinned_version):
+                log.info("group %s is given back: it needs version %d", lease.group_id, lease.pinned_version)
+                await self._release(lease.lease_id)
+                continue
+            group = self._held.add(lease, weights)
+            if group is None:
+                continue
+            if lease.kind == "train":
+                self._gauges.training_began(time.monotonic(), self._engine.stats())
+            self._submit(group)
+
+    def _submit(self, group: HeldGroup) -> None:
+        """Put a group into the engine, or push it as errors if nothing can be generated from its prompt."""
+        lease = group.lease
+        fault = self._fault(lease)
+        if fault is None:
+            try:
+                self._engine.submit(self._requests(group))
+            except ValueError as error:
+                fault = f"PromptInvalid: {error}"
+        if fault is not None:
+            for index in sorted(group.open):
+                self._pusher.add(lease, failed(lease, index, fault))
+
+    def _requests(self, group: HeldGroup) -> list[GenerationRequest]:
+        """The engine requests of a group: one with all seeds, or one per sample (`n_generation_to_batch`).
+
+        With `train.deterministic` samples that another replica has pushed already are computed along: the bits of
+        the others depend on them.
+        """
+        lease, settings = group.lease, self.settings[group.lease.kind]
+        whole = self._config.train.deterministic and not self._config.rollout.n_generation_to_batch
+        indices = list(range(len(lease.seeds))) if whole else sorted(group.open)
+        parts = [[index] for index in indices] if self._config.rollout.n_generation_to_batch else [indices]
+        requests = []
+        for part in parts:
+            request_id = f"{lease.lease_id}/{next(self._numbers)}"
+            self._held.ask(request_id, group, part)
+            seeds = tuple(lease.seeds[index] for index in part)
+            requests.append(GenerationRequest(request_id, lease.prompt_token_ids, seeds, settings))
+        return requests
+
+    def _fault(self, lease: LeasedGroup) -> str | None:
+        """Why a prompt cannot be generated from, if so."""
+        length, longest = len(lease.prompt_token_ids), self._engine.max_model_len
+        if length == 0:
+            return "PromptEmpty: the prompt has no tokens"
+        if length >= longest:
+            return (
+                f"PromptTooLong: {length} tokens leave no room for an answer in the engine's {longest}: raise "
+                "policy.model_max_length (or rollout.max_model_len), or leave such rows out"
+            )
+        return None
+
+    async def _release(self, lease_id: str) -> None:
+        await self._session.call(lambda _: api.release(lease_id))
+
+    def forget(self, lease_ids: list[str]) -> None:
+        """Stop working on groups whose leases are lost."""
+        self._engine.abort(self._held.drop(lease_ids))
+        self._pusher.drop(lease_ids)
+        self._weights.look_again()
+        self.look_again()

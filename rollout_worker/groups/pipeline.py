@@ -1,0 +1,92 @@
+"""From the engine to the pusher: finished samples are decoded to text, scored, and made into what travels."""
+
+from __future__ import annotations
+
+import logging
+from asyncio import Future
+from functools import partial
+from typing import Any
+
+from rollout_worker.engines.base import Engine, Generation
+from rollout_worker.groups.leasing import Leasing
+from rollout_worker.groups.pushing import Pusher
+from rollout_worker.groups.samples import failed, finish_reason, scored
+from rollout_worker.groups.tokens import texts
+from rollout_worker.lease_table import Held, HeldGroup
+from rollout_worker.rewards.pool import Result, RewardPool, Task
+from rollout_worker.rewards.scoring import OVERLONG, overlong_penalty, score_of
+from schema.config import Config
+from schema.wire.messages import LeasedGroup
+from schema.wire.sample import Sample
+
+log = logging.getLogger(__name__)
+
+
+class Generating:
+    """Collects what the engine finishes and sends it through the rewards."""
+
+    def __init__(
+        self,
+        config: Config,
+        engine: Engine,
+        tokenizer: Any,
+        held: Held,
+        leasing: Leasing,
+        rewards: RewardPool,
+        pusher: Pusher,
+    ) -> None:
+        self._config, self._engine, self._tokenizer, self._held = config, engine, tokenizer, held
+        self._leasing, self._rewards, self._pusher = leasing, rewards, pusher
+        self._weights = {
+            "train": config.grpo.reward_weights,
+            "validation": config.validation_reward_weights,
+        }
+        self._names = {kind: tuple(weights) for kind, weights in self._weights.items()}
+
+    async def run(self) -> None:
+        """For ever. Raises `EngineError`."""
+        while True:
+            samples = await self._engine.collect()
+            self._leasing.look_again()
+            self._score(samples)
+
+    def _score(self, samples: list[Generation]) -> None:
+        held, settings = self._held, self._leasing.settings
+        known = [
+            (sample, found)
+            for sample in samples
+            if (found := held.request(sample.request_id)) and found[1][sample.index] in found[0].open
+        ]
+        answers = texts(
+            self._tokenizer,
+            [sample for sample, _ in known],
+            [settings[group.lease.kind] for _, (group, _) in known],
+        )
+        for (sample, (group, indices)), text in zip(known, answers, strict=True):
+            lease = group.lease
+            future = self._rewards.submit(Task(text, lease.row, self._names[lease.kind]))
+            future.add_done_callback(partial(self._push, group, indices[sample.index], sample, text))
+
+    def _push(
+        self, group: HeldGroup, index: int, sample: Generation, text: str, future: Future[Result]
+    ) -> None:
+        """The rewards of a sample are there. (When the pool has failed, `RewardPool.watch` tells.)"""
+        lease = group.lease
+        if future.cancelled() or future.exception() or self._held.get(lease.lease_id) is not group:
+            return
+        try:
+            self._pusher.add(lease, self._made(lease, index, sample, text, future.result()))
+        except Exception as error:  # nobody hears of it in a callback, and the group would be held for ever
+            log.exception("sample %d of group %s cannot be made", index, lease.group_id)
+            self._pusher.add(lease, failed(lease, index, f"{type(error).__name__}: {error}"))
+
+    def _made(self, lease: LeasedGroup, index: int, sample: Generation, text: str, result: Result) -> Sample:
+        config, limit = self._config, self._leasing.settings[lease.kind].max_tokens
+        rewards = dict(result.rewards)
+        overlong = config.grpo.overlong_reward
+        if overlong.enable_overlong_penalty and lease.kind == "train":
+            rewards[OVERLONG] = overlong_penalty(len(sample.token_ids), limit, overlong)
+        score, error = score_of(rewards, self._weights[lease.kind], result.error)
+        reason = finish_reason(sample, len(lease.prompt_token_ids), limit, config.policy.model_max_length)
+        told = None if config.grpo.rollout_as_token_ids else text
+        return scored(lease, index, sample, reason, rewards, score, error, told, result.outage)

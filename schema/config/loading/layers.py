@@ -1,0 +1,208 @@
+"""The layers of a configuration, and who wrote each value.
+
+    defaults  <  file  <  file  <  …  <  environment  <  --set
+
+Invariant: `origins` names, for every key, table and item of `data`, the layer that wrote it last; what it does
+not name is a default.
+
+A table of a file is merged with that of the files before it, key by key. Everything else replaces what was
+there as a whole: a list, a value, and whatever one variable or one --set writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from schema.config.loading.environment import written_in
+from schema.config.loading.explain import Finding
+from schema.config.loading.tomlread import (
+    MAX_DEPTH,
+    NAMED,
+    TomlFile,
+    depth_problem,
+    dotted_path,
+    parse_value,
+    read_toml,
+)
+from schema.config.problem import MOST_SHOWN, ConfigError, KeyPath, Problem, format_key
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Who wrote a value. name: a file, a variable of the environment, or the text of a --set.
+
+    layer: its rank, later ones win. line, column (from 1) of a key in a file.
+    """
+
+    kind: Literal["file", "environment", "set"]
+    name: str
+    layer: int
+    line: int | None = None
+    column: int | None = None
+
+    @property
+    def source(self) -> str:
+        """What a problem calls its file."""
+        prefix = {"file": "", "environment": "environment variable ", "set": "--set "}
+        return prefix[self.kind] + self.name
+
+
+@dataclass
+class Layers:
+    """What the user wrote, all layers in one.
+
+    problems: what could not be written into it. warnings: what was left out of it, as it has no effect.
+    """
+
+    data: dict[str, Any] = field(default_factory=dict)
+    origins: dict[KeyPath, Origin] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+    warnings: list[Problem] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)
+
+    def origin(self, path: KeyPath) -> Origin | None:
+        """Who wrote exactly this key; None: it is a default."""
+        return self.origins.get(path)
+
+    def placed(self, findings: Sequence[Finding]) -> list[Problem]:
+        """The first MOST_SHOWN with their place, in the order of the layers and of the lines within a file."""
+        ranked = [(self._nearest(path), problem) for path, problem in findings]
+        ranked.sort(key=lambda pair: _rank(pair[0]))
+        last = self.files[-1] if self.files else None
+        return [
+            problem().at(origin.source, origin.line, origin.column) if origin else problem().at(last)
+            for origin, problem in ranked[:MOST_SHOWN]
+        ]
+
+    def writers(self, path: KeyPath) -> list[Origin]:
+        """Who wrote a key and what is in it, each once; empty: it is a default."""
+        value: Any = self.data
+        for part in path:
+            if not isinstance(value, dict) or part not in value:
+                return []
+            value = value[part]
+        found = (self.origins[inner] for inner in (*_inside(value, path), path) if inner in self.origins)
+        return list({(origin.layer, origin.name): origin for origin in found}.values())
+
+    def _nearest(self, path: KeyPath) -> Origin | None:
+        """The origin of a key, or of the nearest table around it that somebody wrote."""
+        around = (path[:end] for end in range(len(path), 0, -1))
+        return next((self.origins[part] for part in around if part in self.origins), None)
+
+    def merge(self, file: TomlFile, layer: int) -> None:
+        """Lay a file over what is there."""
+
+        def origin(path: KeyPath) -> Origin:
+            line, column = file.positions.get(path, (None, None))
+            return Origin("file", file.name, layer, line, column)
+
+        self.files.append(file.name)
+        data = without_port(file.data)
+        if data is not file.data:
+            by = origin(("redis",))
+            self.warnings.append(_PORT.at(by.source, by.line, by.column))
+        self._merge_table(self.data, data, (), origin)
+
+    def _merge_table(
+        self, into: dict[str, Any], table: Mapping[str, Any], path: KeyPath, origin: Any
+    ) -> None:
+        for key, value in table.items():
+            inner = (*path, key)
+            if isinstance(value, dict) and isinstance(into.get(key), dict):
+                self.origins[inner] = origin(inner)
+                self._merge_table(into[key], value, inner, origin)
+            else:
+                self._replace(into, inner, value, origin)
+
+    def _replace(self, into: dict[str, Any], path: KeyPath, value: Any, origin: Any) -> None:
+        if path[-1] in into:
+            for inside in [path, *_inside(into[str(path[-1])], path)]:
+                self.origins.pop(inside, None)
+        into[str(path[-1])] = value
+        for inside in [path, *_inside(value, path)]:
+            self.origins[inside] = origin(inside)
+
+    def assign(self, path: KeyPath, value: Any, origin: Origin) -> None:
+        """Write one key, with the tables around it; a value in the place of a table is a problem."""
+        if len(path) > MAX_DEPTH:
+            self.problems.append(depth_problem(path[:NAMED]).at(origin.source[:80]))
+            return
+        table: Any = self.data
+        for end, part in enumerate(path[:-1], 1):
+            if part not in table:
+                table[part] = {}
+                self.origins[path[:end]] = origin
+            table = table[part]
+            if not isinstance(table, dict):
+                name = format_key(path[:end])
+                self.problems.append(Problem(name, f"{name} is not a table", value, file=origin.source))
+                return
+        self._replace(table, path, value, lambda _: origin)
+
+
+def read_layers(
+    paths: Sequence[Path], overrides: Sequence[str], env: Mapping[str, str] | None = None
+) -> Layers:
+    """Read files, environment (None: none) and overrides. Raises ConfigError for files that cannot be read."""
+    layers = Layers()
+    broken: list[Problem] = []
+    for path in paths:
+        try:
+            layers.merge(read_toml(path), len(layers.files))
+        except ConfigError as error:
+            broken += error.problems
+    if broken:
+        raise ConfigError(broken)
+    number = len(paths)
+    found = written_in(env or {})
+    layers.problems += found.problems
+    for variable in found.variables:
+        origin = Origin("environment", variable.name, number)
+        layers.assign(variable.path, parse_value(variable.text), origin)
+    for text in overrides:
+        origin = Origin("set", text, number + 1)
+        name, equals, written = text.partition("=")
+        key = dotted_path(name)
+        if equals and key is not None:
+            layers.assign(key, parse_value(written), origin)
+        else:
+            message, hint = "not of the form dotted.key=value", "for example --set train.optm_lr=1e-5"
+            layers.problems.append(Problem("", message, text, hint, file=origin.source))
+    return layers
+
+
+_PORT = Problem(
+    "redis",
+    "the port on which cosmos-rl starts its own server: it has no effect, the embedded server has a socket",
+    hint='leave it out; a server of your own is [redis] url = "redis://host:port"',
+)
+
+
+def without_port(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A configuration without `redis` as cosmos-rl's files have it, a port or nothing; else the same object."""
+    port = data.get("redis")
+    if isinstance(port, str) and (port == "" or (port.isascii() and port.isdigit() and len(port) <= 5)):
+        return {key: value for key, value in data.items() if key != "redis"}
+    return data
+
+
+def _inside(value: Any, path: KeyPath) -> Iterator[KeyPath]:
+    """The paths of everything inside a table or list."""
+    todo = [(value, path)]
+    while todo:
+        value, path = todo.pop()
+        items: Any = ()
+        if isinstance(value, dict):
+            items = value.items()
+        elif isinstance(value, list):
+            items = enumerate(value)
+        for key, item in items:
+            yield (*path, key)
+            todo.append((item, (*path, key)))
+
+
+def _rank(origin: Origin | None) -> tuple[int, int, int]:
+    return (origin.layer, origin.line or 0, origin.column or 0) if origin else (-1, 0, 0)

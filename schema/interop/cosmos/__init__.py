@@ -1,0 +1,1 @@
+"""Reads cosmos-rl's configurations."""

@@ -1,0 +1,148 @@
+"""cosmos-rl's own TOML: our schema is its schema, so its keys pass through; older and newer ones are mapped.
+
+Values are passed on exactly as they are written, right or wrong: `validate` judges them as it judges ours.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Sequence
+from functools import cache
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from schema.config.keys import leaf_keys
+from schema.config.loading.explain import annotation_of
+from schema.config.reference.deviations import DEVIATIONS
+from schema.config.sections.train_policy import GrpoConfig, SFTDataConfig
+from schema.interop.cosmos.rows import RENAMED_ROWS, plain, sampled_temperature, trained_temperature
+from schema.interop.engine.rows import WARMUP_NOTE, How, Leaf, Reader, Reading, Result, Row, always, mapped
+from schema.interop.engine.source import Source
+
+_POLICY = "train.train_policy"
+_GRPO_SIGNS = ("temperature", "epsilon_low", "epsilon_high", "kl_beta", "use_remote_reward")
+_SECTIONS = ("train", "policy", "rollout")
+
+
+def _detect(source: Source) -> str | None:
+    known = any(source.has(*path) for path in (("train", "train_policy"), ("policy", "model_name_or_path")))
+    if not known and not (sum(isinstance(source.data.get(name), dict) for name in _SECTIONS) >= 2):
+        return None
+    return _kind(source)
+
+
+def _kind(source: Source) -> str:
+    """grpo or sft: as written, else by the keys that cosmos-rl guesses it from."""
+    train = source.data.get("train")
+    policy = train.get("train_policy") if isinstance(train, dict) else None
+    if not isinstance(policy, dict):
+        return "grpo"
+    written = policy.get("type")
+    if written in ("grpo", "sft"):
+        return str(written)
+    return "grpo" if any(key in policy for key in _GRPO_SIGNS) else "sft"
+
+
+def _pass(key: str, ours: str) -> How:
+    def run(reading: Reading, leaf: Leaf) -> Result:
+        note = WARMUP_NOTE if key == "train.optm_warmup_steps" and leaf.value else ""
+        return mapped((f"{key}.{leaf.rest}" if leaf.rest else key, plain(leaf.value)), note=note)
+
+    return How(run, (ours,), "as it is")
+
+
+def _is_table(annotation: Any) -> bool:
+    """Whether a key can hold a table of somebody's own keys."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return _is_table(get_args(annotation)[0])
+    if origin in (Union, types.UnionType):
+        return any(_is_table(part) for part in get_args(annotation))
+    return origin is dict or annotation is dict
+
+
+@cache
+def _rows(kind: str) -> Sequence[Row]:
+    section = GrpoConfig if kind == "grpo" else SFTDataConfig
+    renamed = {spelling for row in RENAMED_ROWS for spelling in row.spellings}
+    rows: list[Row] = []
+    for key in leaf_keys():
+        path = tuple(key.split("."))
+        if path[:2] == ("train", "train_policy") and path[2] not in section.model_fields:
+            continue
+        if key in renamed:
+            continue
+        idle = kind == "sft" and (path[0] == "rollout" or key == "train.sync_weight_interval")
+        for name in (key, f"{key}.*") if _is_table(annotation_of(path)) else (key,):
+            how = always("supervised training generates nothing") if idle else _pass(key, name)
+            rows.append(Row(name, how))
+    return (*rows, *(row for row in RENAMED_ROWS if kind == "grpo" or not _is_grpo_only(row)))
+
+
+def _is_grpo_only(row: Row) -> bool:
+    ours = row.how.ours
+    return bool(ours) and all(
+        key.startswith(f"{_POLICY}.") and key.split(".")[2] not in SFTDataConfig.model_fields for key in ours
+    )
+
+
+def _finish(reading: Reading) -> None:
+    """The defaults of theirs that are not ours."""
+    if not reading.has(f"{_POLICY}.type") and reading.kind == "sft":
+        reading.add(f"{_POLICY}.type", "sft", "cosmos-rl guesses it from the other keys")
+    if not reading.has("train.train_batch_per_replica") and reading.kind == "grpo":
+        _add_batch(reading)
+    trained, sampled = trained_temperature(reading), sampled_temperature(reading)
+    if reading.kind == "grpo" and trained != sampled:
+        reading.warn(
+            f"cosmos-rl samples at the temperature {sampled} (rollout.sampling_config.temperature) and divides the "
+            f"trainer's logits by {trained} (train.train_policy.temperature): two policies. Here both use the one "
+            f"that samples, {sampled}"
+        )
+    enabled = ("validation.enable", "train.enable_validation")
+    before = ("validation.before", "validation.val_before_train")
+    is_enabled = any(reading.get(key, None) is True for key in enabled)
+    if is_enabled and not any(reading.has(key) for key in before):
+        reading.add("validation.before", False, "cosmos-rl's default: val_before_train = false")
+
+
+def _add_batch(reading: Reading) -> None:
+    key = "train.train_batch_per_replica"
+    theirs = DEVIATIONS[key].theirs
+    group = reading.integer("rollout.n_generation", 16) or 16
+    replicas = reading.integer("policy.parallelism.n_init_replicas", 1) or 1
+    if theirs * replicas % group == 0:
+        reading.add(key, theirs, f"cosmos-rl's default: train_batch_per_replica = {theirs}")
+        return
+    whole = DEVIATIONS[key].ours if DEVIATIONS[key].ours * replicas % group == 0 else group
+    reading.add(
+        key, whole, f"cosmos-rl's default of {theirs} samples is no whole number of groups of {group}"
+    )
+
+
+PROSE = (
+    "Our schema is cosmos-rl's, so a file of it mostly runs as it is; `convert` is for files older or newer than "
+    "the published schema. Every value but those below passes exactly as it is written, and `validate` judges it. "
+    "Of a file that is not converted, `redis` (the port of cosmos-rl's own server) and trackers that this build "
+    "lacks are warnings.",
+    "Three keys mean something else there. `train_policy.temperature` divides the trainer's logits alone, and "
+    "`rollout.sampling_config.temperature` samples; here one temperature does both, and where they differ the one "
+    "that samples is taken. `batch_size_per_optimize` counts the samples of one data-parallel rank; here those of "
+    "all ranks. A negative `epsilon_low` or `epsilon_high` is no clip on that side; here it becomes a bound that no "
+    "ratio reaches.",
+    "A silent file means cosmos-rl's defaults: 8 samples in `train.train_batch_per_replica` where they are whole "
+    "groups (else the nearest that are), and no validation of the initial weights. `transfer_dtype` stays unset "
+    "and means `train.param_dtype` here, where cosmos-rl sends the master weights.",
+    "cosmos-rl ignores keys that it does not know; here each is reported, with the key that was meant.",
+)
+
+READER = Reader(
+    system="cosmos-rl",
+    title="cosmos-rl",
+    kinds={"grpo": "reinforcement learning", "sft": "supervised fine-tuning"},
+    detect=_detect,
+    signs=("train.train_policy", "policy.model_name_or_path", *_SECTIONS),
+    rows=_rows,
+    finish=_finish,
+    interpolates=False,
+    prose=PROSE,
+)

@@ -1,0 +1,290 @@
+"""cosmos-rl's keys that are not ours by name: older spellings, newer switches, and what needs no key here."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from schema.config.sections.unsupported import TABLE
+from schema.interop.engine.model import Outcome
+from schema.interop.engine.rows import (
+    BadValue,
+    How,
+    Leaf,
+    Reading,
+    Result,
+    Row,
+    always,
+    as_flag,
+    as_integer,
+    as_number,
+    computed,
+    implicit,
+    mapped,
+    nothing,
+    shown,
+    unless,
+)
+from schema.interop.engine.unsupported import reason_for
+
+_POLICY = "train.train_policy"
+_OFF = (None, False)
+
+
+def plain(value: Any) -> Any:
+    """A value exactly as it is. Raises BadValue for what a configuration cannot hold: dates, NaN, infinity."""
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        raise BadValue(f"{value} cannot be a value of a configuration")
+    if isinstance(value, bool | int | float | str):
+        return value
+    if value is None:
+        raise BadValue("null cannot be written in TOML: leave the key out")
+    raise BadValue(f"a {type(value).__name__} cannot be a value of a configuration: write it as a string")
+
+
+def _reason(key: str) -> str:
+    found = reason_for("cosmos-rl", key)
+    if found is None:
+        raise LookupError(f"{key} is not in the closed list")
+    return found
+
+
+def _lost(key: str) -> How:
+    why = _reason(key)
+    return How(lambda reading, leaf: nothing(why), (), "no counterpart")
+
+
+def _gone(key: str, *neutral: Any) -> Row:
+    """A key without counterpart that may ask for nothing."""
+    return Row(key, unless((*_OFF, *neutral), "asks for nothing", _lost(key)))
+
+
+def _renamed(theirs: str, ours: str, *more: str) -> Row:
+    def run(reading: Reading, leaf: Leaf) -> Result:
+        if reading.values.get(ours) is not None:
+            same = plain(leaf.value) == reading.values[ours]
+            if not same:
+                reading.warn(f"`{leaf.key}` and `{ours}` say different things; `{ours}` is taken")
+            return implicit(f"an older name of `{ours}`, which is written too")
+        return mapped((ours, plain(leaf.value)), note="renamed")
+
+    return Row(theirs, How(run, (ours,), "renamed"), also=more)
+
+
+@computed("redis.url", words="a port: the embedded server needs none; host:port or an address: that server")
+def _redis(reading: Reading, leaf: Leaf) -> Result:
+    value = leaf.value
+    if value in ("", None):
+        return implicit("the embedded server, as here by default")
+    text = str(value)
+    if text.isdigit():
+        return implicit("the port on which cosmos-rl starts its own server; the embedded one has a socket")
+    if text.startswith(("redis://", "rediss://", "unix://")):
+        return mapped(("redis.url", text))
+    host, _, port = text.rpartition(":")
+    if host and port.isdigit() and ";" not in text:
+        return mapped(("redis.url", f"redis://{text}"))
+    raise BadValue(f"expected a port, host:port or an address, got {shown(value)}")
+
+
+@computed("placement.share", words="`colocated` → `time`, `colocated_separated` → `memory`")
+def _mode(reading: Reading, leaf: Leaf) -> Result:
+    if leaf.value == "disaggregated":
+        return implicit("policy and rollout have their own devices, as here by default")
+    shares = {"colocated": "time", "colocated_separated": "memory"}
+    if not isinstance(leaf.value, str) or leaf.value not in shares:
+        raise BadValue(f"expected disaggregated, colocated or colocated_separated, got {shown(leaf.value)}")
+    return mapped(("placement.share", shares[leaf.value]))
+
+
+@computed(f"{_POLICY}.outdated_rollout_fetch_batch_size", words="true → 0")
+def _no_outdated(reading: Reading, leaf: Leaf) -> Result:
+    if not as_flag(leaf.value):
+        return implicit("replicas may lease while their weights are outdated, as by default")
+    return mapped((f"{_POLICY}.outdated_rollout_fetch_batch_size", 0))
+
+
+@computed("rollout.backend", words="`vllm_async` → `vllm`; others as they are")
+def _backend(reading: Reading, leaf: Leaf) -> Result:
+    if leaf.value == "vllm_async":
+        return mapped(("rollout.backend", "vllm"), note="the engine always runs asynchronously")
+    if leaf.value == "vla":
+        return nothing(_reason("rollout.backend=vla"))
+    return mapped(("rollout.backend", plain(leaf.value)))
+
+
+@computed("rollout.max_concurrent_samples", words="requests · n_generation samples")
+def _concurrent(reading: Reading, leaf: Leaf) -> Result:
+    requests, group = as_integer(leaf.value), reading.integer("rollout.n_generation", 16) or 16
+    is_async = (
+        reading.get("rollout.mode", "sync") == "async" or reading.get("rollout.backend", "") == "vllm_async"
+    )
+    if not is_async:
+        return implicit("no effect in cosmos-rl's sync mode")
+    return mapped(
+        ("rollout.max_concurrent_samples", requests * group), note=f"{requests} requests · {group} samples"
+    )
+
+
+@computed("train.transfer_dtype", words="`None` and empty → unset")
+def _transfer(reading: Reading, leaf: Leaf) -> Result:
+    if leaf.value in ("None", "none", ""):
+        return implicit("unset: the weights travel in train.param_dtype")
+    return mapped(("train.transfer_dtype", plain(leaf.value)))
+
+
+@computed("validation.dataset.split", words="renamed")
+def _test_split(reading: Reading, leaf: Leaf) -> Result:
+    if reading.values.get("validation.dataset.split") is not None:
+        return implicit("validation.dataset.split is written too")
+    return mapped(("validation.dataset.split", plain(leaf.value)), note="the split to validate on")
+
+
+@computed(words="how π_old is found")
+def _own_log_probs(reading: Reading, leaf: Leaf) -> Result:
+    as_flag(leaf.value)
+    return implicit("samples always carry the engine's log-probs, and they are π_old")
+
+
+@computed(f"{_POLICY}.loss_type", words="as it is")
+def _loss_type(reading: Reading, leaf: Leaf) -> Result:
+    if leaf.value == "token-sum":
+        return nothing(_reason(f"{_POLICY}.loss_type=token-sum"))
+    return mapped((f"{_POLICY}.loss_type", plain(leaf.value)))
+
+
+@computed(words="distillation, if enabled")
+def _distillation(reading: Reading, leaf: Leaf) -> Result:
+    if reading.get("distillation.enable", None) in (None, False, "false", "False", ""):
+        return implicit("distillation is off")
+    return nothing(_reason("distillation.*"))
+
+
+@computed(words="the datatype of log-probs")
+def _logprob_dtype(reading: Reading, leaf: Leaf) -> Result:
+    return implicit("always float32") if leaf.value == "float32" else nothing(_reason("train.logprob_dtype"))
+
+
+@computed(words="stays there: a file that was converted before")
+def _unsupported(reading: Reading, leaf: Leaf) -> Result:
+    note = "the source of this converted file asks for it, and nothing here does the same"
+    return Result(Outcome.UNSUPPORTED, ((leaf.key, plain(leaf.value)),), note)
+
+
+_TEMPERATURE, _SAMPLED = f"{_POLICY}.temperature", "rollout.sampling_config.temperature"
+
+
+def trained_temperature(reading: Reading) -> float:
+    """What cosmos-rl's trainer divides its logits by: nothing, at a temperature of 1e-6 and below."""
+    written = reading.number(_TEMPERATURE, 1.0)
+    return 1.0 if written is None or written <= 1e-6 else written
+
+
+def sampled_temperature(reading: Reading) -> float:
+    """The temperature of cosmos-rl's rollouts."""
+    written = reading.number(_SAMPLED, 1.0)
+    return 1.0 if written is None else written
+
+
+@computed(_TEMPERATURE, words="as it is, where rollouts have the same; else left out, loudly")
+def _trained(reading: Reading, leaf: Leaf) -> Result:
+    as_number(leaf.value)
+    if trained_temperature(reading) == sampled_temperature(reading):
+        return mapped((_TEMPERATURE, sampled_temperature(reading)))
+    return nothing(_reason(_TEMPERATURE))
+
+
+def _no_clip(name: str, bound: float) -> Row:
+    """A side of the clip; negative: that side is not clipped. bound: what no ratio can reach."""
+    key = f"{_POLICY}.{name}"
+
+    def run(reading: Reading, leaf: Leaf) -> Result:
+        if not isinstance(leaf.value, bool) and isinstance(leaf.value, int | float) and leaf.value < 0:
+            return mapped((key, bound), note="negative: no clip on this side, where no ratio reaches")
+        return mapped((key, plain(leaf.value)))
+
+    return Row(key, How(run, (key,), f"negative, no clip → {bound}"))
+
+
+def data_ranks(reading: Reading) -> int | None:
+    """Ranks of a replica with data of their own; None where the file leaves them to the launcher (-1)."""
+    sizes = [
+        reading.integer(f"policy.parallelism.{name}", 1) or 1
+        for name in ("dp_shard_size", "dp_replicate_size")
+    ]
+    return None if min(sizes) < 1 else sizes[0] * sizes[1]
+
+
+@computed(f"{_POLICY}.batch_size_per_optimize", words="times the data-parallel ranks of a replica")
+def _optimize(reading: Reading, leaf: Leaf) -> Result:
+    key, samples = f"{_POLICY}.batch_size_per_optimize", as_integer(leaf.value)
+    ranks = data_ranks(reading)
+    if ranks is None:
+        reading.warn(
+            f"{key} = {samples} counts the samples of one data-parallel rank in cosmos-rl, of all ranks here, and "
+            "dp_shard_size = -1 leaves open how many there are: multiply it by their number"
+        )
+        return mapped((key, samples), note="per data-parallel rank there; their number is open")
+    return mapped((key, samples * ranks), note=f"{samples} samples × {ranks} data-parallel ranks")
+
+
+RENAMED_ROWS: tuple[Row, ...] = (
+    Row(f"{TABLE}.*", _unsupported),
+    Row(_TEMPERATURE, _trained),
+    _no_clip("epsilon_low", math.nextafter(1.0, 0.0)),
+    _no_clip("epsilon_high", 1e9),
+    Row(f"{_POLICY}.batch_size_per_optimize", _optimize),
+    Row("redis", _redis),
+    Row("mode", _mode),
+    _renamed("train.enable_validation", "validation.enable"),
+    _renamed("train.validation_freq", "validation.freq", "train.validation_step"),
+    _renamed("train.validation_batch_per_replica", "validation.batch_size"),
+    _renamed("validation.val_before_train", "validation.before"),
+    _renamed(f"{_POLICY}.dataset.train_split", f"{_POLICY}.dataset.split"),
+    _renamed("validation.dataset.test_split", "validation.dataset.split"),
+    Row(f"{_POLICY}.dataset.test_split", _test_split),
+    Row(f"{_POLICY}.no_outdated_rollout", _no_outdated),
+    Row("rollout.backend", _backend),
+    Row("rollout.mode", always("rollouts are always asynchronous; the staleness bound makes them on-policy")),
+    Row("rollout.async_config.enable", always("rollouts are always asynchronous")),
+    Row("rollout.async_config.max_concurrent_requests", _concurrent),
+    Row("train.transfer_dtype", _transfer),
+    Row(f"{_POLICY}.loss_type", _loss_type),
+    Row(f"{_POLICY}.collect_rollout_logprobs", _own_log_probs),
+    Row(f"{_POLICY}.use_rollout_logprobs_for_loss", _own_log_probs),
+    Row("train.force_use_hf", always("models are always those of transformers")),
+    Row("train.logprob_dtype", _logprob_dtype),
+    Row("distillation.*", _distillation),
+    _gone("train.non_text"),
+    _gone("train.ema_enable"),
+    _gone("train.prefetch_payloads"),
+    _gone("train.p2p_sync_pack_tensors"),
+    _gone("train.p2r_sync_groups_per_round", 0),
+    _gone("train.coalesce_weight_sync"),
+    _gone(f"{_POLICY}.trainer_type", "grpo", "sft"),
+    _gone(f"{_POLICY}.algo", "grpo"),
+    _gone(f"{_POLICY}.use_remote_reward"),
+    _gone(f"{_POLICY}.bypass_reward"),
+    _gone(f"{_POLICY}.group_reward_calculation"),
+    _gone(f"{_POLICY}.dpo_reference_policy"),
+    _gone(f"{_POLICY}.off_policy_masking_delta"),
+    _gone(f"{_POLICY}.uncentralized_training"),
+    _gone(f"{_POLICY}.max_inflight_steps"),
+    _gone(f"{_POLICY}.data_dispatch_as_rank_in_mesh"),
+    _gone(f"{_POLICY}.enable_dp_load_balancing"),
+    _gone("policy.is_diffusers"),
+    _gone("policy.aux_loss_coeff", 0, 0.0),
+    _gone("policy.enable_liger_cross_entropy"),
+    _gone("policy.enable_liger_fused_cross_entropy"),
+    _gone("rollout.completion_admission"),
+    _gone("rollout.async_r2r_sync", "disabled"),
+    _gone("rollout.r2r_sync_pack_tensors"),
+    _gone("rollout.prefetch_rollout"),
+    _gone("rollout.broadcast_all_params"),
+    _gone("validation.use_remote_reward"),
+    _gone("logging.report_mfu"),
+)

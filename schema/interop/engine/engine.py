@@ -1,0 +1,364 @@
+"""From a file to a `Conversion`: detect, resolve, apply the rows, add their defaults, fall back.
+
+    text ─▶ Source ─detect─▶ Reader ─interpolate─▶ leaves ─rows─▶ entries ─┐
+                                        rows whose key is absent ─▶ additions ─┴▶ config ─fallback─▶ Conversion
+
+The order of precedence where several things write one key of ours: the file's first entry, then what the
+reader adds, then defaults. Two entries that want different values are a warning.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from schema.config.keys import leaf_keys
+from schema.config.loading.explain import closest
+from schema.config.problem import MOST_SHOWN
+from schema.config.root import Config
+from schema.config.sections.train_policy import SFTDataConfig
+from schema.config.sections.unsupported import TABLE
+from schema.interop.engine.composed import not_read
+from schema.interop.engine.fallback import nearest
+from schema.interop.engine.interpolation import resolve
+from schema.interop.engine.keys import dotted, leaves, lookup, split_key, store, unsupported_key
+from schema.interop.engine.model import Addition, Conversion, Entry, Outcome, Target
+from schema.interop.engine.rows import (
+    ABSENT,
+    BadValue,
+    Leaf,
+    Reader,
+    Reading,
+    Result,
+    Row,
+    defaults_of,
+    implicit,
+    nothing,
+    shown,
+    unknown,
+)
+from schema.interop.engine.source import Source
+from schema.interop.engine.unsupported import METHOD_KEYS, decides_method, reason_for
+
+_SECRET = re.compile(r"(api_key|apikey|token|password|secret|access_key)$", re.IGNORECASE)
+
+
+def convert_source(source: Source, reader: Reader, kind: str, env: Mapping[str, str]) -> Conversion:
+    """Convert one file that is known to be of this system and kind.
+
+    Raises ConfigError where an interpolation cannot be resolved; whatever else is wrong with the file is in
+    the entries.
+    """
+    rows = reader.rows(kind)
+    left_out, remedy = not_read(source.data.get("defaults"), reader.title)
+    if reader.interpolates:
+        hint = f"{left_out}; {remedy}" if left_out else ""
+        data = resolve(source.data, source.lines, source.name, env, defaults_of(rows), hint)
+        source = source.with_data(data)
+    reading = Reading(reader.system, reader.title, kind, source, rows)
+    found = [(path, dotted(path), value) for path, value in leaves(source.data)]
+    reading.values = {key: value for _, key, value in found}
+    entries = [
+        _entry(reading, reader, Leaf(key, value, line=source.line(path))) for path, key, value in found
+    ]
+    if left_out:
+        reading.warn(
+            f"{left_out}. What they say other than {reader.title}'s own defaults is left out; {remedy}"
+        )
+    reader.finish(reading)
+    final, added, config = _assemble(reading, entries, _additions(reading, entries))
+    keys = tuple(key for _, key, _ in found)
+    conversion = Conversion(
+        reader.system, kind, source.name, keys, final, added, config, tuple(reading.warnings)
+    )
+    assert not conversion.missing_leaves
+    assert not conversion.repeated_leaves
+    return conversion
+
+
+# --- one entry ----------------------------------------------------------------------------------------------
+
+
+def _entry(reading: Reading, reader: Reader, leaf: Leaf) -> Entry:
+    result = _decide(reading, reader, leaf)
+    unwritable = next((reason for _, value in result.targets if (reason := _unwritable(value))), None)
+    if unwritable is not None:
+        result = unknown(unwritable)
+    value = leaf.value
+    if not result.targets and _SECRET.search(leaf.key) and isinstance(value, str):
+        value = "***"  # the report and the comments of the result must not spread it
+    result = _with_method(reading, Leaf(leaf.key, value), result)
+    return Entry(leaf.key, value, result.outcome, result.targets, result.note, leaf.line)
+
+
+def _with_method(reading: Reading, leaf: Leaf, result: Result) -> Result:
+    """A result that would change what is trained goes into `[unsupported]`; every other one stays as it is.
+
+    That is a key of METHOD without counterpart, and a value that is not understood of a key that maps to one of
+    METHOD_KEYS: our default would train by another method.
+    """
+    row, _ = _row_of(reading, leaf.key)
+    if result.outcome is Outcome.NONE:
+        names = {leaf.key} if row is None else {leaf.key, row.key}
+        loses_method = any(decides_method(reading.system, name, leaf.value) for name in names)
+    elif result.outcome is Outcome.UNKNOWN:
+        loses_method = row is not None and not METHOD_KEYS.isdisjoint(row.how.ours)
+    else:
+        loses_method = result.outcome is Outcome.UNSUPPORTED
+    if not loses_method or result.targets:
+        return result
+    value = leaf.value if _plain(leaf.value) and _unwritable(leaf.value) is None else yaml_value(leaf.value)
+    if isinstance(value, str):
+        value = value.encode("utf-8", "replace").decode()
+    return Result(Outcome.UNSUPPORTED, ((unsupported_key(leaf.key), value),), result.note)
+
+
+def _plain(value: Any) -> bool:
+    """Whether JSON and TOML have such a value: no null, no date."""
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    return isinstance(value, bool | int | float | str | list | Mapping) and all(map(_plain, items))
+
+
+def _unwritable(value: Any, inside: bool = False) -> str | None:
+    """Why TOML and JSON cannot hold a value; None where they can. None by itself means to leave a key out."""
+    if value is None:
+        return "null inside a list cannot be written in TOML" if inside else None
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"{value} is no finite number"
+    if isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value):
+        return "half of a surrogate pair is no text"
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    return next((reason for item in items if (reason := _unwritable(item, inside=True))), None)
+
+
+def _decide(reading: Reading, reader: Reader, leaf: Leaf) -> Result:
+    artefact = reader.artefacts(leaf.key, leaf.value)
+    if artefact is not None:
+        return artefact
+    row, rest = _row_of(reading, leaf.key)
+    if row is None:
+        return _without_row(reading, leaf)
+    repeated = _repeats(reading, row, leaf)
+    if repeated is not None:
+        return repeated
+    return _apply(reading, row, Leaf(leaf.key, leaf.value, rest, leaf.line))
+
+
+def _apply(reading: Reading, row: Row, leaf: Leaf) -> Result:
+    try:
+        idle = row.when(reading) if row.when is not None else ""
+        return implicit(idle) if idle else row.how.run(reading, leaf)
+    except BadValue as error:
+        return unknown(str(error))
+
+
+def _row_of(reading: Reading, key: str) -> tuple[Row | None, str]:
+    """The row of a key and what its wildcard stands for; the longest wildcard wins."""
+    if key in reading.by_key:
+        return reading.by_key[key], ""
+    parts = split_key(key)
+    for end in range(len(parts) - 1, 0, -1):
+        row = reading.by_key.get(f"{dotted(parts[:end])}.*")
+        if row is not None:
+            return row, dotted(parts[end:])
+    return None, ""
+
+
+def _repeats(reading: Reading, row: Row, leaf: Leaf) -> Result | None:
+    """A second spelling of a key that is written too: the first of its spellings wins."""
+    written = [
+        name for name in row.spellings if reading.values.get(name) is not None and not name.endswith(".*")
+    ]
+    if not written or written[0] == leaf.key:
+        return None
+    other = written[0]
+    if leaf.value is None or leaf.value == reading.values[other]:
+        return implicit(f"another name of `{other}`, which is written too")
+    reading.warn(
+        f"`{leaf.key}` = {shown(leaf.value)} and `{other}` = {shown(reading.values[other])} are two names "
+        f"of one key and contradict each other; `{other}` is taken"
+    )
+    return implicit(
+        f"another name of `{other}`, whose different value {shown(reading.values[other])} is taken"
+    )
+
+
+def _without_row(reading: Reading, leaf: Leaf) -> Result:
+    """A key that no row knows: without a counterpart, an empty or null table, or unknown."""
+    reason = reason_for(reading.system, leaf.key)
+    if reason is not None:
+        return nothing(reason)
+    inside = leaf.key + "."
+    if any(key.startswith(inside) for key in reading.by_key):
+        if leaf.value is None or leaf.value == {}:
+            return implicit("an empty table: nothing is set")
+        return unknown(f"expected a table of keys, got {shown(leaf.value)}")
+    parts = split_key(leaf.key)
+    for end in range(len(parts) - 1, 0, -1):
+        around = dotted(parts[:end])
+        if around in reading.by_key:
+            return unknown(f"`{around}` is a single value there, not a table")
+    reading.strangers += 1
+    if reading.strangers > MOST_SHOWN:  # a guess takes milliseconds
+        return unknown(f"not a key of {reading.title} that this converter knows")
+    known = [key for key in reading.by_key if not key.endswith(".*")]
+    close = closest(leaf.key, known) or _same_name(parts[-1], known)
+    hint = f"; did you mean `{close}`?" if close else ""
+    return unknown(f"not a key of {reading.title} that this converter knows{hint}")
+
+
+def _same_name(name: str, known: Sequence[str]) -> str | None:
+    """The one known key whose last part is the same: a key in the wrong table."""
+    found = [key for key in known if split_key(key)[-1] == name]
+    return found[0] if len(found) == 1 else None
+
+
+# --- what the file leaves out -------------------------------------------------------------------------------
+
+
+def _additions(reading: Reading, entries: list[Entry]) -> list[Addition]:
+    """What the reader adds, then their defaults where the file is silent and ours differ."""
+    written = {key for entry in entries for key, _ in entry.targets}
+    chosen: dict[str, Addition] = {}
+    for addition in reading.additions:
+        if addition.key not in written:
+            chosen.setdefault(addition.key, addition)
+    for row in reading.rows:
+        if row.default is ABSENT or reading.has(row.key):
+            continue
+        leaf = Leaf(row.key, row.default)
+        result = _with_method(reading, leaf, _apply(reading, row, leaf))
+        for key, value in result.targets:
+            note = f"{reading.title}'s default: {row.key} = {yaml_value(row.default)}"
+            if result.note:
+                note += f"; {result.note}"
+            if key not in written and key not in chosen:
+                chosen[key] = Addition(key, value, note)
+    job = _job_type(entries, chosen)
+    return [
+        addition
+        for addition in chosen.values()
+        if addition in reading.additions or not _is_our_default(addition.key, addition.value, job)
+    ]
+
+
+def _job_type(entries: list[Entry], chosen: Mapping[str, Addition]) -> str:
+    tag = "train.train_policy.type"
+    for entry in entries:
+        for key, value in entry.targets:
+            if key == tag:
+                return str(value)
+    return str(chosen[tag].value) if tag in chosen else "grpo"
+
+
+def _is_our_default(key: str, value: Any, job: str) -> bool:
+    default = our_default(key, job)
+    return (type(default) is not bool and default == value) or default is value
+
+
+def our_default(key: str, job: str = "grpo") -> Any:
+    """Our default of a dotted key in a job of this type; ABSENT where the schema has no such key."""
+    return lookup(_our_defaults(job), split_key(key), ABSENT)
+
+
+@cache
+def _our_defaults(job: str) -> dict[str, Any]:
+    data = Config().model_dump()
+    if job == "sft":
+        data["train"]["train_policy"] = SFTDataConfig(type="sft").model_dump()
+    return data
+
+
+# --- the configuration --------------------------------------------------------------------------------------
+
+
+def _assemble(
+    reading: Reading, entries: list[Entry], additions: list[Addition]
+) -> tuple[tuple[Entry, ...], tuple[Addition, ...], dict[str, Any]]:
+    """The nested configuration, with what the build lacks replaced where that changes speed only."""
+    entries = _without_contradictions(reading, entries)
+    lacking = nearest(_nested(entries, additions))
+    entries = [_fallen_back(entry, lacking) for entry in entries]
+    touched = {key for entry in entries for key, _ in entry.faithful}
+    additions = [_addition_fallen_back(addition, lacking) for addition in additions]
+    present = {addition.key for addition in additions}
+    for key, (value, missing) in lacking.items():
+        if key not in touched and key not in present:
+            note = f"our default needs {missing}, which this build does not have yet"
+            additions.append(Addition(key, value, note, faithful=our_default(key)))
+    return tuple(entries), tuple(additions), _nested(entries, additions)
+
+
+def _without_contradictions(reading: Reading, entries: list[Entry]) -> list[Entry]:
+    """The first entry that writes a key has it; a later one with another value says so and writes nothing."""
+    first: dict[str, tuple[Any, str]] = {}
+    kept: list[Entry] = []
+    for entry in entries:
+        targets: list[Target] = []
+        note = entry.note
+        for key, value in entry.targets:
+            taken, by = first.setdefault(key, (value, entry.source))
+            if taken == value and isinstance(taken, bool) == isinstance(value, bool):
+                targets.append((key, taken))
+                continue
+            reading.warn(
+                f"`{by}` and `{entry.source}` both set {key}, to {shown(taken)} and {shown(value)}: "
+                f"{shown(taken)} is written"
+            )
+            note = "; ".join(filter(None, (note, f"{key} is already set by `{by}`, which wins")))
+        outcome = entry.outcome
+        if entry.targets and not targets:
+            outcome = Outcome.IMPLICIT
+        kept.append(replace(entry, targets=tuple(targets), note=note, outcome=outcome))
+    return kept
+
+
+def _fallen_back(entry: Entry, lacking: Mapping[str, tuple[Any, str]]) -> Entry:
+    hit = [key for key, _ in entry.targets if key in lacking]
+    if not hit:
+        return entry
+    targets = tuple((key, lacking[key][0] if key in lacking else value) for key, value in entry.targets)
+    missing = " and ".join(dict.fromkeys(lacking[key][1] for key in hit))
+    note = "; ".join(filter(None, (entry.note, f"this build lacks {missing}, which changes no number")))
+    return replace(entry, outcome=Outcome.FALLBACK, targets=targets, note=note, faithful=entry.targets)
+
+
+def _addition_fallen_back(addition: Addition, lacking: Mapping[str, tuple[Any, str]]) -> Addition:
+    if addition.key not in lacking:
+        return addition
+    value, missing = lacking[addition.key]
+    note = f"{addition.note}; this build lacks {missing}, which changes no number"
+    return Addition(addition.key, value, note, faithful=addition.value)
+
+
+def _nested(entries: list[Entry], additions: list[Addition]) -> dict[str, Any]:
+    """Everything that is written, in the order of the schema; what the schema does not know comes last."""
+    config: dict[str, Any] = {}
+    targets = [target for entry in entries for target in entry.targets]
+    targets += [(addition.key, addition.value) for addition in additions]
+    place = {key: index for index, key in enumerate(leaf_keys())}
+
+    def order(target: Target) -> int:
+        first = target[0].startswith(f"{TABLE}.")  # whoever opens the file sees it
+        return -1 if first else place.get(target[0], len(place))
+
+    for key, value in sorted(targets, key=order):
+        if value is not None:
+            store(config, split_key(key), value)
+    return config
+
+
+def yaml_value(value: Any) -> str:
+    """A value of the other system as its file would write it."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, list):
+        return "[" + ", ".join(yaml_value(item) for item in value) + "]"
+    if isinstance(value, Mapping):
+        items = ", ".join(f"{key}: {yaml_value(item)}" for key, item in value.items())
+        return "{" + items + "}"
+    return str(value)

@@ -1,0 +1,237 @@
+"""`${…}` as OmegaConf resolves it, without evaluating anything.
+
+    ${a.b.c}            the value of another key, from the top
+    ${.x}  ${..x}       the same, from the table that holds this key, or from the one around it
+    ${oc.env:NAME}      an environment variable, `${oc.env:NAME,default}` with a default
+    ${oc.select:a.b,d}  another key, or d where there is none
+
+A value that is one interpolation takes the type of what it names; inside a longer text it becomes text.
+Anything else between `${` and `}` is an error with its line: guessing would be worse.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from schema.config.problem import ConfigError, Problem
+from schema.interop.engine.keys import Path, dotted, split_key
+from schema.interop.engine.yamlfile import scalar
+
+_ABSENT = object()
+_KEY = re.compile(r"\.*[^\s${}:,.\"'\[\]]+(?:\.[^\s${}:,.\"'\[\]]+|\[[^\s\]]+\])*")
+MAX_NESTING = 16  # of one interpolation inside another
+MAX_RESOLVED = 20_000  # values that references may expand to; verl's longest file has 900
+MAX_TEXT = 64 * 1024  # of one resolved text; a path has a few hundred characters
+MAX_PROBLEMS = 20  # more at once help nobody, and a broken file can have thousands
+MAX_CHAIN = 64  # of one reference to the next; verl's files have chains of three
+
+
+def resolve(
+    data: Mapping[str, Any],
+    lines: Mapping[Path, int],
+    name: str,
+    env: Mapping[str, str],
+    defaults: Mapping[str, Any],
+    absent: str = "",
+) -> dict[str, Any]:
+    """`data` with every interpolation replaced by what it names.
+
+    env: the environment that `oc.env` reads. defaults: by dotted key, what the other system has where the
+    file is silent. absent: the hint for a key that is not there. Raises ConfigError with all unresolvable
+    references, each with its line.
+    """
+    resolver = _Resolver(data, lines, name, env, defaults, absent)
+    resolved = {key: resolver.value((key,), value) for key, value in data.items()}
+    if resolver.problems:
+        raise ConfigError(resolver.problems)
+    return resolved
+
+
+class _Unresolvable(Exception):
+    """The reason why a reference has no value."""
+
+
+class _AbsentError(_Unresolvable):
+    """It names a key that is not there."""
+
+
+class _Resolver:
+    def __init__(
+        self,
+        data: Mapping[str, Any],
+        lines: Mapping[Path, int],
+        name: str,
+        env: Mapping[str, str],
+        defaults: Mapping[str, Any],
+        absent: str,
+    ) -> None:
+        self.absent = absent
+        self.data, self.lines, self.name, self.env, self.defaults = data, lines, name, env, defaults
+        self.problems: list[Problem] = []
+        self._open: list[Path] = []  # keys that are being resolved: one that comes again is a cycle
+        self._budget = MAX_RESOLVED  # references to tables copy them: what that may grow to is bounded
+
+    def value(self, path: Path, value: Any) -> Any:
+        """A value with its interpolations resolved; where one fails, the problem is noted and None stands."""
+        if isinstance(value, Mapping):
+            return {key: self.value((*path, key), item) for key, item in value.items()}
+        if len(self.problems) >= MAX_PROBLEMS:
+            return None
+        try:
+            return self._resolved(path, value)
+        except _Unresolvable as error:
+            where = self.lines.get(path) or self.lines.get(path[:-1])
+            hint = self.absent if isinstance(error, _AbsentError) else ""
+            self.problems.append(Problem(dotted(path), str(error), value, hint, file=self.name, line=where))
+            return None
+
+    def _resolved(self, path: Path, value: Any) -> Any:
+        self._budget -= 1
+        if self._budget < 0:
+            raise _Unresolvable(f"references expand to more than {MAX_RESOLVED} values")
+        if isinstance(value, Mapping):
+            return {key: self._resolved((*path, key), item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self._resolved((*path, str(index)), item) for index, item in enumerate(value)]
+        if not isinstance(value, str) or "${" not in value:
+            return value
+        if path in self._open:
+            chain = [dotted(part) for part in (*self._open[self._open.index(path) :], path)]
+            raise _Unresolvable(f"refers to itself: {' -> '.join(chain)}")
+        if len(self._open) >= MAX_CHAIN:
+            raise _Unresolvable(f"a chain of more than {MAX_CHAIN} references")
+        self._open.append(path)
+        try:
+            return self._text(path, value, 0)
+        finally:
+            self._open.pop()
+
+    def _text(self, path: Path, text: str, depth: int) -> Any:
+        """A text with its outermost interpolations replaced; alone in the text, one keeps its type."""
+        if depth > MAX_NESTING:
+            raise _Unresolvable(f"more than {MAX_NESTING} interpolations inside one another")
+        pieces: list[Any] = []
+        position = 0
+        while (start := text.find("${", position)) >= 0:
+            end = _closing(text, start)
+            if start > position:
+                pieces.append(text[position:start])
+            pieces.append(_One(self._reference(path, text[start + 2 : end], depth)))
+            position = end + 1
+        if position < len(text):
+            pieces.append(text[position:])
+        if len(pieces) == 1:
+            return pieces[0].value if isinstance(pieces[0], _One) else pieces[0]
+        joined = "".join(_as_text(piece.value) if isinstance(piece, _One) else piece for piece in pieces)
+        if len(joined) > MAX_TEXT:
+            raise _Unresolvable("references expand to a text that is too long")
+        return joined
+
+    def _reference(self, path: Path, inner: str, depth: int) -> Any:
+        resolver, colon, arguments = inner.partition(":")
+        if colon and resolver.strip() in ("oc.env", "oc.select"):
+            name, comma, default = arguments.partition(",")
+            if "${" in name:  # then the comma may be inside of it
+                arguments = _as_text(self._text(path, arguments, depth + 1))
+                name, comma, default = arguments.partition(",")
+            fall_back = self._default(path, default, depth) if comma else _ABSENT
+            return (
+                self._env(name.strip(), fall_back)
+                if "env" in resolver
+                else self._maybe(path, name, fall_back)
+            )
+        if "${" in inner:
+            inner = _as_text(self._text(path, inner, depth + 1))
+        inner = inner.strip()
+        resolver, colon, _ = inner.partition(":")
+        if colon:
+            raise _Unresolvable(
+                f"`{resolver}` in ${{{inner}}} cannot be resolved here; write the value itself"
+            )
+        if not _KEY.fullmatch(inner):
+            raise _Unresolvable(f"${{{inner}}} is not of the form ${{a.b.c}}")
+        found = self._select(path, inner)
+        if found is _ABSENT:
+            raise _AbsentError(f"${{{inner}}} names a key that is not in the file")
+        return found
+
+    def _default(self, path: Path, text: str, depth: int) -> Any:
+        """The default of a resolver: a scalar, an empty table or list, or another reference."""
+        text = text.strip()
+        if "${" in text:
+            return self._text(path, text, depth + 1)
+        if text in ("{}", "[]"):
+            return {} if text == "{}" else []
+        return scalar(text) if text[:1] not in ("'", '"') else text.strip("'\"")
+
+    def _maybe(self, path: Path, name: str, default: Any) -> Any:
+        found = self._select(path, name.strip())
+        if found is _ABSENT:
+            return None if default is _ABSENT else default
+        return found
+
+    def _env(self, name: str, default: Any) -> Any:
+        if name in self.env:
+            return self.env[name]  # text, as the environment has it: numbers are read by the keys
+        if default is _ABSENT:
+            raise _Unresolvable(f"the environment has no {name}: set it, or write ${{oc.env:{name},default}}")
+        return default
+
+    def _select(self, path: Path, key: str) -> Any:
+        target = _absolute(path, key)
+        value: Any = self.data
+        for index, part in enumerate(target):
+            if isinstance(value, str) and "${" in value:
+                value = self._resolved(target[:index], value)
+            if isinstance(value, list) and part.isdigit() and int(part) < len(value):
+                value = value[int(part)]
+            elif isinstance(value, Mapping) and part in value:
+                value = value[part]
+            else:
+                return self.defaults.get(dotted(target), _ABSENT)
+        return self._resolved(target, value)
+
+
+class _One:
+    """A resolved interpolation, apart from the text around it."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _absolute(path: Path, key: str) -> Path:
+    """The path that a reference names; each leading dot beyond the first goes one table up."""
+    key = re.sub(r"\[([^\]]*)\]", r".\1", key)
+    dots = len(key) - len(key.lstrip("."))
+    parts = split_key(key[dots:])
+    if not dots:
+        return parts
+    if dots > len(path):
+        raise _Unresolvable(f"${{{key}}} leaves the file")
+    return (*path[: len(path) - dots], *parts)
+
+
+def _closing(text: str, start: int) -> int:
+    """Where the `}` of the `${` at `start` stands."""
+    depth, position = 0, start
+    while position < len(text):
+        if text.startswith("${", position):
+            depth, position = depth + 1, position + 2
+        elif text[position] in "{}":
+            depth += 1 if text[position] == "{" else -1
+            if depth == 0:
+                return position
+            position += 1
+        else:
+            position += 1
+    raise _Unresolvable("a `${` that no `}` closes")
+
+
+def _as_text(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, Mapping | list):
+        raise _Unresolvable("a table or a list cannot stand inside a text")
+    return str(value)

@@ -1,0 +1,1 @@
+"""Reads ROLL's configurations: one module per section of theirs."""

@@ -1,0 +1,141 @@
+"""Ways to convert a value that only ROLL's tables need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from schema.config.problem import ConfigError, Problem
+from schema.interop.engine.rows import (
+    BadValue,
+    How,
+    Leaf,
+    Reading,
+    Result,
+    Row,
+    implicit,
+    mapped,
+    nothing,
+    shown,
+    unless,
+)
+from schema.interop.engine.unsupported import reason_for
+from schema.interop.roll.device_mapping import DeviceMappingError, parse_device_mapping
+
+POLICY = "train.train_policy"
+NEUTRAL = (None, False, 0, 0.0, "", "null")
+
+DTYPES = {
+    "fp32": "float32",
+    "float32": "float32",
+    "float": "float32",
+    "bf16": "bfloat16",
+    "bfloat16": "bfloat16",
+    "fp16": "float16",
+    "float16": "float16",
+    "half": "float16",
+}
+
+
+def count(number: int, noun: str) -> str:
+    """A number with its noun: `1 device`, `2 devices`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def reason(key: str) -> str:
+    """Why a key of ROLL has no counterpart, from the closed list."""
+    found = reason_for("roll", key)
+    if found is None:
+        raise LookupError(f"{key} is not in the closed list")
+    return found
+
+
+def named_devices(reading: Reading, leaf: Leaf) -> list[int] | None:
+    """The devices of a `device_mapping`, None for null. Raises ConfigError: nothing can be placed without them."""
+    if leaf.value is None:
+        return None
+    try:
+        return parse_device_mapping(leaf.value)
+    except DeviceMappingError as error:
+        problem = Problem(leaf.key, str(error), leaf.value, file=reading.source.name, line=leaf.line)
+        raise ConfigError([problem]) from None
+
+
+def asks(neutral: Sequence[Any], why: str, how: How, words: str = "as it is") -> How:
+    """`unless` for a key of ours: the docs say how the value changes, not why nothing may be written."""
+    return replace(unless(neutral, why, how), words=how.words or words)
+
+
+def lost(key: str, *neutral: Any) -> How:
+    """No counterpart, unless the value asks for nothing (null, false, 0 or one of `neutral`)."""
+    why = reason(key)
+
+    def run(reading: Reading, leaf: Leaf) -> Result:
+        asks_nothing = any(
+            leaf.value == value and isinstance(leaf.value, bool) == isinstance(value, bool)
+            for value in (*NEUTRAL, *neutral)
+        )
+        return implicit("asks for nothing") if asks_nothing else nothing(why)
+
+    return How(run, (), "no counterpart")
+
+
+def is_one_of(value: Any, names: Iterable[str]) -> bool:
+    """Whether a value is one of these names; tables and lists are none."""
+    return isinstance(value, str) and value in names
+
+
+def dtype(ours: str) -> How:
+    """A type by any of its names; null is the default."""
+
+    def run(reading: Reading, leaf: Leaf) -> Result:
+        if leaf.value is None:
+            return implicit("null: the default")
+        if not is_one_of(leaf.value, DTYPES):
+            raise BadValue(f"expected one of {', '.join(DTYPES)}, got {shown(leaf.value)}")
+        return mapped((ours, DTYPES[leaf.value]))
+
+    return How(run, (ours,), "`bf16` → `bfloat16`, `fp16` → `float16`, `fp32` → `float32`")
+
+
+def stored_dtype(name: str, stored: Any, strategy: Any) -> Result:
+    """A model's type beside the strategy's param_dtype: then it is the type of the master weights."""
+    computing = DTYPES[strategy] if is_one_of(strategy, DTYPES) else None
+    if computing == stored:
+        return implicit("the same as the strategy's param_dtype")
+    return mapped((f"{name}.master_dtype", stored), note="param_dtype of the strategy computes")
+
+
+def repeats(other: Callable[[Reading], Any], same: str, differs: Callable[[Leaf, Any], Result]) -> How:
+    """A key that only repeats another one: implicit where it says the same, else `differs`."""
+
+    def run(reading: Reading, leaf: Leaf) -> Result:
+        expected = other(reading)
+        if leaf.value is None or leaf.value == expected:
+            return implicit(same)
+        return differs(leaf, expected)
+
+    return How(run, (), same)
+
+
+def wins(what: str) -> Callable[[Leaf, Any], Result]:
+    """What ROLL does where two keys disagree: the other one is taken."""
+    return lambda leaf, expected: implicit(
+        f"ROLL takes {what}" + ("" if expected is None else f" ({shown(expected)})") + " instead"
+    )
+
+
+def under(prefix: str, rows: tuple[Row, ...]) -> tuple[Row, ...]:
+    """The same rows below a table."""
+    return tuple(
+        Row(
+            f"{prefix}.{row.key}",
+            row.how,
+            row.default,
+            tuple(f"{prefix}.{name}" for name in row.also),
+            row.when,
+            row.words,
+        )
+        for row in rows
+    )

@@ -1,0 +1,148 @@
+"""ROLL: RLVR and agent pipelines (`rlvr_config.yaml`, `agentic_*.yaml`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from schema.interop.engine.keys import unsupported_key
+from schema.interop.engine.rows import BadValue, Reader, Reading, Row
+from schema.interop.engine.source import Source
+from schema.interop.roll.actor_infer import ACTOR_INFER_ROWS, VALIDATION_ROWS
+from schema.interop.roll.actor_train import ACTOR_TRAIN_ROWS
+from schema.interop.roll.algorithm import ALGORITHM_ROWS
+from schema.interop.roll.converters import POLICY, reason
+from schema.interop.roll.facts import engine_size, engines, has_critic, is_agentic, mesh
+from schema.interop.roll.pipeline import PIPELINE_ROWS
+from schema.interop.roll.rewards import REWARD_ROWS, scorers
+from schema.interop.roll.roles import ROLE_ROWS
+from schema.interop.roll.unsupported import DISTILLATION_ROLES, DPO_KEYS
+
+_ROLES = ("actor_train", "actor_infer")
+_PIPELINE = ("rollout_batch_size", "num_return_sequences_in_group")
+_AGENT = ("train_env_manager", "custom_envs", "custom_env", "env_manager_cls")
+
+_ROWS: tuple[Row, ...] = (
+    *PIPELINE_ROWS,
+    *ALGORITHM_ROWS,
+    *ACTOR_TRAIN_ROWS,
+    *ACTOR_INFER_ROWS,
+    *VALIDATION_ROWS,
+    *ROLE_ROWS,
+    *REWARD_ROWS,
+)
+
+
+def _detect(source: Source) -> str | None:
+    if not any(source.has(key) for key in (*_ROLES, *_PIPELINE, *DISTILLATION_ROLES)):
+        return None
+    if any(source.has(key) for key in _AGENT):
+        return "agentic"
+    if any(source.has(key) for key in DISTILLATION_ROLES):
+        return "distillation"
+    rolls_out = any(source.has(key) for key in ("actor_infer", *_PIPELINE))
+    pairs = any(source.has(key) for key in DPO_KEYS)
+    return "dpo" if pairs or (source.has("train_batch_size") and not rolls_out) else "rlvr"
+
+
+def _rows(kind: str) -> Sequence[Row]:
+    return _ROWS
+
+
+def _finish(reading: Reading) -> None:
+    """What ROLL does without a key for it, and sizes that our defaults would set otherwise."""
+    reading.add("train.compile", False, "ROLL does not compile the policy")
+    _add_meshes(reading)
+    _add_data(reading)
+    _add_pipeline(reading)
+    models = ("pretrain", "actor_train.model_args.model_name_or_path")
+    if all(reading.get(key, None) is None for key in models):
+        reading.warn("no model is named (pretrain): write policy.model_name_or_path")
+    if has_critic(reading) and not reading.has("adv_estimator"):
+        reading.warn("adv_estimator is not set, and ROLL's default is gae: a critic is trained")
+
+
+def _add_pipeline(reading: Reading) -> None:
+    """Which pipeline a file is for is said by the script that starts it; here by its keys, unless one names it."""
+    kind = "distillation" if any(map(reading.below, DISTILLATION_ROLES)) else reading.kind
+    if kind != "rlvr" and not reading.has("pipeline_cls"):
+        title = "DPO" if kind == "dpo" else kind
+        note = f"the file is of ROLL's {title} pipeline; {reason('pipeline_cls')}"
+        reading.add(unsupported_key("pipeline"), kind, note)
+
+
+def _add_meshes(reading: Reading) -> None:
+    try:
+        for name, size in mesh(reading).sizes().items():
+            reading.add(f"policy.parallelism.{name}", size, "follows from actor_train's devices")
+        tp, pp = engine_size(reading)
+        reading.add("rollout.parallelism.tp_size", tp, "follows from actor_infer's engine")
+        if pp > 1:
+            reading.add("rollout.parallelism.pp_size", pp, "follows from actor_infer's engine")
+        _check_agreement(reading)
+    except BadValue:
+        return  # the entries of the keys that contradict each other say so
+
+
+def _check_agreement(reading: Reading) -> None:
+    groups = engines(reading)
+    written = reading.integer("actor_infer.num_gpus_per_worker", None)
+    tp, pp = engine_size(reading)
+    if groups and written not in (None, tp * pp):
+        reading.warn(
+            f"num_gpus_per_worker = {written}, but the engine is of {tp} · {pp} devices, which ROLL takes"
+        )
+
+
+def _add_data(reading: Reading) -> None:
+    if is_agentic(reading):
+        reading.warn(
+            "the environments of an agent pipeline have no keys here yet: the data must be named by hand"
+        )
+        return
+    if not reading.has("actor_train.data_args.response"):
+        note = "the column that ROLL's rule rewards read"
+        reading.add(f"{POLICY}.response_column_name", "ground_truth", note)
+    if not any(scorers(reading).values()):
+        note = "no reward of the file has a function here: write one"
+        reading.add(f"{POLICY}.reward_function", "path/to/reward.py:function", note)
+        reading.warn(f"{POLICY}.reward_function must be written by hand")
+
+
+PROSE = (
+    "A pipeline step of ROLL rolls out `rollout_batch_size` prompts, `num_return_sequences_in_group` samples "
+    "each: that product is `train.train_batch_per_replica`. Its global batch is "
+    "`per_device_train_batch_size · gradient_accumulation_steps · world`, divided by `ulysses_size` (FSDP2, "
+    "DeepSpeed) or by the tensor, pipeline and context sizes (Megatron); where it is smaller than a rollout it "
+    "becomes `batch_size_per_optimize`, where it is larger ROLL would never fill it and the report says so.",
+    "`device_mapping` is read as data: `list(range(a,b[,c]))`, literal lists, and sums of them. Devices that "
+    'training and generation share become `placement.share = "time"`; the number of machines follows from the '
+    "largest device and `num_gpus_per_node`.",
+    "Estimator, reward normalisation and whitening are one choice here. ROLL's `grpo` is `grpo`; `reinforce` "
+    "is `grpo` with rewards normalised by the group, `reinforce_plus_plus_baseline` with the group's mean and "
+    "whitening, `reinforce_plus_plus` with whitening alone. What no estimator does (a second or a missing whitening, "
+    "clipped advantages) is unsupported, also where ROLL's default asks for it.",
+    "A file for another pipeline of ROLL (agents, DPO, distillation) is known by its keys or its `pipeline_cls`; "
+    "`pipeline` in `[unsupported]` says which.",
+    "ROLL's defaults are written where a file is silent: `adv_estimator` is gae with a critic, `top_p` 0.7, "
+    "`top_k` 50, `temperature` 0.95, `learning_rate` 5e-5 with a linear decay, `loss_agg_mode` "
+    "seq-mean-token-mean, no dual clip, `async_generation_ratio` 0. Training on answers cut by `top_p` or "
+    "`top_k` is refused by `validate`: their log-probs are of another distribution.",
+    "`examples/roll_grpo.yaml` is a file of ROLL that becomes valid without a change.",
+    "Files composed by Hydra (`defaults:`) refer to keys that are not in them: convert the composed file.",
+)
+
+READER = Reader(
+    system="roll",
+    title="ROLL",
+    kinds={
+        "rlvr": "reinforcement learning with verifiable rewards",
+        "agentic": "an agent pipeline",
+        "dpo": "a DPO pipeline",
+        "distillation": "a distillation pipeline",
+    },
+    detect=_detect,
+    signs=(*_ROLES, *_PIPELINE),
+    rows=_rows,
+    finish=_finish,
+    prose=PROSE,
+)

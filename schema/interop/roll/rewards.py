@@ -1,0 +1,175 @@
+"""`rewards` of ROLL and the environments of its agents: rules become our functions of the same rule."""
+
+from __future__ import annotations
+
+from schema.interop.engine.model import Outcome
+from schema.interop.engine.rows import (
+    BadValue,
+    Leaf,
+    Reading,
+    Result,
+    Row,
+    as_text,
+    as_texts,
+    computed,
+    implicit,
+    integer,
+    mapped,
+    nothing,
+    shown,
+    unsupported,
+)
+from schema.interop.engine.unsupported import decides_method, reason_for
+from schema.interop.roll.converters import POLICY, lost, named_devices, reason
+
+_WORKERS = {
+    "MathRuleRewardWorker": "boxed_math",
+    "MultipleChoiceBoxedRuleRewardWorker": "single_choice",
+    "CrossThinkQARuleRewardWorker": "single_choice",
+}
+
+
+def domains(reading: Reading) -> list[str]:
+    """The names of the rewards, in the order of the file."""
+    return list(dict.fromkeys(key.split(".")[0] for key in reading.below("rewards") if "." in key))
+
+
+def scorers(reading: Reading) -> dict[str, str | None]:
+    """Domain -> our reward function for its worker; None where there is none."""
+    found: dict[str, str | None] = {}
+    for domain in domains(reading):
+        worker = reading.values.get(f"rewards.{domain}.worker_cls")
+        found[domain] = _WORKERS.get(str(worker).rpartition(".")[2])
+    return found
+
+
+@computed(
+    f"{POLICY}.reward_function",
+    f"{POLICY}.filter_reward_metric",
+    words="a rule of ROLL's → our function of the same rule",
+)
+def _reward(reading: Reading, leaf: Leaf) -> Result:
+    domain, _, key = leaf.rest.partition(".")
+    if not key:
+        return (
+            implicit("an empty table: nothing is set") if leaf.value in (None, {}) else _unknown_reward(leaf)
+        )
+    if key == "worker_cls":
+        return _worker(reading, leaf, domain)
+    if key == "tag_included":
+        as_texts(leaf.value)
+        return _tags(reading)
+    if key.startswith(("query_filter_config.", "response_filter_config.")):
+        return _filter(reading, leaf, domain, key)
+    if key == "judge_api_key" and leaf.value not in (None, ""):
+        return nothing(reason("rewards.<domain>.judge_api_key"))
+    if key in ("world_size", "num_gpus_per_worker", "infer_batch_size", "name"):
+        return implicit("reward functions run in reward.num_workers processes of each rollout replica")
+    head = key.split(".")[0]
+    if head == "device_mapping":
+        named_devices(reading, leaf)
+    if head in ("model_args", "generating_args", "strategy_args", "data_args", "device_mapping"):
+        return _model_of_reward(reading, leaf, domain)
+    if head == "system_envs":
+        return nothing(reason("rewards.<domain>.system_envs"))
+    if not _is_listed(head):
+        return _unknown_reward(leaf)
+    result = lost(f"rewards.<domain>.{head}").run(reading, leaf)
+    shapes = scorers(reading)[domain] is not None and decides_method(
+        "roll", f"rewards.<domain>.{head}", leaf.value
+    )
+    return unsupported(result.note) if shapes and result.outcome is Outcome.NONE else result
+
+
+def _is_listed(head: str) -> bool:
+    return reason_for("roll", f"rewards.<domain>.{head}") is not None
+
+
+def _unknown_reward(leaf: Leaf) -> Result:
+    raise BadValue(f"not a key of a reward of ROLL that this converter knows: {leaf.rest}")
+
+
+def _worker(reading: Reading, leaf: Leaf, domain: str) -> Result:
+    found = scorers(reading)
+    ours = found[domain]
+    if ours is None:
+        reading.warn(
+            f"the reward {domain} ({shown(leaf.value)}) has no function here: write one and name it in "
+            f'{POLICY}.reward_function = "path/to/file.py:function"'
+        )
+        # With no function at all a placeholder stands in the result; else this domain would get another's.
+        lost_here = unsupported if any(found.values()) else nothing
+        return lost_here(reason("rewards.<domain>.worker_cls"))
+    if len({name for name in found.values() if name}) > 1:
+        return mapped((f"{POLICY}.reward_function", "by_source"), note=f"{ours} for this domain's rows")
+    return mapped((f"{POLICY}.reward_function", ours))
+
+
+def _tags(reading: Reading) -> Result:
+    if len({name for name in scorers(reading).values() if name}) <= 1:
+        return implicit("one reward function scores every row, whatever its tag")
+    column = reading.text("actor_train.data_args.tag", "tag")
+    reading.warn(
+        f"by_source scores a row by its value in the column {column!r}; a value that it does not know is an error "
+        "at load, and a function of your own can choose by it instead"
+    )
+    return mapped((f"{POLICY}.data_source_column_name", as_text(column)))
+
+
+def _filter(reading: Reading, leaf: Leaf, domain: str, key: str) -> Result:
+    """A filter of groups: by a deviation of 0 it is dynamic sampling."""
+    table, _, name = key.partition(".")
+    prefix = f"rewards.{domain}.{table}"
+    kind = reading.values.get(f"{prefix}.type", "no_filter")
+    if kind in ("no_filter", None):
+        return implicit("no filter")
+    threshold = reading.values.get(f"{prefix}.filter_args.std_threshold", 0)
+    ours = scorers(reading)[domain]
+    if table == "query_filter_config" and kind == "std_filter" and threshold == 0 and ours is not None:
+        if name != "type":
+            return implicit("0: groups without any difference are dropped")
+        several = len({found for found in scorers(reading).values() if found}) > 1
+        return mapped((f"{POLICY}.filter_reward_metric", ["by_source" if several else ours]))
+    why = reason(f"rewards.<domain>.{table}")
+    return unsupported(why) if name == "type" else nothing(why)
+
+
+def _model_of_reward(reading: Reading, leaf: Leaf, domain: str) -> Result:
+    if scorers(reading)[domain] is not None:
+        return implicit("the reward is a rule and needs no model")
+    return nothing(reason("rewards.<domain>.model"))
+
+
+# --- agents -------------------------------------------------------------------------------------------------
+
+
+@computed("rollout.n_generation", words="environments that share a seed: the size of a group")
+def _env_group(reading: Reading, leaf: Leaf) -> Result:
+    return integer("rollout.n_generation").run(reading, leaf)
+
+
+@computed(
+    "rollout.multi_turn_config.enable",
+    "rollout.multi_turn_config.max_assistant_turns",
+    words="turns of a trajectory",
+)
+def _turns(reading: Reading, leaf: Leaf) -> Result:
+    enable = ("rollout.multi_turn_config.enable", True)
+    return mapped(
+        enable, *integer("rollout.multi_turn_config.max_assistant_turns").run(reading, leaf).targets
+    )
+
+
+@computed("rollout.max_response_length", words="where max_new_tokens is silent")
+def _turn_tokens(reading: Reading, leaf: Leaf) -> Result:
+    if reading.has("actor_infer.generating_args.max_new_tokens"):
+        return implicit("max_new_tokens bounds a turn")
+    return integer("rollout.max_response_length").run(reading, leaf)
+
+
+REWARD_ROWS: tuple[Row, ...] = (
+    Row("rewards.*", _reward),
+    Row("train_env_manager.group_size", _env_group),
+    Row("max_actions_per_traj", _turns),
+    Row("max_tokens_per_step", _turn_tokens),
+)

@@ -1,0 +1,1 @@
+"""Reads verl's configurations: one module per section of theirs."""

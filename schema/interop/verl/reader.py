@@ -1,0 +1,185 @@
+"""verl: configurations of its RL trainers (FSDP and Megatron), its SFT trainer and its evaluation.
+
+    actor_rollout_ref, algorithm, critic …   ─▶ rl          verl_actor, verl_rollout, verl_serving,
+                                                            verl_algorithm, verl_reward, verl_data,
+                                                            verl_trainer
+    optim + model (partial_pretrain, path)   ─▶ sft         verl_sft
+    data.path + data.response_key            ─▶ evaluation  verl_evaluation
+
+verl counts prompts where we count samples, is synchronous by default, and keeps trainer and engine on the same
+GPUs: what follows from that for a whole file is added in `_finish`. Facts of several keys are in `verl_facts`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from schema.interop.engine.rows import Reader, Reading, Result, Row, always, implicit
+from schema.interop.engine.source import Source
+from schema.interop.verl.actor import actor_rows, reference_rows
+from schema.interop.verl.algorithm import algorithm_rows, critic_rows, needs_critic
+from schema.interop.verl.data import data_rows
+from schema.interop.verl.evaluation import evaluation_rows
+from schema.interop.verl.facts import (
+    MODEL,
+    POLICY,
+    async_mode,
+    lacking,
+    staleness,
+    switched,
+    sync_interval,
+    widths,
+)
+from schema.interop.verl.model import Model
+from schema.interop.verl.reward import reward_name, reward_rows
+from schema.interop.verl.rollout import rollout_rows
+from schema.interop.verl.sft import sft_rows
+from schema.interop.verl.shared import profiler_rows
+from schema.interop.verl.trainer import trainer_rows
+
+KINDS = {
+    "rl": "reinforcement learning (ppo_trainer.yaml, ppo_megatron_trainer.yaml)",
+    "sft": "supervised fine-tuning (sft_trainer.yaml)",
+    "evaluation": "evaluation (evaluation.yaml)",
+}
+_SIGNS = (
+    "actor_rollout_ref",
+    "algorithm.adv_estimator",
+    "optim with model.partial_pretrain",
+    "data.response_key",
+)
+_TRANSLATED = ("数据", "自定义奖励函数", "优化器配置")
+
+
+def _detect(source: Source) -> str | None:
+    has = source.has
+    if has("actor_rollout_ref") or has("algorithm", "adv_estimator") or has("algorithm", "kl_ctrl"):
+        return "rl"
+    if has("model", "partial_pretrain") or has("优化器配置"):
+        return "sft"
+    if has("optim", "lr") and (
+        has("data", "train_files") or has("model", "path") or has("model", "fsdp_config")
+    ):
+        return "sft"
+    if has("data", "messages_key") or has("data", "max_length") or has("data", "multiturn"):
+        return "sft"
+    if has("data", "response_key") or has("data", "reward_model_key") or has("evaluation", "metrics"):
+        return "evaluation"
+    if any(has(key) for key in _TRANSLATED):
+        return "evaluation"
+    if (
+        has("data", "train_files")
+        or has("reward_model", "reward_manager")
+        or has("critic", "cliprange_value")
+    ):
+        return "rl"
+    return "rl" if has("trainer", "default_hdfs_dir") or has("custom_reward_function") else None
+
+
+def _rows(kind: str) -> tuple[Row, ...]:
+    if kind == "sft":
+        return (*sft_rows(), *_common())
+    if kind == "evaluation":
+        return (*evaluation_rows(), *_common())
+    return (
+        *data_rows(),
+        *Model(MODEL, "policy").rows(),
+        *actor_rows(),
+        *reference_rows(),
+        *rollout_rows(),
+        *critic_rows(),
+        *reward_rows(),
+        *algorithm_rows(),
+        *trainer_rows("rl"),
+        Row("actor_rollout_ref.nccl_timeout", always("collectives end with the process that is missing")),
+        *profiler_rows("actor_rollout_ref"),
+        *(
+            switched(f"skip.{name}", f"skip.{name}.enable")
+            for name in ("rollout", "rollout_tq", "async_rollout")
+        ),
+        switched("distillation", "distillation.enabled"),
+        switched("transfer_queue", "transfer_queue.enable"),
+        *_common(),
+    )
+
+
+def _common() -> tuple[Row, ...]:
+    return (
+        Row("defaults", lacking([], ["_self_"])),
+        Row("hydra.*", always("settings of the command line")),
+        Row("global_profiler.tool", lacking()),
+        Row("global_profiler.*", always("details of verl's profilers")),
+        Row("profiler.*", always("details of verl's profilers")),
+    )
+
+
+def _artefact(key: str, value: Any) -> Result | None:
+    """`_target_` names verl's own class of a table, wherever it stands."""
+    return (
+        implicit("names verl's own class of this table")
+        if key.rsplit(".", maxsplit=1)[-1] == "_target_"
+        else None
+    )
+
+
+def _finish(reading: Reading) -> None:
+    """What follows from verl as such."""
+    if reading.kind == "evaluation":
+        return
+    reading.add("train.epsilon", 1e-8, "torch's default, which verl leaves as it is")
+    if not reading.has("trainer.default_local_dir"):
+        run = "gsm8k" if reading.kind == "rl" else "test"
+        project, name = reading.text("trainer.project_name"), reading.text("trainer.experiment_name", run)
+        note = "verl's default: checkpoints/ with trainer.project_name and experiment_name"
+        reading.add("train.output_dir", f"checkpoints/{project}/{name}", note)
+    if reading.kind == "sft":
+        reading.add(f"{POLICY}.type", "sft", "sft_trainer")
+        return
+    reading.add("policy.parallelism.tp_size", widths(reading)["tp"], "verl's default: no tensor parallelism")
+    mode = async_mode(reading)
+    if not mode:
+        reading.add(f"{POLICY}.on_policy", True, "verl trains on what the newest weights have made")
+    elif mode == "one_step_off":
+        reading.add(
+            f"{POLICY}.allowed_outdated_steps", 1, "one_step_off: a batch is made while one is trained"
+        )
+    elif mode == "fully_async":
+        bound = "fully_async: ⌈(1 + staleness_threshold) · trigger_parameter_sync_step⌉ − 1"
+        reading.add(f"{POLICY}.allowed_outdated_steps", staleness(reading), bound)
+        interval = "fully_async's default: trigger_parameter_sync_step = 4"
+        reading.add("train.sync_weight_interval", sync_interval(reading), interval)
+    elif not reading.has("trainer.v1.sampler.max_off_policy_threshold"):
+        reading.add(f"{POLICY}.allowed_outdated_steps", 8, "verl's default: max_off_policy_threshold = 8")
+    if reward_name(reading) == "by_source":
+        note = "no custom_reward_function: the scorer of each row's data source"
+        reading.add(f"{POLICY}.reward_function", "by_source", note)
+    column = "reward_model.ground_truth"
+    reading.add(f"{POLICY}.response_column_name", column, "where verl's data sets keep the reference answer")
+    if needs_critic(reading):
+        reading.add("critic.enable", True, "adv_estimator = gae needs a critic")
+    _warn(reading)
+
+
+def _warn(reading: Reading) -> None:
+    if reading.below("algorithm.kl_ctrl") and not reading.has("algorithm.use_kl_in_reward"):
+        reading.warn(
+            "algorithm.kl_ctrl is written without algorithm.use_kl_in_reward: verl before 0.3 put this KL into "
+            "the reward, later versions do not; theirs of today is taken. To keep it, write "
+            f"{POLICY}.kl_in_reward.beta = {reading.number('algorithm.kl_ctrl.kl_coef', 0.001)}"
+        )
+    if (reading.number("actor_rollout_ref.rollout.top_p", 1.0) or 1.0) < 1.0:
+        reading.warn(
+            "actor_rollout_ref.rollout.top_p below 1: training rollouts are refused then, see `validate`"
+        )
+
+
+READER = Reader(
+    system="verl",
+    title="verl",
+    kinds=KINDS,
+    detect=_detect,
+    signs=_SIGNS,
+    rows=_rows,
+    finish=_finish,
+    artefacts=_artefact,
+)

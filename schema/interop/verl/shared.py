@@ -1,0 +1,130 @@
+"""verl's tables that several roles have: `checkpoint`, `profiler` and the older `profile`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from schema.interop.engine.rows import (
+    ABSENT,
+    BadValue,
+    How,
+    Leaf,
+    Reading,
+    Result,
+    Row,
+    always,
+    as_flag,
+    as_integer,
+    as_texts,
+    implicit,
+    mapped,
+    shown,
+)
+from schema.interop.verl.facts import lacking
+
+_CONTENTS = ("model", "optimizer", "extra")
+
+
+def checkpoint_rows(prefix: str, when: Any = None) -> tuple[Row, ...]:
+    """`checkpoint` of a role. `contents` is what older versions call save_contents."""
+    ckpt = f"{prefix}.checkpoint" if prefix else "checkpoint"
+    save = f"{ckpt}.save_contents"
+
+    def contents(reading: Reading) -> list[str]:
+        try:
+            return as_texts(reading.get(save, list(_CONTENTS)))
+        except BadValue:
+            return list(_CONTENTS)
+
+    def saved(reading: Reading, leaf: Leaf) -> Result:
+        names = list(_CONTENTS) if leaf.value is None else as_texts(leaf.value)
+        strange = [name for name in names if name not in (*_CONTENTS, "hf_model")]
+        if strange:
+            raise BadValue(f"expected model, optimizer, extra or hf_model, got {shown(strange[0])}")
+        kept = [name for name in _CONTENTS if name in names] or ["model"]
+        export = ("train.ckpt.export_safetensors", "hf_model" in names)
+        return mapped(("train.ckpt.save_contents", kept), export, note="hf_model is export_safetensors")
+
+    def loaded(reading: Reading, leaf: Leaf) -> Result:
+        names = as_texts(leaf.value) if leaf.value is not None else contents(reading)
+        if sorted(names) == sorted(contents(reading)):
+            return implicit("the same as save_contents: all that was saved")
+        strange = [name for name in names if name not in (*_CONTENTS, "hf_model")]
+        if strange:
+            raise BadValue(f"expected model, optimizer, extra or hf_model, got {shown(strange[0])}")
+        if {"model", "hf_model"} <= set(names):  # the shards are the exact ones
+            names = [name for name in names if name != "hf_model"]
+        own_schedule = [] if "extra" in names else [("train.ckpt.load_schedule", False)]
+        return mapped(("train.ckpt.load_contents", names), *own_schedule)
+
+    def save_mode(reading: Reading, leaf: Leaf) -> Result:
+        return mapped(("train.ckpt.save_mode", "async" if as_flag(leaf.value) else "sync"))
+
+    default: Any = list(_CONTENTS) if when is None else ABSENT
+    return (
+        Row(
+            save,
+            How(
+                saved,
+                ("train.ckpt.save_contents", "train.ckpt.export_safetensors"),
+                "`hf_model` → export_safetensors",
+            ),
+            default,
+            (f"{ckpt}.contents",),
+            when,
+        ),
+        Row(
+            f"{ckpt}.load_contents",
+            How(
+                loaded,
+                ("train.ckpt.load_contents", "train.ckpt.load_schedule"),
+                "unset where it is save_contents; model before hf_model; without extra the config's schedule",
+            ),
+            when=when,
+        ),
+        Row(
+            f"{ckpt}.async_save",
+            How(save_mode, ("train.ckpt.save_mode",), "true → `async`, false → `sync`"),
+            False if when is None else ABSENT,
+            when=when,
+        ),
+        Row(f"{ckpt}.strict", always("every tensor is checked when it is loaded"), when=when),
+        Row(f"{ckpt}.*", lacking({}, False), when=when),
+    )
+
+
+def profiler_rows(prefix: str) -> tuple[Row, ...]:
+    """`profiler` of newer versions and `profile` of older ones."""
+    old, new = f"{prefix}.profile", f"{prefix}.profiler"
+    profile = "profiler.sub_profiler_config.do_profile"
+
+    def wanted(reading: Reading, leaf: Leaf) -> Result:
+        if leaf.value is None or not as_flag(leaf.value):
+            return implicit("false: off")
+        return mapped(("profiler.enable_profiler", True), (profile, True))
+
+    def detail(reading: Reading, leaf: Leaf) -> Result:
+        if not (reading.flag(f"{new}.enable") or reading.flag(f"{old}.use_profile")):
+            return implicit("no effect while the profiler is off")
+        return lacking(False, [], "").run(reading, leaf)
+
+    def ranks(reading: Reading, leaf: Leaf) -> Result:
+        if leaf.value in (None, []) or not (
+            reading.flag(f"{new}.enable") or reading.flag(f"{old}.use_profile")
+        ):
+            return implicit("no effect while the profiler is off")
+        if not isinstance(leaf.value, list):
+            raise BadValue(f"expected a list of ranks, got {shown(leaf.value)}")
+        return mapped(("profiler.sub_profiler_config.rank_filter", [as_integer(rank) for rank in leaf.value]))
+
+    switch = How(wanted, ("profiler.enable_profiler", profile), "true turns both on")
+    filtered = How(ranks, ("profiler.sub_profiler_config.rank_filter",), "as they are")
+    other = How(detail, (), "details of verl's profilers")
+    return (
+        Row(f"{new}.enable", switch),
+        Row(f"{old}.use_profile", switch),
+        Row(f"{new}.ranks", filtered),
+        Row(f"{old}.profile_ranks", filtered),
+        Row(f"{new}.*", other),
+        Row(f"{old}.*", other),
+    )

@@ -1,0 +1,1 @@
+"""Infrastructure that several packages need, once: standard library only."""

@@ -1,0 +1,1 @@
+"""The delta format: encoding, and applying it to weights in place."""
