@@ -1,0 +1,119 @@
+"""Counts of the house: `python -m tests.counts` prints them; `tests/test_house.py` holds those that matter.
+
+roots       modules that lie flat in a package (entry points and little else)
+crowded     folders with more than FULL modules; those of the config's keys and rules are exempt
+lonely      modules under SMALL lines that only one other module imports: usually they belong into it
+long        functions over LONG lines
+english     phrases that an engineer of the field would not write, docstrings, messages and docs alike
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("schema", "controller", "weight_sync", "policy_worker", "rollout_worker", "launcher")
+EXEMPT = "schema/config/"
+FULL, SMALL, LONG = 15, 100, 80
+PHRASES = {phrase: re.compile(rf"\b{phrase}\b") for phrase in ("is no", "beside", "told")}
+GENERATED = {"docs/config.md", "docs/migrate.md"}
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Name -> file of every module of the product; a package is named like its folder."""
+    files = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+    return {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in files
+    }
+
+
+def lines(path: Path) -> int:
+    return len(path.read_text(encoding="utf-8").splitlines())
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def imports(path: Path) -> Iterator[str]:
+    """The modules of ours that a file names in its imports, wherever they stand."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            yield node.module
+
+
+def importers() -> Counter[str]:
+    """Module -> how many other modules of the product import it."""
+    found: Counter[str] = Counter()
+    for name, path in modules().items():
+        found.update({target for target in imports(path) if target in modules()} - {name})
+    return found
+
+
+def roots() -> list[str]:
+    return [
+        name for name, path in modules().items() if path.parent.parent == ROOT and path.name != "__init__.py"
+    ]
+
+
+def crowded() -> dict[str, int]:
+    """Folder -> modules, where there are more than FULL."""
+    folders = Counter(
+        str(path.parent.relative_to(ROOT)) for path in modules().values() if path.name != "__init__.py"
+    )
+    return {folder: n for folder, n in folders.items() if n > FULL and not f"{folder}/".startswith(EXEMPT)}
+
+
+def lonely() -> list[str]:
+    """Modules under SMALL lines with one importer."""
+    count = importers()
+    leaves = {
+        name: path for name, path in modules().items() if path.name not in ("__init__.py", "__main__.py")
+    }
+    return [name for name, path in leaves.items() if count[name] == 1 and lines(path) < SMALL]
+
+
+def long() -> dict[str, int]:
+    """Function -> lines, where there are more than LONG."""
+    return {
+        f"{name}.{node.name}": (node.end_lineno or 0) - node.lineno + 1
+        for name, path in modules().items()
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (node.end_lineno or 0) - node.lineno >= LONG
+    }
+
+
+def english() -> dict[str, int]:
+    """Phrase -> how often it stands in the product and its docs."""
+    docs = [path for path in (ROOT / "docs").glob("*.md") if f"docs/{path.name}" not in GENERATED]
+    texts = [path.read_text(encoding="utf-8") for path in (*modules().values(), *docs, ROOT / "README.md")]
+    return {phrase: sum(len(pattern.findall(text)) for text in texts) for phrase, pattern in PHRASES.items()}
+
+
+def main() -> None:
+    for package in PACKAGES:
+        own = [path for name, path in modules().items() if name.split(".")[0] == package]
+        print(f"{package:15} {len(own):4} modules  {sum(map(lines, own)):6} lines")
+    print(f"{'all':15} {len(modules()):4} modules  {sum(map(lines, modules().values())):6} lines")
+    print(f"\nin package roots: {len(roots())}\ncrowded folders: {crowded() or 'none'}")
+    print(f"small modules with one importer: {len(lonely())}", *lonely(), sep="\n    ")
+    print(
+        f"functions over {LONG} lines: {len(long())}", *(f"{k}: {n}" for k, n in long().items()), sep="\n    "
+    )
+    print("phrases: " + ", ".join(f"{phrase!r} {n}" for phrase, n in english().items()))
+
+
+if __name__ == "__main__":
+    main()
