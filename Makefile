@@ -15,7 +15,7 @@ export TOKENIZERS_PARALLELISM ?= false
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help run test unit e2e lint format schema fuzz chaos clean setup setup-vllm
+.PHONY: help run test unit e2e soak lint format schema fuzz chaos clean setup setup-vllm
 
 help:  ## print this list
 	@echo "cosmos-launch: asynchronous reinforcement learning of language models"; echo
@@ -31,10 +31,13 @@ run: setup  ## watch a small model learn on this machine (about three minutes)
 test: unit e2e  ## every test: units in parallel, then real jobs on both engines
 
 unit: setup  ## the fast tests
-	$(BIN)/pytest -n 3 --ignore tests/e2e -m "not slow and not e2e"
+	$(BIN)/pytest -n 3 --ignore tests/e2e -m "not slow and not e2e and not soak"
 
 e2e: setup setup-vllm  ## the slow tests: real processes, both engines, real failures
-	$(BIN)/pytest -n 3 --dist loadfile -m "slow or e2e" --timeout 900 --durations 15
+	$(BIN)/pytest -n 3 --dist loadfile -m "(slow or e2e) and not soak" --timeout 900 --durations 15
+
+soak: setup setup-vllm  ## long proofs of one AREA (a folder of tests): many seeds, every combination
+	SOAK=1 $(BIN)/pytest -n 3 --timeout 1200 -m "soak or scaled" tests/$(AREA)
 
 lint: setup  ## ruff, mypy and the import rules
 	$(BIN)/ruff check .
