@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import faulthandler
 import gc
 import json
 import logging
@@ -32,6 +31,8 @@ from controller.services.controller import Controller
 from controller.state.job import Job
 from controller.store import Fenced, Held, Holder, StateStore, StoreError, StoreUnavailable, UnsuitableServer
 from schema.config import Config
+from schema.util.atomic_file import write_text
+from schema.util.exit_watchdog import exit_after
 from schema.util.tls import TlsFileError, server_context
 from schema.wire.invalid import describe
 from schema.wire.prompts import PromptFileError
@@ -183,9 +184,7 @@ def write_address(settings: Settings, address: str) -> None:
     """Say where the controller is, and keep the job id for the next start."""
     content = {"url": address, "pid": os.getpid(), "job_id": settings.job_id}
     path = settings.run_dir / "controller.json"
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(content) + "\n")
-    os.replace(temporary, path)
+    write_text(path, json.dumps(content) + "\n")
 
 
 def _bind(host: str, port: int) -> socket.socket:
@@ -348,7 +347,7 @@ async def _until_stopped(stop: asyncio.Event, parent_pid: int | None) -> None:
 
 def _leave_in_time(loop: asyncio.AbstractEventLoop) -> None:
     """From now on the process ends, if need be by force, with the stacks of its threads in the log."""
-    faulthandler.dump_traceback_later(LEAVE_SECONDS, exit=True)
+    exit_after(LEAVE_SECONDS, 1, "LEAVE_SECONDS")
     loop.call_later(LEAVE_SECONDS / 2, _tell_who_is_left)
 
 

@@ -8,12 +8,12 @@ believed that somebody holds it. Keepers try again for longer than any look take
 
 from __future__ import annotations
 
-import fcntl
 import os
 import time
 from pathlib import Path
 
 from launcher.errors import LaunchError
+from schema.util.file_lock import try_lock
 
 LOOKS, BETWEEN_LOOKS = 4, 0.01
 """A look takes microseconds: one that met another is over at the next."""
@@ -21,7 +21,7 @@ LOOKS, BETWEEN_LOOKS = 4, 0.01
 
 def held_alone(path: Path) -> bool:
     """Whether somebody holds a lock exclusively. Raises LaunchError if that cannot be learnt."""
-    return not _can_take(path, fcntl.LOCK_SH)
+    return not _can_take(path, exclusive=False)
 
 
 def held_by_any(path: Path) -> bool:
@@ -29,20 +29,17 @@ def held_by_any(path: Path) -> bool:
     for look in range(LOOKS):
         if look:
             time.sleep(BETWEEN_LOOKS)
-        if _can_take(path, fcntl.LOCK_EX):
+        if _can_take(path, exclusive=True):
             return False
     return True
 
 
-def _can_take(path: Path, kind: int) -> bool:
+def _can_take(path: Path, *, exclusive: bool) -> bool:
     handle = _open(path)
     if handle is None:
         return True
     try:
-        fcntl.flock(handle, kind | fcntl.LOCK_NB)
-        return True
-    except BlockingIOError:
-        return False
+        return try_lock(handle, exclusive=exclusive)
     except OSError as error:
         raise _unseen(path, error) from None
     finally:

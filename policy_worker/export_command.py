@@ -28,10 +28,10 @@ from policy_worker.checkpoints.state import weights_from
 from policy_worker.checkpoints.storage import StateFiles
 from policy_worker.checkpoints.verify import faults
 from policy_worker.errors import CheckpointError, DamagedCheckpointError, PolicyError, SettingsError
-from policy_worker.files import written_beside
 from policy_worker.model.model import DTYPES, PolicyModel
 from schema.config import Config, ConfigError, check_config
 from schema.config.modules import CANNOT_LOAD, remedy
+from schema.util.atomic_file import replacing_directory
 from weight_sync import HubNames
 
 log = logging.getLogger("export")
@@ -105,7 +105,7 @@ def export(found: Found, target: Path, dtype: str | None, model: str, config_fil
 
 def _copy_export(found: Found, target: Path) -> None:
     _check_whole(found, [name for name in found.manifest.files if name.startswith(f"{EXPORT}/")])
-    with written_beside(target) as beside:
+    with replacing_directory(target) as beside:
         shutil.copytree(found.path / EXPORT, beside, dirs_exist_ok=True)
 
 

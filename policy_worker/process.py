@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from types import FrameType
 
 from policy_worker.errors import SettingsError
+from schema.util.exit_watchdog import exit_after
 
 log = logging.getLogger(__name__)
 
@@ -120,11 +121,7 @@ def enforce(departure: Departure) -> None:
 
     def watch() -> None:
         departure.wait()
-        time.sleep(departure.grace)
-        log.error(
-            "asked to leave (%s), still here after %.0f s: ending now", departure.reason, departure.grace
-        )
-        os._exit(1)
+        exit_after(departure.grace, 1, f"launcher.shutdown_timeout; asked to leave: {departure.reason}")
 
     threading.Thread(target=watch, name="leave-watch", daemon=True).start()
 

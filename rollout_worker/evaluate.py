@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import json
 import logging
-import os
 import sys
 import time
 from collections import defaultdict, deque
@@ -26,6 +25,7 @@ from rollout_worker.rewards.pool import Result, RewardPool, RewardPoolError, Tas
 from rollout_worker.rewards.registry import RewardConfigError
 from rollout_worker.rewards.scoring import score_of
 from schema.config import Config
+from schema.util.atomic_file import replacing, write_text
 from schema.util.text import configure_logging
 
 log = logging.getLogger("rollout_worker.evaluate")  # run with -m, __name__ would say nothing
@@ -106,9 +106,7 @@ async def _score_all(run_dir: Path, pool: RewardPool, weights: Mapping[str, floa
     errors: list[str] = []
     waiting: deque[tuple[dict[str, Any], list[asyncio.Future[Result]]]] = deque()
     in_flight, began, reported = 0, time.monotonic(), time.monotonic()
-    scores_path = run_dir / "scores.jsonl"
-    beside = scores_path.with_name(f".{scores_path.name}.{os.getpid()}")
-    with beside.open("w", encoding="utf-8") as file:
+    with replacing(run_dir / "scores.jsonl") as neighbour, neighbour.open("w", encoding="utf-8") as file:
         for row in rows_of(run_dir / "data" / "evaluation.jsonl"):
             responses = row.pop("responses")
             waiting.append((row, [pool.submit(Task(text, row, tuple(weights))) for text in responses]))
@@ -120,7 +118,6 @@ async def _score_all(run_dir: Path, pool: RewardPool, weights: Mapping[str, floa
                 log.info("%s prompts scored", f"{tallies[ALL].prompts:,}")
         while waiting:
             await _settle(waiting.popleft(), weights, tallies, errors, file)
-    os.replace(beside, scores_path)
     whole = tallies.pop(ALL)
     found = {
         **whole.summary(),
@@ -164,9 +161,7 @@ async def _settle(
 
 
 def _write(path: Path, found: dict[str, Any]) -> None:
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(json.dumps(found, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(beside, path)
+    write_text(path, json.dumps(found, indent=2, ensure_ascii=False) + "\n")
 
 
 def main(argv: list[str] | None = None) -> int:

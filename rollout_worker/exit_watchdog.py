@@ -8,12 +8,9 @@ the leases are given back, or the controller does not answer and takes them back
 from __future__ import annotations
 
 import logging
-import multiprocessing
-import os
-import sys
-import threading
 
 from schema.config import Config
+from schema.util.exit_watchdog import exit_after
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +24,7 @@ class Deadline:
     def __init__(self, exit_code: int) -> None:
         self.seconds = UNTIL_REGISTERED
         self._exit_code = exit_code
-        self._timer: threading.Timer | None = None
+        self._started = False
 
     def configure(self, config: Config) -> None:
         """The configuration has come: it says how long."""
@@ -35,16 +32,6 @@ class Deadline:
 
     def start(self) -> None:
         """The replica was asked to leave."""
-        if self._timer is None:
-            self._timer = threading.Timer(self.seconds, self._end)
-            self._timer.daemon = True
-            self._timer.start()
-
-    def _end(self) -> None:
-        log.error(
-            "leaving took more than %.0f s (launcher.shutdown_timeout): ending the process", self.seconds
-        )
-        for child in multiprocessing.active_children():
-            child.kill()
-        sys.stderr.flush()
-        os._exit(self._exit_code)
+        if not self._started:
+            self._started = True
+            exit_after(self.seconds, self._exit_code, "launcher.shutdown_timeout")

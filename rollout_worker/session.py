@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import random
 import secrets
 import socket
 import time
@@ -16,12 +15,13 @@ from controller.client import calls as api
 from controller.client.calls import Call
 from controller.client.http import AsyncClient, Refused
 from rollout_worker.lease_table import Held
+from schema.util.backoff import Backoff
 from schema.wire.messages import ErrorCode, RegisterReply, RegisterRequest
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-FIRST_PAUSE, MAX_PAUSE = 0.2, 2.0
+BACKOFF = Backoff(0.2, 2.0)
 """Back-off bounds in seconds while another replica holds the name."""
 NAME_MARGIN = 3.0
 """Seconds beyond the time at which a silent holder loses its name: the controller looks twice a second."""
@@ -78,7 +78,7 @@ class Session:
         return self.reply
 
     async def _once_free(self, request: RegisterRequest) -> RegisterReply:
-        give_up, pause = None, FIRST_PAUSE
+        give_up, attempt = None, 0
         while True:
             try:
                 return await self._client.send(api.register(request))
@@ -91,8 +91,8 @@ class Session:
                     give_up = now + error.retry_after + NAME_MARGIN
                 if now >= give_up:
                     raise NameTakenError(error.detail) from error
-            await asyncio.sleep(pause * random.uniform(0.5, 1.0))
-            pause = min(pause * 2, MAX_PAUSE)
+            attempt += 1
+            await asyncio.sleep(BACKOFF.after(attempt))
 
     async def call(self, make: Callable[[Session], Call[T]]) -> T:
         """Send a call that names this replica, once more after registering again if it is not known.

@@ -28,7 +28,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import random
 import ssl
 import time
 from functools import lru_cache
@@ -39,6 +38,7 @@ import httpx
 from pydantic import ValidationError
 
 from controller.client.calls import Answer, Call
+from schema.util.backoff import Backoff
 from schema.util.tls import TlsFileError, client_context
 from schema.wire.messages import ErrorCode, Problem
 from schema.wire.secret import REPLICA_HEADER
@@ -48,8 +48,8 @@ log = logging.getLogger(__name__)
 
 CALL_TIMEOUT = 30.0
 """Seconds for one attempt beyond its long-poll: a 256 MiB push on a slow link takes about 20."""
-FIRST_PAUSE, MAX_PAUSE = 0.05, 1.0
-"""Back-off bounds: a restarted controller is found within a second, a dead one is not flooded."""
+BACKOFF = Backoff(0.05, 1.0)
+"""A restarted controller is found within a second, a dead one is not flooded."""
 MAX_RETRY_AFTER = 5.0
 """Longest Retry-After in seconds that is obeyed: a controller that is busy says 1."""
 
@@ -138,7 +138,7 @@ class _Attempts:
     def __init__(self, client: _Base, call: Call[T]) -> None:
         self._client = client
         self._what = f"{call.method} {call.path}"
-        self._made, self._pause = 0, FIRST_PAUSE
+        self._made = 0
         self._began = time.monotonic()
 
     def failed(self, url: str, cause: str, retry_after: float = 0.0, reason: str = "") -> float:
@@ -162,8 +162,7 @@ class _Attempts:
             raise ControllerLost(
                 f"no answer from the controller at {', '.join(client.urls)}{long} ({self._what}: {cause})"
             )
-        pause = max(self._pause, min(retry_after, MAX_RETRY_AFTER)) * random.uniform(0.5, 1.0)
-        self._pause = min(self._pause * 2, MAX_PAUSE)
+        pause = BACKOFF.after(self._made // len(client.urls), at_least=min(retry_after, MAX_RETRY_AFTER))
         log.debug("retrying %s in %.2f s: %s", self._what, pause, cause)
         return pause
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
 import sys
 import time
 from pathlib import Path
@@ -24,6 +23,7 @@ from controller.data.prepare import check_source
 from controller.data.rows import extras, jsonable, value
 from controller.data.sources import Source, column, open_source, require_column
 from schema.config import Config, EvaluationConfig
+from schema.util.atomic_file import replacing
 from schema.util.text import configure_logging
 
 logger = logging.getLogger("controller.data.evaluation")  # run with -m, __name__ would say nothing
@@ -49,9 +49,8 @@ def prepare(config: Config, run_dir: Path) -> int:
             require_column(source, name, f"{_SECTION}.{key}")
     path = run_dir / "data" / "evaluation.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
     rows, reported = 0, time.monotonic()
-    with beside.open("w", encoding="utf-8") as file:
+    with replacing(path) as neighbour, neighbour.open("w", encoding="utf-8") as file:
         for i, row in enumerate(source.rows()):
             rows = i + 1
             line = read_row(config, source, i, row)
@@ -59,9 +58,8 @@ def prepare(config: Config, run_dir: Path) -> int:
             if time.monotonic() - reported > REPORT_EVERY_S:
                 reported = time.monotonic()
                 logger.info("%s: %s of %s rows", source.name, f"{rows:,}", f"{len(source):,}")
-    if not rows:
-        raise DataError(f"{_SECTION}.dataset: {source.name} has no rows")
-    os.replace(beside, path)
+        if not rows:
+            raise DataError(f"{_SECTION}.dataset: {source.name} has no rows")
     logger.info("%s rows of %s read", f"{rows:,}", source.name)
     return rows
 

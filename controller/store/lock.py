@@ -34,6 +34,8 @@ from typing import Self
 from redis.asyncio import Redis
 from redis.exceptions import WatchError
 
+from schema.util.host import boot_id
+
 log = logging.getLogger(__name__)
 
 RENEWALS = 4
@@ -82,7 +84,7 @@ class Holder:
             url,
             socket.gethostname(),
             pid,
-            boot=_boot_id(),
+            boot=boot_id(),
             namespace=_pid_namespace(),
             started=_start_time(pid) or "",
             key=secrets.token_hex(8),
@@ -103,21 +105,13 @@ class Holder:
         """Whether it certainly is: same boot and process namespace, and its process is gone or another one."""
         if not (self.boot and self.namespace and self.started):
             return False
-        if (self.boot, self.namespace) != (_boot_id(), _pid_namespace()):
+        if (self.boot, self.namespace) != (boot_id(), _pid_namespace()):
             return False
         return _start_time(self.pid) != self.started
 
     def __str__(self) -> str:
         where = f" at {self.url}" if self.url else ""
         return f"the controller{where} (pid {self.pid} on {self.host or 'an unknown host'})"
-
-
-@cache
-def _boot_id() -> str:
-    try:
-        return (PROC / "sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
 
 
 @cache

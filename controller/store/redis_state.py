@@ -36,7 +36,7 @@ from controller.store.errors import Fenced, Held, HistoryLost, StoreError, Store
 from controller.store.fence import REPLY_TIMEOUT, Command, FencedConnection
 from controller.store.lock import LOOK, Attempt, Holder, Term, attempt, elapsed
 from controller.store.payloads import Payload, PayloadKey, PayloadStore, RedisPayloads
-from controller.store.server_check import FIRST_PAUSE, MAX_PAUSE, ServerFacts, server_facts
+from controller.store.server_check import BACKOFF, ServerFacts, server_facts
 from schema.config.secrets import cut
 
 log = logging.getLogger(__name__)
@@ -268,7 +268,7 @@ class StateStore:
             self._end(StoreError(f"the store cannot go on: {error!r}"))
 
     async def _write_loop(self) -> None:
-        pause = FIRST_PAUSE
+        attempt = 0
         while True:
             if self._in_flight is None:
                 await self._wake.wait()
@@ -283,12 +283,12 @@ class StateStore:
                 return
             except (RedisError, OSError) as error:
                 self._suspend(error)
-                await asyncio.sleep(pause)
-                pause = min(pause * 2, MAX_PAUSE)
+                attempt += 1
+                await asyncio.sleep(BACKOFF.after(attempt))
                 continue
             if self._outage is not None:
                 log.warning("Redis is back: everything that was pending is written")
-            self._outage, pause = None, FIRST_PAUSE
+            self._outage, attempt = None, 0
             if self._in_flight.lock == "renew":
                 self._term.renewed(began)
             _answer(self._in_flight.waiters, None)

@@ -14,10 +14,11 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
 
 from controller.store.errors import UnsuitableServer
+from schema.util.backoff import Backoff
 
 log = logging.getLogger(__name__)
 
-FIRST_PAUSE, MAX_PAUSE = 0.05, 2.0
+BACKOFF = Backoff(0.05, 2.0)
 """Seconds between attempts to reach Redis: a restarted server is found soon, a dead one is not flooded."""
 OLDEST = (6, 2)
 """GETDEL, reliable MULTI semantics with scripts off, and what managed services still run."""
@@ -85,15 +86,17 @@ class ServerFacts:
 
 async def server_facts(client: Redis, patience: float) -> ServerFacts:
     """What the server is, once it answers. Raises RedisError, OSError if it does not within `patience` seconds."""
-    give_up, pause = time.monotonic() + patience, FIRST_PAUSE
+    give_up = time.monotonic() + patience
+    attempt = 0
     while True:
+        attempt += 1
         try:
             return await sync_always(client, ServerFacts.from_info(await client.info()))
         except (RedisError, OSError):
+            pause = BACKOFF.after(attempt)
             if time.monotonic() + pause > give_up:
                 raise
             await asyncio.sleep(pause)
-            pause = min(pause * 2, MAX_PAUSE)
 
 
 async def sync_always(client: Redis, facts: ServerFacts) -> ServerFacts:

@@ -19,12 +19,13 @@ from launcher.job.screen import Screen
 from launcher.job.summary import FORMAT
 from launcher.plan.credentials import credentials_of
 from launcher.plan.placement import ProcessSpec, Replica
-from launcher.plan.rundir import RunDir, base_environment, read_json, write_text
+from launcher.plan.rundir import RunDir, base_environment, read_json
 from launcher.processes.logs import tail
 from launcher.processes.signals import stop_signals
 from launcher.processes.supervisor import Exit, Setting, Situation, Supervised, Supervisor
 from launcher.restarts import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, SIGNALLED, Budget, Role
 from schema.config import Config
+from schema.util.atomic_file import write_text
 
 POLL = 0.5
 """Seconds between looks at how far a step is."""

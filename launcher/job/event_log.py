@@ -16,9 +16,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launcher.plan.rundir import write_text
 from launcher.processes.supervisor import Exit, Supervised
 from launcher.restarts import EXIT_OK, Role
+from schema.util.atomic_file import write_text
 
 SIGN_OF_LIFE = 10.0
 MOST_ENDS = 20

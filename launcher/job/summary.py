@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher.display import FAILED, duration, number
-from launcher.plan.rundir import write_text
+from schema.util.atomic_file import write_text
 from schema.util.text import one_line
 from schema.wire.messages import JobStatus, LedgerStatus, ReplicaInfo, StepRecord, ValidationRecord
 

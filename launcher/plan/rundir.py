@@ -20,7 +20,6 @@ some seconds holds the lock of its role: whoever resumes the run waits for it.
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import json
 import os
@@ -39,6 +38,8 @@ from launcher.paths import absolute, resolved
 from launcher.restarts import Role
 from schema.config import Config
 from schema.config.loading.tomlwrite import dumps
+from schema.util.atomic_file import write_text
+from schema.util.file_lock import try_lock
 
 LEAVING_POLL = 0.1
 LOCK_PATIENCE = 0.5
@@ -189,8 +190,10 @@ class RunDir:
         give_up = time.monotonic() + LOCK_PATIENCE
         while True:
             try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                free = try_lock(handle, exclusive=True)
             except OSError:
+                free = False
+            if not free:
                 if time.monotonic() < give_up:
                     time.sleep(LEAVING_POLL)
                     continue
@@ -328,16 +331,6 @@ def base_environment(env: Mapping[str, str]) -> dict[str, str]:
     ).exists():  # run from a source tree: -P keeps the current directory off the path
         kept["PYTHONPATH"] = os.pathsep.join([str(root), *filter(None, [kept.get("PYTHONPATH")])])
     return {**kept, "PYTHONUNBUFFERED": "1"}
-
-
-def write_text(path: Path, text: str, mode: int = 0o666) -> None:
-    """Write beside and rename: a reader never sees half a file. The umask takes its part of `mode`."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    with os.fdopen(
-        os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w", encoding="utf-8"
-    ) as file:
-        file.write(text)
-    os.replace(beside, path)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

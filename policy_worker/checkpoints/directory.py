@@ -10,7 +10,6 @@ to clean up asks for it alone.
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import secrets
@@ -18,8 +17,9 @@ import shutil
 from pathlib import Path
 from typing import IO
 
-from policy_worker import files
 from policy_worker.checkpoints.layout import BESIDE, LATEST, LOCK, TRASH, name_of
+from schema.util.atomic_file import put_in_place, write_text
+from schema.util.file_lock import try_lock
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ def hold(beside: Path) -> IO[bytes]:
     """Say that this process writes there, as long as the stream is open. Raises `OSError`."""
     stream = (beside / LOCK).open("rb")
     try:
-        fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        try_lock(stream.fileno(), exclusive=False)
     except OSError as error:  # a file system without locks: what is left behind there stays
         log.debug("%s cannot be locked: %s", stream.name, error)
     return stream
@@ -51,13 +51,13 @@ def place(beside: Path, step: int) -> Path:
     directory = beside.parent
     target = directory / name_of(step)
     (beside / LOCK).unlink(missing_ok=True)
-    files.put_in_place(beside, target, directory / f"{TRASH}{secrets.token_hex(4)}")
+    put_in_place(beside, target, directory / f"{TRASH}{secrets.token_hex(4)}")
     return target
 
 
 def point_at(target: Path) -> None:
     """Make `target` the newest."""
-    files.write_atomically(target.with_name(LATEST), target.name)
+    write_text(target.with_name(LATEST), target.name, durable=True)
 
 
 def remove(path: Path) -> None:
@@ -92,10 +92,9 @@ def _is_abandoned(path: Path) -> bool:
         return False
     with stream:
         try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return try_lock(stream.fileno(), exclusive=True)
         except OSError:
             return False
-        return True
 
 
 def check_writable(directory: Path) -> None:

@@ -22,12 +22,11 @@ from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
 from policy_worker.errors import ExportError
-from policy_worker.files import remove_unfinished, written_beside
 from policy_worker.model.model import DTYPES, PolicyModel
 from policy_worker.trainer import Learner
 from schema.config import Config
 from schema.config.modules import CANNOT_LOAD
-from schema.util.files import usual_mode
+from schema.util.atomic_file import remove_unfinished, replacing_directory, usual_mode
 from weight_sync import hub_tensors
 
 log = logging.getLogger(__name__)
@@ -67,7 +66,7 @@ def write_export(
     Raises:
         OSError: `target` cannot be written; nothing there was changed.
     """
-    with written_beside(target) as beside:
+    with replacing_directory(target) as beside:
         write_shards(tensors, beside)
         _write_settings(model, DTYPES[config.train.effective_transfer_dtype], beside)
         _write_code(model, beside)

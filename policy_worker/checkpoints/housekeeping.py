@@ -7,13 +7,13 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 
-from policy_worker import files
 from policy_worker.checkpoints import directory
 from policy_worker.checkpoints.find import complete_in
 from policy_worker.checkpoints.keep import Scored, best, scored, superfluous
 from policy_worker.checkpoints.layout import BEST, Found
 from policy_worker.checkpoints.uploads import Uploader
 from schema.config.sections.train import CheckpointConfig
+from schema.util.atomic_file import write_text
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class Housekeeper:
         if favourite != noted:
             found, score = favourite
             body = {"name": found.path.name, "timeline": found.manifest.timeline, "score": score}
-            files.write_atomically(self._root / BEST, json.dumps(body))
+            write_text(self._root / BEST, json.dumps(body), durable=True)
         return favourite[0]
 
     def _noted(self, complete: list[Found]) -> Scored | None:

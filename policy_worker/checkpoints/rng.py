@@ -20,7 +20,7 @@ from safetensors.numpy import load_file, save_file
 
 from policy_worker.checkpoints.layout import rng_file
 from policy_worker.errors import DamagedCheckpointError
-from schema.util.files import usual_mode
+from schema.util.atomic_file import usual_mode
 
 States = dict[str, np.ndarray[Any, Any]]
 

@@ -38,8 +38,8 @@ from policy_worker.checkpoints.state import MODEL, weights_from
 from policy_worker.checkpoints.storage import Piece, StateFiles, write_pieces
 from policy_worker.checkpoints.verify import faults
 from policy_worker.errors import CheckpointSaveError
-from policy_worker.files import sync
 from policy_worker.parallel.group import Group
+from schema.util.atomic_file import sync
 
 log = logging.getLogger(__name__)
 

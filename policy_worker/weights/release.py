@@ -10,6 +10,7 @@ Invariant: the shadow moves, on all ranks, if and only if the controller has ans
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import os
@@ -26,6 +27,7 @@ from policy_worker.process import Departure
 from policy_worker.session import Caller, Session
 from policy_worker.weights.collective_write import Stored, StoreTroubleError, store_version
 from policy_worker.weights.record import Record
+from schema.util.backoff import Backoff
 from schema.wire import messages as m
 from schema.wire.weights import TensorEntry, WeightManifest
 from weight_sync.errors import StoppedError
@@ -47,7 +49,7 @@ from weight_sync.transport import Sender
 
 log = logging.getLogger(__name__)
 
-FIRST_PAUSE, MAX_PAUSE = 0.5, 15.0
+BACKOFF = Backoff(0.5, 15.0)
 """Seconds between attempts at a store that fails."""
 MOST_THREADS = 8
 """That encode: few cores saturate what a store takes, and the others feed the training."""
@@ -144,8 +146,8 @@ class Release:
             self._collect(leader.record)
 
     def _with_patience(self, version: int) -> Stored | None:
-        give_up, pause = time.monotonic() + self._place.timeout, FIRST_PAUSE
-        while True:
+        give_up = time.monotonic() + self._place.timeout
+        for attempt in itertools.count(1):
             try:
                 stored = self._store(version)
                 self._say("")
@@ -160,10 +162,10 @@ class Release:
                     ) from error
                 if verdict == "leave":
                     raise StoppedError(trouble) from error
+                pause = BACKOFF.after(attempt)
                 log.warning("%s; trying again in %.1f s", trouble, pause)
                 self._say(trouble)
             self._departure.wait(pause)
-            pause = min(2 * pause, MAX_PAUSE)
 
     def _verdict(self, give_up: float) -> str:
         if self._departure:

@@ -1,1 +1,10 @@
-"""Infrastructure that several packages need, once: standard library only."""
+"""Infrastructure that several packages need, once: standard library only.
+
+atomic_file    files and directories that are whole or absent
+file_lock      flock without waiting
+backoff        exponential, with jitter
+exit_watchdog  the end of a process that was asked to leave and hangs
+host           the machine's boot id
+text           control characters in the texts of others
+tls            contexts and checks of certificates
+"""

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from schema.util.atomic_file import replacing
 from schema.wire.frame import FrameError, encode_frame, read_metadata
 from schema.wire.invalid import describe
 
@@ -77,16 +78,10 @@ def write(root: Path, name: FileName, frame: bytes) -> bytes:
         raise FrameError("frame has no sample header")
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = root / str(name)
-    temporary = root / f".{name}.{os.getpid()}"
-    try:
-        with temporary.open("wb") as file:
-            file.write(frame)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+    with replacing(path) as neighbour, neighbour.open("wb") as file:
+        file.write(frame)
+        file.flush()
+        os.fsync(file.fileno())
     entry = FileEntry(name=str(name), n_bytes=len(frame), hash=_hash(frame))
     return encode_frame({}, {"sample": header, STUB_KEY: entry.model_dump_json()})
 

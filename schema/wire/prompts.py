@@ -13,7 +13,6 @@ without loading the rest.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from schema.util.files import usual_mode
+from schema.util.atomic_file import remove_unfinished, replacing, usual_mode
 
 FORMAT = "cosmos-prompts-1"
 _TYPES = {"token_ids": "I32", "offsets": "I64", "rows": "U8", "row_ends": "I64", "loss_mask": "U8"}
@@ -57,12 +56,9 @@ def write_prompts(
             raise ValueError("loss masks and token sequences differ in length")
         tensors["loss_mask"] = _flat(loss_masks, np.uint8)
     path.parent.mkdir(parents=True, exist_ok=True)
-    for left in path.parent.glob(f".{path.name}.*"):  # by a process that was killed while it wrote
-        left.unlink(missing_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with usual_mode(temporary):
-        save_file(tensors, temporary, {"format": FORMAT, **(metadata or {})})
-    os.replace(temporary, path)
+    remove_unfinished(path)
+    with replacing(path) as neighbour, usual_mode(neighbour):
+        save_file(tensors, neighbour, {"format": FORMAT, **(metadata or {})})
 
 
 def _flat(rows: Sequence[Sequence[int]], dtype: type[np.generic]) -> npt.NDArray[np.generic]:

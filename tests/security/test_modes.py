@@ -11,7 +11,7 @@ from launcher.job.event_log import Journal
 from launcher.plan.rundir import RunDir, Tokens
 from policy_worker.checkpoints import rng
 from policy_worker.checkpoints.export import write_shards
-from policy_worker.files import write_atomically, written_beside
+from schema.util.atomic_file import replacing_directory, write_text
 from schema.wire.prompts import write_prompts
 from tests.security.modes import umask, wrong_modes
 from tests.support.controller import make_config
@@ -25,11 +25,11 @@ def write_all(run: RunDir) -> None:
     run.unlock()
     Journal(run.launcher_json).write("starting", [])
     write_prompts(run.path / "data" / "train.safetensors", [[1]], [{}])
-    with written_beside(run.checkpoints / "step-1") as beside:
+    with replacing_directory(run.checkpoints / "step-1") as beside:
         rng.write(beside, 0, rng.capture(torch.device("cpu")))
-    with written_beside(run.path / "final") as beside:
+    with replacing_directory(run.path / "final") as beside:
         write_shards([("a", torch.zeros(2)), ("b", torch.zeros(2))], beside, shard_bytes=8)
-    write_atomically(run.checkpoints / "latest", "step-1")
+    write_text(run.checkpoints / "latest", "step-1", durable=True)
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o027, 0o077, 0o002])

@@ -12,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from schema.util.file_lock import release
 from tests.support.objects import running_objects
 from tests.support.waiting import PATIENCE
 from tests.weight_sync.store_material import use
@@ -20,7 +21,6 @@ from weight_sync.delta.delta import open_delta
 from weight_sync.errors import WeightError
 from weight_sync.host.files import FETCHED, open_copy
 from weight_sync.host.host_copy import HostCopy, Weights
-from weight_sync.host.locks import release
 from weight_sync.stores import DirectoryStore, Store, open_store
 
 

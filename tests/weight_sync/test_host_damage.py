@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from schema.util.file_lock import release
 from schema.wire.weights import Piece
 from tests.support.waiting import PATIENCE
 from tests.weight_sync.versions import RemoteStore, Versions, same, stepped
@@ -31,7 +32,7 @@ from weight_sync.host.files import (
     write_model,
 )
 from weight_sync.host.host_copy import HostCopy, Weights, whole_bytes
-from weight_sync.host.locks import LockTimeoutError, locked, release
+from weight_sync.host.locks import LockTimeoutError, locked
 from weight_sync.host.receive import TRIES
 from weight_sync.host.users import copy_directory
 

@@ -197,8 +197,7 @@ def test_hosts_that_share_a_file_system_share_no_copy(
     """Where locks hold on one host only, another one's copy looks as if nobody used it."""
 
     def directory(host: str, job: str) -> Path:
-        (tmp_path / "boot_id").write_text(f"{host}\n")
-        monkeypatch.setattr("weight_sync.host.users.BOOT_ID", tmp_path / "boot_id")
+        monkeypatch.setattr("weight_sync.host.users.boot_id", lambda: host)
         return copy_directory(str(tmp_path), job_id=job, run_dir="/runs", n_bytes=1)
 
     copy = HostCopy(directory("a", "job"), versions.store, lock_timeout=PATIENCE)
@@ -218,7 +217,7 @@ def test_hosts_that_share_a_file_system_share_no_copy(
 
 
 def test_a_system_that_does_not_tell_its_hosts_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weight_sync.host.users.BOOT_ID", tmp_path / "nowhere")
+    monkeypatch.setattr("weight_sync.host.users.boot_id", lambda: "")
     places = {copy_directory(str(tmp_path), job_id="job", run_dir="/runs", n_bytes=1) for _ in range(2)}
     assert len(places) == 1
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
+from schema.util.backoff import Backoff
 from schema.wire.weights import Publication, WeightManifest
 from weight_sync.errors import NotReadableError, WeightError
 from weight_sync.layout import as_tensor, torch_dtype
@@ -28,7 +29,7 @@ log = logging.getLogger(__name__)
 
 PATIENCE = 10.0
 """Seconds: attribute caches of NFS live 3 to 60 s by default; longer than this is a broken store."""
-FIRST_PAUSE, MAX_PAUSE = 0.01, 0.5
+BACKOFF = Backoff(0.01, 0.5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,16 +71,18 @@ def fetch(
         WeightError: the version cannot be used; the message names file or tensor, and cause.
     """
     place = store if not isinstance(store, str | os.PathLike) else DirectoryStore(store)
-    give_up, pause = time.monotonic() + patience, FIRST_PAUSE
+    give_up = time.monotonic() + patience
+    attempt = 0
     while True:
+        attempt += 1
         try:
             return _fetch(place, publication)
         except NotReadableError as error:
+            pause = BACKOFF.after(attempt)
             if time.monotonic() + pause > give_up:
                 raise
             log.info("version %d is not readable yet, trying again: %s", publication.version, error)
         time.sleep(pause)
-        pause = min(2 * pause, MAX_PAUSE)
 
 
 def _fetch(store: Store, publication: Publication) -> Weights:

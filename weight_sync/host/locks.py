@@ -7,8 +7,6 @@ neither time out nor be stopped.
 
 from __future__ import annotations
 
-import fcntl
-import os
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -16,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from schema.config.secrets import masked
+from schema.util.file_lock import open_lock, release, try_lock
 from weight_sync.errors import StoppedError, WeightError
 
 LOOK_S = 0.01
@@ -23,28 +22,6 @@ LOOK_S = 0.01
 
 class LockTimeoutError(WeightError):
     """A lock was not had in time; the message names who holds it."""
-
-
-def open_lock(path: Path) -> int:
-    """Open a lock file, made where it is missing. Raises `OSError`; a symbolic link is one."""
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-
-
-def try_lock(descriptor: int, *, exclusive: bool) -> bool:
-    """Take the lock of an open file if that is possible at once."""
-    try:
-        fcntl.flock(descriptor, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def release(descriptor: int) -> None:
-    """Release and close. Explicitly, since a forked child would keep the lock of a file that is only closed."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_UN)
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager

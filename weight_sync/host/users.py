@@ -22,6 +22,8 @@ import time
 from pathlib import Path
 from secrets import token_hex
 
+from schema.util.file_lock import open_lock, release, try_lock
+from schema.util.host import boot_id
 from weight_sync.host.files import (
     ADVANCING,
     STATE,
@@ -32,13 +34,12 @@ from weight_sync.host.files import (
     read_state,
     write_model,
 )
-from weight_sync.host.locks import LOOK_S, LockTimeoutError, holders, open_lock, release, try_lock
+from weight_sync.host.locks import LOOK_S, LockTimeoutError, holders
 from weight_sync.layout import digest
 
 log = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (a directory of our own below it is checked)
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 ROOM = 2
 """Copies that must fit into shared memory: a new one is written beside the old one."""
 JOIN_S = 60.0
@@ -168,11 +169,7 @@ def _remove(directory: Path) -> None:
 
 def _host() -> str:
     """Another one for each start of a kernel; the same for all where the system has none to tell."""
-    try:
-        drawn = BOOT_ID.read_bytes().strip()
-    except OSError:
-        drawn = b""
-    return digest(drawn).hex()[:8]
+    return digest(boot_id().encode()).hex()[:8]
 
 
 def _sweep(base: Path, mine: str, host: str) -> None:

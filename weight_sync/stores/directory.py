@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
+from schema.util.atomic_file import sync
 from weight_sync.errors import NotReadableError, WeightError
 from weight_sync.stores.base import FILE_NAME, check_name, check_size, split_key
 
@@ -51,11 +52,11 @@ class _DirectoryStage:
         if not self.leads:
             raise WeightError(f"version {self.target} is made visible by the process that leads")
         if self.durable:
-            _sync_directory(self.path)
+            sync(self.path)
         self.path.rename(self.target)
         self.committed = True
         if self.durable:
-            _sync_directory(self.target.parent)
+            sync(self.target.parent)
 
 
 class DirectoryStore:
@@ -218,11 +219,3 @@ def _age(path: Path) -> float:
         return max(0.0, time.time() - path.stat().st_mtime)
     except OSError:
         return float("inf")
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import itertools
 import logging
-import random
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
+
+from schema.util.backoff import Backoff
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -30,10 +31,6 @@ class Delays:
     give_up: float = 900.0
     first: float = 1.0
     most: float = 60.0
-
-    def before(self, attempt: int, chance: float) -> float:
-        """Wait before attempt number `attempt` + 1; chance in [0, 1) spreads it, so that ranks do not march."""
-        return float(min(self.first * 2.0 ** min(attempt - 1, 30), self.most) * (0.5 + chance / 2))
 
 
 USUAL = Delays()
@@ -99,6 +96,6 @@ class Patience:
             raise self._failed(f"{what}: has failed {attempt} times in {waited:.0f} s: {reason}") from error
         with self._lock:
             self._failing[number] = f"{what} has failed for {waited:.0f} s: {reason}"
-        delay = self._delays.before(attempt, random.random())
+        delay = Backoff(self._delays.first, self._delays.most).after(attempt)
         log.warning("%s: %s; attempt %d in %.1f s", what, reason, attempt + 1, delay)
         self._stop.wait(delay)

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from policy_worker.checkpoints.layout import MANIFEST, hash_of_file, read_manifest
 from policy_worker.checkpoints.verify import faults
 from policy_worker.errors import DamagedCheckpointError
-from policy_worker.files import write_atomically
+from schema.util.atomic_file import write_text
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class Record:
         """Write it to disk."""
         with self._lock:
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.file, self.progress.model_dump_json(indent=1))
+            write_text(self.file, self.progress.model_dump_json(indent=1), durable=True)
 
     def finished_part(self, name: str, number: int, etag: str) -> None:
         with self._lock:
