@@ -5,8 +5,8 @@
     report = to_report(conversion)         # what became of every key
 
 How it is built, from the bottom: `keys`, `yamlfile`, `composed`, `interpolation`, `source` read a file; `model` says
-what a conversion is; `rows` is the language of the tables; `engine` applies them; `fallback` knows what only
-changes speed; `none` is the closed list of what has no counterpart; `write` makes text of it; `detect` and
+what a conversion is; `rules` is the language of the tables; `engine` applies them; `fallback` knows what only
+changes speed; `unsupported` is the closed list of what has no counterpart; `write` makes text of it; `detect` and
 `registry` find the reader. A reader is a module with a `READER`: `verl`, `roll`, `cosmos`.
 """
 

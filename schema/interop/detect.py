@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from schema.config.problem import ConfigError, Problem
 from schema.interop.engine.composed import not_read
-from schema.interop.engine.rows import Reader
+from schema.interop.engine.rules import Reader
 from schema.interop.engine.source import Source
 
 

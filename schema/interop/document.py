@@ -23,7 +23,7 @@ from schema.config.availability import UNAVAILABLE
 from schema.interop.engine.engine import yaml_value
 from schema.interop.engine.fallback import SPEED_ONLY
 from schema.interop.engine.registry import reader
-from schema.interop.engine.rows import ABSENT, Row
+from schema.interop.engine.rules import ABSENT, Rule
 from schema.interop.engine.unsupported import METHOD, NO_COUNTERPART, reason_for
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "migrate.md"
@@ -65,26 +65,30 @@ def _block(what: str, arguments: Sequence[str]) -> str:
 
 
 def _keys(system: str, kind: str) -> Iterator[str]:
-    groups: dict[str, list[Row]] = {}
-    rows = reader(system).rows(kind)
-    told = telling(rows)
-    for row in told:
-        groups.setdefault(_group(row.key), []).append(row)
+    groups: dict[str, list[Rule]] = {}
+    rules = reader(system).rules(kind)
+    told = telling(rules)
+    for rule in told:
+        groups.setdefault(_group(rule.key), []).append(rule)
     for group, members in groups.items():
         if group:
             yield f"\n**`{group}`**"
         yield "\n| their key | ours | how the value changes | their default |"
         yield "|---|---|---|---|"
-        for row in members:
-            yield _line(row, group)
-    if len(told) < len(rows):
-        yield f"\n{len(rows) - len(told)} further keys have the same name and meaning here."
+        for rule in members:
+            yield _line(rule, group)
+    if len(told) < len(rules):
+        yield f"\n{len(rules) - len(told)} further keys have the same name and meaning here."
     yield ""
 
 
-def telling(rows: Sequence[Row]) -> list[Row]:
+def telling(rules: Sequence[Rule]) -> list[Rule]:
     """The rows that say something: not those whose key is ours, unchanged."""
-    return [row for row in rows if row.how.ours != (row.key,) or row.also or row.how.words != "as it is"]
+    return [
+        rule
+        for rule in rules
+        if rule.converter.ours != (rule.key,) or rule.also or rule.converter.words != "as it is"
+    ]
 
 
 def _group(key: str) -> str:
@@ -93,12 +97,12 @@ def _group(key: str) -> str:
     return ".".join(parts[:depth]) if len(parts) > depth else ""
 
 
-def _line(row: Row, group: str) -> str:
-    name = row.key.removeprefix(f"{group}.") if group else row.key
-    also = ", ".join(f"`{_short(other, group)}`" for other in row.also)
-    ours = ", ".join(f"`{key}`" for key in row.how.ours) or "–"
-    default = "" if row.default is ABSENT else f"`{yaml_value(row.default)}`"
-    words = row.words or row.how.words or ("as it is" if row.how.ours else "")
+def _line(rule: Rule, group: str) -> str:
+    name = rule.key.removeprefix(f"{group}.") if group else rule.key
+    also = ", ".join(f"`{_short(other, group)}`" for other in rule.also)
+    ours = ", ".join(f"`{key}`" for key in rule.converter.ours) or "–"
+    default = "" if rule.default is ABSENT else f"`{yaml_value(rule.default)}`"
+    words = rule.words or rule.converter.words or ("as it is" if rule.converter.ours else "")
     cells = [f"`{name}`" + (f" (also {also})" if also else ""), ours, words, default]
     return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
 
@@ -142,9 +146,9 @@ def _nearest() -> Iterator[str]:
     yield "\n| key | what this build lacks | nearest value |"
     yield "|---|---|---|"
     for key in sorted(SPEED_ONLY & UNAVAILABLE.keys()):
-        row = UNAVAILABLE[key]
-        value = row.neutral[0]
-        yield f"| `{key}` | {row.missing} | {'unset' if value is None else f'`{yaml_value(value)}`'} |"
+        rule = UNAVAILABLE[key]
+        value = rule.neutral[0]
+        yield f"| `{key}` | {rule.missing} | {'unset' if value is None else f'`{yaml_value(value)}`'} |"
     yield ""
 
 

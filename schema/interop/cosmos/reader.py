@@ -14,8 +14,18 @@ from schema.config.keys import leaf_keys
 from schema.config.loading.explain import annotation_of
 from schema.config.reference.deviations import DEVIATIONS
 from schema.config.sections.train_policy import GrpoConfig, SFTDataConfig
-from schema.interop.cosmos.rows import RENAMED_ROWS, plain, sampled_temperature, trained_temperature
-from schema.interop.engine.rows import WARMUP_NOTE, How, Leaf, Reader, Reading, Result, Row, always, mapped
+from schema.interop.cosmos.rules import RENAMED_RULES, plain, sampled_temperature, trained_temperature
+from schema.interop.engine.rules import (
+    WARMUP_NOTE,
+    ConversionContext,
+    Converter,
+    KeyPath,
+    Reader,
+    Result,
+    Rule,
+    always,
+    mapped,
+)
 from schema.interop.engine.source import Source
 
 _POLICY = "train.train_policy"
@@ -42,12 +52,12 @@ def _kind(source: Source) -> str:
     return "grpo" if any(key in policy for key in _GRPO_SIGNS) else "sft"
 
 
-def _pass(key: str, ours: str) -> How:
-    def run(reading: Reading, leaf: Leaf) -> Result:
+def _pass(key: str, ours: str) -> Converter:
+    def run(context: ConversionContext, leaf: KeyPath) -> Result:
         note = WARMUP_NOTE if key == "train.optm_warmup_steps" and leaf.value else ""
         return mapped((f"{key}.{leaf.rest}" if leaf.rest else key, plain(leaf.value)), note=note)
 
-    return How(run, (ours,), "as it is")
+    return Converter(run, (ours,), "as it is")
 
 
 def _is_table(annotation: Any) -> bool:
@@ -61,10 +71,10 @@ def _is_table(annotation: Any) -> bool:
 
 
 @cache
-def _rows(kind: str) -> Sequence[Row]:
+def _rules(kind: str) -> Sequence[Rule]:
     section = GrpoConfig if kind == "grpo" else SFTDataConfig
-    renamed = {spelling for row in RENAMED_ROWS for spelling in row.spellings}
-    rows: list[Row] = []
+    renamed = {spelling for rule in RENAMED_RULES for spelling in rule.spellings}
+    rules: list[Rule] = []
     for key in leaf_keys():
         path = tuple(key.split("."))
         if path[:2] == ("train", "train_policy") and path[2] not in section.model_fields:
@@ -73,48 +83,48 @@ def _rows(kind: str) -> Sequence[Row]:
             continue
         idle = kind == "sft" and (path[0] == "rollout" or key == "train.sync_weight_interval")
         for name in (key, f"{key}.*") if _is_table(annotation_of(path)) else (key,):
-            how = always("supervised training generates nothing") if idle else _pass(key, name)
-            rows.append(Row(name, how))
-    return (*rows, *(row for row in RENAMED_ROWS if kind == "grpo" or not _is_grpo_only(row)))
+            converter = always("supervised training generates nothing") if idle else _pass(key, name)
+            rules.append(Rule(name, converter))
+    return (*rules, *(rule for rule in RENAMED_RULES if kind == "grpo" or not _is_grpo_only(rule)))
 
 
-def _is_grpo_only(row: Row) -> bool:
-    ours = row.how.ours
+def _is_grpo_only(rule: Rule) -> bool:
+    ours = rule.converter.ours
     return bool(ours) and all(
         key.startswith(f"{_POLICY}.") and key.split(".")[2] not in SFTDataConfig.model_fields for key in ours
     )
 
 
-def _finish(reading: Reading) -> None:
+def _finish(context: ConversionContext) -> None:
     """The defaults of theirs that are not ours."""
-    if not reading.has(f"{_POLICY}.type") and reading.kind == "sft":
-        reading.add(f"{_POLICY}.type", "sft", "cosmos-rl guesses it from the other keys")
-    if not reading.has("train.train_batch_per_replica") and reading.kind == "grpo":
-        _add_batch(reading)
-    trained, sampled = trained_temperature(reading), sampled_temperature(reading)
-    if reading.kind == "grpo" and trained != sampled:
-        reading.warn(
+    if not context.has(f"{_POLICY}.type") and context.kind == "sft":
+        context.add(f"{_POLICY}.type", "sft", "cosmos-rl guesses it from the other keys")
+    if not context.has("train.train_batch_per_replica") and context.kind == "grpo":
+        _add_batch(context)
+    trained, sampled = trained_temperature(context), sampled_temperature(context)
+    if context.kind == "grpo" and trained != sampled:
+        context.warn(
             f"cosmos-rl samples at the temperature {sampled} (rollout.sampling_config.temperature) and divides the "
             f"trainer's logits by {trained} (train.train_policy.temperature): two policies. Here both use the one "
             f"that samples, {sampled}"
         )
     enabled = ("validation.enable", "train.enable_validation")
     before = ("validation.before", "validation.val_before_train")
-    is_enabled = any(reading.get(key, None) is True for key in enabled)
-    if is_enabled and not any(reading.has(key) for key in before):
-        reading.add("validation.before", False, "cosmos-rl's default: val_before_train = false")
+    is_enabled = any(context.get(key, None) is True for key in enabled)
+    if is_enabled and not any(context.has(key) for key in before):
+        context.add("validation.before", False, "cosmos-rl's default: val_before_train = false")
 
 
-def _add_batch(reading: Reading) -> None:
+def _add_batch(context: ConversionContext) -> None:
     key = "train.train_batch_per_replica"
     theirs = DEVIATIONS[key].theirs
-    group = reading.integer("rollout.n_generation", 16) or 16
-    replicas = reading.integer("policy.parallelism.n_init_replicas", 1) or 1
+    group = context.integer("rollout.n_generation", 16) or 16
+    replicas = context.integer("policy.parallelism.n_init_replicas", 1) or 1
     if theirs * replicas % group == 0:
-        reading.add(key, theirs, f"cosmos-rl's default: train_batch_per_replica = {theirs}")
+        context.add(key, theirs, f"cosmos-rl's default: train_batch_per_replica = {theirs}")
         return
     whole = DEVIATIONS[key].ours if DEVIATIONS[key].ours * replicas % group == 0 else group
-    reading.add(
+    context.add(
         key, whole, f"cosmos-rl's default of {theirs} samples is no whole number of groups of {group}"
     )
 
@@ -141,7 +151,7 @@ READER = Reader(
     kinds={"grpo": "reinforcement learning", "sft": "supervised fine-tuning"},
     detect=_detect,
     signs=("train.train_policy", "policy.model_name_or_path", *_SECTIONS),
-    rows=_rows,
+    rules=_rules,
     finish=_finish,
     interpolates=False,
     prose=PROSE,

@@ -27,17 +27,17 @@ from schema.interop.engine.fallback import nearest
 from schema.interop.engine.interpolation import resolve
 from schema.interop.engine.keys import dotted, leaves, lookup, split_key, store, unsupported_key
 from schema.interop.engine.model import Addition, Conversion, Entry, Outcome, Target
-from schema.interop.engine.rows import (
+from schema.interop.engine.rules import (
     ABSENT,
     BadValue,
-    Leaf,
+    ConversionContext,
+    KeyPath,
     Reader,
-    Reading,
     Result,
-    Row,
+    Rule,
     defaults_of,
     implicit,
-    nothing,
+    no_counterpart,
     shown,
     unknown,
 )
@@ -53,27 +53,27 @@ def convert_source(source: Source, reader: Reader, kind: str, env: Mapping[str, 
     Raises ConfigError where an interpolation cannot be resolved; whatever else is wrong with the file is in
     the entries.
     """
-    rows = reader.rows(kind)
+    rules = reader.rules(kind)
     left_out, remedy = not_read(source.data.get("defaults"), reader.title)
     if reader.interpolates:
         hint = f"{left_out}; {remedy}" if left_out else ""
-        data = resolve(source.data, source.lines, source.name, env, defaults_of(rows), hint)
+        data = resolve(source.data, source.lines, source.name, env, defaults_of(rules), hint)
         source = source.with_data(data)
-    reading = Reading(reader.system, reader.title, kind, source, rows)
+    context = ConversionContext(reader.system, reader.title, kind, source, rules)
     found = [(path, dotted(path), value) for path, value in leaves(source.data)]
-    reading.values = {key: value for _, key, value in found}
+    context.values = {key: value for _, key, value in found}
     entries = [
-        _entry(reading, reader, Leaf(key, value, line=source.line(path))) for path, key, value in found
+        _entry(context, reader, KeyPath(key, value, line=source.line(path))) for path, key, value in found
     ]
     if left_out:
-        reading.warn(
+        context.warn(
             f"{left_out}. What they say other than {reader.title}'s own defaults is left out; {remedy}"
         )
-    reader.finish(reading)
-    final, added, config = _assemble(reading, entries, _additions(reading, entries))
+    reader.finish(context)
+    final, added, config = _assemble(context, entries, _additions(context, entries))
     keys = tuple(key for _, key, _ in found)
     conversion = Conversion(
-        reader.system, kind, source.name, keys, final, added, config, tuple(reading.warnings)
+        reader.system, kind, source.name, keys, final, added, config, tuple(context.warnings)
     )
     assert not conversion.missing_leaves
     assert not conversion.repeated_leaves
@@ -83,30 +83,30 @@ def convert_source(source: Source, reader: Reader, kind: str, env: Mapping[str, 
 # --- one entry ----------------------------------------------------------------------------------------------
 
 
-def _entry(reading: Reading, reader: Reader, leaf: Leaf) -> Entry:
-    result = _decide(reading, reader, leaf)
+def _entry(context: ConversionContext, reader: Reader, leaf: KeyPath) -> Entry:
+    result = _decide(context, reader, leaf)
     unwritable = next((reason for _, value in result.targets if (reason := _unwritable(value))), None)
     if unwritable is not None:
         result = unknown(unwritable)
     value = leaf.value
     if not result.targets and _SECRET.search(leaf.key) and isinstance(value, str):
         value = "***"  # the report and the comments of the result must not spread it
-    result = _with_method(reading, Leaf(leaf.key, value), result)
+    result = _with_method(context, KeyPath(leaf.key, value), result)
     return Entry(leaf.key, value, result.outcome, result.targets, result.note, leaf.line)
 
 
-def _with_method(reading: Reading, leaf: Leaf, result: Result) -> Result:
+def _with_method(context: ConversionContext, leaf: KeyPath, result: Result) -> Result:
     """A result that would change what is trained goes into `[unsupported]`; every other one stays as it is.
 
     That is a key of METHOD without counterpart, and a value that is not understood of a key that maps to one of
     METHOD_KEYS: our default would train by another method.
     """
-    row, _ = _row_of(reading, leaf.key)
+    rule, _ = _rule_of(context, leaf.key)
     if result.outcome is Outcome.NONE:
-        names = {leaf.key} if row is None else {leaf.key, row.key}
-        loses_method = any(decides_method(reading.system, name, leaf.value) for name in names)
+        names = {leaf.key} if rule is None else {leaf.key, rule.key}
+        loses_method = any(decides_method(context.system, name, leaf.value) for name in names)
     elif result.outcome is Outcome.UNKNOWN:
-        loses_method = row is not None and not METHOD_KEYS.isdisjoint(row.how.ours)
+        loses_method = rule is not None and not METHOD_KEYS.isdisjoint(rule.converter.ours)
     else:
         loses_method = result.outcome is Outcome.UNSUPPORTED
     if not loses_method or result.targets:
@@ -135,80 +135,80 @@ def _unwritable(value: Any, inside: bool = False) -> str | None:
     return next((reason for item in items if (reason := _unwritable(item, inside=True))), None)
 
 
-def _decide(reading: Reading, reader: Reader, leaf: Leaf) -> Result:
+def _decide(context: ConversionContext, reader: Reader, leaf: KeyPath) -> Result:
     artefact = reader.artefacts(leaf.key, leaf.value)
     if artefact is not None:
         return artefact
-    row, rest = _row_of(reading, leaf.key)
-    if row is None:
-        return _without_row(reading, leaf)
-    repeated = _repeats(reading, row, leaf)
+    rule, rest = _rule_of(context, leaf.key)
+    if rule is None:
+        return _without_rule(context, leaf)
+    repeated = _repeats(context, rule, leaf)
     if repeated is not None:
         return repeated
-    return _apply(reading, row, Leaf(leaf.key, leaf.value, rest, leaf.line))
+    return _apply(context, rule, KeyPath(leaf.key, leaf.value, rest, leaf.line))
 
 
-def _apply(reading: Reading, row: Row, leaf: Leaf) -> Result:
+def _apply(context: ConversionContext, rule: Rule, leaf: KeyPath) -> Result:
     try:
-        idle = row.when(reading) if row.when is not None else ""
-        return implicit(idle) if idle else row.how.run(reading, leaf)
+        idle = rule.when(context) if rule.when is not None else ""
+        return implicit(idle) if idle else rule.converter.run(context, leaf)
     except BadValue as error:
         return unknown(str(error))
 
 
-def _row_of(reading: Reading, key: str) -> tuple[Row | None, str]:
+def _rule_of(context: ConversionContext, key: str) -> tuple[Rule | None, str]:
     """The row of a key and what its wildcard stands for; the longest wildcard wins."""
-    if key in reading.by_key:
-        return reading.by_key[key], ""
+    if key in context.by_key:
+        return context.by_key[key], ""
     parts = split_key(key)
     for end in range(len(parts) - 1, 0, -1):
-        row = reading.by_key.get(f"{dotted(parts[:end])}.*")
-        if row is not None:
-            return row, dotted(parts[end:])
+        rule = context.by_key.get(f"{dotted(parts[:end])}.*")
+        if rule is not None:
+            return rule, dotted(parts[end:])
     return None, ""
 
 
-def _repeats(reading: Reading, row: Row, leaf: Leaf) -> Result | None:
+def _repeats(context: ConversionContext, rule: Rule, leaf: KeyPath) -> Result | None:
     """A second spelling of a key that is written too: the first of its spellings wins."""
     written = [
-        name for name in row.spellings if reading.values.get(name) is not None and not name.endswith(".*")
+        name for name in rule.spellings if context.values.get(name) is not None and not name.endswith(".*")
     ]
     if not written or written[0] == leaf.key:
         return None
     other = written[0]
-    if leaf.value is None or leaf.value == reading.values[other]:
+    if leaf.value is None or leaf.value == context.values[other]:
         return implicit(f"another name of `{other}`, which is written too")
-    reading.warn(
-        f"`{leaf.key}` = {shown(leaf.value)} and `{other}` = {shown(reading.values[other])} are two names "
+    context.warn(
+        f"`{leaf.key}` = {shown(leaf.value)} and `{other}` = {shown(context.values[other])} are two names "
         f"of one key and contradict each other; `{other}` is taken"
     )
     return implicit(
-        f"another name of `{other}`, whose different value {shown(reading.values[other])} is taken"
+        f"another name of `{other}`, whose different value {shown(context.values[other])} is taken"
     )
 
 
-def _without_row(reading: Reading, leaf: Leaf) -> Result:
+def _without_rule(context: ConversionContext, leaf: KeyPath) -> Result:
     """A key that no row knows: without a counterpart, an empty or null table, or unknown."""
-    reason = reason_for(reading.system, leaf.key)
+    reason = reason_for(context.system, leaf.key)
     if reason is not None:
-        return nothing(reason)
+        return no_counterpart(reason)
     inside = leaf.key + "."
-    if any(key.startswith(inside) for key in reading.by_key):
+    if any(key.startswith(inside) for key in context.by_key):
         if leaf.value is None or leaf.value == {}:
             return implicit("an empty table: nothing is set")
         return unknown(f"expected a table of keys, got {shown(leaf.value)}")
     parts = split_key(leaf.key)
     for end in range(len(parts) - 1, 0, -1):
         around = dotted(parts[:end])
-        if around in reading.by_key:
+        if around in context.by_key:
             return unknown(f"`{around}` is a single value there, not a table")
-    reading.strangers += 1
-    if reading.strangers > MOST_SHOWN:  # a guess takes milliseconds
-        return unknown(f"not a key of {reading.title} that this converter knows")
-    known = [key for key in reading.by_key if not key.endswith(".*")]
+    context.strangers += 1
+    if context.strangers > MOST_SHOWN:  # a guess takes milliseconds
+        return unknown(f"not a key of {context.title} that this converter knows")
+    known = [key for key in context.by_key if not key.endswith(".*")]
     close = closest(leaf.key, known) or _same_name(parts[-1], known)
     hint = f"; did you mean `{close}`?" if close else ""
-    return unknown(f"not a key of {reading.title} that this converter knows{hint}")
+    return unknown(f"not a key of {context.title} that this converter knows{hint}")
 
 
 def _same_name(name: str, known: Sequence[str]) -> str | None:
@@ -220,20 +220,20 @@ def _same_name(name: str, known: Sequence[str]) -> str | None:
 # --- what the file leaves out -------------------------------------------------------------------------------
 
 
-def _additions(reading: Reading, entries: list[Entry]) -> list[Addition]:
+def _additions(context: ConversionContext, entries: list[Entry]) -> list[Addition]:
     """What the reader adds, then their defaults where the file is silent and ours differ."""
     written = {key for entry in entries for key, _ in entry.targets}
     chosen: dict[str, Addition] = {}
-    for addition in reading.additions:
+    for addition in context.additions:
         if addition.key not in written:
             chosen.setdefault(addition.key, addition)
-    for row in reading.rows:
-        if row.default is ABSENT or reading.has(row.key):
+    for rule in context.rules:
+        if rule.default is ABSENT or context.has(rule.key):
             continue
-        leaf = Leaf(row.key, row.default)
-        result = _with_method(reading, leaf, _apply(reading, row, leaf))
+        leaf = KeyPath(rule.key, rule.default)
+        result = _with_method(context, leaf, _apply(context, rule, leaf))
         for key, value in result.targets:
-            note = f"{reading.title}'s default: {row.key} = {yaml_value(row.default)}"
+            note = f"{context.title}'s default: {rule.key} = {yaml_value(rule.default)}"
             if result.note:
                 note += f"; {result.note}"
             if key not in written and key not in chosen:
@@ -242,7 +242,7 @@ def _additions(reading: Reading, entries: list[Entry]) -> list[Addition]:
     return [
         addition
         for addition in chosen.values()
-        if addition in reading.additions or not _is_our_default(addition.key, addition.value, job)
+        if addition in context.additions or not _is_our_default(addition.key, addition.value, job)
     ]
 
 
@@ -277,10 +277,10 @@ def _our_defaults(job: str) -> dict[str, Any]:
 
 
 def _assemble(
-    reading: Reading, entries: list[Entry], additions: list[Addition]
+    context: ConversionContext, entries: list[Entry], additions: list[Addition]
 ) -> tuple[tuple[Entry, ...], tuple[Addition, ...], dict[str, Any]]:
     """The nested configuration, with what the build lacks replaced where that changes speed only."""
-    entries = _without_contradictions(reading, entries)
+    entries = _without_contradictions(context, entries)
     lacking = nearest(_nested(entries, additions))
     entries = [_fallen_back(entry, lacking) for entry in entries]
     touched = {key for entry in entries for key, _ in entry.faithful}
@@ -293,7 +293,7 @@ def _assemble(
     return tuple(entries), tuple(additions), _nested(entries, additions)
 
 
-def _without_contradictions(reading: Reading, entries: list[Entry]) -> list[Entry]:
+def _without_contradictions(context: ConversionContext, entries: list[Entry]) -> list[Entry]:
     """The first entry that writes a key has it; a later one with another value says so and writes nothing."""
     first: dict[str, tuple[Any, str]] = {}
     kept: list[Entry] = []
@@ -305,7 +305,7 @@ def _without_contradictions(reading: Reading, entries: list[Entry]) -> list[Entr
             if taken == value and isinstance(taken, bool) == isinstance(value, bool):
                 targets.append((key, taken))
                 continue
-            reading.warn(
+            context.warn(
                 f"`{by}` and `{entry.source}` both set {key}, to {shown(taken)} and {shown(value)}: "
                 f"{shown(taken)} is written"
             )

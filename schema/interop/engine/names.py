@@ -24,10 +24,10 @@ def names_elsewhere() -> Mapping[str, Mapping[str, tuple[str, ...]]]:
     found: dict[str, dict[str, dict[str, None]]] = {}
     for reader in readers():
         for kind in reader.kinds:
-            for row in reader.rows(kind):
-                for ours in row.how.ours:
-                    if row.key.removesuffix(".*") != ours:
-                        found.setdefault(ours, {}).setdefault(reader.title, {})[row.key] = None
+            for rule in reader.rules(kind):
+                for ours in rule.converter.ours:
+                    if rule.key.removesuffix(".*") != ours:
+                        found.setdefault(ours, {}).setdefault(reader.title, {})[rule.key] = None
     return {
         ours: {system: tuple(keys) for system, keys in systems.items()} for ours, systems in found.items()
     }
@@ -77,9 +77,11 @@ def _by_last_part() -> Mapping[str, tuple[Theirs, ...]]:
     ours = set(leaf_keys())
     found: dict[str, list[Theirs]] = {}
     for reader in readers():
-        rows = [row for kind in reader.kinds for row in reader.rows(kind)]
-        rows.sort(key=lambda row: bool(row.how.ours))  # one that leads somewhere replaces one that does not
-        known = {spelling: row.how for row in rows for spelling in row.spellings}
+        rules = [rule for kind in reader.kinds for rule in reader.rules(kind)]
+        rules.sort(
+            key=lambda rule: bool(rule.converter.ours)
+        )  # one that leads somewhere replaces one that does not
+        known = {spelling: rule.converter for rule in rules for spelling in rule.spellings}
         listed = [key for key in NO_COUNTERPART[reader.system] if not any(sign in key for sign in "=<:")]
         for key in dict.fromkeys((*known, *listed)):
             if key.removesuffix(".*") in ours:

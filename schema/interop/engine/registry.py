@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 
-from schema.interop.engine.rows import Reader
+from schema.interop.engine.rules import Reader
 
 MODULES = {
     "verl": "schema.interop.verl.reader",

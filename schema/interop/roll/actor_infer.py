@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from schema.interop.engine.rows import (
+from schema.interop.engine.rules import (
     BadValue,
-    How,
-    Leaf,
-    Reading,
+    ConversionContext,
+    Converter,
+    KeyPath,
     Result,
-    Row,
+    Rule,
     always,
     as_flag,
     as_integer,
@@ -63,30 +63,30 @@ _MESH = "rollout.parallelism"
 
 
 @computed("rollout.max_response_length", words="agents: one turn; else ROLL takes sequence - prompt instead")
-def _new_tokens(reading: Reading, leaf: Leaf) -> Result:
+def _new_tokens(context: ConversionContext, leaf: KeyPath) -> Result:
     if leaf.value is None:
         return implicit("null: response_length")
     longest = as_integer(leaf.value)
-    whole = response_length(reading)
-    if is_agentic(reading) or whole is None:
+    whole = response_length(context)
+    if is_agentic(context) or whole is None:
         return mapped(("rollout.max_response_length", longest))
     if whole == longest:
         return implicit("the same as response_length")
     return implicit(f"ROLL takes the {whole} tokens of response_length instead")
 
 
-def _top_k(ours: str) -> How:
+def _top_k(ours: str) -> Converter:
     """Top-k where -1, 0 and null are off."""
 
-    def run(reading: Reading, leaf: Leaf) -> Result:
+    def run(context: ConversionContext, leaf: KeyPath) -> Result:
         k = -1 if leaf.value is None else as_integer(leaf.value)
         return mapped((ours, k if k > 0 else -1))
 
-    return How(run, (ours,), "0 → -1: off")
+    return Converter(run, (ours,), "0 → -1: off")
 
 
 @computed(f"{_SAMPLING}.stop", words="strings that end an answer")
-def _stop(reading: Reading, leaf: Leaf) -> Result:
+def _stop(context: ConversionContext, leaf: KeyPath) -> Result:
     if leaf.value is None:
         return implicit("null: none")
     return mapped((f"{_SAMPLING}.stop", as_texts(leaf.value)))
@@ -97,34 +97,34 @@ _REPEATED_GROUP = repeats(
 )
 
 
-def _beams(role: str) -> How:
+def _beams(role: str) -> Converter:
     return unless((1, None), "no beam search, as here", lost(f"{role}.generating_args.num_beams"))
 
 
-_GENERATING_ARGS: tuple[Row, ...] = (
-    Row("max_new_tokens", _new_tokens),
-    Row("max_length", always("max_new_tokens bounds the answer")),
-    Row("temperature", number(f"{_SAMPLING}.temperature"), default=0.95),
-    Row("top_p", number(f"{_SAMPLING}.top_p"), default=0.7),
-    Row("top_k", _top_k(f"{_SAMPLING}.top_k"), default=50),
-    Row("repetition_penalty", number(f"{_SAMPLING}.repetition_penalty")),
-    Row("do_sample", flag(f"{_SAMPLING}.do_sample")),
-    Row("stop_strings", _stop),
-    Row("include_stop_str_in_output", flag("rollout.include_stop_str_in_output")),
-    Row("num_beams", _beams(ROLE)),
-    Row(
+_GENERATING_ARGS: tuple[Rule, ...] = (
+    Rule("max_new_tokens", _new_tokens),
+    Rule("max_length", always("max_new_tokens bounds the answer")),
+    Rule("temperature", number(f"{_SAMPLING}.temperature"), default=0.95),
+    Rule("top_p", number(f"{_SAMPLING}.top_p"), default=0.7),
+    Rule("top_k", _top_k(f"{_SAMPLING}.top_k"), default=50),
+    Rule("repetition_penalty", number(f"{_SAMPLING}.repetition_penalty")),
+    Rule("do_sample", flag(f"{_SAMPLING}.do_sample")),
+    Rule("stop_strings", _stop),
+    Rule("include_stop_str_in_output", flag("rollout.include_stop_str_in_output")),
+    Rule("num_beams", _beams(ROLE)),
+    Rule(
         "length_penalty",
         unless((1, 1.0, None), "no beam search", lost(f"{ROLE}.generating_args.length_penalty")),
     ),
-    Row("num_return_sequences", _REPEATED_GROUP),
+    Rule("num_return_sequences", _REPEATED_GROUP),
 )
 
 
 # --- engine -------------------------------------------------------------------------------------------------
 
 
-def _shared(reading: Reading) -> list[tuple[str, Any]]:
-    return [("placement.share", "time")] if overlaps(reading) else []
+def _shared(context: ConversionContext) -> list[tuple[str, Any]]:
+    return [("placement.share", "time")] if overlaps(context) else []
 
 
 @computed(
@@ -135,41 +135,41 @@ def _shared(reading: Reading) -> list[tuple[str, Any]]:
     "placement.share",
     words="cut into engines of tp · pp devices; devices that actor_train has too are shared in turns",
 )
-def _devices(reading: Reading, leaf: Leaf) -> Result:
-    if named_devices(reading, leaf) is None:
+def _devices(context: ConversionContext, leaf: KeyPath) -> Result:
+    if named_devices(context, leaf) is None:
         return implicit("null: no devices are named")
-    groups = engines(reading)
+    groups = engines(context)
     if groups is None:
         return implicit("null: no devices are named")
-    tp, pp = engine_size(reading)
+    tp, pp = engine_size(context)
     placed: Any = [group[0] for group in groups] if tp * pp == 1 else groups
     targets = [
         ("placement.rollout", placed),
         (f"{_MESH}.n_init_replicas", len(groups)),
         (f"{_MESH}.tp_size", tp),
         (f"{_MESH}.pp_size", pp),
-        *_shared(reading),
+        *_shared(context),
     ]
-    both = overlaps(reading)
+    both = overlaps(context)
     note = f"{count(len(groups), 'engine')} of {count(tp * pp, 'device')}"
     if both:
-        whole = devices(reading, "actor_train") or []
+        whole = devices(context, "actor_train") or []
         part = "all" if len(both) == len(whole) else f"{len(both)}"
         note += f"; {part} of actor_train's devices too: in turns"
     return mapped(*targets, note=note)
 
 
-def _engine_dimension(index: int, ours: str, words: str = "") -> How:
-    def run(reading: Reading, leaf: Leaf) -> Result:
-        return mapped((f"{_MESH}.{ours}", engine_size(reading)[index]))
+def _engine_dimension(index: int, ours: str, words: str = "") -> Converter:
+    def run(context: ConversionContext, leaf: KeyPath) -> Result:
+        return mapped((f"{_MESH}.{ours}", engine_size(context)[index]))
 
-    return How(run, (f"{_MESH}.{ours}",), words)
+    return Converter(run, (f"{_MESH}.{ours}",), words)
 
 
 @computed("rollout.backend", words="`hf_infer` → `transformers`, `sglang` → `vllm`")
-def _engine(reading: Reading, leaf: Leaf) -> Result:
+def _engine(context: ConversionContext, leaf: KeyPath) -> Result:
     if leaf.value == "sglang":
-        reading.warn(
+        context.warn(
             "there is no SGLang engine here: the rollouts run in vLLM, which samples the same distribution"
         )
         return mapped(("rollout.backend", "vllm"), note="vLLM takes the place of SGLang")
@@ -181,7 +181,7 @@ def _engine(reading: Reading, leaf: Leaf) -> Result:
 
 
 @computed("rollout.dtype", words="`bf16` → `bfloat16`, …")
-def _dtype(reading: Reading, leaf: Leaf) -> Result:
+def _dtype(context: ConversionContext, leaf: KeyPath) -> Result:
     if leaf.value in (None, "auto"):
         return implicit("the type of the published weights")
     if not is_one_of(leaf.value, DTYPES):
@@ -193,161 +193,163 @@ _WEIGHTS = {"dummy": "dummy", "auto": "auto", "safetensors": "auto"}
 
 
 @computed("rollout.engine_kwargs", words="any further engine argument, passed through")
-def _engine_argument(reading: Reading, leaf: Leaf) -> Result:
-    if strategy(reading, ROLE) != "vllm":
-        raise BadValue(f"not an argument of {strategy(reading, ROLE)} that this converter knows")
+def _engine_argument(context: ConversionContext, leaf: KeyPath) -> Result:
+    if strategy(context, ROLE) != "vllm":
+        raise BadValue(f"not an argument of {strategy(context, ROLE)} that this converter knows")
     if leaf.value is None or leaf.value == {}:
         return implicit("null: the engine's default")
     return mapped((f"rollout.engine_kwargs.{leaf.rest}", leaf.value))
 
 
 @computed("rollout.enforce_eager", words="CUDA graphs or not")
-def _no_graphs(reading: Reading, leaf: Leaf) -> Result:
+def _no_graphs(context: ConversionContext, leaf: KeyPath) -> Result:
     return mapped(("rollout.enforce_eager", as_flag(leaf.value)))
 
 
-def _only(name: str, how: How) -> How:
+def _only(name: str, converter: Converter) -> Converter:
     """A key of one engine; for another it is unknown."""
 
-    def run(reading: Reading, leaf: Leaf) -> Result:
-        if strategy(reading, ROLE) != name:
-            raise BadValue(f"an argument of {name}, and the strategy is {strategy(reading, ROLE)}")
-        return how.run(reading, leaf)
+    def run(context: ConversionContext, leaf: KeyPath) -> Result:
+        if strategy(context, ROLE) != name:
+            raise BadValue(f"an argument of {name}, and the strategy is {strategy(context, ROLE)}")
+        return converter.run(context, leaf)
 
-    return How(run, how.ours, how.words)
+    return Converter(run, converter.ours, converter.words)
 
 
 @computed("rollout.parallelism.ep_size", words="true → over the ranks of one engine")
-def _experts(reading: Reading, leaf: Leaf) -> Result:
+def _experts(context: ConversionContext, leaf: KeyPath) -> Result:
     if not as_flag(leaf.value):
         return implicit("experts are split like every other layer")
-    return mapped((f"{_MESH}.ep_size", engine_size(reading)[0]))
+    return mapped((f"{_MESH}.ep_size", engine_size(context)[0]))
 
 
-def _without_engine(reading: Reading) -> str:
-    return "hf_infer has no such option" if strategy(reading, ROLE) == "hf_infer" else ""
+def _without_engine(context: ConversionContext) -> str:
+    return "hf_infer has no such option" if strategy(context, ROLE) == "hf_infer" else ""
 
 
-_ENGINE_ROWS: tuple[Row, ...] = (
-    Row("tensor_parallel_size", _engine_dimension(0, "tp_size"), also=("tp_size",)),
-    Row("pipeline_parallel_size", _engine_dimension(1, "pp_size")),
-    Row("data_parallel_size", _only("vllm", integer(f"{_MESH}.dp_shard_size"))),
-    Row("gpu_memory_utilization", number("rollout.gpu_memory_utilization")),
-    Row(
+_ENGINE_RULES: tuple[Rule, ...] = (
+    Rule("tensor_parallel_size", _engine_dimension(0, "tp_size"), also=("tp_size",)),
+    Rule("pipeline_parallel_size", _engine_dimension(1, "pp_size")),
+    Rule("data_parallel_size", _only("vllm", integer(f"{_MESH}.dp_shard_size"))),
+    Rule("gpu_memory_utilization", number("rollout.gpu_memory_utilization")),
+    Rule(
         "mem_fraction_static",
         _only("sglang", number("rollout.gpu_memory_utilization")),
         words="the engine's share of the GPU",
     ),
-    Row("block_size", integer("rollout.block_size")),
-    Row("max_model_len", integer("rollout.max_model_len")),
-    Row("context_length", _only("sglang", integer("rollout.max_model_len"))),
-    Row("load_format", choice("rollout.load_format", _WEIGHTS)),
-    Row("max_num_seqs", integer("rollout.max_num_seqs")),
-    Row("max_running_requests", _only("sglang", integer("rollout.max_num_seqs"))),
-    Row("max_num_batched_tokens", integer("rollout.max_num_batched_tokens")),
-    Row("chunked_prefill_size", _only("sglang", integer("rollout.max_num_batched_tokens"))),
-    Row("enforce_eager", _no_graphs),
-    Row("disable_cuda_graph", _only("sglang", _no_graphs)),
-    Row("enable_chunked_prefill", flag("rollout.enable_chunked_prefill"), default=True, when=_without_engine),
-    Row("dtype", _dtype),
-    Row("quantization", asks((None,), "not quantised", text("rollout.quantization"))),
-    Row("sleep_level", always("an engine that shares its GPU sleeps by placement.share")),
-    Row("enable_expert_parallel", _only("vllm", _experts)),
-    Row("seed", integer("rollout.seed")),
-    Row("trust_remote_code", flag("policy.trust_remote_code")),
-    Row("tokenizer", path("policy.tokenizer_name_or_path")),
-    Row("revision", text("policy.model_revision")),
-    Row("model", always("the engine serves the policy's model")),
-    Row("*", _engine_argument),
+    Rule("block_size", integer("rollout.block_size")),
+    Rule("max_model_len", integer("rollout.max_model_len")),
+    Rule("context_length", _only("sglang", integer("rollout.max_model_len"))),
+    Rule("load_format", choice("rollout.load_format", _WEIGHTS)),
+    Rule("max_num_seqs", integer("rollout.max_num_seqs")),
+    Rule("max_running_requests", _only("sglang", integer("rollout.max_num_seqs"))),
+    Rule("max_num_batched_tokens", integer("rollout.max_num_batched_tokens")),
+    Rule("chunked_prefill_size", _only("sglang", integer("rollout.max_num_batched_tokens"))),
+    Rule("enforce_eager", _no_graphs),
+    Rule("disable_cuda_graph", _only("sglang", _no_graphs)),
+    Rule(
+        "enable_chunked_prefill", flag("rollout.enable_chunked_prefill"), default=True, when=_without_engine
+    ),
+    Rule("dtype", _dtype),
+    Rule("quantization", asks((None,), "not quantised", text("rollout.quantization"))),
+    Rule("sleep_level", always("an engine that shares its GPU sleeps by placement.share")),
+    Rule("enable_expert_parallel", _only("vllm", _experts)),
+    Rule("seed", integer("rollout.seed")),
+    Rule("trust_remote_code", flag("policy.trust_remote_code")),
+    Rule("tokenizer", path("policy.tokenizer_name_or_path")),
+    Rule("revision", text("policy.model_revision")),
+    Rule("model", always("the engine serves the policy's model")),
+    Rule("*", _engine_argument),
 )
 
-_MODEL_ARGS: tuple[Row, ...] = (
-    Row("model_name_or_path", model_name),
-    Row("dtype", _dtype),
-    Row("disable_gradient_checkpointing", always("inference keeps no activations")),
-    Row("attn_implementation", always("the engine chooses its attention"), also=("flash_attn",)),
-    Row("model_type", always("a language model")),
-    Row("device_map", always("the engine places the model")),
-    Row("ulysses_size", always("applies to training only")),
+_MODEL_ARGS: tuple[Rule, ...] = (
+    Rule("model_name_or_path", model_name),
+    Rule("dtype", _dtype),
+    Rule("disable_gradient_checkpointing", always("inference keeps no activations")),
+    Rule("attn_implementation", always("the engine chooses its attention"), also=("flash_attn",)),
+    Rule("model_type", always("a language model")),
+    Rule("device_map", always("the engine places the model")),
+    Rule("ulysses_size", always("applies to training only")),
     *(
-        Row(key, always("adapters are those of actor_train"))
+        Rule(key, always("adapters are those of actor_train"))
         for key in ("lora_target", "lora_rank", "lora_alpha", "lora_dropout", "additional_target")
     ),
-    Row("freeze_module_prefix", always("inference trains nothing")),
+    Rule("freeze_module_prefix", always("inference trains nothing")),
 )
 
-_DATA_ARGS: tuple[Row, ...] = (
-    Row(
+_DATA_ARGS: tuple[Rule, ...] = (
+    Rule(
         "template",
         repeats(
-            lambda reading: reading.get("actor_train.data_args.template", None),
+            lambda context: context.get("actor_train.data_args.template", None),
             "the same as actor_train's",
             wins("actor_train's template"),
         ),
     ),
 )
 
-ACTOR_INFER_ROWS: tuple[Row, ...] = (
+ACTOR_INFER_RULES: tuple[Rule, ...] = (
     *under(f"{ROLE}.model_args", _MODEL_ARGS),
     *under(f"{ROLE}.generating_args", _GENERATING_ARGS),
     *under(f"{ROLE}.data_args", _DATA_ARGS),
-    Row(f"{ROLE}.strategy_args.strategy_name", _engine, default="vllm"),
-    *under(_SETTINGS, _ENGINE_ROWS),
-    Row(f"{ROLE}.num_gpus_per_worker", _engine_dimension(0, "tp_size", "devices of one engine: tp · pp")),
-    Row(f"{ROLE}.device_mapping", _devices),
-    Row(f"{ROLE}.infer_batch_size", always("requests go to the engine one by one and are batched there")),
-    Row(f"{ROLE}.world_size", always("follows from device_mapping")),
-    Row(f"{ROLE}.worker_cls", unless((None,), "ROLL's own", lost(f"{ROLE}.worker_cls"))),
-    Row(f"{ROLE}.model_update_frequency", integer("train.sync_weight_interval")),
+    Rule(f"{ROLE}.strategy_args.strategy_name", _engine, default="vllm"),
+    *under(_SETTINGS, _ENGINE_RULES),
+    Rule(f"{ROLE}.num_gpus_per_worker", _engine_dimension(0, "tp_size", "devices of one engine: tp · pp")),
+    Rule(f"{ROLE}.device_mapping", _devices),
+    Rule(f"{ROLE}.infer_batch_size", always("requests go to the engine one by one and are batched there")),
+    Rule(f"{ROLE}.world_size", always("follows from device_mapping")),
+    Rule(f"{ROLE}.worker_cls", unless((None,), "ROLL's own", lost(f"{ROLE}.worker_cls"))),
+    Rule(f"{ROLE}.model_update_frequency", integer("train.sync_weight_interval")),
 )
 
 
 # --- validation ---------------------------------------------------------------------------------------------
 
 
-def _no_validation(reading: Reading) -> str:
-    return "" if has_validation(reading) else "no data to validate on is named, or eval_steps is 0"
+def _no_validation(context: ConversionContext) -> str:
+    return "" if has_validation(context) else "no data to validate on is named, or eval_steps is 0"
 
 
 @computed("validation.dataset.files", words="read one after the other")
-def _validation_files(reading: Reading, leaf: Leaf) -> Result:
+def _validation_files(context: ConversionContext, leaf: KeyPath) -> Result:
     if leaf.value is None:
         return implicit("null: none")
     return mapped(("validation.dataset.files", [as_path(item) for item in as_texts(leaf.value)]))
 
 
 @computed("validation.max_response_length", words="where val_sequence_length is silent")
-def _validation_tokens(reading: Reading, leaf: Leaf) -> Result:
-    if reading.integer("val_sequence_length") is not None:
+def _validation_tokens(context: ConversionContext, leaf: KeyPath) -> Result:
+    if context.integer("val_sequence_length") is not None:
         return implicit("val_sequence_length - val_prompt_length is taken")
     return implicit("ROLL takes the length of training instead")
 
 
 @computed("validation.temperature", words="")
-def _validation_temperature(reading: Reading, leaf: Leaf) -> Result:
-    if reading.flag("val_greedy"):
+def _validation_temperature(context: ConversionContext, leaf: KeyPath) -> Result:
+    if context.flag("val_greedy"):
         return implicit("val_greedy is taken instead")
-    return number("validation.temperature").run(reading, leaf)
+    return number("validation.temperature").run(context, leaf)
 
 
-def _validation_top_k(reading: Reading, leaf: Leaf) -> Result:
-    if reading.flag("val_greedy"):
+def _validation_top_k(context: ConversionContext, leaf: KeyPath) -> Result:
+    if context.flag("val_greedy"):
         return implicit("val_greedy is taken instead")
-    return _top_k("validation.top_k").run(reading, leaf)
+    return _top_k("validation.top_k").run(context, leaf)
 
 
-VALIDATION_ROWS: tuple[Row, ...] = (
-    Row("validation.data_args.file_name", _validation_files),
-    Row(
+VALIDATION_RULES: tuple[Rule, ...] = (
+    Rule("validation.data_args.file_name", _validation_files),
+    Rule(
         "validation.data_args.template",
         repeats(
-            lambda reading: reading.get("actor_train.data_args.template", None),
+            lambda context: context.get("actor_train.data_args.template", None),
             "the same as actor_train's",
             wins("actor_train's template"),
         ),
     ),
     *(
-        Row(f"validation.data_args.{key}", always("rows are read by actor_train's columns"))
+        Rule(f"validation.data_args.{key}", always("rows are read by actor_train's columns"))
         for key in (
             "prompt",
             "messages",
@@ -358,26 +360,28 @@ VALIDATION_ROWS: tuple[Row, ...] = (
             "preprocessing_num_workers",
         )
     ),
-    Row("validation.generating_args.max_new_tokens", _validation_tokens, when=_no_validation),
-    Row("validation.generating_args.max_length", always("max_new_tokens bounds the answer")),
-    Row("validation.generating_args.temperature", _validation_temperature, default=0.95, when=_no_validation),
-    Row("validation.generating_args.top_p", number("validation.top_p"), default=0.7, when=_no_validation),
-    Row(
+    Rule("validation.generating_args.max_new_tokens", _validation_tokens, when=_no_validation),
+    Rule("validation.generating_args.max_length", always("max_new_tokens bounds the answer")),
+    Rule(
+        "validation.generating_args.temperature", _validation_temperature, default=0.95, when=_no_validation
+    ),
+    Rule("validation.generating_args.top_p", number("validation.top_p"), default=0.7, when=_no_validation),
+    Rule(
         "validation.generating_args.top_k",
-        How(_validation_top_k, ("validation.top_k",), "0 → -1: off"),
+        Converter(_validation_top_k, ("validation.top_k",), "0 → -1: off"),
         default=50,
         when=_no_validation,
     ),
-    Row(
+    Rule(
         "validation.generating_args.repetition_penalty",
         number("validation.repetition_penalty"),
         when=_no_validation,
     ),
-    Row(
+    Rule(
         "validation.generating_args.num_return_sequences",
         integer("validation.n_generation"),
         when=_no_validation,
     ),
-    Row("validation.generating_args.num_beams", _beams("validation")),
-    Row("validation.generating_args.do_sample", always("temperature decides")),
+    Rule("validation.generating_args.num_beams", _beams("validation")),
+    Rule("validation.generating_args.do_sample", always("temperature decides")),
 )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from schema.interop.engine.rows import (
+from schema.interop.engine.rules import (
     BadValue,
-    How,
-    Leaf,
-    Reading,
+    ConversionContext,
+    Converter,
+    KeyPath,
     Result,
-    Row,
+    Rule,
     always,
     as_flag,
     as_integer,
@@ -58,24 +58,24 @@ _OFF = (None, False)
     "placement.policy",
     words="the devices of the one policy replica; what the other sizes leave is sharded",
 )
-def _devices(reading: Reading, leaf: Leaf) -> Result:
-    found = named_devices(reading, leaf)
+def _devices(context: ConversionContext, leaf: KeyPath) -> Result:
+    found = named_devices(context, leaf)
     if found is None:
         return implicit("null: no devices are named")
     targets: list[tuple[str, Any]] = [("placement.policy", found)]
-    targets += [(f"{_MESH}.{name}", size) for name, size in mesh(reading).sizes().items()]
+    targets += [(f"{_MESH}.{name}", size) for name, size in mesh(context).sizes().items()]
     return mapped(*targets, note=count(len(found), "device"))
 
 
-def _dimension(name: str, ours: str) -> How:
+def _dimension(name: str, ours: str) -> Converter:
     """One size of the mesh, checked against the others."""
 
-    def run(reading: Reading, leaf: Leaf) -> Result:
+    def run(context: ConversionContext, leaf: KeyPath) -> Result:
         if leaf.value is None:
             return implicit("null: 1")
-        return mapped((f"{_MESH}.{ours}", getattr(mesh(reading), name)))
+        return mapped((f"{_MESH}.{ours}", getattr(mesh(context), name)))
 
-    return How(run, (f"{_MESH}.{ours}",), "")
+    return Converter(run, (f"{_MESH}.{ours}",), "")
 
 
 @computed(
@@ -83,8 +83,8 @@ def _dimension(name: str, ours: str) -> How:
     f"{_MESH}.dp_replicate_size",
     words="≤ 1 or ≥ world: all ranks shard; else shards of this size, replicated",
 )
-def _fsdp_size(reading: Reading, leaf: Leaf) -> Result:
-    shape = mesh(reading)
+def _fsdp_size(context: ConversionContext, leaf: KeyPath) -> Result:
+    shape = mesh(context)
     note = (
         "pure FSDP2"
         if shape.dp_replicate == 1
@@ -101,13 +101,13 @@ def _fsdp_size(reading: Reading, leaf: Leaf) -> Result:
 
 
 @computed("policy.model_name_or_path", words="only where all roles name one; else pretrain is taken")
-def model_name(reading: Reading, leaf: Leaf) -> Result:
+def model_name(context: ConversionContext, leaf: KeyPath) -> Result:
     """The model of a role: ROLL overwrites all three by pretrain unless each of them names one."""
     if leaf.value is None:
         return implicit("null: pretrain")
     roles = ("actor_train", "actor_infer", "reference")
-    if any(reading.get(f"{role}.model_args.model_name_or_path", None) is None for role in roles):
-        pretrain = reading.get("pretrain", None)
+    if any(context.get(f"{role}.model_args.model_name_or_path", None) is None for role in roles):
+        pretrain = context.get("pretrain", None)
         if pretrain is not None:
             same = (
                 "the same as pretrain"
@@ -119,10 +119,10 @@ def model_name(reading: Reading, leaf: Leaf) -> Result:
 
 
 @computed("policy.model_gradient_checkpointing", words="the reverse: true → false")
-def _no_checkpointing(reading: Reading, leaf: Leaf) -> Result:
+def _no_checkpointing(context: ConversionContext, leaf: KeyPath) -> Result:
     if leaf.value is None:
         return implicit("null: activations are recomputed, as by default")
-    if strategy(reading, ROLE).startswith("megatron") and reading.get(
+    if strategy(context, ROLE).startswith("megatron") and context.get(
         config_key(ROLE, "recompute_granularity"), None
     ):
         return implicit("recompute_granularity decides for Megatron")
@@ -130,7 +130,7 @@ def _no_checkpointing(reading: Reading, leaf: Leaf) -> Result:
 
 
 @computed("train.fa_version", words="`fa2` → 2, `fa3` → 3; the others: the model's own choice")
-def _attention(reading: Reading, leaf: Leaf) -> Result:
+def _attention(context: ConversionContext, leaf: KeyPath) -> Result:
     versions = {"fa2": 2, "flash_attention_2": 2, "fa3": 3, "flash_attention_3": 3}
     if is_one_of(leaf.value, versions):
         return mapped(("train.fa_version", versions[leaf.value]))
@@ -140,11 +140,11 @@ def _attention(reading: Reading, leaf: Leaf) -> Result:
 
 
 @computed("policy.trainable_map", words="each prefix → false")
-def _freeze(reading: Reading, leaf: Leaf) -> Result:
+def _freeze(context: ConversionContext, leaf: KeyPath) -> Result:
     if leaf.value is None:
         return implicit("null: everything is trained")
     prefixes = [part.strip() for text in as_texts(leaf.value) for part in text.split(",") if part.strip()]
-    reading.warn(
+    context.warn(
         f"freeze_module_prefix = {shown(leaf.value)} freezes every parameter whose name begins so; "
         "policy.trainable_map takes the exact names of the hub's checkpoint: see that these are such names"
     )
@@ -152,7 +152,7 @@ def _freeze(reading: Reading, leaf: Leaf) -> Result:
 
 
 @computed("policy.lora.target_modules", words="comma-separated names become a list, `all` → `all-linear`")
-def _lora_target(reading: Reading, leaf: Leaf) -> Result:
+def _lora_target(context: ConversionContext, leaf: KeyPath) -> Result:
     if leaf.value is None:
         return implicit("null: no adapters")
     names = [part.strip() for text in as_texts(leaf.value) for part in text.split(",") if part.strip()]
@@ -161,20 +161,20 @@ def _lora_target(reading: Reading, leaf: Leaf) -> Result:
     return mapped(("policy.lora.target_modules", names))
 
 
-def _without_lora(reading: Reading) -> str:
-    named = reading.get(f"{ROLE}.model_args.lora_target", None)
+def _without_lora(context: ConversionContext) -> str:
+    named = context.get(f"{ROLE}.model_args.lora_target", None)
     return "" if named else "no adapters: lora_target is not set"
 
 
 @computed("policy.lora.lora_alpha", words="null: twice the rank")
-def _lora_alpha(reading: Reading, leaf: Leaf) -> Result:
-    rank = reading.integer(f"{ROLE}.model_args.lora_rank", 8) or 8
+def _lora_alpha(context: ConversionContext, leaf: KeyPath) -> Result:
+    rank = context.integer(f"{ROLE}.model_args.lora_rank", 8) or 8
     alpha = as_number(leaf.value) if leaf.value is not None else 2 * rank
     return mapped(("policy.lora.lora_alpha", alpha))
 
 
 @computed("policy.lora.modules_to_save", words="comma-separated names become a list")
-def _lora_more(reading: Reading, leaf: Leaf) -> Result:
+def _lora_more(context: ConversionContext, leaf: KeyPath) -> Result:
     if leaf.value is None:
         return implicit("null: none")
     return mapped(
@@ -186,7 +186,7 @@ def _lora_more(reading: Reading, leaf: Leaf) -> Result:
 
 
 @computed("policy.override_config", words="keys of the model's own configuration")
-def _override(reading: Reading, leaf: Leaf) -> Result:
+def _override(context: ConversionContext, leaf: KeyPath) -> Result:
     if leaf.value in (None, {}):
         return implicit("no override")
     if not leaf.rest:
@@ -197,44 +197,44 @@ def _override(reading: Reading, leaf: Leaf) -> Result:
 @computed(
     "train.param_dtype", "train.master_dtype", words="with a param_dtype of the strategy: the master weights"
 )
-def _model_dtype(reading: Reading, leaf: Leaf) -> Result:
-    plain = dtype("train.param_dtype").run(reading, leaf)
-    computing = reading.get(config_key(ROLE, "param_dtype"), None)
+def _model_dtype(context: ConversionContext, leaf: KeyPath) -> Result:
+    plain = dtype("train.param_dtype").run(context, leaf)
+    computing = context.get(config_key(ROLE, "param_dtype"), None)
     if not plain.targets or computing is None:
         return plain
     return stored_dtype("train", plain.targets[0][1], computing)
 
 
-_MODEL_ARGS: tuple[Row, ...] = (
-    Row("model_name_or_path", model_name),
-    Row("dtype", _model_dtype, default="bf16"),
-    Row("disable_gradient_checkpointing", _no_checkpointing),
-    Row(
+_MODEL_ARGS: tuple[Rule, ...] = (
+    Rule("model_name_or_path", model_name),
+    Rule("dtype", _model_dtype, default="bf16"),
+    Rule("disable_gradient_checkpointing", _no_checkpointing),
+    Rule(
         "gradient_checkpointing_use_reentrant",
         always("recomputation is never reentrant, which changes nothing"),
     ),
-    Row("ulysses_size", _dimension("cp", "cp_size")),
-    Row("attn_implementation", _attention, also=("flash_attn",)),
-    Row(
+    Rule("ulysses_size", _dimension("cp", "cp_size")),
+    Rule("attn_implementation", _attention, also=("flash_attn",)),
+    Rule(
         "model_type",
         unless((None, "causal_lm", "trl"), "a language model", lost(f"{ROLE}.model_args.model_type")),
     ),
-    Row("device_map", always("the mesh places the model")),
-    Row("num_labels", always("concerns classification heads")),
-    Row("freeze_module_prefix", _freeze),
-    Row("lora_target", _lora_target),
-    Row("lora_rank", integer("policy.lora.r"), default=8, when=_without_lora),
-    Row("lora_alpha", _lora_alpha, default=None, when=_without_lora),
-    Row("lora_dropout", number("policy.lora.lora_dropout"), when=_without_lora),
-    Row("additional_target", _lora_more, when=_without_lora),
-    Row(
+    Rule("device_map", always("the mesh places the model")),
+    Rule("num_labels", always("concerns classification heads")),
+    Rule("freeze_module_prefix", _freeze),
+    Rule("lora_target", _lora_target),
+    Rule("lora_rank", integer("policy.lora.r"), default=8, when=_without_lora),
+    Rule("lora_alpha", _lora_alpha, default=None, when=_without_lora),
+    Rule("lora_dropout", number("policy.lora.lora_dropout"), when=_without_lora),
+    Rule("additional_target", _lora_more, when=_without_lora),
+    Rule(
         "autocast_adapter_dtype",
         unless((True,), "adapters are float32", lost(f"{ROLE}.model_args.autocast_adapter_dtype")),
     ),
-    Row("model_config_kwargs.*", _override),
-    Row("adapter_name_or_path", lost(f"{ROLE}.model_args.adapter_name_or_path")),
-    Row("moe_aux_loss_coef", lost(f"{ROLE}.model_args.moe_aux_loss_coef")),
-    Row("vision_dp", lost(f"{ROLE}.model_args.vision_dp")),
+    Rule("model_config_kwargs.*", _override),
+    Rule("adapter_name_or_path", lost(f"{ROLE}.model_args.adapter_name_or_path")),
+    Rule("moe_aux_loss_coef", lost(f"{ROLE}.model_args.moe_aux_loss_coef")),
+    Rule("vision_dp", lost(f"{ROLE}.model_args.vision_dp")),
 )
 
 
@@ -242,7 +242,7 @@ _MODEL_ARGS: tuple[Row, ...] = (
 
 
 @computed(words="all training strategies become FSDP2")
-def _strategy(reading: Reading, leaf: Leaf) -> Result:
+def _strategy(context: ConversionContext, leaf: KeyPath) -> Result:
     if leaf.value in TRAINING_STRATEGIES:
         return implicit(
             "training is sharded by FSDP2 with the sizes of the strategy_config; the numbers are the same"
@@ -253,7 +253,7 @@ def _strategy(reading: Reading, leaf: Leaf) -> Result:
 @computed(
     "policy.model_gradient_checkpointing", "train.recompute_granularity", words="null: nothing is recomputed"
 )
-def _recompute(reading: Reading, leaf: Leaf) -> Result:
+def _recompute(context: ConversionContext, leaf: KeyPath) -> Result:
     if leaf.value is None:
         return mapped(("policy.model_gradient_checkpointing", False))
     if leaf.value not in ("full", "selective"):
@@ -262,92 +262,92 @@ def _recompute(reading: Reading, leaf: Leaf) -> Result:
 
 
 @computed("train.fsdp_reshard_after_forward", words="true → `always`, false → `never`")
-def _reshard(reading: Reading, leaf: Leaf) -> Result:
+def _reshard(context: ConversionContext, leaf: KeyPath) -> Result:
     if leaf.value is None:
         return implicit("null: the default")
     return mapped(("train.fsdp_reshard_after_forward", "always" if as_flag(leaf.value) else "never"))
 
 
 @computed("train.ckpt.save_contents", words="true → only the model")
-def _model_only(reading: Reading, leaf: Leaf) -> Result:
+def _model_only(context: ConversionContext, leaf: KeyPath) -> Result:
     if not as_flag(leaf.value):
         return implicit("model, optimizer and the rest are saved")
     return mapped(("train.ckpt.save_contents", ["model"]))
 
 
-_STRATEGY_ROWS: tuple[Row, ...] = (
-    Row("tensor_model_parallel_size", _dimension("tp", "tp_size")),
-    Row("pipeline_model_parallel_size", _dimension("pp", "pp_size")),
-    Row("context_parallel_size", _dimension("cp", "cp_size")),
-    Row("expert_model_parallel_size", _dimension("ep", "ep_size")),
-    Row("virtual_pipeline_model_parallel_size", _dimension("virtual_pp", "virtual_pp_size")),
-    Row("sequence_parallel", flag(f"{_MESH}.sequence_parallel")),
-    Row("recompute_granularity", _recompute),
-    Row("moe_layer_recompute", flag("train.recompute_moe_layers")),
-    Row(
+_STRATEGY_RULES: tuple[Rule, ...] = (
+    Rule("tensor_model_parallel_size", _dimension("tp", "tp_size")),
+    Rule("pipeline_model_parallel_size", _dimension("pp", "pp_size")),
+    Rule("context_parallel_size", _dimension("cp", "cp_size")),
+    Rule("expert_model_parallel_size", _dimension("ep", "ep_size")),
+    Rule("virtual_pipeline_model_parallel_size", _dimension("virtual_pp", "virtual_pp_size")),
+    Rule("sequence_parallel", flag(f"{_MESH}.sequence_parallel")),
+    Rule("recompute_granularity", _recompute),
+    Rule("moe_layer_recompute", flag("train.recompute_moe_layers")),
+    Rule(
         "moe_token_dispatcher_type",
         choice("policy.moe_token_dispatcher", {"allgather": "allgather", "alltoall": "alltoall"}),
     ),
-    Row("moe_grouped_gemm", flag("policy.moe_grouped_gemm")),
-    Row("moe_shared_expert_overlap", flag("policy.moe_shared_expert_overlap")),
-    Row("overlap_grad_reduce", flag("train.overlap_grad_reduce")),
-    Row("use_distributed_optimizer", always("the optimizer is always sharded with its parameters")),
-    Row("optimizer_cpu_offload", flag("train.optimizer_offload")),
-    Row("save_only_model", _model_only),
-    Row("fsdp_size", _fsdp_size),
-    Row("param_dtype", dtype("train.param_dtype")),
-    Row("reduce_dtype", dtype("train.fsdp_reduce_dtype")),
-    Row("reshard_after_forward", _reshard),
-    Row("offload_policy", flag("train.fsdp_offload")),
+    Rule("moe_grouped_gemm", flag("policy.moe_grouped_gemm")),
+    Rule("moe_shared_expert_overlap", flag("policy.moe_shared_expert_overlap")),
+    Rule("overlap_grad_reduce", flag("train.overlap_grad_reduce")),
+    Rule("use_distributed_optimizer", always("the optimizer is always sharded with its parameters")),
+    Rule("optimizer_cpu_offload", flag("train.optimizer_offload")),
+    Rule("save_only_model", _model_only),
+    Rule("fsdp_size", _fsdp_size),
+    Rule("param_dtype", dtype("train.param_dtype")),
+    Rule("reduce_dtype", dtype("train.fsdp_reduce_dtype")),
+    Rule("reshard_after_forward", _reshard),
+    Rule("offload_policy", flag("train.fsdp_offload")),
 )
 
-_SINGLE_ROWS: tuple[Row, ...] = (
-    Row("device_mapping", _devices),
-    Row("world_size", always("follows from device_mapping")),
-    Row(
+_SINGLE_RULES: tuple[Rule, ...] = (
+    Rule("device_mapping", _devices),
+    Rule("world_size", always("follows from device_mapping")),
+    Rule(
         "num_gpus_per_worker", unless((1, None), "one rank for each GPU", always("applies to inference only"))
     ),
-    Row("infer_batch_size", integer(f"{POLICY}.old_log_prob.mini_batch")),
-    Row("model_update_frequency", integer("train.sync_weight_interval")),
-    Row("use_dynamic_batching_in_train", always("max_tokens_per_microbatch_in_train says how large")),
-    Row(
+    Rule("infer_batch_size", integer(f"{POLICY}.old_log_prob.mini_batch")),
+    Rule("model_update_frequency", integer("train.sync_weight_interval")),
+    Rule("use_dynamic_batching_in_train", always("max_tokens_per_microbatch_in_train says how large")),
+    Rule(
         "max_tokens_per_microbatch_in_train",
         asks((0, None), "no cap", integer(f"{POLICY}.max_token_len_per_mini_batch")),
-        when=lambda reading: (
-            "" if reading.flag(f"{ROLE}.use_dynamic_batching_in_train") else "dynamic batching is off"
+        when=lambda context: (
+            "" if context.flag(f"{ROLE}.use_dynamic_batching_in_train") else "dynamic batching is off"
         ),
     ),
-    Row("use_dynamic_batching_in_infer", always("max_tokens_per_microbatch_in_infer says how large")),
-    Row(
+    Rule("use_dynamic_batching_in_infer", always("max_tokens_per_microbatch_in_infer says how large")),
+    Rule(
         "max_tokens_per_microbatch_in_infer",
         asks((0, None), "no cap", integer(f"{POLICY}.old_log_prob.max_token_len_per_mini_batch")),
-        when=lambda reading: (
-            "" if reading.flag(f"{ROLE}.use_dynamic_batching_in_infer") else "dynamic batching is off"
+        when=lambda context: (
+            "" if context.flag(f"{ROLE}.use_dynamic_batching_in_infer") else "dynamic batching is off"
         ),
     ),
-    Row("use_sequence_packing", flag("train.sequence_packing")),
-    Row(
+    Rule("use_sequence_packing", flag("train.sequence_packing")),
+    Rule(
         "sequence_packing_args.max_packed_sequence_length_train",
         asks((None,), "no cap", integer(f"{POLICY}.max_token_len_per_mini_batch")),
-        when=lambda reading: "" if reading.flag(f"{ROLE}.use_sequence_packing") else "packing is off",
+        when=lambda context: "" if context.flag(f"{ROLE}.use_sequence_packing") else "packing is off",
     ),
-    Row(
+    Rule(
         "sequence_packing_args.max_packed_sequence_length_forward",
         asks((None,), "no cap", integer(f"{POLICY}.old_log_prob.max_token_len_per_mini_batch")),
-        when=lambda reading: "" if reading.flag(f"{ROLE}.use_sequence_packing") else "packing is off",
+        when=lambda context: "" if context.flag(f"{ROLE}.use_sequence_packing") else "packing is off",
     ),
-    Row("logits_in_fp32", always("log-probs are computed in float32")),
-    Row("apply_loss_scale", always("the loss is normalised over the whole step, however it is cut")),
-    Row("worker_cls", unless((None,), "ROLL's own", lost(f"{ROLE}.worker_cls"))),
-    Row("offload_nccl", lost(f"{ROLE}.offload_nccl")),
+    Rule("logits_in_fp32", always("log-probs are computed in float32")),
+    Rule("apply_loss_scale", always("the loss is normalised over the whole step, however it is cut")),
+    Rule("worker_cls", unless((None,), "ROLL's own", lost(f"{ROLE}.worker_cls"))),
+    Rule("offload_nccl", lost(f"{ROLE}.offload_nccl")),
 )
 
 
-ACTOR_TRAIN_ROWS: tuple[Row, ...] = (
+ACTOR_TRAIN_RULES: tuple[Rule, ...] = (
     *under(f"{ROLE}.model_args", _MODEL_ARGS),
     *under(f"{ROLE}.training_args", TRAINING_ARGS),
     *under(f"{ROLE}.data_args", DATA_ARGS),
-    Row(f"{ROLE}.strategy_args.strategy_name", _strategy),
-    *under(_SETTINGS, _STRATEGY_ROWS),
-    *under(ROLE, _SINGLE_ROWS),
+    Rule(f"{ROLE}.strategy_args.strategy_name", _strategy),
+    *under(_SETTINGS, _STRATEGY_RULES),
+    *under(ROLE, _SINGLE_RULES),
 )

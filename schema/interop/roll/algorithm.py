@@ -17,13 +17,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from schema.interop.engine.rows import (
+from schema.interop.engine.rules import (
     BadValue,
-    How,
-    Leaf,
-    Reading,
+    ConversionContext,
+    Converter,
+    KeyPath,
     Result,
-    Row,
+    Rule,
     always,
     as_flag,
     as_number,
@@ -33,7 +33,7 @@ from schema.interop.engine.rows import (
     implicit,
     integer,
     mapped,
-    nothing,
+    no_counterpart,
     number,
     shown,
     unless,
@@ -59,21 +59,21 @@ _OWN_ESTIMATOR = f'one of your own can differ ({POLICY}.advantage_estimator = "p
 _OTHER_ESTIMATORS = ("gigpo", "step_reinforce", "agentic_reinforce")
 
 
-def _norm(reading: Reading) -> tuple[Any, Any]:
+def _norm(context: ConversionContext) -> tuple[Any, Any]:
     """Over what rewards are centred and scaled: (mean, std), each batch, group, running or None."""
-    old = reading.get("reward_norm", None)
-    mean, std = reading.get("norm_mean_type", None), reading.get("norm_std_type", None)
+    old = context.get("reward_norm", None)
+    mean, std = context.get("norm_mean_type", None), context.get("norm_std_type", None)
     if mean is None and std is None and old:
         mean = std = old
-    if reading.get("adv_estimator", "gae") == "grpo":
+    if context.get("adv_estimator", "gae") == "grpo":
         return "group", "group"  # whatever the other keys say
     return mean, std
 
 
-def _choose(reading: Reading) -> tuple[str, bool, bool, bool]:
+def _choose(context: ConversionContext) -> tuple[str, bool, bool, bool]:
     """Our estimator, unbiased_advantage, and whether whitening and normalisation are as the file says."""
-    name, white = reading.get("adv_estimator", "gae"), reading.flag("whiten_advantages")
-    mean, std = _norm(reading)
+    name, white = context.get("adv_estimator", "gae"), context.flag("whiten_advantages")
+    mean, std = _norm(context)
     if name == "gae":
         return "gae", False, white, mean is None and std is None
     if (mean, std) == ("group", "group"):
@@ -91,14 +91,14 @@ def _choose(reading: Reading) -> tuple[str, bool, bool, bool]:
     "critic.enable",
     words="with whiten_advantages and the reward normalisation, see below",
 )
-def _estimator(reading: Reading, leaf: Leaf) -> Result:
+def _estimator(context: ConversionContext, leaf: KeyPath) -> Result:
     name = leaf.value
     known = (*_ESTIMATORS, *_OTHER_ESTIMATORS)
     if name not in known:
         raise BadValue(f"expected one of {', '.join(known)}, got {shown(name)}")
     if name in _OTHER_ESTIMATORS:
-        return nothing(reason("adv_estimator"))
-    ours, unbiased, _, _ = _choose(reading)
+        return no_counterpart(reason("adv_estimator"))
+    ours, unbiased, _, _ = _choose(context)
     targets: list[tuple[str, Any]] = [(f"{POLICY}.advantage_estimator", ours)]
     if unbiased:
         targets.append((f"{POLICY}.unbiased_advantage", True))
@@ -108,53 +108,53 @@ def _estimator(reading: Reading, leaf: Leaf) -> Result:
     return mapped(*targets, note=note)
 
 
-def _part_of_estimator(key: str, faithful: int) -> How:
+def _part_of_estimator(key: str, faithful: int) -> Converter:
     """A switch that the choice of the estimator covers; where it cannot, it has no counterpart."""
 
-    def run(reading: Reading, leaf: Leaf) -> Result:
-        name = reading.get("adv_estimator", "gae")
+    def run(context: ConversionContext, leaf: KeyPath) -> Result:
+        name = context.get("adv_estimator", "gae")
         if not isinstance(name, str) or name not in _ESTIMATORS:
-            return nothing(reason(key))
-        if _choose(reading)[faithful]:
-            return implicit(f"part of advantage_estimator = {_choose(reading)[0]}")
+            return no_counterpart(reason(key))
+        if _choose(context)[faithful]:
+            return implicit(f"part of advantage_estimator = {_choose(context)[0]}")
         if key != "whiten_advantages":
             return unsupported(reason(key))
         does = "does not whiten" if as_flag(leaf.value) else "always whitens"
-        return unsupported(f"{_choose(reading)[0]} {does} its advantages over the batch; {_OWN_ESTIMATOR}")
+        return unsupported(f"{_choose(context)[0]} {does} its advantages over the batch; {_OWN_ESTIMATOR}")
 
-    return How(run, (), "decides the estimator")
-
-
-def _no_estimator(reading: Reading) -> str:
-    return "" if has_advantages(reading) else f"a {reading.kind} pipeline has no advantages"
+    return Converter(run, (), "decides the estimator")
 
 
-def _no_reward_kl(reading: Reading) -> str:
-    return "" if has_reward_kl(reading) else "there is no KL in the reward (add_token_level_kl)"
+def _no_estimator(context: ConversionContext) -> str:
+    return "" if has_advantages(context) else f"a {context.kind} pipeline has no advantages"
 
 
-def _no_loss_kl(reading: Reading) -> str:
-    return "" if has_loss_kl(reading) else "there is no KL in the loss (use_kl_loss)"
+def _no_reward_kl(context: ConversionContext) -> str:
+    return "" if has_reward_kl(context) else "there is no KL in the reward (add_token_level_kl)"
+
+
+def _no_loss_kl(context: ConversionContext) -> str:
+    return "" if has_loss_kl(context) else "there is no KL in the loss (use_kl_loss)"
 
 
 @computed(f"{POLICY}.gamma", words="gae and reinforce_plus_plus; the others have none")
-def _gamma(reading: Reading, leaf: Leaf) -> Result:
+def _gamma(context: ConversionContext, leaf: KeyPath) -> Result:
     discount = as_number(leaf.value)
-    name = reading.get("adv_estimator", "gae")
-    if name in _ESTIMATORS and _choose(reading)[0] in ("gae", "reinforce_plus_plus"):
+    name = context.get("adv_estimator", "gae")
+    if name in _ESTIMATORS and _choose(context)[0] in ("gae", "reinforce_plus_plus"):
         return mapped((f"{POLICY}.gamma", discount))
     return implicit("1: nothing is discounted") if discount == 1 else unsupported(reason("gamma"))
 
 
-def _no_critic(reading: Reading) -> str:
-    return "" if has_critic(reading) else "only gae has a critic"
+def _no_critic(context: ConversionContext) -> str:
+    return "" if has_critic(context) else "only gae has a critic"
 
 
 @computed(f"{POLICY}.kl_in_reward.beta", words="true: with init_kl_coef")
-def _token_kl(reading: Reading, leaf: Leaf) -> Result:
+def _token_kl(context: ConversionContext, leaf: KeyPath) -> Result:
     if not as_flag(leaf.value):
         return implicit("no KL in the reward")
-    return mapped((f"{POLICY}.kl_in_reward.beta", reading.number("init_kl_coef", 0.2)))
+    return mapped((f"{POLICY}.kl_in_reward.beta", context.number("init_kl_coef", 0.2)))
 
 
 @computed(
@@ -162,7 +162,7 @@ def _token_kl(reading: Reading, leaf: Leaf) -> Result:
     f"{POLICY}.kl_in_reward.target",
     words="set: the adaptive controller with this target; null: a fixed coefficient",
 )
-def _target_kl(reading: Reading, leaf: Leaf) -> Result:
+def _target_kl(context: ConversionContext, leaf: KeyPath) -> Result:
     if leaf.value is None:
         return implicit("null: a fixed coefficient")
     target = as_number(leaf.value)
@@ -172,23 +172,23 @@ def _target_kl(reading: Reading, leaf: Leaf) -> Result:
 
 
 @computed(f"{POLICY}.kl_beta", words="true: with kl_loss_coef")
-def _kl_loss(reading: Reading, leaf: Leaf) -> Result:
+def _kl_loss(context: ConversionContext, leaf: KeyPath) -> Result:
     if not as_flag(leaf.value):
         return implicit("no KL in the loss")
     return mapped(
-        (f"{POLICY}.kl_beta", reading.number("kl_loss_coef", 0.0)), (f"{POLICY}.kl_type", _loss_kl(reading))
+        (f"{POLICY}.kl_beta", context.number("kl_loss_coef", 0.0)), (f"{POLICY}.kl_type", _loss_kl(context))
     )
 
 
-def _loss_kl(reading: Reading) -> Any:
-    return _KL_TYPES.get(reading.text("kl_loss_type", "k3"), "k3")
+def _loss_kl(context: ConversionContext) -> Any:
+    return _KL_TYPES.get(context.text("kl_loss_type", "k3"), "k3")
 
 
 @computed(f"{POLICY}.epsilon_low", f"{POLICY}.epsilon_high", words="both sides of the clip")
-def _clip(reading: Reading, leaf: Leaf) -> Result:
-    if reading.flag("use_pg_clip_range"):
+def _clip(context: ConversionContext, leaf: KeyPath) -> Result:
+    if context.flag("use_pg_clip_range"):
         return implicit("use_pg_clip_range takes pg_clip_low and pg_clip_high instead")
-    if _our_variant(reading) == "reinforce":
+    if _our_variant(context) == "reinforce":
         return implicit("the plain policy gradient has no ratio to clip")
     if leaf.value is None:
         return implicit("null: the default, 0.2")
@@ -196,19 +196,19 @@ def _clip(reading: Reading, leaf: Leaf) -> Result:
     return mapped((f"{POLICY}.epsilon_low", epsilon), (f"{POLICY}.epsilon_high", epsilon))
 
 
-def _without_range(reading: Reading) -> str:
-    if reading.get("use_policy_loss_type", "PPO") == "PG":
+def _without_range(context: ConversionContext) -> str:
+    if context.get("use_policy_loss_type", "PPO") == "PG":
         return "the plain policy gradient has no ratio to clip"
-    return "" if reading.flag("use_pg_clip_range") else "use_pg_clip_range is off: pg_clip is taken"
+    return "" if context.flag("use_pg_clip_range") else "use_pg_clip_range is off: pg_clip is taken"
 
 
 @computed(f"{POLICY}.lower_bound_ratio", words="true → 1 + 2 · pg_clip, as ROLL bounds it; false → no bound")
-def _dual_clip(reading: Reading, leaf: Leaf) -> Result:
-    if _our_variant(reading) != "grpo":
-        return implicit(f"{_our_variant(reading)} has no dual clip")
+def _dual_clip(context: ConversionContext, leaf: KeyPath) -> Result:
+    if _our_variant(context) != "grpo":
+        return implicit(f"{_our_variant(context)} has no dual clip")
     if not as_flag(leaf.value):
         return mapped((f"{POLICY}.lower_bound_ratio", _NO_DUAL_CLIP), note="so high that it never acts")
-    clip = reading.number("pg_clip", 0.2) or 0.0
+    clip = context.number("pg_clip", 0.2) or 0.0
     if clip <= 0:
         raise BadValue(f"pg_clip = {clip} leaves no dual clip")
     return mapped((f"{POLICY}.lower_bound_ratio", round(1 + 2 * clip, 6)), note="1 + 2 · pg_clip")
@@ -217,12 +217,12 @@ def _dual_clip(reading: Reading, leaf: Leaf) -> Result:
 @computed(
     f"{POLICY}.variant", words="`seq` → `gspo`, `token` → `grpo`; use_policy_loss_type `PG` → `reinforce`"
 )
-def _variant(reading: Reading, leaf: Leaf) -> Result:
-    return mapped((f"{POLICY}.variant", _our_variant(reading)))
+def _variant(context: ConversionContext, leaf: KeyPath) -> Result:
+    return mapped((f"{POLICY}.variant", _our_variant(context)))
 
 
-def _our_variant(reading: Reading) -> str:
-    sampling, loss = reading.get("importance_sampling", "token"), reading.get("use_policy_loss_type", "PPO")
+def _our_variant(context: ConversionContext) -> str:
+    sampling, loss = context.get("importance_sampling", "token"), context.get("use_policy_loss_type", "PPO")
     if sampling not in ("token", "seq"):
         raise BadValue(f"importance_sampling: expected token or seq, got {shown(sampling)}")
     if loss not in ("PPO", "PG"):
@@ -237,7 +237,7 @@ def _our_variant(reading: Reading) -> str:
     f"{POLICY}.unbiased_loss_max_tokens",
     words="`seq-mean-token-sum-norm` → `seq-mean-token-mean` with unbiased_loss_max_tokens",
 )
-def _loss_type(reading: Reading, leaf: Leaf) -> Result:
+def _loss_type(context: ConversionContext, leaf: KeyPath) -> Result:
     known = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
     if leaf.value in known:
         return mapped((f"{POLICY}.loss_type", leaf.value))
@@ -245,20 +245,20 @@ def _loss_type(reading: Reading, leaf: Leaf) -> Result:
         raise BadValue(
             f"expected one of {', '.join(known)}, seq-mean-token-sum-norm, got {shown(leaf.value)}"
         )
-    reading.warn(
+    context.warn(
         "loss_agg_mode = seq-mean-token-sum-norm: ROLL divides the sum by the longest answer alone, here it is also "
         "divided by the number of samples: gradients are smaller by that number, which counts where they are clipped "
         "(train.optm_grad_norm_clip)"
     )
     return mapped(
         (f"{POLICY}.loss_type", "seq-mean-token-mean"),
-        (f"{POLICY}.unbiased_loss_max_tokens", response_length(reading)),
+        (f"{POLICY}.unbiased_loss_max_tokens", response_length(context)),
         note="divided by the longest answer and the number of samples; ROLL's is larger by that number",
     )
 
 
 @computed(f"{POLICY}.positive_nll_coef", words="0 → unset")
-def _positive(reading: Reading, leaf: Leaf) -> Result:
+def _positive(context: ConversionContext, leaf: KeyPath) -> Result:
     value = as_number(leaf.value)
     if value == 0:
         return implicit("0: no such loss")
@@ -271,23 +271,23 @@ _CORRECTION = f"{POLICY}.rollout_correction"
 
 
 @computed(f"{_CORRECTION}.weights", words="weight_type, if enabled")
-def _is_weights(reading: Reading, leaf: Leaf) -> Result:
+def _is_weights(context: ConversionContext, leaf: KeyPath) -> Result:
     if not as_flag(leaf.value):
         return implicit("no weights")
-    kind = reading.get("train_infer_correction.is_weight.weight_type", "token")
+    kind = context.get("train_infer_correction.is_weight.weight_type", "token")
     if kind not in _WEIGHTS:
         return implicit("see weight_type")
     return mapped((f"{_CORRECTION}.weights", kind))
 
 
-def _no_weights(reading: Reading) -> str:
-    return "" if reading.flag("train_infer_correction.is_weight.enabled") else "the weights are off"
+def _no_weights(context: ConversionContext) -> str:
+    return "" if context.flag("train_infer_correction.is_weight.enabled") else "the weights are off"
 
 
 @computed(f"{_CORRECTION}.weights", words="`token`, `sequence`")
-def _weight_type(reading: Reading, leaf: Leaf) -> Result:
+def _weight_type(context: ConversionContext, leaf: KeyPath) -> Result:
     if leaf.value not in _WEIGHTS:
-        return nothing(reason("train_infer_correction.is_weight.weight_type"))
+        return no_counterpart(reason("train_infer_correction.is_weight.weight_type"))
     return mapped((f"{_CORRECTION}.weights", leaf.value))
 
 
@@ -297,7 +297,7 @@ def _weight_type(reading: Reading, leaf: Leaf) -> Result:
     f"{_CORRECTION}.reject_above",
     words="the one enabled filter on the ratio: agg_type, ratio_low, ratio_high",
 )
-def _filters(reading: Reading, leaf: Leaf) -> Result:
+def _filters(context: ConversionContext, leaf: KeyPath) -> Result:
     if leaf.value is None or leaf.value == []:
         return implicit("no filter")
     if not isinstance(leaf.value, list) or not all(isinstance(item, dict) for item in leaf.value):
@@ -308,7 +308,7 @@ def _filters(reading: Reading, leaf: Leaf) -> Result:
     one = active[0]
     by_ratio = as_flag(one.get("ratio_enabled", True)) and not as_flag(one.get("diff_enabled", False))
     if len(active) > 1 or not by_ratio or one.get("agg_type", "token") not in _REJECTS:
-        return nothing(reason("train_infer_correction.filters"))
+        return no_counterpart(reason("train_infer_correction.filters"))
     return mapped(
         (f"{_CORRECTION}.reject", one.get("agg_type", "token")),
         (f"{_CORRECTION}.reject_below", as_number(one.get("ratio_low", 0.8))),
@@ -317,73 +317,73 @@ def _filters(reading: Reading, leaf: Leaf) -> Result:
 
 
 @computed(words="on-policy: both are the same")
-def _old_log_probs(reading: Reading, leaf: Leaf) -> Result:
+def _old_log_probs(context: ConversionContext, leaf: KeyPath) -> Result:
     if leaf.value in _OFF:
         return implicit("π_old is the policy that sampled")
-    return nothing(reason("enable_old_logprobs_recompute"))
+    return no_counterpart(reason("enable_old_logprobs_recompute"))
 
 
 @computed(words="follows from the KL terms")
-def _reference(reading: Reading, leaf: Leaf) -> Result:
-    if as_flag(leaf.value) and not has_reference(reading):
+def _reference(context: ConversionContext, leaf: KeyPath) -> Result:
+    if as_flag(leaf.value) and not has_reference(context):
         return implicit("no KL term reads a reference model: none is loaded")
     return implicit("a reference model is there when a KL term needs it")
 
 
-ALGORITHM_ROWS: tuple[Row, ...] = (
-    Row("adv_estimator", _estimator, default="gae", when=_no_estimator),
-    Row("whiten_advantages", _part_of_estimator("whiten_advantages", 2), default=False, when=_no_estimator),
-    Row("reward_norm", unless(_OFF, "none", _part_of_estimator("reward_norm", 3))),
-    Row("norm_mean_type", unless(_OFF, "none", _part_of_estimator("norm_mean_type", 3))),
-    Row("norm_std_type", unless(_OFF, "none", _part_of_estimator("norm_std_type", 3))),
-    Row("gamma", _gamma),
-    Row("lambd", number(f"{POLICY}.gae_lambda"), default=0.95, when=_no_critic),
-    Row("add_token_level_kl", _token_kl),
-    Row("init_kl_coef", number(f"{POLICY}.kl_in_reward.beta"), default=0.2, when=_no_reward_kl),
-    Row("kl_penalty", choice(f"{POLICY}.kl_in_reward.type", _KL_TYPES), default="kl", when=_no_reward_kl),
-    Row("target_kl", _target_kl, when=_no_reward_kl),
-    Row("kl_horizon", integer(f"{POLICY}.kl_in_reward.horizon"), when=_no_reward_kl),
-    Row("use_kl_loss", _kl_loss),
-    Row("kl_loss_coef", number(f"{POLICY}.kl_beta"), when=_no_loss_kl),
-    Row("kl_loss_type", choice(f"{POLICY}.kl_type", _KL_TYPES), when=_no_loss_kl),
-    Row("enable_reference", _reference),
-    Row("ppo_epochs", integer(f"{POLICY}.mu_iterations"), default=1),
-    Row("pg_clip", _clip, default=0.2),
-    Row("use_pg_clip_range", always("chooses between pg_clip and pg_clip_low, pg_clip_high")),
-    Row("pg_clip_low", number(f"{POLICY}.epsilon_low"), default=0.2, when=_without_range),
-    Row("pg_clip_high", number(f"{POLICY}.epsilon_high"), default=0.2, when=_without_range),
-    Row("dual_clip_loss", _dual_clip, default=False),
-    Row("importance_sampling", _variant, default="token"),
-    Row("use_policy_loss_type", _variant),
-    Row("loss_agg_mode", _loss_type, default="seq-mean-token-mean"),
-    Row("entropy_loss_coef", number(f"{POLICY}.entropy_coeff")),
-    Row("postive_loss_coef", _positive, also=("positive_loss_coef",)),
-    Row("max_grad_norm", number("train.optm_grad_norm_clip"), default=1.0),
-    Row("value_clip", asks((None,), "no clip of values", number("critic.value_clip")), when=_no_critic),
-    Row("critic_warmup", integer("critic.warmup_steps"), when=_no_critic),
-    Row("balance_length", flag(f"{POLICY}.balance_dp_token")),
-    Row("train_infer_correction.is_weight.enabled", _is_weights),
-    Row("train_infer_correction.is_weight.weight_type", _weight_type, when=_no_weights),
-    Row(
+ALGORITHM_RULES: tuple[Rule, ...] = (
+    Rule("adv_estimator", _estimator, default="gae", when=_no_estimator),
+    Rule("whiten_advantages", _part_of_estimator("whiten_advantages", 2), default=False, when=_no_estimator),
+    Rule("reward_norm", unless(_OFF, "none", _part_of_estimator("reward_norm", 3))),
+    Rule("norm_mean_type", unless(_OFF, "none", _part_of_estimator("norm_mean_type", 3))),
+    Rule("norm_std_type", unless(_OFF, "none", _part_of_estimator("norm_std_type", 3))),
+    Rule("gamma", _gamma),
+    Rule("lambd", number(f"{POLICY}.gae_lambda"), default=0.95, when=_no_critic),
+    Rule("add_token_level_kl", _token_kl),
+    Rule("init_kl_coef", number(f"{POLICY}.kl_in_reward.beta"), default=0.2, when=_no_reward_kl),
+    Rule("kl_penalty", choice(f"{POLICY}.kl_in_reward.type", _KL_TYPES), default="kl", when=_no_reward_kl),
+    Rule("target_kl", _target_kl, when=_no_reward_kl),
+    Rule("kl_horizon", integer(f"{POLICY}.kl_in_reward.horizon"), when=_no_reward_kl),
+    Rule("use_kl_loss", _kl_loss),
+    Rule("kl_loss_coef", number(f"{POLICY}.kl_beta"), when=_no_loss_kl),
+    Rule("kl_loss_type", choice(f"{POLICY}.kl_type", _KL_TYPES), when=_no_loss_kl),
+    Rule("enable_reference", _reference),
+    Rule("ppo_epochs", integer(f"{POLICY}.mu_iterations"), default=1),
+    Rule("pg_clip", _clip, default=0.2),
+    Rule("use_pg_clip_range", always("chooses between pg_clip and pg_clip_low, pg_clip_high")),
+    Rule("pg_clip_low", number(f"{POLICY}.epsilon_low"), default=0.2, when=_without_range),
+    Rule("pg_clip_high", number(f"{POLICY}.epsilon_high"), default=0.2, when=_without_range),
+    Rule("dual_clip_loss", _dual_clip, default=False),
+    Rule("importance_sampling", _variant, default="token"),
+    Rule("use_policy_loss_type", _variant),
+    Rule("loss_agg_mode", _loss_type, default="seq-mean-token-mean"),
+    Rule("entropy_loss_coef", number(f"{POLICY}.entropy_coeff")),
+    Rule("postive_loss_coef", _positive, also=("positive_loss_coef",)),
+    Rule("max_grad_norm", number("train.optm_grad_norm_clip"), default=1.0),
+    Rule("value_clip", asks((None,), "no clip of values", number("critic.value_clip")), when=_no_critic),
+    Rule("critic_warmup", integer("critic.warmup_steps"), when=_no_critic),
+    Rule("balance_length", flag(f"{POLICY}.balance_dp_token")),
+    Rule("train_infer_correction.is_weight.enabled", _is_weights),
+    Rule("train_infer_correction.is_weight.weight_type", _weight_type, when=_no_weights),
+    Rule(
         "train_infer_correction.is_weight.upper_bound",
         asks((None,), "no bound", number(f"{_CORRECTION}.cap")),
         default=1.2,
         when=_no_weights,
     ),
-    Row(
+    Rule(
         "train_infer_correction.is_weight.detach",
         unless(
             (True,), "weights carry no gradient here either", lost("train_infer_correction.is_weight.detach")
         ),
     ),
-    Row("train_infer_correction.filters", _filters),
-    Row("enable_old_logprobs_recompute", _old_log_probs),
-    Row(
+    Rule("train_infer_correction.filters", _filters),
+    Rule("enable_old_logprobs_recompute", _old_log_probs),
+    Rule(
         "force_disable_old_logprobs_recompute",
         always("π_old is the policy that sampled: nothing is recomputed"),
     ),
     *(
-        Row(key, lost(key))
+        Rule(key, lost(key))
         for key in (
             "reward_clip",
             "reward_shift",
@@ -403,23 +403,23 @@ ALGORITHM_ROWS: tuple[Row, ...] = (
             "l2",
         )
     ),
-    Row("rl_loss_coef", lost("rl_loss_coef", 1, 1.0)),
-    Row("minibatch_data_iter_num", lost("minibatch_data_iter_num", 1)),
-    Row(
+    Rule("rl_loss_coef", lost("rl_loss_coef", 1, 1.0)),
+    Rule("minibatch_data_iter_num", lost("minibatch_data_iter_num", 1)),
+    Rule(
         "mask_type",
         unless(("loss", None), "masks act on the loss alone", lost("mask_type")),
     ),
     *(
-        Row(
+        Rule(
             key,
             lost(key),
-            when=lambda reading: "" if reading.flag("difficulty_mask") else "difficulty_mask is off",
+            when=lambda context: "" if context.flag("difficulty_mask") else "difficulty_mask is off",
         )
         for key in ("difficulty_low_threshold", "difficulty_high_threshold")
     ),
-    Row(
+    Rule(
         "error_max_len_threshold",
         lost("error_max_len_threshold"),
-        when=lambda reading: "" if reading.flag("error_max_len_clip") else "error_max_len_clip is off",
+        when=lambda context: "" if context.flag("error_max_len_clip") else "error_max_len_clip is off",
     ),
 )

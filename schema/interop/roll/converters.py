@@ -7,16 +7,16 @@ from dataclasses import replace
 from typing import Any
 
 from schema.config.problem import ConfigError, Problem
-from schema.interop.engine.rows import (
+from schema.interop.engine.rules import (
     BadValue,
-    How,
-    Leaf,
-    Reading,
+    ConversionContext,
+    Converter,
+    KeyPath,
     Result,
-    Row,
+    Rule,
     implicit,
     mapped,
-    nothing,
+    no_counterpart,
     shown,
     unless,
 )
@@ -51,34 +51,34 @@ def reason(key: str) -> str:
     return found
 
 
-def named_devices(reading: Reading, leaf: Leaf) -> list[int] | None:
+def named_devices(context: ConversionContext, leaf: KeyPath) -> list[int] | None:
     """The devices of a `device_mapping`, None for null. Raises ConfigError: nothing can be placed without them."""
     if leaf.value is None:
         return None
     try:
         return parse_device_mapping(leaf.value)
     except DeviceMappingError as error:
-        problem = Problem(leaf.key, str(error), leaf.value, file=reading.source.name, line=leaf.line)
+        problem = Problem(leaf.key, str(error), leaf.value, file=context.source.name, line=leaf.line)
         raise ConfigError([problem]) from None
 
 
-def asks(neutral: Sequence[Any], why: str, how: How, words: str = "as it is") -> How:
+def asks(neutral: Sequence[Any], why: str, converter: Converter, words: str = "as it is") -> Converter:
     """`unless` for a key of ours: the docs say how the value changes, not why nothing may be written."""
-    return replace(unless(neutral, why, how), words=how.words or words)
+    return replace(unless(neutral, why, converter), words=converter.words or words)
 
 
-def lost(key: str, *neutral: Any) -> How:
+def lost(key: str, *neutral: Any) -> Converter:
     """No counterpart, unless the value asks for nothing (null, false, 0 or one of `neutral`)."""
     why = reason(key)
 
-    def run(reading: Reading, leaf: Leaf) -> Result:
+    def run(context: ConversionContext, leaf: KeyPath) -> Result:
         asks_nothing = any(
             leaf.value == value and isinstance(leaf.value, bool) == isinstance(value, bool)
             for value in (*NEUTRAL, *neutral)
         )
-        return implicit("asks for nothing") if asks_nothing else nothing(why)
+        return implicit("asks for nothing") if asks_nothing else no_counterpart(why)
 
-    return How(run, (), "no counterpart")
+    return Converter(run, (), "no counterpart")
 
 
 def is_one_of(value: Any, names: Iterable[str]) -> bool:
@@ -86,17 +86,17 @@ def is_one_of(value: Any, names: Iterable[str]) -> bool:
     return isinstance(value, str) and value in names
 
 
-def dtype(ours: str) -> How:
+def dtype(ours: str) -> Converter:
     """A type by any of its names; null is the default."""
 
-    def run(reading: Reading, leaf: Leaf) -> Result:
+    def run(context: ConversionContext, leaf: KeyPath) -> Result:
         if leaf.value is None:
             return implicit("null: the default")
         if not is_one_of(leaf.value, DTYPES):
             raise BadValue(f"expected one of {', '.join(DTYPES)}, got {shown(leaf.value)}")
         return mapped((ours, DTYPES[leaf.value]))
 
-    return How(run, (ours,), "`bf16` → `bfloat16`, `fp16` → `float16`, `fp32` → `float32`")
+    return Converter(run, (ours,), "`bf16` → `bfloat16`, `fp16` → `float16`, `fp32` → `float32`")
 
 
 def stored_dtype(name: str, stored: Any, strategy: Any) -> Result:
@@ -107,35 +107,37 @@ def stored_dtype(name: str, stored: Any, strategy: Any) -> Result:
     return mapped((f"{name}.master_dtype", stored), note="param_dtype of the strategy computes")
 
 
-def repeats(other: Callable[[Reading], Any], same: str, differs: Callable[[Leaf, Any], Result]) -> How:
+def repeats(
+    other: Callable[[ConversionContext], Any], same: str, differs: Callable[[KeyPath, Any], Result]
+) -> Converter:
     """A key that only repeats another one: implicit where it says the same, else `differs`."""
 
-    def run(reading: Reading, leaf: Leaf) -> Result:
-        expected = other(reading)
+    def run(context: ConversionContext, leaf: KeyPath) -> Result:
+        expected = other(context)
         if leaf.value is None or leaf.value == expected:
             return implicit(same)
         return differs(leaf, expected)
 
-    return How(run, (), same)
+    return Converter(run, (), same)
 
 
-def wins(what: str) -> Callable[[Leaf, Any], Result]:
+def wins(what: str) -> Callable[[KeyPath, Any], Result]:
     """What ROLL does where two keys disagree: the other one is taken."""
     return lambda leaf, expected: implicit(
         f"ROLL takes {what}" + ("" if expected is None else f" ({shown(expected)})") + " instead"
     )
 
 
-def under(prefix: str, rows: tuple[Row, ...]) -> tuple[Row, ...]:
+def under(prefix: str, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
     """The same rows below a table."""
     return tuple(
-        Row(
-            f"{prefix}.{row.key}",
-            row.how,
-            row.default,
-            tuple(f"{prefix}.{name}" for name in row.also),
-            row.when,
-            row.words,
+        Rule(
+            f"{prefix}.{rule.key}",
+            rule.converter,
+            rule.default,
+            tuple(f"{prefix}.{name}" for name in rule.also),
+            rule.when,
+            rule.words,
         )
-        for row in rows
+        for rule in rules
     )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 
-from schema.interop.engine.rows import (
+from schema.interop.engine.rules import (
     BadValue,
-    Leaf,
-    Reading,
+    ConversionContext,
+    KeyPath,
     Result,
-    Row,
+    Rule,
     always,
     as_number,
     as_path,
@@ -27,34 +27,34 @@ ROLE = "actor_train"
 
 
 @computed(f"{POLICY}.dataset.files", words="read one after the other")
-def _files(reading: Reading, leaf: Leaf) -> Result:
+def _files(context: ConversionContext, leaf: KeyPath) -> Result:
     if leaf.value is None:
         return implicit("null: no data")
     return mapped((f"{POLICY}.dataset.files", [as_path(item) for item in as_texts(leaf.value)]))
 
 
 @computed("validation.dataset.files", words="data to validate on")
-def _eval_files(reading: Reading, leaf: Leaf) -> Result:
+def _eval_files(context: ConversionContext, leaf: KeyPath) -> Result:
     if leaf.value is None:
         return implicit("null: none")
-    if reading.get("validation.data_args.file_name", None):
+    if context.get("validation.data_args.file_name", None):
         return implicit("validation.data_args.file_name is taken instead")
     return mapped(("validation.dataset.files", [as_path(item) for item in as_texts(leaf.value)]))
 
 
 @computed(f"{POLICY}.prompt_column_name", words="the column of the question, a text")
-def _prompt(reading: Reading, leaf: Leaf) -> Result:
+def _prompt(context: ConversionContext, leaf: KeyPath) -> Result:
     if leaf.value is None:
         return implicit("null: messages is the column")
     return mapped((f"{POLICY}.prompt_column_name", as_text(leaf.value)))
 
 
 @computed(f"{POLICY}.prompt_column_name", words="the column of the question, a conversation")
-def _messages(reading: Reading, leaf: Leaf) -> Result:
+def _messages(context: ConversionContext, leaf: KeyPath) -> Result:
     if leaf.value is None:
         return implicit("null: prompt is the column")
-    if reading.get(f"{ROLE}.data_args.prompt", None) is not None:
-        reading.warn(
+    if context.get(f"{ROLE}.data_args.prompt", None) is not None:
+        context.warn(
             "data_args.prompt and data_args.messages exclude each other, and ROLL refuses both; prompt is taken"
         )
         return implicit("data_args.prompt is taken; ROLL refuses both")
@@ -62,14 +62,14 @@ def _messages(reading: Reading, leaf: Leaf) -> Result:
 
 
 @computed(f"{POLICY}.response_column_name", words="the column of the reference answer")
-def _response(reading: Reading, leaf: Leaf) -> Result:
+def _response(context: ConversionContext, leaf: KeyPath) -> Result:
     if leaf.value is None:
         return implicit("null: ground_truth is the column")
     return mapped((f"{POLICY}.response_column_name", as_text(leaf.value)))
 
 
 @computed(f"{POLICY}.enable_dataset_cache", words="set → true")
-def _cache(reading: Reading, leaf: Leaf) -> Result:
+def _cache(context: ConversionContext, leaf: KeyPath) -> Result:
     return (
         implicit("null: no cache") if leaf.value is None else mapped((f"{POLICY}.enable_dataset_cache", True))
     )
@@ -78,13 +78,13 @@ def _cache(reading: Reading, leaf: Leaf) -> Result:
 @computed(
     f"{POLICY}.domain_shares", words="share of prompts by domain; the last one is what the others leave"
 )
-def _shares(reading: Reading, leaf: Leaf) -> Result:
+def _shares(context: ConversionContext, leaf: KeyPath) -> Result:
     if leaf.value in (None, {}):
         return implicit("no shares")
-    domains = reading.below(f"{ROLE}.data_args.domain_interleave_probs")
+    domains = context.below(f"{ROLE}.data_args.domain_interleave_probs")
     if len(domains) <= 1:
         return implicit("one domain: all prompts are its")
-    reading.warn(
+    context.warn(
         "domain_shares counts a row by its value in domain_column_name, ROLL by the reward whose tag_included "
         "holds that value: where they differ, write the domain into the column"
     )
@@ -97,7 +97,7 @@ def _shares(reading: Reading, leaf: Leaf) -> Result:
         raise BadValue(
             f"the other domains have {1.0 - left:g} in all and leave nothing for {last}, the last one"
         )
-    reading.warn(
+    context.warn(
         f"domain_interleave_probs do not add up to 1: ROLL gives {last}, the last domain, what the others leave of a "
         f"batch, {left:g} in place of {share:g}"
     )
@@ -105,31 +105,31 @@ def _shares(reading: Reading, leaf: Leaf) -> Result:
 
 
 @computed(f"{POLICY}.domain_column_name", words="the column of a row's domain, if shares are set")
-def _tag(reading: Reading, leaf: Leaf) -> Result:
-    if len(reading.below(f"{ROLE}.data_args.domain_interleave_probs")) <= 1:
+def _tag(context: ConversionContext, leaf: KeyPath) -> Result:
+    if len(context.below(f"{ROLE}.data_args.domain_interleave_probs")) <= 1:
         return implicit("one domain: no shares to keep")
     return mapped((f"{POLICY}.domain_column_name", as_text(leaf.value)))
 
 
-DATA_ARGS: tuple[Row, ...] = (
-    Row(
+DATA_ARGS: tuple[Rule, ...] = (
+    Rule(
         "template",
         unless((None, "native"), "the model's own chat template", lost(f"{ROLE}.data_args.template")),
     ),
-    Row("file_name", _files),
-    Row("eval_file_name", _eval_files),
-    Row("prompt", _prompt),
-    Row("messages", _messages),
-    Row("response", _response),
-    Row("tag", _tag, default="tag"),
-    Row("id", always("a row is known by its position in the dataset")),
-    Row("domain_interleave_probs.*", _shares),
-    Row(
+    Rule("file_name", _files),
+    Rule("eval_file_name", _eval_files),
+    Rule("prompt", _prompt),
+    Rule("messages", _messages),
+    Rule("response", _response),
+    Rule("tag", _tag, default="tag"),
+    Rule("id", always("a row is known by its position in the dataset")),
+    Rule("domain_interleave_probs.*", _shares),
+    Rule(
         "interleave_probs",
         unless((None, "1.0", 1.0, 1), "one dataset", lost(f"{ROLE}.data_args.interleave_probs")),
     ),
-    Row("preprocessing_num_workers", integer(f"{POLICY}.dataloader_num_workers")),
-    Row("cache_path", _cache),
-    Row("dataset_type", always("the ending of a file tells its format")),
-    Row("dataset_dir", always("ROLL's file_name holds the whole path")),
+    Rule("preprocessing_num_workers", integer(f"{POLICY}.dataloader_num_workers")),
+    Rule("cache_path", _cache),
+    Rule("dataset_type", always("the ending of a file tells its format")),
+    Rule("dataset_dir", always("ROLL's file_name holds the whole path")),
 )

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from schema.interop.engine.rows import BadValue, Reading
+from schema.interop.engine.rules import BadValue, ConversionContext
 from schema.interop.roll.device_mapping import DeviceMappingError, parse_device_mapping
 
 TRAINING_STRATEGIES = ("fsdp2_train", "megatron_train", "deepspeed_train")
@@ -52,15 +52,15 @@ class Mesh:
         return sizes | {name: size for name, size in further.items() if size != 1}
 
 
-def is_agentic(reading: Reading) -> bool:
+def is_agentic(context: ConversionContext) -> bool:
     """Whether the file is of an agent pipeline, whose prompts are environments."""
-    return reading.kind == "agentic"
+    return context.kind == "agentic"
 
 
-def strategy(reading: Reading, role: str) -> str:
+def strategy(context: ConversionContext, role: str) -> str:
     """The strategy's name of a role: ROLL's own default where the file is silent."""
     default = "vllm" if role == "actor_infer" else "deepspeed_train"
-    return reading.text(f"{role}.strategy_args.strategy_name", default)
+    return context.text(f"{role}.strategy_args.strategy_name", default)
 
 
 def config_key(role: str, name: str) -> str:
@@ -68,9 +68,9 @@ def config_key(role: str, name: str) -> str:
     return f"{role}.strategy_args.strategy_config.{name}"
 
 
-def devices(reading: Reading, role: str) -> list[int] | None:
+def devices(context: ConversionContext, role: str) -> list[int] | None:
     """The devices of a role; None where it names none. Raises BadValue."""
-    value = reading.get(f"{role}.device_mapping", None)
+    value = context.get(f"{role}.device_mapping", None)
     if value is None:
         return None
     try:
@@ -79,9 +79,9 @@ def devices(reading: Reading, role: str) -> list[int] | None:
         raise BadValue(f"{role}.device_mapping {error}") from None
 
 
-def _size(reading: Reading, key: str) -> int:
+def _size(context: ConversionContext, key: str) -> int:
     """A parallel size: at least 1; null and 0 mean 1. Raises BadValue."""
-    size = reading.integer(key, 1)
+    size = context.integer(key, 1)
     if size is None or size == 0:
         return 1
     if size < 0 or size > 1_000_000:
@@ -89,33 +89,33 @@ def _size(reading: Reading, key: str) -> int:
     return size
 
 
-def mesh(reading: Reading, role: str = "actor_train") -> Mesh:
+def mesh(context: ConversionContext, role: str = "actor_train") -> Mesh:
     """The mesh of a training or log-prob role. Raises BadValue where its sizes contradict each other."""
-    found = devices(reading, role)
+    found = devices(context, role)
     world = len(found) if found else 1
-    if strategy(reading, role).startswith("megatron"):
-        return _megatron(reading, role, world)
-    return _fsdp(reading, role, world)
+    if strategy(context, role).startswith("megatron"):
+        return _megatron(context, role, world)
+    return _fsdp(context, role, world)
 
 
-def _megatron(reading: Reading, role: str, world: int) -> Mesh:
+def _megatron(context: ConversionContext, role: str, world: int) -> Mesh:
     tp, pp, cp, ep = (
-        _size(reading, config_key(role, f"{name}_parallel_size"))
+        _size(context, config_key(role, f"{name}_parallel_size"))
         for name in ("tensor_model", "pipeline_model", "context", "expert_model")
     )
     if world % (tp * pp * cp):
         raise BadValue(f"{role} has {world} devices, which tp·pp·cp = {tp}·{pp}·{cp} does not divide")
     dp = world // (tp * pp * cp)
-    virtual = _size(reading, config_key(role, "virtual_pipeline_model_parallel_size"))
+    virtual = _size(context, config_key(role, "virtual_pipeline_model_parallel_size"))
     return Mesh(world, tp, pp, cp, ep, virtual_pp=virtual, dp_shard=dp)
 
 
-def _fsdp(reading: Reading, role: str, world: int) -> Mesh:
+def _fsdp(context: ConversionContext, role: str, world: int) -> Mesh:
     """FSDP2 by ROLL's rule: a size of at most 1, or of at least the world, shards over all ranks."""
-    cp = _size(reading, f"{role}.model_args.ulysses_size")
+    cp = _size(context, f"{role}.model_args.ulysses_size")
     if world % cp:
         raise BadValue(f"{role} has {world} devices, which ulysses_size = {cp} does not divide")
-    size = reading.integer(config_key(role, "fsdp_size"), 1) or 1
+    size = context.integer(config_key(role, "fsdp_size"), 1) or 1
     if size <= 1 or size >= world:
         return Mesh(world, cp=cp, dp_shard=world // cp)
     if world % size or size % cp:
@@ -123,23 +123,23 @@ def _fsdp(reading: Reading, role: str, world: int) -> Mesh:
     return Mesh(world, cp=cp, dp_shard=size // cp, dp_replicate=world // size)
 
 
-def group_size(reading: Reading) -> int:
+def group_size(context: ConversionContext) -> int:
     """Samples of one prompt, at least 1."""
-    key = "train_env_manager.group_size" if is_agentic(reading) else "num_return_sequences_in_group"
-    return max(reading.integer(key, 1) or 1, 1)
+    key = "train_env_manager.group_size" if is_agentic(context) else "num_return_sequences_in_group"
+    return max(context.integer(key, 1) or 1, 1)
 
 
-def samples_per_step(reading: Reading) -> int:
+def samples_per_step(context: ConversionContext) -> int:
     """Samples of one pipeline step. An agent pipeline counts trajectories, others prompts."""
-    batch = reading.integer("rollout_batch_size", 128) or 0
-    return batch if is_agentic(reading) else batch * group_size(reading)
+    batch = context.integer("rollout_batch_size", 128) or 0
+    return batch if is_agentic(context) else batch * group_size(context)
 
 
-def global_batch(reading: Reading, role: str = "actor_train") -> tuple[int, str]:
+def global_batch(context: ConversionContext, role: str = "actor_train") -> tuple[int, str]:
     """Samples of one optimizer step by the formulas above, and the formula with its numbers. Raises BadValue."""
-    per_device = reading.integer(f"{role}.training_args.per_device_train_batch_size", 8) or 0
-    steps = reading.integer(f"{role}.training_args.gradient_accumulation_steps", 1) or 0
-    shape = mesh(reading, role)
+    per_device = context.integer(f"{role}.training_args.per_device_train_batch_size", 8) or 0
+    steps = context.integer(f"{role}.training_args.gradient_accumulation_steps", 1) or 0
+    shape = mesh(context, role)
     product = per_device * steps * shape.world
     formula = f"{per_device}·{steps}·{shape.world}" + (
         f"/{shape.model_ranks}" if shape.model_ranks > 1 else ""
@@ -149,100 +149,100 @@ def global_batch(reading: Reading, role: str = "actor_train") -> tuple[int, str]
     return product // shape.model_ranks, f"{formula} = {product // shape.model_ranks}"
 
 
-def optimizer_steps(reading: Reading) -> int:
+def optimizer_steps(context: ConversionContext) -> int:
     """Optimizer steps of one pipeline step, all ppo_epochs together; 1 where the batches do not divide."""
-    epochs = max(reading.integer("ppo_epochs", 1) or 1, 1)
+    epochs = max(context.integer("ppo_epochs", 1) or 1, 1)
     try:
-        batch, _ = global_batch(reading)
+        batch, _ = global_batch(context)
     except BadValue:
         return epochs
-    return max(samples_per_step(reading) // batch, 1) * epochs
+    return max(samples_per_step(context) // batch, 1) * epochs
 
 
-def sequence_length(reading: Reading) -> int | None:
+def sequence_length(context: ConversionContext) -> int | None:
     """Longest training sequence: sequence_length, or else prompt and response together; None: not said."""
-    written = reading.integer("sequence_length", None)
+    written = context.integer("sequence_length", None)
     if written is not None:
         return written
-    response = reading.integer("response_length", None)
-    return None if response is None else response + (reading.integer("prompt_length", 1024) or 0)
+    response = context.integer("response_length", None)
+    return None if response is None else response + (context.integer("prompt_length", 1024) or 0)
 
 
-def response_length(reading: Reading) -> int | None:
+def response_length(context: ConversionContext) -> int | None:
     """Longest answer as ROLL sets it: the sequence without the prompt, whatever max_new_tokens says."""
-    if is_agentic(reading):
-        return reading.integer("actor_infer.generating_args.max_new_tokens", 8192)
-    whole = sequence_length(reading)
-    return None if whole is None else whole - (reading.integer("prompt_length", 1024) or 0)
+    if is_agentic(context):
+        return context.integer("actor_infer.generating_args.max_new_tokens", 8192)
+    whole = sequence_length(context)
+    return None if whole is None else whole - (context.integer("prompt_length", 1024) or 0)
 
 
-def engine_size(reading: Reading) -> tuple[int, int]:
+def engine_size(context: ConversionContext) -> tuple[int, int]:
     """Tensor and pipeline size of one inference engine: its own keys, or else num_gpus_per_worker."""
     names = ("tensor_parallel_size", "tp_size", "tp")
     tp = next(
-        (_size(reading, key) for name in names if reading.has(key := config_key("actor_infer", name))), 0
+        (_size(context, key) for name in names if context.has(key := config_key("actor_infer", name))), 0
     )
-    pp = _size(reading, config_key("actor_infer", "pipeline_parallel_size"))
+    pp = _size(context, config_key("actor_infer", "pipeline_parallel_size"))
     if not tp:
-        tp = max(_size(reading, "actor_infer.num_gpus_per_worker") // pp, 1)
+        tp = max(_size(context, "actor_infer.num_gpus_per_worker") // pp, 1)
     return tp, pp
 
 
-def engines(reading: Reading) -> list[list[int]] | None:
+def engines(context: ConversionContext) -> list[list[int]] | None:
     """The devices of each inference engine; None where the file names none. Raises BadValue."""
-    found = devices(reading, "actor_infer")
+    found = devices(context, "actor_infer")
     if found is None:
         return None
-    tp, pp = engine_size(reading)
+    tp, pp = engine_size(context)
     size = tp * pp
     if len(found) % size:
         raise BadValue(f"{len(found)} devices are not a multiple of the {size} of one engine")
     return [found[start : start + size] for start in range(0, len(found), size)]
 
 
-def has_critic(reading: Reading) -> bool:
+def has_critic(context: ConversionContext) -> bool:
     """Whether a value model is trained: only for gae, ROLL's default estimator."""
-    return has_advantages(reading) and bool(reading.get("adv_estimator", "gae") == "gae")
+    return has_advantages(context) and bool(context.get("adv_estimator", "gae") == "gae")
 
 
-def has_advantages(reading: Reading) -> bool:
+def has_advantages(context: ConversionContext) -> bool:
     """Whether rewards become advantages: pairs of answers and teachers have none."""
-    return reading.kind not in ("dpo", "distillation")
+    return context.kind not in ("dpo", "distillation")
 
 
-def has_reward_kl(reading: Reading) -> bool:
+def has_reward_kl(context: ConversionContext) -> bool:
     """Whether the KL to the reference is part of the reward."""
-    return reading.flag("add_token_level_kl", False) and (reading.number("init_kl_coef", 0.2) or 0) > 0
+    return context.flag("add_token_level_kl", False) and (context.number("init_kl_coef", 0.2) or 0) > 0
 
 
-def has_loss_kl(reading: Reading) -> bool:
+def has_loss_kl(context: ConversionContext) -> bool:
     """Whether the KL to the reference is part of the loss."""
-    return reading.flag("use_kl_loss", False) and (reading.number("kl_loss_coef", 0.0) or 0) > 0
+    return context.flag("use_kl_loss", False) and (context.number("kl_loss_coef", 0.0) or 0) > 0
 
 
-def has_reference(reading: Reading) -> bool:
+def has_reference(context: ConversionContext) -> bool:
     """Whether any KL term needs the reference model."""
-    return has_reward_kl(reading) or has_loss_kl(reading)
+    return has_reward_kl(context) or has_loss_kl(context)
 
 
-def has_validation(reading: Reading) -> bool:
+def has_validation(context: ConversionContext) -> bool:
     """Whether the file names data to validate on."""
-    files = reading.get("validation.data_args.file_name", None)
-    files = files or reading.get("actor_train.data_args.eval_file_name", None)
-    return bool(files) and (reading.integer("eval_steps", 10) or 0) > 0
+    files = context.get("validation.data_args.file_name", None)
+    files = files or context.get("actor_train.data_args.eval_file_name", None)
+    return bool(files) and (context.integer("eval_steps", 10) or 0) > 0
 
 
-def overlaps(reading: Reading) -> list[int]:
+def overlaps(context: ConversionContext) -> list[int]:
     """Devices that training and generation both name."""
-    train, infer = devices(reading, "actor_train"), devices(reading, "actor_infer")
+    train, infer = devices(context, "actor_train"), devices(context, "actor_infer")
     return sorted(set(train or []) & set(infer or []))
 
 
-def used_devices(reading: Reading) -> set[int]:
+def used_devices(context: ConversionContext) -> set[int]:
     """Devices that policy and rollout name. Raises BadValue."""
-    return {device for role in ("actor_train", "actor_infer") for device in devices(reading, role) or []}
+    return {device for role in ("actor_train", "actor_infer") for device in devices(context, role) or []}
 
 
-def without_devices(reading: Reading) -> str:
+def without_devices(context: ConversionContext) -> str:
     """The reason why GPUs per machine mean nothing, "" if they do."""
-    return "" if used_devices(reading) else "no role names its devices"
+    return "" if used_devices(context) else "no role names its devices"

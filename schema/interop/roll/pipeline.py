@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 
-from schema.interop.engine.rows import (
+from schema.interop.engine.rules import (
     BadValue,
-    Leaf,
-    Reading,
+    ConversionContext,
+    KeyPath,
     Result,
-    Row,
+    Rule,
     always,
     as_flag,
     as_integer,
@@ -21,7 +21,7 @@ from schema.interop.engine.rows import (
     implicit,
     integer,
     mapped,
-    nothing,
+    no_counterpart,
     path,
     shown,
     text,
@@ -44,18 +44,18 @@ _BATCH = "train.train_batch_per_replica"
 
 
 @computed(_BATCH, words="prompts · num_return_sequences_in_group samples make one training step")
-def _rollout_batch(reading: Reading, leaf: Leaf) -> Result:
+def _rollout_batch(context: ConversionContext, leaf: KeyPath) -> Result:
     prompts = as_integer(leaf.value)
     if prompts < 1:
         raise BadValue(f"expected at least 1, got {prompts}")
-    samples = samples_per_step(reading)
-    if is_agentic(reading):
+    samples = samples_per_step(context)
+    if is_agentic(context):
         return mapped((_BATCH, samples), note="trajectories of one step")
-    return mapped((_BATCH, samples), note=f"{prompts} prompts · {group_size(reading)} samples")
+    return mapped((_BATCH, samples), note=f"{prompts} prompts · {group_size(context)} samples")
 
 
 @computed("rollout.n_generation", _BATCH, words="the size of a group")
-def _group(reading: Reading, leaf: Leaf) -> Result:
+def _group(context: ConversionContext, leaf: KeyPath) -> Result:
     size = as_integer(leaf.value)
     if size < 1:
         raise BadValue(f"expected at least 1, got {size}")
@@ -63,7 +63,7 @@ def _group(reading: Reading, leaf: Leaf) -> Result:
 
 
 @computed(f"{POLICY}.dataset.max_prompt_length", words="longer prompts are left out, as in ROLL")
-def _prompt_length(reading: Reading, leaf: Leaf) -> Result:
+def _prompt_length(context: ConversionContext, leaf: KeyPath) -> Result:
     return mapped((f"{POLICY}.dataset.max_prompt_length", as_integer(leaf.value)))
 
 
@@ -72,15 +72,15 @@ def _prompt_length(reading: Reading, leaf: Leaf) -> Result:
     "policy.model_max_length",
     words="the longest answer; with prompt_length the longest sequence",
 )
-def _response_length(reading: Reading, leaf: Leaf) -> Result:
+def _response_length(context: ConversionContext, leaf: KeyPath) -> Result:
     if leaf.value is None:
         return implicit("null: follows from sequence_length")
-    if reading.integer("sequence_length") is not None:
+    if context.integer("sequence_length") is not None:
         return implicit("ROLL takes sequence_length - prompt_length instead")
     length = as_integer(leaf.value)
     return mapped(
         ("rollout.max_response_length", length),
-        ("policy.model_max_length", sequence_length(reading)),
+        ("policy.model_max_length", sequence_length(context)),
         note="model_max_length = prompt_length + response_length",
     )
 
@@ -90,11 +90,11 @@ def _response_length(reading: Reading, leaf: Leaf) -> Result:
     "rollout.max_response_length",
     words="the longest sequence; without prompt_length the longest answer",
 )
-def _sequence_length(reading: Reading, leaf: Leaf) -> Result:
+def _sequence_length(context: ConversionContext, leaf: KeyPath) -> Result:
     if leaf.value is None:
         return implicit("null: prompt_length + response_length")
-    length, response = as_integer(leaf.value), response_length(reading)
-    if is_agentic(reading) or response is None:
+    length, response = as_integer(leaf.value), response_length(context)
+    if is_agentic(context) or response is None:
         return mapped(("policy.model_max_length", length))
     return mapped(
         ("policy.model_max_length", length),
@@ -104,15 +104,15 @@ def _sequence_length(reading: Reading, leaf: Leaf) -> Result:
 
 
 @computed("validation.max_response_length", words="val_sequence_length - val_prompt_length")
-def _val_sequence(reading: Reading, leaf: Leaf) -> Result:
+def _val_sequence(context: ConversionContext, leaf: KeyPath) -> Result:
     if leaf.value is None:
         return implicit("null: as in training")
-    prompt = reading.integer("val_prompt_length") or reading.integer("prompt_length", 1024) or 0
+    prompt = context.integer("val_prompt_length") or context.integer("prompt_length", 1024) or 0
     return mapped(("validation.max_response_length", as_integer(leaf.value) - prompt))
 
 
 @computed("train.max_num_steps", "train.epoch", words="the length of the run; it alone ends a run of ROLL")
-def _max_steps(reading: Reading, leaf: Leaf) -> Result:
+def _max_steps(context: ConversionContext, leaf: KeyPath) -> Result:
     steps = as_integer(leaf.value)
     if steps < 1:
         return implicit("no limit: num_train_epochs ends the run")
@@ -129,7 +129,7 @@ def _max_steps(reading: Reading, leaf: Leaf) -> Result:
     "train.ckpt.save_mode",
     words="a checkpoint every so many steps, while training waits; 0: none",
 )
-def _save_steps(reading: Reading, leaf: Leaf) -> Result:
+def _save_steps(context: ConversionContext, leaf: KeyPath) -> Result:
     steps = as_integer(leaf.value)
     if steps < 1:
         return mapped(("train.ckpt.enable_checkpoint", False))
@@ -141,7 +141,7 @@ def _save_steps(reading: Reading, leaf: Leaf) -> Result:
 
 
 @computed("train.ckpt.max_keep", words="0 → -1: all are kept")
-def _max_keep(reading: Reading, leaf: Leaf) -> Result:
+def _max_keep(context: ConversionContext, leaf: KeyPath) -> Result:
     kept = as_integer(leaf.value)
     return mapped(("train.ckpt.max_keep", kept if kept > 0 else -1))
 
@@ -149,17 +149,17 @@ def _max_keep(reading: Reading, leaf: Leaf) -> Result:
 @computed(
     "validation.enable", "validation.freq", words="validation every so many steps, if its data is named"
 )
-def _eval_steps(reading: Reading, leaf: Leaf) -> Result:
+def _eval_steps(context: ConversionContext, leaf: KeyPath) -> Result:
     steps = as_integer(leaf.value)
     if steps < 1:
         return implicit("no validation")
-    if not has_validation(reading):
+    if not has_validation(context):
         return implicit("no data to validate on is named (validation.data_args.file_name)")
     return mapped(("validation.enable", True), ("validation.freq", steps))
 
 
 @computed("train.resume", words="true: the newest checkpoint; a path: that one")
-def _resume(reading: Reading, leaf: Leaf) -> Result:
+def _resume(context: ConversionContext, leaf: KeyPath) -> Result:
     if leaf.value is None:
         return implicit("null: a fresh run")
     if isinstance(leaf.value, bool) or leaf.value in ("true", "false", "True", "False"):
@@ -168,7 +168,7 @@ def _resume(reading: Reading, leaf: Leaf) -> Result:
 
 
 @computed(f"{POLICY}.allowed_outdated_steps", words="the staleness bound, rounded up; 0: on-policy")
-def _async_ratio(reading: Reading, leaf: Leaf) -> Result:
+def _async_ratio(context: ConversionContext, leaf: KeyPath) -> Result:
     ratio = as_number(leaf.value)
     if ratio < 0 or ratio > 1_000_000:
         raise BadValue(f"expected a ratio of at least 0, got {shown(leaf.value)}")
@@ -177,25 +177,25 @@ def _async_ratio(reading: Reading, leaf: Leaf) -> Result:
 
 
 @computed("controller.oversample", words="1 + additional prompts / rollout_batch_size, if they are used")
-def _additional_prompts(reading: Reading, leaf: Leaf) -> Result:
-    used = reading.flag("is_use_additional_prompts") or reading.flag("use_additional_prompts")
-    more, batch = as_integer(leaf.value), reading.integer("rollout_batch_size", 128) or 1
+def _additional_prompts(context: ConversionContext, leaf: KeyPath) -> Result:
+    used = context.flag("is_use_additional_prompts") or context.flag("use_additional_prompts")
+    more, batch = as_integer(leaf.value), context.integer("rollout_batch_size", 128) or 1
     if not used or more < 1:
         return implicit("no additional prompts are used")
     return mapped(("controller.oversample", round(1 + more / max(batch, 1), 4)))
 
 
 @computed("controller.oversample", words="with max_additional_running_prompts")
-def _use_additional(reading: Reading, leaf: Leaf) -> Result:
+def _use_additional(context: ConversionContext, leaf: KeyPath) -> Result:
     if not as_flag(leaf.value):
         return implicit("no surplus of prompts, as here by default")
-    more = reading.integer("max_additional_running_prompts", 16) or 0
-    batch = max(reading.integer("rollout_batch_size", 128) or 1, 1)
+    more = context.integer("max_additional_running_prompts", 16) or 0
+    batch = max(context.integer("rollout_batch_size", 128) or 1, 1)
     return mapped(("controller.oversample", round(1 + max(more, 0) / batch, 4)))
 
 
 @computed("rollout.n_generation_to_batch", words="the samples of a group as requests of their own")
-def _expand(reading: Reading, leaf: Leaf) -> Result:
+def _expand(context: ConversionContext, leaf: KeyPath) -> Result:
     return mapped(("rollout.n_generation_to_batch", as_flag(leaf.value)))
 
 
@@ -204,11 +204,11 @@ def _expand(reading: Reading, leaf: Leaf) -> Result:
     "placement.nodes",
     words="GPUs of each machine; the machines are as many as the devices need",
 )
-def _gpus_per_node(reading: Reading, leaf: Leaf) -> Result:
+def _gpus_per_node(context: ConversionContext, leaf: KeyPath) -> Result:
     each = as_integer(leaf.value)
     if each < 1:
         raise BadValue(f"expected at least 1, got {each}")
-    used = used_devices(reading)
+    used = used_devices(context)
     nodes = max(used) // each + 1 if used else 1
     if nodes > 1:
         return mapped(("placement.gpus_per_node", each), ("placement.nodes", nodes))
@@ -218,39 +218,39 @@ def _gpus_per_node(reading: Reading, leaf: Leaf) -> Result:
 
 
 @computed("critic.model_name_or_path", words="the critic's initial weights, if there is one")
-def _reward_pretrain(reading: Reading, leaf: Leaf) -> Result:
+def _reward_pretrain(context: ConversionContext, leaf: KeyPath) -> Result:
     if leaf.value is None:
         return implicit("null: the policy's model")
-    if not has_critic(reading):
+    if not has_critic(context):
         return implicit("names the critic's weights, and only gae has a critic")
-    if reading.get("critic.model_args.model_name_or_path", None) is not None:
+    if context.get("critic.model_args.model_name_or_path", None) is not None:
         return implicit("critic.model_args.model_name_or_path is taken instead")
     return mapped(("critic.model_name_or_path", as_path(leaf.value)))
 
 
 @computed("logging.project_name", words="the tracker's project")
-def _project(reading: Reading, leaf: Leaf) -> Result:
+def _project(context: ConversionContext, leaf: KeyPath) -> Result:
     return mapped(("logging.project_name", str(leaf.value)))
 
 
 @computed("logging.experiment_name", words="the tracker's name of the run, where exp_name is silent")
-def _run_name(reading: Reading, leaf: Leaf) -> Result:
-    if reading.has("exp_name"):
+def _run_name(context: ConversionContext, leaf: KeyPath) -> Result:
+    if context.has("exp_name"):
         return (
             implicit("exp_name names the run")
-            if reading.get("exp_name") == leaf.value
-            else nothing(reason("tracker_kwargs.name"))
+            if context.get("exp_name") == leaf.value
+            else no_counterpart(reason("tracker_kwargs.name"))
         )
     return mapped(("logging.experiment_name", str(leaf.value)))
 
 
 @computed("profiler.enable_profiler", words="a trace of the trainer")
-def _profile(reading: Reading, leaf: Leaf) -> Result:
+def _profile(context: ConversionContext, leaf: KeyPath) -> Result:
     return mapped(("profiler.enable_profiler", True), ("profiler.sub_profiler_config.do_profile", True))
 
 
 @computed("profiler.enable_profiler", "profiler.sub_profiler_config.profile_memory", words="with memory")
-def _profile_memory(reading: Reading, leaf: Leaf) -> Result:
+def _profile_memory(context: ConversionContext, leaf: KeyPath) -> Result:
     return mapped(
         ("profiler.enable_profiler", True),
         ("profiler.sub_profiler_config.do_profile", True),
@@ -259,15 +259,15 @@ def _profile_memory(reading: Reading, leaf: Leaf) -> Result:
 
 
 @computed("validation.temperature", words="true → 0.0")
-def _val_greedy(reading: Reading, leaf: Leaf) -> Result:
+def _val_greedy(context: ConversionContext, leaf: KeyPath) -> Result:
     return mapped(("validation.temperature", 0.0), ("validation.top_k", 1))
 
 
 @computed(words="the RLVR pipeline is the one with a counterpart")
-def _pipeline_cls(reading: Reading, leaf: Leaf) -> Result:
+def _pipeline_cls(context: ConversionContext, leaf: KeyPath) -> Result:
     if leaf.value is None or str(leaf.value).rpartition(".")[2].startswith("RLVR"):
         return implicit("reinforcement learning from rewards, as here")
-    return nothing(reason("pipeline_cls"))
+    return no_counterpart(reason("pipeline_cls"))
 
 
 _LOGGERS = {
@@ -279,54 +279,54 @@ _LOGGERS = {
 }
 _FLAGS_OFF = (False, None)
 
-PIPELINE_ROWS: tuple[Row, ...] = (
-    Row("pipeline_cls", _pipeline_cls),
-    Row("pretrain", path("policy.model_name_or_path")),
-    Row("reward_pretrain", _reward_pretrain),
-    Row("rollout_batch_size", _rollout_batch, default=128),
-    Row(
+PIPELINE_RULES: tuple[Rule, ...] = (
+    Rule("pipeline_cls", _pipeline_cls),
+    Rule("pretrain", path("policy.model_name_or_path")),
+    Rule("reward_pretrain", _reward_pretrain),
+    Rule("rollout_batch_size", _rollout_batch, default=128),
+    Rule(
         "num_return_sequences_in_group",
         _group,
         default=1,
-        when=lambda reading: (
-            "an agent pipeline takes train_env_manager.group_size" if is_agentic(reading) else ""
+        when=lambda context: (
+            "an agent pipeline takes train_env_manager.group_size" if is_agentic(context) else ""
         ),
     ),
-    Row("prompt_length", _prompt_length, default=1024),
-    Row("response_length", _response_length),
-    Row("sequence_length", _sequence_length),
-    Row(
+    Rule("prompt_length", _prompt_length, default=1024),
+    Rule("response_length", _response_length),
+    Rule("sequence_length", _sequence_length),
+    Rule(
         "val_prompt_length",
         asks((None,), "as in training", integer("validation.dataset.max_prompt_length")),
     ),
-    Row("val_sequence_length", _val_sequence),
-    Row("exp_name", text("logging.experiment_name")),
-    Row("seed", integer("train.seed"), default=42),
-    Row("output_dir", path("train.output_dir"), default="./output"),
-    Row(
+    Rule("val_sequence_length", _val_sequence),
+    Rule("exp_name", text("logging.experiment_name")),
+    Rule("seed", integer("train.seed"), default=42),
+    Rule("output_dir", path("train.output_dir"), default="./output"),
+    Rule(
         "track_with",
         choice("logging.logger", _LOGGERS, words="beside the console; `stdout`: the console alone"),
         default="tensorboard",
     ),
-    Row("tracker_kwargs.project", _project),
-    Row("tracker_kwargs.name", _run_name),
-    Row("max_steps", _max_steps, default=500),
-    Row("save_steps", _save_steps, default=50),
-    Row("max_ckpt_to_keep", _max_keep, default=0),
-    Row("logging_steps", lost("logging_steps", 1)),
-    Row("eval_steps", _eval_steps, default=10),
-    Row("resume_from_checkpoint", _resume),
-    Row("async_generation_ratio", _async_ratio, default=0),
-    Row("is_num_return_sequences_expand", _expand),
-    Row("is_use_additional_prompts", _use_additional, also=("use_additional_prompts",)),
-    Row("max_additional_running_prompts", _additional_prompts),
-    Row("max_running_requests", integer("rollout.max_concurrent_samples"), default=128),
-    Row("num_gpus_per_node", _gpus_per_node, default=8, when=without_devices),
-    Row("num_nodes", always("follows from the devices and num_gpus_per_node, as in ROLL")),
-    Row("profiler_timeline", unless(_FLAGS_OFF, "no trace", _profile)),
-    Row("profiler_memory", unless(_FLAGS_OFF, "no trace", _profile_memory)),
-    Row("report_length_and_rewards", lost("report_length_and_rewards")),
-    Row(
+    Rule("tracker_kwargs.project", _project),
+    Rule("tracker_kwargs.name", _run_name),
+    Rule("max_steps", _max_steps, default=500),
+    Rule("save_steps", _save_steps, default=50),
+    Rule("max_ckpt_to_keep", _max_keep, default=0),
+    Rule("logging_steps", lost("logging_steps", 1)),
+    Rule("eval_steps", _eval_steps, default=10),
+    Rule("resume_from_checkpoint", _resume),
+    Rule("async_generation_ratio", _async_ratio, default=0),
+    Rule("is_num_return_sequences_expand", _expand),
+    Rule("is_use_additional_prompts", _use_additional, also=("use_additional_prompts",)),
+    Rule("max_additional_running_prompts", _additional_prompts),
+    Rule("max_running_requests", integer("rollout.max_concurrent_samples"), default=128),
+    Rule("num_gpus_per_node", _gpus_per_node, default=8, when=without_devices),
+    Rule("num_nodes", always("follows from the devices and num_gpus_per_node, as in ROLL")),
+    Rule("profiler_timeline", unless(_FLAGS_OFF, "no trace", _profile)),
+    Rule("profiler_memory", unless(_FLAGS_OFF, "no trace", _profile_memory)),
+    Rule("report_length_and_rewards", lost("report_length_and_rewards")),
+    Rule(
         "is_offload_states",
         unless(
             _FLAGS_OFF,
@@ -334,17 +334,17 @@ PIPELINE_ROWS: tuple[Row, ...] = (
             always("what shares a GPU makes room by placement.share; what does not has no need to"),
         ),
     ),
-    Row(
+    Rule(
         "is_offload_optimizer_states_in_train_step",
         asks(_FLAGS_OFF, "states stay on the GPU", flag("train.optimizer_offload")),
     ),
-    Row(
+    Rule(
         "global_template", unless((None, "native"), "the model's own chat template", lost("global_template"))
     ),
-    Row("rollout_dump_dir", lost("rollout_dump_dir")),
-    Row("save_logging_board_dir", lost("save_logging_board_dir")),
-    Row("render_save_dir", lost("render_save_dir")),
-    Row("model_download_type", lost("model_download_type")),
-    Row("val_greedy", unless(_FLAGS_OFF, "validation samples", _val_greedy)),
-    Row("val_n_sample", integer("validation.n_generation")),
+    Rule("rollout_dump_dir", lost("rollout_dump_dir")),
+    Rule("save_logging_board_dir", lost("save_logging_board_dir")),
+    Rule("render_save_dir", lost("render_save_dir")),
+    Rule("model_download_type", lost("model_download_type")),
+    Rule("val_greedy", unless(_FLAGS_OFF, "validation samples", _val_greedy)),
+    Rule("val_n_sample", integer("validation.n_generation")),
 )

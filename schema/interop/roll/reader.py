@@ -5,30 +5,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from schema.interop.engine.keys import unsupported_key
-from schema.interop.engine.rows import BadValue, Reader, Reading, Row
+from schema.interop.engine.rules import BadValue, ConversionContext, Reader, Rule
 from schema.interop.engine.source import Source
-from schema.interop.roll.actor_infer import ACTOR_INFER_ROWS, VALIDATION_ROWS
-from schema.interop.roll.actor_train import ACTOR_TRAIN_ROWS
-from schema.interop.roll.algorithm import ALGORITHM_ROWS
+from schema.interop.roll.actor_infer import ACTOR_INFER_RULES, VALIDATION_RULES
+from schema.interop.roll.actor_train import ACTOR_TRAIN_RULES
+from schema.interop.roll.algorithm import ALGORITHM_RULES
 from schema.interop.roll.converters import POLICY, reason
 from schema.interop.roll.facts import engine_size, engines, has_critic, is_agentic, mesh
-from schema.interop.roll.pipeline import PIPELINE_ROWS
-from schema.interop.roll.rewards import REWARD_ROWS, scorers
-from schema.interop.roll.roles import ROLE_ROWS
+from schema.interop.roll.pipeline import PIPELINE_RULES
+from schema.interop.roll.rewards import REWARD_RULES, scorers
+from schema.interop.roll.roles import ROLE_RULES
 from schema.interop.roll.unsupported import DISTILLATION_ROLES, DPO_KEYS
 
 _ROLES = ("actor_train", "actor_infer")
 _PIPELINE = ("rollout_batch_size", "num_return_sequences_in_group")
 _AGENT = ("train_env_manager", "custom_envs", "custom_env", "env_manager_cls")
 
-_ROWS: tuple[Row, ...] = (
-    *PIPELINE_ROWS,
-    *ALGORITHM_ROWS,
-    *ACTOR_TRAIN_ROWS,
-    *ACTOR_INFER_ROWS,
-    *VALIDATION_ROWS,
-    *ROLE_ROWS,
-    *REWARD_ROWS,
+_RULES: tuple[Rule, ...] = (
+    *PIPELINE_RULES,
+    *ALGORITHM_RULES,
+    *ACTOR_TRAIN_RULES,
+    *ACTOR_INFER_RULES,
+    *VALIDATION_RULES,
+    *ROLE_RULES,
+    *REWARD_RULES,
 )
 
 
@@ -44,68 +44,68 @@ def _detect(source: Source) -> str | None:
     return "dpo" if pairs or (source.has("train_batch_size") and not rolls_out) else "rlvr"
 
 
-def _rows(kind: str) -> Sequence[Row]:
-    return _ROWS
+def _rules(kind: str) -> Sequence[Rule]:
+    return _RULES
 
 
-def _finish(reading: Reading) -> None:
+def _finish(context: ConversionContext) -> None:
     """What ROLL does without a key for it, and sizes that our defaults would set otherwise."""
-    reading.add("train.compile", False, "ROLL does not compile the policy")
-    _add_meshes(reading)
-    _add_data(reading)
-    _add_pipeline(reading)
+    context.add("train.compile", False, "ROLL does not compile the policy")
+    _add_meshes(context)
+    _add_data(context)
+    _add_pipeline(context)
     models = ("pretrain", "actor_train.model_args.model_name_or_path")
-    if all(reading.get(key, None) is None for key in models):
-        reading.warn("no model is named (pretrain): write policy.model_name_or_path")
-    if has_critic(reading) and not reading.has("adv_estimator"):
-        reading.warn("adv_estimator is not set, and ROLL's default is gae: a critic is trained")
+    if all(context.get(key, None) is None for key in models):
+        context.warn("no model is named (pretrain): write policy.model_name_or_path")
+    if has_critic(context) and not context.has("adv_estimator"):
+        context.warn("adv_estimator is not set, and ROLL's default is gae: a critic is trained")
 
 
-def _add_pipeline(reading: Reading) -> None:
+def _add_pipeline(context: ConversionContext) -> None:
     """Which pipeline a file is for is said by the script that starts it; here by its keys, unless one names it."""
-    kind = "distillation" if any(map(reading.below, DISTILLATION_ROLES)) else reading.kind
-    if kind != "rlvr" and not reading.has("pipeline_cls"):
+    kind = "distillation" if any(map(context.below, DISTILLATION_ROLES)) else context.kind
+    if kind != "rlvr" and not context.has("pipeline_cls"):
         title = "DPO" if kind == "dpo" else kind
         note = f"the file is of ROLL's {title} pipeline; {reason('pipeline_cls')}"
-        reading.add(unsupported_key("pipeline"), kind, note)
+        context.add(unsupported_key("pipeline"), kind, note)
 
 
-def _add_meshes(reading: Reading) -> None:
+def _add_meshes(context: ConversionContext) -> None:
     try:
-        for name, size in mesh(reading).sizes().items():
-            reading.add(f"policy.parallelism.{name}", size, "follows from actor_train's devices")
-        tp, pp = engine_size(reading)
-        reading.add("rollout.parallelism.tp_size", tp, "follows from actor_infer's engine")
+        for name, size in mesh(context).sizes().items():
+            context.add(f"policy.parallelism.{name}", size, "follows from actor_train's devices")
+        tp, pp = engine_size(context)
+        context.add("rollout.parallelism.tp_size", tp, "follows from actor_infer's engine")
         if pp > 1:
-            reading.add("rollout.parallelism.pp_size", pp, "follows from actor_infer's engine")
-        _check_agreement(reading)
+            context.add("rollout.parallelism.pp_size", pp, "follows from actor_infer's engine")
+        _check_agreement(context)
     except BadValue:
         return  # the entries of the keys that contradict each other say so
 
 
-def _check_agreement(reading: Reading) -> None:
-    groups = engines(reading)
-    written = reading.integer("actor_infer.num_gpus_per_worker", None)
-    tp, pp = engine_size(reading)
+def _check_agreement(context: ConversionContext) -> None:
+    groups = engines(context)
+    written = context.integer("actor_infer.num_gpus_per_worker", None)
+    tp, pp = engine_size(context)
     if groups and written not in (None, tp * pp):
-        reading.warn(
+        context.warn(
             f"num_gpus_per_worker = {written}, but the engine is of {tp} · {pp} devices, which ROLL takes"
         )
 
 
-def _add_data(reading: Reading) -> None:
-    if is_agentic(reading):
-        reading.warn(
+def _add_data(context: ConversionContext) -> None:
+    if is_agentic(context):
+        context.warn(
             "the environments of an agent pipeline have no keys here yet: the data must be named by hand"
         )
         return
-    if not reading.has("actor_train.data_args.response"):
+    if not context.has("actor_train.data_args.response"):
         note = "the column that ROLL's rule rewards read"
-        reading.add(f"{POLICY}.response_column_name", "ground_truth", note)
-    if not any(scorers(reading).values()):
+        context.add(f"{POLICY}.response_column_name", "ground_truth", note)
+    if not any(scorers(context).values()):
         note = "no reward of the file has a function here: write one"
-        reading.add(f"{POLICY}.reward_function", "path/to/reward.py:function", note)
-        reading.warn(f"{POLICY}.reward_function must be written by hand")
+        context.add(f"{POLICY}.reward_function", "path/to/reward.py:function", note)
+        context.warn(f"{POLICY}.reward_function must be written by hand")
 
 
 PROSE = (
@@ -142,7 +142,7 @@ READER = Reader(
     },
     detect=_detect,
     signs=(*_ROLES, *_PIPELINE),
-    rows=_rows,
+    rules=_rules,
     finish=_finish,
     prose=PROSE,
 )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from schema.interop.engine.rows import (
+from schema.interop.engine.rules import (
     BadValue,
-    How,
-    Leaf,
-    Reading,
+    ConversionContext,
+    Converter,
+    KeyPath,
     Result,
-    Row,
+    Rule,
     always,
     as_flag,
     as_path,
@@ -40,59 +40,59 @@ _INFER = ("megatron_infer", "fsdp2_infer", "deepspeed_infer", "hf_infer")
 _TRAIN = ("megatron_train", "fsdp2_train", "deepspeed_train")
 
 
-def _no_reference(reading: Reading) -> str:
-    return "" if has_reference(reading) else "no KL term reads a reference model: none is loaded"
+def _no_reference(context: ConversionContext) -> str:
+    return "" if has_reference(context) else "no KL term reads a reference model: none is loaded"
 
 
-def _no_critic(reading: Reading) -> str:
-    return "" if has_critic(reading) else "only gae has a critic"
+def _no_critic(context: ConversionContext) -> str:
+    return "" if has_critic(context) else "only gae has a critic"
 
 
 # --- a role with a mesh of its own --------------------------------------------------------------------------
 
 
-def _role_devices(role: str, ours: str) -> How:
+def _role_devices(role: str, ours: str) -> Converter:
     """Devices and mesh of a role: written where they are not the policy's."""
 
-    def run(reading: Reading, leaf: Leaf) -> Result:
-        found = named_devices(reading, leaf)
+    def run(context: ConversionContext, leaf: KeyPath) -> Result:
+        found = named_devices(context, leaf)
         if found is None:
             return implicit("null: the policy's devices")
         targets: list[tuple[str, Any]] = []
-        if found != devices(reading, "actor_train"):
+        if found != devices(context, "actor_train"):
             targets.append((f"placement.{ours}", found))
-        if mesh(reading, role) != mesh(reading):
+        if mesh(context, role) != mesh(context):
             targets += [
-                (f"{ours}.parallelism.{name}", size) for name, size in mesh(reading, role).sizes().items()
+                (f"{ours}.parallelism.{name}", size) for name, size in mesh(context, role).sizes().items()
             ]
         return mapped(*targets) if targets else implicit("devices and mesh are the policy's")
 
     words = "where they are not actor_train's"
-    return How(run, (f"placement.{ours}", f"{ours}.parallelism"), words)
+    return Converter(run, (f"placement.{ours}", f"{ours}.parallelism"), words)
 
 
-def _role_size(role: str, ours: str, name: str, key: str) -> How:
+def _role_size(role: str, ours: str, name: str, key: str) -> Converter:
     """One size of a role's mesh; where the whole mesh is the policy's nothing is written."""
 
-    def run(reading: Reading, leaf: Leaf) -> Result:
-        own = mesh(reading, role)
-        if own == mesh(reading):
+    def run(context: ConversionContext, leaf: KeyPath) -> Result:
+        own = mesh(context, role)
+        if own == mesh(context):
             return implicit("the mesh is the policy's")
         return mapped((f"{ours}.parallelism.{key}", getattr(own, name)))
 
-    return How(run, (f"{ours}.parallelism.{key}",), "where the mesh is not the policy's")
+    return Converter(run, (f"{ours}.parallelism.{key}",), "where the mesh is not the policy's")
 
 
-def _strategy_name(known: tuple[str, ...]) -> How:
-    def run(reading: Reading, leaf: Leaf) -> Result:
+def _strategy_name(known: tuple[str, ...]) -> Converter:
+    def run(context: ConversionContext, leaf: KeyPath) -> Result:
         if leaf.value not in known:
             raise BadValue(f"expected one of {', '.join(known)}, got {shown(leaf.value)}")
         return implicit("sharded by FSDP2 with the sizes of the strategy_config; the numbers are the same")
 
-    return How(run, (), "all strategies become FSDP2")
+    return Converter(run, (), "all strategies become FSDP2")
 
 
-def _mesh_rows(role: str, ours: str) -> tuple[Row, ...]:
+def _mesh_rules(role: str, ours: str) -> tuple[Rule, ...]:
     sizes = {
         "tensor_model_parallel_size": ("tp", "tp_size"),
         "pipeline_model_parallel_size": ("pp", "pp_size"),
@@ -101,73 +101,73 @@ def _mesh_rows(role: str, ours: str) -> tuple[Row, ...]:
         "virtual_pipeline_model_parallel_size": ("virtual_pp", "virtual_pp_size"),
         "fsdp_size": ("dp_shard", "dp_shard_size"),
     }
-    return tuple(Row(key, _role_size(role, ours, *names)) for key, names in sizes.items())
+    return tuple(Rule(key, _role_size(role, ours, *names)) for key, names in sizes.items())
 
 
-def _model_rows(role: str, model: How) -> tuple[Row, ...]:
+def _model_rules(role: str, model: Converter) -> tuple[Rule, ...]:
     frozen = always("the reference model is never trained")
     if role != _REFERENCE:
         frozen = lost(f"{role}.model_args.freeze_module_prefix")
     return (
-        Row("model_name_or_path", model),
-        Row("attn_implementation", always("attention is that of actor_train"), also=("flash_attn",)),
-        Row("model_type", always("follows from the role")),
-        Row("device_map", always("the mesh places the model")),
-        Row("num_labels", always("a value is one number")),
+        Rule("model_name_or_path", model),
+        Rule("attn_implementation", always("attention is that of actor_train"), also=("flash_attn",)),
+        Rule("model_type", always("follows from the role")),
+        Rule("device_map", always("the mesh places the model")),
+        Rule("num_labels", always("a value is one number")),
         *(
-            Row(key, always("adapters are those of actor_train"))
+            Rule(key, always("adapters are those of actor_train"))
             for key in ("lora_target", "lora_rank", "lora_alpha", "lora_dropout", "additional_target")
         ),
-        Row("freeze_module_prefix", frozen),
-        Row("vision_dp", lost(f"{role}.model_args.vision_dp")),
+        Rule("freeze_module_prefix", frozen),
+        Rule("vision_dp", lost(f"{role}.model_args.vision_dp")),
     )
 
 
-def _settings(role: str, rows: tuple[Row, ...]) -> tuple[Row, ...]:
-    return under(f"{role}.strategy_args.strategy_config", rows)
+def _settings(role: str, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
+    return under(f"{role}.strategy_args.strategy_config", rules)
 
 
 # --- reference ----------------------------------------------------------------------------------------------
 
 
 @computed("reference.model_name_or_path", words="where every role names its own; else pretrain")
-def _reference_model(reading: Reading, leaf: Leaf) -> Result:
+def _reference_model(context: ConversionContext, leaf: KeyPath) -> Result:
     if leaf.value is None:
         return implicit("null: pretrain")
     keys = [f"{role}.model_args.model_name_or_path" for role in ("actor_train", "actor_infer", "reference")]
-    if any(reading.get(key, None) is None for key in keys) and reading.has("pretrain"):
+    if any(context.get(key, None) is None for key in keys) and context.has("pretrain"):
         return implicit("ROLL takes pretrain unless all three roles name a model")
-    if leaf.value in (reading.get(keys[0], None), reading.get("pretrain", None)):
+    if leaf.value in (context.get(keys[0], None), context.get("pretrain", None)):
         return implicit("the policy's initial weights")
     return mapped(("reference.model_name_or_path", as_path(leaf.value)))
 
 
 _REFERENCE = "reference"
-_REFERENCE_ROWS: tuple[Row, ...] = (
-    *under(f"{_REFERENCE}.model_args", _model_rows(_REFERENCE, _reference_model)),
-    Row(
+_REFERENCE_RULES: tuple[Rule, ...] = (
+    *under(f"{_REFERENCE}.model_args", _model_rules(_REFERENCE, _reference_model)),
+    Rule(
         f"{_REFERENCE}.model_args.dtype",
         repeats(
-            lambda reading: reading.get("actor_train.model_args.dtype", "bf16"),
+            lambda context: context.get("actor_train.model_args.dtype", "bf16"),
             "the policy's type",
             wins("train.param_dtype for the policy; here for the reference too"),
         ),
     ),
-    Row(f"{_REFERENCE}.model_args.disable_gradient_checkpointing", always("there is no backward pass")),
-    Row(f"{_REFERENCE}.model_args.ulysses_size", _role_size(_REFERENCE, "reference", "cp", "cp_size")),
-    Row(
+    Rule(f"{_REFERENCE}.model_args.disable_gradient_checkpointing", always("there is no backward pass")),
+    Rule(f"{_REFERENCE}.model_args.ulysses_size", _role_size(_REFERENCE, "reference", "cp", "cp_size")),
+    Rule(
         f"{_REFERENCE}.model_args.model_config_kwargs.*",
         always("the reference has the policy's configuration"),
     ),
-    Row(f"{_REFERENCE}.data_args.template", always("the reference reads tokens")),
-    Row(f"{_REFERENCE}.strategy_args.strategy_name", _strategy_name(_INFER)),
-    *_settings(_REFERENCE, _mesh_rows(_REFERENCE, "reference")),
+    Rule(f"{_REFERENCE}.data_args.template", always("the reference reads tokens")),
+    Rule(f"{_REFERENCE}.strategy_args.strategy_name", _strategy_name(_INFER)),
+    *_settings(_REFERENCE, _mesh_rules(_REFERENCE, "reference")),
     *_settings(
         _REFERENCE,
         (
-            Row("offload_policy", flag("reference.offload")),
+            Rule("offload_policy", flag("reference.offload")),
             *(
-                Row(key, always("follows actor_train's setting"))
+                Rule(key, always("follows actor_train's setting"))
                 for key in (
                     "sequence_parallel",
                     "moe_token_dispatcher_type",
@@ -184,20 +184,20 @@ _REFERENCE_ROWS: tuple[Row, ...] = (
             ),
         ),
     ),
-    Row(f"{_REFERENCE}.device_mapping", _role_devices(_REFERENCE, "reference")),
-    Row(f"{_REFERENCE}.infer_batch_size", integer("reference.mini_batch")),
-    Row(
+    Rule(f"{_REFERENCE}.device_mapping", _role_devices(_REFERENCE, "reference")),
+    Rule(f"{_REFERENCE}.infer_batch_size", integer("reference.mini_batch")),
+    Rule(
         f"{_REFERENCE}.use_dynamic_batching_in_infer",
         always("max_tokens_per_microbatch_in_infer says how large"),
     ),
-    Row(
+    Rule(
         f"{_REFERENCE}.max_tokens_per_microbatch_in_infer",
         asks((0, None), "no cap", integer("reference.max_token_len_per_mini_batch")),
     ),
-    Row(f"{_REFERENCE}.use_sequence_packing", always("follows actor_train's setting")),
-    Row(f"{_REFERENCE}.num_gpus_per_worker", always("applies to inference engines only")),
-    Row(f"{_REFERENCE}.world_size", always("follows from device_mapping")),
-    Row(f"{_REFERENCE}.worker_cls", unless((None,), "ROLL's own", lost(f"{_REFERENCE}.worker_cls"))),
+    Rule(f"{_REFERENCE}.use_sequence_packing", always("follows actor_train's setting")),
+    Rule(f"{_REFERENCE}.num_gpus_per_worker", always("applies to inference engines only")),
+    Rule(f"{_REFERENCE}.world_size", always("follows from device_mapping")),
+    Rule(f"{_REFERENCE}.worker_cls", unless((None,), "ROLL's own", lost(f"{_REFERENCE}.worker_cls"))),
 )
 
 
@@ -205,7 +205,7 @@ _REFERENCE_ROWS: tuple[Row, ...] = (
 
 
 @computed("critic.model_name_or_path", words="else reward_pretrain")
-def _critic_model(reading: Reading, leaf: Leaf) -> Result:
+def _critic_model(context: ConversionContext, leaf: KeyPath) -> Result:
     if leaf.value is None:
         return implicit("null: reward_pretrain")
     return mapped(("critic.model_name_or_path", as_path(leaf.value)))
@@ -216,25 +216,25 @@ def _critic_model(reading: Reading, leaf: Leaf) -> Result:
     "critic.master_dtype",
     words="with a param_dtype of the strategy: the master weights",
 )
-def _critic_dtype(reading: Reading, leaf: Leaf) -> Result:
-    plain = dtype("critic.param_dtype").run(reading, leaf)
-    computing = reading.get("critic.strategy_args.strategy_config.param_dtype", None)
+def _critic_dtype(context: ConversionContext, leaf: KeyPath) -> Result:
+    plain = dtype("critic.param_dtype").run(context, leaf)
+    computing = context.get("critic.strategy_args.strategy_config.param_dtype", None)
     if not plain.targets or computing is None:
         return plain
     return stored_dtype("critic", plain.targets[0][1], computing)
 
 
 @computed("critic.model_gradient_checkpointing", words="the reverse: true → false")
-def _critic_checkpointing(reading: Reading, leaf: Leaf) -> Result:
+def _critic_checkpointing(context: ConversionContext, leaf: KeyPath) -> Result:
     if leaf.value is None:
         return implicit("null: activations are recomputed, as by default")
     return mapped(("critic.model_gradient_checkpointing", not as_flag(leaf.value)))
 
 
 @computed("critic.batch_size_per_optimize", words="the global batch, where it is not the whole rollout")
-def _critic_accumulation(reading: Reading, leaf: Leaf) -> Result:
-    batch, formula = global_batch(reading, "critic")
-    if batch >= samples_per_step(reading):
+def _critic_accumulation(context: ConversionContext, leaf: KeyPath) -> Result:
+    batch, formula = global_batch(context, "critic")
+    if batch >= samples_per_step(context):
         return implicit(f"global batch {formula}: one optimizer step for the whole rollout")
     return mapped(("critic.batch_size_per_optimize", batch), note=f"global batch {formula}")
 
@@ -242,7 +242,7 @@ def _critic_accumulation(reading: Reading, leaf: Leaf) -> Result:
 @computed(
     "critic.recompute_granularity", "critic.model_gradient_checkpointing", words="null: nothing is recomputed"
 )
-def _critic_recompute(reading: Reading, leaf: Leaf) -> Result:
+def _critic_recompute(context: ConversionContext, leaf: KeyPath) -> Result:
     if leaf.value is None:
         return mapped(("critic.model_gradient_checkpointing", False))
     if leaf.value not in ("full", "selective"):
@@ -251,7 +251,7 @@ def _critic_recompute(reading: Reading, leaf: Leaf) -> Result:
 
 
 @computed("critic.fsdp_reshard_after_forward", words="true → `always`, false → `never`")
-def _critic_reshard(reading: Reading, leaf: Leaf) -> Result:
+def _critic_reshard(context: ConversionContext, leaf: KeyPath) -> Result:
     return mapped(("critic.fsdp_reshard_after_forward", "always" if as_flag(leaf.value) else "never"))
 
 
@@ -265,71 +265,74 @@ _CRITIC_SCHEDULES = {
 
 
 @computed("critic.optm_decay_type", "critic.optm_decay_ratio", words="as for actor_train")
-def _critic_schedule(reading: Reading, leaf: Leaf) -> Result:
+def _critic_schedule(context: ConversionContext, leaf: KeyPath) -> Result:
     if not is_one_of(leaf.value, _CRITIC_SCHEDULES):
         raise BadValue(f"expected one of {', '.join(_CRITIC_SCHEDULES)}, got {shown(leaf.value)}")
     ours = _CRITIC_SCHEDULES[leaf.value]
     if ours == "none":
         return mapped(("critic.optm_decay_type", "none"))
-    total = max(reading.integer("max_steps", 500) or 0, 1)
-    warmup = min(reading.integer("critic.training_args.warmup_steps", 0) or 0, total)
+    total = max(context.integer("max_steps", 500) or 0, 1)
+    warmup = min(context.integer("critic.training_args.warmup_steps", 0) or 0, total)
     return mapped(
         ("critic.optm_decay_type", ours), ("critic.optm_decay_ratio", round(1.0 - warmup / total, 6) or 1.0)
     )
 
 
-_CRITIC_ROWS: tuple[Row, ...] = (
-    *under(f"{_CRITIC}.model_args", _model_rows(_CRITIC, _critic_model)),
-    Row(f"{_CRITIC}.model_args.dtype", _critic_dtype),
-    Row(f"{_CRITIC}.model_args.disable_gradient_checkpointing", _critic_checkpointing),
-    Row(f"{_CRITIC}.model_args.ulysses_size", _role_size(_CRITIC, "critic", "cp", "cp_size")),
-    Row(f"{_CRITIC}.data_args.template", always("the critic reads tokens")),
-    Row(f"{_CRITIC}.training_args.learning_rate", number("critic.optm_lr"), default=5e-5),
-    Row(f"{_CRITIC}.training_args.weight_decay", number("critic.optm_weight_decay"), default=0.0),
-    Row(f"{_CRITIC}.training_args.per_device_train_batch_size", integer("critic.mini_batch")),
-    Row(f"{_CRITIC}.training_args.gradient_accumulation_steps", _critic_accumulation),
-    Row(f"{_CRITIC}.training_args.warmup_steps", integer("critic.optm_warmup_steps"), default=0),
-    Row(
+_CRITIC_RULES: tuple[Rule, ...] = (
+    *under(f"{_CRITIC}.model_args", _model_rules(_CRITIC, _critic_model)),
+    Rule(f"{_CRITIC}.model_args.dtype", _critic_dtype),
+    Rule(f"{_CRITIC}.model_args.disable_gradient_checkpointing", _critic_checkpointing),
+    Rule(f"{_CRITIC}.model_args.ulysses_size", _role_size(_CRITIC, "critic", "cp", "cp_size")),
+    Rule(f"{_CRITIC}.data_args.template", always("the critic reads tokens")),
+    Rule(f"{_CRITIC}.training_args.learning_rate", number("critic.optm_lr"), default=5e-5),
+    Rule(f"{_CRITIC}.training_args.weight_decay", number("critic.optm_weight_decay"), default=0.0),
+    Rule(f"{_CRITIC}.training_args.per_device_train_batch_size", integer("critic.mini_batch")),
+    Rule(f"{_CRITIC}.training_args.gradient_accumulation_steps", _critic_accumulation),
+    Rule(f"{_CRITIC}.training_args.warmup_steps", integer("critic.optm_warmup_steps"), default=0),
+    Rule(
         f"{_CRITIC}.training_args.warmup_ratio",
         asks((0, 0.0), "no warm-up", number("critic.optm_warmup_steps")),
     ),
-    Row(f"{_CRITIC}.training_args.lr_scheduler_type", _critic_schedule, default="linear"),
-    Row(f"{_CRITIC}.training_args.num_train_epochs", always("max_steps ends the run")),
-    Row(f"{_CRITIC}.training_args.max_grad_norm", number("critic.optm_grad_norm_clip")),
-    Row(f"{_CRITIC}.strategy_args.strategy_name", _strategy_name(_TRAIN)),
-    *_settings(_CRITIC, _mesh_rows(_CRITIC, "critic")),
+    Rule(f"{_CRITIC}.training_args.lr_scheduler_type", _critic_schedule, default="linear"),
+    Rule(f"{_CRITIC}.training_args.num_train_epochs", always("max_steps ends the run")),
+    Rule(f"{_CRITIC}.training_args.max_grad_norm", number("critic.optm_grad_norm_clip")),
+    Rule(f"{_CRITIC}.strategy_args.strategy_name", _strategy_name(_TRAIN)),
+    *_settings(_CRITIC, _mesh_rules(_CRITIC, "critic")),
     *_settings(
         _CRITIC,
         (
-            Row("recompute_granularity", _critic_recompute),
-            Row("moe_layer_recompute", flag("critic.recompute_moe_layers")),
-            Row("overlap_grad_reduce", flag("critic.overlap_grad_reduce")),
-            Row("use_distributed_optimizer", always("the optimizer is always sharded with its parameters")),
-            Row("optimizer_cpu_offload", flag("critic.optimizer_offload")),
-            Row("param_dtype", dtype("critic.param_dtype")),
-            Row("reduce_dtype", dtype("critic.fsdp_reduce_dtype")),
-            Row("reshard_after_forward", _critic_reshard),
-            Row("offload_policy", flag("critic.fsdp_offload")),
-            Row("sequence_parallel", flag("critic.parallelism.sequence_parallel")),
+            Rule("recompute_granularity", _critic_recompute),
+            Rule("moe_layer_recompute", flag("critic.recompute_moe_layers")),
+            Rule("overlap_grad_reduce", flag("critic.overlap_grad_reduce")),
+            Rule("use_distributed_optimizer", always("the optimizer is always sharded with its parameters")),
+            Rule("optimizer_cpu_offload", flag("critic.optimizer_offload")),
+            Rule("param_dtype", dtype("critic.param_dtype")),
+            Rule("reduce_dtype", dtype("critic.fsdp_reduce_dtype")),
+            Rule("reshard_after_forward", _critic_reshard),
+            Rule("offload_policy", flag("critic.fsdp_offload")),
+            Rule("sequence_parallel", flag("critic.parallelism.sequence_parallel")),
             *(
-                Row(key, always("the critic's experts run as the policy's"))
+                Rule(key, always("the critic's experts run as the policy's"))
                 for key in ("moe_token_dispatcher_type", "moe_grouped_gemm", "moe_shared_expert_overlap")
             ),
         ),
     ),
-    Row(f"{_CRITIC}.device_mapping", _role_devices(_CRITIC, "critic")),
-    Row(f"{_CRITIC}.infer_batch_size", integer("critic.forward_mini_batch")),
-    Row(f"{_CRITIC}.num_gpus_per_worker", always("applies to inference engines only")),
-    Row(f"{_CRITIC}.world_size", always("follows from device_mapping")),
-    Row(f"{_CRITIC}.worker_cls", unless((None,), "ROLL's own", lost(f"{_CRITIC}.worker_cls"))),
+    Rule(f"{_CRITIC}.device_mapping", _role_devices(_CRITIC, "critic")),
+    Rule(f"{_CRITIC}.infer_batch_size", integer("critic.forward_mini_batch")),
+    Rule(f"{_CRITIC}.num_gpus_per_worker", always("applies to inference engines only")),
+    Rule(f"{_CRITIC}.world_size", always("follows from device_mapping")),
+    Rule(f"{_CRITIC}.worker_cls", unless((None,), "ROLL's own", lost(f"{_CRITIC}.worker_cls"))),
 )
 
 
-def _only_when(rows: tuple[Row, ...], when: Any) -> tuple[Row, ...]:
-    return tuple(Row(row.key, row.how, row.default, row.also, row.when or when, row.words) for row in rows)
+def _only_when(rules: tuple[Rule, ...], when: Any) -> tuple[Rule, ...]:
+    return tuple(
+        Rule(rule.key, rule.converter, rule.default, rule.also, rule.when or when, rule.words)
+        for rule in rules
+    )
 
 
-ROLE_ROWS: tuple[Row, ...] = (
-    *_only_when(_REFERENCE_ROWS, _no_reference),
-    *_only_when(_CRITIC_ROWS, _no_critic),
+ROLE_RULES: tuple[Rule, ...] = (
+    *_only_when(_REFERENCE_RULES, _no_reference),
+    *_only_when(_CRITIC_RULES, _no_critic),
 )

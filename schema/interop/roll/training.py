@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from schema.interop.engine.rows import (
+from schema.interop.engine.rules import (
     WARMUP_NOTE,
     BadValue,
-    Leaf,
-    Reading,
+    ConversionContext,
+    KeyPath,
     Result,
-    Row,
+    Rule,
     always,
     as_flag,
     as_integer,
@@ -44,19 +44,19 @@ _SCHEDULES = {
     "train.optm_decay_ratio",
     words="decays over all that follows the warm-up, as in Hugging Face",
 )
-def _schedule(reading: Reading, leaf: Leaf) -> Result:
+def _schedule(context: ConversionContext, leaf: KeyPath) -> Result:
     name = leaf.value
     if not isinstance(name, str) or name.lower() not in _SCHEDULES:
         raise BadValue(f"expected one of {', '.join(_SCHEDULES)}, got {shown(name)}")
     ours = _SCHEDULES[name.lower()]
     if ours == "none":
         return mapped(("train.optm_decay_type", "none"))
-    return mapped(("train.optm_decay_type", ours), ("train.optm_decay_ratio", _decay_ratio(reading)))
+    return mapped(("train.optm_decay_type", ours), ("train.optm_decay_ratio", _decay_ratio(context)))
 
 
-def _decay_ratio(reading: Reading) -> float:
+def _decay_ratio(context: ConversionContext) -> float:
     """The share of all steps after the warm-up."""
-    warmup, total = _warmup(reading), reading.integer("max_steps", 500) or 0
+    warmup, total = _warmup(context), context.integer("max_steps", 500) or 0
     if isinstance(warmup, float):
         return round(1.0 - warmup, 6)
     if total < 1 or warmup >= total:
@@ -64,34 +64,34 @@ def _decay_ratio(reading: Reading) -> float:
     return round(1.0 - warmup / total, 6)
 
 
-def _warmup(reading: Reading) -> int | float:
+def _warmup(context: ConversionContext) -> int | float:
     """Warm-up in our steps (an integer) or as a share (a float), as ROLL chooses between its two keys."""
-    steps = reading.integer(f"{ROLE}.training_args.warmup_steps", 0) or 0
+    steps = context.integer(f"{ROLE}.training_args.warmup_steps", 0) or 0
     if steps > 0:
-        return -(-steps // optimizer_steps(reading))
-    ratio = reading.number(f"{ROLE}.training_args.warmup_ratio", 0.0) or 0.0
+        return -(-steps // optimizer_steps(context))
+    ratio = context.number(f"{ROLE}.training_args.warmup_ratio", 0.0) or 0.0
     return float(ratio) if 0 < ratio <= 1 else 0
 
 
 @computed(
     "train.optm_warmup_steps", words="optimizer steps there, training steps here: divided by their number"
 )
-def _warmup_steps(reading: Reading, leaf: Leaf) -> Result:
+def _warmup_steps(context: ConversionContext, leaf: KeyPath) -> Result:
     steps = as_integer(leaf.value)
-    if steps <= 0 and _warmup(reading):
+    if steps <= 0 and _warmup(context):
         return implicit("0: warmup_ratio is taken")
     if steps < 0:
         raise BadValue(f"expected at least 0, got {steps}")
-    each = optimizer_steps(reading)
+    each = optimizer_steps(context)
     notes = [f"{each} optimizer steps in each training step"] if each > 1 else []
     notes += [WARMUP_NOTE] if steps else []
-    return mapped(("train.optm_warmup_steps", _warmup(reading)), note="; ".join(notes))
+    return mapped(("train.optm_warmup_steps", _warmup(context)), note="; ".join(notes))
 
 
 @computed("train.optm_warmup_steps", words="a share of all steps, where warmup_steps is 0")
-def _warmup_ratio(reading: Reading, leaf: Leaf) -> Result:
+def _warmup_ratio(context: ConversionContext, leaf: KeyPath) -> Result:
     ratio = as_number(leaf.value)
-    if (reading.integer(f"{ROLE}.training_args.warmup_steps", 0) or 0) > 0:
+    if (context.integer(f"{ROLE}.training_args.warmup_steps", 0) or 0) > 0:
         return implicit("warmup_steps is taken instead")
     if ratio == 0:
         return implicit("0: no warm-up")
@@ -101,25 +101,25 @@ def _warmup_ratio(reading: Reading, leaf: Leaf) -> Result:
 
 
 @computed("train.optm_betas", words="with adam_beta1 and adam_beta2")
-def _betas(reading: Reading, leaf: Leaf) -> Result:
+def _betas(context: ConversionContext, leaf: KeyPath) -> Result:
     as_number(leaf.value)
     betas = [
-        reading.number(f"{ROLE}.training_args.adam_beta{index}", default)
+        context.number(f"{ROLE}.training_args.adam_beta{index}", default)
         for index, default in ((1, 0.9), (2, 0.999))
     ]
     return mapped(("train.optm_betas", betas))
 
 
 @computed("train.epoch", words="the length of the run, if max_steps is -1")
-def _epochs(reading: Reading, leaf: Leaf) -> Result:
-    if (reading.integer("max_steps", 500) or 0) > 0:
+def _epochs(context: ConversionContext, leaf: KeyPath) -> Result:
+    if (context.integer("max_steps", 500) or 0) > 0:
         return implicit("max_steps ends the run, whatever num_train_epochs says")
     value = as_number(leaf.value)
     return mapped(("train.epoch", max(int(-(-value // 1)), 1)))
 
 
 @computed("train.param_dtype", words="true asks for this type")
-def _precision(reading: Reading, leaf: Leaf) -> Result:
+def _precision(context: ConversionContext, leaf: KeyPath) -> Result:
     if not as_flag(leaf.value):
         return implicit("model_args.dtype decides")
     return mapped(("train.param_dtype", "bfloat16" if leaf.key.endswith("bf16") else "float16"))
@@ -130,11 +130,11 @@ def _precision(reading: Reading, leaf: Leaf) -> Result:
     "policy.parallelism.pp_micro_batch_size",
     words="samples of a micro-batch, with a pipeline of a piece of it; part of the global batch",
 )
-def _per_device(reading: Reading, leaf: Leaf) -> Result:
-    samples, shape = as_integer(leaf.value), mesh(reading)
+def _per_device(context: ConversionContext, leaf: KeyPath) -> Result:
+    samples, shape = as_integer(leaf.value), mesh(context)
     if shape.pp == 1:
         return mapped((f"{POLICY}.mini_batch", samples))
-    steps = reading.integer(f"{ROLE}.training_args.gradient_accumulation_steps", 1) or 1
+    steps = context.integer(f"{ROLE}.training_args.gradient_accumulation_steps", 1) or 1
     pieces = steps if steps % shape.pp == 0 else shape.pp
     return mapped(
         ("policy.parallelism.pp_micro_batch_size", samples),
@@ -144,24 +144,24 @@ def _per_device(reading: Reading, leaf: Leaf) -> Result:
 
 
 @computed(f"{POLICY}.batch_size_per_optimize", words="the global batch, where it is not the whole rollout")
-def _accumulation(reading: Reading, leaf: Leaf) -> Result:
-    batch, formula = global_batch(reading)
-    samples = samples_per_step(reading)
+def _accumulation(context: ConversionContext, leaf: KeyPath) -> Result:
+    batch, formula = global_batch(context)
+    samples = samples_per_step(context)
     if batch == samples:
         return implicit(f"global batch {formula}, all samples of a rollout: one optimizer step, as here")
     if batch > samples:
-        needed = samples * mesh(reading).model_ranks
-        per_step = (reading.integer(f"{ROLE}.training_args.per_device_train_batch_size", 8) or 1) * mesh(
-            reading
+        needed = samples * mesh(context).model_ranks
+        per_step = (context.integer(f"{ROLE}.training_args.per_device_train_batch_size", 8) or 1) * mesh(
+            context
         ).world
         remedy = f"; {needed // per_step} would make it one optimizer step" if needed % per_step == 0 else ""
-        reading.warn(
+        context.warn(
             f"the global batch {formula} is more than the {samples} samples of a rollout: ROLL would never "
             f"fill it; one optimizer step for the whole rollout is written{remedy}"
         )
         return implicit(f"global batch {formula} > {samples} samples: one optimizer step for all of them")
     if samples % batch:
-        reading.warn(
+        context.warn(
             f"the global batch {formula} does not divide the {samples} samples of a rollout: ROLL leaves out "
             f"the last {samples % batch}, here every sample is trained on"
         )
@@ -169,28 +169,28 @@ def _accumulation(reading: Reading, leaf: Leaf) -> Result:
     return mapped((f"{POLICY}.batch_size_per_optimize", batch), note=note)
 
 
-TRAINING_ARGS: tuple[Row, ...] = (
-    Row("learning_rate", number("train.optm_lr"), default=5e-5),
-    Row("weight_decay", number("train.optm_weight_decay"), default=0.0),
-    Row("per_device_train_batch_size", _per_device, default=8),
-    Row("gradient_accumulation_steps", _accumulation, default=1),
-    Row("warmup_steps", _warmup_steps, default=0),
-    Row("warmup_ratio", _warmup_ratio),
-    Row("lr_scheduler_type", _schedule, default="linear"),
-    Row("lr_scheduler_kwargs.min_lr_rate", number("train.optm_min_lr_factor")),
-    Row("adam_beta1", _betas),
-    Row("adam_beta2", _betas),
-    Row("adam_epsilon", number("train.epsilon"), default=1e-8),
-    Row("max_grad_norm", number("train.optm_grad_norm_clip")),
-    Row("num_train_epochs", _epochs, default=1),
-    Row("max_steps", always("ROLL computes it from the pipeline's max_steps")),
-    Row("seed", always("ROLL takes the pipeline's seed for every role")),
-    Row("data_seed", always("ROLL takes the pipeline's seed for every role")),
-    Row("dataloader_num_workers", integer(f"{POLICY}.dataloader_num_workers")),
-    Row("bf16", _precision),
-    Row("fp16", _precision),
-    Row("tf32", lost(f"{ROLE}.training_args.tf32")),
-    Row(
+TRAINING_ARGS: tuple[Rule, ...] = (
+    Rule("learning_rate", number("train.optm_lr"), default=5e-5),
+    Rule("weight_decay", number("train.optm_weight_decay"), default=0.0),
+    Rule("per_device_train_batch_size", _per_device, default=8),
+    Rule("gradient_accumulation_steps", _accumulation, default=1),
+    Rule("warmup_steps", _warmup_steps, default=0),
+    Rule("warmup_ratio", _warmup_ratio),
+    Rule("lr_scheduler_type", _schedule, default="linear"),
+    Rule("lr_scheduler_kwargs.min_lr_rate", number("train.optm_min_lr_factor")),
+    Rule("adam_beta1", _betas),
+    Rule("adam_beta2", _betas),
+    Rule("adam_epsilon", number("train.epsilon"), default=1e-8),
+    Rule("max_grad_norm", number("train.optm_grad_norm_clip")),
+    Rule("num_train_epochs", _epochs, default=1),
+    Rule("max_steps", always("ROLL computes it from the pipeline's max_steps")),
+    Rule("seed", always("ROLL takes the pipeline's seed for every role")),
+    Rule("data_seed", always("ROLL takes the pipeline's seed for every role")),
+    Rule("dataloader_num_workers", integer(f"{POLICY}.dataloader_num_workers")),
+    Rule("bf16", _precision),
+    Rule("fp16", _precision),
+    Rule("tf32", lost(f"{ROLE}.training_args.tf32")),
+    Rule(
         "optim",
         unless(
             ("adamw_torch", "adamw_torch_fused", "adamw"),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from schema.interop.engine.rows import (
+from schema.interop.engine.rules import (
     BadValue,
-    How,
-    Leaf,
-    Reading,
+    ConversionContext,
+    Converter,
+    KeyPath,
     Result,
-    Row,
+    Rule,
     always,
     as_flag,
     as_integer,
@@ -19,7 +19,7 @@ from schema.interop.engine.rows import (
     implicit,
     integer,
     mapped,
-    nothing,
+    no_counterpart,
     number,
     path,
     shown,
@@ -40,7 +40,7 @@ from schema.interop.verl.facts import (
 )
 from schema.interop.verl.mesh import Mesh
 from schema.interop.verl.optim import Optim
-from schema.interop.verl.shared import checkpoint_rows, profiler_rows
+from schema.interop.verl.shared import checkpoint_rules, profiler_rules
 
 KL_TYPES = {
     "kl": "k1",
@@ -56,20 +56,20 @@ _LOSSES = {"vanilla": "grpo", "gspo": "gspo", "cispo": "cispo", "gpg": "reinforc
 _STRATEGY = "how a model is sharded follows from policy.parallelism"
 
 
-def actor_rows() -> tuple[Row, ...]:
+def actor_rules() -> tuple[Rule, ...]:
     """All rows of the actor."""
     return (
         *_batches(),
         *_loss(),
         *_small(),
-        *checkpoint_rows(ACTOR),
-        *Optim(ACTOR, "train", 1e-6).rows(),
-        *Mesh(ACTOR, "policy", "train").rows(),
-        *profiler_rows(ACTOR),
+        *checkpoint_rules(ACTOR),
+        *Optim(ACTOR, "train", 1e-6).rules(),
+        *Mesh(ACTOR, "policy", "train").rules(),
+        *profiler_rules(ACTOR),
     )
 
 
-def reference_rows() -> tuple[Row, ...]:
+def reference_rules() -> tuple[Rule, ...]:
     """All rows of the reference model."""
     budget = Budget(
         per_gpu=f"{REF}.log_prob_micro_batch_size_per_gpu",
@@ -81,26 +81,26 @@ def reference_rows() -> tuple[Row, ...]:
     )
     same = always("the reference model is loaded and compiled like the policy")
     return (
-        *budget.rows(),
-        *Mesh(REF, "reference", "reference", when=no_reference).rows(),
-        Row(
+        *budget.rules(),
+        *Mesh(REF, "reference", "reference", when=no_reference).rules(),
+        Rule(
             f"{REF}.model.path",
-            How(_reference_path, ("reference.model_name_or_path",), "where it is not the policy's"),
+            Converter(_reference_path, ("reference.model_name_or_path",), "where it is not the policy's"),
             when=no_reference,
         ),
-        Row(f"{REF}.strategy", always(_STRATEGY)),
-        Row(f"{REF}.use_torch_compile", same),
-        Row(f"{REF}.load_weight", same),
-        Row(f"{REF}.param_offload", flag("reference.offload"), when=no_reference),
-        Row(f"{REF}.rollout_n", always("repeats actor_rollout_ref.rollout.n")),
-        Row(f"{REF}.sync_actor", always("see sync_steps"), when=no_reference),
-        Row(f"{REF}.sync_steps", _sync_steps, when=no_reference),
-        Row(f"{REF}.sync_actor_alpha", lacking(1.0, 1), when=no_reference),
-        Row(f"{REF}.entropy_from_logits_with_chunking", always("log-probs are always computed in chunks")),
-        Row(f"{REF}.entropy_from_logits_chunk_size", always("log-probs are always computed in chunks")),
-        Row(f"{REF}.entropy_checkpointing", always("log-probs are always computed in chunks")),
-        Row(f"{REF}.pad_to_length", always("padding never changes a number here")),
-        *profiler_rows(REF),
+        Rule(f"{REF}.strategy", always(_STRATEGY)),
+        Rule(f"{REF}.use_torch_compile", same),
+        Rule(f"{REF}.load_weight", same),
+        Rule(f"{REF}.param_offload", flag("reference.offload"), when=no_reference),
+        Rule(f"{REF}.rollout_n", always("repeats actor_rollout_ref.rollout.n")),
+        Rule(f"{REF}.sync_actor", always("see sync_steps"), when=no_reference),
+        Rule(f"{REF}.sync_steps", _sync_steps, when=no_reference),
+        Rule(f"{REF}.sync_actor_alpha", lacking(1.0, 1), when=no_reference),
+        Rule(f"{REF}.entropy_from_logits_with_chunking", always("log-probs are always computed in chunks")),
+        Rule(f"{REF}.entropy_from_logits_chunk_size", always("log-probs are always computed in chunks")),
+        Rule(f"{REF}.entropy_checkpointing", always("log-probs are always computed in chunks")),
+        Rule(f"{REF}.pad_to_length", always("padding never changes a number here")),
+        *profiler_rules(REF),
         switched(f"{REF}.router_replay", f"{REF}.router_replay.enable"),
     )
 
@@ -109,11 +109,11 @@ def reference_rows() -> tuple[Row, ...]:
 
 
 @computed(f"{POLICY}.batch_size_per_optimize", words="prompts × rollout.n; unset where it is the whole batch")
-def _ppo_mini_batch(reading: Reading, leaf: Leaf) -> Result:
-    prompts, n = as_integer(leaf.value), group_size(reading)
-    batch = prompts_per_step(reading)
+def _ppo_mini_batch(context: ConversionContext, leaf: KeyPath) -> Result:
+    prompts, n = as_integer(leaf.value), group_size(context)
+    batch = prompts_per_step(context)
     key, samples = f"{POLICY}.batch_size_per_optimize", ("train.train_batch_per_replica", batch * n)
-    step = [samples] if is_streamed(reading) else []
+    step = [samples] if is_streamed(context) else []
     if prompts >= batch:
         return mapped((key, None), *step, note=f"one optimizer step for the whole batch of {batch} prompts")
     if prompts <= 0:
@@ -121,7 +121,7 @@ def _ppo_mini_batch(reading: Reading, leaf: Leaf) -> Result:
     return mapped((key, prompts * n), *step, note=f"{prompts} prompts × {n} samples")
 
 
-def _batches() -> tuple[Row, ...]:
+def _batches() -> tuple[Rule, ...]:
     budget = Budget(
         per_gpu=f"{ACTOR}.ppo_micro_batch_size_per_gpu",
         ours=(f"{POLICY}.mini_batch", f"{POLICY}.max_token_len_per_mini_batch"),
@@ -132,17 +132,17 @@ def _batches() -> tuple[Row, ...]:
         default_tokens=16384,
     )
     return (
-        Row(f"{ACTOR}.ppo_mini_batch_size", _ppo_mini_batch, default=256),
-        *budget.rows(),
-        Row(f"{ACTOR}.ppo_epochs", integer(f"{POLICY}.mu_iterations"), default=1),
-        Row(f"{ACTOR}.shuffle", flag(f"{POLICY}.mini_batch_shuffle"), default=False),
-        Row(f"{ACTOR}.data_loader_seed", _shuffle_seed),
+        Rule(f"{ACTOR}.ppo_mini_batch_size", _ppo_mini_batch, default=256),
+        *budget.rules(),
+        Rule(f"{ACTOR}.ppo_epochs", integer(f"{POLICY}.mu_iterations"), default=1),
+        Rule(f"{ACTOR}.shuffle", flag(f"{POLICY}.mini_batch_shuffle"), default=False),
+        Rule(f"{ACTOR}.data_loader_seed", _shuffle_seed),
     )
 
 
 @computed(f"{POLICY}.mini_batch_shuffle_seed", words="with actor.shuffle only")
-def _shuffle_seed(reading: Reading, leaf: Leaf) -> Result:
-    if leaf.value is None or not reading.flag(f"{ACTOR}.shuffle"):
+def _shuffle_seed(context: ConversionContext, leaf: KeyPath) -> Result:
+    if leaf.value is None or not context.flag(f"{ACTOR}.shuffle"):
         return implicit("no effect while actor.shuffle = false")
     return mapped((f"{POLICY}.mini_batch_shuffle_seed", as_integer(leaf.value)))
 
@@ -150,59 +150,59 @@ def _shuffle_seed(reading: Reading, leaf: Leaf) -> Result:
 # --- the loss -----------------------------------------------------------------------------------------------
 
 
-def _loss() -> tuple[Row, ...]:
+def _loss() -> tuple[Rule, ...]:
     low, high = f"{POLICY}.epsilon_low", f"{POLICY}.epsilon_high"
     return (
-        Row(
+        Rule(
             f"{ACTOR}.clip_ratio",
-            How(_clip_ratio, (low, high), "for each side without a key of its own"),
+            Converter(_clip_ratio, (low, high), "for each side without a key of its own"),
             default=0.2,
         ),
-        Row(f"{ACTOR}.clip_ratio_low", _clip_side(low)),
-        Row(f"{ACTOR}.clip_ratio_high", _clip_side(high)),
-        Row(f"{ACTOR}.clip_ratio_c", _dual_clip, default=3.0),
-        Row(f"{ACTOR}.loss_agg_mode", _aggregation, default="token-mean"),
-        Row(f"{ACTOR}.loss_scale_factor", _scale_factor),
-        Row(f"{ACTOR}.entropy_coeff", number(f"{POLICY}.entropy_coeff"), default=0.0),
-        Row(
+        Rule(f"{ACTOR}.clip_ratio_low", _clip_side(low)),
+        Rule(f"{ACTOR}.clip_ratio_high", _clip_side(high)),
+        Rule(f"{ACTOR}.clip_ratio_c", _dual_clip, default=3.0),
+        Rule(f"{ACTOR}.loss_agg_mode", _aggregation, default="token-mean"),
+        Rule(f"{ACTOR}.loss_scale_factor", _scale_factor),
+        Rule(f"{ACTOR}.entropy_coeff", number(f"{POLICY}.entropy_coeff"), default=0.0),
+        Rule(
             f"{ACTOR}.use_kl_loss",
-            How(_use_kl_loss, (f"{POLICY}.kl_beta",), "false: kl_beta stays 0"),
+            Converter(_use_kl_loss, (f"{POLICY}.kl_beta",), "false: kl_beta stays 0"),
             default=False,
         ),
-        Row(f"{ACTOR}.kl_loss_coef", _kl_coef, default=0.001),
-        Row(f"{ACTOR}.kl_loss_type", _kl_type, default="low_var_kl"),
-        Row(f"{ACTOR}.policy_loss.loss_mode", _loss_mode, default="vanilla"),
-        Row(f"{ACTOR}.policy_loss.*", _loss_option),
-        Row(f"{ACTOR}.tau_pos", _loss_option),
-        Row(f"{ACTOR}.tau_neg", _loss_option),
-        Row(f"{ACTOR}.tis_imp_ratio_cap", _tis_cap),
+        Rule(f"{ACTOR}.kl_loss_coef", _kl_coef, default=0.001),
+        Rule(f"{ACTOR}.kl_loss_type", _kl_type, default="low_var_kl"),
+        Rule(f"{ACTOR}.policy_loss.loss_mode", _loss_mode, default="vanilla"),
+        Rule(f"{ACTOR}.policy_loss.*", _loss_option),
+        Rule(f"{ACTOR}.tau_pos", _loss_option),
+        Rule(f"{ACTOR}.tau_neg", _loss_option),
+        Rule(f"{ACTOR}.tis_imp_ratio_cap", _tis_cap),
     )
 
 
-def _clip_ratio(reading: Reading, leaf: Leaf) -> Result:
+def _clip_ratio(context: ConversionContext, leaf: KeyPath) -> Result:
     value = as_number(leaf.value)
     targets = tuple(
         (f"{POLICY}.epsilon_{side}", value)
         for side in ("low", "high")
-        if reading.number(f"{ACTOR}.clip_ratio_{side}", None) is None
+        if context.number(f"{ACTOR}.clip_ratio_{side}", None) is None
     )
     return mapped(*targets) if targets else implicit("clip_ratio_low and clip_ratio_high are both set")
 
 
-def _clip_side(ours: str) -> How:
-    def run(reading: Reading, leaf: Leaf) -> Result:
+def _clip_side(ours: str) -> Converter:
+    def run(context: ConversionContext, leaf: KeyPath) -> Result:
         return (
             implicit("null: clip_ratio counts")
             if leaf.value is None
             else mapped((ours, as_number(leaf.value)))
         )
 
-    return How(run, (ours,), "as it is; null: clip_ratio")
+    return Converter(run, (ours,), "as it is; null: clip_ratio")
 
 
 @computed(f"{POLICY}.lower_bound_ratio", words="as it is; gspo has no dual clip")
-def _dual_clip(reading: Reading, leaf: Leaf) -> Result:
-    if reading.text(f"{ACTOR}.policy_loss.loss_mode") == "gspo":
+def _dual_clip(context: ConversionContext, leaf: KeyPath) -> Result:
+    if context.text(f"{ACTOR}.policy_loss.loss_mode") == "gspo":
         return implicit("gspo has no dual clip")
     return mapped((f"{POLICY}.lower_bound_ratio", as_number(leaf.value)))
 
@@ -212,9 +212,9 @@ def _dual_clip(reading: Reading, leaf: Leaf) -> Result:
     f"{POLICY}.unbiased_loss_max_tokens",
     words="`seq-mean-token-sum-norm` → `seq-mean-token-mean` with unbiased_loss_max_tokens",
 )
-def _aggregation(reading: Reading, leaf: Leaf) -> Result:
+def _aggregation(context: ConversionContext, leaf: KeyPath) -> Result:
     key, mode = f"{POLICY}.loss_type", as_text(leaf.value)
-    if reading.text(f"{ACTOR}.policy_loss.loss_mode") == "gspo" and mode in (
+    if context.text(f"{ACTOR}.policy_loss.loss_mode") == "gspo" and mode in (
         "token-mean",
         "seq-mean-token-mean",
     ):
@@ -222,9 +222,9 @@ def _aggregation(reading: Reading, leaf: Leaf) -> Result:
     if mode in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean"):
         return mapped((key, mode))
     if mode == "seq-mean-token-sum-norm":
-        longest = reading.integer(f"{ACTOR}.loss_scale_factor", None) or response_length(reading)
+        longest = context.integer(f"{ACTOR}.loss_scale_factor", None) or response_length(context)
         note = f"Dr. GRPO: the sum over all tokens divided by {longest} tokens and the number of sequences"
-        reading.warn(
+        context.warn(
             f"{ACTOR}.loss_agg_mode = seq-mean-token-sum-norm: the sum is divided by {longest} tokens and the number "
             "of sequences of the optimizer step, as verl does where its agg_loss takes global_batch_size. Older "
             "versions divide the sum of a micro-batch by the tokens alone: their gradient is larger by the number "
@@ -238,30 +238,30 @@ def _aggregation(reading: Reading, leaf: Leaf) -> Result:
 
 
 @computed(f"{POLICY}.unbiased_loss_max_tokens", words="with `seq-mean-token-sum-norm` only")
-def _scale_factor(reading: Reading, leaf: Leaf) -> Result:
-    if leaf.value is None or reading.text(f"{ACTOR}.loss_agg_mode") != "seq-mean-token-sum-norm":
+def _scale_factor(context: ConversionContext, leaf: KeyPath) -> Result:
+    if leaf.value is None or context.text(f"{ACTOR}.loss_agg_mode") != "seq-mean-token-sum-norm":
         return implicit("no effect without loss_agg_mode = seq-mean-token-sum-norm")
     return mapped((f"{POLICY}.unbiased_loss_max_tokens", as_integer(leaf.value)))
 
 
-def _use_kl_loss(reading: Reading, leaf: Leaf) -> Result:
+def _use_kl_loss(context: ConversionContext, leaf: KeyPath) -> Result:
     if leaf.value is None or not as_flag(leaf.value):
         return implicit("false: no KL in the loss, kl_beta stays 0")
-    coefficient = reading.number(f"{ACTOR}.kl_loss_coef", 0.001) or 0.0
+    coefficient = context.number(f"{ACTOR}.kl_loss_coef", 0.001) or 0.0
     return mapped((f"{POLICY}.kl_beta", coefficient), note="kl_loss_coef")
 
 
 @computed(f"{POLICY}.kl_beta", words="with use_kl_loss only")
-def _kl_coef(reading: Reading, leaf: Leaf) -> Result:
-    if leaf.value is None or not reading.flag(f"{ACTOR}.use_kl_loss"):
+def _kl_coef(context: ConversionContext, leaf: KeyPath) -> Result:
+    if leaf.value is None or not context.flag(f"{ACTOR}.use_kl_loss"):
         return implicit("no effect while use_kl_loss = false")
     return mapped((f"{POLICY}.kl_beta", as_number(leaf.value)))
 
 
 @computed(f"{POLICY}.kl_type", words="`kl` → `k1`, `mse` → `k2`, `low_var_kl` → `k3`; with use_kl_loss only")
-def _kl_type(reading: Reading, leaf: Leaf) -> Result:
+def _kl_type(context: ConversionContext, leaf: KeyPath) -> Result:
     name = as_text(leaf.value)
-    if not reading.flag(f"{ACTOR}.use_kl_loss"):
+    if not context.flag(f"{ACTOR}.use_kl_loss"):
         return implicit("no effect while use_kl_loss = false")
     if name not in KL_TYPES:
         raise BadValue(f"expected one of {', '.join(KL_TYPES)}, got {shown(name)}")
@@ -269,23 +269,23 @@ def _kl_type(reading: Reading, leaf: Leaf) -> Result:
 
 
 @computed(f"{POLICY}.variant", words="`vanilla` → `grpo`; `gpg` → `reinforce`")
-def _loss_mode(reading: Reading, leaf: Leaf) -> Result:
+def _loss_mode(context: ConversionContext, leaf: KeyPath) -> Result:
     mode = as_text(leaf.value)
     if mode in _LOSSES:
         return mapped((f"{POLICY}.variant", _LOSSES[mode]))
-    reason = reason_for(reading.system, f"{leaf.key}={mode}")
+    reason = reason_for(context.system, f"{leaf.key}={mode}")
     if reason is not None:
-        return nothing(reason)
+        return no_counterpart(reason)
     raise BadValue(f"expected one of {', '.join(_LOSSES)}, got {shown(mode)}")
 
 
 @computed(words="parameters of losses that this system does not have")
-def _loss_option(reading: Reading, leaf: Leaf) -> Result:
-    mode = reading.text(f"{ACTOR}.policy_loss.loss_mode", "vanilla")
+def _loss_option(context: ConversionContext, leaf: KeyPath) -> Result:
+    mode = context.text(f"{ACTOR}.policy_loss.loss_mode", "vanilla")
     if mode in _LOSSES or leaf.value is None:
         return implicit(f"no effect with loss_mode = {mode}")
-    return nothing(
-        reason_for(reading.system, f"{ACTOR}.policy_loss.loss_mode={mode}") or "a loss without counterpart"
+    return no_counterpart(
+        reason_for(context.system, f"{ACTOR}.policy_loss.loss_mode={mode}") or "a loss without counterpart"
     )
 
 
@@ -294,7 +294,7 @@ def _loss_option(reading: Reading, leaf: Leaf) -> Result:
     f"{POLICY}.rollout_correction.cap",
     words="token weights cut at this cap; −1: off",
 )
-def _tis_cap(reading: Reading, leaf: Leaf) -> Result:
+def _tis_cap(context: ConversionContext, leaf: KeyPath) -> Result:
     if leaf.value is None or as_number(leaf.value) <= 0:
         return implicit("negative: off")
     prefix = f"{POLICY}.rollout_correction"
@@ -304,40 +304,40 @@ def _tis_cap(reading: Reading, leaf: Leaf) -> Result:
 # --- the rest -----------------------------------------------------------------------------------------------
 
 
-def _small() -> tuple[Row, ...]:
+def _small() -> tuple[Rule, ...]:
     chunks = always("log-probs and entropy are always computed in chunks")
     return (
-        Row(f"{ACTOR}.strategy", always(_STRATEGY)),
-        Row(f"{ACTOR}.use_torch_compile", flag("train.compile"), default=True),
-        Row(f"{ACTOR}.rollout_n", always("repeats actor_rollout_ref.rollout.n")),
-        Row(f"{ACTOR}.load_weight", always("the policy's weights are always loaded")),
-        Row(f"{ACTOR}.calculate_entropy", always("entropy is always a metric")),
-        Row(f"{ACTOR}.calculate_sum_pi_squared", lacking(False)),
-        Row(
+        Rule(f"{ACTOR}.strategy", always(_STRATEGY)),
+        Rule(f"{ACTOR}.use_torch_compile", flag("train.compile"), default=True),
+        Rule(f"{ACTOR}.rollout_n", always("repeats actor_rollout_ref.rollout.n")),
+        Rule(f"{ACTOR}.load_weight", always("the policy's weights are always loaded")),
+        Rule(f"{ACTOR}.calculate_entropy", always("entropy is always a metric")),
+        Rule(f"{ACTOR}.calculate_sum_pi_squared", lacking(False)),
+        Rule(
             f"{ACTOR}.use_prefix_grouper",
             always("changes speed only; prompts are shared by the engine's prefix cache"),
         ),
-        Row(f"{ACTOR}.use_fused_kernels", chunks),
-        Row(f"{ACTOR}.use_remove_padding", flag("train.sequence_packing")),
-        Row(f"{ACTOR}.entropy_from_logits_with_chunking", chunks),
-        Row(f"{ACTOR}.entropy_from_logits_chunk_size", chunks),
-        Row(f"{ACTOR}.entropy_checkpointing", always("entropy is always recomputed in backward")),
-        Row(f"{ACTOR}.pad_to_length", always("padding never changes a number here")),
-        Row(f"{ACTOR}.freeze_vision_tower", lacking(False)),
-        Row(f"{ACTOR}.router_replay.mode", lacking("disabled")),
-        Row(f"{ACTOR}.router_replay.*", lacking()),
+        Rule(f"{ACTOR}.use_fused_kernels", chunks),
+        Rule(f"{ACTOR}.use_remove_padding", flag("train.sequence_packing")),
+        Rule(f"{ACTOR}.entropy_from_logits_with_chunking", chunks),
+        Rule(f"{ACTOR}.entropy_from_logits_chunk_size", chunks),
+        Rule(f"{ACTOR}.entropy_checkpointing", always("entropy is always recomputed in backward")),
+        Rule(f"{ACTOR}.pad_to_length", always("padding never changes a number here")),
+        Rule(f"{ACTOR}.freeze_vision_tower", lacking(False)),
+        Rule(f"{ACTOR}.router_replay.mode", lacking("disabled")),
+        Rule(f"{ACTOR}.router_replay.*", lacking()),
         switched(f"{ACTOR}.qat", f"{ACTOR}.qat.enable"),
     )
 
 
 @computed(f"{POLICY}.reference_reset_interval", words="with sync_actor only")
-def _sync_steps(reading: Reading, leaf: Leaf) -> Result:
-    if leaf.value is None or not reading.flag(f"{REF}.sync_actor"):
+def _sync_steps(context: ConversionContext, leaf: KeyPath) -> Result:
+    if leaf.value is None or not context.flag(f"{REF}.sync_actor"):
         return implicit("no effect while sync_actor = false")
     return mapped((f"{POLICY}.reference_reset_interval", as_integer(leaf.value)))
 
 
-def _reference_path(reading: Reading, leaf: Leaf) -> Result:
-    if leaf.value is None or leaf.value == reading.get("actor_rollout_ref.model.path", None):
+def _reference_path(context: ConversionContext, leaf: KeyPath) -> Result:
+    if leaf.value is None or leaf.value == context.get("actor_rollout_ref.model.path", None):
         return implicit("the policy's own model")
-    return path("reference.model_name_or_path").run(reading, leaf)
+    return path("reference.model_name_or_path").run(context, leaf)

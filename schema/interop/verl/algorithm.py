@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from schema.interop.engine.rows import (
+from schema.interop.engine.rules import (
     BadValue,
-    How,
-    Leaf,
-    Reading,
+    ConversionContext,
+    Converter,
+    KeyPath,
     Result,
-    Row,
+    Rule,
     always,
     as_flag,
     as_integer,
@@ -40,7 +40,7 @@ from schema.interop.verl.mesh import Mesh
 from schema.interop.verl.model import Model
 from schema.interop.verl.optim import Optim
 from schema.interop.verl.reward import reward_name
-from schema.interop.verl.shared import checkpoint_rows, profiler_rows
+from schema.interop.verl.shared import checkpoint_rules, profiler_rules
 
 _ESTIMATORS = {
     "gae": "gae",
@@ -58,62 +58,66 @@ _ESTIMATORS = {
 _CORRECTION = f"{POLICY}.rollout_correction"
 
 
-def algorithm_rows() -> tuple[Row, ...]:
+def algorithm_rules() -> tuple[Rule, ...]:
     """All rows of `algorithm`."""
     kl = f"{POLICY}.kl_in_reward"
     old = "algorithm"
     return (
-        Row("algorithm.adv_estimator", _estimator, default="gae"),
-        Row("algorithm.gamma", number(f"{POLICY}.gamma"), 1.0, ("algorithm.gemma",), no_discount),
-        Row("algorithm.lam", number(f"{POLICY}.gae_lambda"), default=1.0, when=not_gae),
-        Row("algorithm.norm_adv_by_std_in_grpo", _norm_by_std),
-        Row(
-            "algorithm.use_kl_in_reward", How(_use_kl, (f"{kl}.beta",), "false: beta stays 0"), default=False
+        Rule("algorithm.adv_estimator", _estimator, default="gae"),
+        Rule("algorithm.gamma", number(f"{POLICY}.gamma"), 1.0, ("algorithm.gemma",), no_discount),
+        Rule("algorithm.lam", number(f"{POLICY}.gae_lambda"), default=1.0, when=not_gae),
+        Rule("algorithm.norm_adv_by_std_in_grpo", _norm_by_std),
+        Rule(
+            "algorithm.use_kl_in_reward",
+            Converter(_use_kl, (f"{kl}.beta",), "false: beta stays 0"),
+            default=False,
         ),
-        Row("algorithm.kl_penalty", choice(f"{kl}.type", KL_TYPES), default="kl", when=_no_kl),
-        Row("algorithm.kl_ctrl.kl_coef", number(f"{kl}.beta"), default=0.001, when=_no_kl),
-        Row(
+        Rule("algorithm.kl_penalty", choice(f"{kl}.type", KL_TYPES), default="kl", when=_no_kl),
+        Rule("algorithm.kl_ctrl.kl_coef", number(f"{kl}.beta"), default=0.001, when=_no_kl),
+        Rule(
             "algorithm.kl_ctrl.type",
             choice(f"{kl}.controller", {"fixed": "fixed", "adaptive": "adaptive"}),
             default="fixed",
             when=_no_kl,
         ),
-        Row("algorithm.kl_ctrl.horizon", integer(f"{kl}.horizon"), default=10000, when=_fixed_kl),
-        Row("algorithm.kl_ctrl.target_kl", number(f"{kl}.target"), default=0.1, when=_fixed_kl),
-        Row("algorithm.filter_groups.enable", _filter_groups),
-        Row("algorithm.filter_groups.metric", _filter_groups, when=_no_filter),
-        Row("algorithm.filter_groups.max_num_gen_batches", _refills, when=_no_filter),
-        Row(
+        Rule("algorithm.kl_ctrl.horizon", integer(f"{kl}.horizon"), default=10000, when=_fixed_kl),
+        Rule("algorithm.kl_ctrl.target_kl", number(f"{kl}.target"), default=0.1, when=_fixed_kl),
+        Rule("algorithm.filter_groups.enable", _filter_groups),
+        Rule("algorithm.filter_groups.metric", _filter_groups, when=_no_filter),
+        Rule("algorithm.filter_groups.max_num_gen_batches", _refills, when=_no_filter),
+        Rule(
             "algorithm.filter_groups.max_inflight_gen_batches",
             always("groups in flight are bounded by allowed_outdated_steps"),
             when=_no_filter,
         ),
-        Row("algorithm.rollout_correction.rollout_is", _weights, also=(f"{old}.rollout_is_level",)),
-        Row("algorithm.rollout_correction.rollout_is_threshold", _cap, also=(f"{old}.rollout_is_threshold",)),
-        Row("algorithm.rollout_correction.rollout_rs", _reject, also=(f"{old}.rollout_rs",)),
-        Row(
+        Rule("algorithm.rollout_correction.rollout_is", _weights, also=(f"{old}.rollout_is_level",)),
+        Rule(
+            "algorithm.rollout_correction.rollout_is_threshold", _cap, also=(f"{old}.rollout_is_threshold",)
+        ),
+        Rule("algorithm.rollout_correction.rollout_rs", _reject, also=(f"{old}.rollout_rs",)),
+        Rule(
             "algorithm.rollout_correction.rollout_rs_threshold",
             _bounds,
             also=(f"{old}.rollout_rs_threshold",),
         ),
-        Row(
+        Rule(
             "algorithm.rollout_correction.bypass_mode",
             always("the rollout's own log-probs are always the old policy's"),
         ),
-        Row("algorithm.rollout_correction.loss_type", lacking("ppo_clip")),
-        Row("algorithm.rollout_correction.rollout_is_batch_normalize", lacking(False)),
-        Row(
+        Rule("algorithm.rollout_correction.loss_type", lacking("ppo_clip")),
+        Rule("algorithm.rollout_correction.rollout_is_batch_normalize", lacking(False)),
+        Rule(
             "algorithm.rollout_correction.debug_rollout_actor_probs",
             always("the mismatch is always a metric"),
         ),
-        Row("algorithm.rollout_correction.rollout_rs_threshold_lower", _lower_bound),
-        Row("algorithm.rollout_correction.rollout_token_veto_threshold", lacking()),
-        Row("algorithm.use_pf_ppo", lacking(False)),
-        Row("algorithm.pf_ppo.*", always("no effect while use_pf_ppo = false")),
+        Rule("algorithm.rollout_correction.rollout_rs_threshold_lower", _lower_bound),
+        Rule("algorithm.rollout_correction.rollout_token_veto_threshold", lacking()),
+        Rule("algorithm.use_pf_ppo", lacking(False)),
+        Rule("algorithm.pf_ppo.*", always("no effect while use_pf_ppo = false")),
     )
 
 
-def critic_rows() -> tuple[Row, ...]:
+def critic_rules() -> tuple[Rule, ...]:
     """All rows of `critic`: the actor's keys once more, for [critic]."""
     train = Budget(
         per_gpu="critic.ppo_micro_batch_size_per_gpu",
@@ -134,35 +138,37 @@ def critic_rows() -> tuple[Row, ...]:
     )
     loss = {name: name for name in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")}
     return (
-        Row("critic.enable", How(_critic_enable, ("critic.enable",), "null: as the estimator needs it")),
-        *Model("critic.model", "critic", no_critic).rows(),
-        *Optim("critic", "critic", 1e-5, no_critic).rows(),
-        *Mesh("critic", "critic", "critic", no_critic).rows(),
-        *checkpoint_rows("critic", no_critic),
-        *train.rows(),
-        *forward.rows(),
-        Row(
+        Rule(
+            "critic.enable", Converter(_critic_enable, ("critic.enable",), "null: as the estimator needs it")
+        ),
+        *Model("critic.model", "critic", no_critic).rules(),
+        *Optim("critic", "critic", 1e-5, no_critic).rules(),
+        *Mesh("critic", "critic", "critic", no_critic).rules(),
+        *checkpoint_rules("critic", no_critic),
+        *train.rules(),
+        *forward.rules(),
+        Rule(
             "critic.forward_max_token_len_per_gpu",
             always("the budget of training counts for the pass for values too"),
             when=no_critic,
         ),
-        Row("critic.ppo_mini_batch_size", _critic_mini_batch, when=no_critic),
-        Row("critic.ppo_epochs", integer("critic.mu_iterations"), when=no_critic),
-        Row("critic.shuffle", flag("critic.mini_batch_shuffle"), when=no_critic),
-        Row(
+        Rule("critic.ppo_mini_batch_size", _critic_mini_batch, when=no_critic),
+        Rule("critic.ppo_epochs", integer("critic.mu_iterations"), when=no_critic),
+        Rule("critic.shuffle", flag("critic.mini_batch_shuffle"), when=no_critic),
+        Rule(
             "critic.data_loader_seed",
             always("shuffles of all models follow the policy's seed"),
             when=no_critic,
         ),
-        Row("critic.cliprange_value", number("critic.value_clip"), default=0.5, when=no_critic),
-        Row("critic.loss_agg_mode", choice("critic.loss_type", loss), when=no_critic),
-        Row("critic.loss_scale_factor", lacking(), when=no_critic),
-        Row("critic.strategy", always("how a model is sharded follows from its parallelism")),
-        Row("critic.rollout_n", always("repeats actor_rollout_ref.rollout.n")),
-        Row("critic.nccl_timeout", always("collectives end with the process that is missing")),
-        Row("critic.load_weight", always("weights are always loaded")),
-        Row("critic.kl_ctrl.*", always("verl reads algorithm.kl_ctrl")),
-        *profiler_rows("critic"),
+        Rule("critic.cliprange_value", number("critic.value_clip"), default=0.5, when=no_critic),
+        Rule("critic.loss_agg_mode", choice("critic.loss_type", loss), when=no_critic),
+        Rule("critic.loss_scale_factor", lacking(), when=no_critic),
+        Rule("critic.strategy", always("how a model is sharded follows from its parallelism")),
+        Rule("critic.rollout_n", always("repeats actor_rollout_ref.rollout.n")),
+        Rule("critic.nccl_timeout", always("collectives end with the process that is missing")),
+        Rule("critic.load_weight", always("weights are always loaded")),
+        Rule("critic.kl_ctrl.*", always("verl reads algorithm.kl_ctrl")),
+        *profiler_rules("critic"),
     )
 
 
@@ -173,7 +179,7 @@ def critic_rows() -> tuple[Row, ...]:
     f"{POLICY}.advantage_estimator",
     words=", ".join(f"`{theirs}` → `{ours}`" for theirs, ours in _ESTIMATORS.items() if theirs != ours),
 )
-def _estimator(reading: Reading, leaf: Leaf) -> Result:
+def _estimator(context: ConversionContext, leaf: KeyPath) -> Result:
     if not isinstance(leaf.value, str) or leaf.value not in _ESTIMATORS:
         known = ", ".join(_ESTIMATORS)
         raise BadValue(
@@ -184,32 +190,32 @@ def _estimator(reading: Reading, leaf: Leaf) -> Result:
 
 
 @computed(f"{POLICY}.unbiased_advantage", words="the other way round; with grpo only")
-def _norm_by_std(reading: Reading, leaf: Leaf) -> Result:
+def _norm_by_std(context: ConversionContext, leaf: KeyPath) -> Result:
     divides = leaf.value is None or as_flag(leaf.value)
     return mapped((f"{POLICY}.unbiased_advantage", not divides), note="Dr. GRPO" if not divides else "")
 
 
-def _no_kl(reading: Reading) -> str:
-    used = reading.flag("algorithm.use_kl_in_reward")
+def _no_kl(context: ConversionContext) -> str:
+    used = context.flag("algorithm.use_kl_in_reward")
     return "" if used else "no effect while use_kl_in_reward is not true"
 
 
-def _fixed_kl(reading: Reading) -> str:
-    fixed = reading.text("algorithm.kl_ctrl.type", "fixed") == "fixed"
-    return _no_kl(reading) or ("no effect with kl_ctrl.type = fixed" if fixed else "")
+def _fixed_kl(context: ConversionContext) -> str:
+    fixed = context.text("algorithm.kl_ctrl.type", "fixed") == "fixed"
+    return _no_kl(context) or ("no effect with kl_ctrl.type = fixed" if fixed else "")
 
 
-def _use_kl(reading: Reading, leaf: Leaf) -> Result:
+def _use_kl(context: ConversionContext, leaf: KeyPath) -> Result:
     if leaf.value is None or not as_flag(leaf.value):
         return implicit("false: no KL in the reward, kl_in_reward.beta stays 0")
-    coefficient = reading.number("algorithm.kl_ctrl.kl_coef", 0.001) or 0.0
+    coefficient = context.number("algorithm.kl_ctrl.kl_coef", 0.001) or 0.0
     return mapped((f"{POLICY}.kl_in_reward.beta", coefficient), note="kl_ctrl.kl_coef")
 
 
-def _no_filter(reading: Reading) -> str:
+def _no_filter(context: ConversionContext) -> str:
     return (
         ""
-        if reading.flag("algorithm.filter_groups.enable")
+        if context.flag("algorithm.filter_groups.enable")
         else "no effect while filter_groups.enable = false"
     )
 
@@ -218,30 +224,30 @@ def _no_filter(reading: Reading) -> str:
     f"{POLICY}.filter_reward_metric",
     words="true: the reward function of the job, whatever verl calls the metric",
 )
-def _filter_groups(reading: Reading, leaf: Leaf) -> Result:
-    if not reading.flag("algorithm.filter_groups.enable"):
+def _filter_groups(context: ConversionContext, leaf: KeyPath) -> Result:
+    if not context.flag("algorithm.filter_groups.enable"):
         return implicit("false: no groups are filtered")
     return mapped(
-        (f"{POLICY}.filter_reward_metric", [reward_name(reading)]), note="groups whose rewards are all equal"
+        (f"{POLICY}.filter_reward_metric", [reward_name(context)]), note="groups whose rewards are all equal"
     )
 
 
 @computed(f"{POLICY}.max_retry_for_on_policy", words="0 or less: no limit")
-def _refills(reading: Reading, leaf: Leaf) -> Result:
+def _refills(context: ConversionContext, leaf: KeyPath) -> Result:
     batches = as_integer(0 if leaf.value is None else leaf.value)
     return mapped((f"{POLICY}.max_retry_for_on_policy", max(batches, 0)))
 
 
 @computed(f"{_CORRECTION}.weights", words="null → `none`")
-def _weights(reading: Reading, leaf: Leaf) -> Result:
+def _weights(context: ConversionContext, leaf: KeyPath) -> Result:
     if leaf.value is None:
         return implicit("null: no weights")
-    return choice(f"{_CORRECTION}.weights", {"token": "token", "sequence": "sequence"}).run(reading, leaf)
+    return choice(f"{_CORRECTION}.weights", {"token": "token", "sequence": "sequence"}).run(context, leaf)
 
 
 @computed(f"{_CORRECTION}.cap", words="one number: the cap; a pair: rejection by bounds")
-def _cap(reading: Reading, leaf: Leaf) -> Result:
-    if reading.get("algorithm.rollout_correction.rollout_is", None) is None or leaf.value is None:
+def _cap(context: ConversionContext, leaf: KeyPath) -> Result:
+    if context.get("algorithm.rollout_correction.rollout_is", None) is None or leaf.value is None:
         return implicit("no effect without rollout_is")
     low, high = _pair(leaf.value)
     if low is None:
@@ -263,13 +269,13 @@ _REJECT = {
 @computed(
     f"{_CORRECTION}.reject", words="`token_k1` → token, `seq_sum_k1` → sequence, `seq_mean_k1` → geometric"
 )
-def _reject(reading: Reading, leaf: Leaf) -> Result:
+def _reject(context: ConversionContext, leaf: KeyPath) -> Result:
     if leaf.value is None:
         return implicit("null: nothing is rejected")
     name = as_text(leaf.value)
     if name in _REJECT:
         return mapped((f"{_CORRECTION}.reject", _REJECT[name]))
-    return without_counterpart(reading.system, "algorithm.rollout_correction.rollout_rs=k2,k3")
+    return without_counterpart(context.system, "algorithm.rollout_correction.rollout_rs=k2,k3")
 
 
 @computed(
@@ -277,20 +283,20 @@ def _reject(reading: Reading, leaf: Leaf) -> Result:
     f"{_CORRECTION}.reject_above",
     words="`low_high`; one number: 1/number to number",
 )
-def _bounds(reading: Reading, leaf: Leaf) -> Result:
-    mode = reading.text("algorithm.rollout_correction.rollout_rs")
+def _bounds(context: ConversionContext, leaf: KeyPath) -> Result:
+    mode = context.text("algorithm.rollout_correction.rollout_rs")
     if leaf.value is None or mode not in _REJECT:
         return implicit("no effect without rollout_rs by ratios")
     low, high = _pair(leaf.value)
     if low is None:
-        written = reading.number("algorithm.rollout_correction.rollout_rs_threshold_lower", None)
+        written = context.number("algorithm.rollout_correction.rollout_rs_threshold_lower", None)
         low = written if written is not None else round(1.0 / high, 12) if high else 0.0
     return mapped((f"{_CORRECTION}.reject_below", low), (f"{_CORRECTION}.reject_above", high))
 
 
 @computed(f"{_CORRECTION}.reject_below", words="null: 1 / rollout_rs_threshold")
-def _lower_bound(reading: Reading, leaf: Leaf) -> Result:
-    if leaf.value is None or reading.text("algorithm.rollout_correction.rollout_rs") not in _REJECT:
+def _lower_bound(context: ConversionContext, leaf: KeyPath) -> Result:
+    if leaf.value is None or context.text("algorithm.rollout_correction.rollout_rs") not in _REJECT:
         return implicit("null, or no effect without rollout_rs by ratios")
     return mapped((f"{_CORRECTION}.reject_below", as_number(leaf.value)))
 
@@ -307,16 +313,16 @@ def _pair(value: object) -> tuple[float | None, float]:
 # --- critic -------------------------------------------------------------------------------------------------
 
 
-def _critic_enable(reading: Reading, leaf: Leaf) -> Result:
+def _critic_enable(context: ConversionContext, leaf: KeyPath) -> Result:
     if leaf.value is None:
         return implicit("null: the estimator decides")
     return mapped(("critic.enable", as_flag(leaf.value)))
 
 
 @computed("critic.batch_size_per_optimize", words="prompts × rollout.n; unset where it is the whole batch")
-def _critic_mini_batch(reading: Reading, leaf: Leaf) -> Result:
-    prompts, n = as_integer(leaf.value), group_size(reading)
-    batch = prompts_per_step(reading)
+def _critic_mini_batch(context: ConversionContext, leaf: KeyPath) -> Result:
+    prompts, n = as_integer(leaf.value), group_size(context)
+    batch = prompts_per_step(context)
     if prompts >= batch:
         return mapped(("critic.batch_size_per_optimize", None), note="one optimizer step for the whole batch")
     return mapped(
@@ -324,6 +330,6 @@ def _critic_mini_batch(reading: Reading, leaf: Leaf) -> Result:
     )
 
 
-def needs_critic(reading: Reading) -> bool:
+def needs_critic(context: ConversionContext) -> bool:
     """Whether [critic] is on although no key says so."""
-    return has_critic(reading) and not isinstance(reading.get("critic.enable", None), bool)
+    return has_critic(context) and not isinstance(context.get("critic.enable", None), bool)

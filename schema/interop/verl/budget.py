@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from schema.interop.engine.rows import (
+from schema.interop.engine.rules import (
     ABSENT,
-    How,
-    Leaf,
-    Reading,
+    ConversionContext,
+    Converter,
+    KeyPath,
     Result,
-    Row,
+    Rule,
     as_integer,
     implicit,
     mapped,
@@ -41,84 +41,86 @@ class Budget:
     shared: str = f"{ACTOR}.use_dynamic_bsz"
     role: str = ACTOR
     default_tokens: int | None = None
-    when: Callable[[Reading], str] | None = None
+    when: Callable[[ConversionContext], str] | None = None
 
-    def rows(self) -> tuple[Row, ...]:
+    def rules(self) -> tuple[Rule, ...]:
         """One row per key."""
         samples, tokens = self.ours
-        rows = [
-            Row(
+        rules = [
+            Rule(
                 self.per_gpu,
-                How(self._per_gpu, (samples,), "samples of one micro-batch of one rank"),
+                Converter(self._per_gpu, (samples,), "samples of one micro-batch of one rank"),
                 when=self.when,
             )
         ]
         if self.whole:
             words = "deprecated twin: divided by the data-parallel ranks, where the newer key is null"
-            rows.append(Row(self.whole, How(self._whole, (samples,), words), when=self.when))
+            rules.append(Rule(self.whole, Converter(self._whole, (samples,), words), when=self.when))
         if self.switch:
             words = "chooses between samples and tokens"
-            rows.append(Row(self.switch, How(self._switch, self.ours, words), when=self.when))
+            rules.append(Rule(self.switch, Converter(self._switch, self.ours, words), when=self.when))
         if self.tokens:
             words = "times the sequence-parallel size; with dynamic batch sizes only"
             default = ABSENT if self.default_tokens is None else self.default_tokens
-            rows.append(Row(self.tokens, How(self._tokens, (tokens,), words), default, when=self.when))
-        return tuple(rows)
+            rules.append(
+                Rule(self.tokens, Converter(self._tokens, (tokens,), words), default, when=self.when)
+            )
+        return tuple(rules)
 
-    def by_tokens(self, reading: Reading) -> bool:
+    def by_tokens(self, context: ConversionContext) -> bool:
         """Whether this pass cuts by tokens."""
-        own = bool(self.switch) and reading.has(self.switch)
-        return bool(self.tokens) and reading.flag(self.switch if own else self.shared)
+        own = bool(self.switch) and context.has(self.switch)
+        return bool(self.tokens) and context.flag(self.switch if own else self.shared)
 
-    def token_cap(self, reading: Reading) -> int | None:
+    def token_cap(self, context: ConversionContext) -> int | None:
         """Tokens of a micro-batch, shared by the sequence-parallel ranks."""
-        cap = reading.integer(self.tokens, self.default_tokens) if self.tokens else None
-        return None if cap is None else cap * widths(reading, self.role)["cp"]
+        cap = context.integer(self.tokens, self.default_tokens) if self.tokens else None
+        return None if cap is None else cap * widths(context, self.role)["cp"]
 
-    def _per_gpu(self, reading: Reading, leaf: Leaf) -> Result:
+    def _per_gpu(self, context: ConversionContext, leaf: KeyPath) -> Result:
         if leaf.value is None:
             return implicit("null: not set")
-        if self.by_tokens(reading):
+        if self.by_tokens(context):
             return implicit("no effect: micro-batches are cut by tokens")
-        return self._samples(reading, max(as_integer(leaf.value), 1))
+        return self._samples(context, max(as_integer(leaf.value), 1))
 
-    def _samples(self, reading: Reading, size: int, note: str = "") -> Result:
+    def _samples(self, context: ConversionContext, size: int, note: str = "") -> Result:
         """Megatron's micro-batch is what goes through the pipeline at once; ours is cut into such pieces."""
-        stages = widths(reading, self.role)["pp"]
+        stages = widths(context, self.role)["pp"]
         if stages == 1 or not self.pipeline:
             return mapped((self.ours[0], size), note=note)
         text = f"{size} samples through the pipeline at once, {stages} stages full"
         note = "; ".join(filter(None, (note, text)))
         return mapped((self.ours[0], size * stages), (self.pipeline, size), note=note)
 
-    def _whole(self, reading: Reading, leaf: Leaf) -> Result:
+    def _whole(self, context: ConversionContext, leaf: KeyPath) -> Result:
         if leaf.value is None:
             return implicit(f"deprecated twin of `{self.per_gpu}`; null")
         size = as_integer(leaf.value)
-        newer = reading.integer(self.per_gpu, None)
+        newer = context.integer(self.per_gpu, None)
         if newer is not None:
             text = f"`{leaf.key}` = {shown(size)} is the deprecated twin of `{self.per_gpu}` = {newer}"
-            reading.warn(f"{text}, and both are set, which verl refuses; {newer} is taken")
+            context.warn(f"{text}, and both are set, which verl refuses; {newer} is taken")
             return implicit(f"deprecated twin of `{self.per_gpu}`, which is set too and wins")
-        if self.by_tokens(reading):
+        if self.by_tokens(context):
             return implicit("no effect: micro-batches are cut by tokens")
-        ranks = data_parallel(reading, self.role)
+        ranks = data_parallel(context, self.role)
         note = f"deprecated twin of `{self.per_gpu}`: {size} over {ranks} data-parallel ranks"
-        return self._samples(reading, max(size // ranks, 1), note)
+        return self._samples(context, max(size // ranks, 1), note)
 
-    def _switch(self, reading: Reading, leaf: Leaf) -> Result:
-        if not self.by_tokens(reading):
+    def _switch(self, context: ConversionContext, leaf: KeyPath) -> Result:
+        if not self.by_tokens(context):
             return implicit("micro-batches are cut by samples")
-        cap = self.token_cap(reading)
+        cap = self.token_cap(context)
         if cap is None:
             return implicit("cut by tokens, and no budget is written: the default")
         return mapped((self.ours[1], cap), note="micro-batches are cut by tokens")
 
-    def _tokens(self, reading: Reading, leaf: Leaf) -> Result:
+    def _tokens(self, context: ConversionContext, leaf: KeyPath) -> Result:
         if leaf.value is None:
             return implicit("null: not set")
-        if not self.by_tokens(reading):
+        if not self.by_tokens(context):
             return implicit("no effect: micro-batches are cut by samples")
-        own, width = as_integer(leaf.value), widths(reading, self.role)["cp"]
+        own, width = as_integer(leaf.value), widths(context, self.role)["cp"]
         note = f"{own} per GPU × {width} sequence-parallel ranks" if width > 1 else ""
         return mapped((self.ours[1], own * width), note=note)

@@ -1,4 +1,4 @@
-"""What several keys of a verl file say together: sizes, switches, lengths. Pure functions of a `Reading`."""
+"""What several keys of a verl file say together: sizes, switches, lengths. Functions of a `ConversionContext`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,16 @@ import math
 from fractions import Fraction
 from typing import Any
 
-from schema.interop.engine.rows import How, Leaf, Reading, Result, Row, implicit, nothing, unknown
+from schema.interop.engine.rules import (
+    ConversionContext,
+    Converter,
+    KeyPath,
+    Result,
+    Rule,
+    implicit,
+    no_counterpart,
+    unknown,
+)
 from schema.interop.engine.unsupported import reason_for
 
 ACTOR = "actor_rollout_ref.actor"
@@ -18,81 +27,81 @@ POLICY = "train.train_policy"
 _OUTCOME_ESTIMATORS = ("grpo", "rloo", "remax", "opo", "gpg", "grpo_passk", "reinforce_plus_plus_baseline")
 
 
-def group_size(reading: Reading) -> int:
+def group_size(context: ConversionContext) -> int:
     """Samples per prompt: rollout.n."""
-    return max(reading.integer(f"{ROLLOUT}.n", 1) or 1, 1)
+    return max(context.integer(f"{ROLLOUT}.n", 1) or 1, 1)
 
 
-def world_size(reading: Reading) -> int:
+def world_size(context: ConversionContext) -> int:
     """GPUs of the trainer: nnodes * n_gpus_per_node."""
-    nodes, gpus = reading.integer("trainer.nnodes", 1), reading.integer("trainer.n_gpus_per_node", 8)
+    nodes, gpus = context.integer("trainer.nnodes", 1), context.integer("trainer.n_gpus_per_node", 8)
     return max((nodes or 1) * (gpus or 1), 1)
 
 
-def is_megatron(reading: Reading, role: str = ACTOR) -> bool:
+def is_megatron(context: ConversionContext, role: str = ACTOR) -> bool:
     """Whether a role is trained by Megatron: its strategy says so, or only Megatron's block is there."""
-    strategy = reading.text(f"{role}.strategy")
+    strategy = context.text(f"{role}.strategy")
     if strategy:
         return strategy.startswith("megatron")
-    return bool(reading.below(f"{role}.megatron"))
+    return bool(context.below(f"{role}.megatron"))
 
 
-def widths(reading: Reading, role: str = ACTOR) -> dict[str, int]:
+def widths(context: ConversionContext, role: str = ACTOR) -> dict[str, int]:
     """tp, pp, cp and ep of a role: Megatron's own sizes, or Ulysses' for FSDP."""
-    if not is_megatron(reading, role):
+    if not is_megatron(context, role):
         name = "ulysses_sequence_parallel_size"
-        own = reading.integer(f"{role}.{name}", 1) or 1
+        own = context.integer(f"{role}.{name}", 1) or 1
         # verl copies the role's size over the engine's where it is above 1
-        sequence = own if own > 1 else reading.integer(f"{role}.fsdp_config.{name}", 1) or 1
+        sequence = own if own > 1 else context.integer(f"{role}.fsdp_config.{name}", 1) or 1
         return {"tp": 1, "pp": 1, "cp": max(sequence, 1), "ep": 1}
     names = {"tp": "tensor_model", "pp": "pipeline_model", "cp": "context", "ep": "expert_model"}
     return {
-        short: max(reading.integer(f"{role}.megatron.{name}_parallel_size", 1) or 1, 1)
+        short: max(context.integer(f"{role}.megatron.{name}_parallel_size", 1) or 1, 1)
         for short, name in names.items()
     }
 
 
-def data_parallel(reading: Reading, role: str = ACTOR) -> int:
+def data_parallel(context: ConversionContext, role: str = ACTOR) -> int:
     """Ranks with data of their own."""
-    size = widths(reading, role)
-    return max(world_size(reading) // (size["tp"] * size["pp"] * size["cp"]), 1)
+    size = widths(context, role)
+    return max(world_size(context) // (size["tp"] * size["pp"] * size["cp"]), 1)
 
 
-def sharding(reading: Reading, role: str = ACTOR) -> tuple[int, int]:
+def sharding(context: ConversionContext, role: str = ACTOR) -> tuple[int, int]:
     """(dp_replicate_size, dp_shard_size) by verl's rule for fsdp_size: < 0 or >= world shards over all, 1
     replicates; Megatron's distributed optimizer shards over all."""
-    ranks, world = data_parallel(reading, role), world_size(reading)
-    size = -1 if is_megatron(reading, role) else reading.integer(f"{role}.fsdp_config.fsdp_size", -1)
+    ranks, world = data_parallel(context, role), world_size(context)
+    size = -1 if is_megatron(context, role) else context.integer(f"{role}.fsdp_config.fsdp_size", -1)
     if size is None or size < 0 or size >= world or size == 0:
         return 1, ranks
-    context = widths(reading, role)["cp"]
-    shard = max(size // context, 1)
+    ring = widths(context, role)["cp"]
+    shard = max(size // ring, 1)
     return max(ranks // shard, 1), shard
 
 
-def rollout_gpus(reading: Reading) -> tuple[int, int]:
+def rollout_gpus(context: ConversionContext) -> tuple[int, int]:
     """(nodes, GPUs of each) that rollouts have for themselves; (0, 0) where they share the trainer's.
 
     The recipes with a trainer and a rollout of their own have a table `rollout` for it; newer trainers have the
     same keys in actor_rollout_ref.rollout.
     """
-    if recipe(reading):
-        nodes, gpus = reading.integer("rollout.nnodes", 1), reading.integer("rollout.n_gpus_per_node", 8)
+    if recipe(context):
+        nodes, gpus = context.integer("rollout.nnodes", 1), context.integer("rollout.n_gpus_per_node", 8)
         return max(nodes or 1, 1), max(gpus or 1, 1)
-    nodes = reading.integer(f"{ROLLOUT}.nnodes", 0) or 0
-    return (nodes, reading.integer(f"{ROLLOUT}.n_gpus_per_node", 8) or 8) if nodes > 0 else (0, 0)
+    nodes = context.integer(f"{ROLLOUT}.nnodes", 0) or 0
+    return (nodes, context.integer(f"{ROLLOUT}.n_gpus_per_node", 8) or 8) if nodes > 0 else (0, 0)
 
 
-def machines(reading: Reading) -> tuple[int, int]:
+def machines(context: ConversionContext) -> tuple[int, int]:
     """(nodes, GPUs of each) of the whole job: the trainer's, and what rollouts have for themselves.
 
     Ray puts two small pools on one machine, for which verl has no key: here, where 8 GPUs are enough for both.
     """
     nodes, gpus = (
-        reading.integer("trainer.nnodes", 1) or 1,
-        reading.integer("trainer.n_gpus_per_node", 8) or 8,
+        context.integer("trainer.nnodes", 1) or 1,
+        context.integer("trainer.n_gpus_per_node", 8) or 8,
     )
-    more, theirs = rollout_gpus(reading)
+    more, theirs = rollout_gpus(context)
     if more == 0:
         return nodes, gpus
     if nodes == more and gpus + theirs <= 8:
@@ -100,85 +109,85 @@ def machines(reading: Reading) -> tuple[int, int]:
     return nodes + more, max(gpus, theirs)
 
 
-def rollout_replicas(reading: Reading) -> int:
+def rollout_replicas(context: ConversionContext) -> int:
     """Engines: the GPUs of the hybrid engine (or rollout's own) over the GPUs of one engine."""
-    nodes, each = rollout_gpus(reading)
-    return max((nodes * each if nodes > 0 else world_size(reading)) // engine_size(reading), 1)
+    nodes, each = rollout_gpus(context)
+    return max((nodes * each if nodes > 0 else world_size(context)) // engine_size(context), 1)
 
 
-def engine_size(reading: Reading) -> int:
+def engine_size(context: ConversionContext) -> int:
     """GPUs of one rollout engine; HF rollouts have one each."""
-    if is_hf(reading):
+    if is_hf(context):
         return 1
     size = 1
     for name in ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size"):
-        size *= max(reading.integer(f"{ROLLOUT}.{name}", 1) or 1, 1)
+        size *= max(context.integer(f"{ROLLOUT}.{name}", 1) or 1, 1)
     return size
 
 
-def is_hf(reading: Reading) -> bool:
+def is_hf(context: ConversionContext) -> bool:
     """Whether rollouts are made by transformers' generate."""
-    return reading.text(f"{ROLLOUT}.name", "vllm") == "hf"
+    return context.text(f"{ROLLOUT}.name", "vllm") == "hf"
 
 
-def on_cpu(reading: Reading) -> bool:
+def on_cpu(context: ConversionContext) -> bool:
     """Whether the file says that there are no GPUs."""
-    return reading.text("trainer.device", "cuda") == "cpu"
+    return context.text("trainer.device", "cuda") == "cpu"
 
 
-def response_length(reading: Reading) -> int:
+def response_length(context: ConversionContext) -> int:
     """Longest answer: rollout.response_length where written, else data.max_response_length."""
-    own = reading.integer(f"{ROLLOUT}.response_length", None)
-    return own or reading.integer("data.max_response_length", 512) or 512
+    own = context.integer(f"{ROLLOUT}.response_length", None)
+    return own or context.integer("data.max_response_length", 512) or 512
 
 
-def prompt_length(reading: Reading) -> int:
+def prompt_length(context: ConversionContext) -> int:
     """Longest prompt in tokens."""
-    return reading.integer("data.max_prompt_length", 512) or 512
+    return context.integer("data.max_prompt_length", 512) or 512
 
 
-def recipe(reading: Reading) -> str:
+def recipe(context: ConversionContext) -> str:
     """`fully_async` or `one_step_off`, trainers of their own whose rollouts have a table `rollout`; else ""."""
-    written = reading.below("async_training")
+    written = context.below("async_training")
     if any(
         name in written for name in ("staleness_threshold", "trigger_parameter_sync_step", "require_batches")
     ):
         return "fully_async"
     if "partial_rollout" in written:
         return "fully_async"
-    own = reading.below("rollout")
+    own = context.below("rollout")
     return "one_step_off" if "nnodes" in own or "n_gpus_per_node" in own else ""
 
 
-def is_streamed(reading: Reading) -> bool:
+def is_streamed(context: ConversionContext) -> bool:
     """Whether fully_async's trainer takes its batches from a stream of samples."""
-    return recipe(reading) == "fully_async"
+    return recipe(context) == "fully_async"
 
 
-def async_mode(reading: Reading) -> str:
+def async_mode(context: ConversionContext) -> str:
     """A recipe, or `colocate_async` or `separate_async` of the newer trainer; "" for the synchronous ones."""
-    mode = recipe(reading) or reading.text("trainer.v1.trainer_mode", "sync")
+    mode = recipe(context) or context.text("trainer.v1.trainer_mode", "sync")
     if mode in ("fully_async", "one_step_off"):
         return mode
     return (
-        mode if mode in ("colocate_async", "separate_async") and reading.flag("trainer.use_v1", True) else ""
+        mode if mode in ("colocate_async", "separate_async") and context.flag("trainer.use_v1", True) else ""
     )
 
 
-def prompts_per_step(reading: Reading) -> int:
+def prompts_per_step(context: ConversionContext) -> int:
     """Prompts of one training step: data.train_batch_size, or what fully_async fetches at once."""
-    if not is_streamed(reading):
-        return reading.integer("data.train_batch_size", 1024) or 1024
-    batches = reading.number("async_training.require_batches", 1) or 1
-    return max(int((reading.integer(f"{ACTOR}.ppo_mini_batch_size", 256) or 256) * batches), 1)
+    if not is_streamed(context):
+        return context.integer("data.train_batch_size", 1024) or 1024
+    batches = context.number("async_training.require_batches", 1) or 1
+    return max(int((context.integer(f"{ACTOR}.ppo_mini_batch_size", 256) or 256) * batches), 1)
 
 
-def sync_interval(reading: Reading) -> int:
+def sync_interval(context: ConversionContext) -> int:
     """Steps between two versions that fully_async hands to its rollouts."""
-    return max(reading.integer("async_training.trigger_parameter_sync_step", 4) or 1, 1)
+    return max(context.integer("async_training.trigger_parameter_sync_step", 4) or 1, 1)
 
 
-def staleness(reading: Reading) -> int:
+def staleness(context: ConversionContext) -> int:
     """allowed_outdated_steps of fully_async: ceil((1 + s) k) - 1, s = staleness_threshold, k = sync_interval.
 
     Between two versions, k steps apart, its rollouts may hold or start (1 + s) k R samples in all, those left
@@ -186,90 +195,90 @@ def staleness(reading: Reading) -> int:
     weights of step t, is trained in step t + ceil((1 + s) k) - 1. Without staleness that is k - 1, the least
     that an interval of k allows; s = 1 and k = 1 is one step off.
     """
-    share = Fraction(str(reading.number("async_training.staleness_threshold", 0.1) or 0))
-    return max(math.ceil((1 + max(share, Fraction(0))) * sync_interval(reading)) - 1, 0)
+    share = Fraction(str(context.number("async_training.staleness_threshold", 0.1) or 0))
+    return max(math.ceil((1 + max(share, Fraction(0))) * sync_interval(context)) - 1, 0)
 
 
-def estimator(reading: Reading) -> str:
+def estimator(context: ConversionContext) -> str:
     """The advantage estimator by verl's name."""
-    return reading.text("algorithm.adv_estimator", "gae")
+    return context.text("algorithm.adv_estimator", "gae")
 
 
-def has_critic(reading: Reading) -> bool:
+def has_critic(context: ConversionContext) -> bool:
     """verl's rule: critic.enable where it is written, else only gae has one."""
-    written = reading.get("critic.enable", None)
-    return written if isinstance(written, bool) else estimator(reading) == "gae"
+    written = context.get("critic.enable", None)
+    return written if isinstance(written, bool) else estimator(context) == "gae"
 
 
-def has_reference(reading: Reading) -> bool:
+def has_reference(context: ConversionContext) -> bool:
     """verl makes a reference model for a KL term, in the loss or in the reward."""
-    return reading.flag(f"{ACTOR}.use_kl_loss") or reading.flag("algorithm.use_kl_in_reward")
+    return context.flag(f"{ACTOR}.use_kl_loss") or context.flag("algorithm.use_kl_in_reward")
 
 
-def no_critic(reading: Reading) -> str:
+def no_critic(context: ConversionContext) -> str:
     """Why keys of the critic have no effect; "" if they have."""
-    if has_critic(reading):
+    if has_critic(context):
         return ""
-    return f"verl makes no critic for adv_estimator = {estimator(reading)}"
+    return f"verl makes no critic for adv_estimator = {estimator(context)}"
 
 
-def no_reference(reading: Reading) -> str:
+def no_reference(context: ConversionContext) -> str:
     """Why keys of the reference model have no effect; "" if they have."""
-    if has_reference(reading):
+    if has_reference(context):
         return ""
     return "verl makes no reference model while use_kl_loss and use_kl_in_reward are false"
 
 
-def no_reward_model(reading: Reading) -> str:
+def no_reward_model(context: ConversionContext) -> str:
     """Why keys of the reward model have no effect; "" if they have."""
-    return "" if reading.flag("reward_model.enable") else "no effect while reward_model.enable = false"
+    return "" if context.flag("reward_model.enable") else "no effect while reward_model.enable = false"
 
 
-def no_discount(reading: Reading) -> str:
+def no_discount(context: ConversionContext) -> str:
     """Why gamma has no effect; "" if it has."""
-    name = estimator(reading)
+    name = estimator(context)
     return f"{name} spreads one score over the answer: no discount" if name in _OUTCOME_ESTIMATORS else ""
 
 
-def not_gae(reading: Reading) -> str:
+def not_gae(context: ConversionContext) -> str:
     """Why lambda has no effect; "" if it has."""
-    return "" if estimator(reading) == "gae" else f"{estimator(reading)} has no lambda"
+    return "" if estimator(context) == "gae" else f"{estimator(context)} has no lambda"
 
 
-def not_vllm(reading: Reading) -> str:
+def not_vllm(context: ConversionContext) -> str:
     """Why an option of vLLM has no effect; "" if it has."""
-    return "HF rollouts have no such option" if is_hf(reading) else ""
+    return "HF rollouts have no such option" if is_hf(context) else ""
 
 
-def greedy_validation(reading: Reading) -> str:
+def greedy_validation(context: ConversionContext) -> str:
     """Why sampling keys of validation have no effect; "" if they have."""
-    sampled = reading.flag(f"{ROLLOUT}.val_kwargs.do_sample")
+    sampled = context.flag(f"{ROLLOUT}.val_kwargs.do_sample")
     return "" if sampled else "validation is greedy while val_kwargs.do_sample = false"
 
 
 def without_counterpart(system: str, key: str) -> Result:
     """`none` with the reason of the closed list; `unknown` where the list has none."""
     reason = reason_for(system, key)
-    return nothing(reason) if reason is not None else unknown("not a value that this converter knows")
+    return no_counterpart(reason) if reason is not None else unknown("not a value that this converter knows")
 
 
-def lacking(*neutral: Any, words: str = "") -> How:
+def lacking(*neutral: Any, words: str = "") -> Converter:
     """`implicit` for values that ask for nothing, else without counterpart, with the reason of the list."""
 
-    def run(reading: Reading, leaf: Leaf) -> Result:
+    def run(context: ConversionContext, leaf: KeyPath) -> Result:
         if any(leaf.value == value and type(leaf.value) is type(value) for value in (None, *neutral)):
             return implicit("asks for nothing")
-        return without_counterpart(reading.system, leaf.key)
+        return without_counterpart(context.system, leaf.key)
 
-    return How(run, (), words or "a value that asks for something has no counterpart: see the list")
+    return Converter(run, (), words or "a value that asks for something has no counterpart: see the list")
 
 
-def switched(prefix: str, switch: str) -> Row:
+def switched(prefix: str, switch: str) -> Rule:
     """A table that one flag turns on: off, all of it is `implicit`; on, it has no counterpart."""
 
-    def run(reading: Reading, leaf: Leaf) -> Result:
-        if not reading.flag(switch):
+    def run(context: ConversionContext, leaf: KeyPath) -> Result:
+        if not context.flag(switch):
             return implicit(f"off: {switch} is not true")
-        return without_counterpart(reading.system, leaf.key)
+        return without_counterpart(context.system, leaf.key)
 
-    return Row(f"{prefix}.*", How(run, (), f"has an effect with `{switch}: true` only"))
+    return Rule(f"{prefix}.*", Converter(run, (), f"has an effect with `{switch}: true` only"))

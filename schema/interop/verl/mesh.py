@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from schema.interop.engine.rows import (
+from schema.interop.engine.rules import (
     ABSENT,
-    How,
-    Leaf,
-    Reading,
+    ConversionContext,
+    Converter,
+    KeyPath,
     Result,
-    Row,
+    Rule,
     always,
     as_flag,
     as_integer,
@@ -46,10 +46,10 @@ _MEGATRON_SIZES = {
 }
 
 
-def parallelism(reading: Reading, role: str, ours: str) -> dict[str, int]:
+def parallelism(context: ConversionContext, role: str, ours: str) -> dict[str, int]:
     """The whole mesh of a role under our names."""
-    replicate, shard = sharding(reading, role)
-    sizes = {f"{ours}.parallelism.{_SIZES[short]}": size for short, size in widths(reading, role).items()}
+    replicate, shard = sharding(context, role)
+    sizes = {f"{ours}.parallelism.{_SIZES[short]}": size for short, size in widths(context, role).items()}
     sizes[f"{ours}.parallelism.dp_shard_size"] = shard
     sizes[f"{ours}.parallelism.dp_replicate_size"] = replicate
     return sizes
@@ -63,28 +63,28 @@ class Mesh:
     """
 
     def __init__(
-        self, role: str, ours: str, speed: str, when: Callable[[Reading], str] | None = None
+        self, role: str, ours: str, speed: str, when: Callable[[ConversionContext], str] | None = None
     ) -> None:
         self.role, self.ours, self.speed, self.when = role, ours, speed, when
 
-    def rows(self) -> tuple[Row, ...]:
+    def rules(self) -> tuple[Rule, ...]:
         """All rows of the role."""
         return (*self._sizes(), *self._fsdp("fsdp_config", _TABLES), *self._megatron())
 
     # --- sizes --------------------------------------------------------------------------------------------
 
-    def _sizes(self) -> tuple[Row, ...]:
-        ulysses = How(
+    def _sizes(self) -> tuple[Rule, ...]:
+        ulysses = Converter(
             self._width("cp", megatron=False),
             self._ours("cp_size"),
             "the ring of ranks that share a sequence",
         )
-        row = Row(f"{self.role}.ulysses_sequence_parallel_size", ulysses, self._default(1), when=self.when)
+        rule = Rule(f"{self.role}.ulysses_sequence_parallel_size", ulysses, self._default(1), when=self.when)
         words = "< 0 or ≥ world: shard over all ranks; 1: replicate; else replicate × shard"
-        size = How(self._fsdp_size, self._ours("dp_shard_size", "dp_replicate_size"), words)
+        size = Converter(self._fsdp_size, self._ours("dp_shard_size", "dp_replicate_size"), words)
         return (
-            row,
-            Row(
+            rule,
+            Rule(
                 f"{self.role}.fsdp_config.fsdp_size",
                 size,
                 self._default(-1),
@@ -99,40 +99,40 @@ class Mesh:
     def _ours(self, *names: str) -> tuple[str, ...]:
         return tuple(f"{self.ours}.parallelism.{name}" for name in names)
 
-    def _own_mesh(self, reading: Reading) -> tuple[tuple[str, Any], ...] | None:
+    def _own_mesh(self, context: ConversionContext) -> tuple[tuple[str, Any], ...] | None:
         """The mesh of a role beside the policy; None where it is the policy's."""
-        own = parallelism(reading, self.role, self.ours)
-        policy = parallelism(reading, ACTOR, "policy")
+        own = parallelism(context, self.role, self.ours)
+        policy = parallelism(context, ACTOR, "policy")
         return None if list(own.values()) == list(policy.values()) else tuple(own.items())
 
-    def _width(self, short: str, megatron: bool) -> Callable[[Reading, Leaf], Result]:
-        def run(reading: Reading, leaf: Leaf) -> Result:
+    def _width(self, short: str, megatron: bool) -> Callable[[ConversionContext, KeyPath], Result]:
+        def run(context: ConversionContext, leaf: KeyPath) -> Result:
             size = 1 if leaf.value is None else as_integer(leaf.value)
-            if is_megatron(reading, self.role) is not megatron:
+            if is_megatron(context, self.role) is not megatron:
                 return implicit("no effect with this strategy")
             if self.ours == "policy":
-                taken = widths(reading, self.role)[short]
-                if taken != max(size, 1) and reading.has(leaf.key):
+                taken = widths(context, self.role)[short]
+                if taken != max(size, 1) and context.has(leaf.key):
                     return implicit(f"{taken} is taken: {self.role}'s own size counts where it is above 1")
                 return mapped((f"policy.parallelism.{_SIZES[short]}", taken))
-            own = self._own_mesh(reading)
+            own = self._own_mesh(context)
             return implicit("the same mesh as the policy's") if own is None else mapped(*own)
 
         return run
 
-    def _fsdp_size(self, reading: Reading, leaf: Leaf) -> Result:
+    def _fsdp_size(self, context: ConversionContext, leaf: KeyPath) -> Result:
         if leaf.value is not None:
             as_integer(leaf.value)
-        if is_megatron(reading, self.role):
-            replicate, shard = sharding(reading, self.role)
+        if is_megatron(context, self.role):
+            replicate, shard = sharding(context, self.role)
             if self.ours != "policy":
                 return implicit("no effect with Megatron")
             note = "Megatron's distributed optimizer shards over all data-parallel ranks"
             return mapped(("policy.parallelism.dp_shard_size", shard), note=note)
         if self.ours != "policy":
-            own = self._own_mesh(reading)
+            own = self._own_mesh(context)
             return implicit("the same mesh as the policy's") if own is None else mapped(*own)
-        replicate, shard = sharding(reading, self.role)
+        replicate, shard = sharding(context, self.role)
         note = (
             f"{replicate} copies, each over {shard} ranks"
             if replicate > 1
@@ -146,16 +146,16 @@ class Mesh:
 
     # --- FSDP ---------------------------------------------------------------------------------------------
 
-    def _fsdp(self, table: str, also: tuple[str, ...]) -> tuple[Row, ...]:
+    def _fsdp(self, table: str, also: tuple[str, ...]) -> tuple[Rule, ...]:
         """Rows of `fsdp_config` and of its other names."""
         speed, reference = self.speed, self.ours == "reference"
         offload = f"{speed}.offload" if reference else f"{speed}.fsdp_offload"
-        on_host = How(self._param_offload(offload), (offload,), "either of the two switches")
-        own: dict[str, How] = {
+        on_host = Converter(self._param_offload(offload), (offload,), "either of the two switches")
+        own: dict[str, Converter] = {
             "wrap_policy.min_num_params": unless(
                 [0], "0: by layer, as always", integer(f"{speed}.fsdp_wrap_min_params")
             ),
-            "wrap_policy.transformer_layer_cls_to_wrap": How(
+            "wrap_policy.transformer_layer_cls_to_wrap": Converter(
                 _wrapped(f"{speed}.fsdp_wrap_layers"),
                 (f"{speed}.fsdp_wrap_layers",),
                 "one name becomes a list",
@@ -188,14 +188,14 @@ class Mesh:
             "use_no_sync_for_gradient_accumulation": always("gradients are reduced once per optimizer step"),
             "pad_to_length": always("padding never changes a number here"),
             "pad_to_length_bucket": always("padding never changes a number here"),
-            "ulysses_sequence_parallel_size": How(
+            "ulysses_sequence_parallel_size": Converter(
                 self._width("cp", megatron=False), self._ours("cp_size"), ""
             ),
             "use_torch_compile": always("the reference model is compiled like the policy")
             if reference
             else flag(f"{speed}.compile"),
             "full_determinism": unless([False], "false: off", flag("train.deterministic")),
-            "seed": How(_seed, ("train.seed",), "where data.seed is not written"),
+            "seed": Converter(_seed, ("train.seed",), "where data.seed is not written"),
         }
         if not reference:
             own |= {
@@ -208,25 +208,25 @@ class Mesh:
         else:
             same = always("the reference model computes in the policy's types")
             own |= {"model_dtype": same, "dtype": same, "mixed_precision.*": same}
-        rows = [
-            Row(
+        rules = [
+            Rule(
                 f"{self.role}.{table}.{name}",
-                how,
+                converter,
                 also=tuple(f"{self.role}.{other}.{name}" for other in also),
                 when=self.when,
             )
-            for name, how in own.items()
+            for name, converter in own.items()
         ]
         for name in (table, *also):
             prefix = f"{self.role}.{name}"
-            qat = How(_qat(f"{prefix}.qat.enable"), (), "with `enable: true` only")
-            rows.append(Row(f"{prefix}.qat.*", qat, when=self.when))
+            qat = Converter(_qat(f"{prefix}.qat.enable"), (), "with `enable: true` only")
+            rules.append(Rule(f"{prefix}.qat.*", qat, when=self.when))
             other = always("settings of another sharding library")
-            rows.append(Row(f"{prefix}.turbo_config.*", other, when=self.when))
-        return tuple(rows)
+            rules.append(Rule(f"{prefix}.turbo_config.*", other, when=self.when))
+        return tuple(rules)
 
-    def _param_offload(self, ours: str) -> Callable[[Reading, Leaf], Result]:
-        def run(reading: Reading, leaf: Leaf) -> Result:
+    def _param_offload(self, ours: str) -> Callable[[ConversionContext, KeyPath], Result]:
+        def run(context: ConversionContext, leaf: KeyPath) -> Result:
             if leaf.value is None or not as_flag(leaf.value):
                 return implicit("false: off")
             return mapped((ours, True))
@@ -235,13 +235,13 @@ class Mesh:
 
     # --- Megatron -----------------------------------------------------------------------------------------
 
-    def _megatron(self) -> tuple[Row, ...]:
+    def _megatron(self) -> tuple[Rule, ...]:
         speed, prefix, reference = self.speed, f"{self.role}.megatron", self.ours == "reference"
         model = "policy" if self.ours == "policy" else self.ours
         offload = f"{speed}.offload" if reference else f"{speed}.fsdp_offload"
         checkpoints = lacking(False, "", words="loads Megatron's own checkpoints")
-        own: dict[str, tuple[How, Any]] = {
-            name: (How(self._width(short, megatron=True), self._ours(_SIZES[short]), ""), ABSENT)
+        own: dict[str, tuple[Converter, Any]] = {
+            name: (Converter(self._width(short, megatron=True), self._ours(_SIZES[short]), ""), ABSENT)
             for name, short in _MEGATRON_SIZES.items()
         }
         own["tensor_model_parallel_size"] = (own["tensor_model_parallel_size"][0], ABSENT)
@@ -253,10 +253,12 @@ class Mesh:
             ),
             "expert_tensor_parallel_size": (lacking(1), ABSENT),
             "sequence_parallel": (
-                How(self._sequence_parallel, self._ours("sequence_parallel"), "with tensor parallelism only"),
+                Converter(
+                    self._sequence_parallel, self._ours("sequence_parallel"), "with tensor parallelism only"
+                ),
                 ABSENT,
             ),
-            "param_offload": (How(self._param_offload(offload), (offload,), "as it is"), ABSENT),
+            "param_offload": (Converter(self._param_offload(offload), (offload,), "as it is"), ABSENT),
             "grad_offload": (
                 off if reference else unless([False, None], "off", flag(f"{speed}.fsdp_gradient_offload")),
                 ABSENT,
@@ -279,14 +281,14 @@ class Mesh:
             ),
             "use_mbridge": (always("models are always loaded from the hub's format"), ABSENT),
             "vanilla_mbridge": (always("models are always loaded from the hub's format"), ABSENT),
-            "use_remove_padding": (How(_packing, ("train.sequence_packing",), "as it is"), ABSENT),
+            "use_remove_padding": (Converter(_packing, ("train.sequence_packing",), "as it is"), ABSENT),
             "entropy_from_logits_with_chunking": (always("entropy is always computed in chunks"), ABSENT),
             "entropy_from_logits_chunk_size": (always("entropy is always computed in chunks"), ABSENT),
             "pad_bshd_to_minibatch_max": (always("padding never changes a number here"), ABSENT),
             "pad_to_length": (always("padding never changes a number here"), ABSENT),
             "pad_to_length_bucket": (always("padding never changes a number here"), ABSENT),
             "forward_only": (always("the reference model never trains, the others always do"), ABSENT),
-            "seed": (How(_seed, ("train.seed",), "where data.seed is not written"), ABSENT),
+            "seed": (Converter(_seed, ("train.seed",), "where data.seed is not written"), ABSENT),
             "dtype": (
                 always("the policy's type") if reference else choice(f"{speed}.param_dtype", DTYPES),
                 ABSENT,
@@ -298,7 +300,7 @@ class Mesh:
             "num_layers_per_virtual_pipeline_stage": (lacking(), ABSENT),
             "router_replay.mode": (lacking("disabled"), ABSENT),
             "router_replay.*": (lacking(), ABSENT),
-            "qat.*": (How(_qat(f"{prefix}.qat.enable"), (), "with `enable: true` only"), ABSENT),
+            "qat.*": (Converter(_qat(f"{prefix}.qat.enable"), (), "with `enable: true` only"), ABSENT),
             "override_mcore_model_config.*": (lacking(), ABSENT),
             "override_ddp_config.overlap_grad_reduce": (
                 off if reference else flag(f"{speed}.overlap_grad_reduce"),
@@ -318,7 +320,7 @@ class Mesh:
             "override_transformer_config.recompute_modules": (
                 off
                 if reference
-                else How(
+                else Converter(
                     _recompute_modules(
                         f"{prefix}.override_transformer_config.recompute_granularity",
                         f"{speed}.recompute_moe_layers",
@@ -356,18 +358,19 @@ class Mesh:
                 ),
             }
         return tuple(
-            Row(f"{prefix}.{name}", how, default, when=self.when) for name, (how, default) in own.items()
+            Rule(f"{prefix}.{name}", converter, default, when=self.when)
+            for name, (converter, default) in own.items()
         )
 
-    def _sequence_parallel(self, reading: Reading, leaf: Leaf) -> Result:
+    def _sequence_parallel(self, context: ConversionContext, leaf: KeyPath) -> Result:
         value = False if leaf.value is None else as_flag(leaf.value)
-        if widths(reading, self.role)["tp"] == 1 or self.ours != "policy":
+        if widths(context, self.role)["tp"] == 1 or self.ours != "policy":
             return implicit("no effect without tensor parallelism of its own")
         return mapped(("policy.parallelism.sequence_parallel", value))
 
 
-def _wrapped(ours: str) -> Callable[[Reading, Leaf], Result]:
-    def run(reading: Reading, leaf: Leaf) -> Result:
+def _wrapped(ours: str) -> Callable[[ConversionContext, KeyPath], Result]:
+    def run(context: ConversionContext, leaf: KeyPath) -> Result:
         if leaf.value in (None, [], "None"):
             return implicit("null: the model's layers, as always")
         return mapped((ours, as_texts(leaf.value)))
@@ -375,22 +378,24 @@ def _wrapped(ours: str) -> Callable[[Reading, Leaf], Result]:
     return run
 
 
-def _qat(switch: str) -> Callable[[Reading, Leaf], Result]:
-    how = lacking()
+def _qat(switch: str) -> Callable[[ConversionContext, KeyPath], Result]:
+    converter = lacking()
 
-    def run(reading: Reading, leaf: Leaf) -> Result:
-        return how.run(reading, leaf) if reading.flag(switch) else implicit(f"off: {switch} is not true")
+    def run(context: ConversionContext, leaf: KeyPath) -> Result:
+        return (
+            converter.run(context, leaf) if context.flag(switch) else implicit(f"off: {switch} is not true")
+        )
 
     return run
 
 
-def _packing(reading: Reading, leaf: Leaf) -> Result:
+def _packing(context: ConversionContext, leaf: KeyPath) -> Result:
     return mapped(("train.sequence_packing", True if leaf.value is None else as_flag(leaf.value)))
 
 
-def _recompute_modules(granularity: str, ours: str) -> Callable[[Reading, Leaf], Result]:
-    def run(reading: Reading, leaf: Leaf) -> Result:
-        if leaf.value is None or reading.text(granularity) != "selective":
+def _recompute_modules(granularity: str, ours: str) -> Callable[[ConversionContext, KeyPath], Result]:
+    def run(context: ConversionContext, leaf: KeyPath) -> Result:
+        if leaf.value is None or context.text(granularity) != "selective":
             return implicit("no effect without recompute_granularity = selective")
         modules = as_texts(leaf.value)
         return mapped((ours, "moe" in modules), note="attention is always among them")
@@ -398,10 +403,10 @@ def _recompute_modules(granularity: str, ours: str) -> Callable[[Reading, Leaf],
     return run
 
 
-def _seed(reading: Reading, leaf: Leaf) -> Result:
+def _seed(context: ConversionContext, leaf: KeyPath) -> Result:
     """The job has one seed: data.seed names it, else the model's."""
     if leaf.value is None or leaf.value == 42:
         return implicit("the seed of a job is 42 unless another is written")
-    if reading.integer("data.seed", None) is not None:
+    if context.integer("data.seed", None) is not None:
         return implicit("the job has one seed: data.seed")
     return mapped(("train.seed", abs(as_integer(leaf.value)) % 2**32))

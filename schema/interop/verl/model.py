@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from schema.interop.engine.rows import (
+from schema.interop.engine.rules import (
     ABSENT,
-    How,
-    Leaf,
-    Reading,
+    ConversionContext,
+    Converter,
+    KeyPath,
     Result,
-    Row,
+    Rule,
     always,
     as_flag,
     as_integer,
@@ -33,37 +33,41 @@ class Model:
     """The rows of one model. prefix: its table in verl. ours: `policy` or `critic`."""
 
     def __init__(
-        self, prefix: str, ours: str, when: Callable[[Reading], str] | None = None, old_path: str = ""
+        self,
+        prefix: str,
+        ours: str,
+        when: Callable[[ConversionContext], str] | None = None,
+        old_path: str = "",
     ) -> None:
         self.prefix, self.ours, self.when, self.old_path = prefix, ours, when, old_path
         self.train = "train" if ours == "policy" else ours
 
-    def rows(self) -> tuple[Row, ...]:
+    def rules(self) -> tuple[Rule, ...]:
         """One row per key."""
         ours, train = self.ours, self.train
         checkpointing = flag(f"{ours}.model_gradient_checkpointing")
-        external = How(
+        external = Converter(
             _modules(f"{ours}.external_modules"),
             (f"{ours}.external_modules",),
             "one name, or several with commas, become a list",
         )
-        trust = How(self._trust, (f"{ours}.trust_remote_code",), "true where model's or data's is")
+        trust = Converter(self._trust, (f"{ours}.trust_remote_code",), "true where model's or data's is")
         liger = (
             flag("policy.enable_liger_kernel")
             if ours == "policy"
             else always("the policy's key counts for all models")
         )
         packing = (
-            How(self._packing, ("train.sequence_packing",), "as it is")
+            Converter(self._packing, ("train.sequence_packing",), "as it is")
             if ours == "policy"
             else always("the policy's key counts for all models")
         )
         chunks = always("log-probs are always computed in chunks that never hold the whole vocabulary")
-        table: list[tuple[str, How, tuple[str, ...]]] = [
+        table: list[tuple[str, Converter, tuple[str, ...]]] = [
             ("path", path(f"{ours}.model_name_or_path"), (self.old_path,) if self.old_path else ()),
             (
                 "tokenizer_path",
-                How(self._tokenizer, (f"{ours}.tokenizer_name_or_path",), "`~` is written out"),
+                Converter(self._tokenizer, (f"{ours}.tokenizer_name_or_path",), "`~` is written out"),
                 (),
             ),
             ("hf_config_path", lacking(), ()),
@@ -102,38 +106,46 @@ class Model:
             ("override_config.moe_config.freeze_moe_router", flag(f"{ours}.freeze_moe_router"), ()),
             (
                 "override_config.moe_config.*",
-                How(self._override, (f"{ours}.override_config",), "as they are"),
+                Converter(self._override, (f"{ours}.override_config",), "as they are"),
                 (),
             ),
             (
                 "override_config.model_config.*",
-                How(self._override, (f"{ours}.override_config",), "as they are"),
+                Converter(self._override, (f"{ours}.override_config",), "as they are"),
                 (),
             ),
-            ("override_config.*", How(self._override, (f"{ours}.override_config",), "as they are"), ()),
+            ("override_config.*", Converter(self._override, (f"{ours}.override_config",), "as they are"), ()),
             ("lora_adapter_path", lacking(), ("lora.adapter_path",)),
-            ("lora_rank", How(self._rank, (f"{ours}.lora.r",), "0: no adapters"), ()),
+            ("lora_rank", Converter(self._rank, (f"{ours}.lora.r",), "0: no adapters"), ()),
             (
                 "lora_alpha",
-                How(self._alpha, (f"{ours}.lora.lora_alpha",), "with lora_rank > 0 only"),
+                Converter(self._alpha, (f"{ours}.lora.lora_alpha",), "with lora_rank > 0 only"),
                 (),
             ),
             (
                 "target_modules",
-                How(self._targets, (f"{ours}.lora.target_modules",), "with lora_rank > 0 only"),
+                Converter(self._targets, (f"{ours}.lora.target_modules",), "with lora_rank > 0 only"),
                 (),
             ),
-            ("lora.dropout", How(self._dropout, (f"{ours}.lora.lora_dropout",), "with a rank > 0 only"), ()),
+            (
+                "lora.dropout",
+                Converter(self._dropout, (f"{ours}.lora.lora_dropout",), "with a rank > 0 only"),
+                (),
+            ),
             ("exclude_modules", lacking([]), ("lora.exclude_modules",)),
-            ("lora.rank", How(self._nested_rank, (f"{ours}.lora.r",), "Megatron's adapters; 0: none"), ()),
+            (
+                "lora.rank",
+                Converter(self._nested_rank, (f"{ours}.lora.r",), "Megatron's adapters; 0: none"),
+                (),
+            ),
             (
                 "lora.alpha",
-                How(self._nested_alpha, (f"{ours}.lora.lora_alpha",), "with lora.rank > 0 only"),
+                Converter(self._nested_alpha, (f"{ours}.lora.lora_alpha",), "with lora.rank > 0 only"),
                 (),
             ),
             (
                 "lora.target_modules",
-                How(
+                Converter(
                     self._nested_targets,
                     (f"{ours}.lora.target_modules",),
                     "Megatron's four linear layers → `all-linear`",
@@ -141,20 +153,20 @@ class Model:
                 (),
             ),
             ("lora.merge", always("rollouts always get merged weights"), ()),
-            ("lora.*", How(self._other_lora, (), "details of Megatron's adapters"), ()),
+            ("lora.*", Converter(self._other_lora, (), "details of Megatron's adapters"), ()),
         ]
-        rows = [
-            Row(
+        rules = [
+            Rule(
                 f"{self.prefix}.{name}",
-                how,
+                converter,
                 self._defaults().get(name, ABSENT),
                 tuple(f"{self.prefix}.{other}" for other in also),
                 self.when,
             )
-            for name, how, also in table
+            for name, converter, also in table
         ]
         return (
-            *rows,
+            *rules,
             switched(f"{self.prefix}.tiled_mlp", f"{self.prefix}.tiled_mlp.enabled"),
             switched(f"{self.prefix}.mtp", f"{self.prefix}.mtp.enable"),
         )
@@ -162,55 +174,55 @@ class Model:
     def _defaults(self) -> dict[str, Any]:
         return {"lora_alpha": 16, "target_modules": "all-linear"}
 
-    def lora(self, reading: Reading, key: str = "lora_rank") -> bool:
+    def lora(self, context: ConversionContext, key: str = "lora_rank") -> bool:
         """Whether the model gets adapters: `lora_rank` of FSDP, or `lora.rank` of Megatron."""
-        return (reading.integer(f"{self.prefix}.{key}", 0) or 0) > 0
+        return (context.integer(f"{self.prefix}.{key}", 0) or 0) > 0
 
-    def _tokenizer(self, reading: Reading, leaf: Leaf) -> Result:
+    def _tokenizer(self, context: ConversionContext, leaf: KeyPath) -> Result:
         own = f"{self.ours}.tokenizer_name_or_path"
-        if leaf.value is not None and leaf.value == reading.get(f"{self.prefix}.path", None):
+        if leaf.value is not None and leaf.value == context.get(f"{self.prefix}.path", None):
             return implicit("the tokenizer of the model itself")
-        return path(own).run(reading, leaf)
+        return path(own).run(context, leaf)
 
-    def _trust(self, reading: Reading, leaf: Leaf) -> Result:
-        data = self.prefix == MODEL and reading.flag("data.trust_remote_code")
+    def _trust(self, context: ConversionContext, leaf: KeyPath) -> Result:
+        data = self.prefix == MODEL and context.flag("data.trust_remote_code")
         value = leaf.value is not None and as_flag(leaf.value)
         note = "data.trust_remote_code is true, and there is one key per model" if data and not value else ""
         return mapped((f"{self.ours}.trust_remote_code", value or data), note=note)
 
-    def _override(self, reading: Reading, leaf: Leaf) -> Result:
+    def _override(self, context: ConversionContext, leaf: KeyPath) -> Result:
         if leaf.value is None or leaf.value == {}:
             return implicit("nothing is overridden")
         return mapped((f"{self.ours}.override_config.{leaf.rest}", leaf.value))
 
-    def _rank(self, reading: Reading, leaf: Leaf) -> Result:
+    def _rank(self, context: ConversionContext, leaf: KeyPath) -> Result:
         if leaf.value is None or as_integer(leaf.value) <= 0:
             return implicit("rank 0: all weights are trained")
         return mapped((f"{self.ours}.lora.r", as_integer(leaf.value)))
 
-    def _alpha(self, reading: Reading, leaf: Leaf) -> Result:
-        if leaf.value is None or not self.lora(reading):
+    def _alpha(self, context: ConversionContext, leaf: KeyPath) -> Result:
+        if leaf.value is None or not self.lora(context):
             return implicit("no effect without adapters (lora_rank = 0)")
         return mapped((f"{self.ours}.lora.lora_alpha", as_number(leaf.value)))
 
-    def _targets(self, reading: Reading, leaf: Leaf) -> Result:
-        if leaf.value is None or not self.lora(reading):
+    def _targets(self, context: ConversionContext, leaf: KeyPath) -> Result:
+        if leaf.value is None or not self.lora(context):
             return implicit("no effect without adapters (lora_rank = 0)")
         value = leaf.value if leaf.value == "all-linear" else as_texts(leaf.value)
         return mapped((f"{self.ours}.lora.target_modules", value))
 
-    def _nested_rank(self, reading: Reading, leaf: Leaf) -> Result:
-        if self.lora(reading):
+    def _nested_rank(self, context: ConversionContext, leaf: KeyPath) -> Result:
+        if self.lora(context):
             return implicit("lora_rank is set and counts")
-        return self._rank(reading, leaf)
+        return self._rank(context, leaf)
 
-    def _nested_alpha(self, reading: Reading, leaf: Leaf) -> Result:
-        if leaf.value is None or self.lora(reading) or not self.lora(reading, "lora.rank"):
+    def _nested_alpha(self, context: ConversionContext, leaf: KeyPath) -> Result:
+        if leaf.value is None or self.lora(context) or not self.lora(context, "lora.rank"):
             return implicit("no effect without lora.rank > 0")
         return mapped((f"{self.ours}.lora.lora_alpha", as_number(leaf.value)))
 
-    def _nested_targets(self, reading: Reading, leaf: Leaf) -> Result:
-        if leaf.value is None or self.lora(reading) or not self.lora(reading, "lora.rank"):
+    def _nested_targets(self, context: ConversionContext, leaf: KeyPath) -> Result:
+        if leaf.value is None or self.lora(context) or not self.lora(context, "lora.rank"):
             return implicit("no effect without lora.rank > 0")
         names = as_texts(leaf.value)
         if sorted(names) == sorted(_MEGATRON_LINEAR):
@@ -219,25 +231,25 @@ class Model:
             (f"{self.ours}.lora.target_modules", names), note="names of Megatron's modules: write the hub's"
         )
 
-    def _packing(self, reading: Reading, leaf: Leaf) -> Result:
+    def _packing(self, context: ConversionContext, leaf: KeyPath) -> Result:
         own = f"{ACTOR}.megatron.use_remove_padding"
-        if self.prefix == MODEL and is_megatron(reading) and reading.has(own):
+        if self.prefix == MODEL and is_megatron(context) and context.has(own):
             return implicit(f"`{own}` counts with Megatron")
-        return flag("train.sequence_packing").run(reading, leaf)
+        return flag("train.sequence_packing").run(context, leaf)
 
-    def _dropout(self, reading: Reading, leaf: Leaf) -> Result:
-        if leaf.value is None or not self.lora(reading, "lora.rank"):
+    def _dropout(self, context: ConversionContext, leaf: KeyPath) -> Result:
+        if leaf.value is None or not self.lora(context, "lora.rank"):
             return implicit("no effect without adapters (lora.rank = 0)")
         return mapped((f"{self.ours}.lora.lora_dropout", as_number(leaf.value)))
 
-    def _other_lora(self, reading: Reading, leaf: Leaf) -> Result:
-        if not self.lora(reading, "lora.rank"):
+    def _other_lora(self, context: ConversionContext, leaf: KeyPath) -> Result:
+        if not self.lora(context, "lora.rank"):
             return implicit("no effect without adapters (lora.rank = 0)")
-        return lacking("lora", False, "pre", "xavier", "zero").run(reading, leaf)
+        return lacking("lora", False, "pre", "xavier", "zero").run(context, leaf)
 
 
-def _modules(ours: str) -> Callable[[Reading, Leaf], Result]:
-    def run(reading: Reading, leaf: Leaf) -> Result:
+def _modules(ours: str) -> Callable[[ConversionContext, KeyPath], Result]:
+    def run(context: ConversionContext, leaf: KeyPath) -> Result:
         if leaf.value in (None, "", []):
             return implicit("null: none")
         names = [part.strip() for text in as_texts(leaf.value) for part in text.split(",")]

@@ -10,15 +10,15 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from schema.interop.engine.rows import (
+from schema.interop.engine.rules import (
     ABSENT,
     WARMUP_NOTE,
     BadValue,
-    How,
-    Leaf,
-    Reading,
+    ConversionContext,
+    Converter,
+    KeyPath,
     Result,
-    Row,
+    Rule,
     always,
     as_flag,
     as_integer,
@@ -65,7 +65,7 @@ class Optim:
         prefix: str,
         ours: str,
         lr: float,
-        when: Callable[[Reading], str] | None = None,
+        when: Callable[[ConversionContext], str] | None = None,
         betas: tuple[float, float] = (0.9, 0.999),
         scheduler: str = "constant",
         warmup: float = 0.0,
@@ -79,54 +79,63 @@ class Optim:
             "lr_warmup_steps_ratio": warmup,
         }
 
-    def rows(self) -> tuple[Row, ...]:
+    def rules(self) -> tuple[Rule, ...]:
         """One row per key of the table."""
         ours, optim = self.ours, self.optim
         warmup = f"{ours}.optm_warmup_steps"
         decay = (f"{ours}.optm_decay_type", f"{ours}.optm_decay_ratio")
         steps = f"{ours}.optm_decay_steps"
         floor = f"{ours}.optm_min_lr_factor"
-        muon = How(self._muon, (), "with optimizer = muon only")
+        muon = Converter(self._muon, (), "with optimizer = muon only")
         wsd = {"exponential": "exponential", "cosine": "cosine", "linear": "linear"}
-        table: list[tuple[str, How, Any, tuple[str, ...]]] = [
+        table: list[tuple[str, Converter, Any, tuple[str, ...]]] = [
             ("lr", number(f"{ours}.optm_lr"), self.lr, ()),
             ("weight_decay", number(f"{ours}.optm_weight_decay"), 0.01, ()),
-            ("betas", How(self._betas, (f"{ours}.optm_betas",), "as it is"), self.defaults["betas"], ()),
+            (
+                "betas",
+                Converter(self._betas, (f"{ours}.optm_betas",), "as it is"),
+                self.defaults["betas"],
+                (),
+            ),
             (
                 "optimizer",
-                How(self._optimizer, (f"{ours}.optm_name",), "`adam` → `AdamW` (its decay is decoupled)"),
+                Converter(
+                    self._optimizer, (f"{ours}.optm_name",), "`adam` → `AdamW` (its decay is decoupled)"
+                ),
                 ABSENT,
                 (),
             ),
-            ("optimizer_impl", How(self._impl, (), "torch's own optimizers"), ABSENT, ()),
-            ("clip_grad", How(self._clip, (f"{ours}.optm_grad_norm_clip",), "as it is"), ABSENT, ()),
+            ("optimizer_impl", Converter(self._impl, (), "torch's own optimizers"), ABSENT, ()),
+            ("clip_grad", Converter(self._clip, (f"{ours}.optm_grad_norm_clip",), "as it is"), ABSENT, ()),
             (
                 "lr_warmup_steps",
-                How(self._warmup_steps, (warmup,), "an integer counts steps; negative: the ratio counts"),
+                Converter(
+                    self._warmup_steps, (warmup,), "an integer counts steps; negative: the ratio counts"
+                ),
                 ABSENT,
                 (),
             ),
             (
                 "lr_warmup_steps_ratio",
-                How(self._warmup_ratio, (warmup,), "a share of all steps, where lr_warmup_steps < 0"),
+                Converter(self._warmup_ratio, (warmup,), "a share of all steps, where lr_warmup_steps < 0"),
                 self.defaults["lr_warmup_steps_ratio"],
                 ("warmup_steps_ratio",),
             ),
             (
                 "lr_warmup_init",
-                How(self._warmup_init, (f"{ours}.optm_warmup_start_factor",), "divided by lr"),
+                Converter(self._warmup_init, (f"{ours}.optm_warmup_start_factor",), "divided by lr"),
                 ABSENT,
                 (),
             ),
             (
                 "lr_scheduler_type",
-                How(self._style, decay, "`constant` → unset; `cosine` over all steps after warm-up"),
+                Converter(self._style, decay, "`constant` → unset; `cosine` over all steps after warm-up"),
                 self.defaults["lr_scheduler_type"],
                 ("warmup_style", "lr_scheduler"),
             ),
             (
                 "lr_decay_style",
-                How(
+                Converter(
                     self._style, (*decay, steps), "`constant` → unset, `inverse_square_root` → `inverse_sqrt`"
                 ),
                 ABSENT,
@@ -134,13 +143,13 @@ class Optim:
             ),
             (
                 "lr_decay_steps",
-                How(self._decay_steps, (steps,), "less the warm-up, which Megatron counts in it"),
+                Converter(self._decay_steps, (steps,), "less the warm-up, which Megatron counts in it"),
                 ABSENT,
                 (),
             ),
             (
                 "min_lr_ratio",
-                How(
+                Converter(
                     self._min_ratio,
                     (floor, f"{ours}.optm_warmup_start_factor"),
                     "null is 0; with a cosine only, whose warm-up starts there too",
@@ -150,11 +159,16 @@ class Optim:
             ),
             (
                 "min_lr",
-                How(self._min_lr, (floor,), "divided by lr; without a decay it has no effect"),
+                Converter(self._min_lr, (floor,), "divided by lr; without a decay it has no effect"),
                 ABSENT,
                 (),
             ),
-            ("num_cycles", How(self._cycles, (f"{ours}.optm_num_cycles",), "with a cosine only"), ABSENT, ()),
+            (
+                "num_cycles",
+                Converter(self._cycles, (f"{ours}.optm_num_cycles",), "with a cosine only"),
+                ABSENT,
+                (),
+            ),
             (
                 "weight_decay_incr_style",
                 always("verl ramps from weight_decay to weight_decay: it stays constant"),
@@ -163,19 +177,19 @@ class Optim:
             ),
             (
                 "lr_wsd_decay_style",
-                How(self._wsd(wsd), (f"{ours}.optm_wsd_decay_type",), "with lr_decay_style = WSD only"),
+                Converter(self._wsd(wsd), (f"{ours}.optm_wsd_decay_type",), "with lr_decay_style = WSD only"),
                 ABSENT,
                 (),
             ),
             (
                 "lr_wsd_decay_steps",
-                How(self._wsd_steps, (steps,), "with lr_decay_style = WSD only"),
+                Converter(self._wsd_steps, (steps,), "with lr_decay_style = WSD only"),
                 ABSENT,
                 (),
             ),
             (
                 "use_checkpoint_opt_param_scheduler",
-                How(self._load_schedule, ("train.ckpt.load_schedule",), "as it is"),
+                Converter(self._load_schedule, ("train.ckpt.load_schedule",), "as it is"),
                 ABSENT,
                 (),
             ),
@@ -204,21 +218,21 @@ class Optim:
         # the older FSDP trainer of SFT reads lr_scheduler alone, whatever optim/fsdp.yaml adds to its file; every
         # other trainer copies a warmup_style that is not null over lr_scheduler_type
         wins = {"lr_scheduler_type": ("warmup_style",) if self.prefix else ("lr_scheduler", "warmup_style")}
-        rows = [
-            Row(
+        rules = [
+            Rule(
                 f"{optim}.{name}",
-                how,
+                converter,
                 default,
                 tuple(f"{optim}.{other}" for other in also),
                 self.when,
                 wins=tuple(f"{optim}.{other}" for other in wins.get(name, ())),
             )
-            for name, how, default, also in table
+            for name, converter, default, also in table
         ]
         if not self.prefix:
-            return tuple(rows)
-        clip = How(self._clip, (f"{ours}.optm_grad_norm_clip",), "as it is")
-        return (*rows, Row(f"{self.prefix}.grad_clip", clip, 1.0, when=self.when))
+            return tuple(rules)
+        clip = Converter(self._clip, (f"{ours}.optm_grad_norm_clip",), "as it is")
+        return (*rules, Rule(f"{self.prefix}.grad_clip", clip, 1.0, when=self.when))
 
     # --- facts ------------------------------------------------------------------------------------------
 
@@ -226,58 +240,58 @@ class Optim:
         """The full key of a name in this table."""
         return f"{self.optim}.{name}"
 
-    def warmup(self, reading: Reading) -> int | float:
+    def warmup(self, context: ConversionContext) -> int | float:
         """Steps, or a share of all steps as a float; 0 for none."""
-        steps = reading.integer(self.key("lr_warmup_steps"), -1)
+        steps = context.integer(self.key("lr_warmup_steps"), -1)
         if steps is not None and steps >= 0:
             return steps
-        ratio = float(reading.number(self.key("lr_warmup_steps_ratio")) or 0.0)
+        ratio = float(context.number(self.key("lr_warmup_steps_ratio")) or 0.0)
         return ratio if ratio > 0 else 0
 
-    def style(self, reading: Reading) -> str | None:
+    def style(self, context: ConversionContext) -> str | None:
         """Our name of the decay; None for a constant rate."""
-        megatron = is_megatron(reading, self.role)
+        megatron = is_megatron(context, self.role)
         names = (
             ["lr_decay_style", "lr_scheduler_type"] if megatron else ["lr_scheduler_type", "lr_decay_style"]
         )
         for name in names:
-            if reading.has(self.key(name)):
-                written = reading.text(self.key(name), "constant")
+            if context.has(self.key(name)):
+                written = context.text(self.key(name), "constant")
                 return _STYLES.get(written)
         return _STYLES[self.defaults["lr_scheduler_type"]]
 
-    def total(self, reading: Reading) -> int | None:
+    def total(self, context: ConversionContext) -> int | None:
         """The number of training steps, where the file says it."""
-        steps = reading.integer("trainer.total_training_steps", None)
+        steps = context.integer("trainer.total_training_steps", None)
         return steps if steps is not None and steps > 0 else None
 
-    def decay(self, reading: Reading) -> tuple[tuple[str, Any], ...]:
+    def decay(self, context: ConversionContext) -> tuple[tuple[str, Any], ...]:
         """Our keys of the decay and its length."""
-        style = self.style(reading)
+        style = self.style(context)
         kind, ratio = f"{self.ours}.optm_decay_type", f"{self.ours}.optm_decay_ratio"
         if style is None:
             return ((kind, None),)
         if style == "inverse_sqrt":  # decays from the end of warm-up on, without an end
             return ((kind, style),)
-        length = self.decay_steps(reading)
+        length = self.decay_steps(context)
         if length is not None:
             return ((kind, style), (f"{self.ours}.optm_decay_steps", length))
-        return ((kind, style), (ratio, self.decay_share(reading, 0.1 if style == "wsd" else 1.0)))
+        return ((kind, style), (ratio, self.decay_share(context, 0.1 if style == "wsd" else 1.0)))
 
-    def decay_steps(self, reading: Reading) -> int | None:
+    def decay_steps(self, context: ConversionContext) -> int | None:
         """The length of the decay in steps, where the file says it."""
-        name = "lr_wsd_decay_steps" if self.style(reading) == "wsd" else "lr_decay_steps"
-        steps = reading.integer(self.key(name), None)
-        warmup = self.warmup(reading)
+        name = "lr_wsd_decay_steps" if self.style(context) == "wsd" else "lr_decay_steps"
+        steps = context.integer(self.key(name), None)
+        warmup = self.warmup(context)
         if steps is None or steps <= 0:
             return None
         if name == "lr_wsd_decay_steps" or isinstance(warmup, float):
             return steps
         return max(steps - warmup, 1)
 
-    def decay_share(self, reading: Reading, part: float) -> float:
+    def decay_share(self, context: ConversionContext, part: float) -> float:
         """`part` of what warm-up leaves, as a share of all steps."""
-        warmup, total = self.warmup(reading), self.total(reading)
+        warmup, total = self.warmup(context), self.total(context)
         if isinstance(warmup, float):
             share = round(part * (1.0 - min(warmup, 1.0)), 12)
             while warmup + share > 1.0:
@@ -289,47 +303,47 @@ class Optim:
 
     # --- hows -------------------------------------------------------------------------------------------
 
-    def _betas(self, reading: Reading, leaf: Leaf) -> Result:
+    def _betas(self, context: ConversionContext, leaf: KeyPath) -> Result:
         if not isinstance(leaf.value, list) or len(leaf.value) != 2:
             raise BadValue(f"expected two numbers, got {shown(leaf.value)}")
         return mapped((f"{self.ours}.optm_betas", [as_number(item) for item in leaf.value]))
 
-    def _optimizer(self, reading: Reading, leaf: Leaf) -> Result:
+    def _optimizer(self, context: ConversionContext, leaf: KeyPath) -> Result:
         name = _OPTIMIZERS.get(leaf.value) if isinstance(leaf.value, str) else None
         if name is None:
             raise BadValue(f"there is no optimizer {shown(leaf.value)} here: AdamW, Adam or Muon")
         note = "its weight decay is decoupled" if name != leaf.value else ""
         return mapped((f"{self.ours}.optm_name", name), note=note)
 
-    def _impl(self, reading: Reading, leaf: Leaf) -> Result:
+    def _impl(self, context: ConversionContext, leaf: KeyPath) -> Result:
         if leaf.value in (None, "torch.optim"):
             return implicit("optimizers are torch's own")
         return unknown(f"there are no optimizers of {shown(leaf.value)} here")
 
-    def _muon(self, reading: Reading, leaf: Leaf) -> Result:
-        if "muon" not in reading.text(self.key("optimizer")).lower():
+    def _muon(self, context: ConversionContext, leaf: KeyPath) -> Result:
+        if "muon" not in context.text(self.key("optimizer")).lower():
             return implicit("no effect without optimizer = muon")
-        return lacking().run(reading, leaf)
+        return lacking().run(context, leaf)
 
-    def _clip(self, reading: Reading, leaf: Leaf) -> Result:
+    def _clip(self, context: ConversionContext, leaf: KeyPath) -> Result:
         """FSDP clips at grad_clip, Megatron at optim.clip_grad; the other key counts where that one is absent."""
         own, other = f"{self.prefix}.grad_clip", self.key("clip_grad")
         if not self.prefix:
-            return number("train.optm_grad_norm_clip").run(reading, leaf)
-        first, second = (other, own) if is_megatron(reading, self.role) else (own, other)
-        if leaf.key == second and reading.has(first):
+            return number("train.optm_grad_norm_clip").run(context, leaf)
+        first, second = (other, own) if is_megatron(context, self.role) else (own, other)
+        if leaf.key == second and context.has(first):
             return implicit(f"`{first}` counts for this strategy")
-        return number(f"{self.ours}.optm_grad_norm_clip").run(reading, leaf)
+        return number(f"{self.ours}.optm_grad_norm_clip").run(context, leaf)
 
-    def _warmup_steps(self, reading: Reading, leaf: Leaf) -> Result:
+    def _warmup_steps(self, context: ConversionContext, leaf: KeyPath) -> Result:
         if leaf.value is None or as_integer(leaf.value) < 0:
             return implicit("negative: lr_warmup_steps_ratio counts")
         return mapped(
             (f"{self.ours}.optm_warmup_steps", as_integer(leaf.value)), note=f"steps; {WARMUP_NOTE}"
         )
 
-    def _warmup_ratio(self, reading: Reading, leaf: Leaf) -> Result:
-        steps = reading.integer(self.key("lr_warmup_steps"), -1)
+    def _warmup_ratio(self, context: ConversionContext, leaf: KeyPath) -> Result:
+        steps = context.integer(self.key("lr_warmup_steps"), -1)
         if steps is not None and steps >= 0:
             return implicit("lr_warmup_steps is set and comes first")
         ratio = float(as_number(0.0 if leaf.value is None else leaf.value))
@@ -341,80 +355,80 @@ class Optim:
             note="no warm-up" if value == 0 else f"a share of all steps; {WARMUP_NOTE}",
         )
 
-    def _warmup_init(self, reading: Reading, leaf: Leaf) -> Result:
-        return self._share_of_lr(reading, leaf, "optm_warmup_start_factor", "lr_warmup_init")
+    def _warmup_init(self, context: ConversionContext, leaf: KeyPath) -> Result:
+        return self._share_of_lr(context, leaf, "optm_warmup_start_factor", "lr_warmup_init")
 
-    def _style(self, reading: Reading, leaf: Leaf) -> Result:
+    def _style(self, context: ConversionContext, leaf: KeyPath) -> Result:
         if leaf.value is None:
             return implicit("null: constant")
         if not isinstance(leaf.value, str) or leaf.value not in _STYLES:
             raise BadValue(f"expected one of {', '.join(_STYLES)}, got {shown(leaf.value)}")
-        if _STYLES[leaf.value] != self.style(reading):
+        if _STYLES[leaf.value] != self.style(context):
             return implicit("another key names the decay for this strategy")
-        targets = self.decay(reading)
+        targets = self.decay(context)
         note = "over all steps after warm-up" if len(targets) == 2 else ""
-        if self.style(reading) is None:
+        if self.style(context) is None:
             note = "no decay after warm-up"
         return mapped(*targets, note=note)
 
-    def _decay_steps(self, reading: Reading, leaf: Leaf) -> Result:
+    def _decay_steps(self, context: ConversionContext, leaf: KeyPath) -> Result:
         if leaf.value is None:
             return implicit("null: the decay takes all steps after warm-up")
-        style = self.style(reading)
+        style = self.style(context)
         as_integer(leaf.value)
         if style in (None, "wsd", "inverse_sqrt"):
             return implicit("no effect with this lr_decay_style")
-        warmup = self.warmup(reading)
+        warmup = self.warmup(context)
         note = f"{leaf.value} less a warm-up of {warmup}; here the decay is at the end of the run"
-        return mapped(*self.decay(reading), note=note)
+        return mapped(*self.decay(context), note=note)
 
-    def _min_ratio(self, reading: Reading, leaf: Leaf) -> Result:
+    def _min_ratio(self, context: ConversionContext, leaf: KeyPath) -> Result:
         ratio = as_number(0.0 if leaf.value is None else leaf.value)
-        if self.style(reading) is None:
+        if self.style(context) is None:
             return implicit("no effect without a decay")
-        if is_megatron(reading, self.role) and reading.has(self.key("min_lr")):
+        if is_megatron(context, self.role) and context.has(self.key("min_lr")):
             return implicit("Megatron reads min_lr")
         targets: list[tuple[str, Any]] = [(f"{self.ours}.optm_min_lr_factor", ratio)]
         note = "null is 0" if leaf.value is None else ""
-        if ratio and self.warmup(reading) and self.style(reading) == "cosine":
+        if ratio and self.warmup(context) and self.style(context) == "cosine":
             targets.append((f"{self.ours}.optm_warmup_start_factor", ratio))
             note = "verl's cosine also starts its warm-up there"
         return mapped(*targets, note=note)
 
-    def _min_lr(self, reading: Reading, leaf: Leaf) -> Result:
-        if self.style(reading) is None:
+    def _min_lr(self, context: ConversionContext, leaf: KeyPath) -> Result:
+        if self.style(context) is None:
             return implicit("no effect without a decay")
-        return self._share_of_lr(reading, leaf, "optm_min_lr_factor", "min_lr")
+        return self._share_of_lr(context, leaf, "optm_min_lr_factor", "min_lr")
 
-    def _share_of_lr(self, reading: Reading, leaf: Leaf, key: str, name: str) -> Result:
+    def _share_of_lr(self, context: ConversionContext, leaf: KeyPath, key: str, name: str) -> Result:
         if leaf.value is None:
             return implicit("null: 0")
-        rate, peak = as_number(leaf.value), reading.number(self.key("lr"), self.lr) or 0.0
+        rate, peak = as_number(leaf.value), context.number(self.key("lr"), self.lr) or 0.0
         if peak <= 0.0:
             return implicit("no effect with a learning rate of 0")
         note = f"{name} / lr = {rate} / {peak}" if rate else ""
         return mapped((f"{self.ours}.{key}", round(rate / peak, 12)), note=note)
 
-    def _cycles(self, reading: Reading, leaf: Leaf) -> Result:
-        if leaf.value is None or self.style(reading) != "cosine":
+    def _cycles(self, context: ConversionContext, leaf: KeyPath) -> Result:
+        if leaf.value is None or self.style(context) != "cosine":
             return implicit("no effect without a cosine decay")
         return mapped((f"{self.ours}.optm_num_cycles", as_number(leaf.value)))
 
-    def _wsd(self, table: dict[str, str]) -> Callable[[Reading, Leaf], Result]:
-        def run(reading: Reading, leaf: Leaf) -> Result:
-            if self.style(reading) != "wsd":
+    def _wsd(self, table: dict[str, str]) -> Callable[[ConversionContext, KeyPath], Result]:
+        def run(context: ConversionContext, leaf: KeyPath) -> Result:
+            if self.style(context) != "wsd":
                 return implicit("no effect without lr_decay_style = WSD")
-            return choice(f"{self.ours}.optm_wsd_decay_type", table).run(reading, leaf)
+            return choice(f"{self.ours}.optm_wsd_decay_type", table).run(context, leaf)
 
         return run
 
-    def _wsd_steps(self, reading: Reading, leaf: Leaf) -> Result:
-        if leaf.value is None or self.style(reading) != "wsd":
+    def _wsd_steps(self, context: ConversionContext, leaf: KeyPath) -> Result:
+        if leaf.value is None or self.style(context) != "wsd":
             return implicit("no effect without lr_decay_style = WSD")
         as_integer(leaf.value)
-        return mapped(*self.decay(reading))
+        return mapped(*self.decay(context))
 
-    def _load_schedule(self, reading: Reading, leaf: Leaf) -> Result:
+    def _load_schedule(self, context: ConversionContext, leaf: KeyPath) -> Result:
         if leaf.value is None:
             return implicit("null: the default")
         return mapped(("train.ckpt.load_schedule", as_flag(leaf.value)))

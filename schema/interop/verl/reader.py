@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from schema.interop.engine.rows import Reader, Reading, Result, Row, always, implicit
+from schema.interop.engine.rules import ConversionContext, Reader, Result, Rule, always, implicit
 from schema.interop.engine.source import Source
-from schema.interop.verl.actor import actor_rows, reference_rows
-from schema.interop.verl.algorithm import algorithm_rows, critic_rows, needs_critic
-from schema.interop.verl.data import data_rows
-from schema.interop.verl.evaluation import evaluation_rows
+from schema.interop.verl.actor import actor_rules, reference_rules
+from schema.interop.verl.algorithm import algorithm_rules, critic_rules, needs_critic
+from schema.interop.verl.data import data_rules
+from schema.interop.verl.evaluation import evaluation_rules
 from schema.interop.verl.facts import (
     MODEL,
     POLICY,
@@ -31,11 +31,11 @@ from schema.interop.verl.facts import (
     widths,
 )
 from schema.interop.verl.model import Model
-from schema.interop.verl.reward import reward_name, reward_rows
-from schema.interop.verl.rollout import rollout_rows
-from schema.interop.verl.sft import sft_rows
-from schema.interop.verl.shared import profiler_rows
-from schema.interop.verl.trainer import trainer_rows
+from schema.interop.verl.reward import reward_name, reward_rules
+from schema.interop.verl.rollout import rollout_rules
+from schema.interop.verl.sft import sft_rules
+from schema.interop.verl.shared import profiler_rules
+from schema.interop.verl.trainer import trainer_rules
 
 KINDS = {
     "rl": "reinforcement learning (ppo_trainer.yaml, ppo_megatron_trainer.yaml)",
@@ -76,23 +76,23 @@ def _detect(source: Source) -> str | None:
     return "rl" if has("trainer", "default_hdfs_dir") or has("custom_reward_function") else None
 
 
-def _rows(kind: str) -> tuple[Row, ...]:
+def _rules(kind: str) -> tuple[Rule, ...]:
     if kind == "sft":
-        return (*sft_rows(), *_common())
+        return (*sft_rules(), *_common())
     if kind == "evaluation":
-        return (*evaluation_rows(), *_common())
+        return (*evaluation_rules(), *_common())
     return (
-        *data_rows(),
-        *Model(MODEL, "policy").rows(),
-        *actor_rows(),
-        *reference_rows(),
-        *rollout_rows(),
-        *critic_rows(),
-        *reward_rows(),
-        *algorithm_rows(),
-        *trainer_rows("rl"),
-        Row("actor_rollout_ref.nccl_timeout", always("collectives end with the process that is missing")),
-        *profiler_rows("actor_rollout_ref"),
+        *data_rules(),
+        *Model(MODEL, "policy").rules(),
+        *actor_rules(),
+        *reference_rules(),
+        *rollout_rules(),
+        *critic_rules(),
+        *reward_rules(),
+        *algorithm_rules(),
+        *trainer_rules("rl"),
+        Rule("actor_rollout_ref.nccl_timeout", always("collectives end with the process that is missing")),
+        *profiler_rules("actor_rollout_ref"),
         *(
             switched(f"skip.{name}", f"skip.{name}.enable")
             for name in ("rollout", "rollout_tq", "async_rollout")
@@ -103,13 +103,13 @@ def _rows(kind: str) -> tuple[Row, ...]:
     )
 
 
-def _common() -> tuple[Row, ...]:
+def _common() -> tuple[Rule, ...]:
     return (
-        Row("defaults", lacking([], ["_self_"])),
-        Row("hydra.*", always("settings of the command line")),
-        Row("global_profiler.tool", lacking()),
-        Row("global_profiler.*", always("details of verl's profilers")),
-        Row("profiler.*", always("details of verl's profilers")),
+        Rule("defaults", lacking([], ["_self_"])),
+        Rule("hydra.*", always("settings of the command line")),
+        Rule("global_profiler.tool", lacking()),
+        Rule("global_profiler.*", always("details of verl's profilers")),
+        Rule("profiler.*", always("details of verl's profilers")),
     )
 
 
@@ -122,53 +122,53 @@ def _artefact(key: str, value: Any) -> Result | None:
     )
 
 
-def _finish(reading: Reading) -> None:
+def _finish(context: ConversionContext) -> None:
     """What follows from verl as such."""
-    if reading.kind == "evaluation":
+    if context.kind == "evaluation":
         return
-    reading.add("train.epsilon", 1e-8, "torch's default, which verl leaves as it is")
-    if not reading.has("trainer.default_local_dir"):
-        run = "gsm8k" if reading.kind == "rl" else "test"
-        project, name = reading.text("trainer.project_name"), reading.text("trainer.experiment_name", run)
+    context.add("train.epsilon", 1e-8, "torch's default, which verl leaves as it is")
+    if not context.has("trainer.default_local_dir"):
+        run = "gsm8k" if context.kind == "rl" else "test"
+        project, name = context.text("trainer.project_name"), context.text("trainer.experiment_name", run)
         note = "verl's default: checkpoints/ with trainer.project_name and experiment_name"
-        reading.add("train.output_dir", f"checkpoints/{project}/{name}", note)
-    if reading.kind == "sft":
-        reading.add(f"{POLICY}.type", "sft", "sft_trainer")
+        context.add("train.output_dir", f"checkpoints/{project}/{name}", note)
+    if context.kind == "sft":
+        context.add(f"{POLICY}.type", "sft", "sft_trainer")
         return
-    reading.add("policy.parallelism.tp_size", widths(reading)["tp"], "verl's default: no tensor parallelism")
-    mode = async_mode(reading)
+    context.add("policy.parallelism.tp_size", widths(context)["tp"], "verl's default: no tensor parallelism")
+    mode = async_mode(context)
     if not mode:
-        reading.add(f"{POLICY}.on_policy", True, "verl trains on what the newest weights have made")
+        context.add(f"{POLICY}.on_policy", True, "verl trains on what the newest weights have made")
     elif mode == "one_step_off":
-        reading.add(
+        context.add(
             f"{POLICY}.allowed_outdated_steps", 1, "one_step_off: a batch is made while one is trained"
         )
     elif mode == "fully_async":
         bound = "fully_async: ⌈(1 + staleness_threshold) · trigger_parameter_sync_step⌉ − 1"
-        reading.add(f"{POLICY}.allowed_outdated_steps", staleness(reading), bound)
+        context.add(f"{POLICY}.allowed_outdated_steps", staleness(context), bound)
         interval = "fully_async's default: trigger_parameter_sync_step = 4"
-        reading.add("train.sync_weight_interval", sync_interval(reading), interval)
-    elif not reading.has("trainer.v1.sampler.max_off_policy_threshold"):
-        reading.add(f"{POLICY}.allowed_outdated_steps", 8, "verl's default: max_off_policy_threshold = 8")
-    if reward_name(reading) == "by_source":
+        context.add("train.sync_weight_interval", sync_interval(context), interval)
+    elif not context.has("trainer.v1.sampler.max_off_policy_threshold"):
+        context.add(f"{POLICY}.allowed_outdated_steps", 8, "verl's default: max_off_policy_threshold = 8")
+    if reward_name(context) == "by_source":
         note = "no custom_reward_function: the scorer of each row's data source"
-        reading.add(f"{POLICY}.reward_function", "by_source", note)
+        context.add(f"{POLICY}.reward_function", "by_source", note)
     column = "reward_model.ground_truth"
-    reading.add(f"{POLICY}.response_column_name", column, "where verl's data sets keep the reference answer")
-    if needs_critic(reading):
-        reading.add("critic.enable", True, "adv_estimator = gae needs a critic")
-    _warn(reading)
+    context.add(f"{POLICY}.response_column_name", column, "where verl's data sets keep the reference answer")
+    if needs_critic(context):
+        context.add("critic.enable", True, "adv_estimator = gae needs a critic")
+    _warn(context)
 
 
-def _warn(reading: Reading) -> None:
-    if reading.below("algorithm.kl_ctrl") and not reading.has("algorithm.use_kl_in_reward"):
-        reading.warn(
+def _warn(context: ConversionContext) -> None:
+    if context.below("algorithm.kl_ctrl") and not context.has("algorithm.use_kl_in_reward"):
+        context.warn(
             "algorithm.kl_ctrl is written without algorithm.use_kl_in_reward: verl before 0.3 put this KL into "
             "the reward, later versions do not; theirs of today is taken. To keep it, write "
-            f"{POLICY}.kl_in_reward.beta = {reading.number('algorithm.kl_ctrl.kl_coef', 0.001)}"
+            f"{POLICY}.kl_in_reward.beta = {context.number('algorithm.kl_ctrl.kl_coef', 0.001)}"
         )
-    if (reading.number("actor_rollout_ref.rollout.top_p", 1.0) or 1.0) < 1.0:
-        reading.warn(
+    if (context.number("actor_rollout_ref.rollout.top_p", 1.0) or 1.0) < 1.0:
+        context.warn(
             "actor_rollout_ref.rollout.top_p below 1: training rollouts are refused then, see `validate`"
         )
 
@@ -179,7 +179,7 @@ READER = Reader(
     kinds=KINDS,
     detect=_detect,
     signs=_SIGNS,
-    rows=_rows,
+    rules=_rules,
     finish=_finish,
     artefacts=_artefact,
 )

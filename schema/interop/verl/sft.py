@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from schema.interop.engine.rows import (
+from schema.interop.engine.rules import (
     BadValue,
-    How,
-    Leaf,
-    Reading,
+    ConversionContext,
+    Converter,
+    KeyPath,
     Result,
-    Row,
+    Rule,
     always,
     as_flag,
     as_integer,
@@ -21,7 +21,7 @@ from schema.interop.engine.rows import (
     implicit,
     integer,
     mapped,
-    nothing,
+    no_counterpart,
     shown,
     unless,
 )
@@ -32,30 +32,30 @@ from schema.interop.verl.facts import POLICY, lacking, world_size
 from schema.interop.verl.mesh import DTYPES
 from schema.interop.verl.model import Model
 from schema.interop.verl.optim import Optim
-from schema.interop.verl.shared import checkpoint_rows
-from schema.interop.verl.trainer import trainer_rows, validates
+from schema.interop.verl.shared import checkpoint_rules
+from schema.interop.verl.trainer import trainer_rules, validates
 
 _MESH = "policy.parallelism"
 
 
-def sft_rows() -> tuple[Row, ...]:
+def sft_rules() -> tuple[Rule, ...]:
     """All rows of an SFT file."""
     return (
         *_data(),
-        *Model("model", "policy", old_path="partial_pretrain").rows(),
+        *Model("model", "policy", old_path="partial_pretrain").rules(),
         *_fsdp(),
-        *Optim("", "train", 1e-5, betas=(0.9, 0.95), scheduler="cosine", warmup=0.1).rows(),
-        *checkpoint_rows(""),
-        *checkpoint_rows("trainer"),
-        *trainer_rows("sft"),
-        Row("ulysses_sequence_parallel_size", _ulysses, 1, ("engine.ulysses_sequence_parallel_size",)),
-        Row("use_remove_padding", flag("train.sequence_packing")),
-        Row("custom_cls.path", _custom_class, also=("data.custom_cls.path",)),
-        Row("custom_cls.name", _custom_class, also=("data.custom_cls.name",)),
+        *Optim("", "train", 1e-5, betas=(0.9, 0.95), scheduler="cosine", warmup=0.1).rules(),
+        *checkpoint_rules(""),
+        *checkpoint_rules("trainer"),
+        *trainer_rules("sft"),
+        Rule("ulysses_sequence_parallel_size", _ulysses, 1, ("engine.ulysses_sequence_parallel_size",)),
+        Rule("use_remove_padding", flag("train.sequence_packing")),
+        Rule("custom_cls.path", _custom_class, also=("data.custom_cls.path",)),
+        Rule("custom_cls.name", _custom_class, also=("data.custom_cls.name",)),
     )
 
 
-def _data() -> tuple[Row, ...]:
+def _data() -> tuple[Rule, ...]:
     budget = Budget(
         per_gpu="data.micro_batch_size_per_gpu",
         ours=(f"{POLICY}.mini_batch", f"{POLICY}.max_token_len_per_mini_batch"),
@@ -64,133 +64,133 @@ def _data() -> tuple[Row, ...]:
         tokens="data.max_token_len_per_gpu",
         role="engine",
     )
-    column = How(
+    column = Converter(
         _column,
         (f"{POLICY}.prompt_column_name", f"{POLICY}.response_column_name"),
         "with the key inside a struct: `column.key`",
     )
-    turns = How(
+    turns = Converter(
         _conversation, (f"{POLICY}.conversation_column_name",), "conversations in place of two columns"
     )
     return (
-        Row("data.train_batch_size", integer("train.train_batch_per_replica"), default=256),
-        *budget.rows(),
-        Row(
+        Rule("data.train_batch_size", integer("train.train_batch_per_replica"), default=256),
+        *budget.rules(),
+        Rule(
             "data.train_files",
-            How(
+            Converter(
                 files(f"{POLICY}.dataset.files"),
                 (f"{POLICY}.dataset.files",),
                 "one file becomes a list; `~` is written out",
             ),
         ),
-        Row("data.val_files", _val_files),
-        Row("data.prompt_key", column),
-        Row("data.response_key", column),
-        Row("data.prompt_dict_keys", column),
-        Row("data.response_dict_keys", column),
-        Row("data.multiturn.enable", turns),
-        Row("data.multiturn.messages_key", turns, also=("data.messages_key",)),
-        Row("data.multiturn.tools_key", lacking("tools"), also=("data.tools_key",)),
-        Row(
+        Rule("data.val_files", _val_files),
+        Rule("data.prompt_key", column),
+        Rule("data.response_key", column),
+        Rule("data.prompt_dict_keys", column),
+        Rule("data.response_dict_keys", column),
+        Rule("data.multiturn.enable", turns),
+        Rule("data.multiturn.messages_key", turns, also=("data.messages_key",)),
+        Rule("data.multiturn.tools_key", lacking("tools"), also=("data.tools_key",)),
+        Rule(
             "data.multiturn.enable_thinking_key",
             lacking("enable_thinking"),
             also=("data.enable_thinking_key",),
         ),
-        Row("data.enable_thinking_default", lacking("none")),
-        Row("data.max_length", integer("policy.model_max_length"), default=1024),
-        Row("data.truncation", _truncation),
-        Row("data.pad_mode", always("padding never changes a number here")),
-        Row("data.ignore_input_ids_mismatch", always("a conversation is tokenised as a whole")),
-        Row("data.balance_dp_token", flag(f"{POLICY}.balance_dp_token"), default=False),
-        Row("data.chat_template", lacking()),
-        Row("data.apply_chat_template_kwargs", lacking({})),
-        Row("data.apply_chat_template_kwargs.*", lacking()),
-        Row("data.use_shm", always("rows are indexed on disk, not copied to shared memory")),
-        Row("data.num_workers", integer(f"{POLICY}.dataloader_num_workers")),
-        Row("data.train_max_samples", lacking(-1)),
-        Row("data.val_max_samples", lacking(-1)),
+        Rule("data.enable_thinking_default", lacking("none")),
+        Rule("data.max_length", integer("policy.model_max_length"), default=1024),
+        Rule("data.truncation", _truncation),
+        Rule("data.pad_mode", always("padding never changes a number here")),
+        Rule("data.ignore_input_ids_mismatch", always("a conversation is tokenised as a whole")),
+        Rule("data.balance_dp_token", flag(f"{POLICY}.balance_dp_token"), default=False),
+        Rule("data.chat_template", lacking()),
+        Rule("data.apply_chat_template_kwargs", lacking({})),
+        Rule("data.apply_chat_template_kwargs.*", lacking()),
+        Rule("data.use_shm", always("rows are indexed on disk, not copied to shared memory")),
+        Rule("data.num_workers", integer(f"{POLICY}.dataloader_num_workers")),
+        Rule("data.train_max_samples", lacking(-1)),
+        Rule("data.val_max_samples", lacking(-1)),
     )
 
 
 @computed("validation.dataset.files", words="with test_freq > 0 only")
-def _val_files(reading: Reading, leaf: Leaf) -> Result:
-    if not validates(reading):
+def _val_files(context: ConversionContext, leaf: KeyPath) -> Result:
+    if not validates(context):
         return implicit("no effect without validation (test_freq = -1)")
-    return files("validation.dataset.files")(reading, leaf)
+    return files("validation.dataset.files")(context, leaf)
 
 
-def _fsdp() -> tuple[Row, ...]:
+def _fsdp() -> tuple[Rule, ...]:
     old = "model.fsdp_config"
-    offload = How(
+    offload = Converter(
         _offload,
         ("train.fsdp_offload", "train.fsdp_gradient_offload", "train.optimizer_offload"),
         "both true: parameters, gradients and optimizer",
     )
     return (
-        Row(f"{old}.model_dtype", choice("train.master_dtype", DTYPES), "fp32", ("engine.model_dtype",)),
-        Row(
+        Rule(f"{old}.model_dtype", choice("train.master_dtype", DTYPES), "fp32", ("engine.model_dtype",)),
+        Rule(
             f"{old}.wrap_policy.min_num_params",
             unless([0], "0: by layer, as always", integer("train.fsdp_wrap_min_params")),
             also=("engine.wrap_policy.min_num_params",),
         ),
-        Row(f"{old}.cpu_offload", offload),
-        Row(f"{old}.offload_params", offload),
-        Row(
+        Rule(f"{old}.cpu_offload", offload),
+        Rule(f"{old}.offload_params", offload),
+        Rule(
             "model.strategy",
             always("how a model is sharded follows from policy.parallelism"),
             also=("engine.strategy",),
         ),
-        Row("engine.param_offload", flag("train.fsdp_offload")),
-        Row("engine.optimizer_offload", flag("train.optimizer_offload")),
-        Row("engine.dtype", choice("train.param_dtype", DTYPES)),
-        Row("engine.use_torch_compile", flag("train.compile")),
-        Row("engine.fsdp_size", _fsdp_size),
+        Rule("engine.param_offload", flag("train.fsdp_offload")),
+        Rule("engine.optimizer_offload", flag("train.optimizer_offload")),
+        Rule("engine.dtype", choice("train.param_dtype", DTYPES)),
+        Rule("engine.use_torch_compile", flag("train.compile")),
+        Rule("engine.fsdp_size", _fsdp_size),
     )
 
 
-def context(reading: Reading) -> int:
+def sequence_ranks(context: ConversionContext) -> int:
     """Ranks that share a sequence."""
-    return max(reading.integer("ulysses_sequence_parallel_size", 1) or 1, 1)
+    return max(context.integer("ulysses_sequence_parallel_size", 1) or 1, 1)
 
 
-def ranks(reading: Reading) -> int:
+def ranks(context: ConversionContext) -> int:
     """Ranks with data of their own."""
-    return max(world_size(reading) // context(reading), 1)
+    return max(world_size(context) // sequence_ranks(context), 1)
 
 
 @computed(f"{_MESH}.cp_size", f"{_MESH}.dp_shard_size", f"{_MESH}.tp_size", words="as it is")
-def _ulysses(reading: Reading, leaf: Leaf) -> Result:
+def _ulysses(context: ConversionContext, leaf: KeyPath) -> Result:
     size = 1 if leaf.value is None else as_integer(leaf.value)
-    _, shard = _sharding(reading)
+    _, shard = _sharding(context)
     return mapped(
         (f"{_MESH}.cp_size", max(size, 1)), (f"{_MESH}.tp_size", 1), (f"{_MESH}.dp_shard_size", shard)
     )
 
 
-def _sharding(reading: Reading) -> tuple[int, int]:
-    size, world = reading.integer("engine.fsdp_size", -1), world_size(reading)
+def _sharding(context: ConversionContext) -> tuple[int, int]:
+    size, world = context.integer("engine.fsdp_size", -1), world_size(context)
     if size is None or size <= 0 or size >= world:
-        return 1, ranks(reading)
-    shard = max(size // context(reading), 1)
-    return max(ranks(reading) // shard, 1), shard
+        return 1, ranks(context)
+    shard = max(size // sequence_ranks(context), 1)
+    return max(ranks(context) // shard, 1), shard
 
 
 @computed(
     f"{_MESH}.dp_shard_size", f"{_MESH}.dp_replicate_size", words="< 0 or ≥ world: shard over all ranks"
 )
-def _fsdp_size(reading: Reading, leaf: Leaf) -> Result:
+def _fsdp_size(context: ConversionContext, leaf: KeyPath) -> Result:
     as_integer(leaf.value)
-    replicate, shard = _sharding(reading)
+    replicate, shard = _sharding(context)
     return mapped((f"{_MESH}.dp_shard_size", shard), (f"{_MESH}.dp_replicate_size", replicate))
 
 
-def _offload(reading: Reading, leaf: Leaf) -> Result:
+def _offload(context: ConversionContext, leaf: KeyPath) -> Result:
     prefix = "model.fsdp_config"
     if leaf.value is not None:
         as_flag(leaf.value)
-    if not reading.flag(f"{prefix}.cpu_offload"):
+    if not context.flag(f"{prefix}.cpu_offload"):
         return implicit("cpu_offload is not true: nothing is offloaded")
-    if not reading.flag(f"{prefix}.offload_params"):
+    if not context.flag(f"{prefix}.offload_params"):
         return mapped(
             ("train.fsdp_offload", False), note="without offload_params nothing is kept on the host"
         )
@@ -201,28 +201,28 @@ def _offload(reading: Reading, leaf: Leaf) -> Result:
 # --- columns ------------------------------------------------------------------------------------------------
 
 
-def _has_turns(reading: Reading) -> bool:
+def _has_turns(context: ConversionContext) -> bool:
     """Whether rows are conversations: said so, or the newer trainer's messages_key stands alone."""
-    if reading.has("data.multiturn.enable"):
-        return reading.flag("data.multiturn.enable")
-    return not reading.has("data.prompt_key")
+    if context.has("data.multiturn.enable"):
+        return context.flag("data.multiturn.enable")
+    return not context.has("data.prompt_key")
 
 
-def _conversation(reading: Reading, leaf: Leaf) -> Result:
-    if not _has_turns(reading):
+def _conversation(context: ConversionContext, leaf: KeyPath) -> Result:
+    if not _has_turns(context):
         return implicit("rows are prompt and response, not conversations")
-    column = reading.text("data.multiturn.messages_key", "messages")
+    column = context.text("data.multiturn.messages_key", "messages")
     return mapped((f"{POLICY}.conversation_column_name", column))
 
 
-def _column(reading: Reading, leaf: Leaf) -> Result:
-    if _has_turns(reading):
+def _column(context: ConversionContext, leaf: KeyPath) -> Result:
+    if _has_turns(context):
         return implicit("no effect: rows are conversations")
     if leaf.value in (None, []):
         return implicit("null: none")
     side = "prompt" if "prompt" in leaf.key else "response"
-    name = reading.text(f"data.{side}_key", side)
-    inner = reading.get(f"data.{side}_dict_keys", None)
+    name = context.text(f"data.{side}_key", side)
+    inner = context.get(f"data.{side}_dict_keys", None)
     parts = as_texts(inner) if inner not in (None, []) else []
     if parts and parts != [name]:
         name = ".".join([name, *parts])
@@ -230,19 +230,19 @@ def _column(reading: Reading, leaf: Leaf) -> Result:
 
 
 @computed(words="a longer sample is dropped as `overlong` and counted, never cut")
-def _truncation(reading: Reading, leaf: Leaf) -> Result:
+def _truncation(context: ConversionContext, leaf: KeyPath) -> Result:
     name = as_text(leaf.value)
     if name == "error":
         return implicit("a longer sample is dropped as `overlong` and counted, never cut")
-    reason = reason_for(reading.system, f"sft:{leaf.key}={name}")
+    reason = reason_for(context.system, f"sft:{leaf.key}={name}")
     if reason is None:
         raise BadValue(f"expected error, left, right or middle, got {shown(name)}")
-    return nothing(reason)
+    return no_counterpart(reason)
 
 
 @computed(f"{POLICY}.dataset.custom_class", words="`path:name`")
-def _custom_class(reading: Reading, leaf: Leaf) -> Result:
-    file, name = reading.get("custom_cls.path", None), reading.get("custom_cls.name", None)
+def _custom_class(context: ConversionContext, leaf: KeyPath) -> Result:
+    file, name = context.get("custom_cls.path", None), context.get("custom_cls.name", None)
     if not isinstance(file, str) or not isinstance(name, str):
         return implicit("null: none") if leaf.value is None else implicit("no effect without the other one")
     return mapped((f"{POLICY}.dataset.custom_class", f"{as_path(file)}:{name}"), note="path:name")

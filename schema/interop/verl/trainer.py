@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from schema.interop.engine.rows import (
+from schema.interop.engine.rules import (
     BadValue,
-    How,
-    Leaf,
-    Reading,
+    ConversionContext,
+    Converter,
+    KeyPath,
     Result,
-    Row,
+    Rule,
     always,
     as_flag,
     as_integer,
@@ -46,113 +46,115 @@ _TRACKERS = ("console", "wandb", "tensorboard", "mlflow", "swanlab")
 NEVER = 1_000_000_000  # steps; more than any run has
 
 
-def trainer_rows(kind: str) -> tuple[Row, ...]:
+def trainer_rules(kind: str) -> tuple[Rule, ...]:
     """All rows of `trainer`. kind: `rl` or `sft`."""
-    resume = How(_resume, ("train.resume",), "`auto` → true, `disable` → false, `resume_path` → the path")
-    size = How(
+    resume = Converter(
+        _resume, ("train.resume",), "`auto` → true, `disable` → false, `resume_path` → the path"
+    )
+    size = Converter(
         _machines if kind == "rl" else _machines_sft,
         ("placement.gpus_per_node", "placement.nodes"),
         "as they are; `device: cpu` → gpus_per_node = 0",
     )
-    keep = How(_keep, ("train.ckpt.max_keep",), "null → −1, all")
+    keep = Converter(_keep, ("train.ckpt.max_keep",), "null → −1, all")
     common = (
-        Row("trainer.total_epochs", integer("train.epoch"), default=30 if kind == "rl" else 4),
-        Row("trainer.total_training_steps", integer("train.max_num_steps"), when=_streamed_steps),
-        Row(
+        Rule("trainer.total_epochs", integer("train.epoch"), default=30 if kind == "rl" else 4),
+        Rule("trainer.total_training_steps", integer("train.max_num_steps"), when=_streamed_steps),
+        Rule(
             "trainer.project_name",
             text("logging.project_name"),
             default="verl_examples" if kind == "rl" else "gsm8k-sft",
         ),
-        Row("trainer.experiment_name", text("logging.experiment_name")),
-        Row("trainer.logger", _logger, default=["console", "wandb"]),
-        Row("trainer.nnodes", size, default=1),
-        Row("trainer.n_gpus_per_node", size, default=8),
-        Row("trainer.device", always("the launcher finds out what there is; `cpu` means no GPUs")),
-        Row("trainer.save_freq", _save_freq, default=-1),
-        Row("trainer.test_freq", _test_freq, default=-1),
-        Row("trainer.default_local_dir", path("train.output_dir")),
-        Row("trainer.resume_mode", resume, default="auto"),
-        Row("trainer.resume_from_path", resume, also=("trainer.resume_path",)),
-        Row("trainer.max_actor_ckpt_to_keep", keep, None, ("trainer.max_ckpt_to_keep",), _no_checkpoints),
-        Row("trainer.balance_batch", flag(f"{POLICY}.balance_dp_token")),
-        Row("trainer.profile_interval", lacking([-1, -1])),
+        Rule("trainer.experiment_name", text("logging.experiment_name")),
+        Rule("trainer.logger", _logger, default=["console", "wandb"]),
+        Rule("trainer.nnodes", size, default=1),
+        Rule("trainer.n_gpus_per_node", size, default=8),
+        Rule("trainer.device", always("the launcher finds out what there is; `cpu` means no GPUs")),
+        Rule("trainer.save_freq", _save_freq, default=-1),
+        Rule("trainer.test_freq", _test_freq, default=-1),
+        Rule("trainer.default_local_dir", path("train.output_dir")),
+        Rule("trainer.resume_mode", resume, default="auto"),
+        Rule("trainer.resume_from_path", resume, also=("trainer.resume_path",)),
+        Rule("trainer.max_actor_ckpt_to_keep", keep, None, ("trainer.max_ckpt_to_keep",), _no_checkpoints),
+        Rule("trainer.balance_batch", flag(f"{POLICY}.balance_dp_token")),
+        Rule("trainer.profile_interval", lacking([-1, -1])),
     )
     if kind == "sft":
-        return (*common, Row("trainer.seed", integer("train.seed"), default=1))
+        return (*common, Rule("trainer.seed", integer("train.seed"), default=1))
     return (
         *common,
-        Row(
+        Rule(
             "trainer.val_before_train",
-            How(_before, ("validation.before", "validation.enable"), "as it is"),
+            Converter(_before, ("validation.before", "validation.enable"), "as it is"),
             default=True,
         ),
         *_newer_trainer(),
         *_recipes(),
-        Row("trainer.val_only", lacking(False)),
-        Row("trainer.checkpoint_callback_class", lacking()),
-        Row(
+        Rule("trainer.val_only", lacking(False)),
+        Rule("trainer.checkpoint_callback_class", lacking()),
+        Rule(
             "trainer.log_val_generations",
             integer("logging.log_validation_samples"),
             also=("trainer.val_generations_to_log_to_wandb",),
         ),
-        Row("trainer.critic_warmup", integer("critic.warmup_steps"), default=0, when=no_critic),
-        Row(
+        Rule("trainer.critic_warmup", integer("critic.warmup_steps"), default=0, when=no_critic),
+        Rule(
             "trainer.remove_previous_ckpt_in_save",
-            How(_remove_previous, ("train.ckpt.max_keep",), "true → 1"),
+            Converter(_remove_previous, ("train.ckpt.max_keep",), "true → 1"),
             when=_no_checkpoints,
         ),
-        Row(
+        Rule(
             "trainer.max_critic_ckpt_to_keep",
             always("one checkpoint holds all models: max_actor_ckpt_to_keep"),
         ),
-        Row("trainer.max_ref_ckpt_to_keep", always("the reference model is not saved")),
-        Row("trainer.del_local_ckpt_after_load", flag("train.ckpt.delete_after_load")),
-        Row("trainer.rollout_data_dir", lacking()),
-        Row("trainer.validation_data_dir", lacking()),
-        Row("trainer.use_legacy_worker_impl", always("chooses between two implementations inside verl")),
-        Row("trainer.esi_redundant_time", lacking(0)),
-        Row("trainer.profile_steps", lacking()),
-        Row("trainer.controller_nsight_options.*", always("details of verl's profilers")),
-        Row("trainer.worker_nsight_options.*", always("details of verl's profilers")),
-        Row("trainer.npu_profile.*", always("details of verl's profilers")),
+        Rule("trainer.max_ref_ckpt_to_keep", always("the reference model is not saved")),
+        Rule("trainer.del_local_ckpt_after_load", flag("train.ckpt.delete_after_load")),
+        Rule("trainer.rollout_data_dir", lacking()),
+        Rule("trainer.validation_data_dir", lacking()),
+        Rule("trainer.use_legacy_worker_impl", always("chooses between two implementations inside verl")),
+        Rule("trainer.esi_redundant_time", lacking(0)),
+        Rule("trainer.profile_steps", lacking()),
+        Rule("trainer.controller_nsight_options.*", always("details of verl's profilers")),
+        Rule("trainer.worker_nsight_options.*", always("details of verl's profilers")),
+        Rule("trainer.npu_profile.*", always("details of verl's profilers")),
     )
 
 
-def _newer_trainer() -> tuple[Row, ...]:
+def _newer_trainer() -> tuple[Rule, ...]:
     """`trainer.v1`: asynchronous training, where theirs is bounded like ours."""
     prefix, bound = "trainer.v1", f"{POLICY}.allowed_outdated_steps"
-    mode = How(_mode, (f"{POLICY}.on_policy",), "`sync` → true, else false")
+    mode = Converter(_mode, (f"{POLICY}.on_policy",), "`sync` → true, else false")
     ahead = always("groups are leased ahead as far as allowed_outdated_steps lets them")
     return (
-        Row("trainer.use_v1", always("chooses between two trainers inside verl")),
-        Row(f"{prefix}.trainer_mode", mode),
-        Row(
+        Rule("trainer.use_v1", always("chooses between two trainers inside verl")),
+        Rule(f"{prefix}.trainer_mode", mode),
+        Rule(
             f"{prefix}.sampler.max_off_policy_threshold",
-            How(_bound, (bound,), "in the asynchronous modes only"),
+            Converter(_bound, (bound,), "in the asynchronous modes only"),
         ),
-        Row(
+        Rule(
             f"{prefix}.sampler.max_off_policy_strategy",
             always("groups are admitted so that none becomes too old"),
         ),
-        Row(
+        Rule(
             f"{prefix}.separate_async.parameter_sync_step",
-            How(_interval, ("train.sync_weight_interval",), "with separate_async only"),
+            Converter(_interval, ("train.sync_weight_interval",), "with separate_async only"),
         ),
-        Row(f"{prefix}.separate_async.num_warmup_batches", ahead),
-        Row(f"{prefix}.colocate_async.num_warmup_batches", ahead),
+        Rule(f"{prefix}.separate_async.num_warmup_batches", ahead),
+        Rule(f"{prefix}.colocate_async.num_warmup_batches", ahead),
         switched(
             f"{prefix}.separate_async.hybrid_rollout", f"{prefix}.separate_async.hybrid_rollout.enable_switch"
         ),
-        Row(f"{prefix}.sampler.sync_refill_failed_groups", always("a group that fails is made again")),
-        Row(f"{prefix}.sampler.custom_sampler.path", lacking()),
-        Row(f"{prefix}.sampler.custom_sampler.name", lacking()),
-        Row(f"{prefix}.sampler.sampler_kwargs", lacking({})),
-        Row(f"{prefix}.sampler.sampler_kwargs.*", lacking()),
-        Row(f"{prefix}.*", lacking({})),
+        Rule(f"{prefix}.sampler.sync_refill_failed_groups", always("a group that fails is made again")),
+        Rule(f"{prefix}.sampler.custom_sampler.path", lacking()),
+        Rule(f"{prefix}.sampler.custom_sampler.name", lacking()),
+        Rule(f"{prefix}.sampler.sampler_kwargs", lacking({})),
+        Rule(f"{prefix}.sampler.sampler_kwargs.*", lacking()),
+        Rule(f"{prefix}.*", lacking({})),
     )
 
 
-def _recipes() -> tuple[Row, ...]:
+def _recipes() -> tuple[Rule, ...]:
     """`async_training` and `rollout` of fully_async, and what one_step_off adds."""
     prefix, bound, interval = (
         "async_training",
@@ -161,87 +163,92 @@ def _recipes() -> tuple[Row, ...]:
     )
     same = always("weights travel through weight_sync")
     return (
-        Row(f"{prefix}.staleness_threshold", How(_stale, (bound,), "⌈(1 + threshold) · sync steps⌉ − 1")),
-        Row(f"{prefix}.trigger_parameter_sync_step", How(_trigger, (interval, bound), "as it is")),
-        Row(f"{prefix}.require_batches", _required),
-        Row(f"{prefix}.partial_rollout", How(_partial, ("weight_sync.update_mode",), "true → `recompute`")),
-        Row(f"{prefix}.use_rollout_log_probs", lacking(True)),
-        Row(f"{prefix}.compute_prox_log_prob", lacking(False)),
-        Row(f"{prefix}.use_trainer_do_validate", always("validation runs on the rollout replicas")),
-        Row(f"{prefix}.compute_advantage_in_rollout", always("advantages are computed once per batch")),
-        Row(f"{prefix}.checkpoint_engine.*", same),
-        Row(f"{prefix}.*", lacking(False)),
-        Row("rollout.total_rollout_steps", _rollout_steps),
-        Row("rollout.test_freq", _versions_between_validations),
-        Row("actor_rollout_ref.checkpoint_engine.*", same),
-        Row("actor_rollout_ref.checkpoint_engine", same),
-        Row("actor_rollout_ref.actor.use_rollout_log_probs", always("π_old are the rollout's log-probs")),
-        Row("trainer.weight_sync_with_ray", same),
+        Rule(
+            f"{prefix}.staleness_threshold", Converter(_stale, (bound,), "⌈(1 + threshold) · sync steps⌉ − 1")
+        ),
+        Rule(f"{prefix}.trigger_parameter_sync_step", Converter(_trigger, (interval, bound), "as it is")),
+        Rule(f"{prefix}.require_batches", _required),
+        Rule(
+            f"{prefix}.partial_rollout",
+            Converter(_partial, ("weight_sync.update_mode",), "true → `recompute`"),
+        ),
+        Rule(f"{prefix}.use_rollout_log_probs", lacking(True)),
+        Rule(f"{prefix}.compute_prox_log_prob", lacking(False)),
+        Rule(f"{prefix}.use_trainer_do_validate", always("validation runs on the rollout replicas")),
+        Rule(f"{prefix}.compute_advantage_in_rollout", always("advantages are computed once per batch")),
+        Rule(f"{prefix}.checkpoint_engine.*", same),
+        Rule(f"{prefix}.*", lacking(False)),
+        Rule("rollout.total_rollout_steps", _rollout_steps),
+        Rule("rollout.test_freq", _versions_between_validations),
+        Rule("actor_rollout_ref.checkpoint_engine.*", same),
+        Rule("actor_rollout_ref.checkpoint_engine", same),
+        Rule("actor_rollout_ref.actor.use_rollout_log_probs", always("π_old are the rollout's log-probs")),
+        Rule("trainer.weight_sync_with_ray", same),
     )
 
 
-def _stale(reading: Reading, leaf: Leaf) -> Result:
+def _stale(context: ConversionContext, leaf: KeyPath) -> Result:
     if as_number(0 if leaf.value is None else leaf.value) < 0:
         raise BadValue(f"expected at least 0, got {shown(leaf.value)}")
-    steps = sync_interval(reading)
-    return mapped((f"{POLICY}.allowed_outdated_steps", staleness(reading)), note=f"{steps} steps per version")
+    steps = sync_interval(context)
+    return mapped((f"{POLICY}.allowed_outdated_steps", staleness(context)), note=f"{steps} steps per version")
 
 
-def _trigger(reading: Reading, leaf: Leaf) -> Result:
+def _trigger(context: ConversionContext, leaf: KeyPath) -> Result:
     steps = as_integer(leaf.value)
     if steps < 1:
         raise BadValue(f"expected at least 1, got {steps}")
     return mapped(
-        ("train.sync_weight_interval", steps), (f"{POLICY}.allowed_outdated_steps", staleness(reading))
+        ("train.sync_weight_interval", steps), (f"{POLICY}.allowed_outdated_steps", staleness(context))
     )
 
 
 @computed("train.train_batch_per_replica", words="× ppo_mini_batch_size × rollout.n")
-def _required(reading: Reading, leaf: Leaf) -> Result:
+def _required(context: ConversionContext, leaf: KeyPath) -> Result:
     if as_number(1 if leaf.value is None else leaf.value) <= 0:
         raise BadValue(f"expected more than 0, got {shown(leaf.value)}")
-    prompts, n = prompts_per_step(reading), group_size(reading)
+    prompts, n = prompts_per_step(context), group_size(context)
     return mapped(("train.train_batch_per_replica", prompts * n), note=f"{prompts} prompts × {n} samples")
 
 
-def _partial(reading: Reading, leaf: Leaf) -> Result:
+def _partial(context: ConversionContext, leaf: KeyPath) -> Result:
     if leaf.value is None or not as_flag(leaf.value):
         return implicit("running answers always go on under new weights, each token with its version")
     return mapped(("weight_sync.update_mode", "recompute"))
 
 
-def _streamed_steps(reading: Reading) -> str:
-    counted = is_streamed(reading) and reading.get("rollout.total_rollout_steps", None) is not None
+def _streamed_steps(context: ConversionContext) -> str:
+    counted = is_streamed(context) and context.get("rollout.total_rollout_steps", None) is not None
     return "fully_async counts rollout.total_rollout_steps" if counted else ""
 
 
 @computed("train.max_num_steps", words="prompts, divided by those of a step")
-def _rollout_steps(reading: Reading, leaf: Leaf) -> Result:
-    if leaf.value is None or not is_streamed(reading):
+def _rollout_steps(context: ConversionContext, leaf: KeyPath) -> Result:
+    if leaf.value is None or not is_streamed(context):
         return implicit("total_epochs counts")
-    prompts, batch = as_integer(leaf.value), prompts_per_step(reading)
+    prompts, batch = as_integer(leaf.value), prompts_per_step(context)
     return mapped(("train.max_num_steps", max(prompts // batch, 1)), note=f"{prompts} / {batch} prompts")
 
 
 @computed("validation.enable", "validation.freq", words="versions, times the steps between two")
-def _versions_between_validations(reading: Reading, leaf: Leaf) -> Result:
-    if not is_streamed(reading):
+def _versions_between_validations(context: ConversionContext, leaf: KeyPath) -> Result:
+    if not is_streamed(context):
         return implicit("trainer.test_freq counts")
     freq = as_integer(-1 if leaf.value is None else leaf.value)
-    if freq <= 0 or not reading.get("data.val_files", None):
+    if freq <= 0 or not context.get("data.val_files", None):
         return implicit("no validation during training, or no data for it")
-    return mapped(("validation.enable", True), ("validation.freq", freq * sync_interval(reading)))
+    return mapped(("validation.enable", True), ("validation.freq", freq * sync_interval(context)))
 
 
-def _mode(reading: Reading, leaf: Leaf) -> Result:
+def _mode(context: ConversionContext, leaf: KeyPath) -> Result:
     name = as_text(leaf.value)
     if name not in ("sync", "colocate_async", "separate_async"):
         raise BadValue(f"expected sync, colocate_async or separate_async, got {shown(name)}")
-    return mapped((f"{POLICY}.on_policy", not async_mode(reading)))
+    return mapped((f"{POLICY}.on_policy", not async_mode(context)))
 
 
-def _bound(reading: Reading, leaf: Leaf) -> Result:
-    if async_mode(reading) not in ("colocate_async", "separate_async"):
+def _bound(context: ConversionContext, leaf: KeyPath) -> Result:
+    if async_mode(context) not in ("colocate_async", "separate_async"):
         return implicit("no effect with this trainer")
     if leaf.value is None:
         raise BadValue(
@@ -250,39 +257,39 @@ def _bound(reading: Reading, leaf: Leaf) -> Result:
     return mapped((f"{POLICY}.allowed_outdated_steps", as_integer(leaf.value)))
 
 
-def _interval(reading: Reading, leaf: Leaf) -> Result:
-    if async_mode(reading) != "separate_async":
+def _interval(context: ConversionContext, leaf: KeyPath) -> Result:
+    if async_mode(context) != "separate_async":
         return implicit("no effect without trainer_mode = separate_async")
     return mapped(("train.sync_weight_interval", as_integer(leaf.value)))
 
 
-def _machines(reading: Reading, leaf: Leaf) -> Result:
+def _machines(context: ConversionContext, leaf: KeyPath) -> Result:
     count = as_integer(leaf.value)
     targets: list[tuple[str, int]] = [
-        replicas(reading),
-        ("policy.parallelism.dp_shard_size", sharding(reading)[1]),
+        replicas(context),
+        ("policy.parallelism.dp_shard_size", sharding(context)[1]),
     ]
-    return _placed(reading, leaf, count, targets)
+    return _placed(context, leaf, count, targets)
 
 
-def _machines_sft(reading: Reading, leaf: Leaf) -> Result:
-    return _placed(reading, leaf, as_integer(leaf.value), [])
+def _machines_sft(context: ConversionContext, leaf: KeyPath) -> Result:
+    return _placed(context, leaf, as_integer(leaf.value), [])
 
 
-def _placed(reading: Reading, leaf: Leaf, count: int, targets: list[tuple[str, int]]) -> Result:
-    nodes, gpus = machines(reading) if reading.kind == "rl" else (count, count)
-    note = "with the GPUs of the rollouts" if reading.kind == "rl" and rollout_gpus(reading)[0] else ""
+def _placed(context: ConversionContext, leaf: KeyPath, count: int, targets: list[tuple[str, int]]) -> Result:
+    nodes, gpus = machines(context) if context.kind == "rl" else (count, count)
+    note = "with the GPUs of the rollouts" if context.kind == "rl" and rollout_gpus(context)[0] else ""
     if leaf.key == "trainer.nnodes":
         return mapped(("placement.nodes", nodes), *targets, note=note)
-    gpus = 0 if on_cpu(reading) else gpus
-    note = "device: cpu" if on_cpu(reading) else note
+    gpus = 0 if on_cpu(context) else gpus
+    note = "device: cpu" if on_cpu(context) else note
     return mapped(("placement.gpus_per_node", gpus), *targets, note=note)
 
 
 @computed(
     "logging.logger", words="console, wandb, tensorboard, mlflow, swanlab; others are named and left out"
 )
-def _logger(reading: Reading, leaf: Leaf) -> Result:
+def _logger(context: ConversionContext, leaf: KeyPath) -> Result:
     if leaf.value is None:
         return implicit("null: the default")
     names = as_texts(leaf.value)
@@ -291,54 +298,54 @@ def _logger(reading: Reading, leaf: Leaf) -> Result:
     if not known:
         raise BadValue(f"expected some of {', '.join(_TRACKERS)}, got {shown(leaf.value)}")
     if strange:
-        reading.warn(f"there is no tracker {', '.join(strange)} here: {', '.join(known)} get the metrics")
+        context.warn(f"there is no tracker {', '.join(strange)} here: {', '.join(known)} get the metrics")
     return mapped(("logging.logger", known), note=f"there is no {', '.join(strange)} here" if strange else "")
 
 
 @computed("train.ckpt.enable_checkpoint", "train.ckpt.save_freq", words="−1 → no checkpoints")
-def _save_freq(reading: Reading, leaf: Leaf) -> Result:
+def _save_freq(context: ConversionContext, leaf: KeyPath) -> Result:
     steps = as_integer(leaf.value)
     if steps <= 0:
         return mapped(("train.ckpt.enable_checkpoint", False), note="-1: none")
-    if reading.kind == "rl" and is_streamed(reading):
-        steps *= sync_interval(reading)  # it counts versions there
+    if context.kind == "rl" and is_streamed(context):
+        steps *= sync_interval(context)  # it counts versions there
     return mapped(("train.ckpt.enable_checkpoint", True), ("train.ckpt.save_freq", steps))
 
 
-def _no_checkpoints(reading: Reading) -> str:
-    steps = reading.integer("trainer.save_freq", -1)
+def _no_checkpoints(context: ConversionContext) -> str:
+    steps = context.integer("trainer.save_freq", -1)
     return "" if steps is not None and steps > 0 else "no effect without checkpoints (save_freq = -1)"
 
 
-def validates(reading: Reading) -> bool:
+def validates(context: ConversionContext) -> bool:
     """Whether the job validates at all: it has data for it, and a time."""
-    freq = reading.integer("trainer.test_freq", -1) or 0
-    if not reading.get("data.val_files", None):
+    freq = context.integer("trainer.test_freq", -1) or 0
+    if not context.get("data.val_files", None):
         return False
-    return freq > 0 or (reading.kind == "rl" and reading.flag("trainer.val_before_train", True))
+    return freq > 0 or (context.kind == "rl" and context.flag("trainer.val_before_train", True))
 
 
 @computed("validation.enable", "validation.freq", words="−1: never during training")
-def _test_freq(reading: Reading, leaf: Leaf) -> Result:
+def _test_freq(context: ConversionContext, leaf: KeyPath) -> Result:
     steps = as_integer(leaf.value)
-    if reading.kind == "rl" and is_streamed(reading) and reading.has("rollout.test_freq"):
+    if context.kind == "rl" and is_streamed(context) and context.has("rollout.test_freq"):
         return implicit("fully_async counts rollout.test_freq")
-    if not validates(reading):
+    if not validates(context):
         return implicit("there is nothing to validate on" if steps > 0 else "-1: no validation")
     if steps <= 0:
         return mapped(("validation.enable", True), ("validation.freq", NEVER), note="before training only")
     return mapped(("validation.enable", True), ("validation.freq", steps))
 
 
-def _before(reading: Reading, leaf: Leaf) -> Result:
+def _before(context: ConversionContext, leaf: KeyPath) -> Result:
     before = leaf.value is None or as_flag(leaf.value)
-    if not validates(reading):
+    if not validates(context):
         return implicit("there is nothing to validate on, or validation is off")
     return mapped(("validation.before", before), ("validation.enable", True))
 
 
-def _resume(reading: Reading, leaf: Leaf) -> Result:
-    mode, place = reading.text("trainer.resume_mode", "auto"), reading.get("trainer.resume_from_path", None)
+def _resume(context: ConversionContext, leaf: KeyPath) -> Result:
+    mode, place = context.text("trainer.resume_mode", "auto"), context.get("trainer.resume_from_path", None)
     if leaf.key == "trainer.resume_mode":
         name = "auto" if leaf.value is None else as_text(leaf.value)
         if name not in ("auto", "disable", "resume_path"):
@@ -346,28 +353,28 @@ def _resume(reading: Reading, leaf: Leaf) -> Result:
         if name == "resume_path" and not isinstance(place, str):
             raise BadValue("resume_path needs trainer.resume_from_path")
         if name == "resume_path":
-            return path("train.resume").run(reading, Leaf(leaf.key, place))
+            return path("train.resume").run(context, KeyPath(leaf.key, place))
         return mapped(
             ("train.resume", name == "auto"),
             note="the newest checkpoint; without one the run starts afresh" if name == "auto" else "",
         )
     if leaf.value is None:
         return implicit("null: none")
-    if leaf.key == "trainer.resume_path" and not reading.has("trainer.resume_mode"):
-        return path("train.resume").run(reading, leaf)
+    if leaf.key == "trainer.resume_path" and not context.has("trainer.resume_mode"):
+        return path("train.resume").run(context, leaf)
     if mode != "resume_path":
         return implicit(f"no effect with resume_mode = {mode}")
-    return path("train.resume").run(reading, leaf)
+    return path("train.resume").run(context, leaf)
 
 
-def _keep(reading: Reading, leaf: Leaf) -> Result:
-    if reading.flag("trainer.remove_previous_ckpt_in_save"):
+def _keep(context: ConversionContext, leaf: KeyPath) -> Result:
+    if context.flag("trainer.remove_previous_ckpt_in_save"):
         return mapped(("train.ckpt.max_keep", 1), note="remove_previous_ckpt_in_save")
     count = -1 if leaf.value is None else as_integer(leaf.value)
     return mapped(("train.ckpt.max_keep", count if count > 0 else -1), note="all" if count <= 0 else "")
 
 
-def _remove_previous(reading: Reading, leaf: Leaf) -> Result:
+def _remove_previous(context: ConversionContext, leaf: KeyPath) -> Result:
     if leaf.value is None or not as_flag(leaf.value):
         return implicit("false: previous checkpoints are kept")
     return mapped(("train.ckpt.max_keep", 1))

@@ -92,7 +92,7 @@ def test_plain_files_are_valid(examples: dict[str, Conversion], name: str) -> No
 
 def test_our_own_keys_pass_too() -> None:
     for kind in ("grpo", "sft"):
-        spellings = {spelling for row in reader("cosmos-rl").rows(kind) for spelling in row.spellings}
+        spellings = {spelling for rule in reader("cosmos-rl").rules(kind) for spelling in rule.spellings}
         missing = {key for key in leaf_keys() if key not in spellings}
         assert all(key.startswith("train.train_policy.") for key in missing), missing
 

@@ -18,9 +18,9 @@ def test_no_kind_of_file_is_forgotten() -> None:
     there = set(blocks(PAGE.read_text("utf-8")))
     for reader in readers():
         shown = {kind for kind in reader.kinds if ("keys", f"{reader.system} {kind}") in there}
-        told = {row.key for kind in shown for row in telling(reader.rows(kind))}
+        told = {rule.key for kind in shown for rule in telling(reader.rules(kind))}
         for kind in reader.kinds:
-            missing = {row.key for row in telling(reader.rows(kind))} - told
+            missing = {rule.key for rule in telling(reader.rules(kind))} - told
             assert not missing, f"{reader.system} {kind}: {sorted(missing)[:5]}"
         assert not reader.prose or ("prose", reader.system) in there
         if NO_COUNTERPART.get(reader.system):

@@ -19,11 +19,11 @@ from schema.interop.engine.fallback import SPEED_ONLY, nearest
 from schema.interop.engine.keys import dotted, leaves, split_key, store
 from schema.interop.engine.model import Conversion, Outcome
 from schema.interop.engine.registry import readers
-from schema.interop.engine.rows import (
-    How,
+from schema.interop.engine.rules import (
+    ConversionContext,
+    Converter,
     Reader,
-    Reading,
-    Row,
+    Rule,
     always,
     choice,
     flag,
@@ -38,23 +38,23 @@ from schema.interop.engine.source import Source, read_source
 from schema.interop.engine.write import to_json, to_report, to_toml
 
 ROWS = (
-    Row("lr", number("train.optm_lr"), default=1e-5, also=("learning_rate",)),
-    Row("steps", integer("train.max_num_steps")),
-    Row("compile", flag("train.compile"), default=False),
-    Row("kl", number("train.train_policy.kl_beta")),
-    Row("model.path", path("policy.model_name_or_path")),
-    Row("model.other", text("policy.model_name_or_path")),
-    Row("style", choice("train.optm_decay_type", {"flat": None, "line": "linear"})),
-    Row("noise", unless([0], "0: none", always("not here"))),
-    Row("free.*", always("whatever it is")),
-    Row("idle", integer("train.epoch"), default=9, when=lambda reading: "off"),
-    Row("logger", text("logging.project_name"), default="theirs"),
+    Rule("lr", number("train.optm_lr"), default=1e-5, also=("learning_rate",)),
+    Rule("steps", integer("train.max_num_steps")),
+    Rule("compile", flag("train.compile"), default=False),
+    Rule("kl", number("train.train_policy.kl_beta")),
+    Rule("model.path", path("policy.model_name_or_path")),
+    Rule("model.other", text("policy.model_name_or_path")),
+    Rule("style", choice("train.optm_decay_type", {"flat": None, "line": "linear"})),
+    Rule("noise", unless([0], "0: none", always("not here"))),
+    Rule("free.*", always("whatever it is")),
+    Rule("idle", integer("train.epoch"), default=9, when=lambda context: "off"),
+    Rule("logger", text("logging.project_name"), default="theirs"),
 )
 
 
-def finish(reading: Reading) -> None:
+def finish(context: ConversionContext) -> None:
     """What follows from the system as such."""
-    reading.add("train.epsilon", 1e-7, "theirs")
+    context.add("train.epsilon", 1e-7, "theirs")
 
 
 READER = Reader("toy", "Toy", {"toy": "a toy"}, lambda source: "toy", ("lr",), lambda kind: ROWS, finish)
@@ -90,7 +90,7 @@ def test_defaults_are_written_only_where_they_differ_and_act() -> None:
     assert additions["logging.project_name"] == "theirs"
     assert additions["train.epsilon"] == 1e-7
     assert "train.epoch" not in additions  # its row has no effect
-    same = Row("lr", number("train.optm_lr"), default=1e-6)
+    same = Rule("lr", number("train.optm_lr"), default=1e-6)
     reader = Reader("toy", "Toy", {}, READER.detect, (), lambda kind: (same,))
     assert "train.optm_lr" not in {addition.key for addition in run("a: 1", reader).additions}
 
@@ -128,8 +128,8 @@ def test_what_cannot_be_understood_says_why(yaml: str, words: str) -> None:
 
 
 def test_what_toml_cannot_hold_is_not_written() -> None:
-    rows = (Row("list", How(lambda reading, leaf: mapped(("custom.x", leaf.value)))),)
-    reader = Reader("toy", "Toy", {}, READER.detect, (), lambda kind: rows)
+    rules = (Rule("list", Converter(lambda context, leaf: mapped(("custom.x", leaf.value)))),)
+    reader = Reader("toy", "Toy", {}, READER.detect, (), lambda kind: rules)
     for value in ("[1, null]", "[[.nan]]", "[{a: null}]"):
         (entry,) = run(f"list: {value}", reader).entries
         assert entry.outcome is Outcome.UNKNOWN, value
@@ -156,8 +156,8 @@ def test_speed_falls_back_and_vanishes_with_the_build(monkeypatch: pytest.Monkey
 
 
 def test_our_own_defaults_fall_back_too() -> None:
-    rows = (Row("lr", number("train.optm_lr")),)
-    reader = Reader("toy", "Toy", {}, READER.detect, (), lambda kind: rows)
+    rules = (Rule("lr", number("train.optm_lr")),)
+    reader = Reader("toy", "Toy", {}, READER.detect, (), lambda kind: rules)
     conversion = run("lr: 1e-5", reader)
     assert conversion.config["train"]["compile"] is False
     assert any(

@@ -56,9 +56,9 @@ def test_every_key_of_a_reader_is_known() -> None:
     ours = {*leaf_keys(), *(f"{key}.*" for key in leaf_keys())}
     for reader in readers():
         for kind in reader.kinds:
-            for row in reader.rows(kind):
-                if row.key not in ours:
-                    assert names_here(row.key.replace(".*", ".x")), row.key
+            for rule in reader.rules(kind):
+                if rule.key not in ours:
+                    assert names_here(rule.key.replace(".*", ".x")), rule.key
 
 
 WRITTEN: dict[str, tuple[dict[str, Any], str, list[str]]] = {

@@ -203,13 +203,13 @@ def test_reasons_come_from_the_closed_list(examples: dict[str, Conversion]) -> N
 
 def test_rows_write_keys_of_the_schema() -> None:
     known = {*leaf_keys(), *section_keys()}
-    for row in reader("roll").rows("rlvr"):
-        for key in row.how.ours:
-            assert key in known, (row.key, key)
+    for rule in reader("roll").rules("rlvr"):
+        for key in rule.converter.ours:
+            assert key in known, (rule.key, key)
 
 
 def test_rows_are_unique() -> None:
-    spellings = [name for row in reader("roll").rows("rlvr") for name in row.spellings]
+    spellings = [name for rule in reader("roll").rules("rlvr") for name in rule.spellings]
     assert [name for name, count in Counter(spellings).items() if count > 1] == []
 
 
@@ -267,7 +267,7 @@ def test_engine_arguments_pass_through() -> None:
 
 def test_no_engine_argument_takes_a_detour() -> None:
     """`validate` refuses an argument in engine_kwargs that has a key of ours: each needs a row."""
-    spellings = {name for row in reader("roll").rows("rlvr") for name in row.spellings}
+    spellings = {name for rule in reader("roll").rules("rlvr") for name in rule.spellings}
     assert {f"{_ENGINE}.{name}" for name in ENGINE_ARGUMENTS} <= spellings
 
 

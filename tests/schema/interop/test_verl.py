@@ -16,7 +16,7 @@ from schema.config.availability import UNAVAILABLE
 from schema.interop import convert, convert_text
 from schema.interop.engine.keys import lookup, split_key
 from schema.interop.engine.model import Conversion, Outcome
-from schema.interop.engine.rows import Leaf, Reading
+from schema.interop.engine.rules import ConversionContext, KeyPath
 from schema.interop.engine.source import Source
 from schema.interop.engine.unsupported import NO_COUNTERPART
 from schema.interop.engine.write import to_json, to_report, to_toml
@@ -105,12 +105,12 @@ def test_what_is_converted_lacks_only_parts_that_are_not_built(file: Path) -> No
 @pytest.mark.parametrize("kind", READER.kinds)
 def test_what_may_have_no_counterpart_has_a_reason(kind: str) -> None:
     """Rows that give up on values they do not know find their reason in the closed list."""
-    rows = READER.rows(kind)
-    reading = Reading("verl", "verl", kind, Source("empty", {}), rows)
-    for row in rows:
-        if row.how.run.__qualname__.startswith("lacking"):
-            leaf = Leaf(row.key.replace("*", "strange"), "strange", "strange")
-            assert row.how.run(reading, leaf).outcome is Outcome.NONE, row.key
+    rules = READER.rules(kind)
+    context = ConversionContext("verl", "verl", kind, Source("empty", {}), rules)
+    for rule in rules:
+        if rule.converter.run.__qualname__.startswith("lacking"):
+            leaf = KeyPath(rule.key.replace("*", "strange"), "strange", "strange")
+            assert rule.converter.run(context, leaf).outcome is Outcome.NONE, rule.key
 
 
 def test_every_reason_says_something() -> None:
@@ -120,7 +120,7 @@ def test_every_reason_says_something() -> None:
 
 def test_a_plain_grpo_file_validates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is refused: not a rule, not a column, not a part that is missing."""
-    rows = [
+    rules = [
         {
             "data_source": "openai/gsm8k",
             "prompt": [{"role": "user", "content": "2 + 2?"}],
@@ -129,7 +129,7 @@ def test_a_plain_grpo_file_validates(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ]
     (tmp_path / "data" / "gsm8k").mkdir(parents=True)
     for name in ("train", "test"):
-        pq.write_table(pa.Table.from_pylist(rows), tmp_path / "data" / "gsm8k" / f"{name}.parquet")
+        pq.write_table(pa.Table.from_pylist(rules), tmp_path / "data" / "gsm8k" / f"{name}.parquet")
     monkeypatch.chdir(tmp_path)
     config = check_config(example("grpo").config)
     assert config.groups_per_step == 4

@@ -85,9 +85,9 @@ def test_aliases_and_merges() -> None:
 
 
 def test_a_billion_laughs_are_counted_not_built() -> None:
-    rows = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
-    rows += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 10)]
-    assert "after aliases are expanded" in fault("\n".join(rows)).message
+    rules = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    rules += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 10)]
+    assert "after aliases are expanded" in fault("\n".join(rules)).message
 
 
 def test_an_alias_of_itself_is_refused() -> None:

@@ -7,13 +7,13 @@ from typing import Any
 
 from schema.config.sections.unsupported import TABLE
 from schema.interop.engine.model import Outcome
-from schema.interop.engine.rows import (
+from schema.interop.engine.rules import (
     BadValue,
-    How,
-    Leaf,
-    Reading,
+    ConversionContext,
+    Converter,
+    KeyPath,
     Result,
-    Row,
+    Rule,
     always,
     as_flag,
     as_integer,
@@ -21,7 +21,7 @@ from schema.interop.engine.rows import (
     computed,
     implicit,
     mapped,
-    nothing,
+    no_counterpart,
     shown,
     unless,
 )
@@ -53,30 +53,30 @@ def _reason(key: str) -> str:
     return found
 
 
-def _lost(key: str) -> How:
+def _lost(key: str) -> Converter:
     why = _reason(key)
-    return How(lambda reading, leaf: nothing(why), (), "no counterpart")
+    return Converter(lambda context, leaf: no_counterpart(why), (), "no counterpart")
 
 
-def _gone(key: str, *neutral: Any) -> Row:
+def _gone(key: str, *neutral: Any) -> Rule:
     """A key without counterpart that may ask for nothing."""
-    return Row(key, unless((*_OFF, *neutral), "asks for nothing", _lost(key)))
+    return Rule(key, unless((*_OFF, *neutral), "asks for nothing", _lost(key)))
 
 
-def _renamed(theirs: str, ours: str, *more: str) -> Row:
-    def run(reading: Reading, leaf: Leaf) -> Result:
-        if reading.values.get(ours) is not None:
-            same = plain(leaf.value) == reading.values[ours]
+def _renamed(theirs: str, ours: str, *more: str) -> Rule:
+    def run(context: ConversionContext, leaf: KeyPath) -> Result:
+        if context.values.get(ours) is not None:
+            same = plain(leaf.value) == context.values[ours]
             if not same:
-                reading.warn(f"`{leaf.key}` and `{ours}` say different things; `{ours}` is taken")
+                context.warn(f"`{leaf.key}` and `{ours}` say different things; `{ours}` is taken")
             return implicit(f"an older name of `{ours}`, which is written too")
         return mapped((ours, plain(leaf.value)), note="renamed")
 
-    return Row(theirs, How(run, (ours,), "renamed"), also=more)
+    return Rule(theirs, Converter(run, (ours,), "renamed"), also=more)
 
 
 @computed("redis.url", words="a port: the embedded server needs none; host:port or an address: that server")
-def _redis(reading: Reading, leaf: Leaf) -> Result:
+def _redis(context: ConversionContext, leaf: KeyPath) -> Result:
     value = leaf.value
     if value in ("", None):
         return implicit("the embedded server, as here by default")
@@ -92,7 +92,7 @@ def _redis(reading: Reading, leaf: Leaf) -> Result:
 
 
 @computed("placement.share", words="`colocated` → `time`, `colocated_separated` → `memory`")
-def _mode(reading: Reading, leaf: Leaf) -> Result:
+def _mode(context: ConversionContext, leaf: KeyPath) -> Result:
     if leaf.value == "disaggregated":
         return implicit("policy and rollout have their own devices, as here by default")
     shares = {"colocated": "time", "colocated_separated": "memory"}
@@ -102,26 +102,26 @@ def _mode(reading: Reading, leaf: Leaf) -> Result:
 
 
 @computed(f"{_POLICY}.outdated_rollout_fetch_batch_size", words="true → 0")
-def _no_outdated(reading: Reading, leaf: Leaf) -> Result:
+def _no_outdated(context: ConversionContext, leaf: KeyPath) -> Result:
     if not as_flag(leaf.value):
         return implicit("replicas may lease while their weights are outdated, as by default")
     return mapped((f"{_POLICY}.outdated_rollout_fetch_batch_size", 0))
 
 
 @computed("rollout.backend", words="`vllm_async` → `vllm`; others as they are")
-def _backend(reading: Reading, leaf: Leaf) -> Result:
+def _backend(context: ConversionContext, leaf: KeyPath) -> Result:
     if leaf.value == "vllm_async":
         return mapped(("rollout.backend", "vllm"), note="the engine always runs asynchronously")
     if leaf.value == "vla":
-        return nothing(_reason("rollout.backend=vla"))
+        return no_counterpart(_reason("rollout.backend=vla"))
     return mapped(("rollout.backend", plain(leaf.value)))
 
 
 @computed("rollout.max_concurrent_samples", words="requests · n_generation samples")
-def _concurrent(reading: Reading, leaf: Leaf) -> Result:
-    requests, group = as_integer(leaf.value), reading.integer("rollout.n_generation", 16) or 16
+def _concurrent(context: ConversionContext, leaf: KeyPath) -> Result:
+    requests, group = as_integer(leaf.value), context.integer("rollout.n_generation", 16) or 16
     is_async = (
-        reading.get("rollout.mode", "sync") == "async" or reading.get("rollout.backend", "") == "vllm_async"
+        context.get("rollout.mode", "sync") == "async" or context.get("rollout.backend", "") == "vllm_async"
     )
     if not is_async:
         return implicit("no effect in cosmos-rl's sync mode")
@@ -131,46 +131,50 @@ def _concurrent(reading: Reading, leaf: Leaf) -> Result:
 
 
 @computed("train.transfer_dtype", words="`None` and empty → unset")
-def _transfer(reading: Reading, leaf: Leaf) -> Result:
+def _transfer(context: ConversionContext, leaf: KeyPath) -> Result:
     if leaf.value in ("None", "none", ""):
         return implicit("unset: the weights travel in train.param_dtype")
     return mapped(("train.transfer_dtype", plain(leaf.value)))
 
 
 @computed("validation.dataset.split", words="renamed")
-def _test_split(reading: Reading, leaf: Leaf) -> Result:
-    if reading.values.get("validation.dataset.split") is not None:
+def _test_split(context: ConversionContext, leaf: KeyPath) -> Result:
+    if context.values.get("validation.dataset.split") is not None:
         return implicit("validation.dataset.split is written too")
     return mapped(("validation.dataset.split", plain(leaf.value)), note="the split to validate on")
 
 
 @computed(words="how π_old is found")
-def _own_log_probs(reading: Reading, leaf: Leaf) -> Result:
+def _own_log_probs(context: ConversionContext, leaf: KeyPath) -> Result:
     as_flag(leaf.value)
     return implicit("samples always carry the engine's log-probs, and they are π_old")
 
 
 @computed(f"{_POLICY}.loss_type", words="as it is")
-def _loss_type(reading: Reading, leaf: Leaf) -> Result:
+def _loss_type(context: ConversionContext, leaf: KeyPath) -> Result:
     if leaf.value == "token-sum":
-        return nothing(_reason(f"{_POLICY}.loss_type=token-sum"))
+        return no_counterpart(_reason(f"{_POLICY}.loss_type=token-sum"))
     return mapped((f"{_POLICY}.loss_type", plain(leaf.value)))
 
 
 @computed(words="distillation, if enabled")
-def _distillation(reading: Reading, leaf: Leaf) -> Result:
-    if reading.get("distillation.enable", None) in (None, False, "false", "False", ""):
+def _distillation(context: ConversionContext, leaf: KeyPath) -> Result:
+    if context.get("distillation.enable", None) in (None, False, "false", "False", ""):
         return implicit("distillation is off")
-    return nothing(_reason("distillation.*"))
+    return no_counterpart(_reason("distillation.*"))
 
 
 @computed(words="the datatype of log-probs")
-def _logprob_dtype(reading: Reading, leaf: Leaf) -> Result:
-    return implicit("always float32") if leaf.value == "float32" else nothing(_reason("train.logprob_dtype"))
+def _logprob_dtype(context: ConversionContext, leaf: KeyPath) -> Result:
+    return (
+        implicit("always float32")
+        if leaf.value == "float32"
+        else no_counterpart(_reason("train.logprob_dtype"))
+    )
 
 
 @computed(words="stays there: a file that was converted before")
-def _unsupported(reading: Reading, leaf: Leaf) -> Result:
+def _unsupported(context: ConversionContext, leaf: KeyPath) -> Result:
     note = "the source of this converted file asks for it, and nothing here does the same"
     return Result(Outcome.UNSUPPORTED, ((leaf.key, plain(leaf.value)),), note)
 
@@ -178,53 +182,53 @@ def _unsupported(reading: Reading, leaf: Leaf) -> Result:
 _TEMPERATURE, _SAMPLED = f"{_POLICY}.temperature", "rollout.sampling_config.temperature"
 
 
-def trained_temperature(reading: Reading) -> float:
+def trained_temperature(context: ConversionContext) -> float:
     """What cosmos-rl's trainer divides its logits by: nothing, at a temperature of 1e-6 and below."""
-    written = reading.number(_TEMPERATURE, 1.0)
+    written = context.number(_TEMPERATURE, 1.0)
     return 1.0 if written is None or written <= 1e-6 else written
 
 
-def sampled_temperature(reading: Reading) -> float:
+def sampled_temperature(context: ConversionContext) -> float:
     """The temperature of cosmos-rl's rollouts."""
-    written = reading.number(_SAMPLED, 1.0)
+    written = context.number(_SAMPLED, 1.0)
     return 1.0 if written is None else written
 
 
 @computed(_TEMPERATURE, words="as it is, where rollouts have the same; else left out, loudly")
-def _trained(reading: Reading, leaf: Leaf) -> Result:
+def _trained(context: ConversionContext, leaf: KeyPath) -> Result:
     as_number(leaf.value)
-    if trained_temperature(reading) == sampled_temperature(reading):
-        return mapped((_TEMPERATURE, sampled_temperature(reading)))
-    return nothing(_reason(_TEMPERATURE))
+    if trained_temperature(context) == sampled_temperature(context):
+        return mapped((_TEMPERATURE, sampled_temperature(context)))
+    return no_counterpart(_reason(_TEMPERATURE))
 
 
-def _no_clip(name: str, bound: float) -> Row:
+def _no_clip(name: str, bound: float) -> Rule:
     """A side of the clip; negative: that side is not clipped. bound: what no ratio can reach."""
     key = f"{_POLICY}.{name}"
 
-    def run(reading: Reading, leaf: Leaf) -> Result:
+    def run(context: ConversionContext, leaf: KeyPath) -> Result:
         if not isinstance(leaf.value, bool) and isinstance(leaf.value, int | float) and leaf.value < 0:
             return mapped((key, bound), note="negative: no clip on this side, where no ratio reaches")
         return mapped((key, plain(leaf.value)))
 
-    return Row(key, How(run, (key,), f"negative, no clip → {bound}"))
+    return Rule(key, Converter(run, (key,), f"negative, no clip → {bound}"))
 
 
-def data_ranks(reading: Reading) -> int | None:
+def data_ranks(context: ConversionContext) -> int | None:
     """Ranks of a replica with data of their own; None where the file leaves them to the launcher (-1)."""
     sizes = [
-        reading.integer(f"policy.parallelism.{name}", 1) or 1
+        context.integer(f"policy.parallelism.{name}", 1) or 1
         for name in ("dp_shard_size", "dp_replicate_size")
     ]
     return None if min(sizes) < 1 else sizes[0] * sizes[1]
 
 
 @computed(f"{_POLICY}.batch_size_per_optimize", words="times the data-parallel ranks of a replica")
-def _optimize(reading: Reading, leaf: Leaf) -> Result:
+def _optimize(context: ConversionContext, leaf: KeyPath) -> Result:
     key, samples = f"{_POLICY}.batch_size_per_optimize", as_integer(leaf.value)
-    ranks = data_ranks(reading)
+    ranks = data_ranks(context)
     if ranks is None:
-        reading.warn(
+        context.warn(
             f"{key} = {samples} counts the samples of one data-parallel rank in cosmos-rl, of all ranks here, and "
             "dp_shard_size = -1 leaves open how many there are: multiply it by their number"
         )
@@ -232,33 +236,35 @@ def _optimize(reading: Reading, leaf: Leaf) -> Result:
     return mapped((key, samples * ranks), note=f"{samples} samples × {ranks} data-parallel ranks")
 
 
-RENAMED_ROWS: tuple[Row, ...] = (
-    Row(f"{TABLE}.*", _unsupported),
-    Row(_TEMPERATURE, _trained),
+RENAMED_RULES: tuple[Rule, ...] = (
+    Rule(f"{TABLE}.*", _unsupported),
+    Rule(_TEMPERATURE, _trained),
     _no_clip("epsilon_low", math.nextafter(1.0, 0.0)),
     _no_clip("epsilon_high", 1e9),
-    Row(f"{_POLICY}.batch_size_per_optimize", _optimize),
-    Row("redis", _redis),
-    Row("mode", _mode),
+    Rule(f"{_POLICY}.batch_size_per_optimize", _optimize),
+    Rule("redis", _redis),
+    Rule("mode", _mode),
     _renamed("train.enable_validation", "validation.enable"),
     _renamed("train.validation_freq", "validation.freq", "train.validation_step"),
     _renamed("train.validation_batch_per_replica", "validation.batch_size"),
     _renamed("validation.val_before_train", "validation.before"),
     _renamed(f"{_POLICY}.dataset.train_split", f"{_POLICY}.dataset.split"),
     _renamed("validation.dataset.test_split", "validation.dataset.split"),
-    Row(f"{_POLICY}.dataset.test_split", _test_split),
-    Row(f"{_POLICY}.no_outdated_rollout", _no_outdated),
-    Row("rollout.backend", _backend),
-    Row("rollout.mode", always("rollouts are always asynchronous; the staleness bound makes them on-policy")),
-    Row("rollout.async_config.enable", always("rollouts are always asynchronous")),
-    Row("rollout.async_config.max_concurrent_requests", _concurrent),
-    Row("train.transfer_dtype", _transfer),
-    Row(f"{_POLICY}.loss_type", _loss_type),
-    Row(f"{_POLICY}.collect_rollout_logprobs", _own_log_probs),
-    Row(f"{_POLICY}.use_rollout_logprobs_for_loss", _own_log_probs),
-    Row("train.force_use_hf", always("models are always those of transformers")),
-    Row("train.logprob_dtype", _logprob_dtype),
-    Row("distillation.*", _distillation),
+    Rule(f"{_POLICY}.dataset.test_split", _test_split),
+    Rule(f"{_POLICY}.no_outdated_rollout", _no_outdated),
+    Rule("rollout.backend", _backend),
+    Rule(
+        "rollout.mode", always("rollouts are always asynchronous; the staleness bound makes them on-policy")
+    ),
+    Rule("rollout.async_config.enable", always("rollouts are always asynchronous")),
+    Rule("rollout.async_config.max_concurrent_requests", _concurrent),
+    Rule("train.transfer_dtype", _transfer),
+    Rule(f"{_POLICY}.loss_type", _loss_type),
+    Rule(f"{_POLICY}.collect_rollout_logprobs", _own_log_probs),
+    Rule(f"{_POLICY}.use_rollout_logprobs_for_loss", _own_log_probs),
+    Rule("train.force_use_hf", always("models are always those of transformers")),
+    Rule("train.logprob_dtype", _logprob_dtype),
+    Rule("distillation.*", _distillation),
     _gone("train.non_text"),
     _gone("train.ema_enable"),
     _gone("train.prefetch_payloads"),

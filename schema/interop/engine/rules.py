@@ -1,9 +1,9 @@
-"""The declarative part of a reader: one `Row` per key of the other system, and the engine that applies them.
+"""The declarative part of a reader: one `Rule` per key of the other system, and the engine that applies them.
 
-    Row(key, how, default) ──for each leaf of the file──▶ Entry
-                           ──where the file is silent───▶ Addition, if their default differs from ours
+    Rule(key, converter, default) ──for each leaf of the file──▶ Entry
+                                  ──where the file is silent───▶ Addition, if their default differs from ours
 
-A `How` says which of our keys a value goes to and how it changes; simple ones are made by the functions
+A `Converter` says which of our keys a value goes to and how it changes; simple ones are made by the functions
 below, computed ones by the decorator `computed`. Tables are data: the engine, the defaults, the suggestions for
 unknown keys and the tables of `docs/migrate.md` all come from them.
 
@@ -42,8 +42,8 @@ class BadValue(ValueError):
 
 
 @dataclass(frozen=True)
-class Leaf:
-    """One leaf key as a `How` sees it. rest: what a wildcard row matched, dotted. line: from 1."""
+class KeyPath:
+    """One leaf key as a `Converter` sees it. rest: what a wildcard row matched, dotted. line: from 1."""
 
     key: str
     value: Any
@@ -53,7 +53,7 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Result:
-    """What a `How` decides; see `Entry`."""
+    """What a `Converter` decides; see `Entry`."""
 
     outcome: Outcome
     targets: tuple[Target, ...] = ()
@@ -70,7 +70,7 @@ def implicit(note: str) -> Result:
     return Result(Outcome.IMPLICIT, (), note)
 
 
-def nothing(reason: str) -> Result:
+def no_counterpart(reason: str) -> Result:
     """There is no counterpart. Only with a reason from `schema.interop.engine.unsupported`."""
     return Result(Outcome.NONE, (), reason)
 
@@ -86,16 +86,16 @@ def unknown(note: str) -> Result:
 
 
 @dataclass(frozen=True)
-class How:
+class Converter:
     """What happens to a value. ours: keys that it may write. words: how the value changes, for the docs."""
 
-    run: Callable[[Reading, Leaf], Result]
+    run: Callable[[ConversionContext, KeyPath], Result]
     ours: tuple[str, ...] = ()
     words: str = ""
 
 
 @dataclass(frozen=True)
-class Row:
+class Rule:
     """One key of the other system.
 
     key: dotted; `a.b.*` stands for everything below a.b. how: what happens to its value. default: their
@@ -106,10 +106,10 @@ class Row:
     """
 
     key: str
-    how: How
+    converter: Converter
     default: Any = ABSENT
     also: tuple[str, ...] = ()
-    when: Callable[[Reading], str] | None = None
+    when: Callable[[ConversionContext], str] | None = None
     words: str = ""
     wins: tuple[str, ...] = ()
 
@@ -119,16 +119,16 @@ class Row:
         return (*self.wins, self.key, *(name for name in self.also if name not in self.wins))
 
 
-class Reading:
+class ConversionContext:
     """The values of one file, as the functions of a reader ask for them.
 
     Every question names a key of the other system by its row's main spelling; where the file is silent (or,
     with `or_null`, says null) the row's default answers.
     """
 
-    def __init__(self, system: str, title: str, kind: str, source: Source, rows: Sequence[Row]) -> None:
-        self.system, self.title, self.kind, self.source, self.rows = system, title, kind, source, rows
-        self.by_key = {spelling: row for row in rows for spelling in row.spellings}
+    def __init__(self, system: str, title: str, kind: str, source: Source, rules: Sequence[Rule]) -> None:
+        self.system, self.title, self.kind, self.source, self.rules = system, title, kind, source, rules
+        self.by_key = {spelling: rule for rule in rules for spelling in rule.spellings}
         self.values: dict[str, Any] = {}
         self.additions: list[Addition] = []
         self.warnings: list[str] = []
@@ -145,8 +145,8 @@ class Reading:
             return value
         if default is not ABSENT:
             return default
-        row = self.by_key.get(key)
-        return None if row is None or row.default is ABSENT else row.default
+        rule = self.by_key.get(key)
+        return None if rule is None or rule.default is ABSENT else rule.default
 
     def below(self, prefix: str) -> dict[str, Any]:
         """The leaves of the file below a table: rest of the key -> value."""
@@ -180,14 +180,14 @@ class Reading:
             self.warnings.append(text)
 
     def _written(self, key: str) -> Any:
-        row = self.by_key.get(key)
-        spellings = (key,) if row is None else row.spellings
+        rule = self.by_key.get(key)
+        spellings = (key,) if rule is None else rule.spellings
         found = [self.values[name] for name in spellings if name in self.values]
         return next((value for value in found if value is not None), found[0] if found else ABSENT)
 
     def _typed(self, key: str, read: Callable[[Any], _T], default: _T | None) -> _T | None:
-        row = self.by_key.get(key)
-        own = default if row is None or row.default is ABSENT else row.default
+        rule = self.by_key.get(key)
+        own = default if rule is None or rule.default is ABSENT else rule.default
         value = self._written(key)
         if value is ABSENT or value is None:
             value = own
@@ -272,62 +272,62 @@ def shown(value: Any) -> str:
 # --- hows ---------------------------------------------------------------------------------------------------
 
 
-def computed(*ours: str, words: str) -> Callable[[Callable[[Reading, Leaf], Result]], How]:
-    """Make a `How` of a function; `words` say for the docs how the value changes."""
-    return lambda function: How(function, ours, words)
+def computed(*ours: str, words: str) -> Callable[[Callable[[ConversionContext, KeyPath], Result]], Converter]:
+    """Make a `Converter` of a function; `words` say for the docs how the value changes."""
+    return lambda function: Converter(function, ours, words)
 
 
-def _converted(ours: str, read: Callable[[Any], Any], words: str, null: str) -> How:
-    def run(reading: Reading, leaf: Leaf) -> Result:
+def _converted(ours: str, read: Callable[[Any], Any], words: str, null: str) -> Converter:
+    def run(context: ConversionContext, leaf: KeyPath) -> Result:
         if leaf.value is None:
             return implicit(null)
         return mapped((ours, read(leaf.value)))
 
-    return How(run, (ours,), words)
+    return Converter(run, (ours,), words)
 
 
-def number(ours: str, words: str = "") -> How:
+def number(ours: str, words: str = "") -> Converter:
     """The number as it is."""
     return _converted(ours, as_number, words, "null: the default")
 
 
-def integer(ours: str, words: str = "") -> How:
+def integer(ours: str, words: str = "") -> Converter:
     """The whole number as it is."""
     return _converted(ours, as_integer, words, "null: the default")
 
 
-def flag(ours: str, words: str = "") -> How:
+def flag(ours: str, words: str = "") -> Converter:
     """True or false as it is."""
     return _converted(ours, as_flag, words, "null: the default")
 
 
-def text(ours: str, words: str = "") -> How:
+def text(ours: str, words: str = "") -> Converter:
     """The text as it is."""
     return _converted(ours, as_text, words, "null: the default")
 
 
-def texts(ours: str, words: str = "a single value becomes a list of one") -> How:
+def texts(ours: str, words: str = "a single value becomes a list of one") -> Converter:
     """A list of texts."""
     return _converted(ours, as_texts, words, "null: none")
 
 
-def path(ours: str, words: str = "") -> How:
+def path(ours: str, words: str = "") -> Converter:
     """A path or a name on the hub; `~` is written out, and the note says so."""
 
-    def run(reading: Reading, leaf: Leaf) -> Result:
+    def run(context: ConversionContext, leaf: KeyPath) -> Result:
         if leaf.value is None:
             return implicit("null: the default")
         value = as_path(leaf.value)
         note = "`~` is written out, which only a shell would expand" if value != leaf.value else ""
         return mapped((ours, value), note=note)
 
-    return How(run, (ours,), words or "`~` is written out")
+    return Converter(run, (ours,), words or "`~` is written out")
 
 
-def choice(ours: str, table: Mapping[Any, Any], words: str = "", note: str = "") -> How:
+def choice(ours: str, table: Mapping[Any, Any], words: str = "", note: str = "") -> Converter:
     """One of a closed set of names, in our spelling."""
 
-    def run(reading: Reading, leaf: Leaf) -> Result:
+    def run(context: ConversionContext, leaf: KeyPath) -> Result:
         value = leaf.value
         if isinstance(value, list | dict) or value not in table:
             known = ", ".join(str(name) for name in table)
@@ -337,22 +337,22 @@ def choice(ours: str, table: Mapping[Any, Any], words: str = "", note: str = "")
     changes = ", ".join(
         f"`{theirs}` → `{our}`" for theirs, our in table.items() if theirs != our and our is not None
     )
-    return How(run, (ours,), words or changes)
+    return Converter(run, (ours,), words or changes)
 
 
-def always(reason: str) -> How:
+def always(reason: str) -> Converter:
     """Whatever the value is, it needs nothing here."""
-    return How(lambda reading, leaf: implicit(reason), (), reason)
+    return Converter(lambda context, leaf: implicit(reason), (), reason)
 
 
-def unless(neutral: Sequence[Any], reason: str, how: How) -> How:
+def unless(neutral: Sequence[Any], reason: str, converter: Converter) -> Converter:
     """`implicit` for values that ask for nothing, else `how`."""
 
-    def run(reading: Reading, leaf: Leaf) -> Result:
+    def run(context: ConversionContext, leaf: KeyPath) -> Result:
         same = any(leaf.value == value and type(leaf.value) is type(value) for value in neutral)
-        return implicit(reason) if same else how.run(reading, leaf)
+        return implicit(reason) if same else converter.run(context, leaf)
 
-    return How(run, how.ours, how.words or reason)
+    return Converter(run, converter.ours, converter.words or reason)
 
 
 @dataclass(frozen=True)
@@ -361,9 +361,9 @@ class Reader:
 
     system: its name on the command line. title: its name in sentences. kinds: kind -> what the file is.
     detect: the kind of a source, or None where it is not of this system. signs: keys that `detect` looks for,
-    for the error message. rows: the table of one kind. finish: what follows from the system as such, after
-    all rows; it calls `Reading.add` and `Reading.warn`. artefacts: keys that are no keys of the system
-    but stand in published pages, with what is meant (key -> real key or reason).
+    for the error message. rules: the table of one kind. finish: what follows from the system as such, after
+    all rules; it calls `ConversionContext.add` and `warn`. artefacts: keys that do not belong to the system but
+    stand in published pages, with what is meant (key -> real key or reason).
     """
 
     system: str
@@ -371,16 +371,18 @@ class Reader:
     kinds: Mapping[str, str]
     detect: Callable[[Source], str | None]
     signs: tuple[str, ...]
-    rows: Callable[[str], Sequence[Row]]
-    finish: Callable[[Reading], None] = lambda reading: None
+    rules: Callable[[str], Sequence[Rule]]
+    finish: Callable[[ConversionContext], None] = lambda context: None
     artefacts: Callable[[str, Any], Result | None] = lambda key, value: None
     interpolates: bool = True
     prose: tuple[str, ...] = field(default_factory=tuple)
 
 
-def defaults_of(rows: Sequence[Row]) -> dict[str, Any]:
+def defaults_of(rules: Sequence[Rule]) -> dict[str, Any]:
     """Their defaults by key, for references to keys that the file leaves out."""
-    return {spelling: row.default for row in rows if row.default is not ABSENT for spelling in row.spellings}
+    return {
+        spelling: rule.default for rule in rules if rule.default is not ABSENT for spelling in rule.spellings
+    }
 
 
 def leaf_key(path: tuple[str, ...]) -> str:
