@@ -5,7 +5,7 @@
 
 Each input begins as a valid one; its JSON header, its length or its bytes are changed (truncated, absurd lengths and
 ranges, duplicate keys, NaN and 1e400, booleans for integers, nesting without end, types and shapes that do not fit,
-text that is no UTF-8, entries by the thousand) and every reader gets it. A reader answers, or refuses with its own
+text that is not UTF-8, entries by the thousand) and every reader gets it. A reader answers, or refuses with its own
 error; never with another one, and never by taking memory for what is not there. Exit code 1 with the input otherwise.
 """
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from controller.server import Settings
+from launcher.plan import redis_server
 from launcher.plan.redis_server import RedisUnusableError, check, named
 from schema.config import RedisConfig
 from tests.controller.conftest import PATIENT
@@ -15,6 +16,12 @@ from tests.controller.drivers import Rollout, Trainer, train_step
 from tests.security.conftest import PASSWORD, GuardedRedis
 from tests.support.certificates import Certificates
 from tests.support.controller import TOKENS, make_config, make_run_dir, running_controller
+
+
+@pytest.fixture(autouse=True)
+def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that answers wrongly is not asked again for the five seconds that a starting one gets."""
+    monkeypatch.setattr(redis_server, "CONNECT_TIMEOUT", 1.0)
 
 
 @pytest.mark.slow
@@ -57,7 +64,7 @@ def test_what_is_missing_is_named_before_the_start(
     assert says in caught.value.message
     assert advises in caught.value.hint
     assert PASSWORD not in caught.value.message
-    assert str(guarded_redis.port) in caught.value.message, "which server, is told"
+    assert str(guarded_redis.port) in caught.value.message, "the message names the server"
 
 
 def test_with_everything_right_nothing_is_said(guarded_redis: GuardedRedis) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from pydantic import ValidationError
 from starlette.routing import BaseRoute
@@ -40,10 +41,15 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedControlle
         yield controller
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def http(served: ServedController) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=served.url, trust_env=False, timeout=PATIENCE) as client:
         yield client
+
+
+@pytest.fixture(scope="module")
+def app(served: ServedController) -> FastAPI:
+    return build(served.controller)
 
 
 def bearer(role: str) -> dict[str, str]:
@@ -65,9 +71,9 @@ def routes_of(routes: list[BaseRoute]) -> Iterator[APIRoute]:
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_documents_and_converters_name_routes_that_exist(served: ServedController) -> None:
+def test_the_documents_and_converters_name_routes_that_exist(app: FastAPI) -> None:
     """Every `GET /v1/…` of docs/ and of the texts of schema/interop is a route, `{job}` and the like aside."""
-    paths = build(served.controller).openapi()["paths"]
+    paths = app.openapi()["paths"]
     texts = [*ROOT.glob("docs/*.md"), *ROOT.glob("schema/interop/**/*.py")]
     called = [
         (file.name, method, path)
@@ -94,10 +100,9 @@ def _choices(operation: dict[str, Any]) -> Iterator[list[str]]:
             yield parameter["schema"]["enum"]
 
 
-def test_every_route_is_in_the_table_of_roles(served: ServedController) -> None:
+def test_every_route_is_in_the_table_of_roles(app: FastAPI) -> None:
     """A route that nobody listed in `RULES` (or that is open to all on purpose) fails here, by name."""
-    document = build(served.controller).openapi()
-    there = {(method.upper(), path) for path, item in document["paths"].items() for method in item}
+    there = {(method.upper(), path) for path, item in app.openapi()["paths"].items() for method in item}
     assert len(there) >= 32
 
     def listed(method: str, template: str) -> bool:
@@ -110,8 +115,7 @@ def test_every_route_is_in_the_table_of_roles(served: ServedController) -> None:
     assert unlisted == [], "say in tests/controller/test_auth.py which roles may call these"
 
 
-def test_no_route_hides_from_the_document(served: ServedController) -> None:
-    app = build(served.controller)
+def test_no_route_hides_from_the_document(app: FastAPI) -> None:
     documented = set(app.openapi()["paths"])
     hidden = {route.path_format for route in routes_of(app.routes)} - documented
     assert hidden == set()
@@ -206,27 +210,24 @@ def test_a_head_without_end_is_cut_off(tmp_path: Path) -> None:
             assert client._http.get(process.url + "/healthz").status_code == 200
 
 
-def test_a_head_in_many_pieces_and_a_long_body_are_fine(tmp_path: Path) -> None:
+def test_a_head_in_many_pieces_and_a_long_body_are_fine(served: ServedController) -> None:
     """Only what comes before a request counts: not its body, not the requests before it."""
-    run_dir = make_run_dir(tmp_path / "run", make_config())
-    with running_valkey() as valkey, running_controller(run_dir, valkey.url) as process:
-        port = int(process.address()["url"].rpartition(":")[2])
-        token = TOKENS["user"]
-        body = b'{"train": {"x": "' + b"a" * (4 * MOST_BEFORE_A_REQUEST) + b'"}}'
-        head = (
-            f"POST /v1/config/validate HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {token}\r\n"
-            f"content-length: {len(body)}\r\n\r\n"
-        ).encode()
-        with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as connection:
-            for _ in range(3):
-                for i in range(0, len(head), 7):
-                    connection.sendall(head[i : i + 7])
-                connection.sendall(body)
-                answer = b""
-                while b'"valid":false' not in answer:
-                    received = connection.recv(65536)
-                    assert received, answer
-                    answer += received
+    port = int(served.url.rpartition(":")[2])
+    body = b'{"train": {"x": "' + b"a" * (4 * MOST_BEFORE_A_REQUEST) + b'"}}'
+    head = (
+        f"POST /v1/config/validate HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {TOKENS['user']}\r\n"
+        f"content-length: {len(body)}\r\n\r\n"
+    ).encode()
+    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as connection:
+        for _ in range(3):
+            for i in range(0, len(head), 7):
+                connection.sendall(head[i : i + 7])
+            connection.sendall(body)
+            answer = b""
+            while b'"valid":false' not in answer:
+                received = connection.recv(65536)
+                assert received, answer
+                answer += received
 
 
 # ---- bodies of absurd shape -----------------------------------------------------------------------------------
@@ -234,18 +235,21 @@ def test_a_head_in_many_pieces_and_a_long_body_are_fine(tmp_path: Path) -> None:
 DEEP = 50_000
 
 
-@pytest.mark.parametrize("opening", [b"[", b'{"a":', b'{"train":{"a":'])
-def test_deep_nesting_is_422(http: httpx.Client, opening: bytes) -> None:
-    for path, role in (
+def test_deep_nesting_is_422(http: httpx.Client) -> None:
+    """Every route with the deepest body, every depth and opening with one route: one parser reads them all."""
+    openings, depths = (b"[", b'{"a":', b'{"train":{"a":'), (150, 300, 990, DEEP)
+    routes = [
         ("/v1/config/validate", "user"), ("/v1/replicas", "rollout"), ("/v1/leases", "rollout"),
         ("/v1/steps/0/commit", "policy"), ("/v1/publications", "policy"), ("/v1/checkpoints", "policy"),
-    ):  # fmt: skip
-        for depth in (150, 300, 990, DEEP):
-            closing = (b"]" if opening == b"[" else b"}" * opening.count(b"{")) * depth
-            for body in (opening * depth, opening * depth + b"1" + closing):
-                answer = http.post(path, content=body, headers=bearer(role))
-                assert answer.status_code in (422, 200), (path, depth, answer.text[:200])
-                assert answer.status_code == 422 or answer.json()["valid"] is False
+    ]  # fmt: skip
+    tried = [(*routes[0], depth, opening) for depth in depths for opening in openings]
+    tried += [(*route, DEEP, openings[index % 3]) for index, route in enumerate(routes[1:])]
+    for path, role, depth, opening in tried:
+        closing = (b"]" if opening == b"[" else b"}" * opening.count(b"{")) * depth
+        for body in (opening * depth, opening * depth + b"1" + closing):
+            answer = http.post(path, content=body, headers=bearer(role))
+            assert answer.status_code in (422, 200), (path, depth, answer.text[:200])
+            assert answer.status_code == 422 or answer.json()["valid"] is False
 
 
 @pytest.mark.parametrize(
