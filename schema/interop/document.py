@@ -1,4 +1,4 @@
-"""The tables of `docs/migrate.md`, made from the readers' rows: `python -m schema.interop.document` writes them.
+"""The tables of `docs/migrate.md`, made from the readers' rules: `python -m schema.interop.document` writes them.
 
 The prose of the page is written by hand. Between a pair of markers stands what this module makes:
 
@@ -24,7 +24,6 @@ from schema.interop.engine.engine import yaml_value
 from schema.interop.engine.fallback import SPEED_ONLY
 from schema.interop.engine.registry import reader
 from schema.interop.engine.rules import ABSENT, Rule
-from schema.interop.engine.unsupported import METHOD, NO_COUNTERPART, reason_for
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "migrate.md"
 
@@ -67,8 +66,8 @@ def _block(what: str, arguments: Sequence[str]) -> str:
 def _keys(system: str, kind: str) -> Iterator[str]:
     groups: dict[str, list[Rule]] = {}
     rules = reader(system).rules(kind)
-    told = telling(rules)
-    for rule in told:
+    listed = telling(rules)
+    for rule in listed:
         groups.setdefault(_group(rule.key), []).append(rule)
     for group, members in groups.items():
         if group:
@@ -77,13 +76,13 @@ def _keys(system: str, kind: str) -> Iterator[str]:
         yield "|---|---|---|---|"
         for rule in members:
             yield _line(rule, group)
-    if len(told) < len(rules):
-        yield f"\n{len(rules) - len(told)} further keys have the same name and meaning here."
+    if len(listed) < len(rules):
+        yield f"\n{len(rules) - len(listed)} further keys have the same name and meaning here."
     yield ""
 
 
 def telling(rules: Sequence[Rule]) -> list[Rule]:
-    """The rows that say something: not those whose key is ours, unchanged."""
+    """The rules that say something: not those whose key is ours, unchanged."""
     return [
         rule
         for rule in rules
@@ -114,7 +113,7 @@ def _short(key: str, group: str) -> str:
 def _method(system: str) -> Iterator[str]:
     yield "\n| their key | asks for nothing | why it is not the same method |"
     yield "|---|---|---|"
-    for key, neutral in METHOD[system].items():
+    for key, neutral in reader(system).unsupported.method.items():
         values = ", ".join(f"`{yaml_value(value)}`" for value in neutral)
         yield f"| `{key}` | {values} | {_cell(_reason(system, key))} |"
     yield ""
@@ -122,18 +121,18 @@ def _method(system: str) -> Iterator[str]:
 
 def _reason(system: str, key: str) -> str:
     """The reason of a key, or of its first value that has one."""
-    whole = reason_for(system, key)
-    if whole is not None:
-        return whole
+    listed = reader(system).unsupported
     values = (f"{key}=", f"sft:{key}=")
-    return next(reason for name, reason in NO_COUNTERPART[system].items() if name.startswith(values))
+    of_values = (reason for name, reason in listed.reasons.items() if name.startswith(values))
+    return listed.reason(key) or next(of_values)
 
 
 def _none(system: str) -> Iterator[str]:
     yield "\n| their key | why it has no counterpart |"
     yield "|---|---|"
-    for key, reason in NO_COUNTERPART[system].items():
-        if key.partition("=")[0].removeprefix("sft:") not in METHOD[system]:
+    listed = reader(system).unsupported
+    for key, reason in listed.reasons.items():
+        if key.partition("=")[0].removeprefix("sft:") not in listed.method:
             yield f"| `{key}` | {_cell(reason)} |"
     yield ""
 

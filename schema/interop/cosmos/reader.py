@@ -15,17 +15,10 @@ from schema.config.loading.explain import annotation_of
 from schema.config.reference.deviations import DEVIATIONS
 from schema.config.sections.train_policy import GrpoConfig, SFTDataConfig
 from schema.interop.cosmos.rules import RENAMED_RULES, plain, sampled_temperature, trained_temperature
-from schema.interop.engine.rules import (
-    WARMUP_NOTE,
-    ConversionContext,
-    Converter,
-    KeyPath,
-    Reader,
-    Result,
-    Rule,
-    always,
-    mapped,
-)
+from schema.interop.cosmos.unsupported import COSMOS
+from schema.interop.engine import to
+from schema.interop.engine.model import Result, mapped
+from schema.interop.engine.rules import WARMUP_NOTE, ConversionContext, Converter, KeyPath, Reader, Rule
 from schema.interop.engine.source import Source
 
 _POLICY = "train.train_policy"
@@ -83,7 +76,7 @@ def _rules(kind: str) -> Sequence[Rule]:
             continue
         idle = kind == "sft" and (path[0] == "rollout" or key == "train.sync_weight_interval")
         for name in (key, f"{key}.*") if _is_table(annotation_of(path)) else (key,):
-            converter = always("supervised training generates nothing") if idle else _pass(key, name)
+            converter = to.always("supervised training generates nothing") if idle else _pass(key, name)
             rules.append(Rule(name, converter))
     return (*rules, *(rule for rule in RENAMED_RULES if kind == "grpo" or not _is_grpo_only(rule)))
 
@@ -125,7 +118,7 @@ def _add_batch(context: ConversionContext) -> None:
         return
     whole = DEVIATIONS[key].ours if DEVIATIONS[key].ours * replicas % group == 0 else group
     context.add(
-        key, whole, f"cosmos-rl's default of {theirs} samples is no whole number of groups of {group}"
+        key, whole, f"cosmos-rl's default of {theirs} samples is not a whole number of groups of {group}"
     )
 
 
@@ -137,7 +130,7 @@ PROSE = (
     "Three keys mean something else there. `train_policy.temperature` divides the trainer's logits alone, and "
     "`rollout.sampling_config.temperature` samples; here one temperature does both, and where they differ the one "
     "that samples is taken. `batch_size_per_optimize` counts the samples of one data-parallel rank; here those of "
-    "all ranks. A negative `epsilon_low` or `epsilon_high` is no clip on that side; here it becomes a bound that no "
+    "all ranks. A negative `epsilon_low` or `epsilon_high` means no clip there; here it becomes a bound that no "
     "ratio reaches.",
     "A silent file means cosmos-rl's defaults: 8 samples in `train.train_batch_per_replica` where they are whole "
     "groups (else the nearest that are), and no validation of the initial weights. `transfer_dtype` stays unset "
@@ -149,6 +142,7 @@ READER = Reader(
     system="cosmos-rl",
     title="cosmos-rl",
     kinds={"grpo": "reinforcement learning", "sft": "supervised fine-tuning"},
+    unsupported=COSMOS,
     detect=_detect,
     signs=("train.train_policy", "policy.model_name_or_path", *_SECTIONS),
     rules=_rules,

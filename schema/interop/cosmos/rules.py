@@ -6,26 +6,11 @@ import math
 from typing import Any
 
 from schema.config.sections.unsupported import TABLE
-from schema.interop.engine.model import Outcome
-from schema.interop.engine.rules import (
-    BadValue,
-    ConversionContext,
-    Converter,
-    KeyPath,
-    Result,
-    Rule,
-    always,
-    as_flag,
-    as_integer,
-    as_number,
-    computed,
-    implicit,
-    mapped,
-    no_counterpart,
-    shown,
-    unless,
-)
-from schema.interop.engine.unsupported import reason_for
+from schema.interop.cosmos.unsupported import COSMOS
+from schema.interop.engine import to, values
+from schema.interop.engine.model import Outcome, Result, implicit, mapped, no_counterpart
+from schema.interop.engine.rules import ConversionContext, Converter, KeyPath, Rule, computed
+from schema.interop.engine.values import BadValue, shown
 
 _POLICY = "train.train_policy"
 _OFF = (None, False)
@@ -46,11 +31,7 @@ def plain(value: Any) -> Any:
     raise BadValue(f"a {type(value).__name__} cannot be a value of a configuration: write it as a string")
 
 
-def _reason(key: str) -> str:
-    found = reason_for("cosmos-rl", key)
-    if found is None:
-        raise LookupError(f"{key} is not in the closed list")
-    return found
+_reason = COSMOS.known_reason
 
 
 def _lost(key: str) -> Converter:
@@ -60,7 +41,7 @@ def _lost(key: str) -> Converter:
 
 def _gone(key: str, *neutral: Any) -> Rule:
     """A key without counterpart that may ask for nothing."""
-    return Rule(key, unless((*_OFF, *neutral), "asks for nothing", _lost(key)))
+    return Rule(key, to.unless((*_OFF, *neutral), "asks for nothing", _lost(key)))
 
 
 def _renamed(theirs: str, ours: str, *more: str) -> Rule:
@@ -103,7 +84,7 @@ def _mode(context: ConversionContext, leaf: KeyPath) -> Result:
 
 @computed(f"{_POLICY}.outdated_rollout_fetch_batch_size", words="true → 0")
 def _no_outdated(context: ConversionContext, leaf: KeyPath) -> Result:
-    if not as_flag(leaf.value):
+    if not values.flag(leaf.value):
         return implicit("replicas may lease while their weights are outdated, as by default")
     return mapped((f"{_POLICY}.outdated_rollout_fetch_batch_size", 0))
 
@@ -119,7 +100,7 @@ def _backend(context: ConversionContext, leaf: KeyPath) -> Result:
 
 @computed("rollout.max_concurrent_samples", words="requests · n_generation samples")
 def _concurrent(context: ConversionContext, leaf: KeyPath) -> Result:
-    requests, group = as_integer(leaf.value), context.integer("rollout.n_generation", 16) or 16
+    requests, group = values.integer(leaf.value), context.integer("rollout.n_generation", 16) or 16
     is_async = (
         context.get("rollout.mode", "sync") == "async" or context.get("rollout.backend", "") == "vllm_async"
     )
@@ -146,7 +127,7 @@ def _test_split(context: ConversionContext, leaf: KeyPath) -> Result:
 
 @computed(words="how π_old is found")
 def _own_log_probs(context: ConversionContext, leaf: KeyPath) -> Result:
-    as_flag(leaf.value)
+    values.flag(leaf.value)
     return implicit("samples always carry the engine's log-probs, and they are π_old")
 
 
@@ -196,7 +177,7 @@ def sampled_temperature(context: ConversionContext) -> float:
 
 @computed(_TEMPERATURE, words="as it is, where rollouts have the same; else left out, loudly")
 def _trained(context: ConversionContext, leaf: KeyPath) -> Result:
-    as_number(leaf.value)
+    values.number(leaf.value)
     if trained_temperature(context) == sampled_temperature(context):
         return mapped((_TEMPERATURE, sampled_temperature(context)))
     return no_counterpart(_reason(_TEMPERATURE))
@@ -225,7 +206,7 @@ def data_ranks(context: ConversionContext) -> int | None:
 
 @computed(f"{_POLICY}.batch_size_per_optimize", words="times the data-parallel ranks of a replica")
 def _optimize(context: ConversionContext, leaf: KeyPath) -> Result:
-    key, samples = f"{_POLICY}.batch_size_per_optimize", as_integer(leaf.value)
+    key, samples = f"{_POLICY}.batch_size_per_optimize", values.integer(leaf.value)
     ranks = data_ranks(context)
     if ranks is None:
         context.warn(
@@ -254,15 +235,16 @@ RENAMED_RULES: tuple[Rule, ...] = (
     Rule(f"{_POLICY}.no_outdated_rollout", _no_outdated),
     Rule("rollout.backend", _backend),
     Rule(
-        "rollout.mode", always("rollouts are always asynchronous; the staleness bound makes them on-policy")
+        "rollout.mode",
+        to.always("rollouts are always asynchronous; the staleness bound makes them on-policy"),
     ),
-    Rule("rollout.async_config.enable", always("rollouts are always asynchronous")),
+    Rule("rollout.async_config.enable", to.always("rollouts are always asynchronous")),
     Rule("rollout.async_config.max_concurrent_requests", _concurrent),
     Rule("train.transfer_dtype", _transfer),
     Rule(f"{_POLICY}.loss_type", _loss_type),
     Rule(f"{_POLICY}.collect_rollout_logprobs", _own_log_probs),
     Rule(f"{_POLICY}.use_rollout_logprobs_for_loss", _own_log_probs),
-    Rule("train.force_use_hf", always("models are always those of transformers")),
+    Rule("train.force_use_hf", to.always("models are always those of transformers")),
     Rule("train.logprob_dtype", _logprob_dtype),
     Rule("distillation.*", _distillation),
     _gone("train.non_text"),

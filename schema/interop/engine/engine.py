@@ -1,4 +1,4 @@
-"""From a file to a `Conversion`: detect, resolve, apply the rows, add their defaults, fall back.
+"""From a file to a `Conversion`: detect, resolve, apply the rules, add their defaults, fall back.
 
     text ─▶ Source ─detect─▶ Reader ─interpolate─▶ leaves ─rows─▶ entries ─┐
                                         rows whose key is absent ─▶ additions ─┴▶ config ─fallback─▶ Conversion
@@ -26,23 +26,21 @@ from schema.interop.engine.composed import not_read
 from schema.interop.engine.fallback import nearest
 from schema.interop.engine.interpolation import resolve
 from schema.interop.engine.keys import dotted, leaves, lookup, split_key, store, unsupported_key
-from schema.interop.engine.model import Addition, Conversion, Entry, Outcome, Target
-from schema.interop.engine.rules import (
-    ABSENT,
-    BadValue,
-    ConversionContext,
-    KeyPath,
-    Reader,
+from schema.interop.engine.model import (
+    Addition,
+    Conversion,
+    Entry,
+    Outcome,
     Result,
-    Rule,
-    defaults_of,
+    Target,
     implicit,
     no_counterpart,
-    shown,
     unknown,
 )
+from schema.interop.engine.rules import ABSENT, ConversionContext, KeyPath, Reader, Rule, defaults_of
 from schema.interop.engine.source import Source
-from schema.interop.engine.unsupported import METHOD_KEYS, decides_method, reason_for
+from schema.interop.engine.unsupported import METHOD_KEYS
+from schema.interop.engine.values import BadValue, shown
 
 _SECRET = re.compile(r"(api_key|apikey|token|password|secret|access_key)$", re.IGNORECASE)
 
@@ -59,7 +57,7 @@ def convert_source(source: Source, reader: Reader, kind: str, env: Mapping[str, 
         hint = f"{left_out}; {remedy}" if left_out else ""
         data = resolve(source.data, source.lines, source.name, env, defaults_of(rules), hint)
         source = source.with_data(data)
-    context = ConversionContext(reader.system, reader.title, kind, source, rules)
+    context = ConversionContext(reader, kind, source, rules)
     found = [(path, dotted(path), value) for path, value in leaves(source.data)]
     context.values = {key: value for _, key, value in found}
     entries = [
@@ -98,13 +96,13 @@ def _entry(context: ConversionContext, reader: Reader, leaf: KeyPath) -> Entry:
 def _with_method(context: ConversionContext, leaf: KeyPath, result: Result) -> Result:
     """A result that would change what is trained goes into `[unsupported]`; every other one stays as it is.
 
-    That is a key of METHOD without counterpart, and a value that is not understood of a key that maps to one of
+    That is a key without counterpart, and a value that is not understood of a key that maps to one of
     METHOD_KEYS: our default would train by another method.
     """
     rule, _ = _rule_of(context, leaf.key)
     if result.outcome is Outcome.NONE:
         names = {leaf.key} if rule is None else {leaf.key, rule.key}
-        loses_method = any(decides_method(context.system, name, leaf.value) for name in names)
+        loses_method = any(context.unsupported.decides_method(name, leaf.value) for name in names)
     elif result.outcome is Outcome.UNKNOWN:
         loses_method = rule is not None and not METHOD_KEYS.isdisjoint(rule.converter.ours)
     else:
@@ -128,9 +126,9 @@ def _unwritable(value: Any, inside: bool = False) -> str | None:
     if value is None:
         return "null inside a list cannot be written in TOML" if inside else None
     if isinstance(value, float) and not math.isfinite(value):
-        return f"{value} is no finite number"
+        return f"{value} is not a finite number"
     if isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value):
-        return "half of a surrogate pair is no text"
+        return "half of a surrogate pair is not text"
     items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
     return next((reason for item in items if (reason := _unwritable(item, inside=True))), None)
 
@@ -157,7 +155,7 @@ def _apply(context: ConversionContext, rule: Rule, leaf: KeyPath) -> Result:
 
 
 def _rule_of(context: ConversionContext, key: str) -> tuple[Rule | None, str]:
-    """The row of a key and what its wildcard stands for; the longest wildcard wins."""
+    """The rule of a key and what its wildcard stands for; the longest wildcard wins."""
     if key in context.by_key:
         return context.by_key[key], ""
     parts = split_key(key)
@@ -188,8 +186,8 @@ def _repeats(context: ConversionContext, rule: Rule, leaf: KeyPath) -> Result | 
 
 
 def _without_rule(context: ConversionContext, leaf: KeyPath) -> Result:
-    """A key that no row knows: without a counterpart, an empty or null table, or unknown."""
-    reason = reason_for(context.system, leaf.key)
+    """A key that no rule knows: without a counterpart, an empty or null table, or unknown."""
+    reason = context.unsupported.reason(leaf.key)
     if reason is not None:
         return no_counterpart(reason)
     inside = leaf.key + "."

@@ -17,45 +17,23 @@ from schema.config.availability import UNAVAILABLE, check_available, check_left_
 from schema.config.loading.explain import findings_of
 from schema.config.root import Config
 from schema.config.sections.unsupported import TABLE
-from schema.interop.engine.keys import lookup, split_key
+from schema.interop.engine.keys import lookup, split_key, words
 
-_MODEL_SPEED = {
-    "model_gradient_checkpointing",
-    "enable_liger_kernel",
-    "moe_token_dispatcher",
-    "moe_grouped_gemm",
-    "moe_shared_expert_overlap",
-    "parallelism.sequence_parallel",
-    "parallelism.pp_dynamic_shape",
-    "parallelism.pp_micro_batch_size",
-}
-_TRAINING_SPEED = {
-    "compile",
-    "async_tp_enabled",
-    "fa_version",
-    "activation_offload",
-    "fsdp_offload",
-    "fsdp_gradient_offload",
-    "optimizer_offload",
-    "fsdp_reshard_after_forward",
-    "fsdp_wrap_layers",
-    "fsdp_wrap_min_params",
-    "overlap_grad_reduce",
-    "recompute_granularity",
-    "recompute_moe_layers",
-    "optm_impl",
-}
-_DATA_SPEED = {
-    "enable_dataset_cache",
-    "dataloader_num_workers",
-    "dataloader_prefetch_factor",
-    "dataloader_batch_size",
-    "mini_batch",
-    "max_token_len_per_mini_batch",
-    "old_log_prob.mini_batch",
-    "old_log_prob.max_token_len_per_mini_batch",
-    "balance_dp_token",
-}
+_MODEL_SPEED = words(
+    "model_gradient_checkpointing enable_liger_kernel moe_token_dispatcher moe_grouped_gemm "
+    "moe_shared_expert_overlap parallelism.sequence_parallel parallelism.pp_dynamic_shape "
+    "parallelism.pp_micro_batch_size"
+)
+_TRAINING_SPEED = words(
+    "compile async_tp_enabled fa_version activation_offload fsdp_offload fsdp_gradient_offload "
+    "optimizer_offload fsdp_reshard_after_forward fsdp_wrap_layers fsdp_wrap_min_params overlap_grad_reduce "
+    "recompute_granularity recompute_moe_layers optm_impl"
+)
+_DATA_SPEED = words(
+    "enable_dataset_cache dataloader_num_workers dataloader_prefetch_factor dataloader_batch_size mini_batch "
+    "max_token_len_per_mini_batch old_log_prob.mini_batch old_log_prob.max_token_len_per_mini_batch "
+    "balance_dp_token"
+)
 _ROLE_SPEED = {
     "offload",
     "mini_batch",
@@ -70,22 +48,17 @@ SPEED_ONLY: frozenset[str] = frozenset(
     | {f"train.train_policy.{key}" for key in _DATA_SPEED}
     | {f"reference.{key}" for key in _ROLE_SPEED}
     | {f"reward_model.{key}" for key in _ROLE_SPEED}
-    | {f"critic.{key}" for key in _MODEL_SPEED | _TRAINING_SPEED | _DATA_SPEED}
+    | {f"critic.{key}" for key in (*_MODEL_SPEED, *_TRAINING_SPEED, *_DATA_SPEED)}
     | {
-        "train.ckpt.save_mode",
-        "train.ckpt.save_contents",
-        "train.ckpt.load_contents",
-        "train.ckpt.load_schedule",  # the same numbers unless the schedule is edited between two runs
-        "train.ckpt.delete_after_load",
-        "rollout.vllm_use_flashinfer",
-        "rollout.sampling_config.use_flashinfer",
-        "placement.share",
-        "weight_sync.encoding",
-        "weight_sync.transport",
-        "logging.logger",
-        "logging.log_validation_samples",
+        *words(
+            "train.ckpt.save_mode train.ckpt.save_contents train.ckpt.load_contents train.ckpt.load_schedule "
+            "train.ckpt.delete_after_load rollout.vllm_use_flashinfer rollout.sampling_config.use_flashinfer "
+            "placement.share weight_sync.encoding weight_sync.transport logging.logger "
+            "logging.log_validation_samples"
+        )
     }
 )
+"""Of them, `train.ckpt.load_schedule` changes numbers only where the schedule is edited between two runs."""
 
 
 _SWITCHES = {

@@ -20,6 +20,11 @@ def dotted(path: Path) -> str:
     return ".".join(part if _PLAIN.fullmatch(part) else quote(part) for part in path)
 
 
+def words(text: str) -> tuple[str, ...]:
+    """Names that a table writes with blanks between them."""
+    return tuple(text.split())
+
+
 def unsupported_key(source: str) -> str:
     """The dotted key of a source's key in our table `[unsupported]`."""
     return dotted((TABLE, source))

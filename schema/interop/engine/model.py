@@ -36,6 +36,40 @@ class Outcome(StrEnum):
 
 
 @dataclass(frozen=True)
+class Result:
+    """What a `Converter` decides; see `Entry`."""
+
+    outcome: Outcome
+    targets: tuple[Target, ...] = ()
+    note: str = ""
+
+
+def mapped(*targets: Target, note: str = "") -> Result:
+    """The value goes to these keys of ours."""
+    return Result(Outcome.MAPPED, targets, note)
+
+
+def implicit(note: str) -> Result:
+    """Nothing needs to be written; the note says why."""
+    return Result(Outcome.IMPLICIT, (), note)
+
+
+def no_counterpart(reason: str) -> Result:
+    """It has no counterpart. Only with a reason from `schema.interop.engine.unsupported`."""
+    return Result(Outcome.NONE, (), reason)
+
+
+def unsupported(reason: str) -> Result:
+    """It has no counterpart, and what is trained depends on it: the key goes into `[unsupported]`."""
+    return Result(Outcome.UNSUPPORTED, (), reason)
+
+
+def unknown(note: str) -> Result:
+    """Not recognised."""
+    return Result(Outcome.UNKNOWN, (), note)
+
+
+@dataclass(frozen=True)
 class Entry:
     """One leaf key of the input.
 

@@ -12,7 +12,6 @@ from functools import cache
 
 from schema.config.keys import leaf_keys
 from schema.interop.engine.registry import readers
-from schema.interop.engine.unsupported import NO_COUNTERPART, reason_for
 
 
 @cache
@@ -82,12 +81,12 @@ def _by_last_part() -> Mapping[str, tuple[Theirs, ...]]:
             key=lambda rule: bool(rule.converter.ours)
         )  # one that leads somewhere replaces one that does not
         known = {spelling: rule.converter for rule in rules for spelling in rule.spellings}
-        listed = [key for key in NO_COUNTERPART[reader.system] if not any(sign in key for sign in "=<:")]
+        listed = [key for key in reader.unsupported.reasons if not any(sign in key for sign in "=<:")]
         for key in dict.fromkeys((*known, *listed)):
             if key.removesuffix(".*") in ours:
                 continue
             keys = known[key].ours if key in known else ()
-            reason = "" if keys else reason_for(reader.system, key) or known[key].words
+            reason = "" if keys else reader.unsupported.reason(key) or known[key].words
             theirs = Theirs(reader.title, key, keys, reason)
             found.setdefault(key if key.endswith(".*") else key.rpartition(".")[2], []).append(theirs)
     return {last: tuple(some) for last, some in found.items()}

@@ -12,14 +12,14 @@ A value that cannot be understood makes its entry `unknown` with the reason; it 
 
 from __future__ import annotations
 
-import os.path
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from schema.interop.engine.keys import dotted
-from schema.interop.engine.model import Addition, Outcome, Target
+from schema.interop.engine import values
+from schema.interop.engine.model import Addition, Result, implicit
 from schema.interop.engine.source import Source
+from schema.interop.engine.unsupported import ClosedList
 
 _T = TypeVar("_T")
 
@@ -37,52 +37,14 @@ WARMUP_NOTE = "step t of W has (t + 1)/W of the rate here, t/W there"
 """The deviation of our warm-up from all others': no batch is trained at a rate of 0."""
 
 
-class BadValue(ValueError):
-    """A value of the input that cannot be understood; the message says what was expected."""
-
-
 @dataclass(frozen=True)
 class KeyPath:
-    """One leaf key as a `Converter` sees it. rest: what a wildcard row matched, dotted. line: from 1."""
+    """One leaf key as a `Converter` sees it. rest: what a wildcard rule matched, dotted. line: from 1."""
 
     key: str
     value: Any
     rest: str = ""
     line: int | None = None
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a `Converter` decides; see `Entry`."""
-
-    outcome: Outcome
-    targets: tuple[Target, ...] = ()
-    note: str = ""
-
-
-def mapped(*targets: Target, note: str = "") -> Result:
-    """The value goes to these keys of ours."""
-    return Result(Outcome.MAPPED, targets, note)
-
-
-def implicit(note: str) -> Result:
-    """Nothing needs to be written; the note says why."""
-    return Result(Outcome.IMPLICIT, (), note)
-
-
-def no_counterpart(reason: str) -> Result:
-    """There is no counterpart. Only with a reason from `schema.interop.engine.unsupported`."""
-    return Result(Outcome.NONE, (), reason)
-
-
-def unsupported(reason: str) -> Result:
-    """There is no counterpart, and what is trained depends on it: the key goes into `[unsupported]`."""
-    return Result(Outcome.UNSUPPORTED, (), reason)
-
-
-def unknown(note: str) -> Result:
-    """Not recognised."""
-    return Result(Outcome.UNKNOWN, (), note)
 
 
 @dataclass(frozen=True)
@@ -119,27 +81,53 @@ class Rule:
         return (*self.wins, self.key, *(name for name in self.also if name not in self.wins))
 
 
+def rules_below(
+    prefix: str,
+    table: Mapping[str, Converter],
+    when: Callable[[ConversionContext], str] | None = None,
+    defaults: Mapping[str, Any] | None = None,
+    also: Mapping[str, tuple[str, ...]] | None = None,
+) -> tuple[Rule, ...]:
+    """The rules of the keys below a table: names (several have blanks between them) -> converter.
+
+    defaults, also: by name, as in `Rule`; other spellings are below the same table.
+    """
+    defaults, also = defaults or {}, also or {}
+    return tuple(
+        Rule(
+            f"{prefix}.{name}",
+            converter,
+            defaults.get(name, ABSENT),
+            tuple(f"{prefix}.{other}" for other in also.get(name, ())),
+            when,
+        )
+        for names, converter in table.items()
+        for name in names.split()
+    )
+
+
 class ConversionContext:
     """The values of one file, as the functions of a reader ask for them.
 
     Every question names a key of the other system by its row's main spelling; where the file is silent (or,
-    with `or_null`, says null) the row's default answers.
+    with `or_null`, says null) the rule's default answers.
     """
 
-    def __init__(self, system: str, title: str, kind: str, source: Source, rules: Sequence[Rule]) -> None:
-        self.system, self.title, self.kind, self.source, self.rules = system, title, kind, source, rules
+    def __init__(self, reader: Reader, kind: str, source: Source, rules: Sequence[Rule]) -> None:
+        self.title, self.unsupported = reader.title, reader.unsupported
+        self.kind, self.source, self.rules = kind, source, rules
         self.by_key = {spelling: rule for rule in rules for spelling in rule.spellings}
         self.values: dict[str, Any] = {}
         self.additions: list[Addition] = []
         self.warnings: list[str] = []
-        self.strangers = 0  # keys that no row knows
+        self.strangers = 0  # keys that no rule knows
 
     def has(self, key: str) -> bool:
         """Whether the file has this leaf, in any spelling; null counts."""
         return self._written(key) is not ABSENT
 
     def get(self, key: str, default: Any = ABSENT) -> Any:
-        """The value in the file, else `default`, else the row's default, else None."""
+        """The value in the file, else `default`, else the rule's default, else None."""
         value = self._written(key)
         if value is not ABSENT:
             return value
@@ -154,20 +142,20 @@ class ConversionContext:
         return {key[len(start) :]: value for key, value in self.values.items() if key.startswith(start)}
 
     def integer(self, key: str, default: int | None = None) -> int | None:
-        """The value as a whole number; the row's default or `default` where it is none."""
-        return self._typed(key, as_integer, default)
+        """The value as a whole number; the rule's default or `default` where it is none."""
+        return self._typed(key, values.integer, default)
 
     def number(self, key: str, default: float | None = None) -> float | None:
-        """The value as a number; the row's default or `default` where it is none."""
-        return self._typed(key, as_number, default)
+        """The value as a number; the rule's default or `default` where it is none."""
+        return self._typed(key, values.number, default)
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """The value as true or false; the row's default or `default` where it is neither."""
-        return bool(self._typed(key, as_flag, default))
+        """The value as true or false; the rule's default or `default` where it is neither."""
+        return bool(self._typed(key, values.flag, default))
 
     def text(self, key: str, default: str = "") -> str:
-        """The value as text; the row's default or `default` where it is null or no text."""
-        value = self._typed(key, as_text, default)
+        """The value as text; the rule's default or `default` where it is null or no text."""
+        value = self._typed(key, values.text, default)
         return default if value is None else value
 
     def add(self, key: str, value: Any, note: str) -> None:
@@ -195,164 +183,25 @@ class ConversionContext:
             return None
         try:
             return read(value)
-        except BadValue:
+        except values.BadValue:
             return None if own is None else read(own)
 
 
-# --- values -------------------------------------------------------------------------------------------------
+def computed(
+    *ours: str, words: str, null: str = ""
+) -> Callable[[Callable[[ConversionContext, KeyPath], Result]], Converter]:
+    """Make a `Converter` of a function; `words` say for the docs how the value changes.
 
+    null: why a null needs nothing here; the function then never sees one.
+    """
 
-def as_integer(value: Any) -> int:
-    """A whole number; 8.0 and "8" are 8. Raises BadValue."""
-    if isinstance(value, str):
-        value = _number_in(value)
-    if isinstance(value, float) and value.is_integer() and abs(value) < 2**63:
-        return int(value)
-    if isinstance(value, bool) or not isinstance(value, int) or abs(value) >= 2**63:
-        raise BadValue(f"expected a whole number, got {shown(value)}")
-    return value
+    def make(function: Callable[[ConversionContext, KeyPath], Result]) -> Converter:
+        def run(context: ConversionContext, leaf: KeyPath) -> Result:
+            return implicit(null) if leaf.value is None else function(context, leaf)
 
+        return Converter(run if null else function, ours, words)
 
-def as_number(value: Any) -> float:
-    """A finite number; integers stay integers, "1e-6" is one. Raises BadValue."""
-    if isinstance(value, str):
-        value = _number_in(value)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise BadValue(f"expected a number, got {shown(value)}")
-    if not abs(value) <= 1e300:  # NaN is not either
-        raise BadValue(f"expected a finite number, got {shown(value)}")
-    return value
-
-
-def _number_in(text: str) -> Any:
-    try:
-        return int(text) if len(text) < 20 else float(text)
-    except ValueError:
-        try:
-            return float(text)
-        except ValueError:
-            return text
-
-
-def as_flag(value: Any) -> bool:
-    """True or false, also as text of either case. Raises BadValue."""
-    if isinstance(value, str) and value.lower() in ("true", "false"):
-        return value.lower() == "true"
-    if not isinstance(value, bool):
-        raise BadValue(f"expected true or false, got {shown(value)}")
-    return value
-
-
-def as_text(value: Any) -> str:
-    """Text; a number is taken as it is written. Raises BadValue."""
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise BadValue(f"expected text, got {shown(value)}")
-    return str(value)
-
-
-def as_texts(value: Any) -> list[str]:
-    """A list of texts; one text is a list of one. Raises BadValue."""
-    if isinstance(value, list):
-        return [as_text(item) for item in value]
-    return [as_text(value)]
-
-
-def as_path(value: Any) -> str:
-    """A path or a name on the hub; a leading `~`, which our loader refuses, is written out."""
-    text = as_text(value)
-    return os.path.expanduser(text) if text.startswith("~") else text
-
-
-def shown(value: Any) -> str:
-    """A value for a message, cut where it is long."""
-    text = repr(value) if not isinstance(value, dict) else "a table"
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-# --- hows ---------------------------------------------------------------------------------------------------
-
-
-def computed(*ours: str, words: str) -> Callable[[Callable[[ConversionContext, KeyPath], Result]], Converter]:
-    """Make a `Converter` of a function; `words` say for the docs how the value changes."""
-    return lambda function: Converter(function, ours, words)
-
-
-def _converted(ours: str, read: Callable[[Any], Any], words: str, null: str) -> Converter:
-    def run(context: ConversionContext, leaf: KeyPath) -> Result:
-        if leaf.value is None:
-            return implicit(null)
-        return mapped((ours, read(leaf.value)))
-
-    return Converter(run, (ours,), words)
-
-
-def number(ours: str, words: str = "") -> Converter:
-    """The number as it is."""
-    return _converted(ours, as_number, words, "null: the default")
-
-
-def integer(ours: str, words: str = "") -> Converter:
-    """The whole number as it is."""
-    return _converted(ours, as_integer, words, "null: the default")
-
-
-def flag(ours: str, words: str = "") -> Converter:
-    """True or false as it is."""
-    return _converted(ours, as_flag, words, "null: the default")
-
-
-def text(ours: str, words: str = "") -> Converter:
-    """The text as it is."""
-    return _converted(ours, as_text, words, "null: the default")
-
-
-def texts(ours: str, words: str = "a single value becomes a list of one") -> Converter:
-    """A list of texts."""
-    return _converted(ours, as_texts, words, "null: none")
-
-
-def path(ours: str, words: str = "") -> Converter:
-    """A path or a name on the hub; `~` is written out, and the note says so."""
-
-    def run(context: ConversionContext, leaf: KeyPath) -> Result:
-        if leaf.value is None:
-            return implicit("null: the default")
-        value = as_path(leaf.value)
-        note = "`~` is written out, which only a shell would expand" if value != leaf.value else ""
-        return mapped((ours, value), note=note)
-
-    return Converter(run, (ours,), words or "`~` is written out")
-
-
-def choice(ours: str, table: Mapping[Any, Any], words: str = "", note: str = "") -> Converter:
-    """One of a closed set of names, in our spelling."""
-
-    def run(context: ConversionContext, leaf: KeyPath) -> Result:
-        value = leaf.value
-        if isinstance(value, list | dict) or value not in table:
-            known = ", ".join(str(name) for name in table)
-            raise BadValue(f"expected one of {known}, got {shown(value)}")
-        return mapped((ours, table[value]), note=note)
-
-    changes = ", ".join(
-        f"`{theirs}` → `{our}`" for theirs, our in table.items() if theirs != our and our is not None
-    )
-    return Converter(run, (ours,), words or changes)
-
-
-def always(reason: str) -> Converter:
-    """Whatever the value is, it needs nothing here."""
-    return Converter(lambda context, leaf: implicit(reason), (), reason)
-
-
-def unless(neutral: Sequence[Any], reason: str, converter: Converter) -> Converter:
-    """`implicit` for values that ask for nothing, else `how`."""
-
-    def run(context: ConversionContext, leaf: KeyPath) -> Result:
-        same = any(leaf.value == value and type(leaf.value) is type(value) for value in neutral)
-        return implicit(reason) if same else converter.run(context, leaf)
-
-    return Converter(run, converter.ours, converter.words or reason)
+    return make
 
 
 @dataclass(frozen=True)
@@ -360,6 +209,7 @@ class Reader:
     """A system whose files can be read.
 
     system: its name on the command line. title: its name in sentences. kinds: kind -> what the file is.
+    unsupported: what of it has no counterpart.
     detect: the kind of a source, or None where it is not of this system. signs: keys that `detect` looks for,
     for the error message. rules: the table of one kind. finish: what follows from the system as such, after
     all rules; it calls `ConversionContext.add` and `warn`. artefacts: keys that do not belong to the system but
@@ -369,6 +219,7 @@ class Reader:
     system: str
     title: str
     kinds: Mapping[str, str]
+    unsupported: ClosedList
     detect: Callable[[Source], str | None]
     signs: tuple[str, ...]
     rules: Callable[[str], Sequence[Rule]]
@@ -383,8 +234,3 @@ def defaults_of(rules: Sequence[Rule]) -> dict[str, Any]:
     return {
         spelling: rule.default for rule in rules if rule.default is not ABSENT for spelling in rule.spellings
     }
-
-
-def leaf_key(path: tuple[str, ...]) -> str:
-    """The dotted key of a leaf."""
-    return dotted(path)

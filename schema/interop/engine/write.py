@@ -1,6 +1,6 @@
 """A `Conversion` as text: a TOML file that explains itself, a report for the terminal, JSON for machines.
 
-Invariant: `tomllib.loads(to_toml(conversion)) == conversion.config`. Everything else is comments: beside each
+Invariant: `tomllib.loads(to_toml(conversion)) == conversion.config`. Everything else is comments: next to each
 value where it comes from, at the end what was not written and why. Every leaf of the input is named.
 """
 
@@ -145,17 +145,17 @@ def _table(path: Path, table: Mapping[str, Any], notes: Mapping[Path, list[str]]
 
 
 def _line(written: str, notes: list[str]) -> list[str]:
-    """A key with its comment beside it where that fits, else above it."""
-    beside = f"{written}  # {'; '.join(notes)}"
+    """A key with its comment on the same line where that fits, else above it."""
+    line = f"{written}  # {'; '.join(notes)}"
     if not notes:
         return [written]
-    if len(beside) <= WIDTH:
-        return [beside]
+    if len(line) <= WIDTH:
+        return [line]
     return [*(line for note in notes for line in _comment(note)), written]
 
 
 def _notes(conversion: Conversion) -> dict[Path, list[str]]:
-    """What stands beside each of our keys."""
+    """The comment of each of our keys."""
     notes: dict[Path, list[str]] = {}
     for entry in conversion.entries:
         faithful = dict(entry.faithful)

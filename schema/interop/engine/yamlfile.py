@@ -41,7 +41,7 @@ _TABLES = {f"{_STANDARD}{name}" for name in ("map", "seq")}
 def read_yaml(text: str, name: str) -> tuple[dict[str, Any], dict[Path, int]]:
     """The mapping that a YAML text holds, and the line (from 1) of each of its keys by path.
 
-    Keys that are not strings become their text. Raises ConfigError with the line where the text is no YAML,
+    Keys that are not strings become their text. Raises ConfigError with the line where the text is not YAML,
     holds something else than a mapping at the top, repeats a key, uses tags, or is too large.
     """
     import yaml  # type: ignore[import-untyped,unused-ignore]  # 30 ms that only conversions pay for
@@ -135,7 +135,7 @@ class _Walk:
             raise _error("a key must be plain text", self.name, line, "quote it where it is meant as text")
         key = str(node.value)
         if key.startswith(("•", "`", "- `")):
-            raise _error(f"`{key[:40]}` is no key", self.name, line, _PAGE)
+            raise _error(f"`{key[:40]}` is not a key", self.name, line, _PAGE)
         return key
 
     def _value(self, node: yaml.Node, path: Path) -> Any:

@@ -4,30 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from schema.interop.engine.rules import (
-    BadValue,
-    ConversionContext,
-    Converter,
-    KeyPath,
-    Result,
-    Rule,
-    always,
-    as_flag,
-    as_integer,
-    as_path,
-    as_texts,
-    choice,
-    computed,
-    flag,
-    implicit,
-    integer,
-    mapped,
-    number,
-    path,
-    shown,
-    text,
-    unless,
-)
+from schema.interop.engine import to, values
+from schema.interop.engine.model import Result, implicit, mapped
+from schema.interop.engine.rules import ConversionContext, Converter, KeyPath, Rule, computed
+from schema.interop.engine.values import BadValue, shown
 from schema.interop.roll.actor_train import model_name
 from schema.interop.roll.converters import (
     DTYPES,
@@ -62,11 +42,13 @@ _MESH = "rollout.parallelism"
 # --- sampling -----------------------------------------------------------------------------------------------
 
 
-@computed("rollout.max_response_length", words="agents: one turn; else ROLL takes sequence - prompt instead")
+@computed(
+    "rollout.max_response_length",
+    words="agents: one turn; else ROLL takes sequence - prompt instead",
+    null="null: response_length",
+)
 def _new_tokens(context: ConversionContext, leaf: KeyPath) -> Result:
-    if leaf.value is None:
-        return implicit("null: response_length")
-    longest = as_integer(leaf.value)
+    longest = values.integer(leaf.value)
     whole = response_length(context)
     if is_agentic(context) or whole is None:
         return mapped(("rollout.max_response_length", longest))
@@ -79,17 +61,15 @@ def _top_k(ours: str) -> Converter:
     """Top-k where -1, 0 and null are off."""
 
     def run(context: ConversionContext, leaf: KeyPath) -> Result:
-        k = -1 if leaf.value is None else as_integer(leaf.value)
+        k = -1 if leaf.value is None else values.integer(leaf.value)
         return mapped((ours, k if k > 0 else -1))
 
     return Converter(run, (ours,), "0 → -1: off")
 
 
-@computed(f"{_SAMPLING}.stop", words="strings that end an answer")
+@computed(f"{_SAMPLING}.stop", words="strings that end an answer", null="null: none")
 def _stop(context: ConversionContext, leaf: KeyPath) -> Result:
-    if leaf.value is None:
-        return implicit("null: none")
-    return mapped((f"{_SAMPLING}.stop", as_texts(leaf.value)))
+    return mapped((f"{_SAMPLING}.stop", values.texts(leaf.value)))
 
 
 _REPEATED_GROUP = repeats(
@@ -98,23 +78,23 @@ _REPEATED_GROUP = repeats(
 
 
 def _beams(role: str) -> Converter:
-    return unless((1, None), "no beam search, as here", lost(f"{role}.generating_args.num_beams"))
+    return to.unless((1, None), "no beam search, as here", lost(f"{role}.generating_args.num_beams"))
 
 
 _GENERATING_ARGS: tuple[Rule, ...] = (
     Rule("max_new_tokens", _new_tokens),
-    Rule("max_length", always("max_new_tokens bounds the answer")),
-    Rule("temperature", number(f"{_SAMPLING}.temperature"), default=0.95),
-    Rule("top_p", number(f"{_SAMPLING}.top_p"), default=0.7),
+    Rule("max_length", to.always("max_new_tokens bounds the answer")),
+    Rule("temperature", to.number(f"{_SAMPLING}.temperature"), default=0.95),
+    Rule("top_p", to.number(f"{_SAMPLING}.top_p"), default=0.7),
     Rule("top_k", _top_k(f"{_SAMPLING}.top_k"), default=50),
-    Rule("repetition_penalty", number(f"{_SAMPLING}.repetition_penalty")),
-    Rule("do_sample", flag(f"{_SAMPLING}.do_sample")),
+    Rule("repetition_penalty", to.number(f"{_SAMPLING}.repetition_penalty")),
+    Rule("do_sample", to.flag(f"{_SAMPLING}.do_sample")),
     Rule("stop_strings", _stop),
-    Rule("include_stop_str_in_output", flag("rollout.include_stop_str_in_output")),
+    Rule("include_stop_str_in_output", to.flag("rollout.include_stop_str_in_output")),
     Rule("num_beams", _beams(ROLE)),
     Rule(
         "length_penalty",
-        unless((1, 1.0, None), "no beam search", lost(f"{ROLE}.generating_args.length_penalty")),
+        to.unless((1, 1.0, None), "no beam search", lost(f"{ROLE}.generating_args.length_penalty")),
     ),
     Rule("num_return_sequences", _REPEATED_GROUP),
 )
@@ -170,7 +150,7 @@ def _engine_dimension(index: int, ours: str, words: str = "") -> Converter:
 def _engine(context: ConversionContext, leaf: KeyPath) -> Result:
     if leaf.value == "sglang":
         context.warn(
-            "there is no SGLang engine here: the rollouts run in vLLM, which samples the same distribution"
+            "this build has no SGLang engine: the rollouts run in vLLM, which samples the same distribution"
         )
         return mapped(("rollout.backend", "vllm"), note="vLLM takes the place of SGLang")
     if leaf.value == "hf_infer":
@@ -203,7 +183,7 @@ def _engine_argument(context: ConversionContext, leaf: KeyPath) -> Result:
 
 @computed("rollout.enforce_eager", words="CUDA graphs or not")
 def _no_graphs(context: ConversionContext, leaf: KeyPath) -> Result:
-    return mapped(("rollout.enforce_eager", as_flag(leaf.value)))
+    return mapped(("rollout.enforce_eager", values.flag(leaf.value)))
 
 
 def _only(name: str, converter: Converter) -> Converter:
@@ -219,7 +199,7 @@ def _only(name: str, converter: Converter) -> Converter:
 
 @computed("rollout.parallelism.ep_size", words="true → over the ranks of one engine")
 def _experts(context: ConversionContext, leaf: KeyPath) -> Result:
-    if not as_flag(leaf.value):
+    if not values.flag(leaf.value):
         return implicit("experts are split like every other layer")
     return mapped((f"{_MESH}.ep_size", engine_size(context)[0]))
 
@@ -231,51 +211,54 @@ def _without_engine(context: ConversionContext) -> str:
 _ENGINE_RULES: tuple[Rule, ...] = (
     Rule("tensor_parallel_size", _engine_dimension(0, "tp_size"), also=("tp_size",)),
     Rule("pipeline_parallel_size", _engine_dimension(1, "pp_size")),
-    Rule("data_parallel_size", _only("vllm", integer(f"{_MESH}.dp_shard_size"))),
-    Rule("gpu_memory_utilization", number("rollout.gpu_memory_utilization")),
+    Rule("data_parallel_size", _only("vllm", to.integer(f"{_MESH}.dp_shard_size"))),
+    Rule("gpu_memory_utilization", to.number("rollout.gpu_memory_utilization")),
     Rule(
         "mem_fraction_static",
-        _only("sglang", number("rollout.gpu_memory_utilization")),
+        _only("sglang", to.number("rollout.gpu_memory_utilization")),
         words="the engine's share of the GPU",
     ),
-    Rule("block_size", integer("rollout.block_size")),
-    Rule("max_model_len", integer("rollout.max_model_len")),
-    Rule("context_length", _only("sglang", integer("rollout.max_model_len"))),
-    Rule("load_format", choice("rollout.load_format", _WEIGHTS)),
-    Rule("max_num_seqs", integer("rollout.max_num_seqs")),
-    Rule("max_running_requests", _only("sglang", integer("rollout.max_num_seqs"))),
-    Rule("max_num_batched_tokens", integer("rollout.max_num_batched_tokens")),
-    Rule("chunked_prefill_size", _only("sglang", integer("rollout.max_num_batched_tokens"))),
+    Rule("block_size", to.integer("rollout.block_size")),
+    Rule("max_model_len", to.integer("rollout.max_model_len")),
+    Rule("context_length", _only("sglang", to.integer("rollout.max_model_len"))),
+    Rule("load_format", to.choice("rollout.load_format", _WEIGHTS)),
+    Rule("max_num_seqs", to.integer("rollout.max_num_seqs")),
+    Rule("max_running_requests", _only("sglang", to.integer("rollout.max_num_seqs"))),
+    Rule("max_num_batched_tokens", to.integer("rollout.max_num_batched_tokens")),
+    Rule("chunked_prefill_size", _only("sglang", to.integer("rollout.max_num_batched_tokens"))),
     Rule("enforce_eager", _no_graphs),
     Rule("disable_cuda_graph", _only("sglang", _no_graphs)),
     Rule(
-        "enable_chunked_prefill", flag("rollout.enable_chunked_prefill"), default=True, when=_without_engine
+        "enable_chunked_prefill",
+        to.flag("rollout.enable_chunked_prefill"),
+        default=True,
+        when=_without_engine,
     ),
     Rule("dtype", _dtype),
-    Rule("quantization", asks((None,), "not quantised", text("rollout.quantization"))),
-    Rule("sleep_level", always("an engine that shares its GPU sleeps by placement.share")),
+    Rule("quantization", asks((None,), "not quantised", to.text("rollout.quantization"))),
+    Rule("sleep_level", to.always("an engine that shares its GPU sleeps by placement.share")),
     Rule("enable_expert_parallel", _only("vllm", _experts)),
-    Rule("seed", integer("rollout.seed")),
-    Rule("trust_remote_code", flag("policy.trust_remote_code")),
-    Rule("tokenizer", path("policy.tokenizer_name_or_path")),
-    Rule("revision", text("policy.model_revision")),
-    Rule("model", always("the engine serves the policy's model")),
+    Rule("seed", to.integer("rollout.seed")),
+    Rule("trust_remote_code", to.flag("policy.trust_remote_code")),
+    Rule("tokenizer", to.path("policy.tokenizer_name_or_path")),
+    Rule("revision", to.text("policy.model_revision")),
+    Rule("model", to.always("the engine serves the policy's model")),
     Rule("*", _engine_argument),
 )
 
 _MODEL_ARGS: tuple[Rule, ...] = (
     Rule("model_name_or_path", model_name),
     Rule("dtype", _dtype),
-    Rule("disable_gradient_checkpointing", always("inference keeps no activations")),
-    Rule("attn_implementation", always("the engine chooses its attention"), also=("flash_attn",)),
-    Rule("model_type", always("a language model")),
-    Rule("device_map", always("the engine places the model")),
-    Rule("ulysses_size", always("applies to training only")),
+    Rule("disable_gradient_checkpointing", to.always("inference keeps no activations")),
+    Rule("attn_implementation", to.always("the engine chooses its attention"), also=("flash_attn",)),
+    Rule("model_type", to.always("a language model")),
+    Rule("device_map", to.always("the engine places the model")),
+    Rule("ulysses_size", to.always("applies to training only")),
     *(
-        Rule(key, always("adapters are those of actor_train"))
+        Rule(key, to.always("adapters are those of actor_train"))
         for key in ("lora_target", "lora_rank", "lora_alpha", "lora_dropout", "additional_target")
     ),
-    Rule("freeze_module_prefix", always("inference trains nothing")),
+    Rule("freeze_module_prefix", to.always("inference trains nothing")),
 )
 
 _DATA_ARGS: tuple[Rule, ...] = (
@@ -297,10 +280,10 @@ ACTOR_INFER_RULES: tuple[Rule, ...] = (
     *under(_SETTINGS, _ENGINE_RULES),
     Rule(f"{ROLE}.num_gpus_per_worker", _engine_dimension(0, "tp_size", "devices of one engine: tp · pp")),
     Rule(f"{ROLE}.device_mapping", _devices),
-    Rule(f"{ROLE}.infer_batch_size", always("requests go to the engine one by one and are batched there")),
-    Rule(f"{ROLE}.world_size", always("follows from device_mapping")),
-    Rule(f"{ROLE}.worker_cls", unless((None,), "ROLL's own", lost(f"{ROLE}.worker_cls"))),
-    Rule(f"{ROLE}.model_update_frequency", integer("train.sync_weight_interval")),
+    Rule(f"{ROLE}.infer_batch_size", to.always("requests go to the engine one by one and are batched there")),
+    Rule(f"{ROLE}.world_size", to.always("follows from device_mapping")),
+    Rule(f"{ROLE}.worker_cls", to.unless((None,), "ROLL's own", lost(f"{ROLE}.worker_cls"))),
+    Rule(f"{ROLE}.model_update_frequency", to.integer("train.sync_weight_interval")),
 )
 
 
@@ -311,11 +294,9 @@ def _no_validation(context: ConversionContext) -> str:
     return "" if has_validation(context) else "no data to validate on is named, or eval_steps is 0"
 
 
-@computed("validation.dataset.files", words="read one after the other")
+@computed("validation.dataset.files", words="read one after the other", null="null: none")
 def _validation_files(context: ConversionContext, leaf: KeyPath) -> Result:
-    if leaf.value is None:
-        return implicit("null: none")
-    return mapped(("validation.dataset.files", [as_path(item) for item in as_texts(leaf.value)]))
+    return mapped(("validation.dataset.files", [values.path(item) for item in values.texts(leaf.value)]))
 
 
 @computed("validation.max_response_length", words="where val_sequence_length is silent")
@@ -329,7 +310,7 @@ def _validation_tokens(context: ConversionContext, leaf: KeyPath) -> Result:
 def _validation_temperature(context: ConversionContext, leaf: KeyPath) -> Result:
     if context.flag("val_greedy"):
         return implicit("val_greedy is taken instead")
-    return number("validation.temperature").run(context, leaf)
+    return to.number("validation.temperature").run(context, leaf)
 
 
 def _validation_top_k(context: ConversionContext, leaf: KeyPath) -> Result:
@@ -349,7 +330,7 @@ VALIDATION_RULES: tuple[Rule, ...] = (
         ),
     ),
     *(
-        Rule(f"validation.data_args.{key}", always("rows are read by actor_train's columns"))
+        Rule(f"validation.data_args.{key}", to.always("rows are read by actor_train's columns"))
         for key in (
             "prompt",
             "messages",
@@ -361,11 +342,11 @@ VALIDATION_RULES: tuple[Rule, ...] = (
         )
     ),
     Rule("validation.generating_args.max_new_tokens", _validation_tokens, when=_no_validation),
-    Rule("validation.generating_args.max_length", always("max_new_tokens bounds the answer")),
+    Rule("validation.generating_args.max_length", to.always("max_new_tokens bounds the answer")),
     Rule(
         "validation.generating_args.temperature", _validation_temperature, default=0.95, when=_no_validation
     ),
-    Rule("validation.generating_args.top_p", number("validation.top_p"), default=0.7, when=_no_validation),
+    Rule("validation.generating_args.top_p", to.number("validation.top_p"), default=0.7, when=_no_validation),
     Rule(
         "validation.generating_args.top_k",
         Converter(_validation_top_k, ("validation.top_k",), "0 → -1: off"),
@@ -374,14 +355,14 @@ VALIDATION_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "validation.generating_args.repetition_penalty",
-        number("validation.repetition_penalty"),
+        to.number("validation.repetition_penalty"),
         when=_no_validation,
     ),
     Rule(
         "validation.generating_args.num_return_sequences",
-        integer("validation.n_generation"),
+        to.integer("validation.n_generation"),
         when=_no_validation,
     ),
     Rule("validation.generating_args.num_beams", _beams("validation")),
-    Rule("validation.generating_args.do_sample", always("temperature decides")),
+    Rule("validation.generating_args.do_sample", to.always("temperature decides")),
 )

@@ -4,29 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from schema.interop.engine.rules import (
-    BadValue,
-    ConversionContext,
-    Converter,
-    KeyPath,
-    Result,
-    Rule,
-    always,
-    as_flag,
-    as_integer,
-    as_number,
-    as_path,
-    as_texts,
-    choice,
-    computed,
-    flag,
-    implicit,
-    integer,
-    mapped,
-    number,
-    shown,
-    unless,
-)
+from schema.interop.engine import to, values
+from schema.interop.engine.model import Result, implicit, mapped
+from schema.interop.engine.rules import ConversionContext, Converter, KeyPath, Rule, computed
+from schema.interop.engine.values import BadValue, shown
 from schema.interop.roll.converters import (
     POLICY,
     asks,
@@ -88,7 +69,7 @@ def _fsdp_size(context: ConversionContext, leaf: KeyPath) -> Result:
     note = (
         "pure FSDP2"
         if shape.dp_replicate == 1
-        else f"HSDP: {shape.world} / {as_integer(leaf.value)} replicas"
+        else f"HSDP: {shape.world} / {values.integer(leaf.value)} replicas"
     )
     return mapped(
         (f"{_MESH}.dp_shard_size", shape.dp_shard),
@@ -100,11 +81,13 @@ def _fsdp_size(context: ConversionContext, leaf: KeyPath) -> Result:
 # --- model --------------------------------------------------------------------------------------------------
 
 
-@computed("policy.model_name_or_path", words="only where all roles name one; else pretrain is taken")
+@computed(
+    "policy.model_name_or_path",
+    words="only where all roles name one; else pretrain is taken",
+    null="null: pretrain",
+)
 def model_name(context: ConversionContext, leaf: KeyPath) -> Result:
     """The model of a role: ROLL overwrites all three by pretrain unless each of them names one."""
-    if leaf.value is None:
-        return implicit("null: pretrain")
     roles = ("actor_train", "actor_infer", "reference")
     if any(context.get(f"{role}.model_args.model_name_or_path", None) is None for role in roles):
         pretrain = context.get("pretrain", None)
@@ -115,18 +98,20 @@ def model_name(context: ConversionContext, leaf: KeyPath) -> Result:
                 else f"ROLL takes pretrain = {pretrain} instead"
             )
             return implicit(same)
-    return mapped(("policy.model_name_or_path", as_path(leaf.value)))
+    return mapped(("policy.model_name_or_path", values.path(leaf.value)))
 
 
-@computed("policy.model_gradient_checkpointing", words="the reverse: true → false")
+@computed(
+    "policy.model_gradient_checkpointing",
+    words="the reverse: true → false",
+    null="null: activations are recomputed, as by default",
+)
 def _no_checkpointing(context: ConversionContext, leaf: KeyPath) -> Result:
-    if leaf.value is None:
-        return implicit("null: activations are recomputed, as by default")
     if strategy(context, ROLE).startswith("megatron") and context.get(
         config_key(ROLE, "recompute_granularity"), None
     ):
         return implicit("recompute_granularity decides for Megatron")
-    return mapped(("policy.model_gradient_checkpointing", not as_flag(leaf.value)))
+    return mapped(("policy.model_gradient_checkpointing", not values.flag(leaf.value)))
 
 
 @computed("train.fa_version", words="`fa2` → 2, `fa3` → 3; the others: the model's own choice")
@@ -139,11 +124,9 @@ def _attention(context: ConversionContext, leaf: KeyPath) -> Result:
     raise BadValue(f"expected sdpa, auto, fa2 or fa3, got {shown(leaf.value)}")
 
 
-@computed("policy.trainable_map", words="each prefix → false")
+@computed("policy.trainable_map", words="each prefix → false", null="null: everything is trained")
 def _freeze(context: ConversionContext, leaf: KeyPath) -> Result:
-    if leaf.value is None:
-        return implicit("null: everything is trained")
-    prefixes = [part.strip() for text in as_texts(leaf.value) for part in text.split(",") if part.strip()]
+    prefixes = [part.strip() for text in values.texts(leaf.value) for part in text.split(",") if part.strip()]
     context.warn(
         f"freeze_module_prefix = {shown(leaf.value)} freezes every parameter whose name begins so; "
         "policy.trainable_map takes the exact names of the hub's checkpoint: see that these are such names"
@@ -151,11 +134,13 @@ def _freeze(context: ConversionContext, leaf: KeyPath) -> Result:
     return mapped(("policy.trainable_map", dict.fromkeys(prefixes, False)))
 
 
-@computed("policy.lora.target_modules", words="comma-separated names become a list, `all` → `all-linear`")
+@computed(
+    "policy.lora.target_modules",
+    words="comma-separated names become a list, `all` → `all-linear`",
+    null="null: no adapters",
+)
 def _lora_target(context: ConversionContext, leaf: KeyPath) -> Result:
-    if leaf.value is None:
-        return implicit("null: no adapters")
-    names = [part.strip() for text in as_texts(leaf.value) for part in text.split(",") if part.strip()]
+    names = [part.strip() for text in values.texts(leaf.value) for part in text.split(",") if part.strip()]
     if names in (["all"], ["all-linear"]):
         return mapped(("policy.lora.target_modules", "all-linear"))
     return mapped(("policy.lora.target_modules", names))
@@ -169,18 +154,16 @@ def _without_lora(context: ConversionContext) -> str:
 @computed("policy.lora.lora_alpha", words="null: twice the rank")
 def _lora_alpha(context: ConversionContext, leaf: KeyPath) -> Result:
     rank = context.integer(f"{ROLE}.model_args.lora_rank", 8) or 8
-    alpha = as_number(leaf.value) if leaf.value is not None else 2 * rank
+    alpha = values.number(leaf.value) if leaf.value is not None else 2 * rank
     return mapped(("policy.lora.lora_alpha", alpha))
 
 
-@computed("policy.lora.modules_to_save", words="comma-separated names become a list")
+@computed("policy.lora.modules_to_save", words="comma-separated names become a list", null="null: none")
 def _lora_more(context: ConversionContext, leaf: KeyPath) -> Result:
-    if leaf.value is None:
-        return implicit("null: none")
     return mapped(
         (
             "policy.lora.modules_to_save",
-            [part.strip() for text in as_texts(leaf.value) for part in text.split(",")],
+            [part.strip() for text in values.texts(leaf.value) for part in text.split(",")],
         )
     )
 
@@ -211,25 +194,25 @@ _MODEL_ARGS: tuple[Rule, ...] = (
     Rule("disable_gradient_checkpointing", _no_checkpointing),
     Rule(
         "gradient_checkpointing_use_reentrant",
-        always("recomputation is never reentrant, which changes nothing"),
+        to.always("recomputation is never reentrant, which changes nothing"),
     ),
     Rule("ulysses_size", _dimension("cp", "cp_size")),
     Rule("attn_implementation", _attention, also=("flash_attn",)),
     Rule(
         "model_type",
-        unless((None, "causal_lm", "trl"), "a language model", lost(f"{ROLE}.model_args.model_type")),
+        to.unless((None, "causal_lm", "trl"), "a language model", lost(f"{ROLE}.model_args.model_type")),
     ),
-    Rule("device_map", always("the mesh places the model")),
-    Rule("num_labels", always("concerns classification heads")),
+    Rule("device_map", to.always("the mesh places the model")),
+    Rule("num_labels", to.always("concerns classification heads")),
     Rule("freeze_module_prefix", _freeze),
     Rule("lora_target", _lora_target),
-    Rule("lora_rank", integer("policy.lora.r"), default=8, when=_without_lora),
+    Rule("lora_rank", to.integer("policy.lora.r"), default=8, when=_without_lora),
     Rule("lora_alpha", _lora_alpha, default=None, when=_without_lora),
-    Rule("lora_dropout", number("policy.lora.lora_dropout"), when=_without_lora),
+    Rule("lora_dropout", to.number("policy.lora.lora_dropout"), when=_without_lora),
     Rule("additional_target", _lora_more, when=_without_lora),
     Rule(
         "autocast_adapter_dtype",
-        unless((True,), "adapters are float32", lost(f"{ROLE}.model_args.autocast_adapter_dtype")),
+        to.unless((True,), "adapters are float32", lost(f"{ROLE}.model_args.autocast_adapter_dtype")),
     ),
     Rule("model_config_kwargs.*", _override),
     Rule("adapter_name_or_path", lost(f"{ROLE}.model_args.adapter_name_or_path")),
@@ -261,16 +244,16 @@ def _recompute(context: ConversionContext, leaf: KeyPath) -> Result:
     return mapped(("policy.model_gradient_checkpointing", True), ("train.recompute_granularity", leaf.value))
 
 
-@computed("train.fsdp_reshard_after_forward", words="true → `always`, false → `never`")
+@computed(
+    "train.fsdp_reshard_after_forward", words="true → `always`, false → `never`", null="null: the default"
+)
 def _reshard(context: ConversionContext, leaf: KeyPath) -> Result:
-    if leaf.value is None:
-        return implicit("null: the default")
-    return mapped(("train.fsdp_reshard_after_forward", "always" if as_flag(leaf.value) else "never"))
+    return mapped(("train.fsdp_reshard_after_forward", "always" if values.flag(leaf.value) else "never"))
 
 
 @computed("train.ckpt.save_contents", words="true → only the model")
 def _model_only(context: ConversionContext, leaf: KeyPath) -> Result:
-    if not as_flag(leaf.value):
+    if not values.flag(leaf.value):
         return implicit("model, optimizer and the rest are saved")
     return mapped(("train.ckpt.save_contents", ["model"]))
 
@@ -281,64 +264,65 @@ _STRATEGY_RULES: tuple[Rule, ...] = (
     Rule("context_parallel_size", _dimension("cp", "cp_size")),
     Rule("expert_model_parallel_size", _dimension("ep", "ep_size")),
     Rule("virtual_pipeline_model_parallel_size", _dimension("virtual_pp", "virtual_pp_size")),
-    Rule("sequence_parallel", flag(f"{_MESH}.sequence_parallel")),
+    Rule("sequence_parallel", to.flag(f"{_MESH}.sequence_parallel")),
     Rule("recompute_granularity", _recompute),
-    Rule("moe_layer_recompute", flag("train.recompute_moe_layers")),
+    Rule("moe_layer_recompute", to.flag("train.recompute_moe_layers")),
     Rule(
         "moe_token_dispatcher_type",
-        choice("policy.moe_token_dispatcher", {"allgather": "allgather", "alltoall": "alltoall"}),
+        to.choice("policy.moe_token_dispatcher", {"allgather": "allgather", "alltoall": "alltoall"}),
     ),
-    Rule("moe_grouped_gemm", flag("policy.moe_grouped_gemm")),
-    Rule("moe_shared_expert_overlap", flag("policy.moe_shared_expert_overlap")),
-    Rule("overlap_grad_reduce", flag("train.overlap_grad_reduce")),
-    Rule("use_distributed_optimizer", always("the optimizer is always sharded with its parameters")),
-    Rule("optimizer_cpu_offload", flag("train.optimizer_offload")),
+    Rule("moe_grouped_gemm", to.flag("policy.moe_grouped_gemm")),
+    Rule("moe_shared_expert_overlap", to.flag("policy.moe_shared_expert_overlap")),
+    Rule("overlap_grad_reduce", to.flag("train.overlap_grad_reduce")),
+    Rule("use_distributed_optimizer", to.always("the optimizer is always sharded with its parameters")),
+    Rule("optimizer_cpu_offload", to.flag("train.optimizer_offload")),
     Rule("save_only_model", _model_only),
     Rule("fsdp_size", _fsdp_size),
     Rule("param_dtype", dtype("train.param_dtype")),
     Rule("reduce_dtype", dtype("train.fsdp_reduce_dtype")),
     Rule("reshard_after_forward", _reshard),
-    Rule("offload_policy", flag("train.fsdp_offload")),
+    Rule("offload_policy", to.flag("train.fsdp_offload")),
 )
 
 _SINGLE_RULES: tuple[Rule, ...] = (
     Rule("device_mapping", _devices),
-    Rule("world_size", always("follows from device_mapping")),
+    Rule("world_size", to.always("follows from device_mapping")),
     Rule(
-        "num_gpus_per_worker", unless((1, None), "one rank for each GPU", always("applies to inference only"))
+        "num_gpus_per_worker",
+        to.unless((1, None), "one rank for each GPU", to.always("applies to inference only")),
     ),
-    Rule("infer_batch_size", integer(f"{POLICY}.old_log_prob.mini_batch")),
-    Rule("model_update_frequency", integer("train.sync_weight_interval")),
-    Rule("use_dynamic_batching_in_train", always("max_tokens_per_microbatch_in_train says how large")),
+    Rule("infer_batch_size", to.integer(f"{POLICY}.old_log_prob.mini_batch")),
+    Rule("model_update_frequency", to.integer("train.sync_weight_interval")),
+    Rule("use_dynamic_batching_in_train", to.always("max_tokens_per_microbatch_in_train says how large")),
     Rule(
         "max_tokens_per_microbatch_in_train",
-        asks((0, None), "no cap", integer(f"{POLICY}.max_token_len_per_mini_batch")),
+        asks((0, None), "no cap", to.integer(f"{POLICY}.max_token_len_per_mini_batch")),
         when=lambda context: (
             "" if context.flag(f"{ROLE}.use_dynamic_batching_in_train") else "dynamic batching is off"
         ),
     ),
-    Rule("use_dynamic_batching_in_infer", always("max_tokens_per_microbatch_in_infer says how large")),
+    Rule("use_dynamic_batching_in_infer", to.always("max_tokens_per_microbatch_in_infer says how large")),
     Rule(
         "max_tokens_per_microbatch_in_infer",
-        asks((0, None), "no cap", integer(f"{POLICY}.old_log_prob.max_token_len_per_mini_batch")),
+        asks((0, None), "no cap", to.integer(f"{POLICY}.old_log_prob.max_token_len_per_mini_batch")),
         when=lambda context: (
             "" if context.flag(f"{ROLE}.use_dynamic_batching_in_infer") else "dynamic batching is off"
         ),
     ),
-    Rule("use_sequence_packing", flag("train.sequence_packing")),
+    Rule("use_sequence_packing", to.flag("train.sequence_packing")),
     Rule(
         "sequence_packing_args.max_packed_sequence_length_train",
-        asks((None,), "no cap", integer(f"{POLICY}.max_token_len_per_mini_batch")),
+        asks((None,), "no cap", to.integer(f"{POLICY}.max_token_len_per_mini_batch")),
         when=lambda context: "" if context.flag(f"{ROLE}.use_sequence_packing") else "packing is off",
     ),
     Rule(
         "sequence_packing_args.max_packed_sequence_length_forward",
-        asks((None,), "no cap", integer(f"{POLICY}.old_log_prob.max_token_len_per_mini_batch")),
+        asks((None,), "no cap", to.integer(f"{POLICY}.old_log_prob.max_token_len_per_mini_batch")),
         when=lambda context: "" if context.flag(f"{ROLE}.use_sequence_packing") else "packing is off",
     ),
-    Rule("logits_in_fp32", always("log-probs are computed in float32")),
-    Rule("apply_loss_scale", always("the loss is normalised over the whole step, however it is cut")),
-    Rule("worker_cls", unless((None,), "ROLL's own", lost(f"{ROLE}.worker_cls"))),
+    Rule("logits_in_fp32", to.always("log-probs are computed in float32")),
+    Rule("apply_loss_scale", to.always("the loss is normalised over the whole step, however it is cut")),
+    Rule("worker_cls", to.unless((None,), "ROLL's own", lost(f"{ROLE}.worker_cls"))),
     Rule("offload_nccl", lost(f"{ROLE}.offload_nccl")),
 )
 

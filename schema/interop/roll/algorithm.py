@@ -17,28 +17,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from schema.interop.engine.rules import (
-    BadValue,
-    ConversionContext,
-    Converter,
-    KeyPath,
-    Result,
-    Rule,
-    always,
-    as_flag,
-    as_number,
-    choice,
-    computed,
-    flag,
-    implicit,
-    integer,
-    mapped,
-    no_counterpart,
-    number,
-    shown,
-    unless,
-    unsupported,
-)
+from schema.interop.engine import to, values
+from schema.interop.engine.keys import words
+from schema.interop.engine.model import Result, implicit, mapped, no_counterpart, unsupported
+from schema.interop.engine.rules import ConversionContext, Converter, KeyPath, Rule, computed
+from schema.interop.engine.values import BadValue, shown
 from schema.interop.roll.converters import POLICY, asks, lost, reason
 from schema.interop.roll.facts import (
     has_advantages,
@@ -119,7 +102,7 @@ def _part_of_estimator(key: str, faithful: int) -> Converter:
             return implicit(f"part of advantage_estimator = {_choose(context)[0]}")
         if key != "whiten_advantages":
             return unsupported(reason(key))
-        does = "does not whiten" if as_flag(leaf.value) else "always whitens"
+        does = "does not whiten" if values.flag(leaf.value) else "always whitens"
         return unsupported(f"{_choose(context)[0]} {does} its advantages over the batch; {_OWN_ESTIMATOR}")
 
     return Converter(run, (), "decides the estimator")
@@ -130,16 +113,16 @@ def _no_estimator(context: ConversionContext) -> str:
 
 
 def _no_reward_kl(context: ConversionContext) -> str:
-    return "" if has_reward_kl(context) else "there is no KL in the reward (add_token_level_kl)"
+    return "" if has_reward_kl(context) else "the reward has no KL term (add_token_level_kl)"
 
 
 def _no_loss_kl(context: ConversionContext) -> str:
-    return "" if has_loss_kl(context) else "there is no KL in the loss (use_kl_loss)"
+    return "" if has_loss_kl(context) else "the loss has no KL term (use_kl_loss)"
 
 
 @computed(f"{POLICY}.gamma", words="gae and reinforce_plus_plus; the others have none")
 def _gamma(context: ConversionContext, leaf: KeyPath) -> Result:
-    discount = as_number(leaf.value)
+    discount = values.number(leaf.value)
     name = context.get("adv_estimator", "gae")
     if name in _ESTIMATORS and _choose(context)[0] in ("gae", "reinforce_plus_plus"):
         return mapped((f"{POLICY}.gamma", discount))
@@ -152,7 +135,7 @@ def _no_critic(context: ConversionContext) -> str:
 
 @computed(f"{POLICY}.kl_in_reward.beta", words="true: with init_kl_coef")
 def _token_kl(context: ConversionContext, leaf: KeyPath) -> Result:
-    if not as_flag(leaf.value):
+    if not values.flag(leaf.value):
         return implicit("no KL in the reward")
     return mapped((f"{POLICY}.kl_in_reward.beta", context.number("init_kl_coef", 0.2)))
 
@@ -161,11 +144,10 @@ def _token_kl(context: ConversionContext, leaf: KeyPath) -> Result:
     f"{POLICY}.kl_in_reward.controller",
     f"{POLICY}.kl_in_reward.target",
     words="set: the adaptive controller with this target; null: a fixed coefficient",
+    null="null: a fixed coefficient",
 )
 def _target_kl(context: ConversionContext, leaf: KeyPath) -> Result:
-    if leaf.value is None:
-        return implicit("null: a fixed coefficient")
-    target = as_number(leaf.value)
+    target = values.number(leaf.value)
     return mapped(
         (f"{POLICY}.kl_in_reward.controller", "adaptive"), (f"{POLICY}.kl_in_reward.target", target)
     )
@@ -173,7 +155,7 @@ def _target_kl(context: ConversionContext, leaf: KeyPath) -> Result:
 
 @computed(f"{POLICY}.kl_beta", words="true: with kl_loss_coef")
 def _kl_loss(context: ConversionContext, leaf: KeyPath) -> Result:
-    if not as_flag(leaf.value):
+    if not values.flag(leaf.value):
         return implicit("no KL in the loss")
     return mapped(
         (f"{POLICY}.kl_beta", context.number("kl_loss_coef", 0.0)), (f"{POLICY}.kl_type", _loss_kl(context))
@@ -192,7 +174,7 @@ def _clip(context: ConversionContext, leaf: KeyPath) -> Result:
         return implicit("the plain policy gradient has no ratio to clip")
     if leaf.value is None:
         return implicit("null: the default, 0.2")
-    epsilon = as_number(leaf.value)
+    epsilon = values.number(leaf.value)
     return mapped((f"{POLICY}.epsilon_low", epsilon), (f"{POLICY}.epsilon_high", epsilon))
 
 
@@ -206,7 +188,7 @@ def _without_range(context: ConversionContext) -> str:
 def _dual_clip(context: ConversionContext, leaf: KeyPath) -> Result:
     if _our_variant(context) != "grpo":
         return implicit(f"{_our_variant(context)} has no dual clip")
-    if not as_flag(leaf.value):
+    if not values.flag(leaf.value):
         return mapped((f"{POLICY}.lower_bound_ratio", _NO_DUAL_CLIP), note="so high that it never acts")
     clip = context.number("pg_clip", 0.2) or 0.0
     if clip <= 0:
@@ -259,7 +241,7 @@ def _loss_type(context: ConversionContext, leaf: KeyPath) -> Result:
 
 @computed(f"{POLICY}.positive_nll_coef", words="0 → unset")
 def _positive(context: ConversionContext, leaf: KeyPath) -> Result:
-    value = as_number(leaf.value)
+    value = values.number(leaf.value)
     if value == 0:
         return implicit("0: no such loss")
     return mapped((f"{POLICY}.positive_nll_coef", value))
@@ -272,7 +254,7 @@ _CORRECTION = f"{POLICY}.rollout_correction"
 
 @computed(f"{_CORRECTION}.weights", words="weight_type, if enabled")
 def _is_weights(context: ConversionContext, leaf: KeyPath) -> Result:
-    if not as_flag(leaf.value):
+    if not values.flag(leaf.value):
         return implicit("no weights")
     kind = context.get("train_infer_correction.is_weight.weight_type", "token")
     if kind not in _WEIGHTS:
@@ -302,17 +284,17 @@ def _filters(context: ConversionContext, leaf: KeyPath) -> Result:
         return implicit("no filter")
     if not isinstance(leaf.value, list) or not all(isinstance(item, dict) for item in leaf.value):
         raise BadValue(f"expected a list of filters, got {shown(leaf.value)}")
-    active = [item for item in leaf.value if as_flag(item.get("enabled", False))]
+    active = [item for item in leaf.value if values.flag(item.get("enabled", False))]
     if not active:
         return implicit("no filter is enabled")
     one = active[0]
-    by_ratio = as_flag(one.get("ratio_enabled", True)) and not as_flag(one.get("diff_enabled", False))
+    by_ratio = values.flag(one.get("ratio_enabled", True)) and not values.flag(one.get("diff_enabled", False))
     if len(active) > 1 or not by_ratio or one.get("agg_type", "token") not in _REJECTS:
         return no_counterpart(reason("train_infer_correction.filters"))
     return mapped(
         (f"{_CORRECTION}.reject", one.get("agg_type", "token")),
-        (f"{_CORRECTION}.reject_below", as_number(one.get("ratio_low", 0.8))),
-        (f"{_CORRECTION}.reject_above", as_number(one.get("ratio_high", 1.2))),
+        (f"{_CORRECTION}.reject_below", values.number(one.get("ratio_low", 0.8))),
+        (f"{_CORRECTION}.reject_above", values.number(one.get("ratio_high", 1.2))),
     )
 
 
@@ -325,7 +307,7 @@ def _old_log_probs(context: ConversionContext, leaf: KeyPath) -> Result:
 
 @computed(words="follows from the KL terms")
 def _reference(context: ConversionContext, leaf: KeyPath) -> Result:
-    if as_flag(leaf.value) and not has_reference(context):
+    if values.flag(leaf.value) and not has_reference(context):
         return implicit("no KL term reads a reference model: none is loaded")
     return implicit("a reference model is there when a KL term needs it")
 
@@ -333,46 +315,46 @@ def _reference(context: ConversionContext, leaf: KeyPath) -> Result:
 ALGORITHM_RULES: tuple[Rule, ...] = (
     Rule("adv_estimator", _estimator, default="gae", when=_no_estimator),
     Rule("whiten_advantages", _part_of_estimator("whiten_advantages", 2), default=False, when=_no_estimator),
-    Rule("reward_norm", unless(_OFF, "none", _part_of_estimator("reward_norm", 3))),
-    Rule("norm_mean_type", unless(_OFF, "none", _part_of_estimator("norm_mean_type", 3))),
-    Rule("norm_std_type", unless(_OFF, "none", _part_of_estimator("norm_std_type", 3))),
+    Rule("reward_norm", to.unless(_OFF, "none", _part_of_estimator("reward_norm", 3))),
+    Rule("norm_mean_type", to.unless(_OFF, "none", _part_of_estimator("norm_mean_type", 3))),
+    Rule("norm_std_type", to.unless(_OFF, "none", _part_of_estimator("norm_std_type", 3))),
     Rule("gamma", _gamma),
-    Rule("lambd", number(f"{POLICY}.gae_lambda"), default=0.95, when=_no_critic),
+    Rule("lambd", to.number(f"{POLICY}.gae_lambda"), default=0.95, when=_no_critic),
     Rule("add_token_level_kl", _token_kl),
-    Rule("init_kl_coef", number(f"{POLICY}.kl_in_reward.beta"), default=0.2, when=_no_reward_kl),
-    Rule("kl_penalty", choice(f"{POLICY}.kl_in_reward.type", _KL_TYPES), default="kl", when=_no_reward_kl),
+    Rule("init_kl_coef", to.number(f"{POLICY}.kl_in_reward.beta"), default=0.2, when=_no_reward_kl),
+    Rule("kl_penalty", to.choice(f"{POLICY}.kl_in_reward.type", _KL_TYPES), default="kl", when=_no_reward_kl),
     Rule("target_kl", _target_kl, when=_no_reward_kl),
-    Rule("kl_horizon", integer(f"{POLICY}.kl_in_reward.horizon"), when=_no_reward_kl),
+    Rule("kl_horizon", to.integer(f"{POLICY}.kl_in_reward.horizon"), when=_no_reward_kl),
     Rule("use_kl_loss", _kl_loss),
-    Rule("kl_loss_coef", number(f"{POLICY}.kl_beta"), when=_no_loss_kl),
-    Rule("kl_loss_type", choice(f"{POLICY}.kl_type", _KL_TYPES), when=_no_loss_kl),
+    Rule("kl_loss_coef", to.number(f"{POLICY}.kl_beta"), when=_no_loss_kl),
+    Rule("kl_loss_type", to.choice(f"{POLICY}.kl_type", _KL_TYPES), when=_no_loss_kl),
     Rule("enable_reference", _reference),
-    Rule("ppo_epochs", integer(f"{POLICY}.mu_iterations"), default=1),
+    Rule("ppo_epochs", to.integer(f"{POLICY}.mu_iterations"), default=1),
     Rule("pg_clip", _clip, default=0.2),
-    Rule("use_pg_clip_range", always("chooses between pg_clip and pg_clip_low, pg_clip_high")),
-    Rule("pg_clip_low", number(f"{POLICY}.epsilon_low"), default=0.2, when=_without_range),
-    Rule("pg_clip_high", number(f"{POLICY}.epsilon_high"), default=0.2, when=_without_range),
+    Rule("use_pg_clip_range", to.always("chooses between pg_clip and pg_clip_low, pg_clip_high")),
+    Rule("pg_clip_low", to.number(f"{POLICY}.epsilon_low"), default=0.2, when=_without_range),
+    Rule("pg_clip_high", to.number(f"{POLICY}.epsilon_high"), default=0.2, when=_without_range),
     Rule("dual_clip_loss", _dual_clip, default=False),
     Rule("importance_sampling", _variant, default="token"),
     Rule("use_policy_loss_type", _variant),
     Rule("loss_agg_mode", _loss_type, default="seq-mean-token-mean"),
-    Rule("entropy_loss_coef", number(f"{POLICY}.entropy_coeff")),
+    Rule("entropy_loss_coef", to.number(f"{POLICY}.entropy_coeff")),
     Rule("postive_loss_coef", _positive, also=("positive_loss_coef",)),
-    Rule("max_grad_norm", number("train.optm_grad_norm_clip"), default=1.0),
-    Rule("value_clip", asks((None,), "no clip of values", number("critic.value_clip")), when=_no_critic),
-    Rule("critic_warmup", integer("critic.warmup_steps"), when=_no_critic),
-    Rule("balance_length", flag(f"{POLICY}.balance_dp_token")),
+    Rule("max_grad_norm", to.number("train.optm_grad_norm_clip"), default=1.0),
+    Rule("value_clip", asks((None,), "no clip of values", to.number("critic.value_clip")), when=_no_critic),
+    Rule("critic_warmup", to.integer("critic.warmup_steps"), when=_no_critic),
+    Rule("balance_length", to.flag(f"{POLICY}.balance_dp_token")),
     Rule("train_infer_correction.is_weight.enabled", _is_weights),
     Rule("train_infer_correction.is_weight.weight_type", _weight_type, when=_no_weights),
     Rule(
         "train_infer_correction.is_weight.upper_bound",
-        asks((None,), "no bound", number(f"{_CORRECTION}.cap")),
+        asks((None,), "no bound", to.number(f"{_CORRECTION}.cap")),
         default=1.2,
         when=_no_weights,
     ),
     Rule(
         "train_infer_correction.is_weight.detach",
-        unless(
+        to.unless(
             (True,), "weights carry no gradient here either", lost("train_infer_correction.is_weight.detach")
         ),
     ),
@@ -380,34 +362,21 @@ ALGORITHM_RULES: tuple[Rule, ...] = (
     Rule("enable_old_logprobs_recompute", _old_log_probs),
     Rule(
         "force_disable_old_logprobs_recompute",
-        always("π_old is the policy that sampled: nothing is recomputed"),
+        to.always("π_old is the policy that sampled: nothing is recomputed"),
     ),
     *(
         Rule(key, lost(key))
-        for key in (
-            "reward_clip",
-            "reward_shift",
-            "reward_scale",
-            "use_reward_scaling",
-            "use_reward_norm",
-            "whiten_rewards",
-            "add_len_reward",
-            "advantage_clip",
-            "max_len_mask",
-            "difficulty_mask",
-            "difficulty_loss_weight",
-            "length_loss_weight",
-            "error_max_len_clip",
-            "use_topr_loss",
-            "use_topr_neg_loss_coef",
-            "l2",
+        for key in words(
+            "reward_clip reward_shift reward_scale use_reward_scaling use_reward_norm whiten_rewards "
+            "add_len_reward advantage_clip max_len_mask difficulty_mask difficulty_loss_weight "
+            "length_loss_weight error_max_len_clip use_topr_loss use_topr_neg_loss_coef l2"
         )
     ),
     Rule("rl_loss_coef", lost("rl_loss_coef", 1, 1.0)),
     Rule("minibatch_data_iter_num", lost("minibatch_data_iter_num", 1)),
     Rule(
         "mask_type",
-        unless(("loss", None), "masks act on the loss alone", lost("mask_type")),
+        to.unless(("loss", None), "masks act on the loss alone", lost("mask_type")),
     ),
     *(
         Rule(

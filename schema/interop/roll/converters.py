@@ -7,21 +7,15 @@ from dataclasses import replace
 from typing import Any
 
 from schema.config.problem import ConfigError, Problem
-from schema.interop.engine.rules import (
-    BadValue,
-    ConversionContext,
-    Converter,
-    KeyPath,
-    Result,
-    Rule,
-    implicit,
-    mapped,
-    no_counterpart,
-    shown,
-    unless,
-)
-from schema.interop.engine.unsupported import reason_for
+from schema.interop.engine import to
+from schema.interop.engine.model import Result, implicit, mapped, no_counterpart
+from schema.interop.engine.rules import ConversionContext, Converter, KeyPath, Rule
+from schema.interop.engine.values import BadValue, shown
 from schema.interop.roll.device_mapping import DeviceMappingError, parse_device_mapping
+from schema.interop.roll.unsupported import ROLL
+
+reason = ROLL.known_reason
+"""Why a key of ROLL has no counterpart, from the closed list."""
 
 POLICY = "train.train_policy"
 NEUTRAL = (None, False, 0, 0.0, "", "null")
@@ -43,14 +37,6 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def reason(key: str) -> str:
-    """Why a key of ROLL has no counterpart, from the closed list."""
-    found = reason_for("roll", key)
-    if found is None:
-        raise LookupError(f"{key} is not in the closed list")
-    return found
-
-
 def named_devices(context: ConversionContext, leaf: KeyPath) -> list[int] | None:
     """The devices of a `device_mapping`, None for null. Raises ConfigError: nothing can be placed without them."""
     if leaf.value is None:
@@ -64,7 +50,7 @@ def named_devices(context: ConversionContext, leaf: KeyPath) -> list[int] | None
 
 def asks(neutral: Sequence[Any], why: str, converter: Converter, words: str = "as it is") -> Converter:
     """`unless` for a key of ours: the docs say how the value changes, not why nothing may be written."""
-    return replace(unless(neutral, why, converter), words=converter.words or words)
+    return replace(to.unless(neutral, why, converter), words=converter.words or words)
 
 
 def lost(key: str, *neutral: Any) -> Converter:
@@ -100,7 +86,7 @@ def dtype(ours: str) -> Converter:
 
 
 def stored_dtype(name: str, stored: Any, strategy: Any) -> Result:
-    """A model's type beside the strategy's param_dtype: then it is the type of the master weights."""
+    """A model's type next to the strategy's param_dtype: then it is the type of the master weights."""
     computing = DTYPES[strategy] if is_one_of(strategy, DTYPES) else None
     if computing == stored:
         return implicit("the same as the strategy's param_dtype")
@@ -129,7 +115,7 @@ def wins(what: str) -> Callable[[KeyPath, Any], Result]:
 
 
 def under(prefix: str, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
-    """The same rows below a table."""
+    """The same rules below a table."""
     return tuple(
         Rule(
             f"{prefix}.{rule.key}",

@@ -4,68 +4,57 @@ from __future__ import annotations
 
 import math
 
-from schema.interop.engine.rules import (
-    BadValue,
-    ConversionContext,
-    KeyPath,
-    Result,
-    Rule,
-    always,
-    as_number,
-    as_path,
-    as_text,
-    as_texts,
-    computed,
-    implicit,
-    integer,
-    mapped,
-    unless,
-)
+from schema.interop.engine import to, values
+from schema.interop.engine.model import Result, implicit, mapped
+from schema.interop.engine.rules import ConversionContext, KeyPath, Rule, computed
+from schema.interop.engine.values import BadValue
 from schema.interop.roll.converters import POLICY, lost
 
 ROLE = "actor_train"
 
 
-@computed(f"{POLICY}.dataset.files", words="read one after the other")
+@computed(f"{POLICY}.dataset.files", words="read one after the other", null="null: no data")
 def _files(context: ConversionContext, leaf: KeyPath) -> Result:
-    if leaf.value is None:
-        return implicit("null: no data")
-    return mapped((f"{POLICY}.dataset.files", [as_path(item) for item in as_texts(leaf.value)]))
+    return mapped((f"{POLICY}.dataset.files", [values.path(item) for item in values.texts(leaf.value)]))
 
 
-@computed("validation.dataset.files", words="data to validate on")
+@computed("validation.dataset.files", words="data to validate on", null="null: none")
 def _eval_files(context: ConversionContext, leaf: KeyPath) -> Result:
-    if leaf.value is None:
-        return implicit("null: none")
     if context.get("validation.data_args.file_name", None):
         return implicit("validation.data_args.file_name is taken instead")
-    return mapped(("validation.dataset.files", [as_path(item) for item in as_texts(leaf.value)]))
+    return mapped(("validation.dataset.files", [values.path(item) for item in values.texts(leaf.value)]))
 
 
-@computed(f"{POLICY}.prompt_column_name", words="the column of the question, a text")
+@computed(
+    f"{POLICY}.prompt_column_name",
+    words="the column of the question, a text",
+    null="null: messages is the column",
+)
 def _prompt(context: ConversionContext, leaf: KeyPath) -> Result:
-    if leaf.value is None:
-        return implicit("null: messages is the column")
-    return mapped((f"{POLICY}.prompt_column_name", as_text(leaf.value)))
+    return mapped((f"{POLICY}.prompt_column_name", values.text(leaf.value)))
 
 
-@computed(f"{POLICY}.prompt_column_name", words="the column of the question, a conversation")
+@computed(
+    f"{POLICY}.prompt_column_name",
+    words="the column of the question, a conversation",
+    null="null: prompt is the column",
+)
 def _messages(context: ConversionContext, leaf: KeyPath) -> Result:
-    if leaf.value is None:
-        return implicit("null: prompt is the column")
     if context.get(f"{ROLE}.data_args.prompt", None) is not None:
         context.warn(
             "data_args.prompt and data_args.messages exclude each other, and ROLL refuses both; prompt is taken"
         )
         return implicit("data_args.prompt is taken; ROLL refuses both")
-    return mapped((f"{POLICY}.prompt_column_name", as_text(leaf.value)))
+    return mapped((f"{POLICY}.prompt_column_name", values.text(leaf.value)))
 
 
-@computed(f"{POLICY}.response_column_name", words="the column of the reference answer")
+@computed(
+    f"{POLICY}.response_column_name",
+    words="the column of the reference answer",
+    null="null: ground_truth is the column",
+)
 def _response(context: ConversionContext, leaf: KeyPath) -> Result:
-    if leaf.value is None:
-        return implicit("null: ground_truth is the column")
-    return mapped((f"{POLICY}.response_column_name", as_text(leaf.value)))
+    return mapped((f"{POLICY}.response_column_name", values.text(leaf.value)))
 
 
 @computed(f"{POLICY}.enable_dataset_cache", words="set → true")
@@ -88,9 +77,9 @@ def _shares(context: ConversionContext, leaf: KeyPath) -> Result:
         "domain_shares counts a row by its value in domain_column_name, ROLL by the reward whose tag_included "
         "holds that value: where they differ, write the domain into the column"
     )
-    share, key = as_number(leaf.value), f"{POLICY}.domain_shares.{leaf.rest}"
+    share, key = values.number(leaf.value), f"{POLICY}.domain_shares.{leaf.rest}"
     *others, last = domains
-    left = round(1.0 - math.fsum(as_number(domains[name]) for name in others), 12)
+    left = round(1.0 - math.fsum(values.number(domains[name]) for name in others), 12)
     if leaf.rest != last or abs(left - share) <= 1e-6:
         return mapped((key, share))
     if left <= 0:
@@ -108,13 +97,13 @@ def _shares(context: ConversionContext, leaf: KeyPath) -> Result:
 def _tag(context: ConversionContext, leaf: KeyPath) -> Result:
     if len(context.below(f"{ROLE}.data_args.domain_interleave_probs")) <= 1:
         return implicit("one domain: no shares to keep")
-    return mapped((f"{POLICY}.domain_column_name", as_text(leaf.value)))
+    return mapped((f"{POLICY}.domain_column_name", values.text(leaf.value)))
 
 
 DATA_ARGS: tuple[Rule, ...] = (
     Rule(
         "template",
-        unless((None, "native"), "the model's own chat template", lost(f"{ROLE}.data_args.template")),
+        to.unless((None, "native"), "the model's own chat template", lost(f"{ROLE}.data_args.template")),
     ),
     Rule("file_name", _files),
     Rule("eval_file_name", _eval_files),
@@ -122,14 +111,14 @@ DATA_ARGS: tuple[Rule, ...] = (
     Rule("messages", _messages),
     Rule("response", _response),
     Rule("tag", _tag, default="tag"),
-    Rule("id", always("a row is known by its position in the dataset")),
+    Rule("id", to.always("a row is known by its position in the dataset")),
     Rule("domain_interleave_probs.*", _shares),
     Rule(
         "interleave_probs",
-        unless((None, "1.0", 1.0, 1), "one dataset", lost(f"{ROLE}.data_args.interleave_probs")),
+        to.unless((None, "1.0", 1.0, 1), "one dataset", lost(f"{ROLE}.data_args.interleave_probs")),
     ),
-    Rule("preprocessing_num_workers", integer(f"{POLICY}.dataloader_num_workers")),
+    Rule("preprocessing_num_workers", to.integer(f"{POLICY}.dataloader_num_workers")),
     Rule("cache_path", _cache),
-    Rule("dataset_type", always("the ending of a file tells its format")),
-    Rule("dataset_dir", always("ROLL's file_name holds the whole path")),
+    Rule("dataset_type", to.always("the format follows from the ending of the file")),
+    Rule("dataset_dir", to.always("ROLL's file_name holds the whole path")),
 )

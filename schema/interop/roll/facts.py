@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from schema.interop.engine.rules import BadValue, ConversionContext
+from schema.interop.engine.rules import ConversionContext
+from schema.interop.engine.values import BadValue
 from schema.interop.roll.device_mapping import DeviceMappingError, parse_device_mapping
 
 TRAINING_STRATEGIES = ("fsdp2_train", "megatron_train", "deepspeed_train")
@@ -85,7 +86,7 @@ def _size(context: ConversionContext, key: str) -> int:
     if size is None or size == 0:
         return 1
     if size < 0 or size > 1_000_000:
-        raise BadValue(f"{key} = {size} is no parallel size")
+        raise BadValue(f"{key} = {size} is not a parallel size")
     return size
 
 
@@ -145,7 +146,7 @@ def global_batch(context: ConversionContext, role: str = "actor_train") -> tuple
         f"/{shape.model_ranks}" if shape.model_ranks > 1 else ""
     )
     if product < 1 or product % shape.model_ranks:
-        raise BadValue(f"{formula} is no whole number of samples for a global batch")
+        raise BadValue(f"{formula} is not a whole number of samples for a global batch")
     return product // shape.model_ranks, f"{formula} = {product // shape.model_ranks}"
 
 

@@ -4,29 +4,10 @@ from __future__ import annotations
 
 import math
 
-from schema.interop.engine.rules import (
-    BadValue,
-    ConversionContext,
-    KeyPath,
-    Result,
-    Rule,
-    always,
-    as_flag,
-    as_integer,
-    as_number,
-    as_path,
-    choice,
-    computed,
-    flag,
-    implicit,
-    integer,
-    mapped,
-    no_counterpart,
-    path,
-    shown,
-    text,
-    unless,
-)
+from schema.interop.engine import to, values
+from schema.interop.engine.model import Result, implicit, mapped, no_counterpart
+from schema.interop.engine.rules import ConversionContext, KeyPath, Rule, computed
+from schema.interop.engine.values import BadValue, shown
 from schema.interop.roll.converters import POLICY, asks, lost, reason
 from schema.interop.roll.facts import (
     group_size,
@@ -45,7 +26,7 @@ _BATCH = "train.train_batch_per_replica"
 
 @computed(_BATCH, words="prompts · num_return_sequences_in_group samples make one training step")
 def _rollout_batch(context: ConversionContext, leaf: KeyPath) -> Result:
-    prompts = as_integer(leaf.value)
+    prompts = values.integer(leaf.value)
     if prompts < 1:
         raise BadValue(f"expected at least 1, got {prompts}")
     samples = samples_per_step(context)
@@ -56,7 +37,7 @@ def _rollout_batch(context: ConversionContext, leaf: KeyPath) -> Result:
 
 @computed("rollout.n_generation", _BATCH, words="the size of a group")
 def _group(context: ConversionContext, leaf: KeyPath) -> Result:
-    size = as_integer(leaf.value)
+    size = values.integer(leaf.value)
     if size < 1:
         raise BadValue(f"expected at least 1, got {size}")
     return mapped(("rollout.n_generation", size))
@@ -64,20 +45,19 @@ def _group(context: ConversionContext, leaf: KeyPath) -> Result:
 
 @computed(f"{POLICY}.dataset.max_prompt_length", words="longer prompts are left out, as in ROLL")
 def _prompt_length(context: ConversionContext, leaf: KeyPath) -> Result:
-    return mapped((f"{POLICY}.dataset.max_prompt_length", as_integer(leaf.value)))
+    return mapped((f"{POLICY}.dataset.max_prompt_length", values.integer(leaf.value)))
 
 
 @computed(
     "rollout.max_response_length",
     "policy.model_max_length",
     words="the longest answer; with prompt_length the longest sequence",
+    null="null: follows from sequence_length",
 )
 def _response_length(context: ConversionContext, leaf: KeyPath) -> Result:
-    if leaf.value is None:
-        return implicit("null: follows from sequence_length")
     if context.integer("sequence_length") is not None:
         return implicit("ROLL takes sequence_length - prompt_length instead")
-    length = as_integer(leaf.value)
+    length = values.integer(leaf.value)
     return mapped(
         ("rollout.max_response_length", length),
         ("policy.model_max_length", sequence_length(context)),
@@ -89,11 +69,10 @@ def _response_length(context: ConversionContext, leaf: KeyPath) -> Result:
     "policy.model_max_length",
     "rollout.max_response_length",
     words="the longest sequence; without prompt_length the longest answer",
+    null="null: prompt_length + response_length",
 )
 def _sequence_length(context: ConversionContext, leaf: KeyPath) -> Result:
-    if leaf.value is None:
-        return implicit("null: prompt_length + response_length")
-    length, response = as_integer(leaf.value), response_length(context)
+    length, response = values.integer(leaf.value), response_length(context)
     if is_agentic(context) or response is None:
         return mapped(("policy.model_max_length", length))
     return mapped(
@@ -103,17 +82,19 @@ def _sequence_length(context: ConversionContext, leaf: KeyPath) -> Result:
     )
 
 
-@computed("validation.max_response_length", words="val_sequence_length - val_prompt_length")
+@computed(
+    "validation.max_response_length",
+    words="val_sequence_length - val_prompt_length",
+    null="null: as in training",
+)
 def _val_sequence(context: ConversionContext, leaf: KeyPath) -> Result:
-    if leaf.value is None:
-        return implicit("null: as in training")
     prompt = context.integer("val_prompt_length") or context.integer("prompt_length", 1024) or 0
-    return mapped(("validation.max_response_length", as_integer(leaf.value) - prompt))
+    return mapped(("validation.max_response_length", values.integer(leaf.value) - prompt))
 
 
 @computed("train.max_num_steps", "train.epoch", words="the length of the run; it alone ends a run of ROLL")
 def _max_steps(context: ConversionContext, leaf: KeyPath) -> Result:
-    steps = as_integer(leaf.value)
+    steps = values.integer(leaf.value)
     if steps < 1:
         return implicit("no limit: num_train_epochs ends the run")
     return mapped(
@@ -130,7 +111,7 @@ def _max_steps(context: ConversionContext, leaf: KeyPath) -> Result:
     words="a checkpoint every so many steps, while training waits; 0: none",
 )
 def _save_steps(context: ConversionContext, leaf: KeyPath) -> Result:
-    steps = as_integer(leaf.value)
+    steps = values.integer(leaf.value)
     if steps < 1:
         return mapped(("train.ckpt.enable_checkpoint", False))
     return mapped(
@@ -142,7 +123,7 @@ def _save_steps(context: ConversionContext, leaf: KeyPath) -> Result:
 
 @computed("train.ckpt.max_keep", words="0 → -1: all are kept")
 def _max_keep(context: ConversionContext, leaf: KeyPath) -> Result:
-    kept = as_integer(leaf.value)
+    kept = values.integer(leaf.value)
     return mapped(("train.ckpt.max_keep", kept if kept > 0 else -1))
 
 
@@ -150,7 +131,7 @@ def _max_keep(context: ConversionContext, leaf: KeyPath) -> Result:
     "validation.enable", "validation.freq", words="validation every so many steps, if its data is named"
 )
 def _eval_steps(context: ConversionContext, leaf: KeyPath) -> Result:
-    steps = as_integer(leaf.value)
+    steps = values.integer(leaf.value)
     if steps < 1:
         return implicit("no validation")
     if not has_validation(context):
@@ -158,18 +139,16 @@ def _eval_steps(context: ConversionContext, leaf: KeyPath) -> Result:
     return mapped(("validation.enable", True), ("validation.freq", steps))
 
 
-@computed("train.resume", words="true: the newest checkpoint; a path: that one")
+@computed("train.resume", words="true: the newest checkpoint; a path: that one", null="null: a fresh run")
 def _resume(context: ConversionContext, leaf: KeyPath) -> Result:
-    if leaf.value is None:
-        return implicit("null: a fresh run")
     if isinstance(leaf.value, bool) or leaf.value in ("true", "false", "True", "False"):
-        return mapped(("train.resume", as_flag(leaf.value)))
-    return mapped(("train.resume", as_path(leaf.value)), note="must be a checkpoint of cosmos-launch")
+        return mapped(("train.resume", values.flag(leaf.value)))
+    return mapped(("train.resume", values.path(leaf.value)), note="must be a checkpoint of cosmos-launch")
 
 
 @computed(f"{POLICY}.allowed_outdated_steps", words="the staleness bound, rounded up; 0: on-policy")
 def _async_ratio(context: ConversionContext, leaf: KeyPath) -> Result:
-    ratio = as_number(leaf.value)
+    ratio = values.number(leaf.value)
     if ratio < 0 or ratio > 1_000_000:
         raise BadValue(f"expected a ratio of at least 0, got {shown(leaf.value)}")
     note = "at most so many batches are generated ahead" if ratio else "generation waits for the new weights"
@@ -179,7 +158,7 @@ def _async_ratio(context: ConversionContext, leaf: KeyPath) -> Result:
 @computed("controller.oversample", words="1 + additional prompts / rollout_batch_size, if they are used")
 def _additional_prompts(context: ConversionContext, leaf: KeyPath) -> Result:
     used = context.flag("is_use_additional_prompts") or context.flag("use_additional_prompts")
-    more, batch = as_integer(leaf.value), context.integer("rollout_batch_size", 128) or 1
+    more, batch = values.integer(leaf.value), context.integer("rollout_batch_size", 128) or 1
     if not used or more < 1:
         return implicit("no additional prompts are used")
     return mapped(("controller.oversample", round(1 + more / max(batch, 1), 4)))
@@ -187,7 +166,7 @@ def _additional_prompts(context: ConversionContext, leaf: KeyPath) -> Result:
 
 @computed("controller.oversample", words="with max_additional_running_prompts")
 def _use_additional(context: ConversionContext, leaf: KeyPath) -> Result:
-    if not as_flag(leaf.value):
+    if not values.flag(leaf.value):
         return implicit("no surplus of prompts, as here by default")
     more = context.integer("max_additional_running_prompts", 16) or 0
     batch = max(context.integer("rollout_batch_size", 128) or 1, 1)
@@ -196,7 +175,7 @@ def _use_additional(context: ConversionContext, leaf: KeyPath) -> Result:
 
 @computed("rollout.n_generation_to_batch", words="the samples of a group as requests of their own")
 def _expand(context: ConversionContext, leaf: KeyPath) -> Result:
-    return mapped(("rollout.n_generation_to_batch", as_flag(leaf.value)))
+    return mapped(("rollout.n_generation_to_batch", values.flag(leaf.value)))
 
 
 @computed(
@@ -205,7 +184,7 @@ def _expand(context: ConversionContext, leaf: KeyPath) -> Result:
     words="GPUs of each machine; the machines are as many as the devices need",
 )
 def _gpus_per_node(context: ConversionContext, leaf: KeyPath) -> Result:
-    each = as_integer(leaf.value)
+    each = values.integer(leaf.value)
     if each < 1:
         raise BadValue(f"expected at least 1, got {each}")
     used = used_devices(context)
@@ -217,15 +196,17 @@ def _gpus_per_node(context: ConversionContext, leaf: KeyPath) -> Result:
     return mapped(("placement.gpus_per_node", each))
 
 
-@computed("critic.model_name_or_path", words="the critic's initial weights, if there is one")
+@computed(
+    "critic.model_name_or_path",
+    words="the critic's initial weights, if there is one",
+    null="null: the policy's model",
+)
 def _reward_pretrain(context: ConversionContext, leaf: KeyPath) -> Result:
-    if leaf.value is None:
-        return implicit("null: the policy's model")
     if not has_critic(context):
         return implicit("names the critic's weights, and only gae has a critic")
     if context.get("critic.model_args.model_name_or_path", None) is not None:
         return implicit("critic.model_args.model_name_or_path is taken instead")
-    return mapped(("critic.model_name_or_path", as_path(leaf.value)))
+    return mapped(("critic.model_name_or_path", values.path(leaf.value)))
 
 
 @computed("logging.project_name", words="the tracker's project")
@@ -281,7 +262,7 @@ _FLAGS_OFF = (False, None)
 
 PIPELINE_RULES: tuple[Rule, ...] = (
     Rule("pipeline_cls", _pipeline_cls),
-    Rule("pretrain", path("policy.model_name_or_path")),
+    Rule("pretrain", to.path("policy.model_name_or_path")),
     Rule("reward_pretrain", _reward_pretrain),
     Rule("rollout_batch_size", _rollout_batch, default=128),
     Rule(
@@ -297,15 +278,15 @@ PIPELINE_RULES: tuple[Rule, ...] = (
     Rule("sequence_length", _sequence_length),
     Rule(
         "val_prompt_length",
-        asks((None,), "as in training", integer("validation.dataset.max_prompt_length")),
+        asks((None,), "as in training", to.integer("validation.dataset.max_prompt_length")),
     ),
     Rule("val_sequence_length", _val_sequence),
-    Rule("exp_name", text("logging.experiment_name")),
-    Rule("seed", integer("train.seed"), default=42),
-    Rule("output_dir", path("train.output_dir"), default="./output"),
+    Rule("exp_name", to.text("logging.experiment_name")),
+    Rule("seed", to.integer("train.seed"), default=42),
+    Rule("output_dir", to.path("train.output_dir"), default="./output"),
     Rule(
         "track_with",
-        choice("logging.logger", _LOGGERS, words="beside the console; `stdout`: the console alone"),
+        to.choice("logging.logger", _LOGGERS, words="as well as the console; `stdout`: the console alone"),
         default="tensorboard",
     ),
     Rule("tracker_kwargs.project", _project),
@@ -320,31 +301,32 @@ PIPELINE_RULES: tuple[Rule, ...] = (
     Rule("is_num_return_sequences_expand", _expand),
     Rule("is_use_additional_prompts", _use_additional, also=("use_additional_prompts",)),
     Rule("max_additional_running_prompts", _additional_prompts),
-    Rule("max_running_requests", integer("rollout.max_concurrent_samples"), default=128),
+    Rule("max_running_requests", to.integer("rollout.max_concurrent_samples"), default=128),
     Rule("num_gpus_per_node", _gpus_per_node, default=8, when=without_devices),
-    Rule("num_nodes", always("follows from the devices and num_gpus_per_node, as in ROLL")),
-    Rule("profiler_timeline", unless(_FLAGS_OFF, "no trace", _profile)),
-    Rule("profiler_memory", unless(_FLAGS_OFF, "no trace", _profile_memory)),
+    Rule("num_nodes", to.always("follows from the devices and num_gpus_per_node, as in ROLL")),
+    Rule("profiler_timeline", to.unless(_FLAGS_OFF, "no trace", _profile)),
+    Rule("profiler_memory", to.unless(_FLAGS_OFF, "no trace", _profile_memory)),
     Rule("report_length_and_rewards", lost("report_length_and_rewards")),
     Rule(
         "is_offload_states",
-        unless(
+        to.unless(
             _FLAGS_OFF,
             "states stay on the GPU",
-            always("what shares a GPU makes room by placement.share; what does not has no need to"),
+            to.always("what shares a GPU makes room by placement.share; what does not has no need to"),
         ),
     ),
     Rule(
         "is_offload_optimizer_states_in_train_step",
-        asks(_FLAGS_OFF, "states stay on the GPU", flag("train.optimizer_offload")),
+        asks(_FLAGS_OFF, "states stay on the GPU", to.flag("train.optimizer_offload")),
     ),
     Rule(
-        "global_template", unless((None, "native"), "the model's own chat template", lost("global_template"))
+        "global_template",
+        to.unless((None, "native"), "the model's own chat template", lost("global_template")),
     ),
     Rule("rollout_dump_dir", lost("rollout_dump_dir")),
     Rule("save_logging_board_dir", lost("save_logging_board_dir")),
     Rule("render_save_dir", lost("render_save_dir")),
     Rule("model_download_type", lost("model_download_type")),
-    Rule("val_greedy", unless(_FLAGS_OFF, "validation samples", _val_greedy)),
-    Rule("val_n_sample", integer("validation.n_generation")),
+    Rule("val_greedy", to.unless(_FLAGS_OFF, "validation samples", _val_greedy)),
+    Rule("val_n_sample", to.integer("validation.n_generation")),
 )

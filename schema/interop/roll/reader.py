@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from schema.interop.engine.keys import unsupported_key
-from schema.interop.engine.rules import BadValue, ConversionContext, Reader, Rule
+from schema.interop.engine.rules import ConversionContext, Reader, Rule
 from schema.interop.engine.source import Source
+from schema.interop.engine.values import BadValue
 from schema.interop.roll.actor_infer import ACTOR_INFER_RULES, VALIDATION_RULES
 from schema.interop.roll.actor_train import ACTOR_TRAIN_RULES
 from schema.interop.roll.algorithm import ALGORITHM_RULES
@@ -15,7 +16,7 @@ from schema.interop.roll.facts import engine_size, engines, has_critic, is_agent
 from schema.interop.roll.pipeline import PIPELINE_RULES
 from schema.interop.roll.rewards import REWARD_RULES, scorers
 from schema.interop.roll.roles import ROLE_RULES
-from schema.interop.roll.unsupported import DISTILLATION_ROLES, DPO_KEYS
+from schema.interop.roll.unsupported import DISTILLATION_ROLES, DPO_KEYS, ROLL
 
 _ROLES = ("actor_train", "actor_infer")
 _PIPELINE = ("rollout_batch_size", "num_return_sequences_in_group")
@@ -140,6 +141,7 @@ READER = Reader(
         "dpo": "a DPO pipeline",
         "distillation": "a distillation pipeline",
     },
+    unsupported=ROLL,
     detect=_detect,
     signs=(*_ROLES, *_PIPELINE),
     rules=_rules,

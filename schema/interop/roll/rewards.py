@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-from schema.interop.engine.model import Outcome
-from schema.interop.engine.rules import (
-    BadValue,
-    ConversionContext,
-    KeyPath,
-    Result,
-    Rule,
-    as_text,
-    as_texts,
-    computed,
-    implicit,
-    integer,
-    mapped,
-    no_counterpart,
-    shown,
-    unsupported,
-)
-from schema.interop.engine.unsupported import decides_method, reason_for
+from schema.interop.engine import to, values
+from schema.interop.engine.model import Outcome, Result, implicit, mapped, no_counterpart, unsupported
+from schema.interop.engine.rules import ConversionContext, KeyPath, Rule, computed
+from schema.interop.engine.values import BadValue, shown
 from schema.interop.roll.converters import POLICY, lost, named_devices, reason
+from schema.interop.roll.unsupported import ROLL
 
 _WORKERS = {
     "MathRuleRewardWorker": "boxed_math",
@@ -57,7 +44,7 @@ def _reward(context: ConversionContext, leaf: KeyPath) -> Result:
     if key == "worker_cls":
         return _worker(context, leaf, domain)
     if key == "tag_included":
-        as_texts(leaf.value)
+        values.texts(leaf.value)
         return _tags(context)
     if key.startswith(("query_filter_config.", "response_filter_config.")):
         return _filter(context, leaf, domain, key)
@@ -75,14 +62,14 @@ def _reward(context: ConversionContext, leaf: KeyPath) -> Result:
     if not _is_listed(head):
         return _unknown_reward(leaf)
     result = lost(f"rewards.<domain>.{head}").run(context, leaf)
-    shapes = scorers(context)[domain] is not None and decides_method(
-        "roll", f"rewards.<domain>.{head}", leaf.value
+    shapes = scorers(context)[domain] is not None and ROLL.decides_method(
+        f"rewards.<domain>.{head}", leaf.value
     )
     return unsupported(result.note) if shapes and result.outcome is Outcome.NONE else result
 
 
 def _is_listed(head: str) -> bool:
-    return reason_for("roll", f"rewards.<domain>.{head}") is not None
+    return ROLL.reason(f"rewards.<domain>.{head}") is not None
 
 
 def _unknown_reward(leaf: KeyPath) -> Result:
@@ -113,7 +100,7 @@ def _tags(context: ConversionContext) -> Result:
         f"by_source scores a row by its value in the column {column!r}; a value that it does not know is an error "
         "at load, and a function of your own can choose by it instead"
     )
-    return mapped((f"{POLICY}.data_source_column_name", as_text(column)))
+    return mapped((f"{POLICY}.data_source_column_name", values.text(column)))
 
 
 def _filter(context: ConversionContext, leaf: KeyPath, domain: str, key: str) -> Result:
@@ -145,7 +132,7 @@ def _model_of_reward(context: ConversionContext, leaf: KeyPath, domain: str) -> 
 
 @computed("rollout.n_generation", words="environments that share a seed: the size of a group")
 def _env_group(context: ConversionContext, leaf: KeyPath) -> Result:
-    return integer("rollout.n_generation").run(context, leaf)
+    return to.integer("rollout.n_generation").run(context, leaf)
 
 
 @computed(
@@ -156,7 +143,7 @@ def _env_group(context: ConversionContext, leaf: KeyPath) -> Result:
 def _turns(context: ConversionContext, leaf: KeyPath) -> Result:
     enable = ("rollout.multi_turn_config.enable", True)
     return mapped(
-        enable, *integer("rollout.multi_turn_config.max_assistant_turns").run(context, leaf).targets
+        enable, *to.integer("rollout.multi_turn_config.max_assistant_turns").run(context, leaf).targets
     )
 
 
@@ -164,7 +151,7 @@ def _turns(context: ConversionContext, leaf: KeyPath) -> Result:
 def _turn_tokens(context: ConversionContext, leaf: KeyPath) -> Result:
     if context.has("actor_infer.generating_args.max_new_tokens"):
         return implicit("max_new_tokens bounds a turn")
-    return integer("rollout.max_response_length").run(context, leaf)
+    return to.integer("rollout.max_response_length").run(context, leaf)
 
 
 REWARD_RULES: tuple[Rule, ...] = (

@@ -4,25 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from schema.interop.engine.rules import (
-    BadValue,
-    ConversionContext,
-    Converter,
-    KeyPath,
-    Result,
-    Rule,
-    always,
-    as_flag,
-    as_path,
-    computed,
-    flag,
-    implicit,
-    integer,
-    mapped,
-    number,
-    shown,
-    unless,
-)
+from schema.interop.engine import to, values
+from schema.interop.engine.keys import words
+from schema.interop.engine.model import Result, implicit, mapped
+from schema.interop.engine.rules import ConversionContext, Converter, KeyPath, Rule, computed
+from schema.interop.engine.values import BadValue, shown
 from schema.interop.roll.converters import (
     asks,
     dtype,
@@ -105,17 +91,17 @@ def _mesh_rules(role: str, ours: str) -> tuple[Rule, ...]:
 
 
 def _model_rules(role: str, model: Converter) -> tuple[Rule, ...]:
-    frozen = always("the reference model is never trained")
+    frozen = to.always("the reference model is never trained")
     if role != _REFERENCE:
         frozen = lost(f"{role}.model_args.freeze_module_prefix")
     return (
         Rule("model_name_or_path", model),
-        Rule("attn_implementation", always("attention is that of actor_train"), also=("flash_attn",)),
-        Rule("model_type", always("follows from the role")),
-        Rule("device_map", always("the mesh places the model")),
-        Rule("num_labels", always("a value is one number")),
+        Rule("attn_implementation", to.always("attention is that of actor_train"), also=("flash_attn",)),
+        Rule("model_type", to.always("follows from the role")),
+        Rule("device_map", to.always("the mesh places the model")),
+        Rule("num_labels", to.always("a value is one number")),
         *(
-            Rule(key, always("adapters are those of actor_train"))
+            Rule(key, to.always("adapters are those of actor_train"))
             for key in ("lora_target", "lora_rank", "lora_alpha", "lora_dropout", "additional_target")
         ),
         Rule("freeze_module_prefix", frozen),
@@ -130,16 +116,18 @@ def _settings(role: str, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
 # --- reference ----------------------------------------------------------------------------------------------
 
 
-@computed("reference.model_name_or_path", words="where every role names its own; else pretrain")
+@computed(
+    "reference.model_name_or_path",
+    words="where every role names its own; else pretrain",
+    null="null: pretrain",
+)
 def _reference_model(context: ConversionContext, leaf: KeyPath) -> Result:
-    if leaf.value is None:
-        return implicit("null: pretrain")
     keys = [f"{role}.model_args.model_name_or_path" for role in ("actor_train", "actor_infer", "reference")]
     if any(context.get(key, None) is None for key in keys) and context.has("pretrain"):
         return implicit("ROLL takes pretrain unless all three roles name a model")
     if leaf.value in (context.get(keys[0], None), context.get("pretrain", None)):
         return implicit("the policy's initial weights")
-    return mapped(("reference.model_name_or_path", as_path(leaf.value)))
+    return mapped(("reference.model_name_or_path", values.path(leaf.value)))
 
 
 _REFERENCE = "reference"
@@ -153,62 +141,55 @@ _REFERENCE_RULES: tuple[Rule, ...] = (
             wins("train.param_dtype for the policy; here for the reference too"),
         ),
     ),
-    Rule(f"{_REFERENCE}.model_args.disable_gradient_checkpointing", always("there is no backward pass")),
+    Rule(
+        f"{_REFERENCE}.model_args.disable_gradient_checkpointing",
+        to.always("the reference model has no backward pass"),
+    ),
     Rule(f"{_REFERENCE}.model_args.ulysses_size", _role_size(_REFERENCE, "reference", "cp", "cp_size")),
     Rule(
         f"{_REFERENCE}.model_args.model_config_kwargs.*",
-        always("the reference has the policy's configuration"),
+        to.always("the reference has the policy's configuration"),
     ),
-    Rule(f"{_REFERENCE}.data_args.template", always("the reference reads tokens")),
+    Rule(f"{_REFERENCE}.data_args.template", to.always("the reference reads tokens")),
     Rule(f"{_REFERENCE}.strategy_args.strategy_name", _strategy_name(_INFER)),
     *_settings(_REFERENCE, _mesh_rules(_REFERENCE, "reference")),
     *_settings(
         _REFERENCE,
         (
-            Rule("offload_policy", flag("reference.offload")),
+            Rule("offload_policy", to.flag("reference.offload")),
             *(
-                Rule(key, always("follows actor_train's setting"))
-                for key in (
-                    "sequence_parallel",
-                    "moe_token_dispatcher_type",
-                    "moe_grouped_gemm",
-                    "moe_shared_expert_overlap",
-                    "param_dtype",
-                    "reduce_dtype",
-                    "reshard_after_forward",
-                    "use_distributed_optimizer",
-                    "recompute_granularity",
-                    "moe_layer_recompute",
-                    "overlap_grad_reduce",
+                Rule(key, to.always("follows actor_train's setting"))
+                for key in words(
+                    "sequence_parallel moe_token_dispatcher_type moe_grouped_gemm moe_shared_expert_overlap "
+                    "param_dtype reduce_dtype reshard_after_forward use_distributed_optimizer "
+                    "recompute_granularity moe_layer_recompute overlap_grad_reduce"
                 )
             ),
         ),
     ),
     Rule(f"{_REFERENCE}.device_mapping", _role_devices(_REFERENCE, "reference")),
-    Rule(f"{_REFERENCE}.infer_batch_size", integer("reference.mini_batch")),
+    Rule(f"{_REFERENCE}.infer_batch_size", to.integer("reference.mini_batch")),
     Rule(
         f"{_REFERENCE}.use_dynamic_batching_in_infer",
-        always("max_tokens_per_microbatch_in_infer says how large"),
+        to.always("max_tokens_per_microbatch_in_infer says how large"),
     ),
     Rule(
         f"{_REFERENCE}.max_tokens_per_microbatch_in_infer",
-        asks((0, None), "no cap", integer("reference.max_token_len_per_mini_batch")),
+        asks((0, None), "no cap", to.integer("reference.max_token_len_per_mini_batch")),
     ),
-    Rule(f"{_REFERENCE}.use_sequence_packing", always("follows actor_train's setting")),
-    Rule(f"{_REFERENCE}.num_gpus_per_worker", always("applies to inference engines only")),
-    Rule(f"{_REFERENCE}.world_size", always("follows from device_mapping")),
-    Rule(f"{_REFERENCE}.worker_cls", unless((None,), "ROLL's own", lost(f"{_REFERENCE}.worker_cls"))),
+    Rule(f"{_REFERENCE}.use_sequence_packing", to.always("follows actor_train's setting")),
+    Rule(f"{_REFERENCE}.num_gpus_per_worker", to.always("applies to inference engines only")),
+    Rule(f"{_REFERENCE}.world_size", to.always("follows from device_mapping")),
+    Rule(f"{_REFERENCE}.worker_cls", to.unless((None,), "ROLL's own", lost(f"{_REFERENCE}.worker_cls"))),
 )
 
 
 # --- critic -------------------------------------------------------------------------------------------------
 
 
-@computed("critic.model_name_or_path", words="else reward_pretrain")
+@computed("critic.model_name_or_path", words="else reward_pretrain", null="null: reward_pretrain")
 def _critic_model(context: ConversionContext, leaf: KeyPath) -> Result:
-    if leaf.value is None:
-        return implicit("null: reward_pretrain")
-    return mapped(("critic.model_name_or_path", as_path(leaf.value)))
+    return mapped(("critic.model_name_or_path", values.path(leaf.value)))
 
 
 @computed(
@@ -224,11 +205,13 @@ def _critic_dtype(context: ConversionContext, leaf: KeyPath) -> Result:
     return stored_dtype("critic", plain.targets[0][1], computing)
 
 
-@computed("critic.model_gradient_checkpointing", words="the reverse: true → false")
+@computed(
+    "critic.model_gradient_checkpointing",
+    words="the reverse: true → false",
+    null="null: activations are recomputed, as by default",
+)
 def _critic_checkpointing(context: ConversionContext, leaf: KeyPath) -> Result:
-    if leaf.value is None:
-        return implicit("null: activations are recomputed, as by default")
-    return mapped(("critic.model_gradient_checkpointing", not as_flag(leaf.value)))
+    return mapped(("critic.model_gradient_checkpointing", not values.flag(leaf.value)))
 
 
 @computed("critic.batch_size_per_optimize", words="the global batch, where it is not the whole rollout")
@@ -252,7 +235,7 @@ def _critic_recompute(context: ConversionContext, leaf: KeyPath) -> Result:
 
 @computed("critic.fsdp_reshard_after_forward", words="true → `always`, false → `never`")
 def _critic_reshard(context: ConversionContext, leaf: KeyPath) -> Result:
-    return mapped(("critic.fsdp_reshard_after_forward", "always" if as_flag(leaf.value) else "never"))
+    return mapped(("critic.fsdp_reshard_after_forward", "always" if values.flag(leaf.value) else "never"))
 
 
 _CRITIC = "critic"
@@ -283,45 +266,47 @@ _CRITIC_RULES: tuple[Rule, ...] = (
     Rule(f"{_CRITIC}.model_args.dtype", _critic_dtype),
     Rule(f"{_CRITIC}.model_args.disable_gradient_checkpointing", _critic_checkpointing),
     Rule(f"{_CRITIC}.model_args.ulysses_size", _role_size(_CRITIC, "critic", "cp", "cp_size")),
-    Rule(f"{_CRITIC}.data_args.template", always("the critic reads tokens")),
-    Rule(f"{_CRITIC}.training_args.learning_rate", number("critic.optm_lr"), default=5e-5),
-    Rule(f"{_CRITIC}.training_args.weight_decay", number("critic.optm_weight_decay"), default=0.0),
-    Rule(f"{_CRITIC}.training_args.per_device_train_batch_size", integer("critic.mini_batch")),
+    Rule(f"{_CRITIC}.data_args.template", to.always("the critic reads tokens")),
+    Rule(f"{_CRITIC}.training_args.learning_rate", to.number("critic.optm_lr"), default=5e-5),
+    Rule(f"{_CRITIC}.training_args.weight_decay", to.number("critic.optm_weight_decay"), default=0.0),
+    Rule(f"{_CRITIC}.training_args.per_device_train_batch_size", to.integer("critic.mini_batch")),
     Rule(f"{_CRITIC}.training_args.gradient_accumulation_steps", _critic_accumulation),
-    Rule(f"{_CRITIC}.training_args.warmup_steps", integer("critic.optm_warmup_steps"), default=0),
+    Rule(f"{_CRITIC}.training_args.warmup_steps", to.integer("critic.optm_warmup_steps"), default=0),
     Rule(
         f"{_CRITIC}.training_args.warmup_ratio",
-        asks((0, 0.0), "no warm-up", number("critic.optm_warmup_steps")),
+        asks((0, 0.0), "no warm-up", to.number("critic.optm_warmup_steps")),
     ),
     Rule(f"{_CRITIC}.training_args.lr_scheduler_type", _critic_schedule, default="linear"),
-    Rule(f"{_CRITIC}.training_args.num_train_epochs", always("max_steps ends the run")),
-    Rule(f"{_CRITIC}.training_args.max_grad_norm", number("critic.optm_grad_norm_clip")),
+    Rule(f"{_CRITIC}.training_args.num_train_epochs", to.always("max_steps ends the run")),
+    Rule(f"{_CRITIC}.training_args.max_grad_norm", to.number("critic.optm_grad_norm_clip")),
     Rule(f"{_CRITIC}.strategy_args.strategy_name", _strategy_name(_TRAIN)),
     *_settings(_CRITIC, _mesh_rules(_CRITIC, "critic")),
     *_settings(
         _CRITIC,
         (
             Rule("recompute_granularity", _critic_recompute),
-            Rule("moe_layer_recompute", flag("critic.recompute_moe_layers")),
-            Rule("overlap_grad_reduce", flag("critic.overlap_grad_reduce")),
-            Rule("use_distributed_optimizer", always("the optimizer is always sharded with its parameters")),
-            Rule("optimizer_cpu_offload", flag("critic.optimizer_offload")),
+            Rule("moe_layer_recompute", to.flag("critic.recompute_moe_layers")),
+            Rule("overlap_grad_reduce", to.flag("critic.overlap_grad_reduce")),
+            Rule(
+                "use_distributed_optimizer", to.always("the optimizer is always sharded with its parameters")
+            ),
+            Rule("optimizer_cpu_offload", to.flag("critic.optimizer_offload")),
             Rule("param_dtype", dtype("critic.param_dtype")),
             Rule("reduce_dtype", dtype("critic.fsdp_reduce_dtype")),
             Rule("reshard_after_forward", _critic_reshard),
-            Rule("offload_policy", flag("critic.fsdp_offload")),
-            Rule("sequence_parallel", flag("critic.parallelism.sequence_parallel")),
+            Rule("offload_policy", to.flag("critic.fsdp_offload")),
+            Rule("sequence_parallel", to.flag("critic.parallelism.sequence_parallel")),
             *(
-                Rule(key, always("the critic's experts run as the policy's"))
+                Rule(key, to.always("the critic's experts run as the policy's"))
                 for key in ("moe_token_dispatcher_type", "moe_grouped_gemm", "moe_shared_expert_overlap")
             ),
         ),
     ),
     Rule(f"{_CRITIC}.device_mapping", _role_devices(_CRITIC, "critic")),
-    Rule(f"{_CRITIC}.infer_batch_size", integer("critic.forward_mini_batch")),
-    Rule(f"{_CRITIC}.num_gpus_per_worker", always("applies to inference engines only")),
-    Rule(f"{_CRITIC}.world_size", always("follows from device_mapping")),
-    Rule(f"{_CRITIC}.worker_cls", unless((None,), "ROLL's own", lost(f"{_CRITIC}.worker_cls"))),
+    Rule(f"{_CRITIC}.infer_batch_size", to.integer("critic.forward_mini_batch")),
+    Rule(f"{_CRITIC}.num_gpus_per_worker", to.always("applies to inference engines only")),
+    Rule(f"{_CRITIC}.world_size", to.always("follows from device_mapping")),
+    Rule(f"{_CRITIC}.worker_cls", to.unless((None,), "ROLL's own", lost(f"{_CRITIC}.worker_cls"))),
 )
 
 

@@ -2,25 +2,10 @@
 
 from __future__ import annotations
 
-from schema.interop.engine.rules import (
-    WARMUP_NOTE,
-    BadValue,
-    ConversionContext,
-    KeyPath,
-    Result,
-    Rule,
-    always,
-    as_flag,
-    as_integer,
-    as_number,
-    computed,
-    implicit,
-    integer,
-    mapped,
-    number,
-    shown,
-    unless,
-)
+from schema.interop.engine import to, values
+from schema.interop.engine.model import Result, implicit, mapped
+from schema.interop.engine.rules import WARMUP_NOTE, ConversionContext, KeyPath, Rule, computed
+from schema.interop.engine.values import BadValue, shown
 from schema.interop.roll.converters import POLICY, lost
 from schema.interop.roll.facts import global_batch, mesh, optimizer_steps, samples_per_step
 
@@ -77,7 +62,7 @@ def _warmup(context: ConversionContext) -> int | float:
     "train.optm_warmup_steps", words="optimizer steps there, training steps here: divided by their number"
 )
 def _warmup_steps(context: ConversionContext, leaf: KeyPath) -> Result:
-    steps = as_integer(leaf.value)
+    steps = values.integer(leaf.value)
     if steps <= 0 and _warmup(context):
         return implicit("0: warmup_ratio is taken")
     if steps < 0:
@@ -90,7 +75,7 @@ def _warmup_steps(context: ConversionContext, leaf: KeyPath) -> Result:
 
 @computed("train.optm_warmup_steps", words="a share of all steps, where warmup_steps is 0")
 def _warmup_ratio(context: ConversionContext, leaf: KeyPath) -> Result:
-    ratio = as_number(leaf.value)
+    ratio = values.number(leaf.value)
     if (context.integer(f"{ROLE}.training_args.warmup_steps", 0) or 0) > 0:
         return implicit("warmup_steps is taken instead")
     if ratio == 0:
@@ -102,7 +87,7 @@ def _warmup_ratio(context: ConversionContext, leaf: KeyPath) -> Result:
 
 @computed("train.optm_betas", words="with adam_beta1 and adam_beta2")
 def _betas(context: ConversionContext, leaf: KeyPath) -> Result:
-    as_number(leaf.value)
+    values.number(leaf.value)
     betas = [
         context.number(f"{ROLE}.training_args.adam_beta{index}", default)
         for index, default in ((1, 0.9), (2, 0.999))
@@ -114,13 +99,13 @@ def _betas(context: ConversionContext, leaf: KeyPath) -> Result:
 def _epochs(context: ConversionContext, leaf: KeyPath) -> Result:
     if (context.integer("max_steps", 500) or 0) > 0:
         return implicit("max_steps ends the run, whatever num_train_epochs says")
-    value = as_number(leaf.value)
+    value = values.number(leaf.value)
     return mapped(("train.epoch", max(int(-(-value // 1)), 1)))
 
 
 @computed("train.param_dtype", words="true asks for this type")
 def _precision(context: ConversionContext, leaf: KeyPath) -> Result:
-    if not as_flag(leaf.value):
+    if not values.flag(leaf.value):
         return implicit("model_args.dtype decides")
     return mapped(("train.param_dtype", "bfloat16" if leaf.key.endswith("bf16") else "float16"))
 
@@ -131,7 +116,7 @@ def _precision(context: ConversionContext, leaf: KeyPath) -> Result:
     words="samples of a micro-batch, with a pipeline of a piece of it; part of the global batch",
 )
 def _per_device(context: ConversionContext, leaf: KeyPath) -> Result:
-    samples, shape = as_integer(leaf.value), mesh(context)
+    samples, shape = values.integer(leaf.value), mesh(context)
     if shape.pp == 1:
         return mapped((f"{POLICY}.mini_batch", samples))
     steps = context.integer(f"{ROLE}.training_args.gradient_accumulation_steps", 1) or 1
@@ -170,29 +155,29 @@ def _accumulation(context: ConversionContext, leaf: KeyPath) -> Result:
 
 
 TRAINING_ARGS: tuple[Rule, ...] = (
-    Rule("learning_rate", number("train.optm_lr"), default=5e-5),
-    Rule("weight_decay", number("train.optm_weight_decay"), default=0.0),
+    Rule("learning_rate", to.number("train.optm_lr"), default=5e-5),
+    Rule("weight_decay", to.number("train.optm_weight_decay"), default=0.0),
     Rule("per_device_train_batch_size", _per_device, default=8),
     Rule("gradient_accumulation_steps", _accumulation, default=1),
     Rule("warmup_steps", _warmup_steps, default=0),
     Rule("warmup_ratio", _warmup_ratio),
     Rule("lr_scheduler_type", _schedule, default="linear"),
-    Rule("lr_scheduler_kwargs.min_lr_rate", number("train.optm_min_lr_factor")),
+    Rule("lr_scheduler_kwargs.min_lr_rate", to.number("train.optm_min_lr_factor")),
     Rule("adam_beta1", _betas),
     Rule("adam_beta2", _betas),
-    Rule("adam_epsilon", number("train.epsilon"), default=1e-8),
-    Rule("max_grad_norm", number("train.optm_grad_norm_clip")),
+    Rule("adam_epsilon", to.number("train.epsilon"), default=1e-8),
+    Rule("max_grad_norm", to.number("train.optm_grad_norm_clip")),
     Rule("num_train_epochs", _epochs, default=1),
-    Rule("max_steps", always("ROLL computes it from the pipeline's max_steps")),
-    Rule("seed", always("ROLL takes the pipeline's seed for every role")),
-    Rule("data_seed", always("ROLL takes the pipeline's seed for every role")),
-    Rule("dataloader_num_workers", integer(f"{POLICY}.dataloader_num_workers")),
+    Rule("max_steps", to.always("ROLL computes it from the pipeline's max_steps")),
+    Rule("seed", to.always("ROLL takes the pipeline's seed for every role")),
+    Rule("data_seed", to.always("ROLL takes the pipeline's seed for every role")),
+    Rule("dataloader_num_workers", to.integer(f"{POLICY}.dataloader_num_workers")),
     Rule("bf16", _precision),
     Rule("fp16", _precision),
     Rule("tf32", lost(f"{ROLE}.training_args.tf32")),
     Rule(
         "optim",
-        unless(
+        to.unless(
             ("adamw_torch", "adamw_torch_fused", "adamw"),
             "AdamW, as here",
             lost(f"{ROLE}.training_args.optim"),

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-_RAY = "steers Ray's actors; here there is no Ray, and cosmos-launch supervises plain processes"
+from schema.interop.engine.keys import words
+from schema.interop.engine.unsupported import ClosedList, because, below
+
+_RAY = "steers Ray's actors; cosmos-launch does not use Ray and supervises plain processes"
 _HYDRA = "a setting of Hydra, which composes ROLL's files before ROLL sees them"
 _ENVIRONMENT = (
     "environment variables are set in the shell that starts cosmos-launch; every process inherits them"
@@ -61,92 +64,70 @@ _PIPELINE = (
     "of ROLL's pipelines only RLVR has a counterpart: environments of agents, pairs of answers (DPO), a teacher "
     "(distillation) and diffusion are not trained here"
 )
-_DPO = "a part of ROLL's DPO pipeline: there is no training on pairs of answers"
-_DISTILLATION = "a part of ROLL's distillation: there is no teacher model"
+_DPO = "a part of ROLL's DPO pipeline: training on pairs of answers is not supported"
+_DISTILLATION = "a part of ROLL's distillation, which is not supported: no teacher is loaded"
 
 _DEEPSPEED_TABLES = ("deepspeed_zero", "deepspeed_zero2", "deepspeed_zero3", "deepspeed_zero3_cpuoffload")
 
 DPO_KEYS = ("chosen_key", "rejected_key", "ipo", "beta", "label_smoothing")
 DISTILLATION_ROLES = ("student", "teacher", "student_train", "student_infer")
 DISTILLATION_SWITCHES = ("is_pure_opd", "use_opd", "opsd_mode")
-_DISTILLATION_KEYS = (
-    "student_pretrain",
-    "teacher_pretrain",
-    "pure_opd_pipeline_type",
-    "opd_kl_coef",
-    "opsd_solution_key",
-    "opsd_max_solution_length",
-    "logits_topk",
-    "distill_loss_weight",
-    "distill_on_prompt",
-    "kd_objective",
-    "kd_temperature",
-    "teacher_temperature",
-    "adaptive_kl_alpha",
-    "skew_lambda",
-    "logits_transfer_backend",
-    "question_key",
-    "answer_key",
+_DISTILLATION_KEYS = words(
+    "student_pretrain teacher_pretrain pure_opd_pipeline_type opd_kl_coef opsd_solution_key "
+    "opsd_max_solution_length logits_topk distill_loss_weight distill_on_prompt kd_objective kd_temperature "
+    "teacher_temperature adaptive_kl_alpha skew_lambda logits_transfer_backend question_key answer_key"
 )
 
 _TOP = {
+    **because(
+        {
+            _LOGS: "logging_dir base_dir profiler_output_dir length_profiler_dir save_logging_board_dir",
+            _DUMP: "rollout_dump_dir render_save_dir",
+            _RAY: "rpc_timeout local_rank alive_check_interval",
+            _SCHEDULER: "router_args.* generate_opt_level",
+            _TRACKER: "tracker_kwargs.* model_name",
+            _REWARD_SCALE: (
+                "reward_clip reward_norm reward_shift reward_scale use_reward_scaling use_reward_norm "
+                "whiten_rewards norm_mean_type norm_std_type reward_normalization.*"
+            ),
+            _ADVANTAGE: "advantage_clip whiten_advantages",
+            _MASK: (
+                "max_len_mask difficulty_mask difficulty_low_threshold difficulty_high_threshold "
+                "error_max_len_clip error_max_len_threshold mask_type"
+            ),
+            _WEIGHT: "difficulty_loss_weight length_loss_weight",
+            _LOSS: "use_topr_loss use_topr_neg_loss_coef",
+            _AGENT: (
+                "batch_adjust_mode episode_reward_weight step_reward_weight step_reward_gamma ratio_type "
+                "custom_envs.* custom_env.* agent_config_common.* env_manager_cls all_response_pattern "
+                "action_pattern think_action_pattern sokoban_format_penalty frozen_format_penalty "
+                "single_prompt_agent_system_template single_prompt_agent_template agent_system_template "
+                "agent_template"
+            ),
+            _DPO: "use_reference_model train_batch_size",
+        }
+    ),
     "hydra.*": _HYDRA,
     "defaults": _HYDRA + ": keys of the files it names are not in this one; convert the composed file",
     "system_envs.*": _ENVIRONMENT,
-    "logging_dir": _LOGS,
-    "base_dir": _LOGS,
-    "profiler_output_dir": _LOGS,
-    "length_profiler_dir": _LOGS,
-    "rollout_dump_dir": _DUMP,
-    "render_save_dir": _DUMP,
-    "save_logging_board_dir": _LOGS,
     "report_length_and_rewards": "lengths and rewards of every group are metrics here",
     "logging_steps": "metrics are kept and shown for every step",
-    "rpc_timeout": _RAY,
-    "local_rank": _RAY,
-    "alive_check_interval": _RAY,
-    "router_args.*": _SCHEDULER,
-    "generate_opt_level": _SCHEDULER,
     "user_defined_rollout_loop_cls": _SCHEDULER + "; rollout.custom_server is the key for one of your own",
     "rollout_mock.*": _MOCK,
-    "model_update_buffer_size_mb": "weights travel as files of a store; there is no buffer to size",
+    "model_update_buffer_size_mb": "weights travel as files of a store; no buffer needs a size",
     "model_download_type": "models come from the hub or a directory; HF_ENDPOINT names a mirror",
     "val_batch_size": "a validation scores its whole dataset",
-    "checkpoint_config.*": "checkpoints stay below train.output_dir and go to S3 by train.ckpt.upload_s3; there "
-    "is no second copy elsewhere",
+    "checkpoint_config.*": "checkpoints stay below train.output_dir and go to S3 by train.ckpt.upload_s3; "
+    "no second copy is kept elsewhere",
     "tracker_kwargs.api_key": _IN_ENVIRONMENT,
-    "tracker_kwargs.*": _TRACKER,
-    "model_name": _TRACKER,
     **{f"{name}.*": _DEEPSPEED for name in _DEEPSPEED_TABLES},
     "global_template": _TEMPLATE,
     "dataset_filter.*": "rows are not filtered by source or difficulty: filter the files",
     "vlm_filter.*": "rows are not filtered by their images: filter the files",
-    "reward_clip": _REWARD_SCALE,
-    "reward_norm": _REWARD_SCALE,
-    "reward_shift": _REWARD_SCALE,
-    "reward_scale": _REWARD_SCALE,
-    "use_reward_scaling": _REWARD_SCALE,
-    "use_reward_norm": _REWARD_SCALE,
-    "whiten_rewards": _REWARD_SCALE,
-    "norm_mean_type": _REWARD_SCALE,
-    "norm_std_type": _REWARD_SCALE,
     "add_len_reward": _REWARD_SCALE + "; overlong_reward penalises long answers",
-    "advantage_clip": _ADVANTAGE,
     "gamma": "estimators of groups spread one score over all tokens; reinforce_plus_plus and gae discount",
-    "whiten_advantages": _ADVANTAGE,
     "adv_estimator": _ESTIMATOR,
-    "max_len_mask": _MASK,
-    "difficulty_mask": _MASK,
-    "difficulty_low_threshold": _MASK,
-    "difficulty_high_threshold": _MASK,
-    "error_max_len_clip": _MASK,
-    "error_max_len_threshold": _MASK,
-    "mask_type": _MASK,
-    "difficulty_loss_weight": _WEIGHT,
-    "length_loss_weight": _WEIGHT,
     "rl_loss_coef": _WEIGHT + "; the learning rate scales the whole loss",
-    "use_topr_loss": _LOSS,
-    "use_topr_neg_loss_coef": _LOSS,
     "l2": "weights decay by train.optm_weight_decay, not by a term of the loss",
     "minibatch_data_iter_num": "a batch is passed over by mu_iterations as a whole",
     "num_nodes": "the number of machines follows from the devices and num_gpus_per_node, as in ROLL",
@@ -157,49 +138,31 @@ _TOP = {
     "reward.*": _REWARD,
     "reward_model.*": "a model that scores answers is the section [reward_model], which wants a model for "
     "sequence classification; ROLL's generates its verdict",
-    "batch_adjust_mode": _AGENT,
-    "episode_reward_weight": _AGENT,
-    "step_reward_weight": _AGENT,
-    "step_reward_gamma": _AGENT,
-    "ratio_type": _AGENT,
-    "reward_normalization.*": _REWARD_SCALE,
-    "custom_envs.*": _AGENT,
-    "custom_env.*": _AGENT,
-    "agent_config_common.*": _AGENT,
-    "env_manager_cls": _AGENT,
-    "all_response_pattern": _AGENT,
-    "action_pattern": _AGENT,
-    "think_action_pattern": _AGENT,
-    "sokoban_format_penalty": _AGENT,
-    "frozen_format_penalty": _AGENT,
-    "single_prompt_agent_system_template": _AGENT,
-    "single_prompt_agent_template": _AGENT,
-    "agent_system_template": _AGENT,
-    "agent_template": _AGENT,
     "pipeline_cls": _PIPELINE,
     **dict.fromkeys(DPO_KEYS, _DPO),
-    "use_reference_model": _DPO,
-    "train_batch_size": _DPO,
     **{f"{role}.*": _DISTILLATION for role in DISTILLATION_ROLES},
     **dict.fromkeys((*DISTILLATION_SWITCHES, *_DISTILLATION_KEYS), _DISTILLATION),
 }
 
 _WORKER = {
-    "name": _RAY,
+    **because(
+        {
+            _RAY: "name max_concurrency",
+            "micro-batches are packed, not padded to a rounded length": (
+                "sequence_length_round_in_train sequence_length_round_in_infer"
+            ),
+            _LOSS: "topr_positive_weight topr_negative_weight pg_variant",
+            _BEAM: "generating_args.num_beams generating_args.length_penalty",
+        }
+    ),
     "worker_cls": "the class of ROLL's worker, with a loss of its own where it is not ROLL's default; "
     'train.train_policy.variant = "path/to/file.py:function" is the key for a loss of yours',
-    "max_concurrency": _RAY,
     "backend_timeout": "how long a collective may take follows from the launcher's and controller's time-outs",
     "system_envs.*": _ENVIRONMENT,
     "offload_nccl": "communicators are not taken down between phases",
-    "sequence_length_round_in_train": "micro-batches are packed, not padded to a rounded length",
-    "sequence_length_round_in_infer": "micro-batches are packed, not padded to a rounded length",
     "sequence_packing_args.*": "packing fills each micro-batch up to max_token_len_per_mini_batch",
-    "topr_positive_weight": _LOSS,
-    "topr_negative_weight": _LOSS,
-    "pg_variant": _LOSS,
     "model_args.adapter_name_or_path": "training starts from fresh adapters: merge the old ones into the model",
-    "model_args.moe_aux_loss_coef": "there is no auxiliary router loss in reinforcement learning here",
+    "model_args.moe_aux_loss_coef": "reinforcement learning here has no auxiliary router loss",
     "model_args.model_type": "the policy is a language model here: neither diffusion nor another kind is trained",
     "model_args.vision_dp": "images are not split over ranks",
     "model_args.freeze_module_prefix": "parts of the policy can be frozen (policy.trainable_map), none of the critic",
@@ -212,79 +175,34 @@ _WORKER = {
     "data_args.template": _TEMPLATE,
     "data_args.interleave_probs": "files are read one after the other and shuffled together; domain_shares "
     "sets shares",
-    "generating_args.num_beams": _BEAM,
-    "generating_args.length_penalty": _BEAM,
 }
 
-_MEGATRON_KEYS = (
-    "bf16",
-    "fp16",
-    "overlap_param_gather",
-    "use_precision_aware_optimizer",
-    "accumulate_allreduce_grads_in_fp32",
-    "optimizer_offload_fraction",
-    "overlap_cpu_optimizer_d2h_h2d",
-    "ckpt_format",
-    "expert_tensor_parallel_size",
-    "recompute_method",
-    "recompute_num_layers",
-    "variable_seq_lengths",
-    "attention_backend",
-    "additional_configs.*",
+_MEGATRON_KEYS = words(
+    "bf16 fp16 overlap_param_gather use_precision_aware_optimizer accumulate_allreduce_grads_in_fp32 "
+    "optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d ckpt_format expert_tensor_parallel_size "
+    "recompute_method recompute_num_layers variable_seq_lengths attention_backend additional_configs.*"
 )
 
-_DEEPSPEED_KEYS = (
-    "zero_optimization.*",
-    "bf16.*",
-    "fp16.*",
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-    "wall_clock_breakdown",
-    "zero_allow_untested_optimizer",
-    "zero_force_ds_cpu_optimizer",
+_DEEPSPEED_KEYS = words(
+    "zero_optimization.* bf16.* fp16.* train_batch_size train_micro_batch_size_per_gpu "
+    "gradient_accumulation_steps gradient_clipping wall_clock_breakdown zero_allow_untested_optimizer "
+    "zero_force_ds_cpu_optimizer"
 )
 
-_ENV_MANAGER_KEYS = (
-    "max_env_num_per_worker",
-    "num_env_groups",
-    "group_size",
-    "group_size_redundancy",
-    "tags",
-    "num_groups_partition",
-    "max_traj_per_env",
-    "format_penalty",
-    "llm_proxy.*",
-    "group_filter_cls",
-    "worker_cls",
-    "max_env_step_concurrent",
+_ENV_MANAGER_KEYS = words(
+    "max_env_num_per_worker num_env_groups group_size group_size_redundancy tags num_groups_partition "
+    "max_traj_per_env format_penalty llm_proxy.* group_filter_cls worker_cls max_env_step_concurrent"
 )
 
-_SGLANG_KEYS = (
-    "max_prefill_tokens",
-    "attention_backend",
-    "schedule_policy",
-    "disable_radix_cache",
-    "cuda_graph_max_bs",
-    "enable_memory_saver",
-    "log_level",
+_SGLANG_KEYS = words(
+    "max_prefill_tokens attention_backend schedule_policy disable_radix_cache cuda_graph_max_bs "
+    "enable_memory_saver log_level"
 )
 
-_REWARD_KEYS = (
-    "code_url",
-    "use_local",
-    "judge_prompt",
-    "judge_model_type",
-    "judge_model_name",
-    "judge_api_url",
-    "format_pattern",
-    "reward_type",
-    "response_length_penalty_coef",
-    "query_filter_config",
-    "response_filter_config",
-    "reward_manager_config",
-    "worker_cls",
+_REWARD_KEYS = words(
+    "code_url use_local judge_prompt judge_model_type judge_model_name judge_api_url format_pattern "
+    "reward_type response_length_penalty_coef query_filter_config response_filter_config "
+    "reward_manager_config worker_cls"
 )
 
 ROLES = ("actor_train", "actor_infer", "reference", "critic", "validation")
@@ -299,89 +217,66 @@ def general(key: str) -> tuple[str, ...]:
     return tuple(f"{name}.{rest}" for name, roles in names.items() if rest and role in roles)
 
 
-def _below(prefix: str, keys: tuple[str, ...], reason: str) -> dict[str, str]:
-    return {f"{prefix}.{key}": reason for key in keys}
-
-
 _SETTINGS = "<trainer>.strategy_args.strategy_config"
 
-ROLL_NONE: dict[str, str] = {
+_REASONS: dict[str, str] = {
     **_TOP,
     **{f"<role>.{key}": reason for key, reason in _WORKER.items()},
-    **_below(_SETTINGS, _DEEPSPEED_KEYS, _DEEPSPEED),
-    **_below(_SETTINGS, _MEGATRON_KEYS, _MEGATRON),
-    **_below("actor_infer.strategy_args.strategy_config", _SGLANG_KEYS, _SGLANG),
-    **_below("<environments>", _ENV_MANAGER_KEYS, _AGENT),
+    **below(_SETTINGS, dict.fromkeys(_DEEPSPEED_KEYS, _DEEPSPEED)),
+    **below(_SETTINGS, dict.fromkeys(_MEGATRON_KEYS, _MEGATRON)),
+    **below("actor_infer.strategy_args.strategy_config", dict.fromkeys(_SGLANG_KEYS, _SGLANG)),
+    **below("<environments>", dict.fromkeys(_ENV_MANAGER_KEYS, _AGENT)),
     "<environments>.system_envs.*": _ENVIRONMENT,
-    **_below("rewards.<domain>", _REWARD_KEYS, _REWARD),
+    **below("rewards.<domain>", dict.fromkeys(_REWARD_KEYS, _REWARD)),
     "rewards.<domain>.judge_api_key": _IN_ENVIRONMENT,
     "rewards.<domain>.system_envs": _ENVIRONMENT,
     "rewards.<domain>.model": "a reward model is the section [reward_model]; a function needs none",
 }
 """ROLL's key -> why it has no counterpart. What stands in angle brackets is any name of its kind; see `general`."""
 
-ROLL_METHOD: dict[str, tuple[Any, ...]] = {
-    "pipeline_cls": (),
+_METHOD: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(
+        words(
+            "pipeline_cls adv_estimator whiten_advantages advantage_clip reward_clip reward_norm reward_shift "
+            "use_reward_scaling use_reward_norm whiten_rewards norm_mean_type norm_std_type add_len_reward "
+            "reward_normalization.norm_mean_type reward_normalization.norm_std_type max_len_mask "
+            "difficulty_mask error_max_len_clip difficulty_loss_weight length_loss_weight use_topr_loss "
+            "use_topr_neg_loss_coef l2 train_infer_correction.is_weight.weight_type "
+            "train_infer_correction.filters dataset_filter.source dataset_filter.min_difficulty "
+            "dataset_filter.max_difficulty dataset_filter.num_samples train_env_manager.format_penalty "
+            "actor_train.model_args.adapter_name_or_path actor_train.model_args.moe_aux_loss_coef "
+            "actor_train.model_args.model_type rewards.<domain>.worker_cls "
+            "rewards.<domain>.response_length_penalty_coef rewards.<domain>.format_pattern "
+            "rewards.<domain>.reward_manager_config"
+        ),
+        (),
+    ),
     **dict.fromkeys(DISTILLATION_SWITCHES, ()),
-    "adv_estimator": (),
     "gamma": (1,),
-    "whiten_advantages": (),
-    "advantage_clip": (),
-    "reward_clip": (),
-    "reward_norm": (),
-    "reward_shift": (),
     "reward_scale": (1,),
-    "use_reward_scaling": (),
-    "use_reward_norm": (),
-    "whiten_rewards": (),
-    "norm_mean_type": (),
-    "norm_std_type": (),
-    "add_len_reward": (),
     "reward_normalization.method": ("identity",),
-    "reward_normalization.norm_mean_type": (),
-    "reward_normalization.norm_std_type": (),
-    "max_len_mask": (),
-    "difficulty_mask": (),
-    "error_max_len_clip": (),
     "mask_type": ("loss",),
-    "difficulty_loss_weight": (),
-    "length_loss_weight": (),
     "rl_loss_coef": (1,),
-    "use_topr_loss": (),
-    "use_topr_neg_loss_coef": (),
-    "l2": (),
     "minibatch_data_iter_num": (1,),
-    "train_infer_correction.is_weight.weight_type": (),
     "train_infer_correction.is_weight.detach": (True,),
-    "train_infer_correction.filters": (),
     "ratio_type": ("token",),
     "batch_adjust_mode": ("copy",),
-    "dataset_filter.source": (),
-    "dataset_filter.min_difficulty": (),
-    "dataset_filter.max_difficulty": (),
-    "dataset_filter.num_samples": (),
     "user_defined_rollout_loop_cls": (
         "roll.distributed.scheduler.user_defined_rollout_loop.UserDefinedRolloutLoop",
     ),
     "train_env_manager.group_filter_cls": ("roll.pipeline.agentic.agentic_pipeline.GroupFilter",),
-    "train_env_manager.format_penalty": (),
     "actor_train.worker_cls": (
         "roll.pipeline.base_worker.ActorWorker",
         "roll.pipeline.rlvr.actor_worker.ActorWorker",
         "roll.pipeline.agentic.agentic_actor_worker.ActorWorker",
     ),
     "actor_train.pg_variant": ("ppo",),
-    "actor_train.model_args.adapter_name_or_path": (),
-    "actor_train.model_args.moe_aux_loss_coef": (),
-    "actor_train.model_args.model_type": (),
     "actor_train.training_args.optim": ("adamw_torch", "adamw_torch_fused", "adamw"),
     "actor_train.data_args.interleave_probs": ("1.0", 1),
     "actor_infer.generating_args.num_beams": (1,),
-    "rewards.<domain>.worker_cls": (),
     "rewards.<domain>.query_filter_config": ("no_filter",),
     "rewards.<domain>.response_filter_config": ("no_filter",),
-    "rewards.<domain>.response_length_penalty_coef": (),
-    "rewards.<domain>.format_pattern": (),
-    "rewards.<domain>.reward_manager_config": (),
 }
 """What of the list decides what is trained -> ROLL's own defaults. Details of a part stand with its switch."""
+
+ROLL = ClosedList(_REASONS, _METHOD, general)

@@ -2,30 +2,10 @@
 
 from __future__ import annotations
 
-from schema.interop.engine.rules import (
-    BadValue,
-    ConversionContext,
-    Converter,
-    KeyPath,
-    Result,
-    Rule,
-    always,
-    as_flag,
-    as_integer,
-    as_number,
-    as_text,
-    computed,
-    flag,
-    implicit,
-    integer,
-    mapped,
-    no_counterpart,
-    number,
-    path,
-    shown,
-)
-from schema.interop.engine.unsupported import reason_for
-from schema.interop.verl.budget import Budget
+from schema.interop.engine import to, values
+from schema.interop.engine.model import Result, implicit, mapped, no_counterpart
+from schema.interop.engine.rules import ConversionContext, Converter, KeyPath, Rule, computed
+from schema.interop.engine.values import BadValue, shown
 from schema.interop.verl.facts import (
     ACTOR,
     POLICY,
@@ -40,7 +20,8 @@ from schema.interop.verl.facts import (
 )
 from schema.interop.verl.mesh import Mesh
 from schema.interop.verl.optim import Optim
-from schema.interop.verl.shared import checkpoint_rules, profiler_rules
+from schema.interop.verl.shared import Budget, checkpoint_rules, profiler_rules
+from schema.interop.verl.unsupported import VERL
 
 KL_TYPES = {
     "kl": "k1",
@@ -57,7 +38,7 @@ _STRATEGY = "how a model is sharded follows from policy.parallelism"
 
 
 def actor_rules() -> tuple[Rule, ...]:
-    """All rows of the actor."""
+    """All rules of the actor."""
     return (
         *_batches(),
         *_loss(),
@@ -70,7 +51,7 @@ def actor_rules() -> tuple[Rule, ...]:
 
 
 def reference_rules() -> tuple[Rule, ...]:
-    """All rows of the reference model."""
+    """All rules of the reference model."""
     budget = Budget(
         per_gpu=f"{REF}.log_prob_micro_batch_size_per_gpu",
         ours=("reference.mini_batch", "reference.max_token_len_per_mini_batch"),
@@ -79,7 +60,7 @@ def reference_rules() -> tuple[Rule, ...]:
         tokens=f"{REF}.log_prob_max_token_len_per_gpu",
         when=no_reference,
     )
-    same = always("the reference model is loaded and compiled like the policy")
+    same = to.always("the reference model is loaded and compiled like the policy")
     return (
         *budget.rules(),
         *Mesh(REF, "reference", "reference", when=no_reference).rules(),
@@ -88,18 +69,20 @@ def reference_rules() -> tuple[Rule, ...]:
             Converter(_reference_path, ("reference.model_name_or_path",), "where it is not the policy's"),
             when=no_reference,
         ),
-        Rule(f"{REF}.strategy", always(_STRATEGY)),
+        Rule(f"{REF}.strategy", to.always(_STRATEGY)),
         Rule(f"{REF}.use_torch_compile", same),
         Rule(f"{REF}.load_weight", same),
-        Rule(f"{REF}.param_offload", flag("reference.offload"), when=no_reference),
-        Rule(f"{REF}.rollout_n", always("repeats actor_rollout_ref.rollout.n")),
-        Rule(f"{REF}.sync_actor", always("see sync_steps"), when=no_reference),
+        Rule(f"{REF}.param_offload", to.flag("reference.offload"), when=no_reference),
+        Rule(f"{REF}.rollout_n", to.always("repeats actor_rollout_ref.rollout.n")),
+        Rule(f"{REF}.sync_actor", to.always("see sync_steps"), when=no_reference),
         Rule(f"{REF}.sync_steps", _sync_steps, when=no_reference),
         Rule(f"{REF}.sync_actor_alpha", lacking(1.0, 1), when=no_reference),
-        Rule(f"{REF}.entropy_from_logits_with_chunking", always("log-probs are always computed in chunks")),
-        Rule(f"{REF}.entropy_from_logits_chunk_size", always("log-probs are always computed in chunks")),
-        Rule(f"{REF}.entropy_checkpointing", always("log-probs are always computed in chunks")),
-        Rule(f"{REF}.pad_to_length", always("padding never changes a number here")),
+        Rule(
+            f"{REF}.entropy_from_logits_with_chunking", to.always("log-probs are always computed in chunks")
+        ),
+        Rule(f"{REF}.entropy_from_logits_chunk_size", to.always("log-probs are always computed in chunks")),
+        Rule(f"{REF}.entropy_checkpointing", to.always("log-probs are always computed in chunks")),
+        Rule(f"{REF}.pad_to_length", to.always("padding never changes a number here")),
         *profiler_rules(REF),
         switched(f"{REF}.router_replay", f"{REF}.router_replay.enable"),
     )
@@ -110,7 +93,7 @@ def reference_rules() -> tuple[Rule, ...]:
 
 @computed(f"{POLICY}.batch_size_per_optimize", words="prompts × rollout.n; unset where it is the whole batch")
 def _ppo_mini_batch(context: ConversionContext, leaf: KeyPath) -> Result:
-    prompts, n = as_integer(leaf.value), group_size(context)
+    prompts, n = values.integer(leaf.value), group_size(context)
     batch = prompts_per_step(context)
     key, samples = f"{POLICY}.batch_size_per_optimize", ("train.train_batch_per_replica", batch * n)
     step = [samples] if is_streamed(context) else []
@@ -134,8 +117,8 @@ def _batches() -> tuple[Rule, ...]:
     return (
         Rule(f"{ACTOR}.ppo_mini_batch_size", _ppo_mini_batch, default=256),
         *budget.rules(),
-        Rule(f"{ACTOR}.ppo_epochs", integer(f"{POLICY}.mu_iterations"), default=1),
-        Rule(f"{ACTOR}.shuffle", flag(f"{POLICY}.mini_batch_shuffle"), default=False),
+        Rule(f"{ACTOR}.ppo_epochs", to.integer(f"{POLICY}.mu_iterations"), default=1),
+        Rule(f"{ACTOR}.shuffle", to.flag(f"{POLICY}.mini_batch_shuffle"), default=False),
         Rule(f"{ACTOR}.data_loader_seed", _shuffle_seed),
     )
 
@@ -144,7 +127,7 @@ def _batches() -> tuple[Rule, ...]:
 def _shuffle_seed(context: ConversionContext, leaf: KeyPath) -> Result:
     if leaf.value is None or not context.flag(f"{ACTOR}.shuffle"):
         return implicit("no effect while actor.shuffle = false")
-    return mapped((f"{POLICY}.mini_batch_shuffle_seed", as_integer(leaf.value)))
+    return mapped((f"{POLICY}.mini_batch_shuffle_seed", values.integer(leaf.value)))
 
 
 # --- the loss -----------------------------------------------------------------------------------------------
@@ -163,7 +146,7 @@ def _loss() -> tuple[Rule, ...]:
         Rule(f"{ACTOR}.clip_ratio_c", _dual_clip, default=3.0),
         Rule(f"{ACTOR}.loss_agg_mode", _aggregation, default="token-mean"),
         Rule(f"{ACTOR}.loss_scale_factor", _scale_factor),
-        Rule(f"{ACTOR}.entropy_coeff", number(f"{POLICY}.entropy_coeff"), default=0.0),
+        Rule(f"{ACTOR}.entropy_coeff", to.number(f"{POLICY}.entropy_coeff"), default=0.0),
         Rule(
             f"{ACTOR}.use_kl_loss",
             Converter(_use_kl_loss, (f"{POLICY}.kl_beta",), "false: kl_beta stays 0"),
@@ -180,7 +163,7 @@ def _loss() -> tuple[Rule, ...]:
 
 
 def _clip_ratio(context: ConversionContext, leaf: KeyPath) -> Result:
-    value = as_number(leaf.value)
+    value = values.number(leaf.value)
     targets = tuple(
         (f"{POLICY}.epsilon_{side}", value)
         for side in ("low", "high")
@@ -194,7 +177,7 @@ def _clip_side(ours: str) -> Converter:
         return (
             implicit("null: clip_ratio counts")
             if leaf.value is None
-            else mapped((ours, as_number(leaf.value)))
+            else mapped((ours, values.number(leaf.value)))
         )
 
     return Converter(run, (ours,), "as it is; null: clip_ratio")
@@ -204,7 +187,7 @@ def _clip_side(ours: str) -> Converter:
 def _dual_clip(context: ConversionContext, leaf: KeyPath) -> Result:
     if context.text(f"{ACTOR}.policy_loss.loss_mode") == "gspo":
         return implicit("gspo has no dual clip")
-    return mapped((f"{POLICY}.lower_bound_ratio", as_number(leaf.value)))
+    return mapped((f"{POLICY}.lower_bound_ratio", values.number(leaf.value)))
 
 
 @computed(
@@ -213,7 +196,7 @@ def _dual_clip(context: ConversionContext, leaf: KeyPath) -> Result:
     words="`seq-mean-token-sum-norm` → `seq-mean-token-mean` with unbiased_loss_max_tokens",
 )
 def _aggregation(context: ConversionContext, leaf: KeyPath) -> Result:
-    key, mode = f"{POLICY}.loss_type", as_text(leaf.value)
+    key, mode = f"{POLICY}.loss_type", values.text(leaf.value)
     if context.text(f"{ACTOR}.policy_loss.loss_mode") == "gspo" and mode in (
         "token-mean",
         "seq-mean-token-mean",
@@ -241,11 +224,11 @@ def _aggregation(context: ConversionContext, leaf: KeyPath) -> Result:
 def _scale_factor(context: ConversionContext, leaf: KeyPath) -> Result:
     if leaf.value is None or context.text(f"{ACTOR}.loss_agg_mode") != "seq-mean-token-sum-norm":
         return implicit("no effect without loss_agg_mode = seq-mean-token-sum-norm")
-    return mapped((f"{POLICY}.unbiased_loss_max_tokens", as_integer(leaf.value)))
+    return mapped((f"{POLICY}.unbiased_loss_max_tokens", values.integer(leaf.value)))
 
 
 def _use_kl_loss(context: ConversionContext, leaf: KeyPath) -> Result:
-    if leaf.value is None or not as_flag(leaf.value):
+    if leaf.value is None or not values.flag(leaf.value):
         return implicit("false: no KL in the loss, kl_beta stays 0")
     coefficient = context.number(f"{ACTOR}.kl_loss_coef", 0.001) or 0.0
     return mapped((f"{POLICY}.kl_beta", coefficient), note="kl_loss_coef")
@@ -255,12 +238,12 @@ def _use_kl_loss(context: ConversionContext, leaf: KeyPath) -> Result:
 def _kl_coef(context: ConversionContext, leaf: KeyPath) -> Result:
     if leaf.value is None or not context.flag(f"{ACTOR}.use_kl_loss"):
         return implicit("no effect while use_kl_loss = false")
-    return mapped((f"{POLICY}.kl_beta", as_number(leaf.value)))
+    return mapped((f"{POLICY}.kl_beta", values.number(leaf.value)))
 
 
 @computed(f"{POLICY}.kl_type", words="`kl` → `k1`, `mse` → `k2`, `low_var_kl` → `k3`; with use_kl_loss only")
 def _kl_type(context: ConversionContext, leaf: KeyPath) -> Result:
-    name = as_text(leaf.value)
+    name = values.text(leaf.value)
     if not context.flag(f"{ACTOR}.use_kl_loss"):
         return implicit("no effect while use_kl_loss = false")
     if name not in KL_TYPES:
@@ -270,10 +253,10 @@ def _kl_type(context: ConversionContext, leaf: KeyPath) -> Result:
 
 @computed(f"{POLICY}.variant", words="`vanilla` → `grpo`; `gpg` → `reinforce`")
 def _loss_mode(context: ConversionContext, leaf: KeyPath) -> Result:
-    mode = as_text(leaf.value)
+    mode = values.text(leaf.value)
     if mode in _LOSSES:
         return mapped((f"{POLICY}.variant", _LOSSES[mode]))
-    reason = reason_for(context.system, f"{leaf.key}={mode}")
+    reason = VERL.reason(f"{leaf.key}={mode}")
     if reason is not None:
         return no_counterpart(reason)
     raise BadValue(f"expected one of {', '.join(_LOSSES)}, got {shown(mode)}")
@@ -285,7 +268,7 @@ def _loss_option(context: ConversionContext, leaf: KeyPath) -> Result:
     if mode in _LOSSES or leaf.value is None:
         return implicit(f"no effect with loss_mode = {mode}")
     return no_counterpart(
-        reason_for(context.system, f"{ACTOR}.policy_loss.loss_mode={mode}") or "a loss without counterpart"
+        VERL.reason(f"{ACTOR}.policy_loss.loss_mode={mode}") or "a loss without counterpart"
     )
 
 
@@ -295,34 +278,34 @@ def _loss_option(context: ConversionContext, leaf: KeyPath) -> Result:
     words="token weights cut at this cap; −1: off",
 )
 def _tis_cap(context: ConversionContext, leaf: KeyPath) -> Result:
-    if leaf.value is None or as_number(leaf.value) <= 0:
+    if leaf.value is None or values.number(leaf.value) <= 0:
         return implicit("negative: off")
     prefix = f"{POLICY}.rollout_correction"
-    return mapped((f"{prefix}.weights", "token"), (f"{prefix}.cap", as_number(leaf.value)))
+    return mapped((f"{prefix}.weights", "token"), (f"{prefix}.cap", values.number(leaf.value)))
 
 
 # --- the rest -----------------------------------------------------------------------------------------------
 
 
 def _small() -> tuple[Rule, ...]:
-    chunks = always("log-probs and entropy are always computed in chunks")
+    chunks = to.always("log-probs and entropy are always computed in chunks")
     return (
-        Rule(f"{ACTOR}.strategy", always(_STRATEGY)),
-        Rule(f"{ACTOR}.use_torch_compile", flag("train.compile"), default=True),
-        Rule(f"{ACTOR}.rollout_n", always("repeats actor_rollout_ref.rollout.n")),
-        Rule(f"{ACTOR}.load_weight", always("the policy's weights are always loaded")),
-        Rule(f"{ACTOR}.calculate_entropy", always("entropy is always a metric")),
+        Rule(f"{ACTOR}.strategy", to.always(_STRATEGY)),
+        Rule(f"{ACTOR}.use_torch_compile", to.flag("train.compile"), default=True),
+        Rule(f"{ACTOR}.rollout_n", to.always("repeats actor_rollout_ref.rollout.n")),
+        Rule(f"{ACTOR}.load_weight", to.always("the policy's weights are always loaded")),
+        Rule(f"{ACTOR}.calculate_entropy", to.always("entropy is always a metric")),
         Rule(f"{ACTOR}.calculate_sum_pi_squared", lacking(False)),
         Rule(
             f"{ACTOR}.use_prefix_grouper",
-            always("changes speed only; prompts are shared by the engine's prefix cache"),
+            to.always("changes speed only; prompts are shared by the engine's prefix cache"),
         ),
         Rule(f"{ACTOR}.use_fused_kernels", chunks),
-        Rule(f"{ACTOR}.use_remove_padding", flag("train.sequence_packing")),
+        Rule(f"{ACTOR}.use_remove_padding", to.flag("train.sequence_packing")),
         Rule(f"{ACTOR}.entropy_from_logits_with_chunking", chunks),
         Rule(f"{ACTOR}.entropy_from_logits_chunk_size", chunks),
-        Rule(f"{ACTOR}.entropy_checkpointing", always("entropy is always recomputed in backward")),
-        Rule(f"{ACTOR}.pad_to_length", always("padding never changes a number here")),
+        Rule(f"{ACTOR}.entropy_checkpointing", to.always("entropy is always recomputed in backward")),
+        Rule(f"{ACTOR}.pad_to_length", to.always("padding never changes a number here")),
         Rule(f"{ACTOR}.freeze_vision_tower", lacking(False)),
         Rule(f"{ACTOR}.router_replay.mode", lacking("disabled")),
         Rule(f"{ACTOR}.router_replay.*", lacking()),
@@ -334,10 +317,10 @@ def _small() -> tuple[Rule, ...]:
 def _sync_steps(context: ConversionContext, leaf: KeyPath) -> Result:
     if leaf.value is None or not context.flag(f"{REF}.sync_actor"):
         return implicit("no effect while sync_actor = false")
-    return mapped((f"{POLICY}.reference_reset_interval", as_integer(leaf.value)))
+    return mapped((f"{POLICY}.reference_reset_interval", values.integer(leaf.value)))
 
 
 def _reference_path(context: ConversionContext, leaf: KeyPath) -> Result:
     if leaf.value is None or leaf.value == context.get("actor_rollout_ref.model.path", None):
         return implicit("the policy's own model")
-    return path("reference.model_name_or_path").run(context, leaf)
+    return to.path("reference.model_name_or_path").run(context, leaf)

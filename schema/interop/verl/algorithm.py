@@ -2,29 +2,11 @@
 
 from __future__ import annotations
 
-from schema.interop.engine.rules import (
-    BadValue,
-    ConversionContext,
-    Converter,
-    KeyPath,
-    Result,
-    Rule,
-    always,
-    as_flag,
-    as_integer,
-    as_number,
-    as_text,
-    choice,
-    computed,
-    flag,
-    implicit,
-    integer,
-    mapped,
-    number,
-    shown,
-)
+from schema.interop.engine import to, values
+from schema.interop.engine.model import Result, implicit, mapped
+from schema.interop.engine.rules import ConversionContext, Converter, KeyPath, Rule, computed
+from schema.interop.engine.values import BadValue, shown
 from schema.interop.verl.actor import KL_TYPES
-from schema.interop.verl.budget import Budget
 from schema.interop.verl.facts import (
     POLICY,
     group_size,
@@ -40,7 +22,7 @@ from schema.interop.verl.mesh import Mesh
 from schema.interop.verl.model import Model
 from schema.interop.verl.optim import Optim
 from schema.interop.verl.reward import reward_name
-from schema.interop.verl.shared import checkpoint_rules, profiler_rules
+from schema.interop.verl.shared import Budget, checkpoint_rules, profiler_rules
 
 _ESTIMATORS = {
     "gae": "gae",
@@ -59,35 +41,35 @@ _CORRECTION = f"{POLICY}.rollout_correction"
 
 
 def algorithm_rules() -> tuple[Rule, ...]:
-    """All rows of `algorithm`."""
+    """All rules of `algorithm`."""
     kl = f"{POLICY}.kl_in_reward"
     old = "algorithm"
     return (
         Rule("algorithm.adv_estimator", _estimator, default="gae"),
-        Rule("algorithm.gamma", number(f"{POLICY}.gamma"), 1.0, ("algorithm.gemma",), no_discount),
-        Rule("algorithm.lam", number(f"{POLICY}.gae_lambda"), default=1.0, when=not_gae),
+        Rule("algorithm.gamma", to.number(f"{POLICY}.gamma"), 1.0, ("algorithm.gemma",), no_discount),
+        Rule("algorithm.lam", to.number(f"{POLICY}.gae_lambda"), default=1.0, when=not_gae),
         Rule("algorithm.norm_adv_by_std_in_grpo", _norm_by_std),
         Rule(
             "algorithm.use_kl_in_reward",
             Converter(_use_kl, (f"{kl}.beta",), "false: beta stays 0"),
             default=False,
         ),
-        Rule("algorithm.kl_penalty", choice(f"{kl}.type", KL_TYPES), default="kl", when=_no_kl),
-        Rule("algorithm.kl_ctrl.kl_coef", number(f"{kl}.beta"), default=0.001, when=_no_kl),
+        Rule("algorithm.kl_penalty", to.choice(f"{kl}.type", KL_TYPES), default="kl", when=_no_kl),
+        Rule("algorithm.kl_ctrl.kl_coef", to.number(f"{kl}.beta"), default=0.001, when=_no_kl),
         Rule(
             "algorithm.kl_ctrl.type",
-            choice(f"{kl}.controller", {"fixed": "fixed", "adaptive": "adaptive"}),
+            to.choice(f"{kl}.controller", {"fixed": "fixed", "adaptive": "adaptive"}),
             default="fixed",
             when=_no_kl,
         ),
-        Rule("algorithm.kl_ctrl.horizon", integer(f"{kl}.horizon"), default=10000, when=_fixed_kl),
-        Rule("algorithm.kl_ctrl.target_kl", number(f"{kl}.target"), default=0.1, when=_fixed_kl),
+        Rule("algorithm.kl_ctrl.horizon", to.integer(f"{kl}.horizon"), default=10000, when=_fixed_kl),
+        Rule("algorithm.kl_ctrl.target_kl", to.number(f"{kl}.target"), default=0.1, when=_fixed_kl),
         Rule("algorithm.filter_groups.enable", _filter_groups),
         Rule("algorithm.filter_groups.metric", _filter_groups, when=_no_filter),
         Rule("algorithm.filter_groups.max_num_gen_batches", _refills, when=_no_filter),
         Rule(
             "algorithm.filter_groups.max_inflight_gen_batches",
-            always("groups in flight are bounded by allowed_outdated_steps"),
+            to.always("groups in flight are bounded by allowed_outdated_steps"),
             when=_no_filter,
         ),
         Rule("algorithm.rollout_correction.rollout_is", _weights, also=(f"{old}.rollout_is_level",)),
@@ -102,23 +84,23 @@ def algorithm_rules() -> tuple[Rule, ...]:
         ),
         Rule(
             "algorithm.rollout_correction.bypass_mode",
-            always("the rollout's own log-probs are always the old policy's"),
+            to.always("the rollout's own log-probs are always the old policy's"),
         ),
         Rule("algorithm.rollout_correction.loss_type", lacking("ppo_clip")),
         Rule("algorithm.rollout_correction.rollout_is_batch_normalize", lacking(False)),
         Rule(
             "algorithm.rollout_correction.debug_rollout_actor_probs",
-            always("the mismatch is always a metric"),
+            to.always("the mismatch is always a metric"),
         ),
         Rule("algorithm.rollout_correction.rollout_rs_threshold_lower", _lower_bound),
         Rule("algorithm.rollout_correction.rollout_token_veto_threshold", lacking()),
         Rule("algorithm.use_pf_ppo", lacking(False)),
-        Rule("algorithm.pf_ppo.*", always("no effect while use_pf_ppo = false")),
+        Rule("algorithm.pf_ppo.*", to.always("no effect while use_pf_ppo = false")),
     )
 
 
 def critic_rules() -> tuple[Rule, ...]:
-    """All rows of `critic`: the actor's keys once more, for [critic]."""
+    """All rules of `critic`: the actor's keys once more, for [critic]."""
     train = Budget(
         per_gpu="critic.ppo_micro_batch_size_per_gpu",
         ours=("critic.mini_batch", "critic.max_token_len_per_mini_batch"),
@@ -149,25 +131,25 @@ def critic_rules() -> tuple[Rule, ...]:
         *forward.rules(),
         Rule(
             "critic.forward_max_token_len_per_gpu",
-            always("the budget of training counts for the pass for values too"),
+            to.always("the budget of training counts for the pass for values too"),
             when=no_critic,
         ),
         Rule("critic.ppo_mini_batch_size", _critic_mini_batch, when=no_critic),
-        Rule("critic.ppo_epochs", integer("critic.mu_iterations"), when=no_critic),
-        Rule("critic.shuffle", flag("critic.mini_batch_shuffle"), when=no_critic),
+        Rule("critic.ppo_epochs", to.integer("critic.mu_iterations"), when=no_critic),
+        Rule("critic.shuffle", to.flag("critic.mini_batch_shuffle"), when=no_critic),
         Rule(
             "critic.data_loader_seed",
-            always("shuffles of all models follow the policy's seed"),
+            to.always("shuffles of all models follow the policy's seed"),
             when=no_critic,
         ),
-        Rule("critic.cliprange_value", number("critic.value_clip"), default=0.5, when=no_critic),
-        Rule("critic.loss_agg_mode", choice("critic.loss_type", loss), when=no_critic),
+        Rule("critic.cliprange_value", to.number("critic.value_clip"), default=0.5, when=no_critic),
+        Rule("critic.loss_agg_mode", to.choice("critic.loss_type", loss), when=no_critic),
         Rule("critic.loss_scale_factor", lacking(), when=no_critic),
-        Rule("critic.strategy", always("how a model is sharded follows from its parallelism")),
-        Rule("critic.rollout_n", always("repeats actor_rollout_ref.rollout.n")),
-        Rule("critic.nccl_timeout", always("collectives end with the process that is missing")),
-        Rule("critic.load_weight", always("weights are always loaded")),
-        Rule("critic.kl_ctrl.*", always("verl reads algorithm.kl_ctrl")),
+        Rule("critic.strategy", to.always("how a model is sharded follows from its parallelism")),
+        Rule("critic.rollout_n", to.always("repeats actor_rollout_ref.rollout.n")),
+        Rule("critic.nccl_timeout", to.always("collectives end with the process that is missing")),
+        Rule("critic.load_weight", to.always("weights are always loaded")),
+        Rule("critic.kl_ctrl.*", to.always("verl reads algorithm.kl_ctrl")),
         *profiler_rules("critic"),
     )
 
@@ -191,7 +173,7 @@ def _estimator(context: ConversionContext, leaf: KeyPath) -> Result:
 
 @computed(f"{POLICY}.unbiased_advantage", words="the other way round; with grpo only")
 def _norm_by_std(context: ConversionContext, leaf: KeyPath) -> Result:
-    divides = leaf.value is None or as_flag(leaf.value)
+    divides = leaf.value is None or values.flag(leaf.value)
     return mapped((f"{POLICY}.unbiased_advantage", not divides), note="Dr. GRPO" if not divides else "")
 
 
@@ -206,7 +188,7 @@ def _fixed_kl(context: ConversionContext) -> str:
 
 
 def _use_kl(context: ConversionContext, leaf: KeyPath) -> Result:
-    if leaf.value is None or not as_flag(leaf.value):
+    if leaf.value is None or not values.flag(leaf.value):
         return implicit("false: no KL in the reward, kl_in_reward.beta stays 0")
     coefficient = context.number("algorithm.kl_ctrl.kl_coef", 0.001) or 0.0
     return mapped((f"{POLICY}.kl_in_reward.beta", coefficient), note="kl_ctrl.kl_coef")
@@ -234,15 +216,13 @@ def _filter_groups(context: ConversionContext, leaf: KeyPath) -> Result:
 
 @computed(f"{POLICY}.max_retry_for_on_policy", words="0 or less: no limit")
 def _refills(context: ConversionContext, leaf: KeyPath) -> Result:
-    batches = as_integer(0 if leaf.value is None else leaf.value)
+    batches = values.integer(0 if leaf.value is None else leaf.value)
     return mapped((f"{POLICY}.max_retry_for_on_policy", max(batches, 0)))
 
 
-@computed(f"{_CORRECTION}.weights", words="null → `none`")
+@computed(f"{_CORRECTION}.weights", words="null → `none`", null="null: no weights")
 def _weights(context: ConversionContext, leaf: KeyPath) -> Result:
-    if leaf.value is None:
-        return implicit("null: no weights")
-    return choice(f"{_CORRECTION}.weights", {"token": "token", "sequence": "sequence"}).run(context, leaf)
+    return to.choice(f"{_CORRECTION}.weights", {"token": "token", "sequence": "sequence"}).run(context, leaf)
 
 
 @computed(f"{_CORRECTION}.cap", words="one number: the cap; a pair: rejection by bounds")
@@ -267,15 +247,15 @@ _REJECT = {
 
 
 @computed(
-    f"{_CORRECTION}.reject", words="`token_k1` → token, `seq_sum_k1` → sequence, `seq_mean_k1` → geometric"
+    f"{_CORRECTION}.reject",
+    words="`token_k1` → token, `seq_sum_k1` → sequence, `seq_mean_k1` → geometric",
+    null="null: nothing is rejected",
 )
 def _reject(context: ConversionContext, leaf: KeyPath) -> Result:
-    if leaf.value is None:
-        return implicit("null: nothing is rejected")
-    name = as_text(leaf.value)
+    name = values.text(leaf.value)
     if name in _REJECT:
         return mapped((f"{_CORRECTION}.reject", _REJECT[name]))
-    return without_counterpart(context.system, "algorithm.rollout_correction.rollout_rs=k2,k3")
+    return without_counterpart("algorithm.rollout_correction.rollout_rs=k2,k3")
 
 
 @computed(
@@ -298,7 +278,7 @@ def _bounds(context: ConversionContext, leaf: KeyPath) -> Result:
 def _lower_bound(context: ConversionContext, leaf: KeyPath) -> Result:
     if leaf.value is None or context.text("algorithm.rollout_correction.rollout_rs") not in _REJECT:
         return implicit("null, or no effect without rollout_rs by ratios")
-    return mapped((f"{_CORRECTION}.reject_below", as_number(leaf.value)))
+    return mapped((f"{_CORRECTION}.reject_below", values.number(leaf.value)))
 
 
 def _pair(value: object) -> tuple[float | None, float]:
@@ -306,7 +286,7 @@ def _pair(value: object) -> tuple[float | None, float]:
     parts = value.split("_") if isinstance(value, str) else [value]
     if len(parts) > 2:
         raise BadValue(f"expected a number or low_high, got {shown(value)}")
-    numbers = [as_number(part) for part in parts]
+    numbers = [values.number(part) for part in parts]
     return (numbers[0], numbers[1]) if len(numbers) == 2 else (None, numbers[0])
 
 
@@ -316,12 +296,12 @@ def _pair(value: object) -> tuple[float | None, float]:
 def _critic_enable(context: ConversionContext, leaf: KeyPath) -> Result:
     if leaf.value is None:
         return implicit("null: the estimator decides")
-    return mapped(("critic.enable", as_flag(leaf.value)))
+    return mapped(("critic.enable", values.flag(leaf.value)))
 
 
 @computed("critic.batch_size_per_optimize", words="prompts × rollout.n; unset where it is the whole batch")
 def _critic_mini_batch(context: ConversionContext, leaf: KeyPath) -> Result:
-    prompts, n = as_integer(leaf.value), group_size(context)
+    prompts, n = values.integer(leaf.value), group_size(context)
     batch = prompts_per_step(context)
     if prompts >= batch:
         return mapped(("critic.batch_size_per_optimize", None), note="one optimizer step for the whole batch")

@@ -6,17 +6,9 @@ import math
 from fractions import Fraction
 from typing import Any
 
-from schema.interop.engine.rules import (
-    ConversionContext,
-    Converter,
-    KeyPath,
-    Result,
-    Rule,
-    implicit,
-    no_counterpart,
-    unknown,
-)
-from schema.interop.engine.unsupported import reason_for
+from schema.interop.engine.model import Result, implicit, no_counterpart, unknown
+from schema.interop.engine.rules import ConversionContext, Converter, KeyPath, Rule
+from schema.interop.verl.unsupported import VERL
 
 ACTOR = "actor_rollout_ref.actor"
 REF = "actor_rollout_ref.ref"
@@ -256,9 +248,9 @@ def greedy_validation(context: ConversionContext) -> str:
     return "" if sampled else "validation is greedy while val_kwargs.do_sample = false"
 
 
-def without_counterpart(system: str, key: str) -> Result:
+def without_counterpart(key: str) -> Result:
     """`none` with the reason of the closed list; `unknown` where the list has none."""
-    reason = reason_for(system, key)
+    reason = VERL.reason(key)
     return no_counterpart(reason) if reason is not None else unknown("not a value that this converter knows")
 
 
@@ -268,7 +260,7 @@ def lacking(*neutral: Any, words: str = "") -> Converter:
     def run(context: ConversionContext, leaf: KeyPath) -> Result:
         if any(leaf.value == value and type(leaf.value) is type(value) for value in (None, *neutral)):
             return implicit("asks for nothing")
-        return without_counterpart(context.system, leaf.key)
+        return without_counterpart(leaf.key)
 
     return Converter(run, (), words or "a value that asks for something has no counterpart: see the list")
 
@@ -279,6 +271,6 @@ def switched(prefix: str, switch: str) -> Rule:
     def run(context: ConversionContext, leaf: KeyPath) -> Result:
         if not context.flag(switch):
             return implicit(f"off: {switch} is not true")
-        return without_counterpart(context.system, leaf.key)
+        return without_counterpart(leaf.key)
 
     return Rule(f"{prefix}.*", Converter(run, (), f"has an effect with `{switch}: true` only"))

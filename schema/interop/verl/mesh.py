@@ -3,26 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from schema.interop.engine.rules import (
-    ABSENT,
-    ConversionContext,
-    Converter,
-    KeyPath,
-    Result,
-    Rule,
-    always,
-    as_flag,
-    as_integer,
-    as_texts,
-    choice,
-    flag,
-    implicit,
-    integer,
-    mapped,
-    unless,
-)
+from schema.interop.engine import to, values
+from schema.interop.engine.model import Result, implicit, mapped
+from schema.interop.engine.rules import ABSENT, ConversionContext, Converter, KeyPath, Rule, rules_below
 from schema.interop.verl.facts import ACTOR, is_megatron, lacking, sharding, widths
 
 DTYPES = {
@@ -36,6 +22,8 @@ DTYPES = {
     "half": "float16",
 }
 
+_PADDING = "padding never changes a number here"
+_FORWARD_ONLY = "the reference model never trains, the others always do"
 _TABLES = ("fsdp", "model.fsdp_config")  # what newer and older versions call the critic's `fsdp_config`
 _SIZES = {"tp": "tp_size", "pp": "pp_size", "cp": "cp_size", "ep": "ep_size"}
 _MEGATRON_SIZES = {
@@ -56,7 +44,7 @@ def parallelism(context: ConversionContext, role: str, ours: str) -> dict[str, i
 
 
 class Mesh:
-    """The rows of one role. role: its prefix in verl; ours: `policy`, `critic` or `reference`.
+    """The rules of one role. role: its prefix in verl; ours: `policy`, `critic` or `reference`.
 
     speed: the section with our keys of offload and wrapping (`train`, `critic`, `reference`). Other roles
     than the policy have a mesh of their own only where it differs from the policy's.
@@ -68,7 +56,7 @@ class Mesh:
         self.role, self.ours, self.speed, self.when = role, ours, speed, when
 
     def rules(self) -> tuple[Rule, ...]:
-        """All rows of the role."""
+        """All rules of the role."""
         return (*self._sizes(), *self._fsdp("fsdp_config", _TABLES), *self._megatron())
 
     # --- sizes --------------------------------------------------------------------------------------------
@@ -100,14 +88,14 @@ class Mesh:
         return tuple(f"{self.ours}.parallelism.{name}" for name in names)
 
     def _own_mesh(self, context: ConversionContext) -> tuple[tuple[str, Any], ...] | None:
-        """The mesh of a role beside the policy; None where it is the policy's."""
+        """The mesh of another role than the policy; None where it is the policy's."""
         own = parallelism(context, self.role, self.ours)
         policy = parallelism(context, ACTOR, "policy")
         return None if list(own.values()) == list(policy.values()) else tuple(own.items())
 
     def _width(self, short: str, megatron: bool) -> Callable[[ConversionContext, KeyPath], Result]:
         def run(context: ConversionContext, leaf: KeyPath) -> Result:
-            size = 1 if leaf.value is None else as_integer(leaf.value)
+            size = 1 if leaf.value is None else values.integer(leaf.value)
             if is_megatron(context, self.role) is not megatron:
                 return implicit("no effect with this strategy")
             if self.ours == "policy":
@@ -122,7 +110,7 @@ class Mesh:
 
     def _fsdp_size(self, context: ConversionContext, leaf: KeyPath) -> Result:
         if leaf.value is not None:
-            as_integer(leaf.value)
+            values.integer(leaf.value)
         if is_megatron(context, self.role):
             replicate, shard = sharding(context, self.role)
             if self.ours != "policy":
@@ -147,87 +135,81 @@ class Mesh:
     # --- FSDP ---------------------------------------------------------------------------------------------
 
     def _fsdp(self, table: str, also: tuple[str, ...]) -> tuple[Rule, ...]:
-        """Rows of `fsdp_config` and of its other names."""
-        speed, reference = self.speed, self.ours == "reference"
-        offload = f"{speed}.offload" if reference else f"{speed}.fsdp_offload"
-        on_host = Converter(self._param_offload(offload), (offload,), "either of the two switches")
-        own: dict[str, Converter] = {
-            "wrap_policy.min_num_params": unless(
-                [0], "0: by layer, as always", integer(f"{speed}.fsdp_wrap_min_params")
-            ),
-            "wrap_policy.transformer_layer_cls_to_wrap": Converter(
-                _wrapped(f"{speed}.fsdp_wrap_layers"),
-                (f"{speed}.fsdp_wrap_layers",),
-                "one name becomes a list",
-            ),
+        """Rules of `fsdp_config` and of its other names."""
+        speed, wrapped = self.speed, f"{self.speed}.fsdp_wrap_layers"
+        layers = Converter(_wrapped(wrapped), (wrapped,), "one name becomes a list")
+        least = to.unless([0], "0: by layer, as always", to.integer(f"{speed}.fsdp_wrap_min_params"))
+        ring = Converter(self._width("cp", megatron=False), self._ours("cp_size"), "")
+        own = {
+            "wrap_policy.min_num_params": least,
+            "wrap_policy.transformer_layer_cls_to_wrap": layers,
             "wrap_policy.disable": lacking(False),
-            "param_offload": on_host,
-            "offload_policy": on_host,
-            "grad_offload": always("the reference model has no gradients")
-            if reference
-            else unless([False], "false: off", flag(f"{speed}.fsdp_gradient_offload")),
-            "optimizer_offload": always("the reference model has no optimizer")
-            if reference
-            else unless([False], "false: off", flag(f"{speed}.optimizer_offload")),
-            "reshard_after_forward": always("sharded again after forward, unless pipelined")
-            if reference
-            else unless(
-                [True],
-                "true: the default, unless pipelined",
-                choice(f"{speed}.fsdp_reshard_after_forward", {True: "always", False: "never"}),
-            ),
-            "forward_prefetch": always("FSDP2 prefetches by itself"),
-            "use_orig_params": always("FSDP2 always keeps the model's own parameters"),
-            "forward_only": always("the reference model never trains, the others always do"),
-            "strategy": always("how a model is sharded follows from its parallelism"),
-            "entropy_from_logits_with_chunking": always(
+            "forward_prefetch": to.always("FSDP2 prefetches by itself"),
+            "use_orig_params": to.always("FSDP2 always keeps the model's own parameters"),
+            "forward_only": to.always(_FORWARD_ONLY),
+            "strategy": to.always("how a model is sharded follows from its parallelism"),
+            "entropy_from_logits_with_chunking entropy_from_logits_chunk_size": to.always(
                 "log-probs and entropy are always computed in chunks"
             ),
-            "entropy_from_logits_chunk_size": always("log-probs and entropy are always computed in chunks"),
-            "entropy_checkpointing": always("entropy is always recomputed in backward"),
-            "use_no_sync_for_gradient_accumulation": always("gradients are reduced once per optimizer step"),
-            "pad_to_length": always("padding never changes a number here"),
-            "pad_to_length_bucket": always("padding never changes a number here"),
-            "ulysses_sequence_parallel_size": Converter(
-                self._width("cp", megatron=False), self._ours("cp_size"), ""
+            "entropy_checkpointing": to.always("entropy is always recomputed in backward"),
+            "use_no_sync_for_gradient_accumulation": to.always(
+                "gradients are reduced once per optimizer step"
             ),
-            "use_torch_compile": always("the reference model is compiled like the policy")
-            if reference
-            else flag(f"{speed}.compile"),
-            "full_determinism": unless([False], "false: off", flag("train.deterministic")),
+            "pad_to_length pad_to_length_bucket": to.always(_PADDING),
+            "ulysses_sequence_parallel_size": ring,
+            "full_determinism": to.unless([False], "false: off", to.flag("train.deterministic")),
             "seed": Converter(_seed, ("train.seed",), "where data.seed is not written"),
+            **(self._fsdp_reference() if self.ours == "reference" else self._fsdp_trained()),
         }
-        if not reference:
-            own |= {
-                "model_dtype": choice(f"{speed}.master_dtype", DTYPES),
-                "dtype": choice(f"{speed}.param_dtype", DTYPES),
-                "mixed_precision.param_dtype": choice(f"{speed}.param_dtype", DTYPES),
-                "mixed_precision.reduce_dtype": choice(f"{speed}.fsdp_reduce_dtype", DTYPES),
-                "mixed_precision.buffer_dtype": always("buffers keep the model's own type"),
-            }
-        else:
-            same = always("the reference model computes in the policy's types")
-            own |= {"model_dtype": same, "dtype": same, "mixed_precision.*": same}
+        names = [name for some in own for name in some.split()]
+        others = {name: tuple(f"{self.role}.{other}.{name}" for other in also) for name in names}
         rules = [
-            Rule(
-                f"{self.role}.{table}.{name}",
-                converter,
-                also=tuple(f"{self.role}.{other}.{name}" for other in also),
-                when=self.when,
-            )
-            for name, converter in own.items()
+            replace(rule, also=others[rule.key.removeprefix(f"{self.role}.{table}.")])
+            for rule in rules_below(f"{self.role}.{table}", own, self.when)
         ]
-        for name in (table, *also):
-            prefix = f"{self.role}.{name}"
+        for prefix in (f"{self.role}.{name}" for name in (table, *also)):
             qat = Converter(_qat(f"{prefix}.qat.enable"), (), "with `enable: true` only")
-            rules.append(Rule(f"{prefix}.qat.*", qat, when=self.when))
-            other = always("settings of another sharding library")
-            rules.append(Rule(f"{prefix}.turbo_config.*", other, when=self.when))
+            other = to.always("settings of another sharding library")
+            rules += rules_below(prefix, {"qat.*": qat, "turbo_config.*": other}, self.when)
         return tuple(rules)
+
+    def _fsdp_reference(self) -> dict[str, Converter]:
+        """What differs for a model that is not trained."""
+        offload = f"{self.speed}.offload"
+        return {
+            "param_offload offload_policy": Converter(
+                self._param_offload(offload), (offload,), "either of the two switches"
+            ),
+            "grad_offload": to.always("the reference model has no gradients"),
+            "optimizer_offload": to.always("the reference model has no optimizer"),
+            "reshard_after_forward": to.always("sharded again after forward, unless pipelined"),
+            "use_torch_compile": to.always("the reference model is compiled like the policy"),
+            "model_dtype dtype mixed_precision.*": to.always(
+                "the reference model computes in the policy's types"
+            ),
+        }
+
+    def _fsdp_trained(self) -> dict[str, Converter]:
+        """Keys of a model that is trained."""
+        speed, offload = self.speed, f"{self.speed}.fsdp_offload"
+        reshard = to.choice(f"{speed}.fsdp_reshard_after_forward", {True: "always", False: "never"})
+        return {
+            "param_offload offload_policy": Converter(
+                self._param_offload(offload), (offload,), "either of the two switches"
+            ),
+            "grad_offload": to.unless([False], "false: off", to.flag(f"{speed}.fsdp_gradient_offload")),
+            "optimizer_offload": to.unless([False], "false: off", to.flag(f"{speed}.optimizer_offload")),
+            "reshard_after_forward": to.unless([True], "true: the default, unless pipelined", reshard),
+            "use_torch_compile": to.flag(f"{speed}.compile"),
+            "model_dtype": to.choice(f"{speed}.master_dtype", DTYPES),
+            "dtype mixed_precision.param_dtype": to.choice(f"{speed}.param_dtype", DTYPES),
+            "mixed_precision.reduce_dtype": to.choice(f"{speed}.fsdp_reduce_dtype", DTYPES),
+            "mixed_precision.buffer_dtype": to.always("buffers keep the model's own type"),
+        }
 
     def _param_offload(self, ours: str) -> Callable[[ConversionContext, KeyPath], Result]:
         def run(context: ConversionContext, leaf: KeyPath) -> Result:
-            if leaf.value is None or not as_flag(leaf.value):
+            if leaf.value is None or not values.flag(leaf.value):
                 return implicit("false: off")
             return mapped((ours, True))
 
@@ -236,134 +218,96 @@ class Mesh:
     # --- Megatron -----------------------------------------------------------------------------------------
 
     def _megatron(self) -> tuple[Rule, ...]:
-        speed, prefix, reference = self.speed, f"{self.role}.megatron", self.ours == "reference"
-        model = "policy" if self.ours == "policy" else self.ours
-        offload = f"{speed}.offload" if reference else f"{speed}.fsdp_offload"
-        checkpoints = lacking(False, "", words="loads Megatron's own checkpoints")
-        own: dict[str, tuple[Converter, Any]] = {
-            name: (Converter(self._width(short, megatron=True), self._ours(_SIZES[short]), ""), ABSENT)
+        prefix, size = f"{self.role}.megatron", self._ours("virtual_pp_size")[0]
+        sequence = Converter(
+            self._sequence_parallel, self._ours("sequence_parallel"), "with tensor parallelism only"
+        )
+        sizes = {
+            name: Converter(self._width(short, megatron=True), self._ours(_SIZES[short]), "")
             for name, short in _MEGATRON_SIZES.items()
         }
-        own["tensor_model_parallel_size"] = (own["tensor_model_parallel_size"][0], ABSENT)
-        off = always("the reference model has no gradients and no optimizer")
-        own |= {
-            "virtual_pipeline_model_parallel_size": (
-                unless([None, 1], "one stage per rank", integer(f"{self.ours}.parallelism.virtual_pp_size")),
-                ABSENT,
+        table = {
+            **sizes,
+            "virtual_pipeline_model_parallel_size": to.unless(
+                [None, 1], "one stage per rank", to.integer(size)
             ),
-            "expert_tensor_parallel_size": (lacking(1), ABSENT),
-            "sequence_parallel": (
-                Converter(
-                    self._sequence_parallel, self._ours("sequence_parallel"), "with tensor parallelism only"
-                ),
-                ABSENT,
+            "expert_tensor_parallel_size": lacking(1),
+            "sequence_parallel": sequence,
+            "use_distributed_optimizer": to.always("the optimizer's state is sharded like the parameters"),
+            "use_dist_checkpointing dist_checkpointing_path dist_checkpointing_prefix": lacking(
+                False, "", words="loads Megatron's own checkpoints"
             ),
-            "param_offload": (Converter(self._param_offload(offload), (offload,), "as it is"), ABSENT),
-            "grad_offload": (
-                off if reference else unless([False, None], "off", flag(f"{speed}.fsdp_gradient_offload")),
-                ABSENT,
+            "dist_ckpt_optim_fully_reshardable distrib_optim_fully_reshardable_mem_efficient": to.always(
+                "checkpoints can always be resharded"
             ),
-            "optimizer_offload": (
-                off if reference else unless([False, None], "off", flag(f"{speed}.optimizer_offload")),
-                ABSENT,
+            "use_mbridge vanilla_mbridge": to.always("models are always loaded from the hub's format"),
+            "use_remove_padding": Converter(_packing, ("train.sequence_packing",), "as it is"),
+            "entropy_from_logits_with_chunking entropy_from_logits_chunk_size": to.always(
+                "entropy is always computed in chunks"
             ),
-            "use_distributed_optimizer": (
-                always("the optimizer's state is sharded like the parameters"),
-                ABSENT,
+            "pad_bshd_to_minibatch_max pad_to_length pad_to_length_bucket": to.always(_PADDING),
+            "forward_only": to.always(_FORWARD_ONLY),
+            "seed": Converter(_seed, ("train.seed",), "where data.seed is not written"),
+            "use_megatron_fsdp": to.always("sharding follows from parallelism.dp_shard_size"),
+            "override_mcore_model_config": lacking({}),
+            "dynamic_context_parallel": lacking(False),
+            "max_seqlen_per_dp_cp_rank": to.always("no effect while dynamic_context_parallel = false"),
+            "router_replay.mode": lacking("disabled"),
+            "qat.*": Converter(_qat(f"{prefix}.qat.enable"), (), "with `enable: true` only"),
+            "override_transformer_config.recompute_method override_transformer_config.recompute_num_layers": (
+                to.always("recomputation goes layer by layer")
             ),
-            "use_dist_checkpointing": (checkpoints, ABSENT),
-            "dist_checkpointing_path": (checkpoints, ABSENT),
-            "dist_checkpointing_prefix": (checkpoints, ABSENT),
-            "dist_ckpt_optim_fully_reshardable": (always("checkpoints can always be resharded"), ABSENT),
-            "distrib_optim_fully_reshardable_mem_efficient": (
-                always("checkpoints can always be resharded"),
-                ABSENT,
+            "override_transformer_config.attention_backend": to.always(
+                "attention is chosen by torch and transformers"
             ),
-            "use_mbridge": (always("models are always loaded from the hub's format"), ABSENT),
-            "vanilla_mbridge": (always("models are always loaded from the hub's format"), ABSENT),
-            "use_remove_padding": (Converter(_packing, ("train.sequence_packing",), "as it is"), ABSENT),
-            "entropy_from_logits_with_chunking": (always("entropy is always computed in chunks"), ABSENT),
-            "entropy_from_logits_chunk_size": (always("entropy is always computed in chunks"), ABSENT),
-            "pad_bshd_to_minibatch_max": (always("padding never changes a number here"), ABSENT),
-            "pad_to_length": (always("padding never changes a number here"), ABSENT),
-            "pad_to_length_bucket": (always("padding never changes a number here"), ABSENT),
-            "forward_only": (always("the reference model never trains, the others always do"), ABSENT),
-            "seed": (Converter(_seed, ("train.seed",), "where data.seed is not written"), ABSENT),
-            "dtype": (
-                always("the policy's type") if reference else choice(f"{speed}.param_dtype", DTYPES),
-                ABSENT,
-            ),
-            "use_megatron_fsdp": (always("sharding follows from parallelism.dp_shard_size"), ABSENT),
-            "override_mcore_model_config": (lacking({}), ABSENT),
-            "dynamic_context_parallel": (lacking(False), ABSENT),
-            "max_seqlen_per_dp_cp_rank": (always("no effect while dynamic_context_parallel = false"), ABSENT),
-            "num_layers_per_virtual_pipeline_stage": (lacking(), ABSENT),
-            "router_replay.mode": (lacking("disabled"), ABSENT),
-            "router_replay.*": (lacking(), ABSENT),
-            "qat.*": (Converter(_qat(f"{prefix}.qat.enable"), (), "with `enable: true` only"), ABSENT),
-            "override_mcore_model_config.*": (lacking(), ABSENT),
-            "override_ddp_config.overlap_grad_reduce": (
-                off if reference else flag(f"{speed}.overlap_grad_reduce"),
-                ABSENT,
-            ),
-            "override_ddp_config.*": (lacking(), ABSENT),
-            "override_transformer_config.recompute_granularity": (
-                off
-                if reference
-                else unless(
-                    [None],
-                    "null: as model.enable_gradient_checkpointing says",
-                    choice(f"{speed}.recompute_granularity", {"full": "full", "selective": "selective"}),
-                ),
-                ABSENT,
-            ),
-            "override_transformer_config.recompute_modules": (
-                off
-                if reference
-                else Converter(
-                    _recompute_modules(
-                        f"{prefix}.override_transformer_config.recompute_granularity",
-                        f"{speed}.recompute_moe_layers",
-                    ),
-                    (f"{speed}.recompute_moe_layers",),
-                    "`moe` among them → true",
-                ),
-                ABSENT,
-            ),
-            "override_transformer_config.recompute_method": (
-                always("recomputation goes layer by layer"),
-                ABSENT,
-            ),
-            "override_transformer_config.recompute_num_layers": (
-                always("recomputation goes layer by layer"),
-                ABSENT,
-            ),
-            "override_transformer_config.attention_backend": (
-                always("attention is chosen by torch and transformers"),
-                ABSENT,
-            ),
-            "override_transformer_config.*": (lacking(False), ABSENT),
+            "override_transformer_config.*": lacking(False),
+            "num_layers_per_virtual_pipeline_stage router_replay.* override_mcore_model_config.* "
+            "override_ddp_config.*": lacking(),
         }
-        if model == "policy":
-            dispatch = {"allgather": "allgather", "alltoall": "alltoall", "flex": "alltoall"}
-            own |= {
-                "override_transformer_config.moe_token_dispatcher_type": (
-                    choice("policy.moe_token_dispatcher", dispatch),
-                    ABSENT,
-                ),
-                "override_transformer_config.moe_grouped_gemm": (flag("policy.moe_grouped_gemm"), ABSENT),
-                "override_transformer_config.moe_shared_expert_overlap": (
-                    flag("policy.moe_shared_expert_overlap"),
-                    ABSENT,
-                ),
-            }
-        return tuple(
-            Rule(f"{prefix}.{name}", converter, default, when=self.when)
-            for name, (converter, default) in own.items()
-        )
+        own = self._megatron_reference() if self.ours == "reference" else self._megatron_trained()
+        return rules_below(prefix, table | own, self.when)
+
+    def _megatron_reference(self) -> dict[str, Converter]:
+        """What differs for a model that is not trained."""
+        offload = f"{self.speed}.offload"
+        return {
+            "param_offload": Converter(self._param_offload(offload), (offload,), "as it is"),
+            "dtype": to.always("the policy's type"),
+            "grad_offload optimizer_offload override_ddp_config.overlap_grad_reduce "
+            "override_transformer_config.recompute_granularity override_transformer_config.recompute_modules": (
+                to.always("the reference model has no gradients and no optimizer")
+            ),
+        }
+
+    def _megatron_trained(self) -> dict[str, Converter]:
+        """Keys of a model that is trained; those of its experts for the policy only."""
+        speed, transformer = self.speed, "override_transformer_config"
+        offload, layers = f"{speed}.fsdp_offload", f"{speed}.recompute_moe_layers"
+        modules = _recompute_modules(f"{self.role}.megatron.{transformer}.recompute_granularity", layers)
+        table = {
+            "param_offload": Converter(self._param_offload(offload), (offload,), "as it is"),
+            "grad_offload": to.unless([False, None], "off", to.flag(f"{speed}.fsdp_gradient_offload")),
+            "optimizer_offload": to.unless([False, None], "off", to.flag(f"{speed}.optimizer_offload")),
+            "dtype": to.choice(f"{speed}.param_dtype", DTYPES),
+            "override_ddp_config.overlap_grad_reduce": to.flag(f"{speed}.overlap_grad_reduce"),
+            f"{transformer}.recompute_granularity": to.unless(
+                [None],
+                "null: as model.enable_gradient_checkpointing says",
+                to.choice(f"{speed}.recompute_granularity", {"full": "full", "selective": "selective"}),
+            ),
+            f"{transformer}.recompute_modules": Converter(modules, (layers,), "`moe` among them → true"),
+        }
+        if self.ours != "policy":
+            return table
+        dispatch = {"allgather": "allgather", "alltoall": "alltoall", "flex": "alltoall"}
+        return table | {
+            f"{transformer}.moe_token_dispatcher_type": to.choice("policy.moe_token_dispatcher", dispatch),
+            f"{transformer}.moe_grouped_gemm": to.flag("policy.moe_grouped_gemm"),
+            f"{transformer}.moe_shared_expert_overlap": to.flag("policy.moe_shared_expert_overlap"),
+        }
 
     def _sequence_parallel(self, context: ConversionContext, leaf: KeyPath) -> Result:
-        value = False if leaf.value is None else as_flag(leaf.value)
+        value = False if leaf.value is None else values.flag(leaf.value)
         if widths(context, self.role)["tp"] == 1 or self.ours != "policy":
             return implicit("no effect without tensor parallelism of its own")
         return mapped(("policy.parallelism.sequence_parallel", value))
@@ -373,7 +317,7 @@ def _wrapped(ours: str) -> Callable[[ConversionContext, KeyPath], Result]:
     def run(context: ConversionContext, leaf: KeyPath) -> Result:
         if leaf.value in (None, [], "None"):
             return implicit("null: the model's layers, as always")
-        return mapped((ours, as_texts(leaf.value)))
+        return mapped((ours, values.texts(leaf.value)))
 
     return run
 
@@ -390,14 +334,14 @@ def _qat(switch: str) -> Callable[[ConversionContext, KeyPath], Result]:
 
 
 def _packing(context: ConversionContext, leaf: KeyPath) -> Result:
-    return mapped(("train.sequence_packing", True if leaf.value is None else as_flag(leaf.value)))
+    return mapped(("train.sequence_packing", True if leaf.value is None else values.flag(leaf.value)))
 
 
 def _recompute_modules(granularity: str, ours: str) -> Callable[[ConversionContext, KeyPath], Result]:
     def run(context: ConversionContext, leaf: KeyPath) -> Result:
         if leaf.value is None or context.text(granularity) != "selective":
             return implicit("no effect without recompute_granularity = selective")
-        modules = as_texts(leaf.value)
+        modules = values.texts(leaf.value)
         return mapped((ours, "moe" in modules), note="attention is always among them")
 
     return run
@@ -409,4 +353,4 @@ def _seed(context: ConversionContext, leaf: KeyPath) -> Result:
         return implicit("the seed of a job is 42 unless another is written")
     if context.integer("data.seed", None) is not None:
         return implicit("the job has one seed: data.seed")
-    return mapped(("train.seed", abs(as_integer(leaf.value)) % 2**32))
+    return mapped(("train.seed", abs(values.integer(leaf.value)) % 2**32))

@@ -8,28 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from schema.interop.engine.rules import (
-    ABSENT,
-    WARMUP_NOTE,
-    BadValue,
-    ConversionContext,
-    Converter,
-    KeyPath,
-    Result,
-    Rule,
-    always,
-    as_flag,
-    as_integer,
-    as_number,
-    choice,
-    implicit,
-    mapped,
-    number,
-    shown,
-    unknown,
-)
+from schema.interop.engine import to, values
+from schema.interop.engine.model import Result, implicit, mapped, unknown
+from schema.interop.engine.rules import WARMUP_NOTE, ConversionContext, Converter, KeyPath, Rule, rules_below
+from schema.interop.engine.values import BadValue, shown
 from schema.interop.verl.facts import is_megatron, lacking
 from schema.interop.verl.unsupported import MUON_OPTIONS
 
@@ -54,7 +39,7 @@ _OPTIMIZERS = {
 
 
 class Optim:
-    """The rows of one `optim` table.
+    """The rules of one `optim` table.
 
     prefix: `actor_rollout_ref.actor`, `critic`, or "" for SFT, whose table is at the top. ours: `train` or
     `critic`. lr, betas, scheduler, warmup: verl's defaults where the file is silent.
@@ -74,165 +59,100 @@ class Optim:
         self.role = prefix or "engine"
         self.optim = f"{prefix}.optim" if prefix else "optim"
         self.defaults: dict[str, Any] = {
+            "lr": lr,
+            "weight_decay": 0.01,
             "betas": list(betas),
             "lr_scheduler_type": scheduler,
             "lr_warmup_steps_ratio": warmup,
         }
 
     def rules(self) -> tuple[Rule, ...]:
-        """One row per key of the table."""
-        ours, optim = self.ours, self.optim
-        warmup = f"{ours}.optm_warmup_steps"
-        decay = (f"{ours}.optm_decay_type", f"{ours}.optm_decay_ratio")
-        steps = f"{ours}.optm_decay_steps"
-        floor = f"{ours}.optm_min_lr_factor"
-        muon = Converter(self._muon, (), "with optimizer = muon only")
-        wsd = {"exponential": "exponential", "cosine": "cosine", "linear": "linear"}
-        table: list[tuple[str, Converter, Any, tuple[str, ...]]] = [
-            ("lr", number(f"{ours}.optm_lr"), self.lr, ()),
-            ("weight_decay", number(f"{ours}.optm_weight_decay"), 0.01, ()),
-            (
-                "betas",
-                Converter(self._betas, (f"{ours}.optm_betas",), "as it is"),
-                self.defaults["betas"],
-                (),
-            ),
-            (
-                "optimizer",
-                Converter(
-                    self._optimizer, (f"{ours}.optm_name",), "`adam` → `AdamW` (its decay is decoupled)"
-                ),
-                ABSENT,
-                (),
-            ),
-            ("optimizer_impl", Converter(self._impl, (), "torch's own optimizers"), ABSENT, ()),
-            ("clip_grad", Converter(self._clip, (f"{ours}.optm_grad_norm_clip",), "as it is"), ABSENT, ()),
-            (
-                "lr_warmup_steps",
-                Converter(
-                    self._warmup_steps, (warmup,), "an integer counts steps; negative: the ratio counts"
-                ),
-                ABSENT,
-                (),
-            ),
-            (
-                "lr_warmup_steps_ratio",
-                Converter(self._warmup_ratio, (warmup,), "a share of all steps, where lr_warmup_steps < 0"),
-                self.defaults["lr_warmup_steps_ratio"],
-                ("warmup_steps_ratio",),
-            ),
-            (
-                "lr_warmup_init",
-                Converter(self._warmup_init, (f"{ours}.optm_warmup_start_factor",), "divided by lr"),
-                ABSENT,
-                (),
-            ),
-            (
-                "lr_scheduler_type",
-                Converter(self._style, decay, "`constant` → unset; `cosine` over all steps after warm-up"),
-                self.defaults["lr_scheduler_type"],
-                ("warmup_style", "lr_scheduler"),
-            ),
-            (
-                "lr_decay_style",
-                Converter(
-                    self._style, (*decay, steps), "`constant` → unset, `inverse_square_root` → `inverse_sqrt`"
-                ),
-                ABSENT,
-                (),
-            ),
-            (
-                "lr_decay_steps",
-                Converter(self._decay_steps, (steps,), "less the warm-up, which Megatron counts in it"),
-                ABSENT,
-                (),
-            ),
-            (
-                "min_lr_ratio",
-                Converter(
-                    self._min_ratio,
-                    (floor, f"{ours}.optm_warmup_start_factor"),
-                    "null is 0; with a cosine only, whose warm-up starts there too",
-                ),
-                ABSENT,
-                (),
-            ),
-            (
-                "min_lr",
-                Converter(self._min_lr, (floor,), "divided by lr; without a decay it has no effect"),
-                ABSENT,
-                (),
-            ),
-            (
-                "num_cycles",
-                Converter(self._cycles, (f"{ours}.optm_num_cycles",), "with a cosine only"),
-                ABSENT,
-                (),
-            ),
-            (
-                "weight_decay_incr_style",
-                always("verl ramps from weight_decay to weight_decay: it stays constant"),
-                ABSENT,
-                (),
-            ),
-            (
-                "lr_wsd_decay_style",
-                Converter(self._wsd(wsd), (f"{ours}.optm_wsd_decay_type",), "with lr_decay_style = WSD only"),
-                ABSENT,
-                (),
-            ),
-            (
-                "lr_wsd_decay_steps",
-                Converter(self._wsd_steps, (steps,), "with lr_decay_style = WSD only"),
-                ABSENT,
-                (),
-            ),
-            (
-                "use_checkpoint_opt_param_scheduler",
-                Converter(self._load_schedule, ("train.ckpt.load_schedule",), "as it is"),
-                ABSENT,
-                (),
-            ),
-            (
-                "total_training_steps",
-                always("verl overwrites it with the number of steps it computes"),
-                ABSENT,
-                (),
-            ),
-            ("zero_indexed_step", always("the first step has the rate of step 0 here"), ABSENT, ()),
-            ("use_precision_aware_optimizer", lacking(False), ABSENT, ()),
-            ("main_grads_dtype", lacking("fp32"), ABSENT, ()),
-            ("exp_avg_dtype", lacking("fp32"), ABSENT, ()),
-            ("exp_avg_sq_dtype", lacking("fp32"), ABSENT, ()),
-            (
-                "use_layer_wise_distributed_optimizer",
-                always("the optimizer's state is always sharded"),
-                ABSENT,
-                (),
-            ),
-            *((f"muon_{name}", muon, ABSENT, ()) for name in MUON_OPTIONS),
-            ("override_optimizer_config", lacking({}), ABSENT, ()),
-            ("override_optimizer_config.eps", number(f"{ours}.epsilon"), ABSENT, ()),
-            ("override_optimizer_config.*", lacking(), ABSENT, ()),
-        ]
+        """One rule per key of the table."""
+        spellings = {
+            "lr_warmup_steps_ratio": ("warmup_steps_ratio",),
+            "lr_scheduler_type": ("warmup_style", "lr_scheduler"),
+        }
+        table = self._rates() | self._decay() | self._optimizers()
+        rules = rules_below(self.optim, table, self.when, self.defaults, spellings)
         # the older FSDP trainer of SFT reads lr_scheduler alone, whatever optim/fsdp.yaml adds to its file; every
         # other trainer copies a warmup_style that is not null over lr_scheduler_type
-        wins = {"lr_scheduler_type": ("warmup_style",) if self.prefix else ("lr_scheduler", "warmup_style")}
-        rules = [
-            Rule(
-                f"{optim}.{name}",
-                converter,
-                default,
-                tuple(f"{optim}.{other}" for other in also),
-                self.when,
-                wins=tuple(f"{optim}.{other}" for other in wins.get(name, ())),
-            )
-            for name, converter, default, also in table
-        ]
+        wins = ("warmup_style",) if self.prefix else ("lr_scheduler", "warmup_style")
+        scheduler = f"{self.optim}.lr_scheduler_type"
+        first = tuple(f"{self.optim}.{name}" for name in wins)
+        rules = tuple(replace(rule, wins=first) if rule.key == scheduler else rule for rule in rules)
         if not self.prefix:
-            return tuple(rules)
-        clip = Converter(self._clip, (f"{ours}.optm_grad_norm_clip",), "as it is")
+            return rules
+        clip = self._to(self._clip, "as it is", "grad_norm_clip")
         return (*rules, Rule(f"{self.prefix}.grad_clip", clip, 1.0, when=self.when))
+
+    def _to(self, run: Callable[[ConversionContext, KeyPath], Result], words: str, *names: str) -> Converter:
+        return Converter(run, tuple(f"{self.ours}.optm_{name}" for name in names), words)
+
+    def _rates(self) -> dict[str, Converter]:
+        own = self._to
+        return {
+            "lr": to.number(f"{self.ours}.optm_lr"),
+            "weight_decay": to.number(f"{self.ours}.optm_weight_decay"),
+            "betas": own(self._betas, "as it is", "betas"),
+            "optimizer": own(self._optimizer, "`adam` → `AdamW` (its decay is decoupled)", "name"),
+            "optimizer_impl": own(self._impl, "torch's own optimizers"),
+            "clip_grad": own(self._clip, "as it is", "grad_norm_clip"),
+            "lr_warmup_steps": own(
+                self._warmup_steps, "an integer counts steps; negative: the ratio counts", "warmup_steps"
+            ),
+            "lr_warmup_steps_ratio": own(
+                self._warmup_ratio, "a share of all steps, where lr_warmup_steps < 0", "warmup_steps"
+            ),
+            "lr_warmup_init": own(self._warmup_init, "divided by lr", "warmup_start_factor"),
+        }
+
+    def _decay(self) -> dict[str, Converter]:
+        own, decay, only = self._to, ("decay_type", "decay_ratio"), "with lr_decay_style = WSD only"
+        wsd = {"exponential": "exponential", "cosine": "cosine", "linear": "linear"}
+        return {
+            "lr_scheduler_type": own(
+                self._style, "`constant` → unset; `cosine` over all steps after warm-up", *decay
+            ),
+            "lr_decay_style": own(
+                self._style,
+                "`constant` → unset, `inverse_square_root` → `inverse_sqrt`",
+                *decay,
+                "decay_steps",
+            ),
+            "lr_decay_steps": own(
+                self._decay_steps, "less the warm-up, which Megatron counts in it", "decay_steps"
+            ),
+            "min_lr_ratio": own(
+                self._min_ratio,
+                "null is 0; with a cosine only, whose warm-up starts there too",
+                "min_lr_factor",
+                "warmup_start_factor",
+            ),
+            "min_lr": own(self._min_lr, "divided by lr; without a decay it has no effect", "min_lr_factor"),
+            "num_cycles": own(self._cycles, "with a cosine only", "num_cycles"),
+            "lr_wsd_decay_style": own(self._wsd(wsd), only, "wsd_decay_type"),
+            "lr_wsd_decay_steps": own(self._wsd_steps, only, "decay_steps"),
+        }
+
+    def _optimizers(self) -> dict[str, Converter]:
+        muon = " ".join(f"muon_{name}" for name in MUON_OPTIONS)
+        return {
+            "weight_decay_incr_style": to.always(
+                "verl ramps from weight_decay to weight_decay: it stays constant"
+            ),
+            "use_checkpoint_opt_param_scheduler": Converter(
+                self._load_schedule, ("train.ckpt.load_schedule",), "as it is"
+            ),
+            "total_training_steps": to.always("verl overwrites it with the number of steps it computes"),
+            "zero_indexed_step": to.always("the first step has the rate of step 0 here"),
+            "use_precision_aware_optimizer": lacking(False),
+            "main_grads_dtype exp_avg_dtype exp_avg_sq_dtype": lacking("fp32"),
+            "use_layer_wise_distributed_optimizer": to.always("the optimizer's state is always sharded"),
+            muon: Converter(self._muon, (), "with optimizer = muon only"),
+            "override_optimizer_config": lacking({}),
+            "override_optimizer_config.eps": to.number(f"{self.ours}.epsilon"),
+            "override_optimizer_config.*": lacking(),
+        }
 
     # --- facts ------------------------------------------------------------------------------------------
 
@@ -306,12 +226,12 @@ class Optim:
     def _betas(self, context: ConversionContext, leaf: KeyPath) -> Result:
         if not isinstance(leaf.value, list) or len(leaf.value) != 2:
             raise BadValue(f"expected two numbers, got {shown(leaf.value)}")
-        return mapped((f"{self.ours}.optm_betas", [as_number(item) for item in leaf.value]))
+        return mapped((f"{self.ours}.optm_betas", [values.number(item) for item in leaf.value]))
 
     def _optimizer(self, context: ConversionContext, leaf: KeyPath) -> Result:
         name = _OPTIMIZERS.get(leaf.value) if isinstance(leaf.value, str) else None
         if name is None:
-            raise BadValue(f"there is no optimizer {shown(leaf.value)} here: AdamW, Adam or Muon")
+            raise BadValue(f"expected AdamW, Adam or Muon, got {shown(leaf.value)}")
         note = "its weight decay is decoupled" if name != leaf.value else ""
         return mapped((f"{self.ours}.optm_name", name), note=note)
 
@@ -329,24 +249,24 @@ class Optim:
         """FSDP clips at grad_clip, Megatron at optim.clip_grad; the other key counts where that one is absent."""
         own, other = f"{self.prefix}.grad_clip", self.key("clip_grad")
         if not self.prefix:
-            return number("train.optm_grad_norm_clip").run(context, leaf)
+            return to.number("train.optm_grad_norm_clip").run(context, leaf)
         first, second = (other, own) if is_megatron(context, self.role) else (own, other)
         if leaf.key == second and context.has(first):
             return implicit(f"`{first}` counts for this strategy")
-        return number(f"{self.ours}.optm_grad_norm_clip").run(context, leaf)
+        return to.number(f"{self.ours}.optm_grad_norm_clip").run(context, leaf)
 
     def _warmup_steps(self, context: ConversionContext, leaf: KeyPath) -> Result:
-        if leaf.value is None or as_integer(leaf.value) < 0:
+        if leaf.value is None or values.integer(leaf.value) < 0:
             return implicit("negative: lr_warmup_steps_ratio counts")
         return mapped(
-            (f"{self.ours}.optm_warmup_steps", as_integer(leaf.value)), note=f"steps; {WARMUP_NOTE}"
+            (f"{self.ours}.optm_warmup_steps", values.integer(leaf.value)), note=f"steps; {WARMUP_NOTE}"
         )
 
     def _warmup_ratio(self, context: ConversionContext, leaf: KeyPath) -> Result:
         steps = context.integer(self.key("lr_warmup_steps"), -1)
         if steps is not None and steps >= 0:
             return implicit("lr_warmup_steps is set and comes first")
-        ratio = float(as_number(0.0 if leaf.value is None else leaf.value))
+        ratio = float(values.number(0.0 if leaf.value is None else leaf.value))
         if ratio > 1.0:
             raise BadValue(f"expected a share of all steps, at most 1.0, got {shown(leaf.value)}")
         value = ratio if ratio > 0 else 0
@@ -375,7 +295,7 @@ class Optim:
         if leaf.value is None:
             return implicit("null: the decay takes all steps after warm-up")
         style = self.style(context)
-        as_integer(leaf.value)
+        values.integer(leaf.value)
         if style in (None, "wsd", "inverse_sqrt"):
             return implicit("no effect with this lr_decay_style")
         warmup = self.warmup(context)
@@ -383,7 +303,7 @@ class Optim:
         return mapped(*self.decay(context), note=note)
 
     def _min_ratio(self, context: ConversionContext, leaf: KeyPath) -> Result:
-        ratio = as_number(0.0 if leaf.value is None else leaf.value)
+        ratio = values.number(0.0 if leaf.value is None else leaf.value)
         if self.style(context) is None:
             return implicit("no effect without a decay")
         if is_megatron(context, self.role) and context.has(self.key("min_lr")):
@@ -403,7 +323,7 @@ class Optim:
     def _share_of_lr(self, context: ConversionContext, leaf: KeyPath, key: str, name: str) -> Result:
         if leaf.value is None:
             return implicit("null: 0")
-        rate, peak = as_number(leaf.value), context.number(self.key("lr"), self.lr) or 0.0
+        rate, peak = values.number(leaf.value), context.number(self.key("lr"), self.lr) or 0.0
         if peak <= 0.0:
             return implicit("no effect with a learning rate of 0")
         note = f"{name} / lr = {rate} / {peak}" if rate else ""
@@ -412,23 +332,23 @@ class Optim:
     def _cycles(self, context: ConversionContext, leaf: KeyPath) -> Result:
         if leaf.value is None or self.style(context) != "cosine":
             return implicit("no effect without a cosine decay")
-        return mapped((f"{self.ours}.optm_num_cycles", as_number(leaf.value)))
+        return mapped((f"{self.ours}.optm_num_cycles", values.number(leaf.value)))
 
     def _wsd(self, table: dict[str, str]) -> Callable[[ConversionContext, KeyPath], Result]:
         def run(context: ConversionContext, leaf: KeyPath) -> Result:
             if self.style(context) != "wsd":
                 return implicit("no effect without lr_decay_style = WSD")
-            return choice(f"{self.ours}.optm_wsd_decay_type", table).run(context, leaf)
+            return to.choice(f"{self.ours}.optm_wsd_decay_type", table).run(context, leaf)
 
         return run
 
     def _wsd_steps(self, context: ConversionContext, leaf: KeyPath) -> Result:
         if leaf.value is None or self.style(context) != "wsd":
             return implicit("no effect without lr_decay_style = WSD")
-        as_integer(leaf.value)
+        values.integer(leaf.value)
         return mapped(*self.decay(context))
 
     def _load_schedule(self, context: ConversionContext, leaf: KeyPath) -> Result:
         if leaf.value is None:
             return implicit("null: the default")
-        return mapped(("train.ckpt.load_schedule", as_flag(leaf.value)))
+        return mapped(("train.ckpt.load_schedule", values.flag(leaf.value)))

@@ -1,25 +1,24 @@
 """verl: configurations of its RL trainers (FSDP and Megatron), its SFT trainer and its evaluation.
 
-    actor_rollout_ref, algorithm, critic …   ─▶ rl          verl_actor, verl_rollout, verl_serving,
-                                                            verl_algorithm, verl_reward, verl_data,
-                                                            verl_trainer
-    optim + model (partial_pretrain, path)   ─▶ sft         verl_sft
-    data.path + data.response_key            ─▶ evaluation  verl_evaluation
+    actor_rollout_ref, algorithm, critic …   ─▶ rl          actor, rollout, algorithm, reward, data, trainer
+    optim + model (partial_pretrain, path)   ─▶ sft         sft
+    data.path + data.response_key            ─▶ evaluation  reward
 
 verl counts prompts where we count samples, is synchronous by default, and keeps trainer and engine on the same
-GPUs: what follows from that for a whole file is added in `_finish`. Facts of several keys are in `verl_facts`.
+GPUs: what follows from that for a whole file is added in `_finish`. Facts of several keys are in `facts`.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from schema.interop.engine.rules import ConversionContext, Reader, Result, Rule, always, implicit
+from schema.interop.engine import to
+from schema.interop.engine.model import Result, implicit
+from schema.interop.engine.rules import ConversionContext, Reader, Rule
 from schema.interop.engine.source import Source
 from schema.interop.verl.actor import actor_rules, reference_rules
 from schema.interop.verl.algorithm import algorithm_rules, critic_rules, needs_critic
 from schema.interop.verl.data import data_rules
-from schema.interop.verl.evaluation import evaluation_rules
 from schema.interop.verl.facts import (
     MODEL,
     POLICY,
@@ -31,11 +30,12 @@ from schema.interop.verl.facts import (
     widths,
 )
 from schema.interop.verl.model import Model
-from schema.interop.verl.reward import reward_name, reward_rules
+from schema.interop.verl.reward import evaluation_rules, reward_name, reward_rules
 from schema.interop.verl.rollout import rollout_rules
 from schema.interop.verl.sft import sft_rules
 from schema.interop.verl.shared import profiler_rules
 from schema.interop.verl.trainer import trainer_rules
+from schema.interop.verl.unsupported import VERL
 
 KINDS = {
     "rl": "reinforcement learning (ppo_trainer.yaml, ppo_megatron_trainer.yaml)",
@@ -91,7 +91,7 @@ def _rules(kind: str) -> tuple[Rule, ...]:
         *reward_rules(),
         *algorithm_rules(),
         *trainer_rules("rl"),
-        Rule("actor_rollout_ref.nccl_timeout", always("collectives end with the process that is missing")),
+        Rule("actor_rollout_ref.nccl_timeout", to.always("collectives end with the process that is missing")),
         *profiler_rules("actor_rollout_ref"),
         *(
             switched(f"skip.{name}", f"skip.{name}.enable")
@@ -106,10 +106,10 @@ def _rules(kind: str) -> tuple[Rule, ...]:
 def _common() -> tuple[Rule, ...]:
     return (
         Rule("defaults", lacking([], ["_self_"])),
-        Rule("hydra.*", always("settings of the command line")),
+        Rule("hydra.*", to.always("settings of the command line")),
         Rule("global_profiler.tool", lacking()),
-        Rule("global_profiler.*", always("details of verl's profilers")),
-        Rule("profiler.*", always("details of verl's profilers")),
+        Rule("global_profiler.*", to.always("details of verl's profilers")),
+        Rule("profiler.*", to.always("details of verl's profilers")),
     )
 
 
@@ -177,6 +177,7 @@ READER = Reader(
     system="verl",
     title="verl",
     kinds=KINDS,
+    unsupported=VERL,
     detect=_detect,
     signs=_SIGNS,
     rules=_rules,

@@ -1,32 +1,18 @@
-"""verl's rewards: `reward_model`, `custom_reward_function`, and the newer `reward` that holds both."""
+"""verl's rewards: `reward_model`, `custom_reward_function`, the newer `reward` that holds both, and evaluation.yaml,
+where answers of a file are scored by the same functions."""
 
 from __future__ import annotations
 
-from schema.interop.engine.rules import (
-    ConversionContext,
-    Converter,
-    KeyPath,
-    Result,
-    Rule,
-    always,
-    as_integer,
-    as_number,
-    as_path,
-    as_text,
-    computed,
-    flag,
-    implicit,
-    integer,
-    mapped,
-    path,
-    unless,
-)
-from schema.interop.verl.budget import Budget
+from schema.interop.engine import to, values
+from schema.interop.engine.model import Result, implicit, mapped
+from schema.interop.engine.rules import ConversionContext, Converter, KeyPath, Rule, computed, rules_below
+from schema.interop.verl.data import files
 from schema.interop.verl.facts import POLICY, lacking, no_reward_model, response_length, without_counterpart
+from schema.interop.verl.shared import Budget
 
 
 def reward_rules() -> tuple[Rule, ...]:
-    """All rows of `reward_model`, `custom_reward_function` and the newer `reward`."""
+    """All rules of `reward_model`, `custom_reward_function` and the newer `reward`."""
     model, when = "reward_model.model", no_reward_model
     micro = Budget(
         per_gpu="reward_model.micro_batch_size_per_gpu",
@@ -37,81 +23,66 @@ def reward_rules() -> tuple[Rule, ...]:
         role="reward_model",
         when=when,
     )
-    overlong = "reward_model.reward_kwargs.overlong_buffer_cfg"
+    least = "fsdp_config.wrap_policy.min_num_params"
+    table = {
+        "input_tokenizer": to.always("answers are decoded and templated again where tokenizers differ"),
+        "external_lib": Converter(_modules, ("reward_model.external_modules",), "one name becomes a list"),
+        "trust_remote_code": to.flag("reward_model.trust_remote_code"),
+        "fsdp_config.param_offload": to.flag("reward_model.offload"),
+        "fsdp_config.min_num_params": to.integer("reward_model.fsdp_wrap_min_params"),
+        "*": lacking(-1, 1, False, True),
+    }
+    name, newer = to.path("reward_model.model_name_or_path"), ("reward.reward_model.model_path",)
     return (
         Rule(
             "reward_model.enable",
-            unless([False], "false: rewards are functions", flag("reward_model.enable")),
+            to.unless([False], "false: rewards are functions", to.flag("reward_model.enable")),
             False,
             ("reward.reward_model.enable",),
         ),
-        Rule(
-            f"{model}.path",
-            path("reward_model.model_name_or_path"),
-            also=("reward.reward_model.model_path",),
-            when=when,
-        ),
-        Rule(
-            f"{model}.input_tokenizer",
-            always("answers are decoded and templated again where tokenizers differ"),
-            when=when,
-        ),
-        Rule(
-            f"{model}.external_lib",
-            Converter(_modules, ("reward_model.external_modules",), "one name becomes a list"),
-            when=when,
-        ),
-        Rule(f"{model}.trust_remote_code", flag("reward_model.trust_remote_code"), when=when),
-        Rule(f"{model}.fsdp_config.param_offload", flag("reward_model.offload"), when=when),
-        Rule(
-            f"{model}.fsdp_config.min_num_params",
-            integer("reward_model.fsdp_wrap_min_params"),
-            also=(f"{model}.fsdp_config.wrap_policy.min_num_params",),
-            when=when,
-        ),
-        Rule(f"{model}.*", lacking(-1, 1, False, True), when=when),
+        Rule(f"{model}.path", name, also=newer, when=when),
+        *rules_below(model, table, when, also={"fsdp_config.min_num_params": (least,)}),
         *micro.rules(),
-        Rule("reward_model.max_length", integer("reward_model.max_length"), when=when),
-        Rule("reward_model.reward_manager", _manager, also=("reward.reward_manager.name",)),
-        Rule("reward_model.launch_reward_fn_async", always("rewards are always computed beside generation")),
-        Rule("reward_model.num_workers", integer("reward.num_workers"), also=("reward.num_workers",)),
-        Rule("reward_model.strategy", always("how a model is sharded follows from its parallelism")),
-        Rule("reward_model.load_weight", always("weights are always loaded")),
+        Rule("reward_model.max_length", to.integer("reward_model.max_length"), when=when),
         Rule("reward_model.*", lacking(False), when=when),
-        Rule(f"{overlong}.enable", _overlong, also=("reward_model.overlong_buffer.enable",)),
-        Rule(f"{overlong}.len", _overlong, also=("reward_model.overlong_buffer.len",)),
-        Rule(f"{overlong}.penalty_factor", _overlong, also=("reward_model.overlong_buffer.penalty_factor",)),
-        Rule(
-            f"{overlong}.log",
-            always("rewards and penalties are always metrics"),
-            also=("reward_model.overlong_buffer.log",),
-        ),
-        Rule(
-            "reward_model.reward_kwargs.max_resp_len",
-            always("the penalty counts from rollout.max_response_length"),
-        ),
-        Rule(
-            "reward_model.reward_kwargs.*",
-            Converter(_reward_kwargs, ("custom",), "under [custom], which hands them to your functions"),
-        ),
-        Rule("custom_reward_function.path", REWARD, also=("reward.custom_reward_function.path",)),
-        Rule("custom_reward_function.name", REWARD, also=("reward.custom_reward_function.name",)),
-        Rule(
-            "custom_reward_function.reward_kwargs.*",
-            Converter(_reward_kwargs, ("custom",), "under [custom], which hands them to your functions"),
-        ),
-        Rule("reward_manager.name", _manager),
-        Rule("reward_manager.*", lacking("register", "custom_reward_manager", "naive")),
-        Rule("reward.reward_manager.*", lacking("register", "custom_reward_manager", "naive")),
         Rule("reward.reward_model.*", lacking(False), when=when),
-        Rule(
-            "sandbox_fusion.url",
-            lacking(),
-            also=("reward.sandbox_fusion.url", "reward_model.sandbox_fusion.url"),
+        *_function_rules(),
+    )
+
+
+def _function_rules() -> tuple[Rule, ...]:
+    """Rules of rewards that are functions, and of the penalty for long answers."""
+    overlong, older = "reward_model.reward_kwargs.overlong_buffer_cfg", "reward_model.overlong_buffer"
+    kwargs = Converter(_reward_kwargs, ("custom",), "under [custom], which hands them to your functions")
+    metrics = to.always("rewards and penalties are always metrics")
+    table = {
+        "launch_reward_fn_async": to.always("rewards are always computed in parallel with generation"),
+        "strategy": to.always("how a model is sharded follows from its parallelism"),
+        "load_weight": to.always("weights are always loaded"),
+        "reward_kwargs.max_resp_len": to.always("the penalty counts from rollout.max_response_length"),
+        "reward_kwargs.*": kwargs,
+    }
+    sandbox = ("reward.sandbox_fusion", "reward_model.sandbox_fusion")
+    unused = to.always("no effect without sandbox_fusion.url")
+    managers = lacking("register", "custom_reward_manager", "naive")
+    return (
+        *rules_below("reward_model", table),
+        Rule("reward_model.reward_manager", _manager, also=("reward.reward_manager.name",)),
+        Rule("reward_model.num_workers", to.integer("reward.num_workers"), also=("reward.num_workers",)),
+        *(
+            Rule(f"{overlong}.{name}", metrics if name == "log" else _overlong, also=(f"{older}.{name}",))
+            for name in ("enable", "len", "penalty_factor", "log")
         ),
-        Rule("sandbox_fusion.*", always("no effect without sandbox_fusion.url")),
-        Rule("reward.sandbox_fusion.*", always("no effect without sandbox_fusion.url")),
-        Rule("reward_model.sandbox_fusion.*", always("no effect without sandbox_fusion.url")),
+        *(
+            Rule(f"custom_reward_function.{name}", REWARD, also=(f"reward.custom_reward_function.{name}",))
+            for name in ("path", "name")
+        ),
+        Rule("custom_reward_function.reward_kwargs.*", kwargs),
+        Rule("reward_manager.name", _manager),
+        Rule("reward_manager.*", managers),
+        Rule("reward.reward_manager.*", managers),
+        Rule("sandbox_fusion.url", lacking(), also=tuple(f"{table}.url" for table in sandbox)),
+        *(Rule(f"{table}.*", unused) for table in ("sandbox_fusion", *sandbox)),
     )
 
 
@@ -121,7 +92,7 @@ def reward_name(context: ConversionContext) -> str:
     if not isinstance(file, str) or not file:
         return "by_source"
     name = context.get("custom_reward_function.name", None)
-    return f"{as_path(file)}:{name if isinstance(name, str) and name else 'compute_score'}"
+    return f"{values.path(file)}:{name if isinstance(name, str) and name else 'compute_score'}"
 
 
 def _custom_reward(context: ConversionContext, leaf: KeyPath) -> Result:
@@ -143,10 +114,10 @@ REWARD = Converter(_custom_reward, (f"{POLICY}.reward_function",), "`path:name`;
     words="`naive`, `prime`, `batch`: rewards always run in processes; `dapo`: see overlong_buffer_cfg",
 )
 def _manager(context: ConversionContext, leaf: KeyPath) -> Result:
-    name = "naive" if leaf.value is None else as_text(leaf.value)
+    name = "naive" if leaf.value is None else values.text(leaf.value)
     if name in ("naive", "batch", "prime", "dapo"):
-        return implicit("rewards always run in processes of their own, beside generation")
-    return without_counterpart(context.system, leaf.key)
+        return implicit("rewards always run in processes of their own, in parallel with generation")
+    return without_counterpart(leaf.key)
 
 
 @computed(f"{POLICY}.overlong_reward", words="enable, len → buffer_length, penalty_factor")
@@ -160,8 +131,8 @@ def _overlong(context: ConversionContext, leaf: KeyPath) -> Result:
     if name == "len":
         longest = response_length(context)
         note = f"the penalty begins at {longest} - {leaf.value} tokens"
-        return mapped((f"{ours}.buffer_length", as_integer(leaf.value)), note=note)
-    return mapped((f"{ours}.penalty_factor", as_number(leaf.value)))
+        return mapped((f"{ours}.buffer_length", values.integer(leaf.value)), note=note)
+    return mapped((f"{ours}.penalty_factor", values.number(leaf.value)))
 
 
 def _reward_kwargs(context: ConversionContext, leaf: KeyPath) -> Result:
@@ -173,4 +144,43 @@ def _reward_kwargs(context: ConversionContext, leaf: KeyPath) -> Result:
 def _modules(context: ConversionContext, leaf: KeyPath) -> Result:
     if leaf.value in (None, "", []):
         return implicit("null: none")
-    return mapped(("reward_model.external_modules", [as_text(leaf.value)]))
+    return mapped(("reward_model.external_modules", [values.text(leaf.value)]))
+
+
+# --- evaluation -------------------------------------------------------------------------------------------
+
+
+def evaluation_rules() -> tuple[Rule, ...]:
+    """All rules of an evaluation file."""
+    ours = "evaluation"
+    return (
+        Rule(
+            "data.path",
+            Converter(files(f"{ours}.dataset.files"), (f"{ours}.dataset.files",), "one file becomes a list"),
+        ),
+        Rule("data.prompt_key", to.text(f"{ours}.prompt_column_name"), default="prompt"),
+        Rule("data.response_key", to.text(f"{ours}.responses_column_name"), default="responses"),
+        Rule("data.data_source_key", to.text(f"{ours}.data_source_column_name"), default="data_source"),
+        Rule("data.reward_model_key", _reference_column, default="reward_model"),
+        Rule("data.last_user_msg_template", lacking()),
+        Rule("custom_reward_function.path", _scored_by),
+        Rule("custom_reward_function.name", _scored_by),
+    )
+
+
+@computed(
+    "evaluation.reference_column_name",
+    words="`.ground_truth` inside this column, where verl looks",
+    null="null: none",
+)
+def _reference_column(context: ConversionContext, leaf: KeyPath) -> Result:
+    column = values.text(leaf.value)
+    return mapped(("evaluation.reference_column_name", f"{column}.ground_truth"), note="its `ground_truth`")
+
+
+@computed("evaluation.reward_function", words="`path:name`; null: `by_source`")
+def _scored_by(context: ConversionContext, leaf: KeyPath) -> Result:
+    name = reward_name(context)
+    if name == "by_source":
+        return implicit("null: the built-in scorer of each row's data source (by_source)")
+    return mapped(("evaluation.reward_function", name), note="path:name")

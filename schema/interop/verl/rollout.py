@@ -1,31 +1,11 @@
-"""verl's `actor_rollout_ref.rollout`: the engine, sampling in training and validation, agents."""
+"""verl's `actor_rollout_ref.rollout`: the engine and its arguments, sampling in training and validation, agents."""
 
 from __future__ import annotations
 
-from schema.interop.engine.rules import (
-    BadValue,
-    ConversionContext,
-    Converter,
-    KeyPath,
-    Result,
-    Rule,
-    always,
-    as_flag,
-    as_integer,
-    as_number,
-    as_text,
-    choice,
-    computed,
-    flag,
-    implicit,
-    integer,
-    mapped,
-    number,
-    shown,
-    text,
-    unless,
-)
-from schema.interop.verl.budget import Budget
+from schema.interop.engine import to, values
+from schema.interop.engine.model import Result, implicit, mapped, no_counterpart
+from schema.interop.engine.rules import ConversionContext, Converter, KeyPath, Rule, computed, rules_below
+from schema.interop.engine.values import BadValue, shown
 from schema.interop.verl.facts import (
     POLICY,
     ROLLOUT,
@@ -42,17 +22,18 @@ from schema.interop.verl.facts import (
     rollout_gpus,
     rollout_replicas,
     switched,
+    without_counterpart,
 )
 from schema.interop.verl.mesh import DTYPES
-from schema.interop.verl.serving import agent_rules, engine_kwargs_rules
-from schema.interop.verl.shared import profiler_rules
+from schema.interop.verl.shared import Budget, profiler_rules
+from schema.interop.verl.unsupported import VERL
 
 _SAMPLING = "rollout.sampling_config"
 _REPLICAS = "rollout.parallelism.n_init_replicas"
 
 
 def rollout_rules() -> tuple[Rule, ...]:
-    """All rows of the rollout."""
+    """All rules of the rollout."""
     budget = Budget(
         per_gpu=f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu",
         ours=(f"{POLICY}.old_log_prob.mini_batch", f"{POLICY}.old_log_prob.max_token_len_per_mini_batch"),
@@ -78,7 +59,7 @@ def rollout_rules() -> tuple[Rule, ...]:
 
 @computed("rollout.backend", words="`hf` → `transformers`; `sglang` and `trtllm` → `vllm`, loudly")
 def _name(context: ConversionContext, leaf: KeyPath) -> Result:
-    name = as_text(leaf.value)
+    name = values.text(leaf.value)
     if name in ("vllm", "hf"):
         return mapped(("rollout.backend", "transformers" if name == "hf" else name))
     if name in ("sglang", "trtllm", "sglang_async"):
@@ -87,7 +68,7 @@ def _name(context: ConversionContext, leaf: KeyPath) -> Result:
             "speed and memory differ, and options of its own are not carried over"
         )
         return mapped(
-            ("rollout.backend", "vllm"), note=f"there is no {name} engine in this build: vllm takes its place"
+            ("rollout.backend", "vllm"), note=f"this build has no {name} engine: vllm takes its place"
         )
     if name == "???":
         return mapped(("rollout.backend", "vllm"), note="verl leaves it open")
@@ -99,7 +80,7 @@ def _name(context: ConversionContext, leaf: KeyPath) -> Result:
     words="`dummy*` → `dummy`; `auto`, `hf`, `dtensor`, `megatron`, `safetensors` → `auto`",
 )
 def _load_format(context: ConversionContext, leaf: KeyPath) -> Result:
-    name = as_text(leaf.value)
+    name = values.text(leaf.value)
     if name.startswith("dummy"):
         return mapped(("rollout.load_format", "dummy"), note="random weights until the first version arrives")
     if name in ("auto", "hf", "dtensor", "megatron", "safetensors"):
@@ -108,12 +89,13 @@ def _load_format(context: ConversionContext, leaf: KeyPath) -> Result:
 
 
 @computed(
-    "rollout.max_num_seqs", "rollout.max_concurrent_samples", words="as it is; samples in flight follow it"
+    "rollout.max_num_seqs",
+    "rollout.max_concurrent_samples",
+    words="as it is; samples in flight follow it",
+    null="null: the engine's default",
 )
 def _max_num_seqs(context: ConversionContext, leaf: KeyPath) -> Result:
-    if leaf.value is None:
-        return implicit("null: the engine's default")
-    count = as_integer(leaf.value)
+    count = values.integer(leaf.value)
     flight = max(count, group_size(context))
     return mapped(("rollout.max_num_seqs", count), ("rollout.max_concurrent_samples", flight))
 
@@ -136,57 +118,42 @@ def _hybrid(context: ConversionContext, leaf: KeyPath) -> Result:
 
 
 def _engine() -> tuple[Rule, ...]:
-    dtypes = {**DTYPES, "auto": "auto"}
+    sizes, kwargs = "cudagraph_capture_sizes", "rollout.engine_kwargs"
+    dtype = to.choice("rollout.dtype", {**DTYPES, "auto": "auto"})
+    seed = to.unless([42], "42: the seed of the job unless another is written", to.integer("rollout.seed"))
+    table = {
+        "gpu_memory_utilization": to.number("rollout.gpu_memory_utilization"),
+        "enforce_eager": to.flag("rollout.enforce_eager"),
+        "load_format": _load_format,
+        "max_num_batched_tokens": to.integer("rollout.max_num_batched_tokens"),
+        "max_num_seqs": _max_num_seqs,
+        "max_model_len": to.integer("rollout.max_model_len"),
+        "enable_chunked_prefill": to.flag("rollout.enable_chunked_prefill"),
+        "enable_prefix_caching": to.unless(
+            [True], "true: vLLM's default", to.flag(f"{kwargs}.enable_prefix_caching")
+        ),
+        "scheduling_policy": to.unless(
+            ["fcfs"], "fcfs: vLLM's default", to.text(f"{kwargs}.scheduling_policy")
+        ),
+        sizes: Converter(_capture_sizes, (f"{kwargs}.{sizes}",), "as it is"),
+        "quantization": to.text("rollout.quantization"),
+        "quantization_config_file": lacking(),
+    }
+    defaults = {
+        "gpu_memory_utilization": 0.5,
+        "max_num_batched_tokens": 8192,
+        "max_num_seqs": 1024,
+        "enable_chunked_prefill": True,
+    }
     return (
         Rule("actor_rollout_ref.hybrid_engine", _hybrid, default=True),
         Rule(f"{ROLLOUT}.free_cache_engine", _hybrid),
         Rule(f"{ROLLOUT}.name", _name, default="vllm"),
-        Rule(f"{ROLLOUT}.mode", always("generation is always asynchronous")),
-        Rule(f"{ROLLOUT}.dtype", choice("rollout.dtype", dtypes), default="bfloat16"),
-        Rule(
-            f"{ROLLOUT}.gpu_memory_utilization",
-            number("rollout.gpu_memory_utilization"),
-            default=0.5,
-            when=not_vllm,
-        ),
-        Rule(f"{ROLLOUT}.enforce_eager", flag("rollout.enforce_eager"), when=not_vllm),
-        Rule(f"{ROLLOUT}.load_format", _load_format, when=not_vllm),
-        Rule(
-            f"{ROLLOUT}.max_num_batched_tokens",
-            integer("rollout.max_num_batched_tokens"),
-            default=8192,
-            when=not_vllm,
-        ),
-        Rule(f"{ROLLOUT}.max_num_seqs", _max_num_seqs, default=1024, when=not_vllm),
-        Rule(f"{ROLLOUT}.max_model_len", integer("rollout.max_model_len"), when=not_vllm),
-        Rule(
-            f"{ROLLOUT}.enable_chunked_prefill",
-            flag("rollout.enable_chunked_prefill"),
-            default=True,
-            when=not_vllm,
-        ),
-        Rule(
-            f"{ROLLOUT}.enable_prefix_caching",
-            unless([True], "true: vLLM's default", flag("rollout.engine_kwargs.enable_prefix_caching")),
-            when=not_vllm,
-        ),
-        Rule(
-            f"{ROLLOUT}.scheduling_policy",
-            unless(["fcfs"], "fcfs: vLLM's default", text("rollout.engine_kwargs.scheduling_policy")),
-            when=not_vllm,
-        ),
-        Rule(
-            f"{ROLLOUT}.cudagraph_capture_sizes",
-            Converter(_capture_sizes, ("rollout.engine_kwargs.cudagraph_capture_sizes",), "as it is"),
-            when=not_vllm,
-        ),
-        Rule(f"{ROLLOUT}.quantization", text("rollout.quantization"), when=not_vllm),
-        Rule(f"{ROLLOUT}.quantization_config_file", lacking(), when=not_vllm),
-        Rule(
-            f"{ROLLOUT}.seed",
-            unless([42], "42: the seed of the job unless another is written", integer("rollout.seed")),
-        ),
-        Rule(f"{ROLLOUT}.full_determinism", unless([False], "false: off", flag("train.deterministic"))),
+        Rule(f"{ROLLOUT}.mode", to.always("generation is always asynchronous")),
+        Rule(f"{ROLLOUT}.dtype", dtype, default="bfloat16"),
+        *rules_below(ROLLOUT, table, not_vllm, defaults),
+        Rule(f"{ROLLOUT}.seed", seed),
+        Rule(f"{ROLLOUT}.full_determinism", to.unless([False], "false: off", to.flag("train.deterministic"))),
     )
 
 
@@ -196,7 +163,7 @@ def _capture_sizes(context: ConversionContext, leaf: KeyPath) -> Result:
     if not isinstance(leaf.value, list):
         raise BadValue(f"expected a list of sizes, got {shown(leaf.value)}")
     return mapped(
-        ("rollout.engine_kwargs.cudagraph_capture_sizes", [as_integer(size) for size in leaf.value])
+        ("rollout.engine_kwargs.cudagraph_capture_sizes", [values.integer(size) for size in leaf.value])
     )
 
 
@@ -204,7 +171,7 @@ def _capture_sizes(context: ConversionContext, leaf: KeyPath) -> Result:
 
 
 def _response(context: ConversionContext, leaf: KeyPath) -> Result:
-    written = as_integer(leaf.value)
+    written = values.integer(leaf.value)
     longest = response_length(context)
     note = "" if longest == written else f"rollout.response_length = {longest} is what verl generates up to"
     total = prompt_length(context) + longest
@@ -220,7 +187,7 @@ RESPONSE = Converter(
 
 @computed(words="repeats data.max_prompt_length")
 def _prompt(context: ConversionContext, leaf: KeyPath) -> Result:
-    if leaf.value is not None and as_integer(leaf.value) != prompt_length(context):
+    if leaf.value is not None and values.integer(leaf.value) != prompt_length(context):
         context.warn(
             f"`{leaf.key}` = {shown(leaf.value)} differs from data.max_prompt_length; the latter counts"
         )
@@ -229,24 +196,26 @@ def _prompt(context: ConversionContext, leaf: KeyPath) -> Result:
 
 def _sampling() -> tuple[Rule, ...]:
     return (
-        Rule(f"{ROLLOUT}.n", integer("rollout.n_generation"), default=1),
-        Rule(f"{ROLLOUT}.temperature", number(f"{_SAMPLING}.temperature"), default=1.0),
-        Rule(f"{ROLLOUT}.top_k", integer(f"{_SAMPLING}.top_k"), default=-1),
-        Rule(f"{ROLLOUT}.top_p", number(f"{_SAMPLING}.top_p"), default=1.0),
-        Rule(f"{ROLLOUT}.min_p", number(f"{_SAMPLING}.min_p")),
-        Rule(f"{ROLLOUT}.repetition_penalty", number(f"{_SAMPLING}.repetition_penalty")),
-        Rule(f"{ROLLOUT}.do_sample", flag(f"{_SAMPLING}.do_sample"), default=True),
-        Rule(f"{ROLLOUT}.ignore_eos", flag(f"{_SAMPLING}.ignore_eos"), default=False),
+        Rule(f"{ROLLOUT}.n", to.integer("rollout.n_generation"), default=1),
+        Rule(f"{ROLLOUT}.temperature", to.number(f"{_SAMPLING}.temperature"), default=1.0),
+        Rule(f"{ROLLOUT}.top_k", to.integer(f"{_SAMPLING}.top_k"), default=-1),
+        Rule(f"{ROLLOUT}.top_p", to.number(f"{_SAMPLING}.top_p"), default=1.0),
+        Rule(f"{ROLLOUT}.min_p", to.number(f"{_SAMPLING}.min_p")),
+        Rule(f"{ROLLOUT}.repetition_penalty", to.number(f"{_SAMPLING}.repetition_penalty")),
+        Rule(f"{ROLLOUT}.do_sample", to.flag(f"{_SAMPLING}.do_sample"), default=True),
+        Rule(f"{ROLLOUT}.ignore_eos", to.flag(f"{_SAMPLING}.ignore_eos"), default=False),
         Rule(f"{ROLLOUT}.response_length", RESPONSE),
         Rule(f"{ROLLOUT}.prompt_length", _prompt),
-        Rule(f"{ROLLOUT}.calculate_log_probs", always("the engine's log-probs always come with the samples")),
+        Rule(
+            f"{ROLLOUT}.calculate_log_probs", to.always("the engine's log-probs always come with the samples")
+        ),
         Rule(f"{ROLLOUT}.logprobs_mode", lacking("processed_logprobs")),
         Rule(f"{ROLLOUT}.over_sample_rate", Converter(_oversample, ("controller.oversample",), "plus 1")),
     )
 
 
 def _oversample(context: ConversionContext, leaf: KeyPath) -> Result:
-    rate = as_number(0 if leaf.value is None else leaf.value)
+    rate = values.number(0 if leaf.value is None else leaf.value)
     return mapped(("controller.oversample", 1.0 + rate)) if rate > 0 else implicit("0: no more than needed")
 
 
@@ -260,7 +229,7 @@ def replicas(context: ConversionContext) -> tuple[str, int]:
 
 def _size(ours: str) -> Converter:
     def run(context: ConversionContext, leaf: KeyPath) -> Result:
-        size = 1 if leaf.value is None else as_integer(leaf.value)
+        size = 1 if leaf.value is None else values.integer(leaf.value)
         if is_hf(context):
             return mapped(
                 (f"rollout.parallelism.{ours}", 1), replicas(context), note="HF rollouts run on one GPU each"
@@ -273,10 +242,11 @@ def _size(ours: str) -> Converter:
 def _sizes() -> tuple[Rule, ...]:
     return (
         Rule(f"{ROLLOUT}.tensor_model_parallel_size", _size("tp_size"), default=2),
-        Rule(f"{ROLLOUT}.data_parallel_size", unless([1], "1: none", _size("dp_shard_size"))),
-        Rule(f"{ROLLOUT}.pipeline_model_parallel_size", unless([1], "1: none", _size("pp_size"))),
+        Rule(f"{ROLLOUT}.data_parallel_size", to.unless([1], "1: none", _size("dp_shard_size"))),
+        Rule(f"{ROLLOUT}.pipeline_model_parallel_size", to.unless([1], "1: none", _size("pp_size"))),
         Rule(
-            f"{ROLLOUT}.expert_parallel_size", unless([1], "1: none", integer("rollout.parallelism.ep_size"))
+            f"{ROLLOUT}.expert_parallel_size",
+            to.unless([1], "1: none", to.integer("rollout.parallelism.ep_size")),
         ),
         *(
             Rule(
@@ -297,7 +267,7 @@ def _own_gpus(context: ConversionContext, leaf: KeyPath) -> Result:
         return implicit("rollouts have the trainer's GPUs")
     if recipe(context) and leaf.key.startswith(ROLLOUT):
         return implicit("the table rollout counts")
-    as_integer(leaf.value)
+    values.integer(leaf.value)
     return mapped(replicas(context))
 
 
@@ -306,8 +276,8 @@ def _own_gpus(context: ConversionContext, leaf: KeyPath) -> Result:
 
 @computed("validation.temperature", words="false: temperature 0, greedy")
 def _val_do_sample(context: ConversionContext, leaf: KeyPath) -> Result:
-    if leaf.value is not None and as_flag(leaf.value):
-        return implicit("true: validation samples by the keys beside this one")
+    if leaf.value is not None and values.flag(leaf.value):
+        return implicit("true: validation samples by the other keys of val_kwargs")
     return mapped(("validation.temperature", 0.0), note="greedy")
 
 
@@ -315,36 +285,150 @@ def _validation() -> tuple[Rule, ...]:
     prefix = f"{ROLLOUT}.val_kwargs"
     return (
         Rule(f"{prefix}.do_sample", _val_do_sample, default=False),
-        Rule(f"{prefix}.temperature", number("validation.temperature"), default=0.0, when=greedy_validation),
-        Rule(f"{prefix}.top_k", integer("validation.top_k"), default=-1, when=greedy_validation),
-        Rule(f"{prefix}.top_p", number("validation.top_p"), default=1.0, when=greedy_validation),
-        Rule(f"{prefix}.n", integer("validation.n_generation"), default=1),
-        Rule(f"{prefix}.repetition_penalty", number("validation.repetition_penalty"), when=greedy_validation),
+        Rule(
+            f"{prefix}.temperature", to.number("validation.temperature"), default=0.0, when=greedy_validation
+        ),
+        Rule(f"{prefix}.top_k", to.integer("validation.top_k"), default=-1, when=greedy_validation),
+        Rule(f"{prefix}.top_p", to.number("validation.top_p"), default=1.0, when=greedy_validation),
+        Rule(f"{prefix}.n", to.integer("validation.n_generation"), default=1),
+        Rule(
+            f"{prefix}.repetition_penalty", to.number("validation.repetition_penalty"), when=greedy_validation
+        ),
     )
 
 
 def _small() -> tuple[Rule, ...]:
+    table = {
+        "disable_log_stats": to.always("the engine's statistics are metrics"),
+        "router_config_path mtp qat trace.backend": lacking(),
+        "use_fire_sampling skip_rollout enable_rollout_routing_replay": lacking(False),
+        "skip_dump_dir": to.always("no effect while skip_rollout = false"),
+        "layered_summon update_weights_bucket_megabytes": to.always("weights travel tensor by tensor"),
+        "multi_stage_wake_up": to.always("changes memory at the switch between roles only"),
+        "skip_tokenizer_init": to.always("engines work on token ids"),
+        "moe_load_balance_metrics_interval": lacking(0),
+        "micro_batch_size": to.always("HF rollouts take as many samples as are in flight"),
+        "checkpoint_engine.*": to.always("weights travel through weight_sync"),
+        "layer_name_map.*": to.always("weights have the names of the hub's checkpoint"),
+        "trace.*": to.always("no effect without trace.backend"),
+    }
     return (
-        Rule(f"{ROLLOUT}.disable_log_stats", always("the engine's statistics are metrics")),
-        Rule(f"{ROLLOUT}.router_config_path", lacking()),
-        Rule(f"{ROLLOUT}.use_fire_sampling", lacking(False)),
-        Rule(f"{ROLLOUT}.skip_rollout", lacking(False)),
-        Rule(f"{ROLLOUT}.skip_dump_dir", always("no effect while skip_rollout = false")),
-        Rule(f"{ROLLOUT}.layered_summon", always("weights travel tensor by tensor")),
-        Rule(f"{ROLLOUT}.multi_stage_wake_up", always("changes memory at the switch between roles only")),
-        Rule(f"{ROLLOUT}.skip_tokenizer_init", always("engines work on token ids")),
-        Rule(f"{ROLLOUT}.moe_load_balance_metrics_interval", lacking(0)),
-        Rule(f"{ROLLOUT}.enable_rollout_routing_replay", lacking(False)),
-        Rule(f"{ROLLOUT}.update_weights_bucket_megabytes", always("weights travel tensor by tensor")),
-        Rule(f"{ROLLOUT}.micro_batch_size", always("HF rollouts take as many samples as are in flight")),
-        Rule(f"{ROLLOUT}.checkpoint_engine.*", always("weights travel through weight_sync")),
-        Rule(f"{ROLLOUT}.layer_name_map.*", always("weights have the names of the hub's checkpoint")),
-        Rule(f"{ROLLOUT}.trace.backend", lacking()),
-        Rule(f"{ROLLOUT}.trace.*", always("no effect without trace.backend")),
-        switched(f"{ROLLOUT}.prometheus", f"{ROLLOUT}.prometheus.enable"),
-        switched(f"{ROLLOUT}.mtp", f"{ROLLOUT}.mtp.enable"),
-        Rule(f"{ROLLOUT}.mtp", lacking()),
-        switched(f"{ROLLOUT}.qat", f"{ROLLOUT}.qat.enable"),
-        Rule(f"{ROLLOUT}.qat", lacking()),
+        *rules_below(ROLLOUT, table),
+        *(switched(f"{ROLLOUT}.{name}", f"{ROLLOUT}.{name}.enable") for name in ("prometheus", "mtp", "qat")),
         switched(f"{ROLLOUT}.disaggregation", f"{ROLLOUT}.disaggregation.enabled"),
+    )
+
+
+_OWN_KEYS = {
+    "gpu_memory_utilization": "rollout.gpu_memory_utilization",
+    "enforce_eager": "rollout.enforce_eager",
+    "enable_chunked_prefill": "rollout.enable_chunked_prefill",
+    "max_num_seqs": "rollout.max_num_seqs",
+    "max_num_batched_tokens": "rollout.max_num_batched_tokens",
+    "max_model_len": "rollout.max_model_len",
+    "block_size": "rollout.block_size",
+    "dtype": "rollout.dtype",
+    "quantization": "rollout.quantization",
+    "seed": "rollout.seed",
+    "tensor_parallel_size": "rollout.parallelism.tp_size",
+    "data_parallel_size": "rollout.parallelism.dp_shard_size",
+    "pipeline_parallel_size": "rollout.parallelism.pp_size",
+}
+
+
+# --- engine_kwargs ------------------------------------------------------------------------------------------
+
+
+@computed(
+    "rollout.engine_kwargs",
+    words="each name as it is; a name that has a key of its own goes there; null: left out",
+)
+def _vllm(context: ConversionContext, leaf: KeyPath) -> Result:
+    if leaf.value is None or leaf.value == {}:
+        return implicit("null: the engine's default")
+    if is_hf(context):
+        return implicit("HF rollouts have no such option")
+    name = leaf.rest or leaf.key.rpartition(".")[2]
+    if name in _OWN_KEYS:
+        return mapped((_OWN_KEYS[name], leaf.value), note="has a key of its own")
+    if name == "disable_mm_preprocessor_cache":
+        if not values.flag(leaf.value):
+            return implicit("false: the cache is on by default")
+        return mapped(("rollout.engine_kwargs.mm_processor_cache_gb", 0), note="vLLM calls it so now")
+    reason = VERL.reason(f"{ROLLOUT}.engine_kwargs.vllm.{name}")
+    if reason is not None:
+        return no_counterpart(reason)
+    return mapped((f"rollout.engine_kwargs.{name}", leaf.value))
+
+
+@computed(
+    "rollout.vllm_use_flashinfer", words="`flashinfer` → true; other arguments of SGLang have no counterpart"
+)
+def _sglang(context: ConversionContext, leaf: KeyPath) -> Result:
+    if leaf.value is None or leaf.value == {}:
+        return implicit("null: the engine's default")
+    if context.text(f"{ROLLOUT}.name", "vllm") != "sglang":
+        return implicit("no effect: rollouts are not made by SGLang")
+    if leaf.rest == "attention_backend" and leaf.value == "flashinfer":
+        return mapped(("rollout.vllm_use_flashinfer", True))
+    return without_counterpart(leaf.key)
+
+
+def engine_kwargs_rules() -> tuple[Rule, ...]:
+    """All rules of `engine_kwargs`."""
+    prefix = f"{ROLLOUT}.engine_kwargs"
+    return (
+        Rule(f"{prefix}.vllm.*", _vllm),
+        Rule(f"{prefix}.sglang.*", _sglang),
+        Rule(f"{prefix}.trtllm.*", _sglang),
+        Rule(f"{prefix}.*", _vllm),
+    )
+
+
+# --- agents and several turns -------------------------------------------------------------------------------
+
+
+def _server(context: ConversionContext, leaf: KeyPath) -> Result:
+    prefix = f"{ROLLOUT}.agent.custom_async_server"
+    file, name = context.get(f"{prefix}.path", None), context.get(f"{prefix}.name", None)
+    if not isinstance(file, str) or not isinstance(name, str):
+        return implicit("null: none") if leaf.value is None else implicit("no effect without the other one")
+    return mapped(("rollout.custom_server", f"{file}:{name}"), note="path:name")
+
+
+def _single_turn(context: ConversionContext) -> str:
+    on = context.flag(f"{ROLLOUT}.multi_turn.enable")
+    return "" if on else "no effect while multi_turn.enable = false"
+
+
+def agent_rules() -> tuple[Rule, ...]:
+    """All rules of `agent` and `multi_turn`."""
+    agent, turns = f"{ROLLOUT}.agent", f"{ROLLOUT}.multi_turn"
+    server = Converter(_server, ("rollout.custom_server",), "`path:name`")
+    multi = "rollout.multi_turn_config"
+    tools = Converter(
+        lambda context, leaf: (
+            mapped((f"{multi}.enable_tools", True)) if leaf.value else implicit("null: no tools")
+        ),
+        (f"{multi}.enable_tools",),
+        "a file of tools turns them on",
+    )
+    table = {
+        "max_assistant_turns": to.integer(f"{multi}.max_assistant_turns"),
+        "tool_config_path function_tool_path": tools,
+        "use_inference_chat_template": to.always("answers are always continued token by token"),
+        "tokenization_sanity_check_mode": to.always(
+            "token ids travel as they are, nothing is tokenised twice"
+        ),
+        "*": lacking(),
+    }
+    return (
+        Rule(f"{agent}.custom_async_server.path", server),
+        Rule(f"{agent}.custom_async_server.name", server),
+        Rule(f"{agent}.num_workers", to.always("requests need no worker processes of their own")),
+        Rule(f"{agent}.default_agent_loop", lacking("single_turn_agent")),
+        Rule(f"{agent}.agent_loop_config_path", lacking()),
+        Rule(f"{agent}.*", lacking()),
+        Rule(f"{turns}.enable", to.unless([False], "false: single turns", to.flag(f"{multi}.enable"))),
+        *rules_below(turns, table, _single_turn, also={"max_assistant_turns": ("max_turns",)}),
     )

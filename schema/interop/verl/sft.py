@@ -2,44 +2,24 @@
 
 from __future__ import annotations
 
-from schema.interop.engine.rules import (
-    BadValue,
-    ConversionContext,
-    Converter,
-    KeyPath,
-    Result,
-    Rule,
-    always,
-    as_flag,
-    as_integer,
-    as_path,
-    as_text,
-    as_texts,
-    choice,
-    computed,
-    flag,
-    implicit,
-    integer,
-    mapped,
-    no_counterpart,
-    shown,
-    unless,
-)
-from schema.interop.engine.unsupported import reason_for
-from schema.interop.verl.budget import Budget
+from schema.interop.engine import to, values
+from schema.interop.engine.model import Result, implicit, mapped, no_counterpart
+from schema.interop.engine.rules import ConversionContext, Converter, KeyPath, Rule, computed
+from schema.interop.engine.values import BadValue, shown
 from schema.interop.verl.data import files
 from schema.interop.verl.facts import POLICY, lacking, world_size
 from schema.interop.verl.mesh import DTYPES
 from schema.interop.verl.model import Model
 from schema.interop.verl.optim import Optim
-from schema.interop.verl.shared import checkpoint_rules
+from schema.interop.verl.shared import Budget, checkpoint_rules
 from schema.interop.verl.trainer import trainer_rules, validates
+from schema.interop.verl.unsupported import VERL
 
 _MESH = "policy.parallelism"
 
 
 def sft_rules() -> tuple[Rule, ...]:
-    """All rows of an SFT file."""
+    """All rules of an SFT file."""
     return (
         *_data(),
         *Model("model", "policy", old_path="partial_pretrain").rules(),
@@ -49,7 +29,7 @@ def sft_rules() -> tuple[Rule, ...]:
         *checkpoint_rules("trainer"),
         *trainer_rules("sft"),
         Rule("ulysses_sequence_parallel_size", _ulysses, 1, ("engine.ulysses_sequence_parallel_size",)),
-        Rule("use_remove_padding", flag("train.sequence_packing")),
+        Rule("use_remove_padding", to.flag("train.sequence_packing")),
         Rule("custom_cls.path", _custom_class, also=("data.custom_cls.path",)),
         Rule("custom_cls.name", _custom_class, also=("data.custom_cls.name",)),
     )
@@ -73,7 +53,7 @@ def _data() -> tuple[Rule, ...]:
         _conversation, (f"{POLICY}.conversation_column_name",), "conversations in place of two columns"
     )
     return (
-        Rule("data.train_batch_size", integer("train.train_batch_per_replica"), default=256),
+        Rule("data.train_batch_size", to.integer("train.train_batch_per_replica"), default=256),
         *budget.rules(),
         Rule(
             "data.train_files",
@@ -97,16 +77,16 @@ def _data() -> tuple[Rule, ...]:
             also=("data.enable_thinking_key",),
         ),
         Rule("data.enable_thinking_default", lacking("none")),
-        Rule("data.max_length", integer("policy.model_max_length"), default=1024),
+        Rule("data.max_length", to.integer("policy.model_max_length"), default=1024),
         Rule("data.truncation", _truncation),
-        Rule("data.pad_mode", always("padding never changes a number here")),
-        Rule("data.ignore_input_ids_mismatch", always("a conversation is tokenised as a whole")),
-        Rule("data.balance_dp_token", flag(f"{POLICY}.balance_dp_token"), default=False),
+        Rule("data.pad_mode", to.always("padding never changes a number here")),
+        Rule("data.ignore_input_ids_mismatch", to.always("a conversation is tokenised as a whole")),
+        Rule("data.balance_dp_token", to.flag(f"{POLICY}.balance_dp_token"), default=False),
         Rule("data.chat_template", lacking()),
         Rule("data.apply_chat_template_kwargs", lacking({})),
         Rule("data.apply_chat_template_kwargs.*", lacking()),
-        Rule("data.use_shm", always("rows are indexed on disk, not copied to shared memory")),
-        Rule("data.num_workers", integer(f"{POLICY}.dataloader_num_workers")),
+        Rule("data.use_shm", to.always("rows are indexed on disk, not copied to shared memory")),
+        Rule("data.num_workers", to.integer(f"{POLICY}.dataloader_num_workers")),
         Rule("data.train_max_samples", lacking(-1)),
         Rule("data.val_max_samples", lacking(-1)),
     )
@@ -127,23 +107,23 @@ def _fsdp() -> tuple[Rule, ...]:
         "both true: parameters, gradients and optimizer",
     )
     return (
-        Rule(f"{old}.model_dtype", choice("train.master_dtype", DTYPES), "fp32", ("engine.model_dtype",)),
+        Rule(f"{old}.model_dtype", to.choice("train.master_dtype", DTYPES), "fp32", ("engine.model_dtype",)),
         Rule(
             f"{old}.wrap_policy.min_num_params",
-            unless([0], "0: by layer, as always", integer("train.fsdp_wrap_min_params")),
+            to.unless([0], "0: by layer, as always", to.integer("train.fsdp_wrap_min_params")),
             also=("engine.wrap_policy.min_num_params",),
         ),
         Rule(f"{old}.cpu_offload", offload),
         Rule(f"{old}.offload_params", offload),
         Rule(
             "model.strategy",
-            always("how a model is sharded follows from policy.parallelism"),
+            to.always("how a model is sharded follows from policy.parallelism"),
             also=("engine.strategy",),
         ),
-        Rule("engine.param_offload", flag("train.fsdp_offload")),
-        Rule("engine.optimizer_offload", flag("train.optimizer_offload")),
-        Rule("engine.dtype", choice("train.param_dtype", DTYPES)),
-        Rule("engine.use_torch_compile", flag("train.compile")),
+        Rule("engine.param_offload", to.flag("train.fsdp_offload")),
+        Rule("engine.optimizer_offload", to.flag("train.optimizer_offload")),
+        Rule("engine.dtype", to.choice("train.param_dtype", DTYPES)),
+        Rule("engine.use_torch_compile", to.flag("train.compile")),
         Rule("engine.fsdp_size", _fsdp_size),
     )
 
@@ -160,7 +140,7 @@ def ranks(context: ConversionContext) -> int:
 
 @computed(f"{_MESH}.cp_size", f"{_MESH}.dp_shard_size", f"{_MESH}.tp_size", words="as it is")
 def _ulysses(context: ConversionContext, leaf: KeyPath) -> Result:
-    size = 1 if leaf.value is None else as_integer(leaf.value)
+    size = 1 if leaf.value is None else values.integer(leaf.value)
     _, shard = _sharding(context)
     return mapped(
         (f"{_MESH}.cp_size", max(size, 1)), (f"{_MESH}.tp_size", 1), (f"{_MESH}.dp_shard_size", shard)
@@ -179,7 +159,7 @@ def _sharding(context: ConversionContext) -> tuple[int, int]:
     f"{_MESH}.dp_shard_size", f"{_MESH}.dp_replicate_size", words="< 0 or ≥ world: shard over all ranks"
 )
 def _fsdp_size(context: ConversionContext, leaf: KeyPath) -> Result:
-    as_integer(leaf.value)
+    values.integer(leaf.value)
     replicate, shard = _sharding(context)
     return mapped((f"{_MESH}.dp_shard_size", shard), (f"{_MESH}.dp_replicate_size", replicate))
 
@@ -187,7 +167,7 @@ def _fsdp_size(context: ConversionContext, leaf: KeyPath) -> Result:
 def _offload(context: ConversionContext, leaf: KeyPath) -> Result:
     prefix = "model.fsdp_config"
     if leaf.value is not None:
-        as_flag(leaf.value)
+        values.flag(leaf.value)
     if not context.flag(f"{prefix}.cpu_offload"):
         return implicit("cpu_offload is not true: nothing is offloaded")
     if not context.flag(f"{prefix}.offload_params"):
@@ -223,7 +203,7 @@ def _column(context: ConversionContext, leaf: KeyPath) -> Result:
     side = "prompt" if "prompt" in leaf.key else "response"
     name = context.text(f"data.{side}_key", side)
     inner = context.get(f"data.{side}_dict_keys", None)
-    parts = as_texts(inner) if inner not in (None, []) else []
+    parts = values.texts(inner) if inner not in (None, []) else []
     if parts and parts != [name]:
         name = ".".join([name, *parts])
     return mapped((f"{POLICY}.{side}_column_name", name))
@@ -231,10 +211,10 @@ def _column(context: ConversionContext, leaf: KeyPath) -> Result:
 
 @computed(words="a longer sample is dropped as `overlong` and counted, never cut")
 def _truncation(context: ConversionContext, leaf: KeyPath) -> Result:
-    name = as_text(leaf.value)
+    name = values.text(leaf.value)
     if name == "error":
         return implicit("a longer sample is dropped as `overlong` and counted, never cut")
-    reason = reason_for(context.system, f"sft:{leaf.key}={name}")
+    reason = VERL.reason(f"sft:{leaf.key}={name}")
     if reason is None:
         raise BadValue(f"expected error, left, right or middle, got {shown(name)}")
     return no_counterpart(reason)
@@ -245,4 +225,4 @@ def _custom_class(context: ConversionContext, leaf: KeyPath) -> Result:
     file, name = context.get("custom_cls.path", None), context.get("custom_cls.name", None)
     if not isinstance(file, str) or not isinstance(name, str):
         return implicit("null: none") if leaf.value is None else implicit("no effect without the other one")
-    return mapped((f"{POLICY}.dataset.custom_class", f"{as_path(file)}:{name}"), note="path:name")
+    return mapped((f"{POLICY}.dataset.custom_class", f"{values.path(file)}:{name}"), note="path:name")

@@ -1,26 +1,16 @@
-"""verl's tables that several roles have: `checkpoint`, `profiler` and the older `profile`."""
+"""verl's tables that several roles have: `checkpoint`, `profiler` and the older `profile`, and micro-batches."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from schema.interop.engine.rules import (
-    ABSENT,
-    BadValue,
-    ConversionContext,
-    Converter,
-    KeyPath,
-    Result,
-    Rule,
-    always,
-    as_flag,
-    as_integer,
-    as_texts,
-    implicit,
-    mapped,
-    shown,
-)
-from schema.interop.verl.facts import lacking
+from schema.interop.engine import to, values
+from schema.interop.engine.model import Result, implicit, mapped
+from schema.interop.engine.rules import ABSENT, ConversionContext, Converter, KeyPath, Rule
+from schema.interop.engine.values import BadValue, shown
+from schema.interop.verl.facts import ACTOR, data_parallel, lacking, widths
 
 _CONTENTS = ("model", "optimizer", "extra")
 
@@ -32,12 +22,12 @@ def checkpoint_rules(prefix: str, when: Any = None) -> tuple[Rule, ...]:
 
     def contents(context: ConversionContext) -> list[str]:
         try:
-            return as_texts(context.get(save, list(_CONTENTS)))
+            return values.texts(context.get(save, list(_CONTENTS)))
         except BadValue:
             return list(_CONTENTS)
 
     def saved(context: ConversionContext, leaf: KeyPath) -> Result:
-        names = list(_CONTENTS) if leaf.value is None else as_texts(leaf.value)
+        names = list(_CONTENTS) if leaf.value is None else values.texts(leaf.value)
         strange = [name for name in names if name not in (*_CONTENTS, "hf_model")]
         if strange:
             raise BadValue(f"expected model, optimizer, extra or hf_model, got {shown(strange[0])}")
@@ -46,7 +36,7 @@ def checkpoint_rules(prefix: str, when: Any = None) -> tuple[Rule, ...]:
         return mapped(("train.ckpt.save_contents", kept), export, note="hf_model is export_safetensors")
 
     def loaded(context: ConversionContext, leaf: KeyPath) -> Result:
-        names = as_texts(leaf.value) if leaf.value is not None else contents(context)
+        names = values.texts(leaf.value) if leaf.value is not None else contents(context)
         if sorted(names) == sorted(contents(context)):
             return implicit("the same as save_contents: all that was saved")
         strange = [name for name in names if name not in (*_CONTENTS, "hf_model")]
@@ -58,7 +48,7 @@ def checkpoint_rules(prefix: str, when: Any = None) -> tuple[Rule, ...]:
         return mapped(("train.ckpt.load_contents", names), *own_schedule)
 
     def save_mode(context: ConversionContext, leaf: KeyPath) -> Result:
-        return mapped(("train.ckpt.save_mode", "async" if as_flag(leaf.value) else "sync"))
+        return mapped(("train.ckpt.save_mode", "async" if values.flag(leaf.value) else "sync"))
 
     default: Any = list(_CONTENTS) if when is None else ABSENT
     return (
@@ -88,7 +78,7 @@ def checkpoint_rules(prefix: str, when: Any = None) -> tuple[Rule, ...]:
             False if when is None else ABSENT,
             when=when,
         ),
-        Rule(f"{ckpt}.strict", always("every tensor is checked when it is loaded"), when=when),
+        Rule(f"{ckpt}.strict", to.always("every tensor is checked when it is loaded"), when=when),
         Rule(f"{ckpt}.*", lacking({}, False), when=when),
     )
 
@@ -99,7 +89,7 @@ def profiler_rules(prefix: str) -> tuple[Rule, ...]:
     profile = "profiler.sub_profiler_config.do_profile"
 
     def wanted(context: ConversionContext, leaf: KeyPath) -> Result:
-        if leaf.value is None or not as_flag(leaf.value):
+        if leaf.value is None or not values.flag(leaf.value):
             return implicit("false: off")
         return mapped(("profiler.enable_profiler", True), (profile, True))
 
@@ -115,7 +105,9 @@ def profiler_rules(prefix: str) -> tuple[Rule, ...]:
             return implicit("no effect while the profiler is off")
         if not isinstance(leaf.value, list):
             raise BadValue(f"expected a list of ranks, got {shown(leaf.value)}")
-        return mapped(("profiler.sub_profiler_config.rank_filter", [as_integer(rank) for rank in leaf.value]))
+        return mapped(
+            ("profiler.sub_profiler_config.rank_filter", [values.integer(rank) for rank in leaf.value])
+        )
 
     switch = Converter(wanted, ("profiler.enable_profiler", profile), "true turns both on")
     filtered = Converter(ranks, ("profiler.sub_profiler_config.rank_filter",), "as they are")
@@ -128,3 +120,110 @@ def profiler_rules(prefix: str) -> tuple[Rule, ...]:
         Rule(f"{new}.*", other),
         Rule(f"{old}.*", other),
     )
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The micro-batches of one pass: a size per GPU, its deprecated global twin, or a budget of tokens.
+
+        use_dynamic_bsz false:  mini_batch = micro_batch_size_per_gpu, else micro_batch_size // data-parallel ranks
+        use_dynamic_bsz true:   max_token_len_per_mini_batch = max_token_len_per_gpu * sequence-parallel size
+
+    Full keys of verl; "" where the pass has no such key. ours: (samples, tokens).
+
+    pipeline: our key of what goes through the pipeline at once. shared: the switch that counts where the pass
+    has none of its own. role: whose mesh cuts the batch.
+    """
+
+    per_gpu: str
+    ours: tuple[str, str]
+    pipeline: str = ""
+    whole: str = ""
+    switch: str = ""
+    tokens: str = ""
+    shared: str = f"{ACTOR}.use_dynamic_bsz"
+    role: str = ACTOR
+    default_tokens: int | None = None
+    when: Callable[[ConversionContext], str] | None = None
+
+    def rules(self) -> tuple[Rule, ...]:
+        """One rule per key."""
+        samples, tokens = self.ours
+        rules = [
+            Rule(
+                self.per_gpu,
+                Converter(self._per_gpu, (samples,), "samples of one micro-batch of one rank"),
+                when=self.when,
+            )
+        ]
+        if self.whole:
+            words = "deprecated twin: divided by the data-parallel ranks, where the newer key is null"
+            rules.append(Rule(self.whole, Converter(self._whole, (samples,), words), when=self.when))
+        if self.switch:
+            words = "chooses between samples and tokens"
+            rules.append(Rule(self.switch, Converter(self._switch, self.ours, words), when=self.when))
+        if self.tokens:
+            words = "times the sequence-parallel size; with dynamic batch sizes only"
+            default = ABSENT if self.default_tokens is None else self.default_tokens
+            rules.append(
+                Rule(self.tokens, Converter(self._tokens, (tokens,), words), default, when=self.when)
+            )
+        return tuple(rules)
+
+    def by_tokens(self, context: ConversionContext) -> bool:
+        """Whether this pass cuts by tokens."""
+        own = bool(self.switch) and context.has(self.switch)
+        return bool(self.tokens) and context.flag(self.switch if own else self.shared)
+
+    def token_cap(self, context: ConversionContext) -> int | None:
+        """Tokens of a micro-batch, shared by the sequence-parallel ranks."""
+        cap = context.integer(self.tokens, self.default_tokens) if self.tokens else None
+        return None if cap is None else cap * widths(context, self.role)["cp"]
+
+    def _per_gpu(self, context: ConversionContext, leaf: KeyPath) -> Result:
+        if leaf.value is None:
+            return implicit("null: not set")
+        if self.by_tokens(context):
+            return implicit("no effect: micro-batches are cut by tokens")
+        return self._samples(context, max(values.integer(leaf.value), 1))
+
+    def _samples(self, context: ConversionContext, size: int, note: str = "") -> Result:
+        """Megatron's micro-batch is what goes through the pipeline at once; ours is cut into such pieces."""
+        stages = widths(context, self.role)["pp"]
+        if stages == 1 or not self.pipeline:
+            return mapped((self.ours[0], size), note=note)
+        text = f"{size} samples through the pipeline at once, {stages} stages full"
+        note = "; ".join(filter(None, (note, text)))
+        return mapped((self.ours[0], size * stages), (self.pipeline, size), note=note)
+
+    def _whole(self, context: ConversionContext, leaf: KeyPath) -> Result:
+        if leaf.value is None:
+            return implicit(f"deprecated twin of `{self.per_gpu}`; null")
+        size = values.integer(leaf.value)
+        newer = context.integer(self.per_gpu, None)
+        if newer is not None:
+            text = f"`{leaf.key}` = {shown(size)} is the deprecated twin of `{self.per_gpu}` = {newer}"
+            context.warn(f"{text}, and both are set, which verl refuses; {newer} is taken")
+            return implicit(f"deprecated twin of `{self.per_gpu}`, which is set too and wins")
+        if self.by_tokens(context):
+            return implicit("no effect: micro-batches are cut by tokens")
+        ranks = data_parallel(context, self.role)
+        note = f"deprecated twin of `{self.per_gpu}`: {size} over {ranks} data-parallel ranks"
+        return self._samples(context, max(size // ranks, 1), note)
+
+    def _switch(self, context: ConversionContext, leaf: KeyPath) -> Result:
+        if not self.by_tokens(context):
+            return implicit("micro-batches are cut by samples")
+        cap = self.token_cap(context)
+        if cap is None:
+            return implicit("cut by tokens, and no budget is written: the default")
+        return mapped((self.ours[1], cap), note="micro-batches are cut by tokens")
+
+    def _tokens(self, context: ConversionContext, leaf: KeyPath) -> Result:
+        if leaf.value is None:
+            return implicit("null: not set")
+        if not self.by_tokens(context):
+            return implicit("no effect: micro-batches are cut by samples")
+        own, width = values.integer(leaf.value), widths(context, self.role)["cp"]
+        note = f"{own} per GPU × {width} sequence-parallel ranks" if width > 1 else ""
+        return mapped((self.ours[1], own * width), note=note)

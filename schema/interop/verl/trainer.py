@@ -2,28 +2,10 @@
 
 from __future__ import annotations
 
-from schema.interop.engine.rules import (
-    BadValue,
-    ConversionContext,
-    Converter,
-    KeyPath,
-    Result,
-    Rule,
-    always,
-    as_flag,
-    as_integer,
-    as_number,
-    as_text,
-    as_texts,
-    computed,
-    flag,
-    implicit,
-    integer,
-    mapped,
-    path,
-    shown,
-    text,
-)
+from schema.interop.engine import to, values
+from schema.interop.engine.model import Result, implicit, mapped
+from schema.interop.engine.rules import ConversionContext, Converter, KeyPath, Rule, computed, rules_below
+from schema.interop.engine.values import BadValue, shown
 from schema.interop.verl.facts import (
     POLICY,
     async_mode,
@@ -47,7 +29,7 @@ NEVER = 1_000_000_000  # steps; more than any run has
 
 
 def trainer_rules(kind: str) -> tuple[Rule, ...]:
-    """All rows of `trainer`. kind: `rl` or `sft`."""
+    """All rules of `trainer`. kind: `rl` or `sft`."""
     resume = Converter(
         _resume, ("train.resume",), "`auto` → true, `disable` → false, `resume_path` → the path"
     )
@@ -58,29 +40,29 @@ def trainer_rules(kind: str) -> tuple[Rule, ...]:
     )
     keep = Converter(_keep, ("train.ckpt.max_keep",), "null → −1, all")
     common = (
-        Rule("trainer.total_epochs", integer("train.epoch"), default=30 if kind == "rl" else 4),
-        Rule("trainer.total_training_steps", integer("train.max_num_steps"), when=_streamed_steps),
+        Rule("trainer.total_epochs", to.integer("train.epoch"), default=30 if kind == "rl" else 4),
+        Rule("trainer.total_training_steps", to.integer("train.max_num_steps"), when=_streamed_steps),
         Rule(
             "trainer.project_name",
-            text("logging.project_name"),
+            to.text("logging.project_name"),
             default="verl_examples" if kind == "rl" else "gsm8k-sft",
         ),
-        Rule("trainer.experiment_name", text("logging.experiment_name")),
+        Rule("trainer.experiment_name", to.text("logging.experiment_name")),
         Rule("trainer.logger", _logger, default=["console", "wandb"]),
         Rule("trainer.nnodes", size, default=1),
         Rule("trainer.n_gpus_per_node", size, default=8),
-        Rule("trainer.device", always("the launcher finds out what there is; `cpu` means no GPUs")),
+        Rule("trainer.device", to.always("the launcher finds out what there is; `cpu` means no GPUs")),
         Rule("trainer.save_freq", _save_freq, default=-1),
         Rule("trainer.test_freq", _test_freq, default=-1),
-        Rule("trainer.default_local_dir", path("train.output_dir")),
+        Rule("trainer.default_local_dir", to.path("train.output_dir")),
         Rule("trainer.resume_mode", resume, default="auto"),
         Rule("trainer.resume_from_path", resume, also=("trainer.resume_path",)),
         Rule("trainer.max_actor_ckpt_to_keep", keep, None, ("trainer.max_ckpt_to_keep",), _no_checkpoints),
-        Rule("trainer.balance_batch", flag(f"{POLICY}.balance_dp_token")),
+        Rule("trainer.balance_batch", to.flag(f"{POLICY}.balance_dp_token")),
         Rule("trainer.profile_interval", lacking([-1, -1])),
     )
     if kind == "sft":
-        return (*common, Rule("trainer.seed", integer("train.seed"), default=1))
+        return (*common, Rule("trainer.seed", to.integer("train.seed"), default=1))
     return (
         *common,
         Rule(
@@ -90,43 +72,36 @@ def trainer_rules(kind: str) -> tuple[Rule, ...]:
         ),
         *_newer_trainer(),
         *_recipes(),
-        Rule("trainer.val_only", lacking(False)),
-        Rule("trainer.checkpoint_callback_class", lacking()),
-        Rule(
-            "trainer.log_val_generations",
-            integer("logging.log_validation_samples"),
-            also=("trainer.val_generations_to_log_to_wandb",),
-        ),
-        Rule("trainer.critic_warmup", integer("critic.warmup_steps"), default=0, when=no_critic),
-        Rule(
-            "trainer.remove_previous_ckpt_in_save",
-            Converter(_remove_previous, ("train.ckpt.max_keep",), "true → 1"),
-            when=_no_checkpoints,
-        ),
-        Rule(
-            "trainer.max_critic_ckpt_to_keep",
-            always("one checkpoint holds all models: max_actor_ckpt_to_keep"),
-        ),
-        Rule("trainer.max_ref_ckpt_to_keep", always("the reference model is not saved")),
-        Rule("trainer.del_local_ckpt_after_load", flag("train.ckpt.delete_after_load")),
-        Rule("trainer.rollout_data_dir", lacking()),
-        Rule("trainer.validation_data_dir", lacking()),
-        Rule("trainer.use_legacy_worker_impl", always("chooses between two implementations inside verl")),
-        Rule("trainer.esi_redundant_time", lacking(0)),
-        Rule("trainer.profile_steps", lacking()),
-        Rule("trainer.controller_nsight_options.*", always("details of verl's profilers")),
-        Rule("trainer.worker_nsight_options.*", always("details of verl's profilers")),
-        Rule("trainer.npu_profile.*", always("details of verl's profilers")),
+        *rules_below("trainer", _once(), also={"log_val_generations": ("val_generations_to_log_to_wandb",)}),
+        Rule("trainer.critic_warmup", to.integer("critic.warmup_steps"), default=0, when=no_critic),
+        Rule("trainer.remove_previous_ckpt_in_save", _remove_previous, when=_no_checkpoints),
     )
+
+
+def _once() -> dict[str, Converter]:
+    """Keys that go their way one by one."""
+    return {
+        "log_val_generations": to.integer("logging.log_validation_samples"),
+        "del_local_ckpt_after_load": to.flag("train.ckpt.delete_after_load"),
+        "max_critic_ckpt_to_keep": to.always("one checkpoint holds all models: max_actor_ckpt_to_keep"),
+        "max_ref_ckpt_to_keep": to.always("the reference model is not saved"),
+        "use_legacy_worker_impl": to.always("chooses between two implementations inside verl"),
+        "controller_nsight_options.* worker_nsight_options.* npu_profile.*": to.always(
+            "details of verl's profilers"
+        ),
+        "val_only": lacking(False),
+        "esi_redundant_time": lacking(0),
+        "checkpoint_callback_class rollout_data_dir validation_data_dir profile_steps": lacking(),
+    }
 
 
 def _newer_trainer() -> tuple[Rule, ...]:
     """`trainer.v1`: asynchronous training, where theirs is bounded like ours."""
     prefix, bound = "trainer.v1", f"{POLICY}.allowed_outdated_steps"
     mode = Converter(_mode, (f"{POLICY}.on_policy",), "`sync` → true, else false")
-    ahead = always("groups are leased ahead as far as allowed_outdated_steps lets them")
+    ahead = to.always("groups are leased ahead as far as allowed_outdated_steps lets them")
     return (
-        Rule("trainer.use_v1", always("chooses between two trainers inside verl")),
+        Rule("trainer.use_v1", to.always("chooses between two trainers inside verl")),
         Rule(f"{prefix}.trainer_mode", mode),
         Rule(
             f"{prefix}.sampler.max_off_policy_threshold",
@@ -134,7 +109,7 @@ def _newer_trainer() -> tuple[Rule, ...]:
         ),
         Rule(
             f"{prefix}.sampler.max_off_policy_strategy",
-            always("groups are admitted so that none becomes too old"),
+            to.always("groups are admitted so that none becomes too old"),
         ),
         Rule(
             f"{prefix}.separate_async.parameter_sync_step",
@@ -145,7 +120,7 @@ def _newer_trainer() -> tuple[Rule, ...]:
         switched(
             f"{prefix}.separate_async.hybrid_rollout", f"{prefix}.separate_async.hybrid_rollout.enable_switch"
         ),
-        Rule(f"{prefix}.sampler.sync_refill_failed_groups", always("a group that fails is made again")),
+        Rule(f"{prefix}.sampler.sync_refill_failed_groups", to.always("a group that fails is made again")),
         Rule(f"{prefix}.sampler.custom_sampler.path", lacking()),
         Rule(f"{prefix}.sampler.custom_sampler.name", lacking()),
         Rule(f"{prefix}.sampler.sampler_kwargs", lacking({})),
@@ -161,7 +136,7 @@ def _recipes() -> tuple[Rule, ...]:
         f"{POLICY}.allowed_outdated_steps",
         "train.sync_weight_interval",
     )
-    same = always("weights travel through weight_sync")
+    same = to.always("weights travel through weight_sync")
     return (
         Rule(
             f"{prefix}.staleness_threshold", Converter(_stale, (bound,), "⌈(1 + threshold) · sync steps⌉ − 1")
@@ -174,28 +149,28 @@ def _recipes() -> tuple[Rule, ...]:
         ),
         Rule(f"{prefix}.use_rollout_log_probs", lacking(True)),
         Rule(f"{prefix}.compute_prox_log_prob", lacking(False)),
-        Rule(f"{prefix}.use_trainer_do_validate", always("validation runs on the rollout replicas")),
-        Rule(f"{prefix}.compute_advantage_in_rollout", always("advantages are computed once per batch")),
+        Rule(f"{prefix}.use_trainer_do_validate", to.always("validation runs on the rollout replicas")),
+        Rule(f"{prefix}.compute_advantage_in_rollout", to.always("advantages are computed once per batch")),
         Rule(f"{prefix}.checkpoint_engine.*", same),
         Rule(f"{prefix}.*", lacking(False)),
         Rule("rollout.total_rollout_steps", _rollout_steps),
         Rule("rollout.test_freq", _versions_between_validations),
         Rule("actor_rollout_ref.checkpoint_engine.*", same),
         Rule("actor_rollout_ref.checkpoint_engine", same),
-        Rule("actor_rollout_ref.actor.use_rollout_log_probs", always("π_old are the rollout's log-probs")),
+        Rule("actor_rollout_ref.actor.use_rollout_log_probs", to.always("π_old are the rollout's log-probs")),
         Rule("trainer.weight_sync_with_ray", same),
     )
 
 
 def _stale(context: ConversionContext, leaf: KeyPath) -> Result:
-    if as_number(0 if leaf.value is None else leaf.value) < 0:
+    if values.number(0 if leaf.value is None else leaf.value) < 0:
         raise BadValue(f"expected at least 0, got {shown(leaf.value)}")
     steps = sync_interval(context)
     return mapped((f"{POLICY}.allowed_outdated_steps", staleness(context)), note=f"{steps} steps per version")
 
 
 def _trigger(context: ConversionContext, leaf: KeyPath) -> Result:
-    steps = as_integer(leaf.value)
+    steps = values.integer(leaf.value)
     if steps < 1:
         raise BadValue(f"expected at least 1, got {steps}")
     return mapped(
@@ -205,14 +180,14 @@ def _trigger(context: ConversionContext, leaf: KeyPath) -> Result:
 
 @computed("train.train_batch_per_replica", words="× ppo_mini_batch_size × rollout.n")
 def _required(context: ConversionContext, leaf: KeyPath) -> Result:
-    if as_number(1 if leaf.value is None else leaf.value) <= 0:
+    if values.number(1 if leaf.value is None else leaf.value) <= 0:
         raise BadValue(f"expected more than 0, got {shown(leaf.value)}")
     prompts, n = prompts_per_step(context), group_size(context)
     return mapped(("train.train_batch_per_replica", prompts * n), note=f"{prompts} prompts × {n} samples")
 
 
 def _partial(context: ConversionContext, leaf: KeyPath) -> Result:
-    if leaf.value is None or not as_flag(leaf.value):
+    if leaf.value is None or not values.flag(leaf.value):
         return implicit("running answers always go on under new weights, each token with its version")
     return mapped(("weight_sync.update_mode", "recompute"))
 
@@ -226,7 +201,7 @@ def _streamed_steps(context: ConversionContext) -> str:
 def _rollout_steps(context: ConversionContext, leaf: KeyPath) -> Result:
     if leaf.value is None or not is_streamed(context):
         return implicit("total_epochs counts")
-    prompts, batch = as_integer(leaf.value), prompts_per_step(context)
+    prompts, batch = values.integer(leaf.value), prompts_per_step(context)
     return mapped(("train.max_num_steps", max(prompts // batch, 1)), note=f"{prompts} / {batch} prompts")
 
 
@@ -234,14 +209,14 @@ def _rollout_steps(context: ConversionContext, leaf: KeyPath) -> Result:
 def _versions_between_validations(context: ConversionContext, leaf: KeyPath) -> Result:
     if not is_streamed(context):
         return implicit("trainer.test_freq counts")
-    freq = as_integer(-1 if leaf.value is None else leaf.value)
+    freq = values.integer(-1 if leaf.value is None else leaf.value)
     if freq <= 0 or not context.get("data.val_files", None):
         return implicit("no validation during training, or no data for it")
     return mapped(("validation.enable", True), ("validation.freq", freq * sync_interval(context)))
 
 
 def _mode(context: ConversionContext, leaf: KeyPath) -> Result:
-    name = as_text(leaf.value)
+    name = values.text(leaf.value)
     if name not in ("sync", "colocate_async", "separate_async"):
         raise BadValue(f"expected sync, colocate_async or separate_async, got {shown(name)}")
     return mapped((f"{POLICY}.on_policy", not async_mode(context)))
@@ -254,17 +229,17 @@ def _bound(context: ConversionContext, leaf: KeyPath) -> Result:
         raise BadValue(
             "null sets no bound; here one is always kept: train.train_policy.allowed_outdated_steps"
         )
-    return mapped((f"{POLICY}.allowed_outdated_steps", as_integer(leaf.value)))
+    return mapped((f"{POLICY}.allowed_outdated_steps", values.integer(leaf.value)))
 
 
 def _interval(context: ConversionContext, leaf: KeyPath) -> Result:
     if async_mode(context) != "separate_async":
         return implicit("no effect without trainer_mode = separate_async")
-    return mapped(("train.sync_weight_interval", as_integer(leaf.value)))
+    return mapped(("train.sync_weight_interval", values.integer(leaf.value)))
 
 
 def _machines(context: ConversionContext, leaf: KeyPath) -> Result:
-    count = as_integer(leaf.value)
+    count = values.integer(leaf.value)
     targets: list[tuple[str, int]] = [
         replicas(context),
         ("policy.parallelism.dp_shard_size", sharding(context)[1]),
@@ -273,7 +248,7 @@ def _machines(context: ConversionContext, leaf: KeyPath) -> Result:
 
 
 def _machines_sft(context: ConversionContext, leaf: KeyPath) -> Result:
-    return _placed(context, leaf, as_integer(leaf.value), [])
+    return _placed(context, leaf, values.integer(leaf.value), [])
 
 
 def _placed(context: ConversionContext, leaf: KeyPath, count: int, targets: list[tuple[str, int]]) -> Result:
@@ -287,24 +262,24 @@ def _placed(context: ConversionContext, leaf: KeyPath, count: int, targets: list
 
 
 @computed(
-    "logging.logger", words="console, wandb, tensorboard, mlflow, swanlab; others are named and left out"
+    "logging.logger",
+    words="console, wandb, tensorboard, mlflow, swanlab; others are named and left out",
+    null="null: the default",
 )
 def _logger(context: ConversionContext, leaf: KeyPath) -> Result:
-    if leaf.value is None:
-        return implicit("null: the default")
-    names = as_texts(leaf.value)
+    names = values.texts(leaf.value)
     known = [name for name in names if name in _TRACKERS]
     strange = [name for name in names if name not in _TRACKERS]
     if not known:
         raise BadValue(f"expected some of {', '.join(_TRACKERS)}, got {shown(leaf.value)}")
     if strange:
-        context.warn(f"there is no tracker {', '.join(strange)} here: {', '.join(known)} get the metrics")
-    return mapped(("logging.logger", known), note=f"there is no {', '.join(strange)} here" if strange else "")
+        context.warn(f"no support for {', '.join(strange)} as a tracker: {', '.join(known)} get the metrics")
+    return mapped(("logging.logger", known), note=f"no support for {', '.join(strange)}" if strange else "")
 
 
 @computed("train.ckpt.enable_checkpoint", "train.ckpt.save_freq", words="−1 → no checkpoints")
 def _save_freq(context: ConversionContext, leaf: KeyPath) -> Result:
-    steps = as_integer(leaf.value)
+    steps = values.integer(leaf.value)
     if steps <= 0:
         return mapped(("train.ckpt.enable_checkpoint", False), note="-1: none")
     if context.kind == "rl" and is_streamed(context):
@@ -327,7 +302,7 @@ def validates(context: ConversionContext) -> bool:
 
 @computed("validation.enable", "validation.freq", words="−1: never during training")
 def _test_freq(context: ConversionContext, leaf: KeyPath) -> Result:
-    steps = as_integer(leaf.value)
+    steps = values.integer(leaf.value)
     if context.kind == "rl" and is_streamed(context) and context.has("rollout.test_freq"):
         return implicit("fully_async counts rollout.test_freq")
     if not validates(context):
@@ -338,7 +313,7 @@ def _test_freq(context: ConversionContext, leaf: KeyPath) -> Result:
 
 
 def _before(context: ConversionContext, leaf: KeyPath) -> Result:
-    before = leaf.value is None or as_flag(leaf.value)
+    before = leaf.value is None or values.flag(leaf.value)
     if not validates(context):
         return implicit("there is nothing to validate on, or validation is off")
     return mapped(("validation.before", before), ("validation.enable", True))
@@ -347,13 +322,13 @@ def _before(context: ConversionContext, leaf: KeyPath) -> Result:
 def _resume(context: ConversionContext, leaf: KeyPath) -> Result:
     mode, place = context.text("trainer.resume_mode", "auto"), context.get("trainer.resume_from_path", None)
     if leaf.key == "trainer.resume_mode":
-        name = "auto" if leaf.value is None else as_text(leaf.value)
+        name = "auto" if leaf.value is None else values.text(leaf.value)
         if name not in ("auto", "disable", "resume_path"):
             raise BadValue(f"expected auto, disable or resume_path, got {shown(name)}")
         if name == "resume_path" and not isinstance(place, str):
             raise BadValue("resume_path needs trainer.resume_from_path")
         if name == "resume_path":
-            return path("train.resume").run(context, KeyPath(leaf.key, place))
+            return to.path("train.resume").run(context, KeyPath(leaf.key, place))
         return mapped(
             ("train.resume", name == "auto"),
             note="the newest checkpoint; without one the run starts afresh" if name == "auto" else "",
@@ -361,20 +336,21 @@ def _resume(context: ConversionContext, leaf: KeyPath) -> Result:
     if leaf.value is None:
         return implicit("null: none")
     if leaf.key == "trainer.resume_path" and not context.has("trainer.resume_mode"):
-        return path("train.resume").run(context, leaf)
+        return to.path("train.resume").run(context, leaf)
     if mode != "resume_path":
         return implicit(f"no effect with resume_mode = {mode}")
-    return path("train.resume").run(context, leaf)
+    return to.path("train.resume").run(context, leaf)
 
 
 def _keep(context: ConversionContext, leaf: KeyPath) -> Result:
     if context.flag("trainer.remove_previous_ckpt_in_save"):
         return mapped(("train.ckpt.max_keep", 1), note="remove_previous_ckpt_in_save")
-    count = -1 if leaf.value is None else as_integer(leaf.value)
+    count = -1 if leaf.value is None else values.integer(leaf.value)
     return mapped(("train.ckpt.max_keep", count if count > 0 else -1), note="all" if count <= 0 else "")
 
 
+@computed("train.ckpt.max_keep", words="true → 1")
 def _remove_previous(context: ConversionContext, leaf: KeyPath) -> Result:
-    if leaf.value is None or not as_flag(leaf.value):
+    if leaf.value is None or not values.flag(leaf.value):
         return implicit("false: previous checkpoints are kept")
     return mapped(("train.ckpt.max_keep", 1))

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-_RAY = "starts and places Ray's actors; there is no Ray here, cosmos-launch starts plain processes"
+from schema.interop.engine.keys import words
+from schema.interop.engine.unsupported import ClosedList, because, below
+
+_RAY = "starts and places Ray's actors; cosmos-launch does not use Ray and starts plain processes"
 _HDFS = "verl's own HDFS client; here checkpoints lie below train.output_dir, and go to S3 by train.ckpt.upload_s3"
 _SAMPLES = "GET /v1/samples/{group_id}/{index} shows a finished sample for as long as the controller keeps it"
 _OWN_LOSS = (
     'a loss of verl\'s own; for one of yours write train.train_policy.variant = "path/to/file.py:function"'
 )
 _PROFILER = "a detail of verl's profilers; [profiler] records with torch's or Nsight's"
-_MEDIA = "there is no input of video or audio, only of images"
+_MEDIA = "only images are supported as input, not video or audio"
 _MEGATRON = "a setting of Megatron's own model or communication code, which is not used here"
 _DIST_CKPT = "loads Megatron's own checkpoints; models are loaded from the hub's format"
 _LORA = "the keys of [policy.lora] are peft's: it has no adapter to start from, and no list of exclusions"
@@ -29,58 +32,53 @@ _OLD_POLICY = (
     "π_old are the rollout's own log-probs; train.train_policy.use_decoupled_loss computes them once more"
 )
 
-MUON_OPTIONS = (
-    "momentum",
-    "nesterov",
-    "split_qkv",
-    "scale_mode",
-    "coefficient_type",
-    "num_ns_steps",
-    "tp_mode",
-    "fp32_matmul_prec",
-    "extra_scale_factor",
-    "scalar_optimizer",
-    "match_adamw_update_rms",
+MUON_OPTIONS = words(
+    "momentum nesterov split_qkv scale_mode coefficient_type num_ns_steps tp_mode fp32_matmul_prec "
+    "extra_scale_factor scalar_optimizer match_adamw_update_rms"
 )
 
 _MODEL = {
+    **because(
+        {
+            _LORA: "lora_adapter_path exclude_modules lora.*",
+        }
+    ),
     "hf_config_path": "a model's configuration comes with its weights; policy.override_config replaces entries of it",
     "custom_chat_template": _TEMPLATE,
-    "lora_adapter_path": _LORA,
-    "exclude_modules": _LORA,
-    "lora.*": _LORA,
     "tiled_mlp.*": "saves memory in very long sequences by cutting the MLP; context parallelism (cp_size) does here",
     "mtp.*": "multi-token prediction is neither trained nor used for drafts",
 }
 _ROLE = {
+    **because(
+        {
+            _DIST_CKPT: (
+                "megatron.use_dist_checkpointing megatron.dist_checkpointing_path "
+                "megatron.dist_checkpointing_prefix"
+            ),
+            _MEGATRON: (
+                "megatron.override_mcore_model_config megatron.override_mcore_model_config.* "
+                "megatron.override_ddp_config.* megatron.dynamic_context_parallel "
+                "megatron.override_transformer_config.*"
+            ),
+            _REPLAY: "megatron.router_replay.* router_replay.*",
+            _QAT: "megatron.qat.* fsdp_config.qat.* fsdp.qat.* qat.*",
+            "the optimizer keeps its state in train.master_dtype": (
+                "optim.use_precision_aware_optimizer optim.exp_avg_dtype optim.exp_avg_sq_dtype"
+            ),
+            "every layer is sharded by itself; fsdp_wrap_min_params makes larger units": (
+                "fsdp_config.wrap_policy.disable fsdp.wrap_policy.disable"
+            ),
+            "arguments of the optimizer have keys of their own in [train]": (
+                "optim.override_optimizer_config optim.override_optimizer_config.*"
+            ),
+            _PROFILER: "profiler.* profile.*",
+        }
+    ),
     "megatron.expert_tensor_parallel_size": "experts are split over ep_size ranks, and by tp_size like all layers",
-    "megatron.use_dist_checkpointing": _DIST_CKPT,
-    "megatron.dist_checkpointing_path": _DIST_CKPT,
-    "megatron.dist_checkpointing_prefix": _DIST_CKPT,
-    "megatron.override_mcore_model_config": _MEGATRON,
-    "megatron.override_mcore_model_config.*": _MEGATRON,
-    "megatron.override_ddp_config.*": _MEGATRON,
-    "megatron.dynamic_context_parallel": _MEGATRON,
     "megatron.num_layers_per_virtual_pipeline_stage": "policy.parallelism.virtual_pp_size counts stages, not layers",
-    "megatron.router_replay.*": _REPLAY,
-    "megatron.qat.*": _QAT,
-    "optim.use_precision_aware_optimizer": "the optimizer keeps its state in train.master_dtype",
     "optim.main_grads_dtype": "gradients are reduced in train.fsdp_reduce_dtype",
-    "optim.exp_avg_dtype": "the optimizer keeps its state in train.master_dtype",
-    "optim.exp_avg_sq_dtype": "the optimizer keeps its state in train.master_dtype",
     **{f"optim.muon_{name}": "Muon runs with torch's own settings" for name in MUON_OPTIONS},
-    "megatron.override_transformer_config.*": _MEGATRON,
-    "fsdp_config.wrap_policy.disable": "every layer is sharded by itself; fsdp_wrap_min_params makes larger units",
-    "fsdp_config.qat.*": _QAT,
-    "fsdp.wrap_policy.disable": "every layer is sharded by itself; fsdp_wrap_min_params makes larger units",
-    "fsdp.qat.*": _QAT,
-    "qat.*": _QAT,
-    "router_replay.*": _REPLAY,
-    "optim.override_optimizer_config": "arguments of the optimizer have keys of their own in [train]",
-    "optim.override_optimizer_config.*": "arguments of the optimizer have keys of their own in [train]",
     "checkpoint.*": "a detail of verl's checkpoint manager",
-    "profiler.*": _PROFILER,
-    "profile.*": _PROFILER,
 }
 _ACTOR = {
     "calculate_sum_pi_squared": "a statistic that only verl's token-baseline estimators use",
@@ -91,61 +89,64 @@ _ACTOR = {
     },
 }
 _ROLLOUT = {
+    **because(
+        {
+            "rollout.custom_server is the key for a server of your own": (
+                "agent.default_agent_loop agent.agent_loop_config_path agent.*"
+            ),
+            _MODEL["mtp.*"]: "mtp mtp.*",
+            _ROLE["qat.*"]: "qat qat.*",
+            _PROFILER: "profiler.* profile.*",
+        }
+    ),
     "quantization_config_file": "rollout.quantization names the method; its settings come with the model",
     "logprobs_mode": "log-probs are always those of the distribution sampled from (processed_logprobs)",
-    "agent.default_agent_loop": "rollout.custom_server is the key for a server of your own",
-    "agent.agent_loop_config_path": "rollout.custom_server is the key for a server of your own",
-    "agent.*": "rollout.custom_server is the key for a server of your own",
     "multi_turn.*": "a detail of verl's tool calls; [rollout.multi_turn_config] has ours",
-    "moe_load_balance_metrics_interval": "how evenly experts are used is no metric here",
+    "moe_load_balance_metrics_interval": "how evenly experts are used is not a metric here",
     "enable_rollout_routing_replay": _REPLAY,
-    "router_config_path": "the controller leases prompts to replicas; there is no router to configure",
+    "router_config_path": "the controller leases prompts to replicas; no router needs to be configured",
     "use_fire_sampling": "the first token is drawn like all others",
     "skip_rollout": "replays rollouts from files to test verl itself",
     "trace.backend": _SAMPLES,
     "prometheus.*": "the controller serves /metrics for Prometheus by itself",
-    "mtp": _MODEL["mtp.*"],
-    "mtp.*": _MODEL["mtp.*"],
-    "qat": _ROLE["qat.*"],
-    "qat.*": _ROLE["qat.*"],
     "disaggregation.*": "prefill and decoding run in one engine",
     "checkpoint.*": "rollouts keep no checkpoints",
-    "profiler.*": _PROFILER,
-    "profile.*": _PROFILER,
     "engine_kwargs.vllm.swap_space": "vLLM of today has no swap space: a pre-empted request is computed again",
     "engine_kwargs.sglang.*": "an argument of SGLang's engine; vllm takes its place, with rollout.engine_kwargs",
     "engine_kwargs.trtllm.*": "an argument of TensorRT-LLM; vllm takes its place, with rollout.engine_kwargs",
 }
 _DATA = {
+    **because(
+        {
+            _MEDIA: "video_key audio_key",
+            "the model's processor runs with its own settings": "mm_processor_kwargs mm_processor_kwargs.*",
+            _TEMPLATE: "apply_chat_template_kwargs apply_chat_template_kwargs.* chat_template",
+            "conversations carry their tools in the chat template": "multiturn.tools_key tools_key",
+            "rollout.multi_turn_config.enable_thinking counts for all rows": (
+                "multiturn.enable_thinking_key enable_thinking_key enable_thinking_default"
+            ),
+        }
+    ),
     "train_max_samples": "data sets are taken whole: cut the file, or stop by train.max_num_steps",
     "val_max_samples": "data sets are taken whole: cut the file",
-    "video_key": _MEDIA,
-    "audio_key": _MEDIA,
-    "mm_processor_kwargs": "the model's processor runs with its own settings",
-    "mm_processor_kwargs.*": "the model's processor runs with its own settings",
     "datagen.*": "rows made while training goes on; dataset.custom_class is the key for a dataset of yours",
     "sampler.class_path=own": "prompts are drawn by a seeded permutation, or by domain_shares, not by a class",
-    "apply_chat_template_kwargs": _TEMPLATE,
-    "apply_chat_template_kwargs.*": _TEMPLATE,
     "truncation=middle": "a prompt is cut left or right (dataset.overlong_prompts), never in its middle",
     "last_user_msg_template": "prompts are scored as they stand in the file",
-    "chat_template": _TEMPLATE,
-    "multiturn.tools_key": "conversations carry their tools in the chat template",
-    "multiturn.enable_thinking_key": "rollout.multi_turn_config.enable_thinking counts for all rows",
-    "tools_key": "conversations carry their tools in the chat template",
-    "enable_thinking_key": "rollout.multi_turn_config.enable_thinking counts for all rows",
-    "enable_thinking_default": "rollout.multi_turn_config.enable_thinking counts for all rows",
 }
 _REWARD = {
+    **because(
+        {
+            "your own manager becomes a reward function: train.train_policy.reward_function": (
+                "reward_model.reward_manager reward.reward_manager.* reward_manager.*"
+            ),
+            _REWARD_LOOP: "reward.reward_model.* reward_model.*",
+            "call the sandbox from a reward function of your own": (
+                "reward.sandbox_fusion.url reward_model.sandbox_fusion.url sandbox_fusion.url"
+            ),
+        }
+    ),
     "reward_model.model.*": "a reward model is loaded like any other, and sharded by fsdp_wrap_min_params alone",
-    "reward_model.reward_manager": "your own manager becomes a reward function: train.train_policy.reward_function",
-    "reward.reward_manager.*": "your own manager becomes a reward function: train.train_policy.reward_function",
-    "reward_manager.*": "your own manager becomes a reward function: train.train_policy.reward_function",
-    "reward.reward_model.*": _REWARD_LOOP,
-    "reward_model.*": _REWARD_LOOP,
-    "reward.sandbox_fusion.url": "call the sandbox from a reward function of your own",
-    "reward_model.sandbox_fusion.url": "call the sandbox from a reward function of your own",
-    "sandbox_fusion.url": "call the sandbox from a reward function of your own",
 }
 _ALGORITHM = {
     "rollout_correction.loss_type": "the loss is named by train.train_policy.variant, with `reinforce` among them",
@@ -155,21 +156,24 @@ _ALGORITHM = {
     "use_pf_ppo": "samples are not drawn again by their reward before training",
 }
 _TRAINER = {
+    **because(
+        {
+            "prompts are drawn by a seeded permutation, or by domain_shares": (
+                "v1.sampler.custom_sampler.path v1.sampler.custom_sampler.name v1.sampler.sampler_kwargs "
+                "v1.sampler.sampler_kwargs.*"
+            ),
+            _PROFILER: "profile_steps profile_interval",
+        }
+    ),
     "ray_wait_register_center_timeout": f"{_RAY}; controller.start_timeout is how long they may take to register",
     "default_hdfs_dir": _HDFS,
     "checkpoint_callback_class": "nothing is called back; checkpoints are directories of the run (train.output_dir)",
     "v1.separate_async.hybrid_rollout.*": "GPUs do not change roles while a job runs; [autoscale] adds replicas",
-    "v1.sampler.custom_sampler.path": "prompts are drawn by a seeded permutation, or by domain_shares",
-    "v1.sampler.custom_sampler.name": "prompts are drawn by a seeded permutation, or by domain_shares",
-    "v1.sampler.sampler_kwargs": "prompts are drawn by a seeded permutation, or by domain_shares",
-    "v1.sampler.sampler_kwargs.*": "prompts are drawn by a seeded permutation, or by domain_shares",
     "v1.*": "a detail of verl's newer trainer",
     "val_only": "validation belongs to a training run; [evaluation] scores answers that a file holds",
     "rollout_data_dir": _SAMPLES,
     "validation_data_dir": "no answers are dumped; GET /v1/validations has the scores of every validation",
     "esi_redundant_time": "a SIGTERM drains a replica in launcher.shutdown_timeout; no time is reserved before",
-    "profile_steps": _PROFILER,
-    "profile_interval": _PROFILER,
 }
 _ARTEFACTS = {
     "evaluation.dataset": f"{_TRANSLATED}data.path in evaluation.yaml",
@@ -190,55 +194,52 @@ _ARTEFACTS = {
 }
 
 
-def _under(prefix: str, table: dict[str, str]) -> dict[str, str]:
-    return {f"{prefix}.{key}": reason for key, reason in table.items()}
-
-
-VERL_NONE: dict[str, str] = {
+_REASONS: dict[str, str] = {
+    **because(
+        {
+            _RAY: "ray_init.* ray_kwargs.*",
+            _PROFILER: "actor_rollout_ref.profiler.* actor_rollout_ref.profile.* global_profiler.tool",
+            _ROLE["checkpoint.*"]: "checkpoint.* trainer.checkpoint.*",
+            _OLD_POLICY: "async_training.use_rollout_log_probs async_training.compute_prox_log_prob",
+        }
+    ),
     "defaults": "Hydra composes the files that it names; verl's own defaults are known here, others are not read",
-    "ray_init.*": _RAY,
-    "ray_kwargs.*": _RAY,
-    **_under("trainer", _TRAINER),
-    **_under("data", _DATA),
+    **below("trainer", _TRAINER),
+    **below("data", _DATA),
     **{
         f"sft:data.truncation={side}": "a sample that is too long is dropped and counted, never cut"
         for side in ("left", "right", "middle")
     },
-    "actor_rollout_ref.profiler.*": _PROFILER,
-    "actor_rollout_ref.profile.*": _PROFILER,
-    **_under("actor_rollout_ref.model", _MODEL),
-    **_under("actor_rollout_ref.actor", _ROLE | _ACTOR),
-    **_under("actor_rollout_ref.ref", _ROLE),
+    **below("actor_rollout_ref.model", _MODEL),
+    **below("actor_rollout_ref.actor", _ROLE | _ACTOR),
+    **below("actor_rollout_ref.ref", _ROLE),
     "actor_rollout_ref.ref.sync_actor_alpha": "the reference becomes a copy of the policy, never a mixture",
-    **_under("actor_rollout_ref.rollout", _ROLLOUT),
-    **_under("critic", _ROLE),
-    **_under("critic.model", _MODEL),
+    **below("actor_rollout_ref.rollout", _ROLLOUT),
+    **below("critic", _ROLE),
+    **below("critic.model", _MODEL),
     "critic.loss_scale_factor": "the critic's loss is averaged by critic.loss_type",
     **_REWARD,
-    **_under("algorithm", _ALGORITHM),
-    **_under("model", _MODEL),
+    **below("algorithm", _ALGORITHM),
+    **below("model", _MODEL),
     **{key: reason for key, reason in _ROLE.items() if key.startswith("optim.")},
-    "checkpoint.*": _ROLE["checkpoint.*"],
-    "trainer.checkpoint.*": _ROLE["checkpoint.*"],
     "skip.*": "replays rollouts from files to test verl itself",
-    "distillation.*": "there is no teacher model",
-    "async_training.use_rollout_log_probs": _OLD_POLICY,
-    "async_training.compute_prox_log_prob": _OLD_POLICY,
+    "distillation.*": "distillation from a teacher is not supported",
     "async_training.*": "a detail of verl's asynchronous trainer; here replicas lease groups from the controller",
     "transfer_queue.*": "samples travel through the controller and its payload store",
-    "global_profiler.tool": _PROFILER,
     **_ARTEFACTS,
 }
 
 _ROLE_METHOD: dict[str, tuple[Any, ...]] = {
-    "qat.enable": (),
-    "fsdp_config.qat.enable": (),
-    "megatron.qat.enable": (),
+    **dict.fromkeys(
+        words(
+            "qat.enable fsdp_config.qat.enable megatron.qat.enable "
+            "megatron.override_transformer_config.moe_aux_loss_coeff "
+            "megatron.override_transformer_config.moe_z_loss_coeff optim.override_optimizer_config.*"
+        ),
+        (),
+    ),
     "router_replay.mode": ("disabled",),
     "megatron.router_replay.mode": ("disabled",),
-    "megatron.override_transformer_config.moe_aux_loss_coeff": (),
-    "megatron.override_transformer_config.moe_z_loss_coeff": (),
-    "optim.override_optimizer_config.*": (),
 }
 _MODEL_METHOD: dict[str, tuple[Any, ...]] = {
     "lora_adapter_path": (),
@@ -246,37 +247,33 @@ _MODEL_METHOD: dict[str, tuple[Any, ...]] = {
     "mtp.enable_train": (),
 }
 _REWARD_MANAGERS = ("naive", "batch", "prime", "dapo")
-_TRAINED = ("actor_rollout_ref.actor", "critic")
 
-VERL_METHOD: dict[str, tuple[Any, ...]] = {
-    "actor_rollout_ref.actor.policy_loss.loss_mode": (),
-    "actor_rollout_ref.actor.freeze_vision_tower": (),
-    **{f"{role}.{key}": neutral for role in _TRAINED for key, neutral in _ROLE_METHOD.items()},
-    **{
-        f"{model}.{key}": neutral
-        for model in ("actor_rollout_ref.model", "critic.model", "model")
-        for key, neutral in _MODEL_METHOD.items()
-    },
-    "optim.override_optimizer_config.*": (),
+_METHOD: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(
+        words(
+            "actor_rollout_ref.actor.policy_loss.loss_mode actor_rollout_ref.actor.freeze_vision_tower "
+            "optim.override_optimizer_config.* actor_rollout_ref.rollout.agent.agent_loop_config_path "
+            "actor_rollout_ref.rollout.use_fire_sampling data.datagen.* data.sampler.class_path "
+            "data.truncation sandbox_fusion.url algorithm.rollout_correction.rollout_is_batch_normalize "
+            "algorithm.rollout_correction.rollout_rs "
+            "algorithm.rollout_correction.rollout_token_veto_threshold algorithm.use_pf_ppo trainer.val_only "
+            "trainer.v1.sampler.custom_sampler.path distillation.enabled"
+        ),
+        (),
+    ),
+    **below("actor_rollout_ref.actor", _ROLE_METHOD),
+    **below("critic", _ROLE_METHOD),
+    **below("actor_rollout_ref.model", _MODEL_METHOD),
+    **below("critic.model", _MODEL_METHOD),
+    **below("model", _MODEL_METHOD),
     "actor_rollout_ref.ref.sync_actor_alpha": (1,),
     "actor_rollout_ref.rollout.agent.default_agent_loop": ("single_turn_agent",),
-    "actor_rollout_ref.rollout.agent.agent_loop_config_path": (),
-    "actor_rollout_ref.rollout.use_fire_sampling": (),
     "data.train_max_samples": (-1,),
-    "data.datagen.*": (),
-    "data.sampler.class_path": (),
-    "data.truncation": (),
     "reward_model.reward_manager": _REWARD_MANAGERS,
     "reward.reward_manager.name": _REWARD_MANAGERS,
     "reward_manager.name": _REWARD_MANAGERS,
-    "sandbox_fusion.url": (),
     "algorithm.rollout_correction.loss_type": ("ppo_clip",),
-    "algorithm.rollout_correction.rollout_is_batch_normalize": (),
-    "algorithm.rollout_correction.rollout_rs": (),
-    "algorithm.rollout_correction.rollout_token_veto_threshold": (),
-    "algorithm.use_pf_ppo": (),
-    "trainer.val_only": (),
-    "trainer.v1.sampler.custom_sampler.path": (),
-    "distillation.enabled": (),
 }
 """What of the list decides what is trained -> verl's own defaults. Details of a part stand with its switch."""
+
+VERL = ClosedList(_REASONS, _METHOD)

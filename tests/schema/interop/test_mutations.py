@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import math
 import tomllib
 from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from schema.config import ConfigError, check_config
+from schema.config.loading.tomlwrite import dumps
 from schema.interop import convert_text
-from schema.interop.engine.keys import Path as KeyPath
+from schema.interop.engine.keys import Path as KeyParts
 from schema.interop.engine.keys import leaves, lookup
 from schema.interop.engine.model import Conversion
 from schema.interop.engine.write import to_json, to_report, to_toml
+from tests.support.effort import examples
 
-EXAMPLES = {
-    file.stem: yaml.safe_load(file.read_text("utf-8"))
-    for file in sorted((Path(__file__).parent / "examples").glob("*.yaml"))
-}
+HERE = Path(__file__).parent / "examples"
+EXAMPLES = {file.stem: yaml.safe_load(file.read_text("utf-8")) for file in sorted(HERE.glob("*.yaml"))}
+EXAMPLES |= {file.stem: tomllib.loads(file.read_text("utf-8")) for file in sorted(HERE.glob("*.toml"))}
+SYSTEMS = ("verl", "roll", "cosmos")
 
 _SCALARS = st.one_of(
     st.none(),
@@ -31,7 +35,10 @@ _SCALARS = st.one_of(
     st.sampled_from([-1, 0, 1, 10**9, 0.0, -0.5, 1e-6, 1e308, float("nan"), float("inf")]),
     st.text(max_size=12),
     st.sampled_from(
-        ["${a.b}", "${.x}", "${oc.env:X,1}", "~/x", "~nobody/x", "auto", "1e-6", "null", "a:b", "???"]
+        [
+            *("${a.b}", "${.x}", "${oc.env:X,1}", "~/x", "~nobody/x", "auto", "1e-6", "null", "a:b", "???"),
+            *("grpo", "gae", "list(range(0,8))", "[0]", "__import__('os')", "\x00", ""),
+        ]
     ),
 )
 _VALUES = st.recursive(
@@ -41,22 +48,22 @@ _VALUES = st.recursive(
 )
 
 
-def _put(data: dict[str, Any], path: KeyPath, value: Any) -> None:
+def _put(data: dict[str, Any], path: KeyParts, value: Any) -> None:
     table = lookup(data, path[:-1], {}) if path[:-1] else data
     if isinstance(table, dict):
         table[path[-1]] = value
 
 
-def _drop(data: dict[str, Any], path: KeyPath) -> None:
+def _drop(data: dict[str, Any], path: KeyParts) -> None:
     table = lookup(data, path[:-1], {}) if path[:-1] else data
     if isinstance(table, dict):
         table.pop(path[-1], None)
 
 
 @st.composite
-def files(draw: st.DrawFn) -> dict[str, Any]:
-    """An example with keys dropped, values replaced, keys renamed and tables put where values stood."""
-    data = deepcopy(EXAMPLES[draw(st.sampled_from(sorted(EXAMPLES)))])
+def files(draw: st.DrawFn, system: str) -> dict[str, Any]:
+    """An example of a system with keys dropped, values replaced, keys renamed and tables put where values stood."""
+    data = deepcopy(EXAMPLES[draw(st.sampled_from([name for name in EXAMPLES if name.startswith(system)]))])
     paths = [path for path, _ in leaves(data)]
     if draw(st.booleans()):
         for path in draw(st.lists(st.sampled_from(paths), max_size=len(paths), unique=True)):
@@ -87,7 +94,7 @@ def check(text: str, name: str) -> None:
     """Everything that holds for any input."""
     found = verdict(text, name)
     if isinstance(found, ConfigError):
-        assert all(problem.message for problem in found.problems)
+        assert all(problem.message and problem.render() for problem in found.problems)
         return
     assert not found.missing_leaves
     assert not found.repeated_leaves
@@ -98,15 +105,32 @@ def check(text: str, name: str) -> None:
         check_config(found.config)
 
 
-@given(data=files())
+def _in_toml(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(map(_in_toml, value.values()))
+    if isinstance(value, list):
+        return all(map(_in_toml, value))
+    return value is not None and (not isinstance(value, float) or math.isfinite(value))
+
+
+@pytest.mark.scaled
+@pytest.mark.parametrize("system", SYSTEMS)
 @settings(
-    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+    max_examples=examples(12),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
-def test_mutated_files_end_in_a_clean_verdict(data: dict[str, Any]) -> None:
-    check(yaml.safe_dump(data, allow_unicode=True), "mutated.yaml")
+@given(data=st.data())
+def test_mutated_files_end_in_a_clean_verdict(system: str, data: st.DataObject) -> None:
+    tree = data.draw(files(system))
+    if system == "cosmos" and _in_toml(tree):
+        check(dumps(tree), "mutated.toml")
+    else:
+        check(yaml.safe_dump(tree, allow_unicode=True), "mutated.yaml")
 
 
+@pytest.mark.scaled
 @given(text=st.text(max_size=200))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_any_text_ends_in_a_clean_verdict(text: str) -> None:
     check(text, "any")

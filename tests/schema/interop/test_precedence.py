@@ -14,7 +14,7 @@ from schema.interop import convert_text
 from schema.interop.engine.keys import lookup, split_key
 from schema.interop.engine.model import Conversion, Outcome
 from tests.schema.config_samples import GRPO
-from tests.schema.interop.roll_files import nest
+from tests.schema.interop.files import nest
 
 POLICY = "train.train_policy"
 CP, SHARD = "policy.parallelism.cp_size", "policy.parallelism.dp_shard_size"

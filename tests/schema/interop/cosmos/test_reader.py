@@ -15,9 +15,8 @@ from schema.interop import convert_text
 from schema.interop.engine.keys import leaves
 from schema.interop.engine.model import Conversion, Outcome
 from schema.interop.engine.registry import reader
-from schema.interop.engine.unsupported import NO_COUNTERPART
 from schema.interop.engine.write import to_report, to_toml
-from tests.schema.interop.roll_files import COSMOS, HERE, converted, nest, value_of
+from tests.schema.interop.files import COSMOS, HERE, converted, nest, value_of
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +185,7 @@ def test_unknown_keys_are_kept_and_guessed() -> None:
 
 
 def test_reasons_come_from_the_closed_list(examples: dict[str, Conversion]) -> None:
-    reasons = set(NO_COUNTERPART["cosmos-rl"].values())
+    reasons = set(reader("cosmos-rl").unsupported.reasons.values())
     for found in examples.values():
         for entry in found.of(Outcome.NONE):
             assert entry.note in reasons, entry

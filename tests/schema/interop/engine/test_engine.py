@@ -13,42 +13,29 @@ import pytest
 from schema.config import ConfigError
 from schema.config.availability import UNAVAILABLE
 from schema.interop import convert, convert_text
-from schema.interop.detect import detect
+from schema.interop.engine import to
 from schema.interop.engine.engine import convert_source
 from schema.interop.engine.fallback import SPEED_ONLY, nearest
 from schema.interop.engine.keys import dotted, leaves, split_key, store
-from schema.interop.engine.model import Conversion, Outcome
-from schema.interop.engine.registry import readers
-from schema.interop.engine.rules import (
-    ConversionContext,
-    Converter,
-    Reader,
-    Rule,
-    always,
-    choice,
-    flag,
-    integer,
-    mapped,
-    number,
-    path,
-    text,
-    unless,
-)
+from schema.interop.engine.model import Conversion, Outcome, mapped
+from schema.interop.engine.registry import detect, readers
+from schema.interop.engine.rules import ConversionContext, Converter, Reader, Rule
 from schema.interop.engine.source import Source, read_source
+from schema.interop.engine.unsupported import ClosedList
 from schema.interop.engine.write import to_json, to_report, to_toml
 
 ROWS = (
-    Rule("lr", number("train.optm_lr"), default=1e-5, also=("learning_rate",)),
-    Rule("steps", integer("train.max_num_steps")),
-    Rule("compile", flag("train.compile"), default=False),
-    Rule("kl", number("train.train_policy.kl_beta")),
-    Rule("model.path", path("policy.model_name_or_path")),
-    Rule("model.other", text("policy.model_name_or_path")),
-    Rule("style", choice("train.optm_decay_type", {"flat": None, "line": "linear"})),
-    Rule("noise", unless([0], "0: none", always("not here"))),
-    Rule("free.*", always("whatever it is")),
-    Rule("idle", integer("train.epoch"), default=9, when=lambda context: "off"),
-    Rule("logger", text("logging.project_name"), default="theirs"),
+    Rule("lr", to.number("train.optm_lr"), default=1e-5, also=("learning_rate",)),
+    Rule("steps", to.integer("train.max_num_steps")),
+    Rule("compile", to.flag("train.compile"), default=False),
+    Rule("kl", to.number("train.train_policy.kl_beta")),
+    Rule("model.path", to.path("policy.model_name_or_path")),
+    Rule("model.other", to.text("policy.model_name_or_path")),
+    Rule("style", to.choice("train.optm_decay_type", {"flat": None, "line": "linear"})),
+    Rule("noise", to.unless([0], "0: none", to.always("not here"))),
+    Rule("free.*", to.always("whatever it is")),
+    Rule("idle", to.integer("train.epoch"), default=9, when=lambda context: "off"),
+    Rule("logger", to.text("logging.project_name"), default="theirs"),
 )
 
 
@@ -57,7 +44,10 @@ def finish(context: ConversionContext) -> None:
     context.add("train.epsilon", 1e-7, "theirs")
 
 
-READER = Reader("toy", "Toy", {"toy": "a toy"}, lambda source: "toy", ("lr",), lambda kind: ROWS, finish)
+NOTHING = ClosedList({}, {})
+READER = Reader(
+    "toy", "Toy", {"toy": "a toy"}, NOTHING, lambda source: "toy", ("lr",), lambda kind: ROWS, finish
+)
 
 
 def run(yaml: str, reader: Reader = READER) -> Conversion:
@@ -90,8 +80,8 @@ def test_defaults_are_written_only_where_they_differ_and_act() -> None:
     assert additions["logging.project_name"] == "theirs"
     assert additions["train.epsilon"] == 1e-7
     assert "train.epoch" not in additions  # its row has no effect
-    same = Rule("lr", number("train.optm_lr"), default=1e-6)
-    reader = Reader("toy", "Toy", {}, READER.detect, (), lambda kind: (same,))
+    same = Rule("lr", to.number("train.optm_lr"), default=1e-6)
+    reader = Reader("toy", "Toy", {}, NOTHING, READER.detect, (), lambda kind: (same,))
     assert "train.optm_lr" not in {addition.key for addition in run("a: 1", reader).additions}
 
 
@@ -129,7 +119,7 @@ def test_what_cannot_be_understood_says_why(yaml: str, words: str) -> None:
 
 def test_what_toml_cannot_hold_is_not_written() -> None:
     rules = (Rule("list", Converter(lambda context, leaf: mapped(("custom.x", leaf.value)))),)
-    reader = Reader("toy", "Toy", {}, READER.detect, (), lambda kind: rules)
+    reader = Reader("toy", "Toy", {}, NOTHING, READER.detect, (), lambda kind: rules)
     for value in ("[1, null]", "[[.nan]]", "[{a: null}]"):
         (entry,) = run(f"list: {value}", reader).entries
         assert entry.outcome is Outcome.UNKNOWN, value
@@ -156,8 +146,8 @@ def test_speed_falls_back_and_vanishes_with_the_build(monkeypatch: pytest.Monkey
 
 
 def test_our_own_defaults_fall_back_too() -> None:
-    rules = (Rule("lr", number("train.optm_lr")),)
-    reader = Reader("toy", "Toy", {}, READER.detect, (), lambda kind: rules)
+    rules = (Rule("lr", to.number("train.optm_lr")),)
+    reader = Reader("toy", "Toy", {}, NOTHING, READER.detect, (), lambda kind: rules)
     conversion = run("lr: 1e-5", reader)
     assert conversion.config["train"]["compile"] is False
     assert any(
@@ -232,7 +222,7 @@ def test_a_file_that_belongs_to_nobody_says_what_was_looked_for() -> None:
 
 
 def test_a_file_of_two_systems_asks_which() -> None:
-    twin = Reader("twin", "Twin", {}, lambda source: "toy", (), lambda kind: ROWS)
+    twin = Reader("twin", "Twin", {}, NOTHING, lambda source: "toy", (), lambda kind: ROWS)
     with pytest.raises(ConfigError) as caught:
         detect(Source("f.yaml", {"lr": 1}), [READER, twin])
     assert "Toy and Twin" in caught.value.problems[0].message

@@ -12,7 +12,7 @@ from schema.config.reference.lookup import look_up
 from schema.interop.engine.names import names_here
 from schema.interop.engine.registry import readers
 from tests.schema.config_samples import GRPO
-from tests.schema.interop.roll_files import nest
+from tests.schema.interop.files import nest
 
 PIECE, BATCH = "train.train_policy.batch_size_per_optimize", "train.train_batch_per_replica"
 ASKED = {

@@ -15,10 +15,10 @@ from schema.config.loading.tomlwrite import dumps
 from schema.config.reference.export import json_schema
 from schema.interop import convert_text
 from schema.interop.engine.model import Conversion, Outcome
-from schema.interop.engine.unsupported import METHOD, decides_method
+from schema.interop.engine.registry import readers
 from schema.interop.engine.write import to_report, to_toml
 from tests.schema.config_samples import GRPO
-from tests.schema.interop.roll_files import ABSENT, nest, roll_with, yaml_text
+from tests.schema.interop.files import ABSENT, nest, roll_with, yaml_text
 
 _ACTOR, _MODEL, _ROLLOUT = (f"actor_rollout_ref.{part}" for part in ("actor", "model", "rollout"))
 _POLICY = "train.train_policy"
@@ -246,10 +246,10 @@ def test_editors_mark_it() -> None:
 
 
 def test_neutral_values_of_the_method_ask_for_nothing() -> None:
-    for system, table in METHOD.items():
-        for key, neutral in table.items():
-            assert not any(decides_method(system, key, value) for value in (None, False, *neutral)), key
-            assert decides_method(system, key, "something else"), key
+    for listed in (reader.unsupported for reader in readers()):
+        for key, neutral in listed.method.items():
+            assert not any(listed.decides_method(key, value) for value in (None, False, *neutral)), key
+            assert listed.decides_method(key, "something else"), key
 
 
 @pytest.mark.parametrize("loss_scale_factor", [None, 2048])

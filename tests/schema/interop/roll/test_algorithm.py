@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from schema.interop.engine.model import Outcome
-from tests.schema.interop.roll_files import ABSENT, roll_with, value_of
+from tests.schema.interop.files import ABSENT, roll_with, value_of
 
 _POLICY = "train.train_policy"
 

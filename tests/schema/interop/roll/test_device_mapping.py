@@ -6,10 +6,11 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schema.interop.roll.device_mapping import DeviceMappingError, parse_device_mapping
+from tests.support.effort import examples
 
 
 @pytest.mark.parametrize(
@@ -100,6 +101,8 @@ def test_nothing_is_evaluated(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.scaled
+@settings(max_examples=examples(40))
 @given(st.text(alphabet="listrange()[],+*0123456789- _.", max_size=40) | st.text(max_size=40))
 def test_any_text_is_devices_or_an_error(text: str) -> None:
     try:
@@ -110,6 +113,8 @@ def test_any_text_is_devices_or_an_error(text: str) -> None:
     assert len(set(devices)) == len(devices)
 
 
+@pytest.mark.scaled
+@settings(max_examples=examples(40))
 @given(st.integers(0, 50), st.integers(1, 50), st.integers(1, 5))
 def test_ranges_mean_what_python_means(start: int, length: int, step: int) -> None:
     expected = list(range(start, start + length, step))

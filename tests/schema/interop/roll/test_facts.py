@@ -8,7 +8,7 @@ import pytest
 
 from schema.config import ConfigError
 from schema.interop.engine.model import Outcome
-from tests.schema.interop.roll_files import ABSENT, roll_with, value_of
+from tests.schema.interop.files import ABSENT, roll_with, value_of
 
 _TRAINING = "actor_train.training_args"
 _CONFIG = "actor_train.strategy_args.strategy_config"
@@ -81,7 +81,7 @@ def test_global_batch_that_is_no_number_is_not_understood() -> None:
     found = roll_with({**_megatron(tp=8, pp=2), f"{_TRAINING}.gradient_accumulation_steps": 0})
     entry = found.entry(f"{_TRAINING}.gradient_accumulation_steps")
     assert entry.outcome is Outcome.UNKNOWN
-    assert "no whole number of samples" in entry.note
+    assert "not a whole number of samples" in entry.note
 
 
 def test_agents_count_trajectories() -> None:

@@ -17,9 +17,8 @@ from schema.config.rules.engine import ENGINE_ARGUMENTS
 from schema.interop import convert, convert_text
 from schema.interop.engine.model import Conversion, Outcome
 from schema.interop.engine.registry import reader
-from schema.interop.engine.unsupported import NO_COUNTERPART
 from schema.interop.engine.write import to_report, to_toml
-from tests.schema.interop.roll_files import ABSENT, HERE, ROLL, ROOT, converted, roll_with, value_of
+from tests.schema.interop.files import ABSENT, HERE, ROLL, ROOT, converted, roll_with, value_of
 
 _TRAIN, _INFER = "actor_train", "actor_infer"
 _MEGATRON = f"{_TRAIN}.strategy_args.strategy_config"
@@ -195,7 +194,7 @@ def test_the_plain_example_is_valid(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_reasons_come_from_the_closed_list(examples: dict[str, Conversion]) -> None:
-    reasons = set(NO_COUNTERPART["roll"].values())
+    reasons = set(reader("roll").unsupported.reasons.values())
     for found in examples.values():
         for entry in found.of(Outcome.NONE):
             assert entry.note in reasons, entry

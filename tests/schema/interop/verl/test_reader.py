@@ -16,14 +16,14 @@ from schema.config.availability import UNAVAILABLE
 from schema.interop import convert, convert_text
 from schema.interop.engine.keys import lookup, split_key
 from schema.interop.engine.model import Conversion, Outcome
+from schema.interop.engine.registry import reader
 from schema.interop.engine.rules import ConversionContext, KeyPath
 from schema.interop.engine.source import Source
-from schema.interop.engine.unsupported import NO_COUNTERPART
 from schema.interop.engine.write import to_json, to_report, to_toml
 from schema.interop.verl.reader import READER
-from tests.schema.interop.verl_pages import PAGES
+from tests.schema.interop.verl.pages import PAGES
 
-EXAMPLES = sorted((Path(__file__).parent / "examples").glob("verl_*.yaml"))
+EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("verl_*.yaml"))
 POLICY = "train.train_policy"
 
 
@@ -34,7 +34,7 @@ def _home(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def example(name: str, env: dict[str, str] | None = None) -> Conversion:
     """The conversion of an example."""
-    return convert(Path(__file__).parent / "examples" / f"verl_{name}.yaml", env=env)
+    return convert(Path(__file__).parents[1] / "examples" / f"verl_{name}.yaml", env=env)
 
 
 def ours(conversion: Conversion, key: str) -> Any:
@@ -43,7 +43,7 @@ def ours(conversion: Conversion, key: str) -> Any:
 
 
 def rl(text: str = "") -> Conversion:
-    """A small RL file: GRPO with the given lines beside it."""
+    """A small RL file: GRPO with the given lines added."""
     head = "algorithm: {adv_estimator: grpo}\n" if "algorithm:" not in text else ""
     return convert_text(head + text, "small.yaml")
 
@@ -106,7 +106,7 @@ def test_what_is_converted_lacks_only_parts_that_are_not_built(file: Path) -> No
 def test_what_may_have_no_counterpart_has_a_reason(kind: str) -> None:
     """Rows that give up on values they do not know find their reason in the closed list."""
     rules = READER.rules(kind)
-    context = ConversionContext("verl", "verl", kind, Source("empty", {}), rules)
+    context = ConversionContext(READER, kind, Source("empty", {}), rules)
     for rule in rules:
         if rule.converter.run.__qualname__.startswith("lacking"):
             leaf = KeyPath(rule.key.replace("*", "strange"), "strange", "strange")
@@ -114,7 +114,7 @@ def test_what_may_have_no_counterpart_has_a_reason(kind: str) -> None:
 
 
 def test_every_reason_says_something() -> None:
-    for key, reason in NO_COUNTERPART["verl"].items():
+    for key, reason in reader("verl").unsupported.reasons.items():
         assert len(reason) > 20, key
 
 
