@@ -116,7 +116,7 @@ def _in_toml(value: Any) -> bool:
 @pytest.mark.scaled
 @pytest.mark.parametrize("system", SYSTEMS)
 @settings(
-    max_examples=examples(12),
+    max_examples=examples(6),
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
@@ -131,6 +131,6 @@ def test_mutated_files_end_in_a_clean_verdict(system: str, data: st.DataObject) 
 
 @pytest.mark.scaled
 @given(text=st.text(max_size=200))
-@settings(max_examples=examples(30), deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 def test_any_text_ends_in_a_clean_verdict(text: str) -> None:
     check(text, "any")

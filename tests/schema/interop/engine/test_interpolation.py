@@ -108,10 +108,10 @@ def test_long_chains_and_growth_end_cleanly() -> None:
     with pytest.raises(ConfigError):
         resolved(chain)
     doubling = "k0: {x: 1}\n" + "\n".join(
-        f"k{i}: {{a: '${{k{i - 1}}}', b: '${{k{i - 1}}}'}}" for i in range(1, 40)
+        f"k{i}: {{a: '${{k{i - 1}}}', b: '${{k{i - 1}}}'}}" for i in range(1, 24)
     )
     with pytest.raises(ConfigError):
         resolved(doubling)
-    words = "k0: '0123456789'\n" + "\n".join(f"k{i}: '${{k{i - 1}}}${{k{i - 1}}}'" for i in range(1, 40))
+    words = "k0: '0123456789'\n" + "\n".join(f"k{i}: '${{k{i - 1}}}${{k{i - 1}}}'" for i in range(1, 24))
     with pytest.raises(ConfigError):
         resolved(words)

@@ -102,7 +102,7 @@ def test_nothing_is_evaluated(tmp_path: Path) -> None:
 
 
 @pytest.mark.scaled
-@settings(max_examples=examples(40))
+@settings(max_examples=examples(15))
 @given(st.text(alphabet="listrange()[],+*0123456789- _.", max_size=40) | st.text(max_size=40))
 def test_any_text_is_devices_or_an_error(text: str) -> None:
     try:
@@ -114,7 +114,7 @@ def test_any_text_is_devices_or_an_error(text: str) -> None:
 
 
 @pytest.mark.scaled
-@settings(max_examples=examples(40))
+@settings(max_examples=examples(15))
 @given(st.integers(0, 50), st.integers(1, 50), st.integers(1, 5))
 def test_ranges_mean_what_python_means(start: int, length: int, step: int) -> None:
     expected = list(range(start, start + length, step))
