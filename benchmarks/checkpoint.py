@@ -42,7 +42,7 @@ from policy_worker.model.lr_schedule import Schedule
 from policy_worker.model.model import PolicyModel
 from policy_worker.parallel.group import Group
 from policy_worker.process import RankEnvironment
-from policy_worker.trainer import Learner
+from policy_worker.trainer import Trainer
 from schema.config import Config
 
 CONTENTS = ["model", "optimizer", "extra"]
@@ -50,7 +50,7 @@ Save = Callable[[Path], Callable[[], bool]]
 """Saves into a directory, returns when steps may go on; the answer says whether all is on disk by now."""
 
 
-def make_learner() -> Learner:
+def make_learner() -> Trainer:
     torch.manual_seed(0)
     lm = AutoModelForCausalLM.from_config(
         Qwen3Config(
@@ -59,30 +59,30 @@ def make_learner() -> Learner:
         )
     )  # fmt: skip
     train = {"param_dtype": "float32", "optm_impl": "foreach"}
-    return Learner(
+    return Trainer(
         PolicyModel(lm), Config.model_validate({"train": train}), Group(RankEnvironment()), Schedule(1000)
     )
 
 
 class Bench:
-    """Steps of one learner, and the ways to save it."""
+    """Steps of one trainer, and the ways to save it."""
 
     def __init__(self) -> None:
-        self.learner = make_learner()
-        self.staging, self.beside = Staging(self.learner.group.device), Background()
+        self.trainer = make_learner()
+        self.staging, self.beside = Staging(self.trainer.group.device), Background()
         self.ids = torch.randint(0, 16384, (1, 48))
         self.number = 0
 
     def step(self) -> float:
         """Seconds of one training step."""
         began = time.perf_counter()
-        self.learner.model.lm(input_ids=self.ids, labels=self.ids).loss.backward()
-        self.learner.optimizer.step(1.0)
+        self.trainer.model.lm(input_ids=self.ids, labels=self.ids).loss.backward()
+        self.trainer.optimizer.step(1.0)
         return time.perf_counter() - began
 
     def _draft(self, root: Path, staged: bool) -> Draft:
         self.number += 1
-        pieces = {kind: pieces_of(state) for kind, state in state_to_save(self.learner, CONTENTS).items()}
+        pieces = {kind: pieces_of(state) for kind, state in state_to_save(self.trainer, CONTENTS).items()}
         if staged:
             copies = iter(self.staging.copy([piece for of_kind in pieces.values() for piece in of_kind]))
             pieces = {kind: [next(copies) for _ in of_kind] for kind, of_kind in pieces.items()}
@@ -91,16 +91,16 @@ class Bench:
             contents=CONTENTS, exported=False, schedule=None, data=None, files={},
         )  # fmt: skip
         beside = directory.begin(root, self.number)
-        states = rng.capture(self.learner.group.device)
+        states = rng.capture(self.trainer.group.device)
         return Draft(beside, directory.hold(beside), pieces, states, manifest, ledger=None, exporter=None)
 
     def sync(self, root: Path) -> Callable[[], bool]:
-        write(self._draft(root, staged=False), self.learner.group)
+        write(self._draft(root, staged=False), self.trainer.group)
         return lambda: True
 
     def asynchronous(self, root: Path) -> Callable[[], bool]:
         draft = self._draft(root, staged=True)
-        self.beside.start(lambda: write(draft, self.learner.group) and None)
+        self.beside.start(lambda: write(draft, self.trainer.group) and None)
         return lambda: self.beside.wait(0.0)
 
     def torch_sync(self, root: Path) -> Callable[[], bool]:
@@ -113,7 +113,7 @@ class Bench:
 
     def _state(self) -> dict[str, torch.Tensor]:
         return {
-            key: t for state in state_to_save(self.learner, CONTENTS).values() for key, t in state.items()
+            key: t for state in state_to_save(self.trainer, CONTENTS).values() for key, t in state.items()
         }
 
 
@@ -168,7 +168,7 @@ def main() -> None:
             }
         )
     )
-    bench.learner.group.close()
+    bench.trainer.group.close()
 
 
 if __name__ == "__main__":

@@ -39,8 +39,8 @@ from policy_worker.model.lr_schedule import Schedule
 from policy_worker.model.micro_batch import TrainSample
 from policy_worker.model.model import load_model
 from policy_worker.parallel.group import Group, RankEnvironment
-from policy_worker.process import Departure
-from policy_worker.trainer import Learner
+from policy_worker.process import ShutdownRequest
+from policy_worker.trainer import Trainer
 from policy_worker.training.batch_source import BatchSource
 from policy_worker.training.grpo import Grpo
 from rollout_worker.engines import create_engine
@@ -161,13 +161,13 @@ async def generate(
     return [[samples[i] for i in range(n)] for samples in done.values()]
 
 
-def as_if_fresh(learner: Learner, groups: list[list[Sample]], temperature: float) -> None:
+def as_if_fresh(trainer: Trainer, groups: list[list[Sample]], temperature: float) -> None:
     """Put the trainer's present log-probs in the place of those that the tokens were sampled with."""
     for samples in groups:
         rows = {row: TrainSample.of_wire(sample) for row, sample in enumerate(samples)}
-        batch = learner.micro_batch(rows, list(rows))
+        batch = trainer.micro_batch(rows, list(rows))
         with torch.no_grad():
-            logprobs = learner.model(batch, temperature).logprobs.numpy()
+            logprobs = trainer.model(batch, temperature).logprobs.numpy()
         start = 0
         for sample in samples:
             mask = sample.loss_mask == 1
@@ -201,15 +201,15 @@ async def _accuracies(case: Case, config: Config, data: PromptFile, steps: int) 
     group = Group(RankEnvironment())
     try:
         schedule = Schedule(total_steps=steps, warmup_steps=config.train.optm_warmup_steps)
-        learner = Learner(load_model(config), config, group, schedule)
-        served, departure = Served(), Departure()
+        trainer = Trainer(load_model(config), config, group, schedule)
+        served, shutdown = Served(), ShutdownRequest()
         source = BatchSource(group, served.call, 1, case.lag)
-        algorithm = Grpo(config, learner, source, departure)
+        algorithm = Grpo(config, trainer, source, shutdown)
         tokenizer = AutoTokenizer.from_pretrained(config.policy.model_name_or_path)
         engine = create_engine(config, tokenizer, frozenset([tokenizer.eos_token_id]))
         await engine.start()
         try:
-            versions = {0: Snapshot.of(learner.model.lm)}
+            versions = {0: Snapshot.of(trainer.model.lm)}
             found = []
             for step in range(steps):
                 version = max(0, step - case.lag)
@@ -217,14 +217,14 @@ async def _accuracies(case: Case, config: Config, data: PromptFile, steps: int) 
                     await engine.load_weights(versions[version], version)
                 groups = await generate(engine, tokenizer, config, data, step)
                 if not case.corrected:
-                    as_if_fresh(learner, groups, config.sampling_temperature)
+                    as_if_fresh(trainer, groups, config.sampling_temperature)
                 served.batch = as_batch(step, groups)
                 table = source.poll(step)
                 assert table is not None
                 metrics = algorithm.train_on(table)
                 assert metrics is not None
                 found.append(metrics["reward/boxed_math"])
-                versions[step + 1] = Snapshot.of(learner.model.lm)
+                versions[step + 1] = Snapshot.of(trainer.model.lm)
                 versions = {v: w for v, w in versions.items() if v > version or v == engine.version}
             return found
         finally:

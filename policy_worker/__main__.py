@@ -16,9 +16,9 @@ import sys
 from controller.client.http import ControllerError, Unauthorized
 from policy_worker.errors import PolicyError, SettingsError
 from policy_worker.process import (
-    Departure,
     Environment,
     RankEnvironment,
+    ShutdownRequest,
     enforce,
     install_signals,
     watch_parent,
@@ -38,14 +38,14 @@ def main() -> int:
         _set_up_logging(ranks.rank)
         log.error("%s", error)
         return error.exit_code
-    departure = Departure()
-    install_signals(departure)
-    enforce(departure)
-    watch_parent(environment.parent, departure)
-    return _run(environment, ranks, departure)
+    shutdown = ShutdownRequest()
+    install_signals(shutdown)
+    enforce(shutdown)
+    watch_parent(environment.parent, shutdown)
+    return _run(environment, ranks, shutdown)
 
 
-def _run(environment: Environment, ranks: RankEnvironment, departure: Departure) -> int:
+def _run(environment: Environment, ranks: RankEnvironment, shutdown: ShutdownRequest) -> int:
     import torch  # after the environment is known to be right: it takes seconds
     from transformers.utils import logging as transformers_logging
 
@@ -56,7 +56,7 @@ def _run(environment: Environment, ranks: RankEnvironment, departure: Departure)
     if environment.threads is not None:
         torch.set_num_threads(environment.threads)
     try:
-        run_rank(environment, ranks, departure)
+        run_rank(environment, ranks, shutdown)
     except PolicyError as error:
         log.log(logging.ERROR if error.exit_code else logging.INFO, "%s: %s", type(error).__name__, error)
         return error.exit_code

@@ -81,7 +81,7 @@ class RankEnvironment:
         return RankEnvironment(rank, world, local)
 
 
-class Departure:
+class ShutdownRequest:
     """Whether this process should leave, and why: asked for by a signal, a command or the parent's death.
 
     Training ends at the next point where the run is consistent. grace: seconds in which it should get there.
@@ -116,38 +116,38 @@ class Departure:
             time.sleep(0.1)
 
 
-def enforce(departure: Departure) -> None:
+def enforce(shutdown: ShutdownRequest) -> None:
     """End the process by force if it does not leave within the grace: a collective that hangs, a dead controller."""
 
     def watch() -> None:
-        departure.wait()
-        exit_after(departure.grace, 1, f"launcher.shutdown_timeout; asked to leave: {departure.reason}")
+        shutdown.wait()
+        exit_after(shutdown.grace, 1, f"launcher.shutdown_timeout; asked to leave: {shutdown.reason}")
 
     threading.Thread(target=watch, name="leave-watch", daemon=True).start()
 
 
-def install_signals(departure: Departure) -> None:
+def install_signals(shutdown: ShutdownRequest) -> None:
     """SIGTERM and SIGINT ask to leave, SIGUSR1 asks for a checkpoint."""
 
     def handle(number: int, _: FrameType | None) -> None:
-        departure.request(f"signal {signal.Signals(number).name}")
+        shutdown.request(f"signal {signal.Signals(number).name}")
 
     def save(_: int, __: FrameType | None) -> None:
-        departure.checkpoint_asked = True
+        shutdown.checkpoint_asked = True
 
     signal.signal(signal.SIGUSR1, save)
     signal.signal(signal.SIGTERM, handle)
     signal.signal(signal.SIGINT, handle)
 
 
-def watch_parent(parent: int | None, departure: Departure) -> None:
+def watch_parent(parent: int | None, shutdown: ShutdownRequest) -> None:
     """Ask to leave when the process that started us is gone (checked every second, in a thread)."""
     if parent is None:
         return
 
     def watch() -> None:
-        while not departure.wait(1.0):
+        while not shutdown.wait(1.0):
             if os.getppid() != parent:
-                departure.request("the process that started this one has ended")
+                shutdown.request("the process that started this one has ended")
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()

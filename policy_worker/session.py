@@ -2,7 +2,7 @@
 
     register ──▶ reply: config, mode, committed steps
       ├─ call(…)             training's own calls, in the main thread
-      └─ heartbeat thread    gauges out; commands in ─▶ departure
+      └─ heartbeat thread    gauges out; commands in ─▶ shutdown
 
 Rank 0 has the session, the other ranks only a `Caller`. A lost controller is waited for up to
 `controller.controller_lost_timeout`, in slices short enough that a request to leave is noticed; then
@@ -28,7 +28,7 @@ from controller.client import calls as api
 from controller.client.calls import Call
 from controller.client.http import Client, ControllerError, ControllerLost, Refused
 from policy_worker.errors import NoCheckpointError, PolicyError, ReplacedError
-from policy_worker.process import Departure, Environment
+from policy_worker.process import Environment, ShutdownRequest
 from policy_worker.replay_log import History
 from schema.config import Config
 from schema.wire import messages as m
@@ -74,9 +74,9 @@ class Caller:
     """
 
     def __init__(
-        self, environment: Environment, departure: Departure, patience: float = START_PATIENCE
+        self, environment: Environment, shutdown: ShutdownRequest, patience: float = START_PATIENCE
     ) -> None:
-        self.departure, self.patience = departure, patience
+        self.shutdown, self.patience = shutdown, patience
         self.url = environment.url
         self._client = Client(environment.url, environment.token)
 
@@ -106,8 +106,8 @@ class Caller:
                     raise ReplacedError(str(error)) from error
                 raise
             except ControllerLost as error:
-                if self.departure:
-                    raise LeaveRequestedError(f"{self.departure.reason}; meanwhile {error}") from error
+                if self.shutdown:
+                    raise LeaveRequestedError(f"{self.shutdown.reason}; meanwhile {error}") from error
                 if time.monotonic() >= give_up:
                     raise
                 log.warning("%s; waiting for it", error)
@@ -120,7 +120,7 @@ class Caller:
     def mend(self, seen: int, client: Client) -> None:
         """The controller does not know what it should: rank 0 tells it, the others wait for that."""
         del seen, client
-        self.departure.pause(LEADER_SECONDS / MENDS)
+        self.shutdown.pause(LEADER_SECONDS / MENDS)
 
     def close(self) -> None:
         self._client.close()
@@ -130,7 +130,7 @@ class Companion(Caller):
     """For another thread of rank 0: a client serves one."""
 
     def __init__(self, session: Session, environment: Environment) -> None:
-        super().__init__(environment, session.departure, session.patience)
+        super().__init__(environment, session.shutdown, session.patience)
         self._session = session
 
     @property
@@ -144,8 +144,8 @@ class Companion(Caller):
 class Session(Caller):
     """See the module's docstring. `close` deregisters and ends the thread."""
 
-    def __init__(self, environment: Environment, departure: Departure, world: int) -> None:
-        super().__init__(environment, departure)
+    def __init__(self, environment: Environment, shutdown: ShutdownRequest, world: int) -> None:
+        super().__init__(environment, shutdown)
         self._environment, self._world = environment, world
         self._beats: threading.Thread | None = None
         self._closed = threading.Event()
@@ -188,7 +188,7 @@ class Session(Caller):
         self.history.registered(request, self.reply)
         config = Config.model_validate(self.reply.config)
         self.patience = config.controller.controller_lost_timeout
-        self.departure.grace = config.launcher.shutdown_timeout
+        self.shutdown.grace = config.launcher.shutdown_timeout
         if self._beats is None:
             self._beats = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
             self._beats.start()
@@ -354,10 +354,10 @@ class Session(Caller):
             self._mend_beside(seen, client)
         for command in answer.commands:
             if command == "checkpoint":
-                self.departure.checkpoint_asked = True
+                self.shutdown.checkpoint_asked = True
             elif command == "anchor":
                 self.anchor_asked = True
             else:
-                self.departure.request(f"command {command}")
+                self.shutdown.request(f"command {command}")
         if answer.phase in (m.Phase.FAILED, m.Phase.STOPPED):
-            self.departure.request(f"the job has {answer.phase}")
+            self.shutdown.request(f"the job has {answer.phase}")

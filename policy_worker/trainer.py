@@ -36,7 +36,7 @@ class StepResult:
     grad_norm: float
 
 
-class Learner:
+class Trainer:
     """See the module's docstring."""
 
     def __init__(self, model: PolicyModel, config: Config, group: Group, schedule: Schedule) -> None:

@@ -19,9 +19,9 @@ from policy_worker.errors import JobFinishedError, NoCheckpointError, SettingsEr
 from policy_worker.model.lr_schedule import Schedule
 from policy_worker.model.model import load_model
 from policy_worker.parallel.group import Group
-from policy_worker.process import Departure, Environment, RankEnvironment
+from policy_worker.process import Environment, RankEnvironment, ShutdownRequest
 from policy_worker.session import Caller, Session
-from policy_worker.trainer import Learner
+from policy_worker.trainer import Trainer
 from policy_worker.training.batch_source import BatchSource
 from policy_worker.training.grpo import Grpo
 from policy_worker.training.loop import Algorithm, Loop
@@ -34,7 +34,7 @@ from schema.wire import payload_file
 log = logging.getLogger(__name__)
 
 
-def run_rank(environment: Environment, ranks: RankEnvironment, departure: Departure) -> None:
+def run_rank(environment: Environment, ranks: RankEnvironment, shutdown: ShutdownRequest) -> None:
     """Train until the job is finished or this replica is asked to leave.
 
     Raises:
@@ -42,38 +42,38 @@ def run_rank(environment: Environment, ranks: RankEnvironment, departure: Depart
             left in order (without waiting for a controller that does not answer).
     """
     group = Group(ranks)
-    session = Session(environment, departure, group.world) if group.leads else None
+    session = Session(environment, shutdown, group.world) if group.leads else None
     reason = "crashed"
     try:
-        reason = _train(environment, group, session, departure)
+        reason = _train(environment, group, session, shutdown)
         log.info("leaving: %s", reason)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"[:500]
         raise
     finally:
-        departure.request(reason)  # whatever still tries to reach the controller gives up
+        shutdown.request(reason)  # whatever still tries to reach the controller gives up
         if session is not None:
             session.leave(reason)
         group.close()
 
 
-def _train(environment: Environment, group: Group, session: Session | None, departure: Departure) -> str:
+def _train(environment: Environment, group: Group, session: Session | None, shutdown: ShutdownRequest) -> str:
     reply, resumption = _register(group, session)
     config = Config.model_validate(reply.config)
     group.set_control_timeout(config.controller.controller_lost_timeout)
-    departure.grace = config.launcher.shutdown_timeout
+    shutdown.grace = config.launcher.shutdown_timeout
     _check_mesh(config, group)
     _seed(config)
     model = load_model(config, weights_directory(resumption, config))
-    learner = Learner(model, config, group, _schedule(config, reply.total_steps))
-    checkpointer = Checkpointer(config, reply, learner, session, departure)
+    trainer = Trainer(model, config, group, _schedule(config, reply.total_steps))
+    checkpointer = Checkpointer(config, reply, trainer, session, shutdown)
     step = checkpointer.restore(resumption) if resumption is not None else 0
-    loop = Loop(config, reply, learner, session, departure, checkpointer)
-    caller = session or Caller(environment, departure, config.controller.controller_lost_timeout)
+    loop = Loop(config, reply, trainer, session, shutdown, checkpointer)
+    caller = session or Caller(environment, shutdown, config.controller.controller_lost_timeout)
     try:
-        return loop.run(_algorithm(config, reply, learner, caller, departure, loop.publisher), step)
+        return loop.run(_algorithm(config, reply, trainer, caller, shutdown, loop.publisher), step)
     finally:
-        checkpointer.close(departure.grace)
+        checkpointer.close(shutdown.grace)
         if loop.publisher is not None:
             loop.publisher.close()
 
@@ -81,19 +81,19 @@ def _train(environment: Environment, group: Group, session: Session | None, depa
 def _algorithm(
     config: Config,
     reply: m.RegisterReply,
-    learner: Learner,
+    trainer: Trainer,
     caller: Caller,
-    departure: Departure,
+    shutdown: ShutdownRequest,
     publisher: Publisher | None,
 ) -> Algorithm:
     if reply.mode == "sft":
-        return Sft(config, learner, Path(reply.data_file), departure)
+        return Sft(config, trainer, Path(reply.data_file), shutdown)
     store = config.controller.payload_store
     payloads = payload_file.directory(store, reply.job_id) if store else None
-    source = BatchSource(learner.group, caller.call, reply.policy_epoch, config.staleness_bound, payloads)
+    source = BatchSource(trainer.group, caller.call, reply.policy_epoch, config.staleness_bound, payloads)
     if isinstance(caller, Session):
         source.seen = caller.history.took
-    return Grpo(config, learner, source, departure, publisher)
+    return Grpo(config, trainer, source, shutdown, publisher)
 
 
 def _register(group: Group, session: Session | None) -> tuple[m.RegisterReply, Resumption | None]:

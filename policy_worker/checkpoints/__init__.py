@@ -2,7 +2,7 @@
 
     layout          what lies where; the manifest               when, keep, contents   decisions, as pure functions
     storage, state  tensors ─▶ safetensors, any number of ranks  find     which one to resume from
-    rng             random states                                load     reading it into a learner
+    rng             random states                                load     reading it into a trainer
     directory       beside, rename, `latest`, cleaning up        write    one checkpoint, whole or not at all
     verify          sizes and hashes                             saver    what the training loop speaks to
 

@@ -23,7 +23,7 @@ from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
 from policy_worker.errors import ExportError
 from policy_worker.model.model import DTYPES, PolicyModel
-from policy_worker.trainer import Learner
+from policy_worker.trainer import Trainer
 from schema.config import Config
 from schema.config.modules import CANNOT_LOAD
 from schema.util.atomic_file import remove_unfinished, replacing_directory, usual_mode
@@ -35,21 +35,21 @@ SHARD_BYTES = 4 * 1024**3
 """A shard ends before it grows beyond this; it is also the most that is held in memory at once."""
 
 
-def export_model(learner: Learner, config: Config, target: Path) -> None:
+def export_model(trainer: Trainer, config: Config, target: Path) -> None:
     """Write the model to `target`, replacing what is there. A collective; rank 0 writes.
 
     Raises:
         ExportError: `target` cannot be written; nothing there was changed.
     """
     dtype = DTYPES[config.train.effective_transfer_dtype]
-    tensors = hub_tensors(learner.model.lm, dtype=dtype)
-    if not learner.group.leads:
+    tensors = hub_tensors(trainer.model.lm, dtype=dtype)
+    if not trainer.group.leads:
         for _ in tensors:
             pass
         return
     try:
         remove_unfinished(target)
-        write_export(learner.model, tensors, config, target)
+        write_export(trainer.model, tensors, config, target)
     except (OSError, SafetensorError) as error:
         raise ExportError(
             f"the model could not be exported to {target}: {error}. Nothing there was changed, and checkpoints are "

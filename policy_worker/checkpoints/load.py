@@ -1,4 +1,4 @@
-"""Reading a checkpoint into a learner, on any number of ranks."""
+"""Reading a checkpoint into a trainer, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from policy_worker.checkpoints.layout import EXPORT, DataFacts, Manifest, state_
 from policy_worker.checkpoints.state import MODEL, OPTIMIZER, load_model_state, load_optimizer_state
 from policy_worker.checkpoints.storage import StateFiles
 from policy_worker.errors import CheckpointError
-from policy_worker.trainer import Learner
+from policy_worker.trainer import Trainer
 from schema.config import Config
 from schema.wire import messages as m
 from schema.wire.prompts import PromptFile, PromptFileError
@@ -75,7 +75,7 @@ def weights_directory(resumption: Resumption | None, config: Config) -> str | No
     return str(resumption.path / EXPORT)
 
 
-def load(resumption: Resumption, learner: Learner, config: Config, rows: Rows | None) -> None:
+def load(resumption: Resumption, trainer: Trainer, config: Config, rows: Rows | None) -> None:
     """Weights, optimizer, schedule and random states, as far as they are asked for. A collective.
 
     Raises:
@@ -83,30 +83,30 @@ def load(resumption: Resumption, learner: Learner, config: Config, rows: Rows | 
     """
     parts, manifest = parts_of(resumption, config), resumption.found.manifest
     try:
-        _check_model(manifest, learner)
+        _check_model(manifest, trainer)
         if parts.extra and resumption.step:
             check_data(manifest.data, None if rows is None else rows.at(resumption.step))
         if parts.weights == "state":
             with StateFiles(state_files(resumption.path, MODEL)) as files:
-                load_model_state(learner, files)
+                load_model_state(trainer, files)
         if parts.optimizer:
             with StateFiles(state_files(resumption.path, OPTIMIZER)) as files:
-                load_optimizer_state(learner, files)
+                load_optimizer_state(trainer, files)
     except CheckpointError as error:
         raise type(error)(f"checkpoint {resumption.path} cannot be resumed: {error}") from error
     if parts.extra:
-        _restore_schedule(manifest, learner, config)
-        group = learner.group
+        _restore_schedule(manifest, trainer, config)
+        group = trainer.group
         rng.restore(
             resumption.path, rank=group.rank, saved_world=manifest.world, seed=config.effective_seed,
             step=manifest.step, device=group.device,
         )  # fmt: skip
-    if learner.group.leads:
-        _say(resumption, parts, learner)
+    if trainer.group.leads:
+        _say(resumption, parts, trainer)
 
 
-def _check_model(manifest: Manifest, learner: Learner) -> None:
-    here = type(learner.model.lm).__name__.removeprefix("FSDP")
+def _check_model(manifest: Manifest, trainer: Trainer) -> None:
+    here = type(trainer.model.lm).__name__.removeprefix("FSDP")
     if manifest.architecture != here:
         raise CheckpointError(
             f"it is of a {manifest.architecture}, policy.model_name_or_path is a {here}: name the model that it was "
@@ -114,25 +114,25 @@ def _check_model(manifest: Manifest, learner: Learner) -> None:
         )
 
 
-def _restore_schedule(manifest: Manifest, learner: Learner, config: Config) -> None:
+def _restore_schedule(manifest: Manifest, trainer: Trainer, config: Config) -> None:
     if manifest.schedule is None:
         return
     takes = config.train.ckpt.load_schedule
     for difference in schedule_differences(
-        manifest.schedule, schedule_facts(learner.schedule, learner.optimizer.peak_lr)
+        manifest.schedule, schedule_facts(trainer.schedule, trainer.optimizer.peak_lr)
     ):
-        if learner.group.leads:
+        if trainer.group.leads:
             used = "checkpoint's" if takes else "configured one"
             log.warning(
                 "%s; the %s is used (train.ckpt.load_schedule = %s)", difference, used, str(takes).lower()
             )
     if takes:
-        learner.schedule = schedule_of(manifest.schedule)
-        learner.optimizer.set_peak_lr(manifest.schedule.peak_lr)
+        trainer.schedule = schedule_of(manifest.schedule)
+        trainer.optimizer.set_peak_lr(manifest.schedule.peak_lr)
 
 
-def _say(resumption: Resumption, parts: Parts, learner: Learner) -> None:
-    manifest, group = resumption.found.manifest, learner.group
+def _say(resumption: Resumption, parts: Parts, trainer: Trainer) -> None:
+    manifest, group = resumption.found.manifest, trainer.group
     log.info("resumed from %s (%d committed steps)", resumption.path, manifest.step)
     left_out = [
         words

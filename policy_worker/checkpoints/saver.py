@@ -30,9 +30,9 @@ from policy_worker.checkpoints.when import Rhythm
 from policy_worker.checkpoints.write import Draft, Exporter, write
 from policy_worker.errors import CheckpointSaveError
 from policy_worker.model.model import DTYPES
-from policy_worker.process import Departure
+from policy_worker.process import ShutdownRequest
 from policy_worker.session import Caller, Session
-from policy_worker.trainer import Learner
+from policy_worker.trainer import Trainer
 from schema.config import Config
 from schema.wire import messages as m
 from weight_sync import HubNames
@@ -47,9 +47,9 @@ class Checkpointer:
         self,
         config: Config,
         reply: m.RegisterReply,
-        learner: Learner,
+        trainer: Trainer,
         session: Session | None,
-        departure: Departure,
+        shutdown: ShutdownRequest,
     ) -> None:
         """A collective.
 
@@ -57,8 +57,8 @@ class Checkpointer:
             CheckpointSaveError: checkpoints are on, and their directory cannot be written.
             SettingsError: uploads are on, and cannot work.
         """
-        self._config, self._learner, self._session = config, learner, session
-        self._departure = departure
+        self._config, self._trainer, self._session = config, trainer, session
+        self._shutdown = shutdown
         self._settings = config.train.ckpt
         self._rhythm = Rhythm(
             self._settings.enable_checkpoint, self._settings.save_freq, self._settings.save_freq_in_epoch
@@ -71,12 +71,12 @@ class Checkpointer:
         self._epochs = 0
         self._beside = Background()
         asynchronous = self._settings.save_mode == "async"
-        self._staging = Staging(learner.group.device) if asynchronous else None
+        self._staging = Staging(trainer.group.device) if asynchronous else None
         patience = config.controller.controller_lost_timeout
-        self._group = learner.group.sibling(patience) if asynchronous else learner.group
+        self._group = trainer.group.sibling(patience) if asynchronous else trainer.group
         self._caller: Caller | None = None if session is None else session.another()
         self._uploader: Uploader | None = None
-        learner.group.lead(lambda: self._prepare(reply))
+        trainer.group.lead(lambda: self._prepare(reply))
         self._housekeeper = Housekeeper(self._directory, self._settings, self._uploader)
 
     @property
@@ -111,7 +111,7 @@ class Checkpointer:
         Raises:
             CheckpointError: the checkpoint is of another model or data, or lacks what is asked for.
         """
-        load(resumption, self._learner, self._config, self._data)
+        load(resumption, self._trainer, self._config, self._data)
         manifest = resumption.found.manifest
         if resumption.step == manifest.step:
             self._epochs = manifest.epochs
@@ -131,7 +131,7 @@ class Checkpointer:
         if epochs is None:
             epochs = 0 if self._data is None else self._data.at(step).position // self._data.rows
         before, self._epochs = self._epochs, max(self._epochs, epochs)
-        if self._learner.group.any(self._departure.checkpoint_asked):
+        if self._trainer.group.any(self._shutdown.checkpoint_asked):
             return True
         return self._rhythm.due(step, last=last, epochs=self._epochs, epochs_before=before)
 
@@ -142,7 +142,7 @@ class Checkpointer:
             CheckpointSaveError: this one could not be written (`sync`), or the one before (`async`).
             Refused, ControllerLost, LeaveRequestedError: see `Session.call`.
         """
-        self._departure.checkpoint_asked = False
+        self._shutdown.checkpoint_asked = False
         if step == self._saved:
             return
         began = time.monotonic()
@@ -159,11 +159,11 @@ class Checkpointer:
         log.info("checkpoint of step %d held training up for %.2f s", step, time.monotonic() - began)
 
     def _draft(self, step: int) -> Draft:
-        learner, group = self._learner, self._learner.group
+        trainer, group = self._trainer, self._trainer.group
         beside, ledger = group.lead(lambda: self._begin(step))
         contents = list(self._settings.save_contents)
         kinds = {*contents, MODEL} if self._settings.export_safetensors else {*contents}
-        pieces = {kind: pieces_of(state) for kind, state in state_to_save(learner, kinds).items()}
+        pieces = {kind: pieces_of(state) for kind, state in state_to_save(trainer, kinds).items()}
         manifest = Manifest(
             step=step,
             timeline=self._timeline,
@@ -171,10 +171,10 @@ class Checkpointer:
             epochs=self._epochs,
             world=group.world,
             written_at=0.0,
-            architecture=type(learner.model.lm).__name__.removeprefix("FSDP"),
+            architecture=type(trainer.model.lm).__name__.removeprefix("FSDP"),
             contents=contents,
             exported=self._settings.export_safetensors,
-            schedule=schedule_facts(learner.schedule, learner.optimizer.peak_lr)
+            schedule=schedule_facts(trainer.schedule, trainer.optimizer.peak_lr)
             if "extra" in contents
             else None,
             data=None if self._data is None else self._data.at(step),
@@ -213,13 +213,13 @@ class Checkpointer:
             return directory.hold(beside)
         except OSError as error:
             raise CheckpointSaveError(
-                f"rank {self._learner.group.rank} does not see {beside}, which rank 0 has just made: "
+                f"rank {self._trainer.group.rank} does not see {beside}, which rank 0 has just made: "
                 f"{error.strerror or error}; train.output_dir must be a directory that all machines share"
             ) from error
 
     def _exporter(self) -> Exporter:
         """Names are asked for now, while nobody trains; the weights come from the files."""
-        model, config = self._learner.model, self._config
+        model, config = self._trainer.model, self._config
         names, dtype = HubNames(model.lm), DTYPES[config.train.effective_transfer_dtype]
         return lambda gather, target: write_export(model, names.tensors(gather, dtype=dtype), config, target)
 
@@ -247,7 +247,7 @@ class Checkpointer:
         Raises:
             CheckpointSaveError, and whatever telling the controller or an upload has raised.
         """
-        if self._beside.busy and self._learner.group.any(self._beside.failed):
+        if self._beside.busy and self._trainer.group.any(self._beside.failed):
             self.wait()
             raise CheckpointSaveError("another rank could not finish its checkpoint: its log says why")
         if self._uploader is not None:
@@ -276,7 +276,7 @@ class Checkpointer:
         self.wait()
         if self._uploader is None:
             return True
-        return self._uploader.finish(leaving=lambda: bool(self._departure))
+        return self._uploader.finish(leaving=lambda: bool(self._shutdown))
 
     def close(self, seconds: float) -> None:
         """On the way out, whatever the reason: give a save that is under way some time, and no more."""

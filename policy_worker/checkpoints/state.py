@@ -4,7 +4,7 @@
     optimizer.<name>.<slot>      what AdamW keeps of each parameter
 
 Numbers of the optimizer that are no tensors (betas, weight decay, …) are the configuration's, and are not kept.
-A frozen reference model and an adaptive KL coefficient will be further prefixes; a learner without them has none.
+A frozen reference model and an adaptive KL coefficient will be further prefixes; a trainer without them has none.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from torch.distributed.tensor import DTensor
 
 from policy_worker.checkpoints.storage import State, StateFiles, differences
 from policy_worker.errors import CheckpointError
-from policy_worker.trainer import Learner
+from policy_worker.trainer import Trainer
 
 MODEL, OPTIMIZER = "model", "optimizer"
 
 
-def model_state(learner: Learner) -> State:
+def model_state(trainer: Trainer) -> State:
     """Parameters and buffers: those of the model itself, not copies. A tied tensor has one name."""
-    model = learner.model
+    model = trainer.model
     named = (name for name, _ in model.named_parameters(remove_duplicate=False))
     aliases = set(named) - {name for name, _ in model.named_parameters()}
     return {
@@ -40,17 +40,17 @@ def model_state(learner: Learner) -> State:
     }
 
 
-def optimizer_state(learner: Learner) -> State:
+def optimizer_state(trainer: Trainer) -> State:
     """What the optimizer keeps; zeros before its first step."""
-    adamw = learner.optimizer.adamw
+    adamw = trainer.optimizer.adamw
     fresh = not adamw.state
-    found = get_optimizer_state_dict(learner.model, adamw)
+    found = get_optimizer_state_dict(trainer.model, adamw)
     if (
         fresh
     ):  # torch has made the state by a step at a learning rate of 0, and counted it: the next is the first
         for slots in adamw.state.values():
             slots["step"].zero_()
-        found = get_optimizer_state_dict(learner.model, adamw)
+        found = get_optimizer_state_dict(trainer.model, adamw)
     return _flatten(found["state"])
 
 
@@ -63,31 +63,31 @@ def _flatten(slots: dict[str, dict[str, Any]]) -> State:
     }
 
 
-def state_to_save(learner: Learner, kinds: Collection[str]) -> dict[str, State]:
+def state_to_save(trainer: Trainer, kinds: Collection[str]) -> dict[str, State]:
     """By kind, what this rank has a part in. What every rank holds alike is rank 0's to write."""
     makers = {MODEL: model_state, OPTIMIZER: optimizer_state}
     return {
-        kind: {k: v for k, v in make(learner).items() if learner.group.leads or isinstance(v, DTensor)}
+        kind: {k: v for k, v in make(trainer).items() if trainer.group.leads or isinstance(v, DTensor)}
         for kind, make in makers.items()
         if kind in kinds
     }
 
 
-def load_model_state(learner: Learner, files: StateFiles) -> None:
+def load_model_state(trainer: Trainer, files: StateFiles) -> None:
     """Raises `CheckpointError`: the weights are of another model."""
-    state = model_state(learner)
+    state = model_state(trainer)
     _load(files, state, MODEL)
     loaded = {key.removeprefix(f"{MODEL}."): tensor for key, tensor in state.items()}
-    set_model_state_dict(learner.model, get_model_state_dict(learner.model) | loaded)
+    set_model_state_dict(trainer.model, get_model_state_dict(trainer.model) | loaded)
 
 
-def load_optimizer_state(learner: Learner, files: StateFiles) -> None:
+def load_optimizer_state(trainer: Trainer, files: StateFiles) -> None:
     """Raises `CheckpointError`: the state is of another model."""
-    found = get_optimizer_state_dict(learner.model, learner.optimizer.adamw)
+    found = get_optimizer_state_dict(trainer.model, trainer.optimizer.adamw)
     state = _flatten(found["state"])
     _load(files, state, OPTIMIZER)
-    set_optimizer_state_dict(learner.model, learner.optimizer.adamw, found)
-    learner.optimizer.apply_settings()
+    set_optimizer_state_dict(trainer.model, trainer.optimizer.adamw, found)
+    trainer.optimizer.apply_settings()
 
 
 def _load(files: StateFiles, state: State, prefix: str) -> None:

@@ -2,7 +2,7 @@
 
 Every rank holds 1/world of each parameter and of its optimizer state; a layer is gathered for its forward and
 again for its backward, and gradients are averaged while they are scattered. The loss is therefore multiplied by
-the number of ranks (see `learner`), which makes the average the sum that the formulas ask for.
+the number of ranks (see `trainer`), which makes the average the sum that the formulas ask for.
 
 One rank whose parameters are used in the type they are stored in has nothing to shard or cast, and is left alone:
 the hooks and copies of FSDP2 cost 7 to 13 % of a step of a small model there (measured, 0.3M parameters, CPU).

@@ -24,8 +24,8 @@ from policy_worker.algorithms.objective import Objective, SampleFacts, mean_metr
 from policy_worker.algorithms.policy_loss import Clip, PolicyTokens
 from policy_worker.model.logprobs import TokenOutputs
 from policy_worker.model.micro_batch import MicroBatch, TrainSample
-from policy_worker.process import Departure
-from policy_worker.trainer import Learner, ShareOfLoss, StepResult
+from policy_worker.process import ShutdownRequest
+from policy_worker.trainer import ShareOfLoss, StepResult, Trainer
 from policy_worker.training.batch_plan import MicroBatchRule, OptimizerStep, plan_step
 from policy_worker.training.batch_source import POLL, BatchSource, counts, tokens_by_staleness
 from policy_worker.training.step_end import End
@@ -47,13 +47,13 @@ class Grpo:
     def __init__(
         self,
         config: Config,
-        learner: Learner,
+        trainer: Trainer,
         source: BatchSource,
-        departure: Departure,
+        shutdown: ShutdownRequest,
         publishing: Owing | None = None,
     ) -> None:
-        self._config, self._learner, self._source = config.grpo, learner, source
-        self._departure, self._publishing = departure, publishing or NothingOwed()
+        self._config, self._trainer, self._source = config.grpo, trainer, source
+        self._shutdown, self._publishing = shutdown, publishing or NothingOwed()
         self._objective = objective_of(config.grpo)
         self._rule = micro_batch_rule(config)
         self._temperature = config.sampling_temperature
@@ -84,9 +84,9 @@ class Grpo:
     def _wait(self, step: int) -> StepTable | End:
         publishing = self._publishing
         while True:
-            asked = float(bool(self._departure)), float(self._departure.checkpoint_asked)
+            asked = float(bool(self._shutdown)), float(self._shutdown.checkpoint_asked)
             flags = [*asked, *publishing.signals()]
-            leaves, saves, failed, publishes, wanted = self._learner.group.reduce(flags, "max")
+            leaves, saves, failed, publishes, wanted = self._trainer.group.reduce(flags, "max")
             if leaves or saves:
                 return End.ASKED if leaves else End.SAVE
             if failed or ((publishing.owed or wanted) and not publishes):
@@ -103,7 +103,7 @@ class Grpo:
         plan = plan_step(
             table.total_tokens,
             [counts(table, row) for row in range(table.n_samples)],
-            world=self._learner.group.world,
+            world=self._trainer.group.world,
             rule=self._rule,
             batch_size=self._config.batch_size_per_optimize,
             iterations=self._config.mu_iterations,
@@ -114,7 +114,7 @@ class Grpo:
             return None
         bound = self._source.bound
         ages = staleness_sums(tokens_by_staleness(table.step, samples, bound), bound)
-        ages = self._learner.group.reduce(ages, "sum")
+        ages = self._trainer.group.reduce(ages, "sum")
         results = [self._optimizer_step(piece, samples, table, advantages) for piece in plan]
         if not results:
             log.warning("step %d has no sample with a score: it is committed without an update", table.step)
@@ -122,12 +122,12 @@ class Grpo:
             **_loss_metrics(results, plan, table),
             **_table_metrics(table, advantages),
             **staleness_metrics(ages, bound),
-            "lr": self._learner.lr(table.step),
+            "lr": self._trainer.lr(table.step),
             "optimizer_steps": float(len(results)),
         }
 
     def _rows_of_this_rank(self, plan: Sequence[OptimizerStep]) -> list[int]:
-        rank = self._learner.group.rank
+        rank = self._trainer.group.rank
         return sorted({row for piece in plan for micro_batch in piece.ranks[rank] for row in micro_batch})
 
     def _optimizer_step(
@@ -137,10 +137,10 @@ class Grpo:
         table: StepTable,
         advantages: Sequence[float],
     ) -> StepResult:
-        group = self._learner.group
-        batches = [self._learner.micro_batch(samples, rows) for rows in piece.ranks[group.rank]]
+        group = self._trainer.group
+        batches = [self._trainer.micro_batch(samples, rows) for rows in piece.ranks[group.rank]]
         share = share_of_loss(self._objective, table, advantages, step_totals(table, piece.rows))
-        return self._learner.optimizer_step(batches, share, step=table.step, temperature=self._temperature)
+        return self._trainer.optimizer_step(batches, share, step=table.step, temperature=self._temperature)
 
 
 def objective_of(config: GrpoConfig) -> Objective:

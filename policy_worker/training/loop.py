@@ -18,9 +18,9 @@ from typing import Protocol
 from policy_worker.checkpoints.export import export_model
 from policy_worker.checkpoints.saver import Checkpointer
 from policy_worker.commits import Commits
-from policy_worker.process import Departure
+from policy_worker.process import ShutdownRequest
 from policy_worker.session import Session
-from policy_worker.trainer import Learner
+from policy_worker.trainer import Trainer
 from policy_worker.training.step_end import End
 from policy_worker.weights.publisher import Publisher
 from schema.config import Config
@@ -46,17 +46,17 @@ class Loop:
         self,
         config: Config,
         reply: m.RegisterReply,
-        learner: Learner,
+        trainer: Trainer,
         session: Session | None,
-        departure: Departure,
+        shutdown: ShutdownRequest,
         checkpointer: Checkpointer,
     ) -> None:
-        self._config, self._reply, self._learner = config, reply, learner
-        self._session, self._departure, self._checkpointer = session, departure, checkpointer
+        self._config, self._reply, self._trainer = config, reply, trainer
+        self._session, self._shutdown, self._checkpointer = session, shutdown, checkpointer
         self.publisher: Publisher | None = None
         if reply.mode != "sft":  # where nobody would fetch
-            self.publisher = Publisher(config, learner, session, reply, departure)
-        self._commits = Commits(learner.group, session)
+            self.publisher = Publisher(config, trainer, session, reply, shutdown)
+        self._commits = Commits(trainer.group, session)
         self._overlaps = reply.mode == "sft"
         self._published = -1
         self._publish_seconds = 0.0
@@ -134,25 +134,25 @@ class Loop:
 
     def _settle(self) -> bool:
         """Wait for what is being published; False if this replica was asked to leave meanwhile."""
-        return self.publisher is None or self.publisher.settle(LEAVING_SHARE * self._departure.grace)
+        return self.publisher is None or self.publisher.settle(LEAVING_SHARE * self._shutdown.grace)
 
     def _finish(self, step: int) -> str:
         if self._config.launcher.export_final:
             self._say("exporting the model")
             final = Path(self._reply.run_dir) / "final"
-            export_model(self._learner, self._config, final)
+            export_model(self._trainer, self._config, final)
             self._checkpointer.offer_final(final, step)
         self._say("waiting for publications, checkpoints and uploads")
         published = self._settle()
         whole = self._checkpointer.finish()
-        return "finished" if whole and published else self._departure.reason
+        return "finished" if whole and published else self._shutdown.reason
 
     def _leave_early(self, step: int) -> str:
         if self._checkpointer.enabled:
             self._checkpointer.save(step)
         self._settle()
         self._checkpointer.finish()
-        return self._departure.reason or "asked to leave on another rank"
+        return self._shutdown.reason or "asked to leave on another rank"
 
     def _say(self, status: str) -> None:
         if self._session is not None:

@@ -16,8 +16,8 @@ from torch import Tensor
 from policy_worker.errors import SettingsError
 from policy_worker.model.logprobs import TokenOutputs
 from policy_worker.model.micro_batch import MicroBatch, Segment, TrainSample
-from policy_worker.process import Departure
-from policy_worker.trainer import Learner, ShareOfLoss
+from policy_worker.process import ShutdownRequest
+from policy_worker.trainer import ShareOfLoss, Trainer
 from policy_worker.training.batch_plan import plan_step
 from policy_worker.training.grpo import micro_batch_rule
 from policy_worker.training.step_end import End
@@ -50,8 +50,8 @@ class RowOrder:
 class Sft:
     """One training step at a time; the loop around it commits."""
 
-    def __init__(self, config: Config, learner: Learner, data_file: Path, departure: Departure) -> None:
-        self._learner, self._departure = learner, departure
+    def __init__(self, config: Config, trainer: Trainer, data_file: Path, shutdown: ShutdownRequest) -> None:
+        self._trainer, self._shutdown = trainer, shutdown
         self._rule, self._balance = micro_batch_rule(config), config.sft.balance_dp_token
         self._batch = config.samples_per_step
         try:
@@ -64,7 +64,7 @@ class Sft:
 
     def train(self, step: int) -> dict[str, float] | End:
         """Train on the batch of a step; its metrics, or why there was no step."""
-        if self._learner.group.any(bool(self._departure)):
+        if self._trainer.group.any(bool(self._shutdown)):
             return End.ASKED
         rows = self._order.rows(step * self._batch, (step + 1) * self._batch)
         if not rows:
@@ -72,7 +72,7 @@ class Sft:
         samples = dict(enumerate(self._sample(row) for row in rows))
         learned = [sample.learned_tokens for sample in samples.values()]
         tokens = [len(sample.segments[0].token_ids) for sample in samples.values()]
-        group = self._learner.group
+        group = self._trainer.group
         plan = plan_step(
             tokens,
             [count > 0 for count in learned],
@@ -80,11 +80,11 @@ class Sft:
             rule=self._rule,
             balance=self._balance,
         )
-        metrics = {"tokens": float(sum(tokens)), "samples": float(len(rows)), "lr": self._learner.lr(step)}
+        metrics = {"tokens": float(sum(tokens)), "samples": float(len(rows)), "lr": self._trainer.lr(step)}
         n_tokens = sum(learned)
         for piece in plan:
-            batches = [self._learner.micro_batch(samples, micro) for micro in piece.ranks[group.rank]]
-            result = self._learner.optimizer_step(batches, likelihood_loss(n_tokens), step=step)
+            batches = [self._trainer.micro_batch(samples, micro) for micro in piece.ranks[group.rank]]
+            result = self._trainer.optimizer_step(batches, likelihood_loss(n_tokens), step=step)
             metrics |= {
                 "loss": result.sums["loss"],
                 "accuracy": result.sums["correct"] / n_tokens,

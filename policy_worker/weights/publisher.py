@@ -27,9 +27,9 @@ from typing import Protocol
 from policy_worker.background import Background
 from policy_worker.errors import PolicyError, SettingsError
 from policy_worker.model.model import DTYPES
-from policy_worker.process import Departure
+from policy_worker.process import ShutdownRequest
 from policy_worker.session import Session
-from policy_worker.trainer import Learner
+from policy_worker.trainer import Trainer
 from policy_worker.weights.nccl_sender import open_sender
 from policy_worker.weights.record import RECORD, Record
 from policy_worker.weights.release import Leader, Place, Release
@@ -76,14 +76,14 @@ class Publisher:
     def __init__(
         self,
         config: Config,
-        learner: Learner,
+        trainer: Trainer,
         session: Session | None,
         reply: m.RegisterReply,
-        departure: Departure,
+        shutdown: ShutdownRequest,
     ) -> None:
         """A collective. Raises `SettingsError` where weights cannot be written."""
         settings = config.weight_sync
-        self._learner, self._departure, self._session = learner, departure, session
+        self._trainer, self._shutdown, self._session = trainer, shutdown, session
         self._dtype, self._lora = DTYPES[config.train.effective_transfer_dtype], settings.lora
         self._shadow = Shadow(keeps=settings.encoding == "delta")
         self._beside = Background("publish")
@@ -92,7 +92,7 @@ class Publisher:
             self._store = open_store(reply.weight_store, timeout=settings.store_timeout, stop=self._stop)
         except StoreError as error:
             raise SettingsError(f"weight_sync.store: {error}") from error
-        learner.group.lead(lambda: prove(self._store, strict=reply.committed_steps == 0))
+        trainer.group.lead(lambda: prove(self._store, strict=reply.committed_steps == 0))
         self._leader: Leader | None = None
         name = re.sub(r"[^A-Za-z0-9_-]", "-", reply.job_id).lstrip("-_")
         if session is not None:
@@ -102,10 +102,10 @@ class Publisher:
             session.troubles.append(self.trouble)
         # The ranks of the background wait for the one whose store fails, or for the controller.
         patience = max(settings.store_timeout, config.controller.controller_lost_timeout)
-        group = learner.group
+        group = trainer.group
         place = Place(self._store, name, reply.timeline, settings.store_timeout)
         self._release = Release(
-            group.sibling(patience), group.sibling(patience), place, self._shadow, departure, self._leader
+            group.sibling(patience), group.sibling(patience), place, self._shadow, shutdown, self._leader
         )
         self.owed = False
 
@@ -124,8 +124,8 @@ class Publisher:
             self.owed = True
             return False
         began = time.monotonic()
-        names = HubNames(self._learner.model.lm, lora=self._lora)
-        group = self._learner.group
+        names = HubNames(self._trainer.model.lm, lora=self._lora)
+        group = self._trainer.group
         self._shadow.take(Gathering(names, group.rank, group.world).tensors(self._dtype))
         seconds = time.monotonic() - began
         self.owed = False
@@ -150,14 +150,14 @@ class Publisher:
         """
         give_up: float | None = None
         while True:
-            asked = bool(self._departure)
+            asked = bool(self._shutdown)
             if asked and give_up is None:
                 give_up = time.monotonic() + patience
             late = give_up is not None and time.monotonic() >= give_up
             running = self._beside.running or self._release.anchoring
             failed = self._beside.failed  # after `running`, as in `signals`
             flags = [float(failed), float(running), float(asked), float(late)]
-            fails, runs, leaves, gives_up = self._learner.group.reduce(flags, "max")
+            fails, runs, leaves, gives_up = self._trainer.group.reduce(flags, "max")
             if leaves and (fails or gives_up):
                 log.warning("leaving while a version is still being published")
                 return False
@@ -190,8 +190,8 @@ class Publisher:
 
         A replica that was asked to leave, which is what ends publishing where the store fails, still has to save.
         """
-        flags = [*self.signals(), float(bool(self._departure))]
-        failed, running, _, leaves = self._learner.group.reduce(flags, "max")
+        flags = [*self.signals(), float(bool(self._shutdown))]
+        failed, running, _, leaves = self._trainer.group.reduce(flags, "max")
         if failed and not leaves:
             self._raise()
         if failed or running:

@@ -23,7 +23,7 @@ from controller.client import calls as api
 from policy_worker.background import Background
 from policy_worker.errors import PublishError
 from policy_worker.parallel.group import Group
-from policy_worker.process import Departure
+from policy_worker.process import ShutdownRequest
 from policy_worker.session import Caller, Session
 from policy_worker.weights.collective_write import Stored, StoreTroubleError, store_version
 from policy_worker.weights.record import Record
@@ -92,11 +92,11 @@ class Release:
         anchors: Group,
         place: Place,
         shadow: Shadow,
-        departure: Departure,
+        shutdown: ShutdownRequest,
         leader: Leader | None,
     ) -> None:
         self._group, self._anchor_group = group, anchors
-        self._place, self._shadow, self._departure, self._leader = place, shadow, departure, leader
+        self._place, self._shadow, self._shutdown, self._leader = place, shadow, shutdown, leader
         self._prefix = f"r{group.rank:03d}-"
         self._anchoring = Background("anchor")
         self._anchored: Tensors | None = None
@@ -165,10 +165,10 @@ class Release:
                 pause = BACKOFF.after(attempt)
                 log.warning("%s; trying again in %.1f s", trouble, pause)
                 self._say(trouble)
-            self._departure.wait(pause)
+            self._shutdown.wait(pause)
 
     def _verdict(self, give_up: float) -> str:
-        if self._departure:
+        if self._shutdown:
             return "leave"
         return "late" if time.monotonic() >= give_up else ""
 

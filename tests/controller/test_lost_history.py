@@ -17,7 +17,7 @@ import pytest
 from controller.client import calls as api
 from controller.client.http import Client, Refused
 from policy_worker.errors import ReplacedError
-from policy_worker.process import Departure, Environment
+from policy_worker.process import Environment, ShutdownRequest
 from policy_worker.session import Session
 from schema.config import Config
 from schema.wire import messages as m
@@ -37,7 +37,7 @@ class LiveTrainer(threading.Thread):
 
     def __init__(self, url: str, name: str = "policy-0") -> None:
         super().__init__(daemon=True)
-        self.session = Session(Environment(url, TOKENS["policy"], name, None, None), Departure(), 1)
+        self.session = Session(Environment(url, TOKENS["policy"], name, None, None), ShutdownRequest(), 1)
         self.trained: list[list[str]] = []
         self.limit = sys.maxsize
         """Steps that it trains; then it waits for a higher limit."""
@@ -219,7 +219,9 @@ def test_a_trainer_that_was_replaced_in_lost_history_is_refused(tmp_path: Path) 
         rollout.register()
         train_step(old, rollout, 0)
         kept = next((valkey._directory / "appendonlydir").glob("*.incr.aof")).stat().st_size
-        session = Session(Environment(process.url, TOKENS["policy"], "policy-0", None, None), Departure(), 1)
+        session = Session(
+            Environment(process.url, TOKENS["policy"], "policy-0", None, None), ShutdownRequest(), 1
+        )
         newer = session.register(resume_step=0)
         assert newer.timeline == 1
         lose(valkey, process, lambda size: min(size, kept))
@@ -230,7 +232,9 @@ def test_a_trainer_that_was_replaced_in_lost_history_is_refused(tmp_path: Path) 
         assert refused.value.code is ErrorCode.STALE_EPOCH
         status, ledger = user.send(api.job()), user.send(api.ledger())
         assert (status.timeline, status.step, ledger.states["trained"]) == (1, 0, 0)
-        again = Session(Environment(process.url, TOKENS["policy"], "policy-0", None, None), Departure(), 1)
+        again = Session(
+            Environment(process.url, TOKENS["policy"], "policy-0", None, None), ShutdownRequest(), 1
+        )
         again.register(resume_step=0)
         with pytest.raises(ReplacedError):
             session.call(api.step_batch(0, newer.policy_epoch, "none"))
@@ -302,7 +306,7 @@ def test_supervised_steps_are_replayed_and_resumed(stage: Stage) -> None:
     train = {"train_policy": {"type": "sft"}, "train_batch_per_replica": 4}
     config = Config.model_validate({"train": train})
     served = stage.serve(config, rows=24)
-    session = Session(Environment(served.url, TOKENS["policy"], "policy-0", None, None), Departure(), 1)
+    session = Session(Environment(served.url, TOKENS["policy"], "policy-0", None, None), ShutdownRequest(), 1)
     session.register()
     for step in range(3):
         session.history.applied(step, {"samples": 4.0}, time.time())

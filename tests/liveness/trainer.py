@@ -23,9 +23,9 @@ from policy_worker.model.lr_schedule import Schedule
 from policy_worker.model.micro_batch import TrainSample
 from policy_worker.model.model import load_model
 from policy_worker.parallel.fsdp import apply_fsdp
-from policy_worker.process import Departure, Environment
+from policy_worker.process import Environment, ShutdownRequest
 from policy_worker.session import Session
-from policy_worker.trainer import Learner
+from policy_worker.trainer import Trainer
 from policy_worker.training.batch_plan import micro_batches
 from policy_worker.training.batch_source import BatchSource
 from policy_worker.training.grpo import Grpo, micro_batch_rule
@@ -47,27 +47,27 @@ POLICY = "train.train_policy"
 # ---- loss and gradient ----------------------------------------------------------------------------------------
 
 
-def _learner(config: Config, place: Place) -> Learner:
+def _trainer(config: Config, place: Place) -> Trainer:
     torch.manual_seed(0)
-    return Learner(tiny_model(packed=config.train.sequence_packing), config, place.group, Schedule(10))
+    return Trainer(tiny_model(packed=config.train.sequence_packing), config, place.group, Schedule(10))
 
 
 def _grpo(config: Config, place: Place, world: int = 1) -> tuple[Grpo, dict[str, np.ndarray]]:
     """The algorithm on twelve fixed samples, and where the gradients of its next step will be."""
-    learner = _learner(config, place)
+    trainer = _trainer(config, place)
     answer = encode_step(random_samples(12))
     if world > 1:
-        learner.group = copy(place.group)
-        learner.group.world = world  # this rank's share of the batch of two
+        trainer.group = copy(place.group)
+        trainer.group.world = world  # this rank's share of the batch of two
     source = BatchSource(place.group, lambda call: answer, 1, config.staleness_bound)
     found: dict[str, np.ndarray] = {}
 
     def keep(*_: Any) -> None:
-        for name, parameter in learner.model.named_parameters():
+        for name, parameter in trainer.model.named_parameters():
             found.setdefault(name, parameter.grad.numpy().copy())
 
-    learner.optimizer.adamw.register_step_pre_hook(keep)
-    return Grpo(config, learner, source, Departure()), found
+    trainer.optimizer.adamw.register_step_pre_hook(keep)
+    return Grpo(config, trainer, source, ShutdownRequest()), found
 
 
 def gradient(config: Config, place: Place) -> dict[str, np.ndarray]:
@@ -138,7 +138,7 @@ def rows_of_micro_batches(config: Config, place: Place) -> list[list[int]]:
 def shape_of_a_micro_batch(config: Config, place: Place) -> list[int]:
     """Rows and columns of two samples side by side."""
     samples = {row: TrainSample.of_wire(sample) for row, sample in enumerate(random_samples(2))}
-    return list(_learner(config, place).micro_batch(samples, [0, 1]).input_ids.shape)
+    return list(_trainer(config, place).micro_batch(samples, [0, 1]).input_ids.shape)
 
 
 watch(rows_of_micro_batches, sft, {f"{POLICY}.mini_batch": (2, 3)})
@@ -154,7 +154,7 @@ watch(shape_of_a_micro_batch, grpo, {"train.sequence_packing": (False, True)})
 
 def optimizer_settings(config: Config, place: Place) -> dict[str, Any]:
     """What torch's optimizer is made with."""
-    optimizer = _learner(config, place).optimizer
+    optimizer = _trainer(config, place).optimizer
     (group,) = optimizer.adamw.param_groups
     names = ("lr", "betas", "eps", "weight_decay", "fused", "foreach")
     return {name: group[name] for name in names}
@@ -168,9 +168,9 @@ def applied_norm(config: Config, place: Place) -> float:
 
 def learning_rates(config: Config, place: Place) -> list[float]:
     """The rate of each of forty steps."""
-    learner = _learner(config, place)
-    learner.schedule = _schedule(config, 40)
-    return [learner.lr(step) for step in range(40)]
+    trainer = _trainer(config, place)
+    trainer.schedule = _schedule(config, 40)
+    return [trainer.lr(step) for step in range(40)]
 
 
 watch(
@@ -282,7 +282,7 @@ def supervised_rows(config: Config, place: Place) -> tuple[list[int], float]:
     path = place.directory() / "train.safetensors"
     ids = [[3, 4, 5 + row] for row in range(24)]
     write_prompts(path, ids, [{"key": str(row)} for row in range(24)], [[0, 1, 1]] * 24)
-    algorithm = Sft(config, _learner(config, place), path, Departure())
+    algorithm = Sft(config, _trainer(config, place), path, ShutdownRequest())
     metrics = algorithm.train(0)
     assert isinstance(metrics, dict)
     return algorithm._order.rows(0, 1000), metrics["samples"]
@@ -307,7 +307,9 @@ def _registered(config: Config, place: Place) -> Iterator[tuple[ServedController
     """A real controller of this job, and a policy replica that has registered with it."""
     run_dir = make_run_dir(place.directory() / "run", config)
     with served_controller(run_dir, place.valkey.url) as served:
-        session = Session(Environment(served.url, TOKENS["policy"], "policy-0", None, None), Departure(), 1)
+        session = Session(
+            Environment(served.url, TOKENS["policy"], "policy-0", None, None), ShutdownRequest(), 1
+        )
         session.register()
         try:
             yield served, session
@@ -338,7 +340,7 @@ def who_writes(config: Config, place: Place) -> bool:
 
 def _checkpointer(config: Config, place: Place, session: Session | None = None) -> Checkpointer:
     reply = _reply(config, place) if session is None else session.reply
-    return Checkpointer(config, reply, _learner(config, place), session, Departure())
+    return Checkpointer(config, reply, _trainer(config, place), session, ShutdownRequest())
 
 
 def steps_that_are_saved(config: Config, place: Place) -> list[int]:
@@ -372,13 +374,13 @@ def what_is_read(config: Config, place: Place) -> tuple[object, int]:
 
 def rates_after_resume(config: Config, place: Place) -> list[float]:
     """Learning rates of forty steps; the checkpoint was to decay, the configuration is not."""
-    learner = _learner(config, place)
-    learner.schedule = Schedule(40, decay_ratio=0.5, decay_type="linear")
+    trainer = _trainer(config, place)
+    trainer.schedule = Schedule(40, decay_ratio=0.5, decay_type="linear")
     root = place.directory()
-    save_state(learner, root)
-    learner.schedule = Schedule(40)
-    load(Resumption(look(root / "step-00000000"), 0, own=True), learner, config, None)
-    return [learner.lr(step) for step in range(40)]
+    save_state(trainer, root)
+    trainer.schedule = Schedule(40)
+    load(Resumption(look(root / "step-00000000"), 0, own=True), trainer, config, None)
+    return [trainer.lr(step) for step in range(40)]
 
 
 def _reply(config: Config, place: Place) -> m.RegisterReply:
@@ -440,7 +442,7 @@ watch(
 def exported_type(config: Config, place: Place) -> set[str]:
     """The type of the exported tensors."""
     target = place.directory() / "final"
-    export_model(_learner(config, place), config, target)
+    export_model(_trainer(config, place), config, target)
     with safe_open(target / "model.safetensors", framework="pt") as file:
         return {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
 
@@ -448,9 +450,9 @@ def exported_type(config: Config, place: Place) -> set[str]:
 def files_at_the_end(config: Config, place: Place) -> bool:
     """Whether a finished run leaves a model."""
     reply = _reply(config, place)
-    learner = _learner(config, place)
-    checkpointer = Checkpointer(config, reply, learner, None, Departure())
-    Loop(config, reply, learner, None, Departure(), checkpointer)._finish(0)
+    trainer = _trainer(config, place)
+    checkpointer = Checkpointer(config, reply, trainer, None, ShutdownRequest())
+    Loop(config, reply, trainer, None, ShutdownRequest(), checkpointer)._finish(0)
     return (Path(reply.run_dir) / "final" / "config.json").exists()
 
 
@@ -461,7 +463,7 @@ watch(files_at_the_end, sft, {"launcher.export_final": (True, False)})
 def patience_of_a_trainer(config: Config, place: Place) -> tuple[float, float]:
     """How long it looks for a lost controller, and how long it may take to leave."""
     with _registered(config, place) as (_, session):
-        return session.patience, session.departure.grace
+        return session.patience, session.shutdown.grace
 
 
 watch(

@@ -13,9 +13,9 @@ import torch
 
 from controller.client import calls as api
 from policy_worker.model.lr_schedule import Schedule
-from policy_worker.process import Departure, Environment
+from policy_worker.process import Environment, ShutdownRequest
 from policy_worker.session import Session
-from policy_worker.trainer import Learner
+from policy_worker.trainer import Trainer
 from policy_worker.weights.nccl_sender import open_sender
 from policy_worker.weights.publisher import Publisher
 from rollout_worker.lease_table import Held
@@ -34,29 +34,29 @@ from weight_sync.stores import DirectoryStore
 
 
 @contextmanager
-def _publisher(config: Config, place: Place) -> Iterator[tuple[Publisher, Learner, RegisterReply, Any]]:
+def _publisher(config: Config, place: Place) -> Iterator[tuple[Publisher, Trainer, RegisterReply, Any]]:
     """The publisher of a trainer of one rank; its registration, and a user of the controller."""
     with staged(config, place, register=False) as stage:
-        departure = Departure()
+        shutdown = ShutdownRequest()
         session = Session(
-            Environment(stage.served.url, TOKENS["policy"], "policy-0", None, None), departure, 1
+            Environment(stage.served.url, TOKENS["policy"], "policy-0", None, None), shutdown, 1
         )
-        learner = Learner(tiny_model(), config, place.group, Schedule(10))
+        trainer = Trainer(tiny_model(), config, place.group, Schedule(10))
         reply = session.register(0)
-        publisher = Publisher(config, learner, session, reply, departure)
+        publisher = Publisher(config, trainer, session, reply, shutdown)
         try:
-            yield publisher, learner, reply, stage.user
+            yield publisher, trainer, reply, stage.user
         finally:
             publisher.close()
-            departure.request("done")
+            shutdown.request("done")
             session.leave("done")
 
 
-def _publish(publisher: Publisher, learner: Learner, n: int) -> None:
+def _publish(publisher: Publisher, trainer: Trainer, n: int) -> None:
     """n versions; from one to the next one element of each parameter changes."""
     for _ in range(n):
         with torch.no_grad():
-            for parameter in learner.model.parameters():
+            for parameter in trainer.model.parameters():
                 parameter.view(-1)[0] *= 1.25
         assert publisher.publish(0)
         assert publisher.settle(60.0)
@@ -64,16 +64,16 @@ def _publish(publisher: Publisher, learner: Learner, n: int) -> None:
 
 def forms_of_four_versions(config: Config, place: Place) -> list[tuple[str, int]]:
     """Whether each is full or a delta, and where its chain begins."""
-    with _publisher(config, place) as (publisher, learner, _, user):
-        _publish(publisher, learner, 4)
+    with _publisher(config, place) as (publisher, trainer, _, user):
+        _publish(publisher, trainer, 4)
         found = [shown.publication for shown in user.send(api.publications())]
         return [(publication.kind, publication.begins) for publication in found]
 
 
 def offered(config: Config, place: Place) -> bool:
     """Whether a publication says where the trainer hands it out itself."""
-    with _publisher(config, place) as (publisher, learner, _, user):
-        _publish(publisher, learner, 1)
+    with _publisher(config, place) as (publisher, trainer, _, user):
+        _publish(publisher, trainer, 1)
         newest = user.send(api.latest_publication())
         assert newest is not None
         return newest.offer is not None
@@ -91,8 +91,8 @@ def patience_with_a_transfer(config: Config, place: Place) -> float:
 
 def copy_of_the_host(config: Config, place: Place) -> Path:
     """Below which directory a replica keeps the weights."""
-    with _publisher(config, place) as (publisher, learner, reply, user):
-        _publish(publisher, learner, 1)
+    with _publisher(config, place) as (publisher, trainer, reply, user):
+        _publish(publisher, trainer, 1)
         newest = user.send(api.latest_publication())
         assert newest is not None
 

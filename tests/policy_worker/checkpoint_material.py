@@ -1,4 +1,4 @@
-"""Checkpoints for tests: made from a learner without a controller, or only by name."""
+"""Checkpoints for tests: made from a trainer without a controller, or only by name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from policy_worker.checkpoints.load import load
 from policy_worker.checkpoints.state import state_to_save
 from policy_worker.checkpoints.storage import Staging, pieces_of
 from policy_worker.checkpoints.write import Draft, write
-from policy_worker.trainer import Learner
+from policy_worker.trainer import Trainer
 from schema.config import Config
 
 ALL = ["model", "optimizer", "extra"]
@@ -49,16 +49,16 @@ def make_checkpoint(root: Path, step: int, *, latest: bool = False, **facts: Any
     return path
 
 
-def save_state(learner: Learner, root: Path, step: int = 0, *, staged: bool = False) -> Found | None:
+def save_state(trainer: Trainer, root: Path, step: int = 0, *, staged: bool = False) -> Found | None:
     """What the saver does, without a controller. A collective."""
-    group = learner.group
+    group = trainer.group
     beside = Path(group.lead(lambda: str(directory.begin(root, step))))
-    pieces = {kind: pieces_of(state) for kind, state in state_to_save(learner, ALL).items()}
+    pieces = {kind: pieces_of(state) for kind, state in state_to_save(trainer, ALL).items()}
     if staged:
         staging = Staging(group.device)
         copies = iter(staging.copy([piece for of_kind in pieces.values() for piece in of_kind]))
         pieces = {kind: [next(copies) for _ in of_kind] for kind, of_kind in pieces.items()}
-    schedule = schedule_facts(learner.schedule, learner.optimizer.peak_lr)
+    schedule = schedule_facts(trainer.schedule, trainer.optimizer.peak_lr)
     draft = Draft(
         beside=beside,
         lock=directory.hold(beside),
@@ -71,7 +71,7 @@ def save_state(learner: Learner, root: Path, step: int = 0, *, staged: bool = Fa
     return write(draft, group)
 
 
-def load_state(learner: Learner, path: Path, config: Config) -> None:
+def load_state(trainer: Trainer, path: Path, config: Config) -> None:
     """A collective."""
     found = look(path)
-    load(Resumption(found, found.step, own=True), learner, config, None)
+    load(Resumption(found, found.step, own=True), trainer, config, None)

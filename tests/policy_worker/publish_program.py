@@ -35,9 +35,9 @@ from controller.client.http import Client
 from policy_worker.model.lr_schedule import Schedule
 from policy_worker.model.model import DTYPES
 from policy_worker.parallel.group import Group
-from policy_worker.process import Departure, Environment, RankEnvironment
+from policy_worker.process import Environment, RankEnvironment, ShutdownRequest
 from policy_worker.session import Session
-from policy_worker.trainer import Learner
+from policy_worker.trainer import Trainer
 from policy_worker.weights import release as publish_release
 from policy_worker.weights.publisher import Publisher
 from schema.config import Config
@@ -52,18 +52,18 @@ class Program:
     """All ranks run the same script."""
 
     def __init__(self, out: Path) -> None:
-        self._out, self._departure = out, Departure()
+        self._out, self._shutdown = out, ShutdownRequest()
         self.group = Group(RankEnvironment.of_environ())
         environment = Environment.of_environ()
-        self.session = Session(environment, self._departure, self.group.world) if self.group.leads else None
+        self.session = Session(environment, self._shutdown, self.group.world) if self.group.leads else None
         register = None if self.session is None else self.session.register
         told = self.group.lead(lambda: register(0).model_dump(mode="json") if register else None)
         reply = m.RegisterReply.model_validate(told)
         config = Config.model_validate(reply.config)
         self._dtype = DTYPES[config.train.effective_transfer_dtype]
-        self._learner = Learner(tiny_model(), config, self.group, Schedule(10))
+        self._trainer = Trainer(tiny_model(), config, self.group, Schedule(10))
         self._store = Path(reply.weight_store)
-        self.publisher = Publisher(config, self._learner, self.session, reply, self._departure)
+        self.publisher = Publisher(config, self._trainer, self.session, reply, self._shutdown)
         self._expected = 0
         self._url = environment.url
 
@@ -75,12 +75,12 @@ class Program:
 
     def touch(self, n: int) -> None:
         with torch.no_grad():
-            for parameter in self._learner.model.parameters():
+            for parameter in self._trainer.model.parameters():
                 local: Any = parameter.to_local() if hasattr(parameter, "to_local") else parameter
                 local.view(-1)[::n] *= 1.25
 
     def publish(self) -> None:
-        expected = {name: t.clone() for name, t in hub_tensors(self._learner.model.lm, dtype=self._dtype)}
+        expected = {name: t.clone() for name, t in hub_tensors(self._trainer.model.lm, dtype=self._dtype)}
         assert self.publisher.publish(0)
         if self.group.leads:
             save_file(expected, self._out / f"expected-{self._expected}.safetensors")
@@ -152,7 +152,7 @@ class Program:
             raise AssertionError("nothing failed")
 
     def leave(self) -> None:
-        self._departure.request("signal SIGTERM")
+        self._shutdown.request("signal SIGTERM")
 
     def stopped(self) -> None:
         until(lambda: bool(self.publisher.signals()[0]), "publishing that is given up")
@@ -167,7 +167,7 @@ class Program:
             publications = [p.model_dump() for p in self.session.history.claim()["publications"]]
             (self._out / "publications.json").write_text(json.dumps(publications))
             (self._out / "metrics.json").write_text(json.dumps(self.publisher.metrics))
-            self._departure.request("done")
+            self._shutdown.request("done")
             self.session.leave("done")
         self.group.close()
 

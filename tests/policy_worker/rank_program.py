@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 
 from policy_worker.model.lr_schedule import Schedule
 from policy_worker.parallel.group import Group
-from policy_worker.process import Departure, RankEnvironment
-from policy_worker.trainer import Learner
+from policy_worker.process import RankEnvironment, ShutdownRequest
+from policy_worker.trainer import Trainer
 from policy_worker.training.batch_source import BatchSource
 from policy_worker.training.grpo import Grpo
 from schema.wire.batch import encode_batch
@@ -35,12 +35,12 @@ CLOCKS = {"wait_seconds", "train_seconds", "idle_fraction"}
 def train(group: Group, options: dict[str, Any]) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
     """(gradients of the last step and weights, metrics of each step)."""
     config = make_config(options.get("grpo"), {"optm_grad_norm_clip": 0.5, **options.get("train", {})})
-    learner = Learner(tiny_model(packed=config.train.sequence_packing), config, group, Schedule(10))
-    assert learner.sharded == (group.world > 1 or config.train.param_dtype != config.train.master_dtype)
+    trainer = Trainer(tiny_model(packed=config.train.sequence_packing), config, group, Schedule(10))
+    assert trainer.sharded == (group.world > 1 or config.train.param_dtype != config.train.master_dtype)
     gradients: dict[str, torch.Tensor] = {}
 
     def keep(*_: object) -> None:
-        for name, parameter in learner.model.named_parameters():
+        for name, parameter in trainer.model.named_parameters():
             grad = parameter.grad
             gradients[f"grad.{name}"] = (grad.full_tensor() if hasattr(grad, "full_tensor") else grad).clone()
 
@@ -60,18 +60,18 @@ def train(group: Group, options: dict[str, Any]) -> tuple[dict[str, torch.Tensor
         rows = named[wanted] if wanted in named else [int(row) for row in wanted.split(",")]
         return encode_batch(table, [encode_sample(samples[row]) for row in rows])
 
-    algorithm = Grpo(config, learner, BatchSource(group, answer, 1, 8), Departure())
+    algorithm = Grpo(config, trainer, BatchSource(group, answer, 1, 8), ShutdownRequest())
     if "restore" in options:
-        load_state(learner, Path(options["restore"]), config)
-    learner.optimizer.adamw.register_step_pre_hook(keep)
+        load_state(trainer, Path(options["restore"]), config)
+    trainer.optimizer.adamw.register_step_pre_hook(keep)
     first, last = options.get("first_step", 0), options.get("steps", 1)
     metrics = [algorithm.train(step) for step in range(first, last)]
     assert not answers
     told = [{name: value for name, value in step.items() if name not in CLOCKS} for step in metrics]
     assert group.gather(told) == [told] * group.world
     if "save" in options:
-        save_state(learner, Path(options["save"]), staged=options.get("staged", False))
-    return {**gradients, **dict(hub_tensors(learner.model.lm))}, metrics
+        save_state(trainer, Path(options["save"]), staged=options.get("staged", False))
+    return {**gradients, **dict(hub_tensors(trainer.model.lm))}, metrics
 
 
 def main(out: Path, options: dict[str, Any]) -> None:

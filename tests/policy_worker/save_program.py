@@ -32,8 +32,8 @@ from policy_worker.checkpoints.verify import faults
 from policy_worker.errors import CheckpointSaveError
 from policy_worker.model.lr_schedule import Schedule
 from policy_worker.parallel.group import Group
-from policy_worker.process import Departure, RankEnvironment
-from policy_worker.trainer import Learner
+from policy_worker.process import RankEnvironment, ShutdownRequest
+from policy_worker.trainer import Trainer
 from schema.config.sections.train import CheckpointConfig
 from schema.wire import messages as m
 from tests.policy_worker.checkpoint_material import save_state
@@ -45,15 +45,15 @@ MOST_SECONDS = 0.6
 """A save takes about 0.02 s here: the moment of death lies anywhere in the first thirty or so."""
 
 
-def make_learner() -> Learner:
-    return Learner(tiny_model(), make_config(), Group(RankEnvironment()), Schedule(10))
+def make_trainer() -> Trainer:
+    return Trainer(tiny_model(), make_config(), Group(RankEnvironment()), Schedule(10))
 
 
-def save(learner: Learner, root: Path, step: int) -> None:
+def save(trainer: Trainer, root: Path, step: int) -> None:
     """A checkpoint in which the step can be read."""
     with torch.no_grad():
-        learner.model.lm.model.norm.weight.fill_(float(step))
-    found = save_state(learner, root, step, staged=True)
+        trainer.model.lm.model.norm.weight.fill_(float(step))
+    found = save_state(trainer, root, step, staged=True)
     assert found is not None
     Housekeeper(root, CheckpointConfig(max_keep=2), None).tidy(found, {})
 
@@ -78,9 +78,9 @@ def kill(root: Path, seed: int) -> dict[str, Any]:
     """What is left after a death in the middle of things."""
 
     def work(tell: Callable[[Any], None]) -> None:
-        learner = make_learner()
+        trainer = make_trainer()
         for step in range(1, SAVES):
-            save(learner, root, step)
+            save(trainer, root, step)
             tell(step)
 
     pid, stream = child(work)
@@ -105,15 +105,15 @@ def full(root: Path, seed: int) -> dict[str, Any]:
     """A limit on the size of files stands for a disk that is full."""
 
     def work(tell: Callable[[Any], None]) -> None:
-        learner = make_learner()
-        save(learner, root, 1)
+        trainer = make_trainer()
+        save(trainer, root, 1)
         resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
         try:
-            save(learner, root, 2)
+            save(trainer, root, 2)
         except CheckpointSaveError as error:
             left = sorted(os.listdir(root))
             resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-            save(learner, root, 3)
+            save(trainer, root, 3)
             tell({"error": str(error), "left": left, "after": sorted(os.listdir(root))})
 
     pid, stream = child(work)
@@ -127,7 +127,7 @@ def forbidden(root: Path, seed: int) -> dict[str, Any]:
     """A process that may not write finds out before it trains."""
 
     def work(tell: Callable[[Any], None]) -> None:
-        learner = make_learner()
+        trainer = make_trainer()
         os.chmod(root, 0o555)
         if os.getuid() == 0:
             os.setuid(65534)
@@ -138,7 +138,7 @@ def forbidden(root: Path, seed: int) -> dict[str, Any]:
         )  # fmt: skip
         config = make_config(train={"ckpt": {"enable_checkpoint": True}})
         try:
-            Checkpointer(config, reply, learner, None, Departure())
+            Checkpointer(config, reply, trainer, None, ShutdownRequest())
         except CheckpointSaveError as error:
             tell({"error": str(error)})
 

@@ -28,7 +28,7 @@ from policy_worker.checkpoints.verify import faults
 from policy_worker.errors import CheckpointError, DamagedCheckpointError
 from policy_worker.model.lr_schedule import Schedule
 from policy_worker.parallel.group import Group
-from policy_worker.trainer import Learner
+from policy_worker.trainer import Trainer
 from schema.config.sections.train import CheckpointConfig
 from schema.wire.messages import LedgerSnapshot
 from tests.policy_worker.checkpoint_material import load_state, make_checkpoint, save_state
@@ -36,15 +36,15 @@ from tests.policy_worker.material import make_config, tiny_model
 from tests.support.waiting import PATIENCE
 
 
-def learner_of(group: Group, seed: int = 0, **train: Any) -> Learner:
-    return Learner(tiny_model(seed), make_config(None, train), group, Schedule(10))
+def trainer_of(group: Group, seed: int = 0, **train: Any) -> Trainer:
+    return Trainer(tiny_model(seed), make_config(None, train), group, Schedule(10))
 
 
 # ---- state ----------------------------------------------------------------------------------------------------
 
 
 def test_a_checkpoint_holds_no_pickle_and_every_file_is_in_its_manifest(tmp_path: Path, group: Group):
-    found = save_state(learner_of(group), tmp_path, 3)
+    found = save_state(trainer_of(group), tmp_path, 3)
     assert found is not None
     files = {path.name for path in found.path.iterdir()}
     assert files == {
@@ -62,7 +62,7 @@ def test_a_checkpoint_holds_no_pickle_and_every_file_is_in_its_manifest(tmp_path
 
 
 def test_a_tied_tensor_is_kept_once(tmp_path: Path, group: Group):
-    found = save_state(learner_of(group), tmp_path)
+    found = save_state(trainer_of(group), tmp_path)
     assert found is not None
     with StateFiles(state_files(found.path, "model")) as files:
         assert "model.lm.model.embed_tokens.weight" in files.tensors
@@ -70,22 +70,22 @@ def test_a_tied_tensor_is_kept_once(tmp_path: Path, group: Group):
 
 
 def test_staged_pieces_are_copies_whose_memory_is_kept(group: Group):
-    learner, staging = learner_of(group), Staging(group.device)
-    pieces = pieces_of(state_to_save(learner, ["model"])["model"])
+    trainer, staging = trainer_of(group), Staging(group.device)
+    pieces = pieces_of(state_to_save(trainer, ["model"])["model"])
     first = staging.copy(pieces)
     assert all(torch.equal(a.data, b.data) for a, b in zip(pieces, first, strict=True))
     before = first[0].data.clone()
     with torch.no_grad():
-        for parameter in learner.model.parameters():
+        for parameter in trainer.model.parameters():
             parameter.add_(1.0)
     assert torch.equal(first[0].data, before)
-    again = staging.copy(pieces_of(state_to_save(learner, ["model"])["model"]))
+    again = staging.copy(pieces_of(state_to_save(trainer, ["model"])["model"]))
     assert [piece.data.data_ptr() for piece in again] == [piece.data.data_ptr() for piece in first]
     assert torch.equal(again[0].data, before + 1.0)
 
 
 def test_a_missing_piece_is_noticed(tmp_path: Path, group: Group):
-    found = save_state(learner_of(group), tmp_path)
+    found = save_state(trainer_of(group), tmp_path)
     assert found is not None
     path = found.path / "model-00000.safetensors"
     size = int.from_bytes(path.read_bytes()[:8], "little")
@@ -104,25 +104,25 @@ def test_a_missing_piece_is_noticed(tmp_path: Path, group: Group):
 
 
 def test_another_architecture_is_named(tmp_path: Path, group: Group):
-    learner = learner_of(group)
-    found = save_state(learner, tmp_path)
+    trainer = trainer_of(group)
+    found = save_state(trainer, tmp_path)
     assert found is not None
     text = (found.path / "manifest.json").read_text()
     assert '"architecture": "Qwen3ForCausalLM"' in text
     write_manifest(found.path, found.manifest.model_copy(update={"architecture": "LlamaForCausalLM"}))
     with pytest.raises(CheckpointError, match=r"it is of a LlamaForCausalLM, .* is a Qwen3"):
-        load_state(learner, found.path, make_config())
+        load_state(trainer, found.path, make_config())
 
 
 def test_other_shapes_are_named(tmp_path: Path, group: Group):
-    save_state(learner_of(group), tmp_path)
-    learner = learner_of(group)
-    learner.model.lm.model.norm.weight = torch.nn.Parameter(torch.zeros(16))
+    save_state(trainer_of(group), tmp_path)
+    trainer = trainer_of(group)
+    trainer.model.lm.model.norm.weight = torch.nn.Parameter(torch.zeros(16))
     with (
         StateFiles(state_files(tmp_path / "step-00000000", "model")) as files,
         pytest.raises(CheckpointError, match=r"model.lm.model.norm.weight is \(32,\) there and \(16,\) here"),
     ):
-        load_model_state(learner, files)
+        load_model_state(trainer, files)
 
 
 # ---- random states --------------------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ def test_only_what_the_dead_left_is_removed(tmp_path: Path):
 
 def test_one_of_the_same_step_is_replaced_whole(tmp_path: Path, group: Group):
     old = make_checkpoint(tmp_path, 4, latest=True)
-    found = save_state(learner_of(group), tmp_path, 4)
+    found = save_state(trainer_of(group), tmp_path, 4)
     assert found is not None
     assert found.path == old
     assert (old / "model-00000.safetensors").exists()

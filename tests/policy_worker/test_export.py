@@ -13,7 +13,7 @@ from policy_worker.checkpoints.export import export_model, write_shards
 from policy_worker.model.lr_schedule import Schedule
 from policy_worker.model.model import load_model
 from policy_worker.parallel.group import Group
-from policy_worker.trainer import Learner
+from policy_worker.trainer import Trainer
 from schema.config import Config
 from tests.policy_worker.material import make_config, tiny_lm
 
@@ -32,22 +32,22 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def learner_of(model: Path, group: Group, **train: object) -> tuple[Learner, Config]:
+def trainer_of(model: Path, group: Group, **train: object) -> tuple[Trainer, Config]:
     config = make_config(policy={"model_name_or_path": str(model)}, train=dict(train))
-    return Learner(load_model(config), config, group, Schedule(1)), config
+    return Trainer(load_model(config), config, group, Schedule(1)), config
 
 
 def test_transformers_loads_it_with_equal_logits(tmp_path: Path, model: Path, group: Group):
-    learner, config = learner_of(model, group)
+    trainer, config = trainer_of(model, group)
     with torch.no_grad():
-        for parameter in learner.model.parameters():
+        for parameter in trainer.model.parameters():
             parameter.add_(0.01)
-    export_model(learner, config, tmp_path / "final")
+    export_model(trainer, config, tmp_path / "final")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "final")
     ids = torch.arange(3, 20)[None]
-    learner.model.lm.eval()
+    trainer.model.lm.eval()
     with torch.no_grad():
-        assert torch.equal(loaded(ids).logits, learner.model.lm(ids).logits)
+        assert torch.equal(loaded(ids).logits, trainer.model.lm(ids).logits)
     assert loaded.dtype == torch.float32
     assert loaded.config.attention_dropout == 0.1
     assert loaded.generation_config.eos_token_id == [2, 7]
@@ -61,8 +61,8 @@ def test_transformers_loads_it_with_equal_logits(tmp_path: Path, model: Path, gr
 def test_sharded_or_not_it_is_exported_in_the_transfer_type(
     tmp_path: Path, model: Path, group: Group, param_dtype: str
 ):
-    learner, config = learner_of(model, group, param_dtype=param_dtype, transfer_dtype="bfloat16")
-    export_model(learner, config, tmp_path / "final")
+    trainer, config = trainer_of(model, group, param_dtype=param_dtype, transfer_dtype="bfloat16")
+    export_model(trainer, config, tmp_path / "final")
     tensors = load_file(tmp_path / "final" / "model.safetensors")
     original = load_file(model / "model.safetensors")
     assert tensors.keys() == original.keys()  # hub names, tied aliases left out
@@ -72,23 +72,23 @@ def test_sharded_or_not_it_is_exported_in_the_transfer_type(
 
 
 def test_an_older_export_is_replaced_whole(tmp_path: Path, model: Path, group: Group):
-    learner, config = learner_of(model, group)
+    trainer, config = trainer_of(model, group)
     target = tmp_path / "out" / "final"
     target.mkdir(parents=True)
     (target / "left-over").touch()
-    export_model(learner, config, target)
+    export_model(trainer, config, target)
     assert "left-over" not in {path.name for path in target.iterdir()}
     assert [path.name for path in target.parent.iterdir()] == ["final"]
 
 
 def test_a_failed_export_leaves_the_older_one(tmp_path: Path, model: Path, group: Group):
-    learner, config = learner_of(model, group)
+    trainer, config = trainer_of(model, group)
     target = tmp_path / "out" / "final"
-    export_model(learner, config, target)
+    export_model(trainer, config, target)
     before = {path.name: path.stat().st_mtime_ns for path in target.iterdir()}
-    learner.model.dropout = {"a_key": object()}  # type: ignore[dict-item]  (cannot be written as JSON)
+    trainer.model.dropout = {"a_key": object()}  # type: ignore[dict-item]  (cannot be written as JSON)
     with pytest.raises(TypeError):
-        export_model(learner, config, target)
+        export_model(trainer, config, target)
     assert {path.name: path.stat().st_mtime_ns for path in target.iterdir()} == before
     assert [path.name for path in target.parent.iterdir()] == ["final"]
 

@@ -14,8 +14,8 @@ from policy_worker.errors import BadBatchError
 from policy_worker.model.lr_schedule import Schedule
 from policy_worker.model.model import PolicyModel
 from policy_worker.parallel.group import Group
-from policy_worker.process import Departure
-from policy_worker.trainer import Learner
+from policy_worker.process import ShutdownRequest
+from policy_worker.trainer import Trainer
 from policy_worker.training.batch_source import BatchSource
 from policy_worker.training.grpo import Grpo, staleness_metrics, staleness_sums
 from policy_worker.training.step_end import End
@@ -30,9 +30,9 @@ RICH = {"entropy_coeff": 0.02, "positive_nll_coef": 0.1, "epsilon_high": 0.28}
 def make_grpo(group: Group, config: Config, answer: bytes, model: PolicyModel | None = None) -> Grpo:
     """The algorithm on a controller that always answers with the same batch."""
     model = model or tiny_model(packed=config.train.sequence_packing)
-    learner = Learner(model, config, group, Schedule(10))
+    trainer = Trainer(model, config, group, Schedule(10))
     source = BatchSource(group, lambda call: answer, 1, config.staleness_bound)
-    return Grpo(config, learner, source, Departure())
+    return Grpo(config, trainer, source, ShutdownRequest())
 
 
 def trained(
@@ -46,9 +46,9 @@ def trained(
         group, make_config(grpo, {"optm_grad_norm_clip": 0.0, **(train or {})}), encode_step(samples)
     )
     found: dict[str, torch.Tensor] = {}
-    learner = algorithm._learner
-    hook = learner.optimizer.adamw.register_step_pre_hook(
-        lambda *_: found.update({n: p.grad.clone() for n, p in learner.model.named_parameters()})
+    trainer = algorithm._trainer
+    hook = trainer.optimizer.adamw.register_step_pre_hook(
+        lambda *_: found.update({n: p.grad.clone() for n, p in trainer.model.named_parameters()})
     )
     metrics = algorithm.train(0)
     hook.remove()
@@ -200,12 +200,12 @@ def test_what_a_masked_sample_says_never_matters(group: Group):
 
 def test_a_step_without_any_score_updates_nothing(group: Group):
     algorithm = make_grpo(group, make_config(), encode_step(random_samples(4, n_masked=4)))
-    before = [p.detach().clone() for p in algorithm._learner.model.parameters()]
+    before = [p.detach().clone() for p in algorithm._trainer.model.parameters()]
     metrics = algorithm.train(0)
     assert isinstance(metrics, dict)
     assert metrics["optimizer_steps"] == 0.0
     assert "loss" not in metrics
-    for old, new in zip(before, algorithm._learner.model.parameters(), strict=True):
+    for old, new in zip(before, algorithm._trainer.model.parameters(), strict=True):
         assert torch.equal(old, new)
 
 
@@ -240,7 +240,7 @@ def test_several_optimizer_steps_per_batch(group: Group):
     assert (
         metrics["behaviour_kl"] > 1e-6
     )  # later steps compare with the policy that sampled, not with themselves
-    state = next(iter(algorithm._learner.optimizer.adamw.state.values()))
+    state = next(iter(algorithm._trainer.optimizer.adamw.state.values()))
     assert state["step"].item() == 6
 
 
@@ -320,7 +320,7 @@ def test_samples_beyond_the_staleness_bound_are_refused(group: Group):
 
 def test_a_request_to_leave_ends_the_wait(group: Group):
     algorithm = make_grpo(group, make_config(), b"")
-    algorithm._departure.request("test")
+    algorithm._shutdown.request("test")
     assert algorithm.train(0) is End.ASKED
 
 

@@ -15,7 +15,7 @@ from policy_worker.errors import SettingsError
 from policy_worker.model.lr_schedule import Schedule
 from policy_worker.model.model import load_model
 from policy_worker.parallel.group import Group
-from policy_worker.trainer import Learner
+from policy_worker.trainer import Trainer
 from schema.config import Config
 from tests.policy_worker.material import make_config, tiny_lm
 from tests.rollout_worker.tiny import tokenizer
@@ -40,10 +40,10 @@ def config(model: Path, **policy: object) -> Config:
     return make_config(policy={"model_name_or_path": str(model), **policy})
 
 
-def export(config: Config, group: Group, target: Path) -> Learner:
-    learner = Learner(load_model(config), config, group, Schedule(1))
-    export_model(learner, config, target)
-    return learner
+def export(config: Config, group: Group, target: Path) -> Trainer:
+    trainer = Trainer(load_model(config), config, group, Schedule(1))
+    export_model(trainer, config, target)
+    return trainer
 
 
 def test_code_of_a_model_runs_only_where_it_is_trusted(model: Path, caplog: pytest.LogCaptureFixture):
@@ -67,13 +67,13 @@ def test_a_faulty_model_of_its_own_is_a_fault_of_the_settings(model: Path):
 
 def test_code_of_a_model_is_exported_with_it(model: Path, tmp_path: Path, group: Group):
     bring_own_code(model)
-    learner = export(config(model, **TRUSTED), group, tmp_path / "final")
+    trainer = export(config(model, **TRUSTED), group, tmp_path / "final")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "final", trust_remote_code=True)
     assert type(loaded).__name__ == "OwnForCausalLM"
     ids = torch.arange(3, 20)[None]
-    learner.model.lm.eval()
+    trainer.model.lm.eval()
     with torch.no_grad():
-        assert torch.equal(loaded(ids).logits, learner.model.lm(ids).logits)
+        assert torch.equal(loaded(ids).logits, trainer.model.lm(ids).logits)
     assert {path.name for path in (tmp_path / "final").glob("*.py")} == {"own_config.py", "own_model.py"}
 
 

@@ -14,7 +14,7 @@ from policy_worker.errors import SettingsError
 from policy_worker.model.lr_schedule import Schedule
 from policy_worker.model.model import PolicyModel
 from policy_worker.parallel.group import Group
-from policy_worker.trainer import Learner
+from policy_worker.trainer import Trainer
 from tests.policy_worker.checkpoint_material import load_state
 from tests.policy_worker.material import make_config, tiny_lm
 from tests.policy_worker.rank_program import train
@@ -134,6 +134,6 @@ def test_state_of_two_ranks_is_restored_by_one_and_by_three(tmp_path: Path, grou
 def test_state_of_another_model_is_refused(tmp_path: Path, group: Group):
     run_here(group, steps=1, save=str(tmp_path / "s"))
     lm = tiny_lm(layers=3)
-    learner = Learner(PolicyModel(lm), make_config(), group, Schedule(10))
+    trainer = Trainer(PolicyModel(lm), make_config(), group, Schedule(10))
     with pytest.raises(SettingsError, match="cannot be resumed: its model is another one"):
-        load_state(learner, tmp_path / "s" / "step-00000000", make_config())
+        load_state(trainer, tmp_path / "s" / "step-00000000", make_config())

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from policy_worker.errors import SettingsError
-from policy_worker.process import Departure, Environment, RankEnvironment
+from policy_worker.process import Environment, RankEnvironment, ShutdownRequest
 from tests.support.waiting import PATIENCE
 
 NAMES = (
@@ -63,39 +63,39 @@ def test_rank_environment(environ: pytest.MonkeyPatch):
 
 
 def test_only_the_first_reason_counts():
-    departure = Departure()
-    assert not departure
-    departure.request("first")
-    departure.request("second")
-    assert departure
-    assert departure.reason == "first"
-    assert departure.wait(0.0)
+    shutdown = ShutdownRequest()
+    assert not shutdown
+    shutdown.request("first")
+    shutdown.request("second")
+    assert shutdown
+    assert shutdown.reason == "first"
+    assert shutdown.wait(0.0)
 
 
 def test_a_request_wakes_who_waits():
-    departure = Departure()
+    shutdown = ShutdownRequest()
     woken = threading.Event()
-    thread = threading.Thread(target=lambda: departure.wait(PATIENCE) and woken.set())
+    thread = threading.Thread(target=lambda: shutdown.wait(PATIENCE) and woken.set())
     thread.start()
-    departure.request("now")
+    shutdown.request("now")
     thread.join(PATIENCE)
     assert woken.is_set()
 
 
 PROGRAM = """
 import os, sys, threading, time
-from policy_worker.process import Departure, enforce, install_signals, watch_parent
-departure = Departure(grace=0.2)
-install_signals(departure)
+from policy_worker.process import ShutdownRequest, enforce, install_signals, watch_parent
+shutdown = ShutdownRequest(grace=0.2)
+install_signals(shutdown)
 if sys.argv[1] == "stuck":
-    enforce(departure)
+    enforce(shutdown)
 if sys.argv[1] == "orphan":
-    watch_parent(int(sys.argv[2]), departure)
+    watch_parent(int(sys.argv[2]), shutdown)
 print("ready", flush=True)
 give_up = time.monotonic() + 300
-while time.monotonic() < give_up and (sys.argv[1] == "stuck" or not departure):
+while time.monotonic() < give_up and (sys.argv[1] == "stuck" or not shutdown):
     time.sleep(0.02)
-print(departure.reason, flush=True)
+print(shutdown.reason, flush=True)
 """
 
 

@@ -11,8 +11,8 @@ import torch
 from policy_worker.errors import SettingsError
 from policy_worker.model.lr_schedule import Schedule
 from policy_worker.parallel.group import Group
-from policy_worker.process import Departure
-from policy_worker.trainer import Learner
+from policy_worker.process import ShutdownRequest
+from policy_worker.trainer import Trainer
 from policy_worker.training.sft import RowOrder, Sft
 from policy_worker.training.step_end import End
 from schema.wire.prompts import write_prompts
@@ -32,7 +32,7 @@ def write_rows(path: Path, n: int = 10, seed: int = 0) -> list[tuple[list[int], 
 def make_sft(group: Group, path: Path, sft: dict[str, Any] | None = None, **train: Any) -> Sft:
     config = sft_config(sft, train)
     model = tiny_model(packed=config.train.sequence_packing)
-    return Sft(config, Learner(model, config, group, Schedule(100)), path, Departure())
+    return Sft(config, Trainer(model, config, group, Schedule(100)), path, ShutdownRequest())
 
 
 def naive_loss(rows: Sequence[tuple[list[int], list[int]]]) -> tuple[float, float]:
@@ -98,7 +98,7 @@ def test_data_for_prompts_is_refused(tmp_path: Path, group: Group):
 def test_a_request_to_leave(tmp_path: Path, group: Group):
     write_rows(tmp_path / "d")
     algorithm = make_sft(group, tmp_path / "d")
-    algorithm._departure.request("test")
+    algorithm._shutdown.request("test")
     assert algorithm.train(0) is End.ASKED
 
 
