@@ -33,9 +33,9 @@ import torch.distributed.checkpoint as dcp
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from policy_worker.background import Background
-from policy_worker.checkpoints import directory, rng
+from policy_worker.checkpoints import directory
 from policy_worker.checkpoints.layout import Manifest
-from policy_worker.checkpoints.state import state_to_save
+from policy_worker.checkpoints.state import capture_rng, state_to_save
 from policy_worker.checkpoints.storage import Staging, pieces_of
 from policy_worker.checkpoints.write import Draft, write
 from policy_worker.model.lr_schedule import Schedule
@@ -91,7 +91,7 @@ class Bench:
             contents=CONTENTS, exported=False, schedule=None, data=None, files={},
         )  # fmt: skip
         beside = directory.begin(root, self.number)
-        states = rng.capture(self.trainer.group.device)
+        states = capture_rng(self.trainer.group.device)
         return Draft(beside, directory.hold(beside), pieces, states, manifest, ledger=None, exporter=None)
 
     def sync(self, root: Path) -> Callable[[], bool]:

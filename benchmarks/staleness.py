@@ -39,7 +39,6 @@ from policy_worker.model.lr_schedule import Schedule
 from policy_worker.model.micro_batch import TrainSample
 from policy_worker.model.model import load_model
 from policy_worker.parallel.group import Group, RankEnvironment
-from policy_worker.process import ShutdownRequest
 from policy_worker.trainer import Trainer
 from policy_worker.training.batch_source import BatchSource
 from policy_worker.training.grpo import Grpo
@@ -165,9 +164,9 @@ def as_if_fresh(trainer: Trainer, groups: list[list[Sample]], temperature: float
     """Put the trainer's present log-probs in the place of those that the tokens were sampled with."""
     for samples in groups:
         rows = {row: TrainSample.of_wire(sample) for row, sample in enumerate(samples)}
-        batch = trainer.micro_batch(rows, list(rows))
+        (batch,) = trainer.micro_batches(rows, [list(rows)])
         with torch.no_grad():
-            logprobs = trainer.model(batch, temperature).logprobs.numpy()
+            logprobs = trainer.forward(batch, temperature).logprobs.numpy()
         start = 0
         for sample in samples:
             mask = sample.loss_mask == 1
@@ -202,9 +201,9 @@ async def _accuracies(case: Case, config: Config, data: PromptFile, steps: int) 
     try:
         schedule = Schedule(total_steps=steps, warmup_steps=config.train.optm_warmup_steps)
         trainer = Trainer(load_model(config), config, group, schedule)
-        served, shutdown = Served(), ShutdownRequest()
+        served = Served()
         source = BatchSource(group, served.call, 1, case.lag)
-        algorithm = Grpo(config, trainer, source, shutdown)
+        algorithm = Grpo(config, trainer, source)
         tokenizer = AutoTokenizer.from_pretrained(config.policy.model_name_or_path)
         engine = create_engine(config, tokenizer, frozenset([tokenizer.eos_token_id]))
         await engine.start()
@@ -219,7 +218,7 @@ async def _accuracies(case: Case, config: Config, data: PromptFile, steps: int) 
                 if not case.corrected:
                     as_if_fresh(trainer, groups, config.sampling_temperature)
                 served.batch = as_batch(step, groups)
-                table = source.poll(step)
+                table = algorithm.poll(step, 0.0)
                 assert table is not None
                 metrics = algorithm.train_on(table)
                 assert metrics is not None

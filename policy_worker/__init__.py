@@ -1,11 +1,13 @@
 """A policy replica: one or more ranks that train the model on the batches the controller assembles.
 
-__main__ ─ worker ─┬─ session      what is said to the controller
-                   ├─ loop         train, commit, publish, save, export
-                   │    ├─ grpo    one step of reinforcement learning, on step_batch's samples
-                   │    └─ sft     one step of supervised training
-                   └─ trainer      model, optimizer, schedule: log-probs ─▶ loss ─▶ gradient ─▶ update
-                        ├─ batching, micro_batch    who computes what, and its tensors
-                        ├─ model, logprobs, parallel
-                        └─ algorithms, schedule     the formulas
+__main__ ─ worker ─┬─ session        calls to the controller and heartbeats; replay_log, what it may ask for again
+                   ├─ training/loop  wait, train, commit, publish, save, export
+                   │    ├─ grpo      one step of reinforcement learning, on batch_source's samples
+                   │    ├─ sft       one step of supervised training
+                   │    └─ batch_plan, metrics       who computes what; what a step reports
+                   ├─ trainer        micro_batches, forward, backward, step
+                   │    ├─ model/, parallel/         log-probs, optimizer, sharding
+                   │    └─ algorithms/               the formulas
+                   ├─ weights/       publishing versions
+                   └─ checkpoints/   saving, resuming, uploading
 """

@@ -23,10 +23,9 @@ import torch
 
 from policy_worker.checkpoints.export import write_export
 from policy_worker.checkpoints.find import found_at
-from policy_worker.checkpoints.layout import EXPORT, Found, state_files
+from policy_worker.checkpoints.layout import EXPORT, Found, faults, state_files
 from policy_worker.checkpoints.state import weights_from
 from policy_worker.checkpoints.storage import StateFiles
-from policy_worker.checkpoints.verify import faults
 from policy_worker.errors import CheckpointError, DamagedCheckpointError, PolicyError, SettingsError
 from policy_worker.model.model import DTYPES, PolicyModel
 from schema.config import Config, ConfigError, check_config

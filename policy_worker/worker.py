@@ -11,10 +11,9 @@ import numpy as np
 import torch
 
 from controller.client.http import Refused
-from policy_worker.checkpoints.find import Resumption, choose
+from policy_worker.checkpoints.find import Resumption, choose, newest_snapshot, snapshot_of
 from policy_worker.checkpoints.load import weights_directory
-from policy_worker.checkpoints.saver import Checkpointer
-from policy_worker.checkpoints.snapshot import newest_snapshot, snapshot_of
+from policy_worker.checkpoints.save import Checkpointer
 from policy_worker.errors import JobFinishedError, NoCheckpointError, SettingsError
 from policy_worker.model.lr_schedule import Schedule
 from policy_worker.model.model import load_model
@@ -26,7 +25,6 @@ from policy_worker.training.batch_source import BatchSource
 from policy_worker.training.grpo import Grpo
 from policy_worker.training.loop import Algorithm, Loop
 from policy_worker.training.sft import Sft
-from policy_worker.weights.publisher import Publisher
 from schema.config import Config
 from schema.wire import messages as m
 from schema.wire import payload_file
@@ -71,7 +69,7 @@ def _train(environment: Environment, group: Group, session: Session | None, shut
     loop = Loop(config, reply, trainer, session, shutdown, checkpointer)
     caller = session or Caller(environment, shutdown, config.controller.controller_lost_timeout)
     try:
-        return loop.run(_algorithm(config, reply, trainer, caller, shutdown, loop.publisher), step)
+        return loop.run(_algorithm(config, reply, trainer, caller), step)
     finally:
         checkpointer.close(shutdown.grace)
         if loop.publisher is not None:
@@ -83,17 +81,15 @@ def _algorithm(
     reply: m.RegisterReply,
     trainer: Trainer,
     caller: Caller,
-    shutdown: ShutdownRequest,
-    publisher: Publisher | None,
 ) -> Algorithm:
     if reply.mode == "sft":
-        return Sft(config, trainer, Path(reply.data_file), shutdown)
+        return Sft(config, trainer, Path(reply.data_file))
     store = config.controller.payload_store
     payloads = payload_file.directory(store, reply.job_id) if store else None
     source = BatchSource(trainer.group, caller.call, reply.policy_epoch, config.staleness_bound, payloads)
     if isinstance(caller, Session):
         source.seen = caller.history.took
-    return Grpo(config, trainer, source, shutdown, publisher)
+    return Grpo(config, trainer, source)
 
 
 def _register(group: Group, session: Session | None) -> tuple[m.RegisterReply, Resumption | None]:

@@ -1,8 +1,8 @@
-"""The formulas: pure functions over tensors, one formula each, with its source.
+"""The formulas: pure functions over numbers and tensors, each with its source.
 
-    scores ── advantages ─┐
-    log-probs ── policy_loss ── aggregation ── objective (one scalar)
-                          kl ── metrics
+    rewards ── advantages ─┐
+    log-probs ── a policy loss ── token weights ── policy_objective (one scalar)
 
-Computed in float32; float64 passes through. Nothing here knows of ranks, models or configuration.
+Computed in float32; float64 passes through. Nothing here knows of ranks, models or configuration. A new formula is a
+function in `advantages` or `losses` under a decorator with its name in the configuration.
 """

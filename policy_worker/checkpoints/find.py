@@ -15,11 +15,23 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from policy_worker.checkpoints.layout import LATEST, Found, Manifest, checkpoints_of, look, named_in
-from policy_worker.checkpoints.verify import faults, share_of
+from pydantic import ValidationError
+
+from policy_worker.checkpoints.layout import (
+    LATEST,
+    LEDGER,
+    Found,
+    Manifest,
+    checkpoints_of,
+    faults,
+    look,
+    named_in,
+    share_of,
+)
 from policy_worker.errors import CheckpointError, DamagedCheckpointError
 from policy_worker.parallel.group import Group
 from schema.config import Config
+from schema.wire.messages import LedgerSnapshot
 
 log = logging.getLogger(__name__)
 
@@ -191,3 +203,30 @@ def _resumption(found: Found, config: Config, own: bool) -> Resumption:
     wanted = config.train.ckpt.load_contents
     keeps_position = own or wanted is None or "extra" in wanted
     return Resumption(found, found.step if keeps_position else 0, own)
+
+
+def snapshot_of(found: Found) -> LedgerSnapshot | None:
+    """The ledger of a checkpoint; None if it holds none.
+
+    Raises:
+        DamagedCheckpointError: the file is not what a controller has written.
+    """
+    if LEDGER not in found.manifest.files:
+        return None
+    wrong, path = faults(found.path, found.manifest.files, [LEDGER]), found.path / LEDGER
+    if wrong:
+        raise DamagedCheckpointError(wrong[0])
+    try:
+        return LedgerSnapshot.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError) as error:
+        raise DamagedCheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def newest_snapshot(run_dir: Path, resumption: Resumption | None) -> LedgerSnapshot | None:
+    """The ledger of the newest checkpoint of this run, else of the one that it began from."""
+    try:
+        found = newest_in(checkpoints_of(run_dir)) or (resumption.found if resumption else None)
+        return None if found is None else snapshot_of(found)
+    except CheckpointError as error:
+        log.error("the newest checkpoint does not tell of the ledger: %s", error)
+        return None

@@ -14,12 +14,16 @@
       .trash-9a8b7c6d/             being deleted
 
 Nothing here is a pickle. Hashes are xxh3-128, against torn, stale and flipped bytes, not against forgers.
+
+A checkpoint is whole if every file of its manifest is there, of its size, with its hash. Reading all of it takes as
+long as the disk does, so the ranks share the files. Sizes are compared first, before anything is read.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -192,3 +196,29 @@ def hash_of_file(path: Path) -> FileFacts:
 def _hash_of(body: dict[str, Any]) -> str:
     text: str = xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
     return text
+
+
+def share_of(files: Mapping[str, FileFacts], rank: int, world: int) -> list[str]:
+    """The files that this rank verifies: together all, each once, about as many bytes each."""
+    by_size = sorted(files, key=lambda name: (-files[name].bytes, name))
+    return by_size[rank::world]
+
+
+def faults(directory: Path, files: Mapping[str, FileFacts], names: list[str] | None = None) -> list[str]:
+    """What is wrong with these files (None: all) of a checkpoint, each with its path."""
+    chosen = list(files) if names is None else names
+    return [fault for name in chosen if (fault := _fault(directory / name, files[name])) is not None]
+
+
+def _fault(path: Path, written: FileFacts) -> str | None:
+    try:
+        size = path.stat().st_size
+        if size != written.bytes:
+            return f"{path} has {size} bytes, written were {written.bytes}"
+        if hash_of_file(path).hash != written.hash:
+            return f"{path} was altered: it does not have the hash of what was written"
+    except FileNotFoundError:
+        return f"{path} is missing"
+    except OSError as error:
+        return f"{path} cannot be read: {error.strerror or error}"
+    return None

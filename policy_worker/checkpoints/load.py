@@ -1,31 +1,112 @@
-"""Reading a checkpoint into a trainer, on any number of ranks."""
+"""Reading a checkpoint into a trainer, on any number of ranks; what of it is read, and which schedule goes on.
+
+A run that continues itself takes all that it has saved. One that starts from another run's checkpoint takes what
+`train.ckpt.load_contents` names; without `extra` it takes weights (and optimizer) along and begins its own data,
+schedule and step count from the start.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from policy_worker.checkpoints import rng
-from policy_worker.checkpoints.contents import (
-    Parts,
-    check_data,
-    parts_to_load,
-    schedule_differences,
-    schedule_facts,
-    schedule_of,
-)
 from policy_worker.checkpoints.find import Resumption
-from policy_worker.checkpoints.layout import EXPORT, DataFacts, Manifest, state_files
-from policy_worker.checkpoints.state import MODEL, OPTIMIZER, load_model_state, load_optimizer_state
+from policy_worker.checkpoints.layout import EXPORT, DataFacts, Manifest, ScheduleFacts, state_files
+from policy_worker.checkpoints.state import (
+    MODEL,
+    OPTIMIZER,
+    load_model_state,
+    load_optimizer_state,
+    restore_rng,
+)
 from policy_worker.checkpoints.storage import StateFiles
 from policy_worker.errors import CheckpointError
+from policy_worker.model.lr_schedule import Schedule
 from policy_worker.trainer import Trainer
 from schema.config import Config
 from schema.wire import messages as m
 from schema.wire.prompts import PromptFile, PromptFileError
 
 log = logging.getLogger(__name__)
+
+# ---- decisions ----
+
+KEY = "train.ckpt.load_contents"
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What is read. weights: from the state files, or from the export."""
+
+    weights: Literal["state", "export"]
+    optimizer: bool
+    extra: bool
+
+
+def parts_to_load(manifest: Manifest, wanted: Collection[str] | None) -> Parts:
+    """What to read of a checkpoint. wanted: `load_contents`; None: all that was saved.
+
+    Raises:
+        CheckpointError: it does not hold what is wanted, or no weights at all.
+    """
+    held = {*manifest.contents, *(["hf_model"] if manifest.exported else [])}
+    if wanted is None:
+        if not held & {"model", "hf_model"}:
+            raise CheckpointError("it holds no weights: it was saved without model and without export")
+        weights: Literal["state", "export"] = "state" if "model" in held else "export"
+        return Parts(weights, "optimizer" in held, "extra" in held)
+    missing = [name for name in wanted if name not in held]
+    if missing:
+        raise CheckpointError(
+            f"{KEY} asks for {', '.join(missing)}, and it holds {', '.join(sorted(held)) or 'nothing'}: "
+            f"leave {missing[0]} out"
+        )
+    return Parts("export" if "hf_model" in wanted else "state", "optimizer" in wanted, "extra" in wanted)
+
+
+def schedule_facts(schedule: Schedule, peak_lr: float) -> ScheduleFacts:
+    return ScheduleFacts(peak_lr=peak_lr, **dataclasses.asdict(schedule))
+
+
+def schedule_of(facts: ScheduleFacts) -> Schedule:
+    return Schedule(**facts.model_dump(exclude={"peak_lr"}))
+
+
+def schedule_differences(saved: ScheduleFacts, configured: ScheduleFacts) -> list[str]:
+    """`name: checkpoint's value, configuration's value` of each field that differs."""
+    before, now = saved.model_dump(), configured.model_dump()
+    names = {
+        "peak_lr": "train.optm_lr",
+        "total_steps": "total steps",
+        "min_factor": "train.optm_min_lr_factor",
+    }
+    return [
+        f"{names.get(name, f'train.optm_{name}')}: {before[name]!r} in the checkpoint, {now[name]!r} configured"
+        for name in before
+        if before[name] != now[name]
+    ]
+
+
+def check_data(saved: DataFacts | None, now: DataFacts | None) -> None:
+    """Raises `CheckpointError` unless the rows of a supervised job go on where they were."""
+    if saved is None or now is None:
+        return
+    names = {"rows": "rows of the dataset", "seed": "train.seed", "batch": "rows of a step"}
+    names["shuffle"] = "train.train_policy.dataloader_shuffle"
+    for field, words in names.items():
+        if getattr(saved, field) != getattr(now, field):
+            raise CheckpointError(
+                f"{words}: {getattr(saved, field)} when it was saved, {getattr(now, field)} now, so the position in "
+                f'the data would be another; keep them equal, or begin the data anew with {KEY} = ["model", '
+                f'"optimizer"] and train.ckpt.load_schedule = false'
+            )
+
+
+# ---- reading ----
 
 
 @dataclass(frozen=True)
@@ -97,7 +178,7 @@ def load(resumption: Resumption, trainer: Trainer, config: Config, rows: Rows | 
     if parts.extra:
         _restore_schedule(manifest, trainer, config)
         group = trainer.group
-        rng.restore(
+        restore_rng(
             resumption.path, rank=group.rank, saved_world=manifest.world, seed=config.effective_seed,
             step=manifest.step, device=group.device,
         )  # fmt: skip

@@ -21,22 +21,27 @@ from typing import IO, Any
 
 from torch import Tensor
 
-from policy_worker.checkpoints import directory, rng
+from policy_worker.checkpoints import directory
 from policy_worker.checkpoints.layout import (
     EXPORT,
     LEDGER,
     FileFacts,
     Found,
     Manifest,
+    faults,
     hash_of_file,
     rng_file,
     state_file,
     state_files,
     write_manifest,
 )
-from policy_worker.checkpoints.state import MODEL, weights_from
+from policy_worker.checkpoints.state import (
+    MODEL,
+    RngStates,
+    weights_from,
+    write_rng,
+)
 from policy_worker.checkpoints.storage import Piece, StateFiles, write_pieces
-from policy_worker.checkpoints.verify import faults
 from policy_worker.errors import CheckpointSaveError
 from policy_worker.parallel.group import Group
 from schema.util.atomic_file import sync
@@ -58,7 +63,7 @@ class Draft:
     beside: Path
     lock: IO[bytes]
     pieces: Mapping[str, list[Piece]]
-    states: rng.States
+    states: RngStates
     manifest: Manifest
     ledger: str | None
     exporter: Exporter | None
@@ -120,7 +125,7 @@ def _write_own(draft: Draft, rank: int) -> dict[str, Any]:
         except OSError as error:  # a full disk does not say which file it was
             raise OSError(error.errno, error.strerror, str(draft.beside / name)) from error
     if "extra" in draft.manifest.contents:
-        rng.write(draft.beside, rank, draft.states)
+        write_rng(draft.beside, rank, draft.states)
         sync(draft.beside / rng_file(rank))
         written[rng_file(rank)] = hash_of_file(draft.beside / rng_file(rank))
     wrong = faults(draft.beside, written)

@@ -1,1 +1,1 @@
-"""The training loop and a training step: GRPO and SFT, the plan of a batch, its source."""
+"""One training step, of either algorithm, and the loop around it."""

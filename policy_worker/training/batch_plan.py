@@ -1,6 +1,6 @@
 """How the samples of a training step are cut: pure functions over row numbers and token counts.
 
-    rows of the table ── optimizer steps ── ranks ── micro-batches
+    rows of the table ── mini-batches ────── data ranks ── micro-batches
                          (batch_size_per_optimize,   (equal share, or   (samples, or a hard cap on tokens)
                           mu_iterations)              balanced tokens)
 
@@ -17,93 +17,103 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from policy_worker.errors import SampleTooLongError
+from schema.config import Config
 
 Rows = list[int]
 
 
 @dataclass(frozen=True)
-class MicroBatchRule:
-    """How large a micro-batch may be.
+class Batching:
+    """How a training step is cut.
 
-    samples: most samples, used where no cap on tokens is set. max_tokens: hard cap on the tokens of a micro-batch,
-    padding included. packed: samples lie side by side in one row; else each has a row, padded to the longest.
+    samples: most samples of a micro-batch, used where no cap on tokens is set. max_tokens: hard cap on the tokens of
+    a micro-batch, padding included. packed: samples lie next to each other in one row; else each has a row, padded
+    to the longest. balance: equal tokens for each rank, not equal rows. mini_batch: rows per optimizer step; None:
+    all. passes: over the batch.
     """
 
     samples: int
     max_tokens: int | None
     packed: bool
+    balance: bool = False
+    mini_batch: int | None = None
+    passes: int = 1
+
+    @staticmethod
+    def of_config(config: Config) -> Batching:
+        policy = config.train.train_policy
+        batching = Batching(
+            samples=policy.mini_batch,
+            max_tokens=policy.max_token_len_per_mini_batch,
+            packed=config.train.sequence_packing,
+            balance=policy.balance_dp_token,
+        )
+        if not config.is_grpo:
+            return batching
+        return replace(
+            batching, mini_batch=config.grpo.batch_size_per_optimize, passes=config.grpo.mu_iterations
+        )
 
 
 @dataclass(frozen=True)
-class OptimizerStep:
-    """One optimizer step: its rows in table order, and for each rank its micro-batches (all equally many)."""
+class MiniBatch:
+    """One optimizer step: its rows in table order, and for each data rank its micro-batches (all equally many)."""
 
     rows: Rows
     ranks: list[list[Rows]]
 
 
 def plan_step(
-    tokens: Sequence[int],
-    counts: Sequence[bool],
-    *,
-    world: int,
-    rule: MicroBatchRule,
-    batch_size: int | None = None,
-    iterations: int = 1,
-    balance: bool = False,
-) -> list[OptimizerStep]:
+    tokens: Sequence[int], counts: Sequence[bool], batching: Batching, *, data_ranks: int
+) -> list[MiniBatch]:
     """Cut a step.
 
     Args:
         tokens: length of each row in tokens, [n].
         counts: whether each row takes part in the loss, [n]; others are left out (their piece only gets smaller).
-        batch_size: rows per optimizer step; None: all.
-        iterations: passes over the batch.
 
     Raises:
-        SampleTooLongError: a row that counts is longer than `rule.max_tokens`.
+        SampleTooLongError: a row that counts is longer than `batching.max_tokens`.
     """
-    size = batch_size or max(len(tokens), 1)
-    pieces = []
+    size = batching.mini_batch or max(len(tokens), 1)
+    plan = []
     for start in range(0, len(tokens), size):
         rows = [row for row in range(start, min(start + size, len(tokens))) if counts[row]]
         if rows:
-            pieces.append(OptimizerStep(rows, _cut(rows, tokens, world, rule, balance)))
-    return pieces * iterations
+            plan.append(MiniBatch(rows, _cut(rows, tokens, data_ranks, batching)))
+    return plan * batching.passes
 
 
-def _cut(
-    rows: Rows, tokens: Sequence[int], world: int, rule: MicroBatchRule, balance: bool
-) -> list[list[Rows]]:
-    shares = balanced_shares(rows, tokens, world) if balance else equal_shares(rows, world)
-    ranks = [micro_batches(share, tokens, rule) for share in shares]
+def rows_of(plan: Sequence[MiniBatch], data_rank: int) -> Rows:
+    """The rows that a data rank trains on, each once, in table order."""
+    return sorted({row for mini_batch in plan for rows in mini_batch.ranks[data_rank] for row in rows})
+
+
+def _cut(rows: Rows, tokens: Sequence[int], data_ranks: int, batching: Batching) -> list[list[Rows]]:
+    shares = _longest_first(rows, tokens, data_ranks) if batching.balance else equal_shares(rows, data_ranks)
+    ranks = [micro_batches(share, tokens, batching) for share in shares]
     longest = max(map(len, ranks))
     return [micro + [[] for _ in range(longest - len(micro))] for micro in ranks]
 
 
-def equal_shares(rows: Rows, world: int) -> list[Rows]:
+def equal_shares(rows: Rows, n: int) -> list[Rows]:
     """Runs of consecutive rows, as equal in number as possible."""
-    bounds = [len(rows) * rank // world for rank in range(world + 1)]
+    bounds = [len(rows) * share // n for share in range(n + 1)]
     return [rows[start:end] for start, end in itertools.pairwise(bounds)]
 
 
-def balanced_shares(rows: Rows, tokens: Sequence[int], world: int) -> list[Rows]:
-    """Longest row first, each to the share that has the fewest tokens so far (at most 4/3 of the best maximum)."""
-    return _longest_first(rows, tokens, world)
-
-
-def micro_batches(rows: Rows, tokens: Sequence[int], rule: MicroBatchRule) -> list[Rows]:
+def micro_batches(rows: Rows, tokens: Sequence[int], batching: Batching) -> list[Rows]:
     """Cut one rank's rows of an optimizer step into micro-batches."""
     ordered = sorted(rows, key=lambda row: (-tokens[row], row))  # alike lengths together: little padding
-    if rule.max_tokens is None:
-        return [ordered[i : i + rule.samples] for i in range(0, len(ordered), rule.samples)]
-    _check_fits(ordered, tokens, rule.max_tokens)
-    if rule.packed:
-        return _packed(ordered, tokens, rule.max_tokens)
-    return _padded(ordered, tokens, rule.max_tokens)
+    if batching.max_tokens is None:
+        return [ordered[i : i + batching.samples] for i in range(0, len(ordered), batching.samples)]
+    _check_fits(ordered, tokens, batching.max_tokens)
+    if batching.packed:
+        return _packed(ordered, tokens, batching.max_tokens)
+    return _padded(ordered, tokens, batching.max_tokens)
 
 
 def _check_fits(ordered: Rows, tokens: Sequence[int], cap: int) -> None:
@@ -146,7 +156,10 @@ def _padded(ordered: Rows, tokens: Sequence[int], cap: int) -> list[Rows]:
 
 
 def _longest_first(rows: Rows, tokens: Sequence[int], n: int) -> list[Rows]:
-    """Greedy number partitioning (Graham 1969); ties go to the lower index, so it is deterministic."""
+    """Longest row first, each to the share that has the fewest tokens so far (at most 4/3 of the best maximum).
+
+    Greedy number partitioning (Graham 1969); ties go to the lower index, so it is deterministic.
+    """
     shares: list[Rows] = [[] for _ in range(n)]
     heap = [(0, index) for index in range(n)]
     for row in sorted(rows, key=lambda row: (-tokens[row], row)):

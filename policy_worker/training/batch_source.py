@@ -8,8 +8,7 @@ net, so a contradiction is an error and no filter.
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -25,10 +24,14 @@ from schema.wire.sample import decode_sample
 
 log = logging.getLogger(__name__)
 
-POLL = 2.0
-"""Seconds that one question for a batch may wait: so often a request to leave is looked at."""
+FETCH = 2.0
+"""Seconds that one question for payloads of a batch may wait."""
 
 Frames = Sequence[bytes | memoryview]
+
+
+class DataEnded(Exception):
+    """No step follows: the data has ended."""
 
 
 class BatchSource:
@@ -49,10 +52,10 @@ class BatchSource:
         self._group, self._call, self._epoch, self.bound = group, call, policy_epoch, bound
         self._payloads = payloads
         self.seen: Callable[[StepTable], None] = lambda _: None
-        """Told of every batch before it is trained on."""
+        """Called with every table before it is trained on."""
         self._frames: Frames | None = None
 
-    def poll(self, step: int, wait_s: float = POLL) -> StepTable | None:
+    def poll(self, step: int, wait_s: float) -> StepTable | None:
         """The table of a step, or None when it is not ready yet after `wait_s` seconds. A collective.
 
         Raises:
@@ -79,7 +82,7 @@ class BatchSource:
         return None if data is None else _decode(data)[0].model_dump_json()
 
     def _ask(
-        self, step: int, rows: Sequence[int] | Literal["all", "none"], wait_s: float = POLL
+        self, step: int, rows: Sequence[int] | Literal["all", "none"], wait_s: float = FETCH
     ) -> bytes | None:
         return self._call(api.step_batch(step, self._epoch, rows, wait_s=wait_s))
 
@@ -90,7 +93,7 @@ class BatchSource:
         their groups are made again. Then it has to be polled for once more.
 
         Raises:
-            BadBatchError: a payload cannot be decoded, or contradicts the table.
+            BadBatchError: a payload cannot be decoded, contradicts the table, or has tokens beyond the bound.
         """
         frames = self._fetch(table, rows)
         (gone,) = self._group.reduce([float(frames is None)], "max")
@@ -99,10 +102,11 @@ class BatchSource:
             return None
         if len(frames) != len(rows):
             raise BadBatchError(f"asked for {len(rows)} samples of step {table.step}, got {len(frames)}")
-        return {
-            row: decode_payload(table, row, self._whole(table, row, frame))
-            for row, frame in zip(rows, frames, strict=True)
-        }
+        samples = {}
+        for row, frame in zip(rows, frames, strict=True):
+            samples[row] = decode_payload(table, row, self._whole(table, row, frame))
+            check_versions(table.step, row, samples[row], self.bound)
+        return samples
 
     def _fetch(self, table: StepTable, rows: Sequence[int]) -> Frames | None:
         """The frames of these rows, None if the batch is another one by now, or none."""
@@ -144,23 +148,15 @@ def check_table(table: StepTable, step: int, bound: int) -> None:
             )
 
 
-def tokens_by_staleness(step: int, samples: Mapping[int, TrainSample], bound: int) -> Counter[int]:
-    """How many learned tokens of these rows are how many steps old, at most `bound`.
-
-    Raises:
-        BadBatchError: a token is older than the bound allows, or newer than the step.
-    """
-    found: Counter[int] = Counter()
-    for row, sample in samples.items():
-        for version, tokens in sample.tokens_by_version.items():
-            if not 0 <= step - version <= bound:
-                raise BadBatchError(
-                    f"sample {row} of step {step} has {tokens} tokens of version {version}, allowed are versions "
-                    f"{max(step - bound, 0)} to {step}: refused, since training on them would break the promise "
-                    f"of allowed_outdated_steps"
-                )
-            found[step - version] += tokens
-    return found
+def check_versions(step: int, row: int, sample: TrainSample, bound: int) -> None:
+    """Raises `BadBatchError` if a token of a sample is older than the bound allows, or newer than the step."""
+    for version, tokens in sample.tokens_by_version.items():
+        if not 0 <= step - version <= bound:
+            raise BadBatchError(
+                f"sample {row} of step {step} has {tokens} tokens of version {version}, allowed are versions "
+                f"{max(step - bound, 0)} to {step}: refused, since training on them would break the promise "
+                f"of allowed_outdated_steps"
+            )
 
 
 def describe(table: StepTable) -> str:

@@ -1,27 +1,33 @@
-"""The loop around an algorithm: train, commit, publish, save, and the orderly end.
+"""The loop around an algorithm: wait for a batch, train, commit, publish, save, and the orderly end.
 
-    publish version t ─▶ ┌ train step t ─▶ commit t ─▶ publish version t + 1 ─▶ checkpoint ┐ ─▶ export ─▶ leave
-                         └──────────────────── until the controller says finished ─────────┘
+    publish version t ─▶ ┌ wait ─▶ train t ─▶ commit t ─▶ publish version t + 1 ─▶ checkpoint ┐ ─▶ export ─▶ leave
+                         └────────────────── until the controller says finished ──────────────┘
 
 A step counts when it is committed: whatever happens before is done again from the last commit. Publishing comes
-right after the commit, since rollout replicas wait for it; all of it but a copy of the weights runs beside the next
-step. Supervised training publishes nothing, so its commits travel while the next step is trained.
+right after the commit, since rollout replicas wait for it; all of it but a copy of the weights runs in parallel with
+the next step. Supervised training publishes nothing, so its commits travel while the next step is trained.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from enum import Enum, auto
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
+from controller.client import calls as api
 from policy_worker.checkpoints.export import export_model
-from policy_worker.checkpoints.saver import Checkpointer
-from policy_worker.commits import Commits
+from policy_worker.checkpoints.save import Checkpointer
+from policy_worker.parallel.group import Group
 from policy_worker.process import ShutdownRequest
 from policy_worker.session import Session
 from policy_worker.trainer import Trainer
-from policy_worker.training.step_end import End
+from policy_worker.training.batch_source import DataEnded
+from policy_worker.training.metrics import Metrics
 from policy_worker.weights.publisher import Publisher
 from schema.config import Config
 from schema.wire import messages as m
@@ -30,13 +36,33 @@ log = logging.getLogger(__name__)
 
 LEAVING_SHARE = 0.3
 """Of the grace in which a replica leaves: for a publication that is on its way."""
+POLL = 2.0
+"""Seconds that one question for a batch may wait: so often a request to leave is looked at."""
+POLL_OWED = 0.2
+"""The same while a publication is deferred: somebody may be waiting for it."""
+GAUGES = ("idle_fraction", "step_seconds")
+"""Metrics that heartbeats carry for the display."""
+
+
+class StepEnd(Enum):
+    """Why there was no step. SHUTDOWN: this replica was asked to leave. NO_DATA: no step follows, the data has ended
+    early. SAVE: there is no batch yet, and a checkpoint was asked for: save, then ask again. PUBLISH: likewise, a
+    version has to be published, or publishing has failed."""
+
+    SHUTDOWN = auto()
+    NO_DATA = auto()
+    SAVE = auto()
+    PUBLISH = auto()
 
 
 class Algorithm(Protocol):
-    """What differs between reinforcement learning and supervised training."""
+    """What differs between reinforcement learning and supervised training. All ranks call alike."""
 
-    def train(self, step: int) -> dict[str, float] | End:
-        """One training step on all ranks; its metrics, the same on each, or why there was no step."""
+    def poll(self, step: int, wait_s: float) -> Any | None:
+        """The batch of a step; None: it is not ready after `wait_s` seconds. Raises `DataEnded`."""
+
+    def train_on(self, batch: Any) -> Metrics | None:
+        """One training step; its metrics, the same on each rank. None: the batch is gone, and is polled for again."""
 
 
 class Loop:
@@ -58,6 +84,7 @@ class Loop:
             self.publisher = Publisher(config, trainer, session, reply, shutdown)
         self._commits = Commits(trainer.group, session)
         self._overlaps = reply.mode == "sft"
+        self._clock = None if self._overlaps else WaitClock()
         self._published = -1
         self._publish_seconds = 0.0
 
@@ -73,18 +100,18 @@ class Loop:
             self._checkpointer.check()
             self._say(f"training step {step}")
             began = time.monotonic()
-            metrics = algorithm.train(step)
-            if metrics is End.SAVE:
-                self._save(step)
-                continue
-            if metrics is End.PUBLISH:
+            metrics = self.train_step(algorithm, step)
+            if metrics is StepEnd.PUBLISH:
                 self._publish(step)
                 continue
-            if not isinstance(metrics, dict):
+            if isinstance(metrics, StepEnd):
                 self._commits.wait()
-                if metrics is End.ASKED:
+                if metrics is StepEnd.SHUTDOWN:
                     return self._leave_early(step)
-                break
+                if metrics is StepEnd.NO_DATA:
+                    break
+                self._save(step)
+                continue
             if self.publisher is not None:
                 metrics |= self.publisher.metrics
             metrics["publish_seconds"] = self._publish_seconds
@@ -109,6 +136,38 @@ class Loop:
         if self.publisher is not None and self._published != step and self._settle():
             self._publish(step)
         return self._finish(step)
+
+    def train_step(self, algorithm: Algorithm, step: int) -> Metrics | StepEnd:
+        """Wait for the batch of a step and train on it; the step's metrics, or why there was no step."""
+        waiting_since, metrics = time.monotonic(), None
+        while metrics is None:
+            batch = self._wait(algorithm, step)
+            if isinstance(batch, StepEnd):
+                return batch
+            began = time.monotonic()
+            metrics = algorithm.train_on(batch)
+        if self._clock is not None:
+            metrics |= self._clock.metrics(waiting_since, began, time.monotonic())
+        return metrics
+
+    def _wait(self, algorithm: Algorithm, step: int) -> Any:
+        """The batch of a step, or the `StepEnd` that comes first. A collective."""
+        publisher, shutdown = self.publisher, self._shutdown
+        while True:
+            signals = (0.0, 0.0, 0.0) if publisher is None else publisher.signals()
+            flags = [float(bool(shutdown)), float(shutdown.checkpoint_asked), *signals]
+            leaves, saves, failed, publishes, wanted = self._trainer.group.reduce(flags, "max")
+            if leaves or saves:
+                return StepEnd.SHUTDOWN if leaves else StepEnd.SAVE
+            owed = publisher is not None and publisher.owed
+            if failed or ((owed or wanted) and not publishes):
+                return StepEnd.PUBLISH
+            try:
+                batch = algorithm.poll(step, POLL_OWED if owed else POLL)
+            except DataEnded:
+                return StepEnd.NO_DATA
+            if batch is not None:
+                return batch
 
     def _save(self, step: int) -> None:
         self._say(f"saving checkpoint {step}")
@@ -157,3 +216,68 @@ class Loop:
     def _say(self, status: str) -> None:
         if self._session is not None:
             self._session.status = status
+
+
+class WaitClock:
+    """How long training waited for batches; the idle fraction leaves out the first wait, in which replicas start."""
+
+    def __init__(self) -> None:
+        self._first_batch_at: float | None = None
+        self._waited = 0.0
+
+    def metrics(self, waiting_since: float, began: float, now: float) -> Metrics:
+        """Of a step whose batch was there at `began`, by the monotonic clock."""
+        if self._first_batch_at is None:
+            self._first_batch_at = began
+        else:
+            self._waited += began - waiting_since
+        return {
+            "wait_seconds": began - waiting_since,
+            "train_seconds": now - began,
+            "idle_fraction": self._waited / max(now - self._first_batch_at, 1e-9),
+        }
+
+
+class Commits:
+    """Reports to the controller that a step is trained. All ranks call alike; `session` on rank 0 only.
+
+    Reinforcement waits for the answer: the next batch and the publication depend on it. Supervised training needs
+    neither, so there a commit is on its way while the next step is trained; commits stay in order, one at a time, and
+    each is awaited before the next is sent, so a crash loses at most the step whose commit nobody had seen answered.
+    """
+
+    def __init__(self, group: Group, session: Session | None) -> None:
+        self._group, self._session = group, session
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="commit")
+        self._sent: Future[m.CommitReply] | None = None
+
+    def send(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Commit a step, without waiting for the answer. Metrics that are not finite stay here: they cannot travel.
+
+        Raises:
+            Whatever the commit before has raised, if it was not awaited.
+        """
+        self.wait()
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        session = self._session
+        if session is not None:
+            session.gauges = {name: finite[name] for name in GAUGES if name in finite}
+            batch = session.history.applied(step, finite, time.time())
+            request = m.CommitRequest(**session.identity(), metrics=finite, batch=batch)
+            self._sent = self._pool.submit(_commit, session, step, request)
+
+    def wait(self) -> m.CommitReply | None:
+        """The answer to the last commit; None if it was had before. A collective.
+
+        Raises:
+            LeaveRequestedError, ReplacedError, Refused, ControllerLost: see `Session.call`.
+        """
+        sent, self._sent = self._sent, None
+        answer = self._group.lead(lambda: None if sent is None else sent.result().model_dump())
+        return None if answer is None else m.CommitReply.model_validate(answer)
+
+
+def _commit(session: Session, step: int, request: m.CommitRequest) -> m.CommitReply:
+    reply = session.call(api.commit(step, request))
+    session.history.committed(reply)
+    return reply

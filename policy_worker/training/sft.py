@@ -8,23 +8,29 @@ from __future__ import annotations
 
 import logging
 import math
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from torch import Tensor
 
 from policy_worker.errors import SettingsError
-from policy_worker.model.logprobs import TokenOutputs
-from policy_worker.model.micro_batch import MicroBatch, Segment, TrainSample
-from policy_worker.process import ShutdownRequest
-from policy_worker.trainer import ShareOfLoss, Trainer
-from policy_worker.training.batch_plan import plan_step
-from policy_worker.training.grpo import micro_batch_rule
-from policy_worker.training.step_end import End
+from policy_worker.model.micro_batch import Segment, TrainSample
+from policy_worker.trainer import Trainer
+from policy_worker.training.batch_plan import Batching, plan_step
+from policy_worker.training.batch_source import DataEnded
+from policy_worker.training.metrics import Metrics, PartSums
 from schema.config import Config
 from schema.wire.prompts import PromptFile, PromptFileError
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SftBatch:
+    """The conversations of a step, numbered in their order."""
+
+    step: int
+    samples: dict[int, TrainSample]
 
 
 class RowOrder:
@@ -50,9 +56,9 @@ class RowOrder:
 class Sft:
     """One training step at a time; the loop around it commits."""
 
-    def __init__(self, config: Config, trainer: Trainer, data_file: Path, shutdown: ShutdownRequest) -> None:
-        self._trainer, self._shutdown = trainer, shutdown
-        self._rule, self._balance = micro_batch_rule(config), config.sft.balance_dp_token
+    def __init__(self, config: Config, trainer: Trainer, data_file: Path) -> None:
+        """Raises `SettingsError` if the data cannot be read, or is not for supervised training."""
+        self._trainer, self._batching = trainer, Batching.of_config(config)
         self._batch = config.samples_per_step
         try:
             self._data = PromptFile(data_file)
@@ -62,47 +68,41 @@ class Sft:
         shuffle = config.sft.dataloader_shuffle
         self._order = RowOrder(len(self._data), config.train.epoch, config.effective_seed, shuffle)
 
-    def train(self, step: int) -> dict[str, float] | End:
-        """Train on the batch of a step; its metrics, or why there was no step."""
-        if self._trainer.group.any(bool(self._shutdown)):
-            return End.ASKED
+    def poll(self, step: int, wait_s: float) -> SftBatch:
+        """The batch of a step, which never has to be waited for. Raises `DataEnded`."""
+        del wait_s
         rows = self._order.rows(step * self._batch, (step + 1) * self._batch)
         if not rows:
-            return End.NO_DATA
-        samples = dict(enumerate(self._sample(row) for row in rows))
+            raise DataEnded
+        return SftBatch(step, dict(enumerate(map(self._sample, rows))))
+
+    def train_on(self, batch: SftBatch) -> Metrics:
+        """One optimizer step on the mean of −log π over all tokens to learn."""
+        trainer, samples = self._trainer, batch.samples
         learned = [sample.learned_tokens for sample in samples.values()]
         tokens = [len(sample.segments[0].token_ids) for sample in samples.values()]
-        group = self._trainer.group
-        plan = plan_step(
-            tokens,
-            [count > 0 for count in learned],
-            world=group.world,
-            rule=self._rule,
-            balance=self._balance,
-        )
-        metrics = {"tokens": float(sum(tokens)), "samples": float(len(rows)), "lr": self._trainer.lr(step)}
         n_tokens = sum(learned)
-        for piece in plan:
-            batches = [self._trainer.micro_batch(samples, micro) for micro in piece.ranks[group.rank]]
-            result = self._trainer.optimizer_step(batches, likelihood_loss(n_tokens), step=step)
+        plan = plan_step(
+            tokens, [count > 0 for count in learned], self._batching, data_ranks=trainer.data_ranks
+        )
+        sums = PartSums()
+        for mini_batch in plan:
+            for micro_batch in trainer.micro_batches(samples, mini_batch.ranks[trainer.data_rank]):
+                out = trainer.forward(micro_batch)
+                loss = -out.logprobs.sum() / n_tokens
+                trainer.backward(loss)
+                sums.add({"loss": loss.detach(), "correct": out.correct.sum()})
+            sums.end_step(trainer.step(batch.step))
+        metrics = {"tokens": float(sum(tokens)), "samples": float(len(samples)), "lr": trainer.lr(batch.step)}
+        for found in sums.reduce(trainer.group):
             metrics |= {
-                "loss": result.sums["loss"],
-                "accuracy": result.sums["correct"] / n_tokens,
-                "grad_norm": result.grad_norm,
+                "loss": found["loss"],
+                "accuracy": found["correct"] / n_tokens,
+                "grad_norm": found["grad_norm"],
             }
         if not math.isfinite(metrics.get("loss", math.nan)):
-            log.warning("step %d has no token to learn: it is committed without an update", step)
+            log.warning("step %d has no token to learn: it is committed without an update", batch.step)
         return metrics
 
     def _sample(self, row: int) -> TrainSample:
         return TrainSample([Segment(self._data.token_ids(row), self._data.loss_mask(row), None)])
-
-
-def likelihood_loss(n_tokens: int) -> ShareOfLoss:
-    """−Σ log π / N over the tokens to learn, N those of the whole optimizer step."""
-
-    def share(_: MicroBatch, outputs: TokenOutputs) -> tuple[Tensor, dict[str, Tensor]]:
-        loss = -outputs.logprobs.sum() / n_tokens
-        return loss, {"loss": loss.detach(), "correct": outputs.correct.sum()}
-
-    return share

@@ -22,7 +22,6 @@ import re
 import threading
 import time
 from pathlib import Path
-from typing import Protocol
 
 from policy_worker.background import Background
 from policy_worker.errors import PolicyError, SettingsError
@@ -48,26 +47,6 @@ LOOK = 0.05
 """Seconds between two looks at the background, by all ranks together."""
 LAST_WORD = 2.0
 """Seconds that a background which was told to stop may take."""
-
-
-class Owing(Protocol):
-    """What a wait for a batch has to know of publishing."""
-
-    @property
-    def owed(self) -> bool:
-        """Whether a version was skipped; the same on all ranks."""
-
-    def signals(self) -> tuple[float, float, float]:
-        """Of this rank: whether publishing has failed, is under way, and is asked for by replicas."""
-
-
-class NothingOwed:
-    """Where nothing is published."""
-
-    owed = False
-
-    def signals(self) -> tuple[float, float, float]:
-        return 0.0, 0.0, 0.0
 
 
 class Publisher:
@@ -108,6 +87,7 @@ class Publisher:
             group.sibling(patience), group.sibling(patience), place, self._shadow, shutdown, self._leader
         )
         self.owed = False
+        """Whether a version was deferred; the same on all ranks."""
 
     def publish(self, version: int) -> bool:
         """Begin to publish the current weights; returns as soon as training may change them. A collective.

@@ -18,7 +18,7 @@ from policy_worker.checkpoints.export import export_model
 from policy_worker.checkpoints.find import Resumption, _resumption, candidates
 from policy_worker.checkpoints.layout import look
 from policy_worker.checkpoints.load import load, parts_of
-from policy_worker.checkpoints.saver import Checkpointer
+from policy_worker.checkpoints.save import Checkpointer
 from policy_worker.model.lr_schedule import Schedule
 from policy_worker.model.micro_batch import TrainSample
 from policy_worker.model.model import load_model
@@ -26,9 +26,9 @@ from policy_worker.parallel.fsdp import apply_fsdp
 from policy_worker.process import Environment, ShutdownRequest
 from policy_worker.session import Session
 from policy_worker.trainer import Trainer
-from policy_worker.training.batch_plan import micro_batches
+from policy_worker.training.batch_plan import Batching, micro_batches
 from policy_worker.training.batch_source import BatchSource
-from policy_worker.training.grpo import Grpo, micro_batch_rule
+from policy_worker.training.grpo import Grpo
 from policy_worker.training.loop import Loop
 from policy_worker.training.sft import Sft
 from policy_worker.worker import _schedule, _seed
@@ -37,7 +37,7 @@ from schema.wire import messages as m
 from schema.wire.prompts import write_prompts
 from tests.liveness.probe import UNSET, Made, Place, With, changed, grpo, sft, watch
 from tests.policy_worker.checkpoint_material import make_checkpoint, save_state
-from tests.policy_worker.material import encode_step, random_samples, tiny_model
+from tests.policy_worker.material import encode_step, random_samples, tiny_model, train_step
 from tests.support.controller import TOKENS, make_run_dir
 from tests.support.served import ServedController, served_controller
 
@@ -67,27 +67,26 @@ def _grpo(config: Config, place: Place, world: int = 1) -> tuple[Grpo, dict[str,
             found.setdefault(name, parameter.grad.numpy().copy())
 
     trainer.optimizer.adamw.register_step_pre_hook(keep)
-    return Grpo(config, trainer, source, ShutdownRequest()), found
+    return Grpo(config, trainer, source), found
 
 
 def gradient(config: Config, place: Place) -> dict[str, np.ndarray]:
     """The first gradient of a step on fixed samples, before clipping."""
     algorithm, found = _grpo(config, place)
-    assert isinstance(algorithm.train(0), dict)
+    train_step(algorithm, 0)
     return found
 
 
 def gradient_of_half(config: Config, place: Place) -> dict[str, np.ndarray]:
     """The gradient of the first of two ranks."""
     algorithm, found = _grpo(config, place, world=2)
-    assert isinstance(algorithm.train(0), dict)
+    train_step(algorithm, 0)
     return found
 
 
 def step_metrics(config: Config, place: Place) -> dict[str, float]:
     """What a step reports."""
-    metrics = _grpo(config, place)[0].train(0)
-    assert isinstance(metrics, dict)
+    metrics = train_step(_grpo(config, place)[0], 0)
     return {name: value for name, value in metrics.items() if name == "optimizer_steps"}
 
 
@@ -132,13 +131,13 @@ watch(
 def rows_of_micro_batches(config: Config, place: Place) -> list[list[int]]:
     """How twelve samples are cut."""
     lengths = [int(sample.header.total_tokens) for sample in random_samples(12)]
-    return micro_batches(list(range(12)), lengths, micro_batch_rule(config))
+    return micro_batches(list(range(12)), lengths, Batching.of_config(config))
 
 
 def shape_of_a_micro_batch(config: Config, place: Place) -> list[int]:
     """Rows and columns of two samples side by side."""
     samples = {row: TrainSample.of_wire(sample) for row, sample in enumerate(random_samples(2))}
-    return list(_trainer(config, place).micro_batch(samples, [0, 1]).input_ids.shape)
+    return list(next(_trainer(config, place).micro_batches(samples, [[0, 1]])).input_ids.shape)
 
 
 watch(rows_of_micro_batches, sft, {f"{POLICY}.mini_batch": (2, 3)})
@@ -282,9 +281,8 @@ def supervised_rows(config: Config, place: Place) -> tuple[list[int], float]:
     path = place.directory() / "train.safetensors"
     ids = [[3, 4, 5 + row] for row in range(24)]
     write_prompts(path, ids, [{"key": str(row)} for row in range(24)], [[0, 1, 1]] * 24)
-    algorithm = Sft(config, _trainer(config, place), path, ShutdownRequest())
-    metrics = algorithm.train(0)
-    assert isinstance(metrics, dict)
+    algorithm = Sft(config, _trainer(config, place), path)
+    metrics = train_step(algorithm, 0)
     return algorithm._order.rows(0, 1000), metrics["samples"]
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from policy_worker.checkpoints import directory, rng
-from policy_worker.checkpoints.contents import schedule_facts
+from policy_worker.checkpoints import directory
 from policy_worker.checkpoints.find import Resumption
 from policy_worker.checkpoints.layout import (
     FileFacts,
@@ -17,8 +16,8 @@ from policy_worker.checkpoints.layout import (
     name_of,
     write_manifest,
 )
-from policy_worker.checkpoints.load import load
-from policy_worker.checkpoints.state import state_to_save
+from policy_worker.checkpoints.load import load, schedule_facts
+from policy_worker.checkpoints.state import capture_rng, state_to_save
 from policy_worker.checkpoints.storage import Staging, pieces_of
 from policy_worker.checkpoints.write import Draft, write
 from policy_worker.trainer import Trainer
@@ -63,7 +62,7 @@ def save_state(trainer: Trainer, root: Path, step: int = 0, *, staged: bool = Fa
         beside=beside,
         lock=directory.hold(beside),
         pieces=pieces,
-        states=rng.capture(group.device),
+        states=capture_rng(group.device),
         manifest=manifest(step, world=group.world, schedule=schedule),
         ledger="{}",
         exporter=None,

@@ -7,6 +7,7 @@ import torch
 
 from policy_worker.parallel.group import Group
 from policy_worker.process import RankEnvironment
+from tests.support.objects import ObjectStore, running_objects
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -20,3 +21,10 @@ def group() -> Iterator[Group]:
     group = Group(RankEnvironment())
     yield group
     group.close()
+
+
+@pytest.fixture(scope="session")
+def object_store() -> Iterator[ObjectStore]:
+    """One server for all tests that only need buckets of their own."""
+    with running_objects("cosmos-tests", "cosmos-proofs") as store:
+        yield store

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from policy_worker.model.model import PolicyModel, prepare_model
+from policy_worker.training.loop import Algorithm
 from schema.config import Config
 from schema.wire.batch import StepTable, encode_batch
 from schema.wire.sample import Sample, SampleHeader, encode_sample
@@ -153,6 +154,16 @@ def make_table(samples: Sequence[Sample], group_size: int = 4, step: int = 0, ti
         newest_version=[header.newest_version for header in headers],
         finish_reason=[header.finish_reason for header in headers],
     )
+
+
+def train_step(algorithm: Algorithm, step: int) -> dict[str, float]:
+    """What the loop does on a controller that always has a batch."""
+    metrics = None
+    while metrics is None:
+        batch = algorithm.poll(step, 0.0)
+        if batch is not None:
+            metrics = algorithm.train_on(batch)
+    return metrics
 
 
 def encode_step(samples: Sequence[Sample], **table: Any) -> bytes:

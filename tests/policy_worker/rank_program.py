@@ -18,18 +18,15 @@ from safetensors.torch import save_file
 
 from policy_worker.model.lr_schedule import Schedule
 from policy_worker.parallel.group import Group
-from policy_worker.process import RankEnvironment, ShutdownRequest
+from policy_worker.process import RankEnvironment
 from policy_worker.trainer import Trainer
 from policy_worker.training.batch_source import BatchSource
 from policy_worker.training.grpo import Grpo
 from schema.wire.batch import encode_batch
 from schema.wire.sample import encode_sample
 from tests.policy_worker.checkpoint_material import load_state, save_state
-from tests.policy_worker.material import make_config, make_table, random_samples, tiny_model
+from tests.policy_worker.material import make_config, make_table, random_samples, tiny_model, train_step
 from weight_sync import hub_tensors
-
-CLOCKS = {"wait_seconds", "train_seconds", "idle_fraction"}
-"""Metrics that each rank measures for itself; all others are equal on all ranks."""
 
 
 def train(group: Group, options: dict[str, Any]) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
@@ -60,15 +57,14 @@ def train(group: Group, options: dict[str, Any]) -> tuple[dict[str, torch.Tensor
         rows = named[wanted] if wanted in named else [int(row) for row in wanted.split(",")]
         return encode_batch(table, [encode_sample(samples[row]) for row in rows])
 
-    algorithm = Grpo(config, trainer, BatchSource(group, answer, 1, 8), ShutdownRequest())
+    algorithm = Grpo(config, trainer, BatchSource(group, answer, 1, 8))
     if "restore" in options:
         load_state(trainer, Path(options["restore"]), config)
     trainer.optimizer.adamw.register_step_pre_hook(keep)
     first, last = options.get("first_step", 0), options.get("steps", 1)
-    metrics = [algorithm.train(step) for step in range(first, last)]
+    metrics = [train_step(algorithm, step) for step in range(first, last)]
     assert not answers
-    told = [{name: value for name, value in step.items() if name not in CLOCKS} for step in metrics]
-    assert group.gather(told) == [told] * group.world
+    assert group.gather(metrics) == [metrics] * group.world
     if "save" in options:
         save_state(trainer, Path(options["save"]), staged=options.get("staged", False))
     return {**gradients, **dict(hub_tensors(trainer.model.lm))}, metrics

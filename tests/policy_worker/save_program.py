@@ -24,11 +24,10 @@ import torch
 
 from policy_worker.checkpoints import directory
 from policy_worker.checkpoints.find import chain_in
-from policy_worker.checkpoints.housekeeping import Housekeeper
-from policy_worker.checkpoints.layout import state_files
-from policy_worker.checkpoints.saver import Checkpointer
+from policy_worker.checkpoints.layout import faults, state_files
+from policy_worker.checkpoints.retention import Housekeeper
+from policy_worker.checkpoints.save import Checkpointer
 from policy_worker.checkpoints.storage import StateFiles
-from policy_worker.checkpoints.verify import faults
 from policy_worker.errors import CheckpointSaveError
 from policy_worker.model.lr_schedule import Schedule
 from policy_worker.parallel.group import Group

@@ -17,7 +17,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from policy_worker.export_command import main
+from policy_worker.parallel.group import Group
 from tests.policy_worker.material import make_config, tiny_lm
+from tests.policy_worker.rank_program import train
 from tests.policy_worker.ranks import start_ranks, wait_ranks
 from tests.rollout_worker.tiny import tokenizer
 from tests.support.waiting import PATIENCE
@@ -45,14 +47,30 @@ def export(capsys: pytest.CaptureFixture[str]) -> Callable[..., Said]:
 
 
 @pytest.fixture(scope="module")
-def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with one checkpoint, written by two ranks; `weights.safetensors` holds what they had."""
+def run_without_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run directory with a model and a configuration."""
     path = tmp_path_factory.mktemp("run")
     tiny_lm().save_pretrained(path / "model")
     tokenizer().save_pretrained(path / "model")
     config = make_config().to_dict()
     config["policy"]["model_name_or_path"] = str(path / "model")
     (path / "config.json").write_text(json.dumps(config))
+    (path / "checkpoints").mkdir()
+    return path
+
+
+@pytest.fixture(scope="module")
+def run_dir(run_without_checkpoint: Path, group: Group) -> Path:
+    """A run with one checkpoint, written by one rank."""
+    train(group, {"samples": {"n": 6}, "save": str(run_without_checkpoint / "checkpoints")})
+    return run_without_checkpoint
+
+
+@pytest.fixture(scope="module")
+def run_of_two(run_without_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, written by two ranks; `tensors.safetensors` holds what they had."""
+    path = Path(shutil.copytree(run_without_checkpoint, tmp_path_factory.mktemp("two") / "run"))
+    shutil.rmtree(path / "checkpoints")
     (path / "checkpoints").mkdir()
     options = {"samples": {"n": 6}, "save": str(path / "checkpoints")}
     arguments = ["tests.policy_worker.rank_program", str(path), json.dumps(options)]
@@ -62,16 +80,16 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_two_ranks_become_one_model_without_a_network(run_dir: Path, tmp_path: Path) -> None:
+def test_two_ranks_become_one_model_without_a_network(run_of_two: Path, tmp_path: Path) -> None:
     """As a user gives it; a hub that is asked for anything would not answer."""
     env = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "OMP_NUM_THREADS": "1"}
-    command = [str(COMMAND), "export", str(run_dir), "-o", str(tmp_path / "model")]
+    command = [str(COMMAND), "export", str(run_of_two), "-o", str(tmp_path / "model")]
     done = subprocess.run(command, env=env, check=False, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     assert "100 %" in done.stdout
     assert "Qwen3ForCausalLM after 0 steps" in done.stdout
     lm = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
-    trained = load_file(run_dir / "tensors.safetensors")
+    trained = load_file(run_of_two / "tensors.safetensors")
     names = [name for name in lm.state_dict() if name in trained]
     assert len(names) > 10
     for name in names:
@@ -108,7 +126,7 @@ def test_what_cannot_be_exported_is_said(run_dir: Path, tmp_path: Path, export: 
         tiny_lm(layers=layers).save_pretrained(tmp_path / "other")
         other = export(checkpoint, tmp_path / "other-out", "--model", tmp_path / "other")
         assert (other.code, "is not of this model" in other.err) == (2, True)
-    (file,) = checkpoint.glob("model-00001*")
+    (file,) = checkpoint.glob("model-00000*")
     file.write_bytes(file.read_bytes()[:-10])
     damaged = export(checkpoint, tmp_path / "damaged-out")
     assert (damaged.code, f"{file.name} has" in damaged.err) == (2, True)

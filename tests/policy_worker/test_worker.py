@@ -367,18 +367,7 @@ def test_settings_that_cannot_work_exit_with_two(start: Any, config: Any, enviro
     assert "Traceback" not in output
 
 
-@pytest.mark.parametrize(
-    ("environment", "message"),
-    [
-        ({}, "COSMOS_CONTROLLER_URL and COSMOS_TOKEN"),
-        (
-            {"COSMOS_CONTROLLER_URL": "http://x", "COSMOS_TOKEN": "x", "COSMOS_CPU_THREADS": "many"},
-            "COSMOS_CPU_THREADS",
-        ),
-        ({"RANK": "2"}, "WORLD_SIZE"),
-    ],
-)  # fmt: skip
-def test_an_incomplete_environment_exits_with_two_at_once(environment: dict[str, str], message: str):
-    ((code, output),) = wait_ranks(start_ranks(1, ["policy_worker"], **environment))
+def test_an_incomplete_environment_exits_with_two_at_once():
+    ((code, output),) = wait_ranks(start_ranks(1, ["policy_worker"]))
     assert code == 2
-    assert message in output
+    assert "COSMOS_CONTROLLER_URL and COSMOS_TOKEN" in output

@@ -9,8 +9,8 @@ import torch
 
 from launcher.job.event_log import Journal
 from launcher.plan.rundir import RunDir, Tokens
-from policy_worker.checkpoints import rng
 from policy_worker.checkpoints.export import write_shards
+from policy_worker.checkpoints.state import capture_rng, write_rng
 from schema.util.atomic_file import replacing_directory, write_text
 from schema.wire.prompts import write_prompts
 from tests.security.modes import umask, wrong_modes
@@ -26,7 +26,7 @@ def write_all(run: RunDir) -> None:
     Journal(run.launcher_json).write("starting", [])
     write_prompts(run.path / "data" / "train.safetensors", [[1]], [{}])
     with replacing_directory(run.checkpoints / "step-1") as beside:
-        rng.write(beside, 0, rng.capture(torch.device("cpu")))
+        write_rng(beside, 0, capture_rng(torch.device("cpu")))
     with replacing_directory(run.path / "final") as beside:
         write_shards([("a", torch.zeros(2)), ("b", torch.zeros(2))], beside, shard_bytes=8)
     write_text(run.checkpoints / "latest", "step-1", durable=True)

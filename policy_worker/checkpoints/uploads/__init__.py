@@ -1,4 +1,4 @@
-"""Copies of checkpoints and of the final model on S3 and on the Hugging Face hub, made beside the training.
+"""Copies of checkpoints and of the final model on S3 and on the Hugging Face hub, made while training goes on.
 
     offer(path) ─▶ queue ─▶ one thread: whole? ─▶ record on disk ─┬─▶ s3   multipart, resumed where it stopped
                                                               └─▶ hub  a commit per checkpoint
@@ -6,12 +6,12 @@ resume()    ─▶ the checkpoints that are there ─▶ queue; what its record 
 finish()    ◀─ everything is there, or UploadError
 
 uploader  the queue, its thread, and what the trainer asks
-record    what is on its way, in files beside the checkpoints: survives kill -9
+record    what is on its way, in files next to the checkpoints: survives kill -9
 plan      names of objects, cutting of files: pure
-patience  which failures pass, and for how long they are waited for
+retry     how uploads fail, and for how long they are tried again
 s3, hub   the two targets
 
-Training never waits for an upload. One that fails for good is told (`Uploader.trouble`, which heartbeats carry to
+Training never waits for an upload. One that fails for good is reported (`Uploader.trouble`, which heartbeats carry to
 the job's last error), the run goes on, and nothing is deleted; only when the final one fails does the trainer end
 with an error, and `cosmos-launch --resume` tries again. Rank 0 uploads: it sees the files of all ranks.
 """

@@ -12,8 +12,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from policy_worker.checkpoints.uploads.patience import USUAL, Delays, Patience
 from policy_worker.checkpoints.uploads.record import Record
+from policy_worker.checkpoints.uploads.retry import USUAL, Delays, Patience
 from policy_worker.errors import SettingsError
 from schema.config.secrets import masked
 

@@ -17,8 +17,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from policy_worker.checkpoints.layout import MANIFEST, hash_of_file, read_manifest
-from policy_worker.checkpoints.verify import faults
+from policy_worker.checkpoints.layout import MANIFEST, faults, hash_of_file, read_manifest
 from policy_worker.errors import DamagedCheckpointError
 from schema.util.atomic_file import write_text
 

@@ -19,10 +19,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from policy_worker.checkpoints.uploads.errors import UploadError
-from policy_worker.checkpoints.uploads.patience import USUAL, Delays, Patience
 from policy_worker.checkpoints.uploads.plan import MARKER, PART_BYTES, Part, object_prefix, part_bytes, parts
 from policy_worker.checkpoints.uploads.record import FileProgress, Record, files_in
+from policy_worker.checkpoints.uploads.retry import USUAL, Delays, Patience, UploadError
 from policy_worker.errors import SettingsError
 from weight_sync.errors import StoreError
 from weight_sync.stores.aws import MISSING, code_of, explain, is_passing, make_client

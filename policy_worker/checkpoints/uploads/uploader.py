@@ -12,11 +12,16 @@ from pathlib import Path
 from typing import Protocol
 
 from policy_worker.checkpoints.layout import STEP, checkpoints_of, named_in
-from policy_worker.checkpoints.uploads.errors import UploadError, UploadFailedError, UploadStoppedError
 from policy_worker.checkpoints.uploads.hub import HubTarget
-from policy_worker.checkpoints.uploads.patience import USUAL, Delays
 from policy_worker.checkpoints.uploads.plan import is_wanted
 from policy_worker.checkpoints.uploads.record import Record, check_whole, file_of, open_record
+from policy_worker.checkpoints.uploads.retry import (
+    USUAL,
+    Delays,
+    UploadError,
+    UploadFailedError,
+    UploadStoppedError,
+)
 from policy_worker.checkpoints.uploads.s3 import S3Target
 from policy_worker.errors import CheckpointError, SettingsError
 from schema.config import Config

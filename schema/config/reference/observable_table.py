@@ -17,11 +17,11 @@ _WORKER, _MODEL, _EXPORT = (
     "policy_worker/checkpoints/export.py",
 )
 _SAVER, _FACTS, _JOB = (
-    "policy_worker/checkpoints/saver.py",
+    "policy_worker/checkpoints/save.py",
     "controller/state/job_facts.py",
     "controller/state/job.py",
 )
-_UPLOADS = "policy_worker/checkpoints/uploads/uploader.py"
+_PLAN, _UPLOADS = "policy_worker/training/batch_plan.py", "policy_worker/checkpoints/uploads/uploader.py"
 _SAMPLING, _REWARDS = "rollout_worker/groups/sampling.py", "rollout_worker/groups/pipeline.py"
 _VLLM, _EMBEDDED = (
     "rollout_worker/engines/vllm/arguments.py",
@@ -89,7 +89,7 @@ _TRAIN = {
         "request or reply", "Order of the rows, initial random state and seeds of samples.",
         f"{_MEMBERS} {_JOB} {_WORKER} {_PREPARE}", "effective_seed",
     ),
-    "sequence_packing": _e("number", "Shape of a micro-batch.", f"{_GRPO} policy_worker/trainer.py"),
+    "sequence_packing": _e("number", "Shape of a micro-batch.", f"{_PLAN} policy_worker/trainer.py"),
     "ckpt.enable_checkpoint": _e("file", "Whether checkpoints are written.", _SAVER),
     "ckpt.save_freq": _e("file", "After which steps checkpoints are written.", _SAVER),
     "ckpt.save_freq_in_epoch": _e("file", "After which epochs checkpoints are written.", _SAVER),
@@ -101,9 +101,9 @@ _TRAIN = {
     ),
     "ckpt.load_schedule": _e("number", "Learning rates after a resume.", "policy_worker/checkpoints/load.py"),
     "ckpt.delete_after_load": _e(
-        "file", "Whether the checkpoint that was resumed from stays.", "policy_worker/checkpoints/housekeeping.py"
+        "file", "Whether the checkpoint that was resumed from stays.", "policy_worker/checkpoints/retention.py"
     ),
-    "ckpt.max_keep": _e("file", "How many checkpoints stay.", "policy_worker/checkpoints/housekeeping.py"),
+    "ckpt.max_keep": _e("file", "How many checkpoints stay.", "policy_worker/checkpoints/retention.py"),
     "ckpt.export_safetensors": _e("file", "`export` in each checkpoint.", _SAVER),
     "ckpt.upload_s3": _e("file", "What is uploaded to the bucket.", _UPLOADS),
     "ckpt.s3_bucket": _e("file", "Bucket that checkpoints are uploaded to.", _UPLOADS),
@@ -125,11 +125,11 @@ _POLICY_LOSS = {
     "unbiased_loss_max_tokens": _e("number", "Loss and gradient.", _GRPO),
     "unbiased_advantage": _e("number", "Advantages, and with them the gradient.", _GRPO),
     "entropy_coeff": _e("number", "Loss and gradient.", _GRPO),
-    "mu_iterations": _e("metric", "`optimizer_steps` of a step.", _GRPO),
-    "batch_size_per_optimize": _e("metric", "`optimizer_steps` of a step.", _GRPO),
-    "mini_batch": _e("number", "Rows of a micro-batch.", _GRPO),
-    "max_token_len_per_mini_batch": _e("number", "Rows of a micro-batch.", _GRPO),
-    "balance_dp_token": _e("number", "Rows of each rank.", f"{_GRPO} policy_worker/training/sft.py"),
+    "mu_iterations": _e("metric", "`optimizer_steps` of a step.", _PLAN),
+    "batch_size_per_optimize": _e("metric", "`optimizer_steps` of a step.", _PLAN),
+    "mini_batch": _e("number", "Rows of a micro-batch.", _PLAN),
+    "max_token_len_per_mini_batch": _e("number", "Rows of a micro-batch.", _PLAN),
+    "balance_dp_token": _e("number", "Rows of each rank.", _PLAN),
     "allowed_outdated_steps": _e("request or reply", "How many groups are leased ahead of training.",
                                  _FACTS, "staleness_bound"),
     "on_policy": _e("request or reply", "How many groups are leased ahead of training.",

@@ -1,0 +1,275 @@
+"""The loss of reinforcement learning on some tokens of an optimizer step: policy loss, likelihood, entropy.
+
+    L = Σ_k w_k (ℓ_k − c_H H_k) + c_nll / N⁺ · Σ_{k: reward > 0} (−log π_k)
+
+    ρ = exp(clamp(log π − log π_old, ±20)),  ℓ = −min(ρ A, clip(ρ, 1 − ε_low, 1 + ε_high) A), …
+
+The weights w_k depend only on facts of the whole optimizer step (`Normalizers`) and the token count |m_i| of the
+token's own sample. So the sum over micro-batches, ranks and replicas is the loss, and no gradient depends on the cut:
+
+    token-mean            w = 1 / N
+    seq-mean-token-sum    w = 1 / M
+    seq-mean-token-mean   w = 1 / (M |m_i|),  or 1 / (M L) with `unbiased_loss_max_tokens` = L
+
+Tokens come flat: the K response tokens of some samples in one row, whatever sequence or micro-batch they were
+computed in, with the sample each belongs to. A loss needs whole samples, never whole groups. π_old is the policy that
+made the tokens (their behaviour log-probs), so that clipping corrects staleness.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from policy_worker.errors import SettingsError
+
+LossType = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
+
+LOG_RATIO_BOUND = 20.0
+"""Log ratios are clamped here before they are exponentiated: e^20 is far beyond any meaningful ratio."""
+K3_BOUND = 10.0
+"""k3 is clamped here, so that one token with a broken log-prob cannot dominate a mean."""
+GSPO_LOG_RATIO_MAX = 10.0
+"""Upper bound of GSPO's log ratio before it is exponentiated."""
+
+
+@dataclass(frozen=True)
+class PolicyTokens:
+    """What the loss is computed from. All vectors are [K]; floating ones of one dtype.
+
+    mask: true where the token counts. entropy: of the policy's distribution at the token; needs a gradient where
+    `entropy_coeff` is not 0. sample: index of each token's sample, int64 in [0, n_samples). sample_tokens: |m_i| of
+    that sample, floating. positive: whether its reward is above 0.
+    """
+
+    logprobs: Tensor
+    old_logprobs: Tensor
+    entropy: Tensor
+    advantages: Tensor
+    mask: Tensor
+    sample: Tensor
+    n_samples: int
+    sample_tokens: Tensor
+    positive: Tensor
+
+
+@dataclass(frozen=True)
+class Clip:
+    """1 − low ≤ ρ ≤ 1 + high; `dual` > 1 bounds the loss of negative advantages at −dual · A."""
+
+    low: float
+    high: float
+    dual: float
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """The coefficients of the loss; names as in `[train.train_policy]`."""
+
+    variant: str
+    clip: Clip
+    loss_type: LossType
+    unbiased_loss_max_tokens: int | None = None
+    entropy_coeff: float = 0.0
+    positive_nll_coef: float | None = None
+
+
+@dataclass(frozen=True)
+class Normalizers:
+    """Counts over the whole optimizer step: all micro-batches, ranks and replicas.
+
+    tokens: N, tokens that count. samples: M, samples that count. positive_tokens: N⁺, tokens of those samples whose
+    reward is above 0.
+    """
+
+    tokens: int
+    samples: int
+    positive_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """Per-token results, [K]: the loss, the ratio it used, and where clipping decided it."""
+
+    loss: Tensor
+    ratio: Tensor
+    clipped: Tensor
+
+
+# ---- policy losses, by name -------------------------------------------------------------------------------------
+
+LossFn = Callable[[PolicyTokens, Clip], TokenLoss]
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """A registered loss. loss_type: the aggregation that is part of its definition; None: the configured one."""
+
+    loss_fn: LossFn
+    loss_type: LossType | None
+
+
+POLICY_LOSSES: dict[str, PolicyLoss] = {}
+"""`train.train_policy.variant` to its loss."""
+
+
+def policy_loss(*variants: str, loss_type: LossType | None = None) -> Callable[[LossFn], LossFn]:
+    """Register a function as the policy loss of these variants."""
+
+    def register(loss_fn: LossFn) -> LossFn:
+        POLICY_LOSSES.update(dict.fromkeys(variants, PolicyLoss(loss_fn, loss_type)))
+        return loss_fn
+
+    return register
+
+
+def policy_loss_of(variant: str) -> PolicyLoss:
+    """Raises `SettingsError` for a variant without a registered loss."""
+    if variant not in POLICY_LOSSES:
+        known = ", ".join(POLICY_LOSSES)
+        raise SettingsError(
+            f"train.train_policy.variant = {variant!r} is not a policy loss; known are {known}"
+        )
+    return POLICY_LOSSES[variant]
+
+
+@policy_loss("grpo", "dapo")
+def grpo(tokens: PolicyTokens, clip: Clip) -> TokenLoss:
+    """PPO's clipped surrogate with dual clip for A < 0: min(loss, −c A). DAPO's is GRPO's with unequal bounds.
+
+    Sources: PPO, arXiv 1707.06347, eq. 7; dual clip, arXiv 1912.09729, eq. 5; GRPO, arXiv 2402.03300, eq. 3;
+    unequal bounds (clip-higher), DAPO, arXiv 2503.14476, eq. 10.
+    """
+    ratio = _log_ratio(tokens).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+    loss, clipped = _clipped(ratio, tokens, clip)
+    advantages = torch.where(tokens.mask, tokens.advantages, torch.zeros_like(tokens.advantages))
+    bound = -clip.dual * advantages
+    negative = advantages < 0
+    loss = torch.where(negative, torch.minimum(loss, bound), loss)
+    return TokenLoss(loss, ratio, clipped | (negative & (bound < -ratio * advantages)))
+
+
+@policy_loss("gspo", loss_type="seq-mean-token-mean")
+def gspo(tokens: PolicyTokens, clip: Clip) -> TokenLoss:
+    """One ratio per sequence, s = mean over its tokens of (log π − log π_old), in the token form
+
+        exp(clamp(log π − sg(log π) + sg(s), max 10))
+
+    whose value is the sequence's ratio and whose gradient is each token's own. Clipped, no dual clip. Its loss is a
+    mean over sequences by definition, whatever `loss_type` says.
+    Source: GSPO, arXiv 2507.18071, eq. 7 and 14 to 16.
+    """
+    log_ratio = _log_ratio(tokens)
+    mean = segment_mean(log_ratio, tokens.mask, tokens.sample, tokens.n_samples)[tokens.sample].detach()
+    ratio = (log_ratio - log_ratio.detach() + mean).clamp(max=GSPO_LOG_RATIO_MAX).exp()
+    loss, clipped = _clipped(ratio, tokens, clip)
+    return TokenLoss(loss, ratio, clipped)
+
+
+def _log_ratio(tokens: PolicyTokens) -> Tensor:
+    """log π − log π_old, 0 outside of the mask (so that no NaN there reaches a gradient)."""
+    difference = tokens.logprobs - tokens.old_logprobs
+    return torch.where(tokens.mask, difference, torch.zeros_like(difference))
+
+
+def _clipped(ratio: Tensor, tokens: PolicyTokens, clip: Clip) -> tuple[Tensor, Tensor]:
+    """(−min(ρA, clip(ρ)A), where the clipped branch is the smaller one)."""
+    advantages = torch.where(tokens.mask, tokens.advantages, torch.zeros_like(tokens.advantages))
+    plain = ratio * advantages
+    bounded = ratio.clamp(1 - clip.low, 1 + clip.high) * advantages
+    return -torch.minimum(plain, bounded), bounded < plain
+
+
+# ---- from token losses to one number ----------------------------------------------------------------------------
+
+
+def policy_objective(
+    tokens: PolicyTokens, norm: Normalizers, config: LossConfig
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """(this part's share of the optimizer step's loss, sums for the metrics).
+
+    Returns:
+        A scalar to call `backward` on, and detached scalars: sums over tokens ("loss" is already the share; keys
+        that begin with "max_" are maxima).
+    """
+    policy = policy_loss_of(config.variant)
+    result = policy.loss_fn(tokens, config.clip)
+    weights = token_weights(
+        policy.loss_type or config.loss_type, tokens.sample_tokens, norm, config.unbiased_loss_max_tokens
+    )
+    per_token = result.loss
+    if config.entropy_coeff:
+        per_token = per_token - config.entropy_coeff * tokens.entropy
+    loss = masked_sum(weights * per_token, tokens.mask)
+    if config.positive_nll_coef:
+        nll = masked_sum(-tokens.logprobs, tokens.mask & tokens.positive)
+        loss = loss + config.positive_nll_coef / max(norm.positive_tokens, 1) * nll
+    return loss, {
+        "loss": loss.detach(),
+        "entropy": masked_sum(tokens.entropy.detach(), tokens.mask),
+        "clip_fraction": masked_sum(result.clipped.to(loss.dtype), tokens.mask),
+        "behaviour_kl": masked_sum(k3(tokens.old_logprobs, tokens.logprobs.detach()), tokens.mask),
+        "max_ratio": masked_max(result.ratio.detach(), tokens.mask),
+    }
+
+
+def token_weights(
+    loss_type: LossType, sample_tokens: Tensor, norm: Normalizers, max_tokens: int | None = None
+) -> Tensor:
+    """w_k of each token, [K].
+
+    Args:
+        sample_tokens: |m_i| of the sample that each token belongs to, floating, [K].
+        max_tokens: L, with "seq-mean-token-mean" only.
+
+    Sources: token-mean, DAPO, arXiv 2503.14476, eq. 12; seq-mean-token-mean, GRPO, arXiv 2402.03300, eq. 3;
+    the constant L, Dr. GRPO, arXiv 2503.20783, §3.1.
+    """
+    if loss_type == "token-mean":
+        return torch.full_like(sample_tokens, 1 / max(norm.tokens, 1))
+    if loss_type == "seq-mean-token-sum":
+        return torch.full_like(sample_tokens, 1 / max(norm.samples, 1))
+    if max_tokens is not None:
+        return torch.full_like(sample_tokens, 1 / (max(norm.samples, 1) * max_tokens))
+    return 1 / (max(norm.samples, 1) * sample_tokens.clamp(min=1))
+
+
+def k3(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """Per-token estimate of KL(p ‖ q) on tokens sampled from p: e^d − 1 − d, d = log q − log p, never negative.
+
+    `expm1` keeps it exact near d = 0, where e^d − 1 would lose every digit in float32.
+    Source: J. Schulman, "Approximating KL Divergence" (2020), estimator k3.
+    """
+    d = (log_q - log_p).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    return (torch.expm1(d) - d).clamp(-K3_BOUND, K3_BOUND)
+
+
+# ---- under a mask: nothing outside of it matters, not even NaN --------------------------------------------------
+# `torch.where` and not a product: `0 * NaN` is NaN, in the value as in the gradient.
+
+
+def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
+    """Σ of `x` where `mask` is true; both of one shape, mask bool. Gradient 0 outside of the mask."""
+    return torch.where(mask, x, torch.zeros_like(x)).sum()
+
+
+def masked_max(x: Tensor, mask: Tensor) -> Tensor:
+    """Largest `x` under the mask; 0 if the mask is empty (for quantities that are never negative)."""
+    return torch.where(mask, x, torch.zeros_like(x)).amax() if x.numel() else x.new_zeros(())
+
+
+def segment_mean(x: Tensor, mask: Tensor, segment: Tensor, n_segments: int) -> Tensor:
+    """Masked mean of each segment, [n_segments].
+
+    Args:
+        x: values, [K]. mask: bool, [K].
+        segment: which segment each value belongs to, int64 [K], in [0, n_segments).
+    """
+    kept = torch.where(mask, x, torch.zeros_like(x))
+    sums = x.new_zeros(n_segments).index_add(0, segment, kept)
+    counts = x.new_zeros(n_segments).index_add(0, segment, mask.to(x.dtype))
+    return sums / counts.clamp(min=1)

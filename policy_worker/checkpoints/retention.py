@@ -1,0 +1,118 @@
+"""Which checkpoints stay: the newest, the best validated one, those that are being uploaded, then the newest others.
+
+`max_keep` counts all that stay, but neither the newest nor the best nor one under upload is ever deleted for it.
+After a checkpoint is complete the best one is noted, expired ones go, and the one that was resumed from.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+from policy_worker.checkpoints import directory
+from policy_worker.checkpoints.find import complete_in, is_ancestor
+from policy_worker.checkpoints.layout import BEST, Found
+from policy_worker.checkpoints.uploads import Uploader
+from schema.config.sections.train import CheckpointConfig
+from schema.util.atomic_file import write_text
+
+log = logging.getLogger(__name__)
+
+Scored = tuple[Found, float]
+"""A checkpoint and the mean validation score of its weights."""
+
+
+def scored(complete: Sequence[Found], newest: Found, scores: Mapping[int, float]) -> list[Scored]:
+    """The checkpoints that were validated. scores: by weight version, of the way that led to the newest one."""
+    way = [found for found in complete if is_ancestor(found.manifest, newest.manifest)]
+    return [(found, scores[found.step]) for found in way if found.step in scores]
+
+
+def best(candidates: Sequence[Scored]) -> Scored | None:
+    """The one with the highest score; the newer of equals."""
+    return max(candidates, key=lambda one: (one[1], one[0].manifest.timeline, one[0].step), default=None)
+
+
+def expired(
+    complete: Sequence[Found], newest: Found, preferred: Found | None, held: Collection[Found], max_keep: int
+) -> list[Found]:
+    """What to delete.
+
+    Args:
+        complete: all complete checkpoints. newest: the one that `latest` names. preferred: the best validated one.
+        held: those that somebody reads right now. max_keep: how many stay; -1: all.
+    """
+    if max_keep < 0:
+        return []
+    protected = [found for found in complete if found in (newest, preferred) or found in held]
+    others = [found for found in complete if found not in protected]
+    others.sort(key=lambda found: order(found, newest), reverse=True)
+    return others[max(max_keep - len(protected), 0) :]
+
+
+def order(found: Found, newest: Found) -> tuple[bool, int, int]:
+    """Those that led to the newest before those of timelines that were left; then by age."""
+    return is_ancestor(found.manifest, newest.manifest), found.manifest.timeline, found.step
+
+
+class Housekeeper:
+    """Rank 0's. Nothing here ends a run: what cannot be deleted is said, and stays."""
+
+    def __init__(self, root: Path, settings: CheckpointConfig, uploader: Uploader | None) -> None:
+        self._root, self._settings, self._uploader = root, settings, uploader
+        self._resumed_from: Path | None = None
+
+    def resumed_from(self, path: Path) -> None:
+        if self._settings.delete_after_load:
+            self._resumed_from = path
+
+    def tidy(self, newest: Found, scores: Mapping[int, float]) -> None:
+        """newest: the checkpoint that has just become complete. scores: see `keep.scored`."""
+        try:
+            self._tidy(newest, scores)
+        except OSError as error:
+            log.warning("old checkpoints in %s could not be deleted: %s", self._root, error)
+
+    def _tidy(self, newest: Found, scores: Mapping[int, float]) -> None:
+        complete = complete_in(self._root)[0]
+        preferred = self._preferred(complete, newest, scores)
+        held = [one for one in complete if self._is_held(one.path)]
+        for one in expired(complete, newest, preferred, held, self._settings.max_keep):
+            directory.remove(one.path)
+            log.info("deleted checkpoint %s: max_keep = %d", one.path, self._settings.max_keep)
+        path = self._resumed_from
+        if path is not None and path != newest.path and not self._is_held(path):
+            self._resumed_from = None
+            if path.exists() and (preferred is None or path != preferred.path):
+                directory.remove(path)
+                log.info("deleted checkpoint %s: delete_after_load = true", path)
+
+    def _is_held(self, path: Path) -> bool:
+        return self._uploader is not None and self._uploader.holds(path)
+
+    def _preferred(self, complete: list[Found], newest: Found, scores: Mapping[int, float]) -> Found | None:
+        """The best validated one, by what the controller knows and, where that has begun anew, by the note."""
+        noted = self._noted(complete)
+        known = scored(complete, newest, scores)
+        if noted is not None and noted[0] not in [found for found, _ in known]:
+            known.append(noted)
+        preferred = best(known)
+        if preferred is None:
+            return None
+        if preferred != noted:
+            found, score = preferred
+            body = {"name": found.path.name, "timeline": found.manifest.timeline, "score": score}
+            write_text(self._root / BEST, json.dumps(body), durable=True)
+        return preferred[0]
+
+    def _noted(self, complete: list[Found]) -> Scored | None:
+        """What the note says, if it speaks of a checkpoint that is there: not of one that took its name."""
+        try:
+            body = json.loads((self._root / BEST).read_text())
+            name, timeline, score = body["name"], body["timeline"], float(body["score"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        same = (one for one in complete if (one.path.name, one.manifest.timeline) == (name, timeline))
+        return next(((found, score) for found in same), None)

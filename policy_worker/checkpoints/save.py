@@ -1,0 +1,310 @@
+"""When and how a trainer saves: the one object that the training loop speaks to. All ranks call alike.
+
+    each step     check()      errors of the save beside the training, of uploads
+    after commit  due() ─▶ save()      copy, then write here (`sync`) or beside the training (`async`)
+    at the end    finish()     wait for what is still being written or uploaded
+
+There is never more than one save at a time: the next one waits for the one before.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from controller.client import calls as api
+from policy_worker.background import Background
+from policy_worker.checkpoints import directory
+from policy_worker.checkpoints.export import write_export
+from policy_worker.checkpoints.find import Resumption
+from policy_worker.checkpoints.layout import Found, Manifest, checkpoints_of
+from policy_worker.checkpoints.load import data_facts, load, schedule_facts
+from policy_worker.checkpoints.retention import Housekeeper
+from policy_worker.checkpoints.state import MODEL, capture_rng, state_to_save
+from policy_worker.checkpoints.storage import Piece, Staging, pieces_of
+from policy_worker.checkpoints.uploads import Uploader, make_uploader
+from policy_worker.checkpoints.write import Draft, Exporter, write
+from policy_worker.errors import CheckpointSaveError
+from policy_worker.model.model import DTYPES
+from policy_worker.process import ShutdownRequest
+from policy_worker.session import Caller, Session
+from policy_worker.trainer import Trainer
+from schema.config import Config
+from schema.wire import messages as m
+from weight_sync import HubNames
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Rhythm:
+    """`[train.ckpt]`'s frequencies. epochs 0: by steps only."""
+
+    enabled: bool
+    steps: int
+    epochs: int = 0
+
+    def due(self, step: int, *, last: bool, epochs: int, epochs_before: int) -> bool:
+        """Whether to save after `step` committed steps.
+
+        last: no step follows. epochs, epochs_before: passes over the data that are complete now, and were when this
+        was asked last.
+        """
+        if not self.enabled:
+            return False
+        by_epoch = self.epochs > 0 and epochs // self.epochs > epochs_before // self.epochs
+        return last or by_epoch or step % self.steps == 0
+
+
+class Checkpointer:
+    """See the module's docstring. `session` on rank 0 only."""
+
+    def __init__(
+        self,
+        config: Config,
+        reply: m.RegisterReply,
+        trainer: Trainer,
+        session: Session | None,
+        shutdown: ShutdownRequest,
+    ) -> None:
+        """A collective.
+
+        Raises:
+            CheckpointSaveError: checkpoints are on, and their directory cannot be written.
+            SettingsError: uploads are on, and cannot work.
+        """
+        self._config, self._trainer, self._session = config, trainer, session
+        self._shutdown = shutdown
+        self._settings = config.train.ckpt
+        self._rhythm = Rhythm(
+            self._settings.enable_checkpoint, self._settings.save_freq, self._settings.save_freq_in_epoch
+        )
+        self._directory = checkpoints_of(Path(reply.run_dir))
+        self._data = data_facts(config, reply)
+        self._lineage: list[tuple[int, int]] = [(reply.timeline, 0)]
+        self._timeline = reply.timeline
+        self._saved: int | None = None
+        self._epochs = 0
+        self._beside = Background()
+        asynchronous = self._settings.save_mode == "async"
+        self._staging = Staging(trainer.group.device) if asynchronous else None
+        patience = config.controller.controller_lost_timeout
+        self._group = trainer.group.sibling(patience) if asynchronous else trainer.group
+        self._caller: Caller | None = None if session is None else session.another()
+        self._uploader: Uploader | None = None
+        trainer.group.lead(lambda: self._prepare(reply))
+        self._housekeeper = Housekeeper(self._directory, self._settings, self._uploader)
+
+    @property
+    def enabled(self) -> bool:
+        return self._settings.enable_checkpoint
+
+    def _prepare(self, reply: m.RegisterReply) -> None:
+        """Rank 0: clean up after the dead, and find out now whether saving and uploading will work."""
+        if self.enabled:
+            self._prepare_directory()
+        self._uploader = make_uploader(self._config, Path(reply.run_dir))
+        self._uploader.probe(strict=reply.committed_steps == 0)
+        if self._session is not None:
+            self._session.troubles.append(self._uploader.trouble)
+        self._uploader.resume()
+
+    def _prepare_directory(self) -> None:
+        try:
+            directory.check_writable(self._directory)
+        except OSError as error:
+            raise CheckpointSaveError(
+                f"checkpoints cannot be written to {self._directory}: {error.strerror or error}; mend the "
+                f"directory, or write train.output_dir or train.ckpt.enable_checkpoint = false"
+            ) from error
+        directory.clean(self._directory)
+
+    # ---- resume -----------------------------------------------------------------------------------------------
+
+    def restore(self, resumption: Resumption) -> int:
+        """Load what is to be loaded; the committed steps from which training goes on. A collective.
+
+        Raises:
+            CheckpointError: the checkpoint is of another model or data, or lacks what is asked for.
+        """
+        load(resumption, self._trainer, self._config, self._data)
+        manifest = resumption.found.manifest
+        if resumption.step == manifest.step:
+            self._epochs = manifest.epochs
+            self._saved = resumption.step if resumption.own else None
+            self._lineage = [*manifest.lineage, (self._timeline, resumption.step)]
+        self._housekeeper.resumed_from(resumption.path)
+        return resumption.step
+
+    # ---- save -------------------------------------------------------------------------------------------------
+
+    def due(self, step: int, *, last: bool, epochs: int | None = None) -> bool:
+        """Whether to save now: by frequency, at the end, or because it was asked for. A collective.
+
+        epochs: passes over the data that are complete after `step` committed steps; None: as many as so many batches
+        of rows make.
+        """
+        if epochs is None:
+            epochs = 0 if self._data is None else self._data.at(step).position // self._data.rows
+        before, self._epochs = self._epochs, max(self._epochs, epochs)
+        if self._trainer.group.any(self._shutdown.checkpoint_asked):
+            return True
+        return self._rhythm.due(step, last=last, epochs=self._epochs, epochs_before=before)
+
+    def save(self, step: int) -> None:
+        """Save after `step` committed steps, once. A collective; returns as soon as training may go on.
+
+        Raises:
+            CheckpointSaveError: this one could not be written (`sync`), or the one before (`async`).
+            Refused, ControllerLost, LeaveRequestedError: see `Session.call`.
+        """
+        self._shutdown.checkpoint_asked = False
+        if step == self._saved:
+            return
+        began = time.monotonic()
+        self.wait()
+        waited = time.monotonic() - began
+        if waited > 1.0:
+            log.warning("training waited %.1f s for the checkpoint before: save more seldom", waited)
+        draft = self._draft(step)
+        self._saved = step
+        if self._staging is None:
+            self._write(draft)
+        else:
+            self._beside.start(lambda: self._write(draft))
+        log.info("checkpoint of step %d held training up for %.2f s", step, time.monotonic() - began)
+
+    def _draft(self, step: int) -> Draft:
+        trainer, group = self._trainer, self._trainer.group
+        beside, ledger = group.lead(lambda: self._begin(step))
+        contents = list(self._settings.save_contents)
+        kinds = {*contents, MODEL} if self._settings.export_safetensors else {*contents}
+        pieces = {kind: pieces_of(state) for kind, state in state_to_save(trainer, kinds).items()}
+        manifest = Manifest(
+            step=step,
+            timeline=self._timeline,
+            lineage=self._lineage,
+            epochs=self._epochs,
+            world=group.world,
+            written_at=0.0,
+            architecture=type(trainer.model.lm).__name__.removeprefix("FSDP"),
+            contents=contents,
+            exported=self._settings.export_safetensors,
+            schedule=schedule_facts(trainer.schedule, trainer.optimizer.peak_lr)
+            if "extra" in contents
+            else None,
+            data=None if self._data is None else self._data.at(step),
+            files={},
+        )
+        return Draft(
+            beside=Path(beside),
+            lock=self._hold(Path(beside)),
+            pieces=self._copied(pieces),
+            states=capture_rng(group.device),
+            manifest=manifest,
+            ledger=ledger,
+            exporter=self._exporter() if group.leads and manifest.exported else None,
+        )
+
+    def _copied(self, pieces: dict[str, list[Piece]]) -> dict[str, list[Piece]]:
+        if self._staging is None:
+            return pieces
+        copies = iter(self._staging.copy([piece for of_kind in pieces.values() for piece in of_kind]))
+        return {kind: [next(copies) for _ in of_kind] for kind, of_kind in pieces.items()}
+
+    def _begin(self, step: int) -> tuple[str, str | None]:
+        """Rank 0: a directory, and what the controller wants kept."""
+        assert self._session is not None
+        ledger = self._session.call(api.ledger_snapshot(step)).model_dump_json()
+        try:
+            return str(directory.begin(self._directory, step)), ledger
+        except OSError as error:
+            raise CheckpointSaveError(
+                f"checkpoint of step {step} could not be written to {self._directory}: {error.strerror or error}. "
+                f"Nothing was deleted; mend the directory, then resume"
+            ) from error
+
+    def _hold(self, beside: Path) -> IO[bytes]:
+        try:
+            return directory.hold(beside)
+        except OSError as error:
+            raise CheckpointSaveError(
+                f"rank {self._trainer.group.rank} does not see {beside}, which rank 0 has just made: "
+                f"{error.strerror or error}; train.output_dir must be a directory that all machines share"
+            ) from error
+
+    def _exporter(self) -> Exporter:
+        """Names are asked for now, while nobody trains; the weights come from the files."""
+        model, config = self._trainer.model, self._config
+        names, dtype = HubNames(model.lm), DTYPES[config.train.effective_transfer_dtype]
+        return lambda gather, target: write_export(model, names.tensors(gather, dtype=dtype), config, target)
+
+    def _write(self, draft: Draft) -> None:
+        """In the main thread or beside it: the checkpoint, then everybody who has to know."""
+        found = write(draft, self._group)
+        if found is not None:
+            self._announce(found)
+
+    def _announce(self, found: Found) -> None:
+        """Rank 0: the controller may forget payloads now, older checkpoints may go, this one may be uploaded."""
+        assert self._session is not None
+        assert self._caller is not None
+        request = m.CheckpointRequest(**self._session.identity(), step=found.step, path=str(found.path))
+        reply = self._caller.call(api.checkpoint(request))
+        if self._uploader is not None:
+            self._uploader.offer(found.path, found.step, final=False)
+        self._housekeeper.tidy(found, reply.scores)
+
+    # ---- look after it ----------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Say aloud what has failed beside the training. A collective while a save is under way.
+
+        Raises:
+            CheckpointSaveError, and whatever telling the controller or an upload has raised.
+        """
+        if self._beside.busy and self._trainer.group.any(self._beside.failed):
+            self.wait()
+            raise CheckpointSaveError("another rank could not finish its checkpoint: its log says why")
+        if self._uploader is not None:
+            self._uploader.raise_if_failed()
+
+    def wait(self) -> None:
+        """Wait for the save that is under way. Raises as `check`."""
+        self._beside.wait()
+
+    def offer_final(self, export: Path, step: int) -> None:
+        """Rank 0 hands the final export to the uploader, if there is one; it comes last, after the last checkpoint.
+
+        Raises:
+            CheckpointSaveError: see `check`.
+        """
+        if self._uploader is not None:
+            self.wait()
+            self._uploader.offer(export, step, final=True)
+
+    def finish(self) -> bool:
+        """Before leaving: whether everything that was begun is complete; what is not goes on with the next start.
+
+        Raises:
+            CheckpointSaveError, UploadFailedError: see `check`.
+        """
+        self.wait()
+        if self._uploader is None:
+            return True
+        return self._uploader.finish(leaving=lambda: bool(self._shutdown))
+
+    def close(self, seconds: float) -> None:
+        """On the way out, whatever the reason: give a save that is under way some time, and no more."""
+        try:
+            if not self._beside.wait(seconds):
+                log.error("a checkpoint is still being written after %.0f s: left unfinished", seconds)
+        except Exception:
+            log.exception("the checkpoint that was being written has failed")
+        if self._uploader is not None:
+            self._uploader.close()
+        if self._caller is not None:
+            self._caller.close()

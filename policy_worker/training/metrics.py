@@ -1,0 +1,180 @@
+"""What a training step reports: sums over micro-batches and ranks, then means by their public names.
+
+add(parts)     after each micro-batch     sums over its tokens; "max_…" are maxima
+end_step(…)    after each optimizer step
+reduce(group)  once per training step     two collectives, and the accelerator is waited for once
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from policy_worker.algorithms.losses import Normalizers
+from policy_worker.model.micro_batch import TrainSample
+from policy_worker.parallel.group import Group
+from policy_worker.training.batch_source import counts
+from schema.wire.batch import StepTable
+
+Metrics = dict[str, float]
+
+MOST_STALENESS = 16
+"""The age of tokens is reported step by step up to here; a larger bound puts all older tokens into this one."""
+
+
+class PartSums:
+    """Sums of this rank, by optimizer step; every step has the same names."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, Tensor] = {}
+        self._steps: list[dict[str, Tensor]] = []
+        self._grad_norms: list[float] = []
+
+    def add(self, parts: Mapping[str, Tensor]) -> None:
+        """The sums of one micro-batch."""
+        for name, value in parts.items():
+            if name not in self._open:
+                self._open[name] = value
+            elif _is_max(name):
+                self._open[name] = torch.maximum(self._open[name], value)
+            else:
+                self._open[name] = self._open[name] + value
+
+    def end_step(self, grad_norm: float) -> None:
+        """An optimizer step was made of the micro-batches that were added since the last one."""
+        self._steps.append(self._open)
+        self._grad_norms.append(grad_norm)
+        self._open = {}
+
+    def reduce(self, group: Group) -> list[Metrics]:
+        """Of each optimizer step, over all ranks; and its `grad_norm`. A collective."""
+        if not self._steps:
+            return []
+        names = list(self._steps[0])
+        rows = torch.stack([torch.stack([step[name].float() for name in names]) for step in self._steps])
+        steps = [dict(zip(names, values, strict=True)) for values in rows.tolist()]
+        for how, chosen in (
+            ("max", [name for name in names if _is_max(name)]),
+            ("sum", [name for name in names if not _is_max(name)]),
+        ):
+            reduced = iter(group.reduce([step[name] for step in steps for name in chosen], how))
+            for step in steps:
+                step.update({name: next(reduced) for name in chosen})
+        return [{**step, "grad_norm": norm} for step, norm in zip(steps, self._grad_norms, strict=True)]
+
+
+def _is_max(name: str) -> bool:
+    return name.startswith("max_")
+
+
+class StepMetrics:
+    """Metrics of a step of reinforcement learning.
+
+    samples: those of this rank. bound: S, the most steps by which a sample may be older than the step.
+    """
+
+    def __init__(
+        self,
+        table: StepTable,
+        advantages: Sequence[float],
+        samples: Mapping[int, TrainSample],
+        bound: int,
+    ) -> None:
+        self._table, self._advantages, self._bound = table, advantages, bound
+        self._ages = age_sums(table.step, samples.values(), bound)
+        self._sums = PartSums()
+        self._tokens: list[int] = []
+
+    def add(self, parts: Mapping[str, Tensor]) -> None:
+        """See `PartSums.add`."""
+        self._sums.add(parts)
+
+    def end_step(self, grad_norm: float, norm: Normalizers) -> None:
+        """See `PartSums.end_step`; means are over the tokens of the whole mini-batch."""
+        self._sums.end_step(grad_norm)
+        self._tokens.append(norm.tokens)
+
+    def reduce(self, group: Group) -> Metrics:
+        """All metrics of the step, the same on every rank. A collective."""
+        ages = group.reduce(self._ages, "sum")
+        steps = zip(self._sums.reduce(group), self._tokens, strict=True)
+        return {
+            **_mean([_per_token(sums, tokens) for sums, tokens in steps]),
+            **table_metrics(self._table, self._advantages),
+            **age_metrics(ages, self._bound),
+            "optimizer_steps": float(len(self._tokens)),
+        }
+
+
+def _per_token(sums: Metrics, tokens: int) -> Metrics:
+    """Means per token; the loss, the maximum and the norm as is."""
+    n = max(tokens, 1)
+    return {
+        "loss": sums["loss"],
+        "entropy": sums["entropy"] / n,
+        "clip_fraction": sums["clip_fraction"] / n,
+        "behaviour_kl": sums["behaviour_kl"] / n,
+        "ratio_max": sums["max_ratio"],
+        "grad_norm": sums["grad_norm"],
+    }
+
+
+def _mean(steps: Sequence[Metrics]) -> Metrics:
+    """Means over optimizer steps of what each reported; nothing without one."""
+    if not steps:
+        return {}
+    mean = {name: math.fsum(step[name] for step in steps) / len(steps) for name in steps[0]}
+    return {**mean, "ratio_max": max(step["ratio_max"] for step in steps)}
+
+
+def table_metrics(table: StepTable, advantages: Sequence[float]) -> Metrics:
+    """What the table alone says of the samples that count."""
+    rows = [row for row in range(table.n_samples) if counts(table, row)]
+    staleness = [table.step - table.oldest_version[row] for row in rows]
+    n = max(len(rows), 1)
+    metrics = {
+        "samples": float(len(rows)),
+        "tokens": float(sum(table.total_tokens[row] for row in rows)),
+        "response_tokens_mean": sum(table.response_tokens[row] for row in rows) / n,
+        "advantage_abs_mean": math.fsum(abs(advantages[row]) for row in rows) / n,
+        "staleness_mean": sum(staleness) / n,
+        "staleness_max": float(max(staleness, default=0)),
+    }
+    if rows:
+        metrics["reward_mean"] = math.fsum(table.score[row] or 0.0 for row in rows) / n
+    for name, column in table.rewards.items():
+        values = [column[row] for row in rows if column[row] is not None]
+        if values:
+            metrics[f"reward/{name}"] = math.fsum(value or 0.0 for value in values) / len(values)
+    return metrics
+
+
+def age_sums(step: int, samples: Iterable[TrainSample], bound: int) -> list[float]:
+    """What ranks add up of how many learned tokens are how many steps old: by age, then the sum of all ages.
+
+    Returns [n + 2] numbers for ages 0 to n = min(bound, `MOST_STALENESS`); the last age has all older tokens too.
+    """
+    by_version: Counter[int] = Counter()
+    for sample in samples:
+        by_version.update(sample.tokens_by_version)
+    sums = [0.0] * (min(bound, MOST_STALENESS) + 1)
+    for version, tokens in by_version.items():
+        sums[min(step - version, MOST_STALENESS)] += tokens
+    return [*sums, float(sum((step - version) * tokens for version, tokens in by_version.items()))]
+
+
+def age_metrics(sums: Sequence[float], bound: int) -> Metrics:
+    """Shares of tokens by age, and their mean age in steps, from the sums over all ranks; nothing without tokens."""
+    *tokens, ages = sums
+    total = sum(tokens)
+    if not total:
+        return {}
+    names = [str(age) for age in range(len(tokens))]
+    if bound > MOST_STALENESS:
+        names[-1] += "_or_more"
+    shares = {f"staleness_tokens/{name}": count / total for name, count in zip(names, tokens, strict=True)}
+    return {**shares, "staleness_tokens_mean": ages / total}

@@ -1,0 +1,211 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from policy_worker.algorithms.losses import (
+    POLICY_LOSSES,
+    Clip,
+    LossConfig,
+    Normalizers,
+    PolicyTokens,
+    TokenLoss,
+    k3,
+    masked_max,
+    masked_sum,
+    policy_loss,
+    policy_loss_of,
+    policy_objective,
+    segment_mean,
+    token_weights,
+)
+from policy_worker.errors import SettingsError
+
+CLIP = Clip(low=0.2, high=0.28, dual=3.0)
+
+
+def tokens(ratio: list[float], advantage: list[float], **change: object) -> PolicyTokens:
+    old = torch.full((len(ratio),), -2.0, dtype=torch.float64)
+    facts = {
+        "logprobs": old + torch.tensor(ratio, dtype=torch.float64).log(),
+        "old_logprobs": old,
+        "advantages": torch.tensor(advantage, dtype=torch.float64),
+        "mask": torch.ones(len(ratio), dtype=torch.bool),
+        "sample": torch.zeros(len(ratio), dtype=torch.int64),
+        "n_samples": 1,
+        "entropy": torch.zeros(len(ratio), dtype=torch.float64),
+        "sample_tokens": torch.ones(len(ratio), dtype=torch.float64),
+        "positive": torch.zeros(len(ratio), dtype=torch.bool),
+    }
+    return PolicyTokens(**(facts | change))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "clipped"),
+    [
+        (1.0, 2.0, -2.0, False),
+        (1.5, 2.0, -2.56, True),  # 1.28 * 2
+        (0.5, 2.0, -1.0, False),  # a good token that became unlikely is pulled back
+        (0.5, -1.0, 0.8, True),  # 0.8 * 1
+        (1.5, -1.0, 1.5, False),
+        (5.0, -1.0, 3.0, True),  # dual clip: 3 * 1
+        (5.0, 1.0, -1.28, True),
+        (1.0, 0.0, 0.0, False),
+    ],
+)
+def test_grpo_by_hand(ratio: float, advantage: float, loss: float, clipped: bool):
+    found = policy_loss_of("grpo").loss_fn(tokens([ratio], [advantage]), CLIP)
+    assert found.loss.item() == pytest.approx(loss, rel=1e-12)
+    assert found.ratio.item() == pytest.approx(ratio, rel=1e-12)
+    assert found.clipped.item() is clipped
+
+
+def test_grpo_gradient_is_the_policy_gradient_where_nothing_clips_and_zero_where_it_does():
+    batch = tokens([1.1, 1.5, 0.7, 4.0], [2.0, 2.0, -1.0, -1.0])
+    logprobs = batch.logprobs.clone().requires_grad_()
+    batch = tokens([1.1, 1.5, 0.7, 4.0], [2.0, 2.0, -1.0, -1.0], logprobs=logprobs)
+    policy_loss_of("dapo").loss_fn(batch, CLIP).loss.sum().backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == pytest.approx([-2.2, 0.0, 0.0, 0.0], abs=1e-12)
+
+
+def test_the_log_ratio_is_bounded():
+    batch = tokens([1.0], [1.0], logprobs=torch.tensor([0.0]), old_logprobs=torch.tensor([-80.0]))
+    found = policy_loss_of("grpo").loss_fn(batch, Clip(0.2, 1e30, 3.0))
+    assert found.ratio.item() == pytest.approx(math.exp(20), rel=1e-5)
+
+
+def test_gspo_by_hand():
+    # two samples: log ratios (0.1, 0.3) and (-0.5,); the sequence ratios are e^0.2 and e^-0.5
+    batch = tokens(
+        [math.exp(0.1), math.exp(0.3), math.exp(-0.5)], [1.0, 1.0, -2.0],
+        sample=torch.tensor([0, 0, 1]), n_samples=2,
+    )  # fmt: skip
+    found = policy_loss_of("gspo").loss_fn(batch, Clip(0.3, 0.3, 3.0))
+    assert found.ratio.tolist() == pytest.approx([math.exp(0.2)] * 2 + [math.exp(-0.5)], rel=1e-12)
+    assert found.loss.tolist() == pytest.approx([-math.exp(0.2)] * 2 + [1.4], rel=1e-12)  # 0.7 * 2
+    assert found.clipped.tolist() == [False, False, True]
+
+
+def test_gspo_gradient_reaches_each_token_with_the_ratio_of_its_sequence():
+    logprobs = torch.tensor([-1.0, -2.0], dtype=torch.float64, requires_grad=True)
+    old = torch.tensor([-1.2, -2.2], dtype=torch.float64)
+    batch = tokens([1.0, 1.0], [1.0, 1.0], logprobs=logprobs, old_logprobs=old)
+    policy_loss_of("gspo").loss_fn(batch, Clip(0.9, 9.0, 3.0)).loss.sum().backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == pytest.approx([-math.exp(0.2)] * 2, rel=1e-12)
+
+
+@pytest.mark.parametrize("variant", ["grpo", "gspo"])
+def test_nothing_outside_of_the_mask_matters(variant: str):
+    rng = np.random.default_rng(0)
+    values = {name: rng.normal(-2, 0.3, 6) for name in ("logprobs", "old_logprobs", "advantages")}
+    mask = torch.tensor([True, True, False, True, False, True])
+    results = []
+    for rubbish in (7.0, math.nan):
+        vectors = {name: torch.tensor(np.where(mask, v, rubbish)) for name, v in values.items()}
+        logprobs = vectors.pop("logprobs").requires_grad_()
+        sample = torch.tensor([0, 0, 0, 1, 1, 1])
+        batch = tokens(
+            [1.0] * 6, [1.0] * 6, logprobs=logprobs, mask=mask, sample=sample, n_samples=2, **vectors
+        )
+        loss = torch.where(mask, policy_loss_of(variant).loss_fn(batch, CLIP).loss, 0.0).sum()
+        loss.backward()
+        assert logprobs.grad is not None
+        results.append((loss.item(), logprobs.grad.tolist()))
+    assert results[0] == results[1]
+    assert results[0][1][2] == results[0][1][4] == 0.0
+
+
+def test_k3_by_hand():
+    log_p = torch.tensor([-1.0, -1.0, -1.0], dtype=torch.float64)
+    log_q = torch.tensor([-1.0, -1.5, -60.0], dtype=torch.float64)
+    expected = [0.0, math.exp(-0.5) + 0.5 - 1, 10.0]
+    assert k3(log_p, log_q).tolist() == pytest.approx(expected, rel=1e-12)
+
+
+def test_k3_keeps_its_digits_near_zero():
+    found = k3(torch.zeros(1), torch.full((1,), 1e-4))
+    assert found.item() == pytest.approx(5e-9, rel=1e-3)
+
+
+def test_a_loss_of_ones_own_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(SettingsError, match=r"variant = 'plain' is not .* known are grpo, dapo, gspo"):
+        policy_loss_of("plain")
+    monkeypatch.setitem(POLICY_LOSSES, "plain", POLICY_LOSSES["grpo"])  # so that it is gone after the test
+
+    @policy_loss("plain", loss_type="seq-mean-token-sum")
+    def plain(tokens: PolicyTokens, clip: Clip) -> TokenLoss:
+        return TokenLoss(-tokens.advantages, tokens.advantages, tokens.mask)
+
+    config = LossConfig("plain", CLIP, "token-mean")
+    loss, _ = policy_objective(tokens([1.0] * 4, [3.0] * 4), Normalizers(tokens=4, samples=2), config)
+    assert loss.item() == -6.0
+
+
+# ---- token weights
+
+LENGTHS = torch.tensor([2.0, 2.0, 3.0, 3.0, 3.0])  # a sample of two tokens and one of three
+NORM = Normalizers(tokens=5, samples=2)
+
+
+def test_token_mean():
+    assert token_weights("token-mean", LENGTHS, NORM).tolist() == pytest.approx([0.2] * 5)
+
+
+def test_sum_over_each_sequence():
+    assert token_weights("seq-mean-token-sum", LENGTHS, NORM).tolist() == [0.5] * 5
+
+
+def test_mean_over_each_sequence():
+    expected = [1 / 4] * 2 + [1 / 6] * 3
+    assert token_weights("seq-mean-token-mean", LENGTHS, NORM).tolist() == pytest.approx(expected)
+
+
+def test_constant_divisor_instead_of_the_length():
+    weights = token_weights("seq-mean-token-mean", LENGTHS, NORM, max_tokens=10)
+    assert weights.tolist() == pytest.approx([1 / 20] * 5)
+
+
+def test_nothing_to_count_divides_by_nothing():
+    weights = token_weights("token-mean", torch.zeros(0), Normalizers(tokens=0, samples=0))
+    assert weights.tolist() == []
+
+
+# ---- masks
+
+NAN = math.nan
+
+
+def test_values_outside_of_the_mask_never_matter():
+    x = torch.tensor([1.0, NAN, 3.0, math.inf], requires_grad=True)
+    mask = torch.tensor([True, False, True, False])
+    total = masked_sum(x, mask)
+    total.backward()
+    assert total.item() == 4.0
+    assert x.grad is not None
+    assert x.grad.tolist() == [1.0, 0.0, 1.0, 0.0]
+
+
+def test_empty_masks_give_zero():
+    x = torch.tensor([NAN, 1.0])
+    nothing = torch.tensor([False, False])
+    assert masked_sum(x, nothing).item() == 0.0
+    assert masked_max(x, nothing).item() == 0.0
+    assert masked_max(torch.zeros(0), torch.zeros(0, dtype=torch.bool)).item() == 0.0
+
+
+def test_maximum_under_the_mask():
+    assert masked_max(torch.tensor([2.0, 9.0, 3.0]), torch.tensor([True, False, True])).item() == 3.0
+
+
+def test_segment_means():
+    x = torch.tensor([1.0, 3.0, NAN, 10.0, 7.0], dtype=torch.float64)
+    mask = torch.tensor([True, True, False, True, False])
+    segment = torch.tensor([0, 0, 0, 2, 2])
+    means = segment_mean(x, mask, segment, 4)
+    assert means.tolist() == [2.0, 0.0, 10.0, 0.0]
+    assert means.dtype == torch.float64

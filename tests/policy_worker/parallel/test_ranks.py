@@ -1,0 +1,139 @@
+"""The same batch on one, two and three real ranks: equal loss, gradients and weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from policy_worker.errors import SettingsError
+from policy_worker.model.lr_schedule import Schedule
+from policy_worker.model.model import PolicyModel
+from policy_worker.parallel.group import Group
+from policy_worker.trainer import Trainer
+from tests.policy_worker.checkpoint_material import load_state
+from tests.policy_worker.material import make_config, tiny_lm
+from tests.policy_worker.rank_program import train
+from tests.policy_worker.ranks import start_ranks, wait_ranks
+
+SAMPLES = {"n": 9, "n_masked": 1}
+GRPO = {"mini_batch": 2, "entropy_coeff": 0.02, "positive_nll_coef": 0.1}
+
+
+Result = tuple[dict[str, torch.Tensor], list[dict[str, float]]]
+
+
+def run(directory: Path, world: int, **options: Any) -> Result:
+    directory.mkdir()
+    arguments = [
+        "tests.policy_worker.rank_program",
+        str(directory),
+        json.dumps({"samples": SAMPLES, **options}),
+    ]
+    for code, output in wait_ranks(start_ranks(world, arguments)):
+        assert code == 0, output
+    return load_file(directory / "tensors.safetensors"), json.loads((directory / "metrics.json").read_text())
+
+
+def run_here(group: Group, **options: Any) -> Result:
+    return train(group, {"samples": SAMPLES, **options})
+
+
+def gradients(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if name.startswith("grad.")}
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        scale = tensor.abs().max().item()
+        assert (found[name] - tensor).abs().max().item() <= tolerance * scale, name
+
+
+@pytest.mark.slow
+def test_two_ranks_equal_one(tmp_path: Path, group: Group):
+    # samples of versions 0 to 3 in turn, at step 3
+    old: dict[str, Any] = {
+        "samples": {**SAMPLES, "version": [0, 1, 2, 3] * 2 + [0]},
+        "first_step": 3,
+        "steps": 4,
+    }
+    grpo = {**GRPO, "allowed_outdated_steps": 3}
+    alone, expected = run_here(group, grpo=grpo, **old)
+    # the store loses payloads, and then a batch, under the ranks: they ask again, all of them
+    answers = {"0": ["whole", "anew"], "1": ["gone"]}
+    grpo |= {"balance_dp_token": True}
+    tensors, metrics = run(tmp_path / "2", 2, grpo=grpo, answers=answers, **old)
+    assert_equal(gradients(tensors), gradients(alone), 2e-6)
+    assert_equal(tensors, alone, 2e-5)
+    for name in ("loss", "grad_norm", "entropy", "behaviour_kl", "ratio_max", "clip_fraction"):
+        assert metrics[0][name] == pytest.approx(expected[0][name], rel=2e-5), name
+    ages = {name: value for name, value in expected[0].items() if name.startswith("staleness")}
+    assert all(ages[f"staleness_tokens/{age}"] > 0 for age in range(4))
+    assert ages.items() <= metrics[0].items()
+
+
+@pytest.mark.slow
+def test_three_ranks_with_empty_micro_batches_and_packing_equal_one(tmp_path: Path, group: Group):
+    alone, expected = run_here(group, grpo=GRPO)
+    grpo = {**GRPO, "max_token_len_per_mini_batch": 25}
+    tensors, metrics = run(tmp_path / "3", 3, grpo=grpo, train={"sequence_packing": True})
+    # packed attention is another kernel than padded attention: rounding differs a little more
+    assert_equal(gradients(tensors), gradients(alone), 6e-6)
+    assert metrics[0]["loss"] == pytest.approx(expected[0]["loss"], rel=2e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("reshard", "impl"), [("always", "fused"), ("never", "for-loop")])
+def test_more_ranks_than_samples_over_several_steps(tmp_path: Path, group: Group, reshard: str, impl: str):
+    options: dict[str, Any] = {"samples": {"n": 2}, "grpo": {"batch_size_per_optimize": 1}, "steps": 3}
+    options["train"] = {"optm_impl": impl, "fsdp_reshard_after_forward": reshard}
+    expected, _ = run_here(group, **options)
+    found, metrics = run(tmp_path / "3", 3, **options)
+    assert metrics[0]["optimizer_steps"] == 2.0
+    assert_equal(found, expected, 1e-4)
+
+
+def test_bfloat16_parameters_and_float32_masters(group: Group):
+    alone, expected = run_here(group, grpo=GRPO)
+    tensors, metrics = run_here(group, grpo=GRPO, train={"param_dtype": "bfloat16"})
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
+    assert metrics[0]["loss"] == pytest.approx(expected[0]["loss"], rel=0.1, abs=0.02)
+    assert metrics[0]["grad_norm"] == pytest.approx(expected[0]["grad_norm"], rel=0.1)
+    assert any(not torch.equal(tensors[name], alone[name]) for name in tensors)
+
+
+@pytest.mark.parametrize(
+    "train", [{"optm_impl": "fused"}, {"optm_impl": "foreach", "param_dtype": "bfloat16"}], ids=str
+)
+def test_state_restores_bit_for_bit(tmp_path: Path, group: Group, train: dict[str, Any]):
+    straight, _ = run_here(group, train=train, steps=4)
+    run_here(group, train=train, steps=2, save=str(tmp_path / "s"))
+    again, _ = run_here(
+        group, train=train, first_step=2, steps=4, restore=str(tmp_path / "s" / "step-00000000")
+    )
+    assert_equal(again, straight, 0.0)
+
+
+@pytest.mark.slow
+def test_state_of_two_ranks_is_restored_by_one_and_by_three(tmp_path: Path, group: Group):
+    state = str(tmp_path / "state" / "step-00000000")
+    straight, _ = run_here(group, steps=3)
+    run(tmp_path / "2", 2, steps=2, save=str(tmp_path / "state"), staged=True)
+    for found, _ in (
+        run_here(group, first_step=2, steps=3, restore=state),
+        run(tmp_path / "3", 3, first_step=2, steps=3, restore=state),
+    ):
+        assert_equal(found, straight, 1e-4)
+
+
+def test_state_of_another_model_is_refused(tmp_path: Path, group: Group):
+    run_here(group, steps=1, save=str(tmp_path / "s"))
+    lm = tiny_lm(layers=3)
+    trainer = Trainer(PolicyModel(lm), make_config(), group, Schedule(10))
+    with pytest.raises(SettingsError, match="cannot be resumed: its model is another one"):
+        load_state(trainer, tmp_path / "s" / "step-00000000", make_config())

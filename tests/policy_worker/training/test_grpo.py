@@ -1,0 +1,308 @@
+"""One training step against an independent implementation, and what must never change it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from policy_worker.errors import BadBatchError
+from policy_worker.model.lr_schedule import Schedule
+from policy_worker.model.model import PolicyModel
+from policy_worker.parallel.group import Group
+from policy_worker.trainer import Trainer
+from policy_worker.training.batch_source import BatchSource, DataEnded
+from policy_worker.training.grpo import Grpo
+from schema.config import Config
+from schema.wire.sample import Sample
+from tests.policy_worker.material import (
+    encode_step,
+    make_config,
+    make_sample,
+    random_samples,
+    tiny_model,
+    train_step,
+)
+from tests.policy_worker.reference import grpo_loss
+
+RICH = {"entropy_coeff": 0.02, "positive_nll_coef": 0.1, "epsilon_high": 0.28}
+
+
+def make_grpo(group: Group, config: Config, answer: bytes, model: PolicyModel | None = None) -> Grpo:
+    """The algorithm on a controller that always answers with the same batch."""
+    model = model or tiny_model(packed=config.train.sequence_packing)
+    trainer = Trainer(model, config, group, Schedule(10))
+    source = BatchSource(group, lambda call: answer, 1, config.staleness_bound)
+    return Grpo(config, trainer, source)
+
+
+def trained(
+    group: Group, samples: Sequence[Sample], grpo: dict[str, Any], train: dict[str, Any] | None = None
+) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+    """(metrics, gradient of each parameter) of one optimizer step with plain descent: lr 1, no clipping.
+
+    AdamW would hide the size of a gradient; the gradient is caught by a hook that runs when it is complete.
+    """
+    algorithm = make_grpo(
+        group, make_config(grpo, {"optm_grad_norm_clip": 0.0, **(train or {})}), encode_step(samples)
+    )
+    found: dict[str, torch.Tensor] = {}
+    trainer = algorithm._trainer
+    hook = trainer.optimizer.adamw.register_step_pre_hook(
+        lambda *_: found.update({n: p.grad.clone() for n, p in trainer.model.named_parameters()})
+    )
+    metrics = train_step(algorithm, 0)
+    hook.remove()
+    return metrics, found
+
+
+def assert_equal_gradients(
+    a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], tolerance: float = 2e-6
+) -> None:
+    """Every gradient equal, relative to the largest entry of that parameter's."""
+    assert a.keys() == b.keys()
+    for name, gradient in a.items():
+        scale = gradient.abs().max().item()
+        assert (gradient - b[name]).abs().max().item() <= tolerance * scale, name
+
+
+def differ(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return any(not torch.allclose(a[name], b[name], rtol=1e-3, atol=1e-7) for name in a)
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"variant": "dapo", "epsilon_low": 0.1, "epsilon_high": 0.28},
+    {"variant": "gspo", "epsilon_low": 0.3, "epsilon_high": 0.4},
+    {"loss_type": "seq-mean-token-sum"},
+    {"loss_type": "seq-mean-token-mean"},
+    {"loss_type": "seq-mean-token-mean", "unbiased_loss_max_tokens": 17},
+    {"unbiased_advantage": True},
+    {"lower_bound_ratio": 1.01},
+    RICH,
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_equals_an_independent_implementation(group: Group, options: dict[str, Any]):
+    samples = random_samples(12, n_masked=2)
+    metrics, gradients = trained(group, samples, {"mini_batch": 5, **options})
+    model = tiny_model()
+    loss = grpo_loss(model.lm, samples, make_config(options).grpo)
+    loss.backward()
+    assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert_equal_gradients({n: p.grad for n, p in model.named_parameters()}, gradients, 2e-5)
+
+
+def test_temperature_divides_the_logits(group: Group):
+    samples = random_samples()
+    metrics, gradients = trained(group, samples, {"temperature": 0.6})
+    model = tiny_model()
+    loss = grpo_loss(model.lm, samples, make_config().grpo, temperature=0.6)
+    loss.backward()
+    assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert_equal_gradients({n: p.grad for n, p in model.named_parameters()}, gradients, 2e-5)
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        {"mini_batch": 1},
+        {"mini_batch": 3, "loss_type": "seq-mean-token-mean"},
+        {"max_token_len_per_mini_batch": 40},
+        {"mini_batch": 12, "loss_type": "seq-mean-token-mean", "train": {"sequence_packing": True}},
+        {"mini_batch": 5, "train": {"sequence_packing": True}},
+        {"max_token_len_per_mini_batch": 25, "train": {"sequence_packing": True}},
+    ],
+    ids=str,
+)
+def test_no_cut_of_the_batch_changes_loss_or_gradient(group: Group, cut: dict[str, Any]):
+    samples = random_samples(12, n_masked=1)
+    options = {**RICH, "loss_type": cut.get("loss_type", "token-mean")}
+    whole, expected = trained(group, samples, {"mini_batch": 12, **options})
+    grpo = {name: value for name, value in cut.items() if name != "train"}
+    metrics, gradients = trained(group, samples, {**options, **grpo}, cut.get("train"))
+    assert metrics["loss"] == pytest.approx(whole["loss"], rel=2e-6)
+    assert_equal_gradients(expected, gradients)
+    for name in ("entropy", "behaviour_kl", "clip_fraction", "ratio_max", "grad_norm"):
+        assert metrics[name] == pytest.approx(whole[name], rel=1e-4), name
+
+
+def test_order_of_groups_and_samples_does_not_matter(group: Group):
+    samples = random_samples(12)
+    _, expected = trained(group, samples, RICH)
+    order = [9, 8, 11, 10, 2, 0, 3, 1, 5, 6, 7, 4]  # within groups, and the groups
+    _, gradients = trained(group, [samples[i] for i in order], RICH)
+    assert_equal_gradients(expected, gradients)
+
+
+def test_recomputing_activations_changes_nothing(group: Group):
+    samples = random_samples()
+    config = make_config({}, {"optm_grad_norm_clip": 0.0})
+    norms = [
+        train_step(make_grpo(group, config, encode_step(samples), tiny_model(recompute=recompute)), 0)[
+            "grad_norm"
+        ]
+        for recompute in (False, True)
+    ]
+    assert norms[0] == norms[1]
+
+
+BASE: dict[str, Any] = {"epsilon_low": 0.1, "epsilon_high": 0.1}
+
+
+CHANGES: list[dict[str, Any]] = [
+    {"epsilon_low": 0.3},
+    {"epsilon_high": 0.3},
+    {"lower_bound_ratio": 1.05},
+    {"positive_nll_coef": 0.5},
+    {"entropy_coeff": 0.1},
+    {"loss_type": "seq-mean-token-sum"},
+    {"loss_type": "seq-mean-token-mean"},
+    {"unbiased_advantage": True},
+    {"variant": "gspo"},
+    {"temperature": 0.7},
+    {"loss_type": "seq-mean-token-mean", "unbiased_loss_max_tokens": 5},
+]
+
+
+def test_every_coefficient_changes_the_gradient(group: Group):
+    samples, bases = random_samples(12), {}
+    for change in CHANGES:
+        loss_type = "seq-mean-token-mean" if "unbiased_loss_max_tokens" in change else "token-mean"
+        base = {**BASE, "loss_type": loss_type}
+        if loss_type not in bases:
+            bases[loss_type] = trained(group, samples, base)[1]
+        assert differ(bases[loss_type], trained(group, samples, {**base, **change})[1]), change
+
+
+def test_dapo_is_grpo_with_its_bounds(group: Group):
+    samples = random_samples(12)
+    _, a = trained(group, samples, {"variant": "dapo", **BASE})
+    _, b = trained(group, samples, {"variant": "grpo", **BASE})
+    assert not differ(a, b)
+
+
+def test_samples_without_a_score_leave_numerator_and_denominator(group: Group):
+    samples = random_samples(8, n_masked=3)
+    _, with_masked = trained(group, samples, RICH)
+    model = tiny_model()
+    grpo_loss(model.lm, samples, make_config(RICH).grpo).backward()
+    assert_equal_gradients({n: p.grad for n, p in model.named_parameters()}, with_masked, 2e-5)
+
+
+def test_what_a_masked_sample_says_never_matters(group: Group):
+    samples = random_samples(8, n_masked=2)
+    _, expected = trained(group, samples, RICH)
+    samples[0] = make_sample(0, [5, 6], [7, 8, 9, 10, 11], [-9.0] * 5, None)
+    _, gradients = trained(group, samples, RICH)
+    assert_equal_gradients(expected, gradients)
+
+
+def test_a_step_without_any_score_updates_nothing(group: Group):
+    algorithm = make_grpo(group, make_config(), encode_step(random_samples(4, n_masked=4)))
+    before = [p.detach().clone() for p in algorithm._trainer.model.parameters()]
+    metrics = train_step(algorithm, 0)
+    assert metrics["optimizer_steps"] == 0.0
+    assert "loss" not in metrics
+    for old, new in zip(before, algorithm._trainer.model.parameters(), strict=True):
+        assert torch.equal(old, new)
+
+
+def on_policy_samples(model: PolicyModel) -> list[Sample]:
+    """Samples with the log-probs that transformers itself computes for them."""
+    samples = random_samples(8)
+    for sample in samples:
+        ids = torch.from_numpy(sample.token_ids.astype("int64"))[None]
+        with torch.no_grad():
+            log_p = torch.log_softmax(model.lm(input_ids=ids, use_cache=False).logits[0], dim=-1)
+        picked = log_p[:-1].gather(1, ids[0, 1:, None])[:, 0].numpy()
+        sample.logprobs[1:] = picked * sample.loss_mask[1:]
+    return samples
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_first_on_policy_step_has_ratio_one(group: Group, packed: bool):
+    samples = on_policy_samples(tiny_model())
+    metrics, _ = trained(group, samples, {"mini_batch": 4}, {"sequence_packing": packed})
+    assert metrics["ratio_max"] == pytest.approx(1.0, abs=1e-5)
+    assert metrics["behaviour_kl"] == pytest.approx(0.0, abs=1e-9)
+    assert metrics["clip_fraction"] == 0.0
+
+
+def test_several_optimizer_steps_per_batch(group: Group):
+    samples = on_policy_samples(tiny_model())
+    config = make_config({"batch_size_per_optimize": 4, "mu_iterations": 3}, {"optm_lr": 5e-3})
+    algorithm = make_grpo(group, config, encode_step(samples))
+    metrics = train_step(algorithm, 0)
+    assert metrics["optimizer_steps"] == 6.0
+    assert (
+        metrics["behaviour_kl"] > 1e-6
+    )  # later steps compare with the policy that sampled, not with themselves
+    state = next(iter(algorithm._trainer.optimizer.adamw.state.values()))
+    assert state["step"].item() == 6
+
+
+def test_metrics_of_the_table(group: Group):
+    samples = [
+        make_sample(0, [3, 4], [5, 6, 7], [-1.0] * 3, 1.0, version=2),
+        make_sample(1, [3, 4], [5], [-1.0], 0.0, version=4),
+        make_sample(2, [3, 4], [5], [-1.0], None, version=4),
+        make_sample(3, [3, 4], [5, 6], [-1.0] * 2, 0.5, version=3),
+    ]
+    config = make_config({"allowed_outdated_steps": 2})
+    metrics = train_step(make_grpo(group, config, encode_step(samples, step=4)), 4)
+    expected = {
+        "samples": 3.0, "tokens": 5.0 + 3.0 + 4.0, "reward_mean": 0.5, "reward/right": 0.5,
+        "response_tokens_mean": 2.0, "staleness_mean": 1.0, "staleness_max": 2.0, "lr": 1e-3,
+        "advantage_abs_mean": 2 / 3, "optimizer_steps": 1.0,
+    }  # fmt: skip
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-5)
+    for name in ("loss", "entropy", "clip_fraction", "behaviour_kl", "ratio_max", "grad_norm"):
+        assert math.isfinite(metrics[name])
+
+
+def sample_of_versions(index: int, versions: Sequence[int], score: float | None) -> Sample:
+    """A sample whose response has one token of each of these versions."""
+    n = len(versions)
+    found = {"oldest_version": min(versions), "newest_version": max(versions)}
+    sample = make_sample(index, [3, 4], [5] * n, [-1.0] * n, score, **found)
+    sample.version_starts = np.array([0, *range(2, n + 2)], np.int32)
+    sample.version_values = np.array([-1, *versions], np.int32)
+    return sample
+
+
+@pytest.mark.parametrize("optimizer_steps", [1, 4])
+def test_tokens_are_told_by_age(group: Group, optimizer_steps: int):
+    """Ten tokens count, each once however often it is trained on: ages 4, 4, 3, 1 (twice) and 1, 0; none masked."""
+    samples = [
+        sample_of_versions(0, [5, 5, 6, 8], 1.0),
+        sample_of_versions(1, [8, 9], 0.0),
+        sample_of_versions(2, [5, 6, 7], None),
+    ]
+    rule = {"batch_size_per_optimize": 2, "mu_iterations": 2} if optimizer_steps > 1 else {}
+    config = make_config({"allowed_outdated_steps": 4, **rule})
+    metrics = train_step(make_grpo(group, config, encode_step([*samples, *samples[:1]], step=9)), 9)
+    tokens = {"0": 1, "1": 3, "2": 0, "3": 2, "4": 4}
+    found = {name: value for name, value in metrics.items() if name.startswith("staleness_tokens")}
+    expected = {f"staleness_tokens/{age}": count / 10 for age, count in tokens.items()}
+    assert found == pytest.approx({**expected, "staleness_tokens_mean": (3 + 6 + 16) / 10})
+
+
+def test_samples_beyond_the_staleness_bound_are_refused(group: Group):
+    samples = random_samples(4, version=1)
+    answer = encode_step(samples, step=4)
+    assert train_step(make_grpo(group, make_config({"allowed_outdated_steps": 3}), answer), 4)["samples"] == 4
+    with pytest.raises(BadBatchError, match=r"3 steps old .version 1., the bound is 2"):
+        train_step(make_grpo(group, make_config({"allowed_outdated_steps": 2}), answer), 4)
+    with pytest.raises(BadBatchError, match="weight versions 1 to 1"):
+        train_step(make_grpo(group, make_config(), encode_step(samples, step=0)), 0)
+
+
+def test_a_batch_without_samples_says_that_the_data_has_ended(group: Group):
+    with pytest.raises(DataEnded):
+        make_grpo(group, make_config(), encode_step([])).poll(0, 0.0)
