@@ -10,7 +10,7 @@ from policy_worker.errors import SettingsError
 from policy_worker.model.micro_batch import Layout, collate
 from policy_worker.model.model import PolicyModel, load_model, prepare_model
 from tests.policy_worker.material import make_config, tiny_lm, write_model
-from tests.policy_worker.test_micro_batch import LONG, SHORT
+from tests.policy_worker.model.test_micro_batch import LONG, SHORT
 
 SMALL = {
     "vocab_size": 53, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
