@@ -69,7 +69,7 @@ class Bench:
 
     def __init__(self) -> None:
         self.trainer = make_learner()
-        self.staging, self.beside = Staging(self.trainer.group.device), Background()
+        self.staging, self.unfinished = Staging(self.trainer.group.device), Background()
         self.ids = torch.randint(0, 16384, (1, 48))
         self.number = 0
 
@@ -90,9 +90,11 @@ class Bench:
             step=self.number, timeline=0, lineage=[(0, 0)], world=1, written_at=0.0, architecture="",
             contents=CONTENTS, exported=False, schedule=None, data=None, files={},
         )  # fmt: skip
-        beside = directory.begin(root, self.number)
+        unfinished = directory.begin(root, self.number)
         states = capture_rng(self.trainer.group.device)
-        return Draft(beside, directory.hold(beside), pieces, states, manifest, ledger=None, exporter=None)
+        return Draft(
+            unfinished, directory.hold(unfinished), pieces, states, manifest, ledger=None, exporter=None
+        )
 
     def sync(self, root: Path) -> Callable[[], bool]:
         write(self._draft(root, staged=False), self.trainer.group)
@@ -100,8 +102,8 @@ class Bench:
 
     def asynchronous(self, root: Path) -> Callable[[], bool]:
         draft = self._draft(root, staged=True)
-        self.beside.start(lambda: write(draft, self.trainer.group) and None)
-        return lambda: self.beside.wait(0.0)
+        self.unfinished.start(lambda: write(draft, self.trainer.group) and None)
+        return lambda: self.unfinished.wait(0.0)
 
     def torch_sync(self, root: Path) -> Callable[[], bool]:
         dcp.save(self._state(), checkpoint_id=root / "torch")

@@ -1,4 +1,4 @@
-"""One piece of work at a time beside the training, on every rank: started together, looked at each step, awaited.
+"""One piece of background work at a time, on every rank: started together, looked at each step, awaited.
 
 A daemon thread: a process that has to end does not wait for it. Its error is kept until somebody asks.
 """

@@ -5,7 +5,7 @@
 
 One process, no accelerator, at most one shard in memory. Names and shapes come from the model that the run began
 with (`policy.model_name_or_path` of its config.json), of which no weight is read. Started by `cosmos-launch export`.
-Exit codes: 0 done, 1 the disk, 2 there is no checkpoint that this can be made from.
+Exit codes: 0 done, 1 the disk, 2 no checkpoint that this can be made from.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ def export(found: Found, target: Path, dtype: str | None, model: str, config_fil
 
 def _copy_export(found: Found, target: Path) -> None:
     _check_whole(found, [name for name in found.manifest.files if name.startswith(f"{EXPORT}/")])
-    with replacing_directory(target) as beside:
-        shutil.copytree(found.path / EXPORT, beside, dirs_exist_ok=True)
+    with replacing_directory(target) as unfinished:
+        shutil.copytree(found.path / EXPORT, unfinished, dirs_exist_ok=True)
 
 
 def _check_whole(found: Found, names: list[str]) -> None:

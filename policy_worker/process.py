@@ -1,4 +1,4 @@
-"""What the process is told from outside: environment, signals, and the death of its parent."""
+"""What reaches the process from outside: environment, signals, and the death of its parent."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Environment:
-    """Where the controller is and who we are. `parent`: leave when this process is no longer our parent."""
+    """Where the controller is and who we are. `parent`: leave when this process is not our parent any more."""
 
     url: str
     token: str
@@ -57,7 +57,7 @@ def _number(name: str) -> int | None:
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """What torchrun and alike tell each rank."""
+    """What torchrun and similar launchers set for each rank."""
 
     rank: int = 0
     world: int = 1

@@ -1,11 +1,11 @@
-"""What a trainer remembers of its steps, so that a controller whose store lost history can be told.
+"""What a trainer remembers of its steps, so that a controller whose store lost history gets it back.
 
     steps     0 ····· first ───────── steps          first … steps − 1: remembered, with table and metrics
                 │        └ replayed where the controller knows fewer steps
                 └ covered by the newest checkpoint's snapshot
 
-How far back? A commit that is answered is on disk, where the server can tell (`CommitReply.durable_steps`), and what
-is on disk comes back: then nothing before it is ever asked for. But disks lie, and servers are configured not to
+How far back? A commit that is answered is on disk, where the server reports it (`CommitReply.durable_steps`), and
+what is on disk comes back: then nothing before it is ever asked for. But disks lie, and servers are configured not to
 wait, so at least `REMEMBERED` steps are kept in any case, and `MOST` at most: a step costs a few bytes per sample.
 
 Pure bookkeeping, safe to use from several threads.

@@ -114,11 +114,11 @@ class Caller:
 
     @property
     def mends(self) -> int:
-        """How often the controller had to be told what it lost."""
+        """How often the controller was given what it had lost."""
         return 0
 
     def mend(self, seen: int, client: Client) -> None:
-        """The controller does not know what it should: rank 0 tells it, the others wait for that."""
+        """The controller does not know what it should: rank 0 declares it, the others wait for that."""
         del seen, client
         self.shutdown.pause(LEADER_SECONDS / MENDS)
 
@@ -154,7 +154,7 @@ class Session(Caller):
         self.status = "starting"
         self.version = -1
         self.troubles: list[Callable[[], str]] = []
-        """Each tells what goes wrong beside the training, for the user to see; "": nothing."""
+        """Each reports what goes wrong in the background, for the user to see; "": nothing."""
         self.anchor_asked = False
         self.history = History()
         self.reply: m.RegisterReply
@@ -195,7 +195,7 @@ class Session(Caller):
         return self.reply
 
     def call(self, call: Call[T]) -> T:
-        """As `Caller.call`; raises `ReplacedError` too when a heartbeat was told so."""
+        """As `Caller.call`; raises `ReplacedError` too when a heartbeat was answered so."""
         if self._fatal is not None:
             raise self._fatal
         return super().call(call)
@@ -211,7 +211,7 @@ class Session(Caller):
 
         Raises:
             ReplacedError: the controller knows a later trainer.
-            PolicyError: the history cannot be told; it goes on from a checkpoint.
+            PolicyError: the history cannot be declared; training goes on from a checkpoint.
             Refused, ControllerLost: see `controller.client.http`.
         """
         with self._mending:
@@ -224,7 +224,7 @@ class Session(Caller):
                     raise ReplacedError(str(error)) from error
                 if error.code in (m.ErrorCode.CONFLICT, m.ErrorCode.BAD_REQUEST):
                     raise PolicyError(
-                        f"the controller lost history that cannot be told again: {error}"
+                        f"the controller lost history that cannot be declared again: {error}"
                     ) from error
                 raise
             self._mends += 1
@@ -247,7 +247,7 @@ class Session(Caller):
             if snapshot is None:
                 raise NoCheckpointError(
                     f"the controller's store lost all steps from {answer.replay_from} on; this trainer remembers "
-                    f"those from {request.first} on, and there is no checkpoint that would tell of the others"
+                    f"those from {request.first} on, and no checkpoint has the others"
                 )
             request = request.model_copy(update={"snapshot": snapshot})
             answer = client.send(api.declare(reply.replica_id, request))
@@ -319,7 +319,7 @@ class Session(Caller):
         except PolicyError as error:
             self._fatal = error
         except ControllerError as error:
-            log.warning("the controller could not be told what it lost: %s", error)
+            log.warning("the history that the controller lost could not be declared: %s", error)
 
     def _beat_once(self, client: Client, reply: m.RegisterReply) -> None:
         request = m.HeartbeatRequest(
@@ -327,7 +327,7 @@ class Session(Caller):
             version=self.version,
             status=self.status,
             gauges=dict(self.gauges),
-            trouble="; ".join(filter(None, (tell() for tell in self.troubles)))[:TROUBLE],
+            trouble="; ".join(filter(None, (report() for report in self.troubles)))[:TROUBLE],
         )
         known, seen = self.history.known, self._mends
         try:

@@ -1,11 +1,11 @@
-"""The directory of checkpoints: written beside, renamed, pointed at; what the dead left behind is removed.
+"""The directory of checkpoints: hidden while written, renamed, pointed at; what the dead left behind is removed.
 
     mkdir .step-N.x, hold its lock ─▶ files ─▶ manifest ─▶ sync ─▶ rename to step-N ─▶ move `latest`
 
 Whoever is killed between any two of these leaves all complete checkpoints as they were, but for one of the same step
-and a timeline that was left, which makes room. A directory that is being written is told from one whose writer has
-died by the lock in it, which the system gives back when its holders end: every rank holds it (shared), and who wants
-to clean up asks for it alone.
+and a timeline that was left, which makes room. The lock in a directory that is being written shows whether its writer
+lives, since the system gives it back when its holders end: every rank holds it (shared), and who wants to clean up
+asks for it alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import shutil
 from pathlib import Path
 from typing import IO
 
-from policy_worker.checkpoints.layout import BESIDE, LATEST, LOCK, TRASH, name_of
+from policy_worker.checkpoints.layout import LATEST, LOCK, TRASH, UNFINISHED, name_of
 from schema.util.atomic_file import put_in_place, write_text
 from schema.util.file_lock import try_lock
 
@@ -25,16 +25,16 @@ log = logging.getLogger(__name__)
 
 
 def begin(directory: Path, step: int) -> Path:
-    """A new directory beside the complete ones. Raises `OSError`."""
-    beside = directory / f"{BESIDE}{step:08d}.{secrets.token_hex(4)}"
-    beside.mkdir(parents=True)
-    (beside / LOCK).touch()
-    return beside
+    """A new directory next to the complete ones. Raises `OSError`."""
+    unfinished = directory / f"{UNFINISHED}{step:08d}.{secrets.token_hex(4)}"
+    unfinished.mkdir(parents=True)
+    (unfinished / LOCK).touch()
+    return unfinished
 
 
-def hold(beside: Path) -> IO[bytes]:
+def hold(unfinished: Path) -> IO[bytes]:
     """Say that this process writes there, as long as the stream is open. Raises `OSError`."""
-    stream = (beside / LOCK).open("rb")
+    stream = (unfinished / LOCK).open("rb")
     try:
         try_lock(stream.fileno(), exclusive=False)
     except OSError as error:  # a file system without locks: what is left behind there stays
@@ -42,16 +42,16 @@ def hold(beside: Path) -> IO[bytes]:
     return stream
 
 
-def place(beside: Path, step: int) -> Path:
+def place(unfinished: Path, step: int) -> Path:
     """Give a complete checkpoint its name; one of this step from a timeline that was left makes room.
 
     Raises:
         OSError: nothing was deleted.
     """
-    directory = beside.parent
+    directory = unfinished.parent
     target = directory / name_of(step)
-    (beside / LOCK).unlink(missing_ok=True)
-    put_in_place(beside, target, directory / f"{TRASH}{secrets.token_hex(4)}")
+    (unfinished / LOCK).unlink(missing_ok=True)
+    put_in_place(unfinished, target, directory / f"{TRASH}{secrets.token_hex(4)}")
     return target
 
 
@@ -71,7 +71,7 @@ def clean(directory: Path) -> None:
     """Remove what processes left that are surely dead: half-written and half-deleted directories."""
     for path in directory.glob(f"{TRASH}*"):
         shutil.rmtree(path, ignore_errors=True)
-    for path in directory.glob(f"{BESIDE}*"):
+    for path in directory.glob(f"{UNFINISHED}*"):
         if _is_abandoned(path):
             log.warning("%s was never finished and its writer is gone: removed", path)
             shutil.rmtree(path, ignore_errors=True)

@@ -1,7 +1,7 @@
 """The trained model as a directory that `transformers` loads: safetensors shards, config, tokenizer, its own code.
 
 Exported weights are bit for bit those of the last published version: same names, same type
-(`train.transfer_dtype`). Written beside and renamed, so a directory of this name is always whole.
+(`train.transfer_dtype`). Written under a hidden name and renamed, so a directory of this name is always whole.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ def write_export(
     Raises:
         OSError: `target` cannot be written; nothing there was changed.
     """
-    with replacing_directory(target) as beside:
-        write_shards(tensors, beside)
-        _write_settings(model, DTYPES[config.train.effective_transfer_dtype], beside)
-        _write_code(model, beside)
-        _write_tokenizer(config, beside)
+    with replacing_directory(target) as unfinished:
+        write_shards(tensors, unfinished)
+        _write_settings(model, DTYPES[config.train.effective_transfer_dtype], unfinished)
+        _write_code(model, unfinished)
+        _write_tokenizer(config, unfinished)
 
 
 def write_shards(
@@ -123,7 +123,7 @@ def _write_settings(model: PolicyModel, dtype: torch.dtype, directory: Path) -> 
 
 
 def _write_code(model: PolicyModel, directory: Path) -> None:
-    """Put the code that came with the model beside it: `auto_map` in its config names these files."""
+    """Copy the code that came with the model next to it: `auto_map` in its config names these files."""
     for kind in type(model.lm).__mro__:
         if kind.__module__.startswith(f"{TRANSFORMERS_DYNAMIC_MODULE_NAME}."):
             file = str(sys.modules[kind.__module__].__file__)

@@ -4,7 +4,7 @@
     train.resume = path             that one, or the newest in it
     train.resume = true             the newest of the neighbours in train.output_dir
 
-A damaged one is passed over for the newest older one that led to it, and that is said aloud. Only an explicit path
+A damaged one is passed over for the newest older one that led to it, and that is logged. Only an explicit path
 is taken at its word: then damage is an error. Nothing is deleted.
 """
 
@@ -114,7 +114,7 @@ def candidates(config: Config, run_dir: Path) -> Candidates:
             return Candidates([found_at(Path(resume))], strict=True)
         except CheckpointError as error:
             raise type(error)(
-                f"train.resume = {resume!r}: there is no complete checkpoint: {error}"
+                f"train.resume = {resume!r}: it holds no complete checkpoint: {error}"
             ) from error
     if resume is True:
         runs = [run for run in run_dir.parent.iterdir() if run.is_dir() and run != run_dir]
@@ -130,7 +130,7 @@ def found_at(path: Path) -> Found:
     """The checkpoint that a path means: itself, or the newest in a directory of them, or of a run.
 
     Raises:
-        CheckpointError: there is none. DamagedCheckpointError: it does not tell any more which one is the newest.
+        CheckpointError: there is none. DamagedCheckpointError: it does not show any more which one is the newest.
     """
     directory = checkpoints_of(path) if checkpoints_of(path).is_dir() else path
     whole, damage = chain_in(directory)
@@ -182,7 +182,7 @@ def choose(group: Group, config: Config, run_dir: Path) -> Resumption | None:
     if damage:
         other = "name an older one with train.resume" if listed["strict"] else "begin a new run"
         raise DamagedCheckpointError(
-            f"there is no whole checkpoint to resume from: {'; '.join(damage)}. Nothing was deleted: put back the "
+            f"no checkpoint to resume from is whole: {'; '.join(damage)}. Nothing was deleted: put back the "
             f"right files, or {other}"
         )
     if config.train.resume is True and group.leads:
@@ -228,5 +228,5 @@ def newest_snapshot(run_dir: Path, resumption: Resumption | None) -> LedgerSnaps
         found = newest_in(checkpoints_of(run_dir)) or (resumption.found if resumption else None)
         return None if found is None else snapshot_of(found)
     except CheckpointError as error:
-        log.error("the newest checkpoint does not tell of the ledger: %s", error)
+        log.error("the ledger of the newest checkpoint cannot be read: %s", error)
         return None

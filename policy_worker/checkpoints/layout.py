@@ -36,7 +36,7 @@ from policy_worker.errors import CheckpointError, DamagedCheckpointError
 FORMAT = 2
 MANIFEST, LEDGER, EXPORT = "manifest.json", "ledger.json", "export"
 LATEST, BEST, LOCK = "latest", "best.json", "lock"
-STEP, BESIDE, TRASH = "step-", ".step-", ".trash-"
+STEP, UNFINISHED, TRASH = "step-", ".step-", ".trash-"
 _NAME = re.compile(rf"{STEP}(\d{{8,}})")
 _CHUNK = 4 * 1024 * 1024
 
@@ -121,7 +121,7 @@ def name_of(step: int) -> str:
 
 
 def named_in(directory: Path) -> list[tuple[int, Path]]:
-    """What has the name of a checkpoint, by step; copies that somebody keeps beside them have other names."""
+    """What has the name of a checkpoint, by step; copies that somebody keeps next to them have other names."""
     found = ((_NAME.fullmatch(path.name), path) for path in directory.glob(f"{STEP}*"))
     return sorted((int(match[1]), path) for match, path in found if match is not None)
 
@@ -141,7 +141,7 @@ def rng_file(rank: int) -> str:
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """The manifest beside a hash of itself."""
+    """The manifest, with a hash of itself."""
     body = manifest.model_dump(mode="json")
     text = json.dumps({"manifest": body, "hash": _hash_of(body)}, indent=1)
     (directory / MANIFEST).write_text(text)
@@ -159,7 +159,7 @@ def read_manifest(directory: Path) -> Manifest:
         written = json.loads(path.read_text())
     except FileNotFoundError:
         lacks = f"it has no {MANIFEST}" if directory.is_dir() else "it does not exist"
-        raise CheckpointError(f"{directory} is no checkpoint: {lacks}") from None
+        raise CheckpointError(f"{directory} is not a checkpoint: {lacks}") from None
     except (OSError, ValueError) as error:
         raise DamagedCheckpointError(f"{path} cannot be read: {error}") from error
     body = written.get("manifest") if isinstance(written, dict) else None

@@ -1,7 +1,7 @@
 """When and how a trainer saves: the one object that the training loop speaks to. All ranks call alike.
 
-    each step     check()      errors of the save beside the training, of uploads
-    after commit  due() ─▶ save()      copy, then write here (`sync`) or beside the training (`async`)
+    each step     check()      errors of the save in the background, of uploads
+    after commit  due() ─▶ save()      copy, then write here (`sync`) or in the background (`async`)
     at the end    finish()     wait for what is still being written or uploaded
 
 There is never more than one save at a time: the next one waits for the one before.
@@ -88,7 +88,7 @@ class Checkpointer:
         self._timeline = reply.timeline
         self._saved: int | None = None
         self._epochs = 0
-        self._beside = Background()
+        self._background = Background()
         asynchronous = self._settings.save_mode == "async"
         self._staging = Staging(trainer.group.device) if asynchronous else None
         patience = config.controller.controller_lost_timeout
@@ -174,12 +174,12 @@ class Checkpointer:
         if self._staging is None:
             self._write(draft)
         else:
-            self._beside.start(lambda: self._write(draft))
+            self._background.start(lambda: self._write(draft))
         log.info("checkpoint of step %d held training up for %.2f s", step, time.monotonic() - began)
 
     def _draft(self, step: int) -> Draft:
         trainer, group = self._trainer, self._trainer.group
-        beside, ledger = group.lead(lambda: self._begin(step))
+        unfinished, ledger = group.lead(lambda: self._begin(step))
         contents = list(self._settings.save_contents)
         kinds = {*contents, MODEL} if self._settings.export_safetensors else {*contents}
         pieces = {kind: pieces_of(state) for kind, state in state_to_save(trainer, kinds).items()}
@@ -200,8 +200,8 @@ class Checkpointer:
             files={},
         )
         return Draft(
-            beside=Path(beside),
-            lock=self._hold(Path(beside)),
+            unfinished=Path(unfinished),
+            lock=self._hold(Path(unfinished)),
             pieces=self._copied(pieces),
             states=capture_rng(group.device),
             manifest=manifest,
@@ -227,12 +227,12 @@ class Checkpointer:
                 f"Nothing was deleted; mend the directory, then resume"
             ) from error
 
-    def _hold(self, beside: Path) -> IO[bytes]:
+    def _hold(self, unfinished: Path) -> IO[bytes]:
         try:
-            return directory.hold(beside)
+            return directory.hold(unfinished)
         except OSError as error:
             raise CheckpointSaveError(
-                f"rank {self._trainer.group.rank} does not see {beside}, which rank 0 has just made: "
+                f"rank {self._trainer.group.rank} does not see {unfinished}, which rank 0 has just made: "
                 f"{error.strerror or error}; train.output_dir must be a directory that all machines share"
             ) from error
 
@@ -243,7 +243,7 @@ class Checkpointer:
         return lambda gather, target: write_export(model, names.tensors(gather, dtype=dtype), config, target)
 
     def _write(self, draft: Draft) -> None:
-        """In the main thread or beside it: the checkpoint, then everybody who has to know."""
+        """In the main thread or in the background: the checkpoint, then everybody who has to know."""
         found = write(draft, self._group)
         if found is not None:
             self._announce(found)
@@ -261,12 +261,12 @@ class Checkpointer:
     # ---- look after it ----------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Say aloud what has failed beside the training. A collective while a save is under way.
+        """Raise what has failed in the background. A collective while a save is under way.
 
         Raises:
             CheckpointSaveError, and whatever telling the controller or an upload has raised.
         """
-        if self._beside.busy and self._trainer.group.any(self._beside.failed):
+        if self._background.busy and self._trainer.group.any(self._background.failed):
             self.wait()
             raise CheckpointSaveError("another rank could not finish its checkpoint: its log says why")
         if self._uploader is not None:
@@ -274,7 +274,7 @@ class Checkpointer:
 
     def wait(self) -> None:
         """Wait for the save that is under way. Raises as `check`."""
-        self._beside.wait()
+        self._background.wait()
 
     def offer_final(self, export: Path, step: int) -> None:
         """Rank 0 hands the final export to the uploader, if there is one; it comes last, after the last checkpoint.
@@ -300,7 +300,7 @@ class Checkpointer:
     def close(self, seconds: float) -> None:
         """On the way out, whatever the reason: give a save that is under way some time, and no more."""
         try:
-            if not self._beside.wait(seconds):
+            if not self._background.wait(seconds):
                 log.error("a checkpoint is still being written after %.0f s: left unfinished", seconds)
         except Exception:
             log.exception("the checkpoint that was being written has failed")

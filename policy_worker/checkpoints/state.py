@@ -3,7 +3,7 @@
     model.<name>                 parameters and buffers
     optimizer.<name>.<slot>      what AdamW keeps of each parameter
 
-Numbers of the optimizer that are no tensors (betas, weight decay, …) are the configuration's, and are not kept.
+Numbers of the optimizer that are not tensors (betas, weight decay, …) are the configuration's, and are not kept.
 A frozen reference model and an adaptive KL coefficient will be further prefixes; a trainer without them has none.
 
 Random states of a rank are torch's (CPU, GPU), those of Python's `random` and of numpy's global generator:
@@ -151,7 +151,7 @@ def capture_rng(device: torch.device) -> RngStates:
 
 
 def apply_rng(states: RngStates, device: torch.device) -> None:
-    """Inverse of `capture_rng`. Raises `KeyError`, `ValueError`, `TypeError`, `RuntimeError` for what is no state."""
+    """Inverse of `capture_rng`. Raises `KeyError`, `ValueError`, `TypeError`, `RuntimeError` for anything else."""
     gauss = states["python_gauss"]
     random.setstate(
         (3, tuple(int(word) for word in states["python"]), float(gauss[0]) if len(gauss) else None)

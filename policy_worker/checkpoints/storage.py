@@ -6,8 +6,8 @@ torch's own file format keeps its metadata as a pickle, so this is a storage of 
                               "model.lm.x@4096,0"       the piece of tensor `model.lm.x` at row 4096, column 0
 
 Each rank plans, writes and reads alone (`no_dist`): which piece a rank holds is known to it without asking, and
-which pieces a checkpoint holds stands in the headers. So saving needs no collective, which lets it run beside the
-training, and any number of ranks can read what any number wrote.
+which pieces a checkpoint holds stands in the headers. So saving needs no collective, which lets it run in the
+background, and any number of ranks can read what any number wrote.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class _Collector(StorageWriter):
 
 def _piece(item: WriteItem, planner: SavePlanner) -> Piece:
     if item.type is WriteItemType.BYTE_IO or item.tensor_data is None:
-        raise TypeError(f"{item.index.fqn} is no tensor: only tensors are kept in a checkpoint")
+        raise TypeError(f"{item.index.fqn} is not a tensor: only tensors are kept in a checkpoint")
     data = planner.resolve_data(item)
     assert isinstance(data, Tensor)
     offsets, size = tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.size)

@@ -4,7 +4,7 @@
     all          did everybody succeed?
     rank 0       export from the files ─▶ ledger ─▶ manifest ─▶ rename ─▶ `latest`
 
-It runs in the main thread (`sync`) or beside the training (`async`); either way it touches neither the model nor
+It runs in the main thread (`sync`) or in the background (`async`); either way it touches neither the model nor
 the accelerator, and talks to the other ranks through a group of its own.
 """
 
@@ -60,7 +60,7 @@ class Draft:
     rank 0's alone.
     """
 
-    beside: Path
+    unfinished: Path
     lock: IO[bytes]
     pieces: Mapping[str, list[Piece]]
     states: RngStates
@@ -93,9 +93,9 @@ def _write(draft: Draft, group: Group) -> Found | None:
     failed = group.gather(failed)[0] or failed
     if failed:
         if group.leads:  # ours and surely unfinished: a full disk gets its space back
-            shutil.rmtree(draft.beside, ignore_errors=True)
+            shutil.rmtree(draft.unfinished, ignore_errors=True)
         raise CheckpointSaveError(
-            f"checkpoint of step {draft.manifest.step} could not be written to {draft.beside.parent}: "
+            f"checkpoint of step {draft.manifest.step} could not be written to {draft.unfinished.parent}: "
             f"{'; '.join(failed)}. Nothing was deleted, older checkpoints are whole; make room or mend the "
             f"directory, then resume"
         )
@@ -121,14 +121,14 @@ def _write_own(draft: Draft, rank: int) -> dict[str, Any]:
     for kind, pieces in draft.pieces.items():
         name = state_file(kind, rank)
         try:
-            written[name] = write_pieces(draft.beside / name, pieces)
+            written[name] = write_pieces(draft.unfinished / name, pieces)
         except OSError as error:  # a full disk does not say which file it was
-            raise OSError(error.errno, error.strerror, str(draft.beside / name)) from error
+            raise OSError(error.errno, error.strerror, str(draft.unfinished / name)) from error
     if "extra" in draft.manifest.contents:
-        write_rng(draft.beside, rank, draft.states)
-        sync(draft.beside / rng_file(rank))
-        written[rng_file(rank)] = hash_of_file(draft.beside / rng_file(rank))
-    wrong = faults(draft.beside, written)
+        write_rng(draft.unfinished, rank, draft.states)
+        sync(draft.unfinished / rng_file(rank))
+        written[rng_file(rank)] = hash_of_file(draft.unfinished / rng_file(rank))
+    wrong = faults(draft.unfinished, written)
     if wrong:
         raise OSError(f"what was read again is not what was written: {'; '.join(wrong)}")
     return {name: facts.model_dump() for name, facts in written.items()}
@@ -136,32 +136,32 @@ def _write_own(draft: Draft, rank: int) -> dict[str, Any]:
 
 def _complete(draft: Draft, of_ranks: list[dict[str, Any]]) -> Found:
     """Rank 0's part, once all ranks have written theirs."""
-    beside = draft.beside
+    unfinished = draft.unfinished
     files = {name: FileFacts(**facts) for written in of_ranks for name, facts in written.items()}
     if draft.exporter is not None:
-        models = state_files(beside, MODEL)
+        models = state_files(unfinished, MODEL)
         with StateFiles(models) as saved:
-            draft.exporter(weights_from(saved), beside / EXPORT)
+            draft.exporter(weights_from(saved), unfinished / EXPORT)
         if MODEL not in draft.manifest.contents:
             for path in models:
                 path.unlink()
                 del files[path.name]
-        exported = (path for path in (beside / EXPORT).rglob("*") if path.is_file())
-        files |= {str(path.relative_to(beside)): hash_of_file(path) for path in exported}
+        exported = (path for path in (unfinished / EXPORT).rglob("*") if path.is_file())
+        files |= {str(path.relative_to(unfinished)): hash_of_file(path) for path in exported}
     if draft.ledger is not None:
-        (beside / LEDGER).write_text(draft.ledger)
-        files[LEDGER] = hash_of_file(beside / LEDGER)
+        (unfinished / LEDGER).write_text(draft.ledger)
+        files[LEDGER] = hash_of_file(unfinished / LEDGER)
     manifest = draft.manifest.model_copy(update={"files": files, "written_at": time.time()})
-    _check_all_there(beside, files)
-    write_manifest(beside, manifest)
-    target = directory.place(beside, manifest.step)
+    _check_all_there(unfinished, files)
+    write_manifest(unfinished, manifest)
+    target = directory.place(unfinished, manifest.step)
     directory.point_at(target)
     return Found(target, manifest)
 
 
-def _check_all_there(beside: Path, files: dict[str, FileFacts]) -> None:
-    """Another rank's file may lie on a disk that this one does not see: then there is no checkpoint."""
+def _check_all_there(unfinished: Path, files: dict[str, FileFacts]) -> None:
+    """Another rank's file may lie on a disk that this one does not see: then no checkpoint is made."""
     for name, facts in files.items():
-        size = os.stat(beside / name).st_size
+        size = os.stat(unfinished / name).st_size
         if size != facts.bytes:
-            raise OSError(f"{beside / name} has {size} bytes here, its rank wrote {facts.bytes}")
+            raise OSError(f"{unfinished / name} has {size} bytes here, its rank wrote {facts.bytes}")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 CHUNK_ELEMENTS = 2**25
-"""Logits in memory at once (128 MiB in float32): large enough for full-speed products, small beside a model."""
+"""Logits in memory at once (128 MiB in float32): large enough for full-speed products, small next to a model."""
 
 
 class TokenOutputs(NamedTuple):

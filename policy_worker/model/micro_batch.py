@@ -1,11 +1,11 @@
 """Tensors of a micro-batch: what the model reads, and which of its positions predict a token that counts.
 
-    packed   one row, sequences side by side, positions start again at each    [1, T]
+    packed   one row, sequences in one row, positions start again at each    [1, T]
     padded   one row per sequence, zeros behind its end                        [R, longest]
 
 In both, position i reads token i and predicts token i + 1, so a sequence of n tokens has n − 1 inputs. Everything
 after the model is flat: `index` picks the K predicting positions out of all rows, and the loss sees K tokens and
-the sample of each, no padding and no prompts. There is no attention mask in either layout: packed rows are kept
+the sample of each, no padding and no prompts. Neither layout has an attention mask: packed rows are kept
 apart by their positions, and behind a padded row there is nothing that attends to its padding.
 """
 

@@ -39,7 +39,7 @@ class PolicyModel(nn.Module):
         return token_logprobs(picked, self._head(), batch.labels, temperature)
 
     def _hidden(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        """[R, L, D]. No mask and no cache: packed rows are told apart by their positions alone."""
+        """[R, L, D]. No mask and no cache: packed rows are separated by their positions alone."""
         outputs = self.lm.base_model(
             input_ids=input_ids, position_ids=position_ids, attention_mask=None, use_cache=False
         )

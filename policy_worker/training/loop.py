@@ -46,7 +46,7 @@ GAUGES = ("idle_fraction", "step_seconds")
 
 class StepEnd(Enum):
     """Why there was no step. SHUTDOWN: this replica was asked to leave. NO_DATA: no step follows, the data has ended
-    early. SAVE: there is no batch yet, and a checkpoint was asked for: save, then ask again. PUBLISH: likewise, a
+    early. SAVE: no batch is ready, and a checkpoint was asked for: save, then ask again. PUBLISH: likewise, a
     version has to be published, or publishing has failed."""
 
     SHUTDOWN = auto()

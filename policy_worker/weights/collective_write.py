@@ -1,4 +1,4 @@
-"""One version written by all ranks: every failure of one is told to all, and what to do about it is agreed on.
+"""One version written by all ranks: every rank learns of a failure of one, and what to do about it is agreed on.
 
     rank 0 opens the stage ─▶ all write their files ─▶ rank 0 writes the manifest and commits
 
@@ -66,8 +66,8 @@ def store_version(
             return write(stages[0]).model_dump(mode="json")
 
         _together(group, enter if group.leads else None)
-        told = _together(group, write_part)
-        parts = [Part.model_validate(part) for part in told]
+        written = _together(group, write_part)
+        parts = [Part.model_validate(part) for part in written]
         stored: list[Stored] = []
 
         def commit() -> None:
@@ -92,11 +92,13 @@ def _together(group: Group, work: Callable[[], Any] | None) -> list[Any]:
         value = None if work is None else work()
     except Exception as raised:
         error = raised
-    told = group.gather([_kind(error), "" if error is None else f"{type(error).__name__}: {error}", value])
-    rank = max(range(len(told)), key=lambda rank: told[rank][0])
-    worst, text, _ = told[rank]
+    outcomes = group.gather(
+        [_kind(error), "" if error is None else f"{type(error).__name__}: {error}", value]
+    )
+    rank = max(range(len(outcomes)), key=lambda rank: outcomes[rank][0])
+    worst, text, _ = outcomes[rank]
     if worst == _FINE:
-        return [value for _, _, value in told]
+        return [value for _, _, value in outcomes]
     if worst == _DENSE:
         raise DenseError(text)
     if worst == _TROUBLE:

@@ -112,12 +112,12 @@ class NcclSender:
             NCCLTrainerWeightTransferEngine,
         )
 
-        told = [line.hear() for line in lines]
-        members = [str(message.get("member")) for message in told]
+        heard = [line.hear() for line in lines]
+        members = [str(message.get("member")) for message in heard]
         stays = (
             self._engine is not None
             and members == self._members
-            and all(message.get("group") == self._number for message in told)
+            and all(message.get("group") == self._number for message in heard)
         )
         source = byte_source(chunks, read)
         for line in lines:
@@ -148,7 +148,7 @@ class NcclSender:
 
 
 class LineClient:
-    """vLLM's `VLLMWeightSyncClient`: what its trainer engine asks of the receivers, told to all over their lines."""
+    """vLLM's `VLLMWeightSyncClient`: what its trainer engine asks of the receivers, sent to all over their lines."""
 
     def __init__(self, lines: Sequence[Line]) -> None:
         self._lines = lines

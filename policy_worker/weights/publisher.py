@@ -6,13 +6,13 @@
 
 Each rank gathers, copies and writes the tensors that it owns (`weight_sync.publishing.gather`). Training waits for
 the snapshot alone; a version that falls due while the one before is still on its way is skipped and *owed*, and
-published as soon as possible: between steps, and while there is no batch, so nobody waits in vain even if every step
+published as soon as possible: between steps, and while no batch is ready, so nobody waits in vain even if every step
 needs new weights.
 
-Memory of a rank beside the model, with T the bytes of all tensors in `train.transfer_dtype`: T / ranks in host memory
-for the snapshot, as much again for what was announced last (none of it with `weight_sync.encoding = "full"`); on the
-training device the largest unit and one more tensor while gathering; in the background what one tensor takes encoded,
-half of it at most, a few encoded blocks of those that follow, and what the store buffers.
+Memory of a rank next to the model, with T the bytes of all tensors in `train.transfer_dtype`: T / ranks in host
+memory for the snapshot, as much again for what was announced last (none of it with `weight_sync.encoding = "full"`);
+on the training device the largest unit and one more tensor while gathering; in the background what one tensor takes
+encoded, half of it at most, a few encoded blocks of those that follow, and what the store buffers.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 LOOK = 0.05
 """Seconds between two looks at the background, by all ranks together."""
 LAST_WORD = 2.0
-"""Seconds that a background which was told to stop may take."""
+"""Seconds that a background that was asked to stop may take."""
 
 
 class Publisher:
@@ -65,7 +65,7 @@ class Publisher:
         self._trainer, self._shutdown, self._session = trainer, shutdown, session
         self._dtype, self._lora = DTYPES[config.train.effective_transfer_dtype], settings.lora
         self._shadow = Shadow(keeps=settings.encoding == "delta")
-        self._beside = Background("publish")
+        self._background = Background("publish")
         self._stop = threading.Event()
         try:
             self._store = open_store(reply.weight_store, timeout=settings.store_timeout, stop=self._stop)
@@ -109,14 +109,14 @@ class Publisher:
         self._shadow.take(Gathering(names, group.rank, group.world).tensors(self._dtype))
         seconds = time.monotonic() - began
         self.owed = False
-        self._beside.start(lambda: self._release.publish(version, seconds))
+        self._background.start(lambda: self._release.publish(version, seconds))
         return True
 
     def signals(self) -> tuple[float, float, float]:
         """Of this rank: whether publishing has failed, is under way, and is asked for by replicas."""
         # In this order: what fails in between is seen as failed, never as neither.
-        running = self._beside.running or self._release.reads_taken
-        failed = self._beside.failed
+        running = self._background.running or self._release.reads_taken
+        failed = self._background.failed
         asked = self._session is not None and self._session.anchor_asked
         return float(failed), float(running), float(asked)
 
@@ -134,8 +134,8 @@ class Publisher:
             if asked and give_up is None:
                 give_up = time.monotonic() + patience
             late = give_up is not None and time.monotonic() >= give_up
-            running = self._beside.running or self._release.anchoring
-            failed = self._beside.failed  # after `running`, as in `signals`
+            running = self._background.running or self._release.anchoring
+            failed = self._background.failed  # after `running`, as in `signals`
             flags = [float(failed), float(running), float(asked), float(late)]
             fails, runs, leaves, gives_up = self._trainer.group.reduce(flags, "max")
             if leaves and (fails or gives_up):
@@ -144,7 +144,7 @@ class Publisher:
             if fails:
                 self._raise()
             if not runs:
-                self._beside.wait()
+                self._background.wait()
                 return True
             time.sleep(LOOK)
 
@@ -154,10 +154,10 @@ class Publisher:
         return {} if self._leader is None else dict(self._leader.metrics)
 
     def close(self) -> None:
-        """On the way out, whatever the reason: what is still under way is given up."""
+        """On the way out, whatever the reason: what is still running is given up."""
         self._stop.set()
         try:
-            self._beside.wait(LAST_WORD)
+            self._background.wait(LAST_WORD)
         except Exception:
             log.exception("publishing has failed")
         if self._leader is not None:
@@ -176,18 +176,18 @@ class Publisher:
             self._raise()
         if failed or running:
             return False
-        self._beside.wait()
+        self._background.wait()
         return True
 
     def _raise(self) -> None:
-        """Publishing has failed on some rank; the others are told in the background, and end it there."""
-        self._beside.wait(LAST_WORD)
+        """Publishing has failed on some rank; the others learn of it in the background, and end there."""
+        self._background.wait(LAST_WORD)
         raise PolicyError("another rank could not publish: its log says why")
 
     def trouble(self) -> str:
         """What keeps a version from being published, for people; "": nothing does."""
-        told = "" if self._leader is None else self._leader.trouble
-        return told or self._store.trouble()
+        trouble = "" if self._leader is None else self._leader.trouble
+        return trouble or self._store.trouble()
 
 
 def prove(store: Store, strict: bool) -> None:

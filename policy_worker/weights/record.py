@@ -45,7 +45,7 @@ class Record:
             return max(self._uris, default=0)
 
     def tidy(self, newest: Publication | None) -> None:
-        """Remove what a trainer that was killed began to publish and nobody was told of.
+        """Remove what a trainer that was killed began to publish and never announced.
 
         newest: what the controller knows. The trainer may have been killed after it knew and before the record did.
         """

@@ -1,4 +1,4 @@
-"""The part of publishing that runs beside the training, on every rank: from a snapshot to an announced version.
+"""The part of publishing that runs in the background, on every rank: from a snapshot to an announced version.
 
     choose the form ─▶ write, all ranks ─▶ announce, rank 0 ─▶ buffers change places ─▶ an anchor, if one is due
 
@@ -228,7 +228,7 @@ class Release:
     # ---- rank 0 -----------------------------------------------------------------------------------------------
 
     def _announce(self, version: int, stored: Stored | None, gathering: float) -> int:
-        """Tell the controller; the publication that should get an anchor now, 0 if none."""
+        """Announce it to the controller; the publication that should get an anchor now, 0 if none."""
         leader = self._leader
         assert leader is not None
         assert stored is not None
@@ -282,7 +282,7 @@ class Release:
         return number if leader.chain.anchor_due else 0
 
     def _collect(self, record: Record) -> None:
-        """Remove files beside the next publication; what comes while this is under way goes with the next one's."""
+        """Remove files in the background; what comes while this is under way goes with the next version's."""
         if not self._collecting.running:
             self._collecting.wait()
             self._collecting.start(record.remove)

@@ -331,7 +331,7 @@ def who_writes(config: Config, place: Place) -> bool:
         checkpointer = _checkpointer(config, place, session)
         checkpointer.save(0)
         try:
-            return checkpointer._beside.busy
+            return checkpointer._background.busy
         finally:
             checkpointer.finish()
 

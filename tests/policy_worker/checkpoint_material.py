@@ -51,7 +51,7 @@ def make_checkpoint(root: Path, step: int, *, latest: bool = False, **facts: Any
 def save_state(trainer: Trainer, root: Path, step: int = 0, *, staged: bool = False) -> Found | None:
     """What the saver does, without a controller. A collective."""
     group = trainer.group
-    beside = Path(group.lead(lambda: str(directory.begin(root, step))))
+    unfinished = Path(group.lead(lambda: str(directory.begin(root, step))))
     pieces = {kind: pieces_of(state) for kind, state in state_to_save(trainer, ALL).items()}
     if staged:
         staging = Staging(group.device)
@@ -59,8 +59,8 @@ def save_state(trainer: Trainer, root: Path, step: int = 0, *, staged: bool = Fa
         pieces = {kind: [next(copies) for _ in of_kind] for kind, of_kind in pieces.items()}
     schedule = schedule_facts(trainer.schedule, trainer.optimizer.peak_lr)
     draft = Draft(
-        beside=beside,
-        lock=directory.hold(beside),
+        unfinished=unfinished,
+        lock=directory.hold(unfinished),
         pieces=pieces,
         states=capture_rng(group.device),
         manifest=manifest(step, world=group.world, schedule=schedule),

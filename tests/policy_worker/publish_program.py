@@ -13,7 +13,7 @@ The controller, its store and the process group are real; only the training is t
     fail         publishing must fail: write the error to OUT
     leave        this replica is asked to leave
     stopped      wait until publishing has been given up
-    exhaust      there is no memory for a full form any more
+    exhaust      no memory is left for a full form any more
     die          end without a word
 """
 
@@ -57,8 +57,8 @@ class Program:
         environment = Environment.of_environ()
         self.session = Session(environment, self._shutdown, self.group.world) if self.group.leads else None
         register = None if self.session is None else self.session.register
-        told = self.group.lead(lambda: register(0).model_dump(mode="json") if register else None)
-        reply = m.RegisterReply.model_validate(told)
+        reported = self.group.lead(lambda: register(0).model_dump(mode="json") if register else None)
+        reply = m.RegisterReply.model_validate(reported)
         config = Config.model_validate(reply.config)
         self._dtype = DTYPES[config.train.effective_transfer_dtype]
         self._trainer = Trainer(tiny_model(), config, self.group, Schedule(10))
@@ -118,7 +118,7 @@ class Program:
 
     def release(self) -> None:
         if self.session is not None:
-            until(lambda: "cannot be written" in self.publisher.trouble(), "a trouble that is told")
+            until(lambda: "cannot be written" in self.publisher.trouble(), "a trouble that is reported")
             self._store.unlink()
             away = self._store.with_name("away")
             if away.exists():

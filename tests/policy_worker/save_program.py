@@ -83,11 +83,11 @@ def kill(root: Path, seed: int) -> dict[str, Any]:
             tell(step)
 
     pid, stream = child(work)
-    told = [int(stream.readline())]
+    reported = [int(stream.readline())]
     time.sleep(random.Random(seed).uniform(0, MOST_SECONDS))
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    told += [int(line) for line in stream.read().split()]
+    reported += [int(line) for line in stream.read().split()]
     left = sorted(os.listdir(root))
     chain, damage = chain_in(root)
     with StateFiles(state_files(chain[0].path, "model")) as files:
@@ -95,7 +95,8 @@ def kill(root: Path, seed: int) -> dict[str, Any]:
     wrong = [fault for found in chain for fault in faults(found.path, found.manifest.files)]
     directory.clean(root)
     return {
-        "told": told[-1], "step": chain[0].step, "value": value, "faults": wrong, "damage": damage, "left": left,
+        "reported": reported[-1], "step": chain[0].step, "value": value, "faults": wrong, "damage": damage,
+        "left": left,
         "cleaned": sorted(os.listdir(root)), "whole": [found.path.name for found in chain],
     }  # fmt: skip
 

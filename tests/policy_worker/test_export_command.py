@@ -112,7 +112,7 @@ def copy_of(run_dir: Path, tmp_path: Path) -> Path:
 
 def test_what_cannot_be_exported_is_said(run_dir: Path, tmp_path: Path, export: Callable[..., Said]) -> None:
     nothing = export(tmp_path, tmp_path / "out")
-    assert (nothing.code, "is no checkpoint" in nothing.err) == (2, True)
+    assert (nothing.code, "is not a checkpoint" in nothing.err) == (2, True)
     missing = export(tmp_path / "nowhere", tmp_path / "out")
     assert (missing.code, "does not exist" in missing.err) == (2, True)
     copy = copy_of(run_dir, tmp_path)

@@ -85,7 +85,7 @@ class HubTarget:
         from huggingface_hub import errors
 
         if isinstance(error, errors.LocalTokenNotFoundError):
-            return "there is no token: set HF_TOKEN to one that may write"
+            return "no token was found: set HF_TOKEN to one that may write"
         if _is_of_the_network(error):
             return f"{self._api.endpoint} does not answer ({type(error).__name__}): check HF_ENDPOINT and the network"
         status = _status(error)

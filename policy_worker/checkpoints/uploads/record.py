@@ -1,10 +1,10 @@
-"""What is on its way, on disk: one JSON file per checkpoint and target, beside the checkpoints, never inside one.
+"""What is on its way, on disk: one JSON file per checkpoint and target, next to the checkpoints, never inside one.
 
     <run_dir>/uploads/step-00000020.s3.json
     <run_dir>/uploads/final.hub.json
 
-A record is written before anything is sent and after every part, beside and renamed, so it is whole whenever the
-process is killed. It names multipart uploads; which of their parts have arrived, S3 itself knows.
+A record is written before anything is sent and after every part, under another name and renamed, so it is whole
+whenever the process is killed. It names multipart uploads; which of their parts have arrived, S3 itself knows.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ PARALLEL = 4
 """Parts on their way at once: fills a fast network, and holds no more than this many parts in memory."""
 BUCKET_KEY = "train.ckpt.s3_bucket"
 START_SECONDS = 30.0
-"""How long a store may be away when training begins: a restart of its server is no reason to end a job."""
+"""How long a store may be away when training begins: a restart of its server must not end a job."""
 
 
 class S3Target:
@@ -194,7 +194,7 @@ class S3Target:
             raise UploadError(f"{key}: {size} bytes were sent, and the store does not show them")
 
     def _arrived(self, key: str, progress: FileProgress) -> dict[int, tuple[int, str]] | None:
-        """Size and ETag of the parts that S3 has, by number; None: there is no such upload (any more)."""
+        """Size and ETag of the parts that S3 has, by number; None: the upload does not exist (any more)."""
         if not progress.upload_id:
             return None
 

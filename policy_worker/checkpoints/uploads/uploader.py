@@ -107,7 +107,7 @@ class Uploader:
                 log.info("uploads go to %s", target.place("…"))
 
     def offer(self, path: Path, step: int, final: bool) -> None:
-        """A checkpoint, or the final model, is complete: upload it beside the training if it is wanted."""
+        """A checkpoint, or the final model, is complete: upload it while training goes on, if it is wanted."""
         for target in self._targets:
             if self._wanted(target.name, final):
                 self._take(Job(path, step, final, target))

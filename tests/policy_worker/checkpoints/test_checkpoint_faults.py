@@ -31,7 +31,7 @@ def test_killed_at_any_moment_it_leaves_a_whole_checkpoint(tmp_path: Path):
     results = run("kill", tmp_path, SEEDS)
     for seed, found in enumerate(results):
         assert found["damage"] == found["faults"] == [], (seed, found)
-        assert found["step"] >= found["told"], (seed, found)  # what was reported as saved is there
+        assert found["step"] >= found["reported"], (seed, found)  # what was reported as saved is there
         assert found["value"] == found["step"], (seed, found)
         rest = [name for name in found["cleaned"] if not name.startswith("step-")]
         assert rest == ["latest"], (seed, found)

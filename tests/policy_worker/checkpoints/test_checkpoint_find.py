@@ -190,6 +190,8 @@ def test_damage_at_an_explicit_path_is_an_error(tmp_path: Path, group: Group):
 def test_no_whole_one_is_an_error_and_no_fresh_start(tmp_path: Path, group: Group):
     path = make_checkpoint(tmp_path / "a" / "checkpoints", 10, latest=True)
     damage(path)
-    with pytest.raises(DamagedCheckpointError, match=r"no whole checkpoint to resume from.*begin a new run"):
+    with pytest.raises(
+        DamagedCheckpointError, match=r"no checkpoint to resume from is whole.*begin a new run"
+    ):
         choose(group, config_with(True), tmp_path / "a")
     assert path.exists()

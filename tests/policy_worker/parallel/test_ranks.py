@@ -88,7 +88,9 @@ def test_three_ranks_with_empty_micro_batches_and_packing_equal_one(tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("reshard", "impl"), [("always", "fused"), ("never", "for-loop")])
+@pytest.mark.parametrize(
+    ("reshard", "impl"), [("always", "fused"), pytest.param("never", "for-loop", marks=pytest.mark.soak)]
+)
 def test_more_ranks_than_samples_over_several_steps(tmp_path: Path, group: Group, reshard: str, impl: str):
     options: dict[str, Any] = {"samples": {"n": 2}, "grpo": {"batch_size_per_optimize": 1}, "steps": 3}
     options["train"] = {"optm_impl": impl, "fsdp_reshard_after_forward": reshard}

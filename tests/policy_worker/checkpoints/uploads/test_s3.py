@@ -366,9 +366,9 @@ def test_kill_9_in_the_middle_sends_no_finished_part_again(
     there = sum(part["Size"] == PART for part in listed)
     assert 2 <= there < 6
     sent = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=True)
-    told = re.search(r"state\.safetensors: (\d) of 6 parts are to be sent", sent.stderr)
-    assert told is not None
-    assert int(told[1]) <= 6 - there
+    reported = re.search(r"state\.safetensors: (\d) of 6 parts are to be sent", sent.stderr)
+    assert reported is not None
+    assert int(reported[1]) <= 6 - there
     check_arrived(objects, run_dir, path)
 
 
