@@ -27,7 +27,7 @@ from controller.services.auth import Tokens
 from controller.services.errors import ProblemError
 from schema.wire import history
 from schema.wire import messages as m
-from tests.controller.test_auth import RULES
+from tests.controller.api.test_auth import RULES
 from tests.support.controller import TOKENS, make_config, make_run_dir, running_controller
 from tests.support.served import ServedController, served_controller
 from tests.support.valkey import running_valkey
@@ -112,7 +112,7 @@ def test_every_route_is_in_the_table_of_roles(app: FastAPI) -> None:
     unlisted = [
         (method, path) for method, path in sorted(there) if path not in OPEN and not listed(method, path)
     ]
-    assert unlisted == [], "say in tests/controller/test_auth.py which roles may call these"
+    assert unlisted == [], "say in tests/controller/api/test_auth.py which roles may call these"
 
 
 def test_no_route_hides_from_the_document(app: FastAPI) -> None:

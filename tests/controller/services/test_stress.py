@@ -1,6 +1,6 @@
 """The real service under duplicated, reordered, delayed and lost messages and crashes: a seed decides everything.
 
-Thousands of schedules: `python -m tests.controller.test_stress FIRST LAST`.
+Thousands of schedules: `python -m tests.controller.services.test_stress FIRST LAST`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from random import Random
 import pytest
 
 from schema.config import Config
-from tests.controller.stress import World, quiet, seeded
+from tests.controller.services.stress import World, quiet, seeded
 from tests.support.controller import make_config, make_run_dir
 from tests.support.virtual import run
 

@@ -10,7 +10,7 @@ from controller.state.replicas import ReplicaError
 from schema.wire import messages as m
 from schema.wire.messages import ErrorCode, LeaseStatus
 from schema.wire.weights import Publication
-from tests.controller.stress import Died, Lost, Refused, World, bundle, push, table_of
+from tests.controller.services.stress import Died, Lost, Refused, World, bundle, push, table_of
 
 RESTART = frozenset(
     {ErrorCode.STALE_INCARNATION, ErrorCode.UNKNOWN_REPLICA, ErrorCode.STALE_EPOCH, ErrorCode.LEASE_LOST}

@@ -349,7 +349,7 @@ class World:
     # ---- the run ------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        from tests.controller.stress_replicas import rollout_process, trainers
+        from tests.controller.services.stress_replicas import rollout_process, trainers
 
         works = [self.keep_controllers(), trainers(self)]
         works += [rollout_process(self, f"rollout-{i}") for i in range(self.n_rollouts)]

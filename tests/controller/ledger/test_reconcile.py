@@ -30,7 +30,7 @@ from schema.wire.batch import StepTable
 from schema.wire.messages import ErrorCode, HeldLease, LedgerSnapshot
 from schema.wire.weights import Publication
 from tests.controller.drivers import make_header
-from tests.controller.lost_history import World
+from tests.controller.ledger.lost_history import World
 
 PARAMS = LedgerParams(groups_per_step=2, n_samples=2, staleness_bound=1, n_positions=10)
 

@@ -16,8 +16,8 @@ from controller.ledger.assembly import Assembled
 from controller.ledger.group import Group, State
 from controller.ledger.ledger import LeaseDecision, Ledger, LedgerParams
 from schema.wire.messages import ErrorCode
-from tests.controller.simulation import Simulation
-from tests.controller.test_ledger import fill, lease, make, train
+from tests.controller.ledger.simulation import Simulation
+from tests.controller.ledger.test_ledger import fill, lease, make, train
 from tests.support.ledger import StoredLedger
 
 COMPARED = (

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from controller.ledger.ledger import LedgerParams
-from tests.controller.simulation import Simulation
+from tests.controller.ledger.simulation import Simulation
 
 
 @st.composite

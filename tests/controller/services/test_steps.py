@@ -16,7 +16,7 @@ from schema.wire.messages import ErrorCode, RegisterRequest
 from schema.wire.sample import decode_sample
 from tests.controller.conftest import Stage
 from tests.controller.drivers import Rollout, request_id
-from tests.controller.test_payload_files import SharingRollout
+from tests.controller.store.test_payload_files import SharingRollout
 from tests.support.controller import make_config
 from tests.support.served import ServedController
 

@@ -20,7 +20,7 @@ from schema.wire.payload_file import FileName, read_entry, resolve
 from schema.wire.sample import decode_sample, read_sample_header
 from tests.controller.conftest import Stage
 from tests.controller.drivers import Rollout, make_frame, make_header
-from tests.controller.test_ledger import fill, lease, make, train
+from tests.controller.ledger.test_ledger import fill, lease, make, train
 from tests.support.controller import make_config
 from tests.support.waiting import until
 

@@ -1,0 +1,1 @@
+"""The client: what it tries again, and what it raises."""

@@ -1,0 +1,1 @@
+"""The ledger alone, and the jobs it is simulated in."""

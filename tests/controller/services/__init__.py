@@ -1,0 +1,1 @@
+"""What calls do, over HTTP against a controller in this process."""
