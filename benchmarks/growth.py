@@ -168,7 +168,7 @@ async def measure(run_dir: Path, url: str, options: argparse.Namespace) -> dict[
     redis.config_set("appendonly", "no")
     job = await open_job(settings)
     try:
-        run = Run(Controller.of(job, settings.tokens), options.groups, options.samples)
+        run = Run(Controller.of(job), options.groups, options.samples)
         await run.start()
         began, half = time.monotonic(), options.steps // 2
         before: dict[str, float] = {}

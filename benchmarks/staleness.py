@@ -34,7 +34,7 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer
 
-from controller.client.calls import Answer, Call
+from controller.client import Answer, Call
 from policy_worker.model.lr_schedule import Schedule
 from policy_worker.model.micro_batch import TrainSample
 from policy_worker.model.model import load_model
@@ -51,8 +51,7 @@ from schema.config import Config, load_config
 from schema.wire.batch import StepTable, encode_batch
 from schema.wire.messages import LeasedGroup
 from schema.wire.prompts import PromptFile
-from schema.wire.sample import Sample, encode_sample
-from schema.wire.seeds import sample_seed
+from schema.wire.sample import Sample, encode_sample, sample_seed
 from weight_sync import hub_tensors
 
 ROOT = Path(__file__).resolve().parents[1]

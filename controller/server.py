@@ -23,10 +23,10 @@ from pydantic import ValidationError
 from starlette.types import ASGIApp
 
 from controller.api.app import create_app
+from controller.api.auth import Tokens
 from controller.api.connections import PatientProtocol, connection_limit
 from controller.api.leadership import FrontDoor
 from controller.cancellation import end
-from controller.services.auth import Tokens
 from controller.services.controller import Controller
 from controller.state.job import Job
 from controller.store import Fenced, Held, Holder, StateStore, StoreError, StoreUnavailable, UnsuitableServer
@@ -318,9 +318,9 @@ async def _serve(
     job: Job, settings: Settings, address: str, door: FrontDoor, ends: set[asyncio.Task[None]]
 ) -> None:
     """Answer calls until one of `ends` is done, the store is lost, or upkeep has failed (which raises)."""
-    controller = Controller.of(job, settings.tokens)
+    controller = Controller.of(job)
     upkeep = controller.upkeep.start()
-    door.open(create_app(controller))
+    door.open(create_app(controller, settings.tokens))
     write_address(settings, address)
     gc.collect()
     gc.freeze()  # what is alive now stays: the collector need not look at it again

@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 
-from controller.client.http import ControllerError, Unauthorized
+from controller.client import ControllerError, Unauthorized
 from policy_worker.errors import PolicyError, SettingsError
 from policy_worker.process import (
     Environment,

@@ -22,7 +22,7 @@ from typing import Any
 
 from schema.wire import messages as m
 from schema.wire.batch import StepTable
-from schema.wire.history import MAX_PUBLICATIONS
+from schema.wire.messages.recovery import MAX_PUBLICATIONS
 from schema.wire.weights import Publication
 
 REMEMBERED = 64

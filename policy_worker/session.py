@@ -24,15 +24,14 @@ import uuid
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from controller.client import Call, Client, ControllerError, ControllerLost, Refused
 from controller.client import calls as api
-from controller.client.calls import Call
-from controller.client.http import Client, ControllerError, ControllerLost, Refused
 from policy_worker.errors import NoCheckpointError, PolicyError, ReplacedError
 from policy_worker.process import Environment, ShutdownRequest
 from policy_worker.replay_log import History
 from schema.config import Config
 from schema.wire import messages as m
-from schema.wire.history import DeclareRequest, ReplayRequest
+from schema.wire.messages.recovery import DeclareRequest, ReplayRequest
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -86,7 +85,7 @@ class Caller:
         Raises:
             LeaveRequestedError: a request to leave came while the controller did not answer.
             ReplacedError: the controller does not count on this incarnation any more.
-            Refused, ControllerLost: see `controller.client.http`.
+            Refused, ControllerLost: see `controller.client`.
         """
         give_up = time.monotonic() + self.patience
         mended, refusal, seen = 0, None, self.mends
@@ -170,7 +169,7 @@ class Session(Caller):
         snapshot: what the checkpoint of `resume_step` holds of the ledger.
 
         Raises:
-            Unauthorized, Refused, ControllerLost: see `controller.client.http`.
+            Unauthorized, Refused, ControllerLost: see `controller.client`.
         """
         request = m.RegisterRequest(
             request_id=request_id(),
@@ -212,7 +211,7 @@ class Session(Caller):
         Raises:
             ReplacedError: the controller knows a later trainer.
             PolicyError: the history cannot be declared; training goes on from a checkpoint.
-            Refused, ControllerLost: see `controller.client.http`.
+            Refused, ControllerLost: see `controller.client`.
         """
         with self._mending:
             if seen != self._mends:

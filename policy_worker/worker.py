@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from controller.client.http import Refused
+from controller.client import Refused
 from policy_worker.checkpoints.find import Resumption, choose, newest_snapshot, snapshot_of
 from policy_worker.checkpoints.load import weights_directory
 from policy_worker.checkpoints.save import Checkpointer

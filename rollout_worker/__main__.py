@@ -20,7 +20,7 @@ import sys
 
 import uvloop
 
-from controller.client.http import ControllerError, Unauthorized
+from controller.client import ControllerError, Unauthorized
 from rollout_worker.engines.base import EngineConfigError, EngineError
 from rollout_worker.errors import StoreSettingsError, WeightsUnreadableError
 from rollout_worker.exit_watchdog import Deadline

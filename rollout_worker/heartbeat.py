@@ -13,8 +13,8 @@ from rollout_worker.metrics import Gauges
 from rollout_worker.session import Session
 from rollout_worker.shutdown import Departure
 from rollout_worker.weights.follower import WeightFollower
-from schema.wire.history import DeclareLeases
 from schema.wire.messages import HeartbeatReply, HeartbeatRequest
+from schema.wire.messages.recovery import DeclareLeases
 
 PARENT_CHECK_S = 0.5
 MOST_TROUBLE = 4096

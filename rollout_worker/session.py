@@ -11,9 +11,8 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from controller.client import AsyncClient, Call, Refused
 from controller.client import calls as api
-from controller.client.calls import Call
-from controller.client.http import AsyncClient, Refused
 from rollout_worker.lease_table import Held
 from schema.util.backoff import Backoff
 from schema.wire.messages import ErrorCode, RegisterReply, RegisterRequest

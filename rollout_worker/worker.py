@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from controller.client.http import AsyncClient, ControllerError
+from controller.client import AsyncClient, ControllerError
 from rollout_worker.engines import create_engine
 from rollout_worker.engines.base import Engine
 from rollout_worker.exit_watchdog import UNTIL_REGISTERED

@@ -53,7 +53,7 @@ class FrontDoor:
         return problem(ErrorCode.STANDBY, self._why, headers=RETRY_AFTER if self._seen else None)
 
 
-class Gate:
+class LeaderGate:
     """ASGI middleware: calls are only answered while this controller is in charge for certain.
 
     Stands before all else, so that a process that was suspended reads no body and shows no memory when it wakes.

@@ -32,7 +32,7 @@ import asyncio
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from controller.services.auth import CALLER
+from controller.api.auth import CALLER
 from controller.services.errors import ProblemError, problem
 from controller.store import StateStore
 from schema.wire.messages import ErrorCode
@@ -73,7 +73,7 @@ class Budget:
 
 
 class BodyLimit:
-    """ASGI middleware behind the guard, see the module's docstring."""
+    """ASGI middleware, see the module's docstring."""
 
     def __init__(
         self,

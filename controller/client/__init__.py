@@ -1,1 +1,37 @@
-"""What other packages may import of the controller: its HTTP client, and its calls."""
+"""The client of the controller, for workers, launcher, tests and users' scripts: what other packages may import.
+
+    from controller.client import AsyncClient, calls as api
+
+    client = AsyncClient(url, token)
+    reply = await client.send(api.lease(LeaseRequest(...)))
+
+Every call has a time-out. Lost connections, time-outs, 408 and 503 are retried with jittered back-off for up to
+`patience` seconds (all calls are idempotent), since a controller that died comes back. Everything else raises:
+
+    ControllerError
+    ├── ControllerLost      no answer for `patience` seconds
+    │   └── NotServing      it answers, and says why it cannot serve now: without Redis, or standing by
+    ├── Untrusted           the certificate of whoever answers is not trusted: nothing was sent
+    ├── Unauthorized        the token is missing, wrong, or of another role
+    └── Refused             any other problem answer; `.code` says which, `.detail` what to do
+"""
+
+from __future__ import annotations
+
+from controller.client import calls
+from controller.client.calls import Answer, Call
+from controller.client.http import (
+    AsyncClient,
+    Client,
+    ControllerError,
+    ControllerLost,
+    NotServing,
+    Refused,
+    Unauthorized,
+    Untrusted,
+)  # fmt: skip
+
+__all__ = [
+    "Answer", "AsyncClient", "Call", "Client", "ControllerError", "ControllerLost", "NotServing", "Refused",
+    "Unauthorized", "Untrusted", "calls",
+]  # fmt: skip

@@ -14,7 +14,7 @@ from pydantic import BaseModel, TypeAdapter
 
 from schema.wire import messages as m
 from schema.wire.frame import CONTENT_TYPE, pack_bundle
-from schema.wire.history import (
+from schema.wire.messages.recovery import (
     DeclaredLeases,
     DeclareLeases,
     DeclareReply,
@@ -151,7 +151,7 @@ def commit(step: int, request: m.CommitRequest) -> Call[m.CommitReply]:
 
 
 def declare(replica_id: str, request: DeclareRequest) -> Call[DeclareReply]:
-    """Tell a controller whose store lost history what this trainer has done (see `schema.wire.history`)."""
+    """Tell a controller whose store lost history what this trainer has done (see `schema.wire.messages.recovery`)."""
     return _post(f"/v1/replicas/{replica_id}/declare", request, DeclareReply)
 
 

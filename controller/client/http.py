@@ -1,26 +1,12 @@
-"""The one HTTP client of the controller, for workers, launcher, tests and users' scripts.
-
-    client = AsyncClient(url, token)
-    reply = await client.send(api.lease(LeaseRequest(...)))
+"""The one HTTP client of the controller, synchronous and asynchronous; its errors are listed in `controller.client`.
 
 `url` may be several addresses, separated by commas: those of controllers of one job of which one is in charge
 while the others stand by. They are tried in turn, beginning with the one that answered last.
 
-Of an https:// controller the certificate is verified: against the authorities of `tls_ca`, else of the file that
+The certificate of an https:// controller is verified: against the authorities of `tls_ca`, else of the file that
 COSMOS_TLS_CA names, else of the system.
 
 `secret` is that of a rollout replica (see `schema.wire.secret`): it goes with every call.
-
-Every call has a time-out. Lost connections, time-outs, 408 and 503 are retried with jittered back-off for up to
-`patience` seconds (all calls are idempotent, see `controller.client.calls`), since a controller that died comes back.
-Everything else raises:
-
-    ControllerError
-    ├── ControllerLost      no answer for `patience` seconds
-    │   └── NotServing      it answers, and says why it cannot serve now: without Redis, or standing by
-    ├── Untrusted           the certificate of whoever answers is not trusted: nothing was sent
-    ├── Unauthorized        the token is missing, wrong, or of another role
-    └── Refused             any other problem answer; `.code` says which, `.detail` what to do
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What a trainer says of itself (see `schema.wire.history.DeclareRequest`)."""
+    """What a trainer says of itself (see `schema.wire.messages.recovery.DeclareRequest`)."""
 
     policy_epoch: int
     timeline: int

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from starlette.requests import Request
-
-from controller.services.auth import Caller, Tokens
-from controller.services.errors import ProblemError
 from controller.services.job import Operations
 from controller.services.leases import Leasing
 from controller.services.publications import Publishing
@@ -16,8 +12,6 @@ from controller.services.recovery import Declaring
 from controller.services.replicas import Membership
 from controller.services.steps import Training
 from controller.state.job import Job
-from schema.wire.messages import ErrorCode
-from schema.wire.secret import REPLICA_HEADER
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +19,6 @@ class Controller:
     """What the routes call."""
 
     job: Job
-    tokens: Tokens
     membership: Membership
     leasing: Leasing
     training: Training
@@ -35,21 +28,8 @@ class Controller:
     upkeep: Upkeep
 
     @classmethod
-    def of(cls, job: Job, tokens: Tokens) -> Controller:
+    def of(cls, job: Job) -> Controller:
         membership = Membership(job)
         leasing, training, upkeep = Leasing(job), Training(job), Upkeep(job, membership)
         publishing, declaring, operations = Publishing(job, training), Declaring(job), Operations(job)
-        return cls(job, tokens, membership, leasing, training, publishing, declaring, operations, upkeep)
-
-    def require_own(self, request: Request, caller: Caller, replica_id: str) -> None:
-        """A replica's token, with the secret of its registration, speaks for that replica alone.
-
-        Raises `ProblemError`, `ReplicaError`.
-        """
-        if caller == "user":
-            return
-        role = self.job.registry.find(replica_id).role
-        if role != caller:
-            detail = f"replica {replica_id} is a {role} replica, this is the token of {caller}"
-            raise ProblemError(ErrorCode.FORBIDDEN, detail)
-        self.job.registry.prove(replica_id, request.headers.get(REPLICA_HEADER, ""))
+        return cls(job, membership, leasing, training, publishing, declaring, operations, upkeep)

@@ -38,8 +38,7 @@ from schema.wire.messages import (
     PushResult,
 )
 from schema.wire.payload_file import FileEntry, entry_of, read_entry
-from schema.wire.sample import SampleHeader, read_sample_metadata
-from schema.wire.seeds import sample_seed
+from schema.wire.sample import SampleHeader, read_sample_metadata, sample_seed
 
 log = logging.getLogger(__name__)
 

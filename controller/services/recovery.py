@@ -14,8 +14,8 @@ from controller.state.job import Job
 from controller.state.replicas import ReplicaError, id_of
 from controller.state.step_log import own_counts
 from schema.wire import messages as m
-from schema.wire.history import DeclareReply, DeclareRequest, ReplayRequest
 from schema.wire.messages import ErrorCode, Phase
+from schema.wire.messages.recovery import DeclareReply, DeclareRequest, ReplayRequest
 
 log = logging.getLogger(__name__)
 

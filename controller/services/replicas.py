@@ -26,8 +26,8 @@ from controller.state.job import TRAIN_DATA, Job
 from controller.state.job_facts import JobFacts
 from controller.state.replicas import MAX_ABSENT, Registered, Replica
 from schema.wire import messages as m
-from schema.wire.history import DeclaredLeases, DeclareLeases
 from schema.wire.messages import ErrorCode, Phase
+from schema.wire.messages.recovery import DeclaredLeases, DeclareLeases
 
 log = logging.getLogger(__name__)
 

@@ -26,8 +26,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from schema.wire.history import DeclareRequest
 from schema.wire.messages import ErrorCode, HeartbeatRequest, RegisterRequest, ReplicaInfo, Role
+from schema.wire.messages.recovery import DeclareRequest
 
 ReplicaState = Literal["live", "draining", "lost", "left"]
 PRESENT: tuple[ReplicaState, ...] = ("live", "draining")

@@ -7,9 +7,8 @@ import logging
 import time
 from typing import TypeVar
 
+from controller.client import AsyncClient, Call, ControllerError, ControllerLost
 from controller.client import calls as api
-from controller.client.calls import Call
-from controller.client.http import AsyncClient, ControllerError, ControllerLost
 from launcher.job.summary import Collected
 from schema.wire.messages import JobStatus
 

@@ -21,8 +21,8 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
+from controller.client import ControllerError
 from controller.client import calls as api
-from controller.client.http import ControllerError
 from launcher.display import View, duration
 from launcher.job.controller_link import BRIEF, Contact
 from launcher.job.event_log import Journal

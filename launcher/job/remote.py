@@ -18,7 +18,7 @@ from launcher.plan.rundir import RunDir, is_run, newest, read_json
 from launcher.restarts import EXIT_FAILED
 
 if TYPE_CHECKING:
-    from controller.client.calls import Call
+    from controller.client import Call
 
 T = TypeVar("T")
 
@@ -57,7 +57,7 @@ class Target:
 
     def ask(self, call: Call[T]) -> T:
         """Send one call. Raises LaunchError if there is no controller, no token, or no answer."""
-        from controller.client.http import Client, ControllerError
+        from controller.client import Client, ControllerError
 
         url = self.address()
         if not url:
@@ -76,7 +76,7 @@ class Target:
         return ((config or {}).get("controller") or {}).get("tls_ca") or None
 
     def _refused(self, url: str, error: Exception) -> LaunchError:
-        from controller.client.http import NotServing, Refused, Unauthorized, Untrusted
+        from controller.client import NotServing, Refused, Unauthorized, Untrusted
 
         if isinstance(error, Unauthorized):
             return LaunchError(f"{url} refuses the token: {error}", HOW_TO_GET_IN)

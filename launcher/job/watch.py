@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from controller.client import ControllerError, NotServing, Unauthorized
 from controller.client import calls as api
-from controller.client.http import ControllerError, NotServing, Unauthorized
 from launcher.display import View
 from launcher.job.controller_link import Contact
 from launcher.job.hang import is_hung

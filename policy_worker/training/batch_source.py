@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
+from controller.client import Call
 from controller.client import calls as api
-from controller.client.calls import Call
 from policy_worker.errors import BadBatchError
 from policy_worker.model.micro_batch import TrainSample
 from policy_worker.parallel.group import Group

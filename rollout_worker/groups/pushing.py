@@ -17,8 +17,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from controller.client import Refused
 from controller.client import calls as api
-from controller.client.http import Refused
 from rollout_worker.groups.samples import failed
 from rollout_worker.groups.sizing import cut_batch
 from rollout_worker.lease_table import Held

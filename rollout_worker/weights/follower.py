@@ -21,8 +21,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from controller.client import ControllerError
 from controller.client import calls as api
-from controller.client.http import ControllerError
 from rollout_worker.engines.base import Checksum, Engine, LoadReport, WeightMismatch
 from rollout_worker.errors import WeightsUnreadableError
 from rollout_worker.lease_table import Held

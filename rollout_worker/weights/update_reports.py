@@ -6,8 +6,8 @@ import asyncio
 import logging
 from collections import deque
 
+from controller.client import Refused
 from controller.client import calls as api
-from controller.client.http import Refused
 from rollout_worker.session import Session
 from schema.wire.messages import Transport, UpdateMode, UpdateReport
 

@@ -15,6 +15,9 @@ from __future__ import annotations
 
 import logging
 import re
+from typing import Annotated
+
+from pydantic import BeforeValidator
 
 _CLASS = r"\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069"
 CONTROL = re.compile(f"[{_CLASS}]")
@@ -65,3 +68,8 @@ def configure_logging(
     handler = logging.StreamHandler()
     handler.setFormatter(LogFormatter(form))
     logging.basicConfig(level=level, handlers=[handler], force=force)
+
+
+Prose = Annotated[str, BeforeValidator(lambda text: visible(text) if isinstance(text, str) else text)]
+"""What went wrong, for people, maybe in several lines: control characters become visible, with whoever sends it, so
+that none is refused for the colours in an error text, and again with whoever receives it."""

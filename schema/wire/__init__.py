@@ -2,5 +2,5 @@
 
 `frame` is the container (safetensors), `sample` what one completion looks like inside it, `batch` the table
 and payloads of one training step, `messages` the JSON bodies of the REST API, `weights` the description of a
-published weight version, `seeds` the one rule by which sampling seeds are derived.
+published weight version.
 """

@@ -18,6 +18,7 @@ never decodes tensors, does not need to).
 
 from __future__ import annotations
 
+import hashlib
 import math
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -26,10 +27,9 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from schema.util.text import PLAIN
+from schema.util.text import PLAIN, Prose
 from schema.wire.frame import FrameError, decode_frame, encode_frame, read_metadata
 from schema.wire.invalid import describe
-from schema.wire.messages.base import Prose
 
 Count = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
 Version = Annotated[int, Field(strict=True, ge=-1, lt=2**31)]
@@ -189,3 +189,13 @@ def _check_runs(name: str, starts: npt.NDArray[np.int32], total: int) -> None:
     # Compared, not subtracted: differences of hostile int32 wrap around.
     if len(starts) == 0 or starts[0] != 0 or (starts[1:] <= starts[:-1]).any() or starts[-1] >= total:
         raise FrameError(f"{name} must rise from 0 and stay below the number of tokens")
+
+
+def sample_seed(job_seed: int, kind: str, epoch: int, position: int, index: int) -> int:
+    """Seed in [0, 2**31) for sample `index` of the prompt at `position` of `epoch`.
+
+    31 bits, because every engine (numpy, torch, vLLM) accepts them. A re-queued group, or another replica that
+    takes over its lease, samples with the same seeds.
+    """
+    text = f"{job_seed}/{kind}/{epoch}/{position}/{index}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "big") >> 1

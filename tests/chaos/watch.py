@@ -7,8 +7,8 @@ import threading
 import time
 from pathlib import Path
 
+from controller.client import Client, ControllerError
 from controller.client import calls as api
-from controller.client.http import Client, ControllerError
 from schema.wire.messages import JobStatus
 from tests.support.waiting import PATIENCE
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from controller.client.http import Client
+from controller.client import Client
 from schema.config import Config
 from tests.controller.drivers import Rollout, Trainer
 from tests.support.controller import ControllerProcess, make_config, make_run_dir, running_controller

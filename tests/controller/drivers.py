@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from controller.client import Client
 from controller.client import calls as api
-from controller.client.http import Client
 from schema.wire import messages as m
 from schema.wire.batch import StepTable, decode_batch
 from schema.wire.sample import Sample, SampleHeader, encode_sample

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from controller.client import Client
 from controller.client import calls as api
-from controller.client.http import Client
 from schema.wire.messages import LeaseStatus, Phase
 from tests.controller.conftest import PATIENT, Stage
 from tests.controller.drivers import make_header, train_step

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 import psutil
 
+from controller.client import Client, ControllerError
 from controller.client import calls as api
-from controller.client.http import Client, ControllerError
 from schema.wire.messages import JobStatus, LedgerStatus
 from tests.chaos.traces import is_keeper
 from tests.support.waiting import PATIENCE

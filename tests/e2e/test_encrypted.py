@@ -11,8 +11,8 @@ import httpx
 import psutil
 import pytest
 
+from controller.client import Client, Untrusted
 from controller.client import calls as api
-from controller.client.http import Client, Untrusted
 from tests.e2e.held import go_on, hold
 from tests.e2e.program import COMMAND, Program, check_ledger, write_config
 from tests.security.modes import umask, wrong_modes

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from controller.client.calls import Call
-from controller.client.http import Client
+from controller.client import Call, Client
 from tests.chaos.job import StruckJob
 from tests.chaos.plan import JobPlan, Role, Strike
 from tests.chaos.servers import ObjectStore

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from controller.client import Client
 from controller.client import calls as api
-from controller.client.http import Client
 from schema.wire.messages import PublicationInfo
 from tests.e2e import versions
 from tests.e2e.held import go_on

@@ -18,8 +18,8 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+from controller.client import Client
 from controller.client import calls as api
-from controller.client.http import Client
 from schema.wire import messages as m
 from tests.support.waiting import PATIENCE, until
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
+from controller.client import Client, ControllerError
 from controller.client import calls as api
-from controller.client.http import Client, ControllerError
 from launcher.plan.rundir import RunDir, read_json
 from launcher.processes.keeper import descendants
 from tests.launcher.processes import alive, until_gone

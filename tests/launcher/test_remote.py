@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from controller.client.http import Untrusted
+from controller.client import Untrusted
 from launcher.job.remote import Target
 from launcher.plan.tls import controller_url, url_from_elsewhere
 from tests.launcher.samples import config

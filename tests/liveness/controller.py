@@ -11,8 +11,8 @@ from functools import partial
 from typing import Any
 
 from controller.api.limits import SMALL_BODY
+from controller.client import Client, ControllerError
 from controller.client import calls as api
-from controller.client.http import Client, ControllerError
 from controller.ledger.ledger import Ledger
 from controller.server import Settings, StartError, open_job
 from controller.state.job_facts import ledger_params

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from controller.client import Client
 from controller.client import calls as api
-from controller.client.http import Client
 from schema.wire import messages as m
 from schema.wire.sample import encode_sample
 from schema.wire.weights import Publication

@@ -30,8 +30,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from controller.client import Client
 from controller.client import calls as api
-from controller.client.http import Client
 from policy_worker.model.lr_schedule import Schedule
 from policy_worker.model.model import DTYPES
 from policy_worker.parallel.group import Group

@@ -9,7 +9,7 @@ import pytest
 from policy_worker.replay_log import MOST, REMEMBERED, History
 from schema.wire import messages as m
 from schema.wire.batch import StepTable
-from schema.wire.history import DeclareRequest
+from schema.wire.messages.recovery import DeclareRequest
 from schema.wire.weights import Publication
 
 

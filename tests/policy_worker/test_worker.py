@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from controller.client import Client
 from controller.client import calls as api
-from controller.client.http import Client
 from schema.config import Config
 from schema.wire.messages import JobStatus
 from schema.wire.prompts import write_prompts

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from controller.client import Client
 from controller.client import calls as api
-from controller.client.http import Client
 from rollout_worker.shutdown import Kind
 from rollout_worker.worker import Worker
 from schema.config import Config

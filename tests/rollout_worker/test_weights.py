@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from controller.client import Client
 from controller.client import calls as api
-from controller.client.http import Client
 from rollout_worker.engines.base import WeightMismatch
 from rollout_worker.errors import WeightsUnreadableError
 from schema.wire import messages as m

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from controller.client import Client, Unauthorized
 from controller.client import calls as api
-from controller.client.http import Client, Unauthorized
 from rollout_worker.engines.base import EngineConfigError
 from rollout_worker.rewards.registry import RewardConfigError
 from rollout_worker.session import SupersededError

@@ -10,8 +10,8 @@ import sys
 
 import pytest
 
+from controller.client import Client
 from controller.client import calls as api
-from controller.client.http import Client
 from schema.wire.messages import Phase
 from tests.controller.drivers import Rollout
 from tests.rollout_worker.stage import Stage

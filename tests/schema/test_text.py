@@ -13,7 +13,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 from rich.console import Console
 
-import schema.wire.history  # noqa: F401 - its messages are looked at
+import schema.wire.messages.recovery  # noqa: F401 - its messages are looked at
 from launcher.commands.status import lines
 from launcher.display import View, line, panel
 from launcher.errors import LaunchError

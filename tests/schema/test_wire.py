@@ -21,8 +21,14 @@ from schema.wire.frame import (
     unpack_bundle,
 )
 from schema.wire.prompts import PromptFile, PromptFileError, write_prompts
-from schema.wire.sample import Sample, SampleHeader, decode_sample, encode_sample, read_sample_header
-from schema.wire.seeds import sample_seed
+from schema.wire.sample import (
+    Sample,
+    SampleHeader,
+    decode_sample,
+    encode_sample,
+    read_sample_header,
+    sample_seed,
+)
 
 
 def make_sample(**header: Any) -> Sample:

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from controller.client import AsyncClient, Client, ControllerLost, Untrusted
 from controller.client import calls as api
-from controller.client.http import AsyncClient, Client, ControllerLost, Untrusted
 from controller.server import Settings, StartError, serve
 from launcher.plan.machine import Machine
 from launcher.plan.rundir import Tokens, environment

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from controller.client.http import AsyncClient, Client
+from controller.client import AsyncClient, Client
 from schema.config import Config
 from schema.wire.prompts import write_prompts
 from tests.support.ports import free_port

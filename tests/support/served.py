@@ -15,7 +15,7 @@ import uvicorn
 from controller.api.app import create_app
 from controller.api.connections import PatientProtocol
 from controller.api.limits import BodyLimit
-from controller.client.http import Client
+from controller.client import Client
 from controller.server import Settings, write_address
 from controller.services.controller import Controller
 from controller.state.job import Job
@@ -63,9 +63,9 @@ class ServedController:
         job.forgive_downtime(store.alive_at)
         await job.save()
         write_address(settings, settings.url(0))
-        self.controller = Controller.of(job, settings.tokens)
+        self.controller = Controller.of(job)
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self._app = create_app(self.controller)
+        self._app = create_app(self.controller, settings.tokens)
         options = uvicorn.Config(
             self._app, lifespan="off", log_config=None, access_log=False,
             timeout_graceful_shutdown=2, http=PatientProtocol,

@@ -23,7 +23,7 @@ import threading
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from schema.wire.history import MAX_PUBLICATIONS
+from schema.wire.messages.recovery import MAX_PUBLICATIONS
 from schema.wire.weights import MAX_CHAIN, Link, Piece
 from weight_sync.publishing.writer import Published
 

@@ -1,3 +1,1 @@
-"""The REST API: one small router per concern, each made for one controller."""
-
-from __future__ import annotations
+"""The REST API: one router per concern, each made for one controller; services and messages have the same names."""

@@ -1,4 +1,4 @@
-"""What all routers share: bodies in, bodies out."""
+"""What all routers share: parameters and bodies in, answers out."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Annotated, Any, TypeVar
 
-from fastapi import Path, Query
+from fastapi import APIRouter, Path, Query
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
-from controller.api.openapi import schema_of
 from controller.cancellation import end
 from controller.services.errors import ProblemError
 from schema.wire.frame import CONTENT_TYPE
@@ -33,6 +32,11 @@ MAX_WAIT = 60.0
 WaitSeconds = Annotated[
     float, Query(ge=0.0, le=MAX_WAIT, description="Long-poll: how long it may be held open.")
 ]
+
+
+def new_router(concern: str, prefix: str = "") -> APIRouter:
+    """A router without answers of FastAPI's own choice: what is not a model is a response that the route makes."""
+    return APIRouter(prefix=prefix, tags=[concern], default_response_class=Response)
 
 
 async def read(request: Request, kind: type[T]) -> T:
@@ -60,35 +64,14 @@ async def _hung_up(request: Request) -> None:
         pass
 
 
-def json_body(kind: type[BaseModel]) -> dict[str, Any]:
-    """The OpenAPI description of a body that the route parses itself."""
-    content = {"application/json": {"schema": schema_of(kind)}}
-    return {"requestBody": {"required": True, "content": content}}
-
-
-def frame_body(description: str) -> dict[str, Any]:
-    """The OpenAPI description of a body of frame bytes."""
-    content = {CONTENT_TYPE: {"schema": {"type": "string", "format": "binary", "description": description}}}
-    return {"requestBody": {"required": True, "content": content}}
-
-
-def answers(
-    content_type: str, description: str, schema: dict[str, Any] | None = None
-) -> dict[int | str, Any]:
-    """The OpenAPI description of an answer that is no model."""
-    return {
-        200: {"description": description, "content": {content_type: {"schema": schema or {"type": "string"}}}}
-    }
-
-
-FRAME_ANSWER = answers(CONTENT_TYPE, "Frame bytes.", {"type": "string", "format": "binary"})
-OBJECT = {"type": "object"}
-OBJECTS = {"type": "array", "items": OBJECT}
-
-
 def reply(model: BaseModel) -> Response:
     """A model as JSON, without validating again what we made ourselves."""
     return Response(model.model_dump_json(), media_type="application/json")
+
+
+def reply_or_nothing(model: BaseModel | None) -> Response:
+    """204 where there is no model: nothing newer, or nobody is left to read it."""
+    return nothing() if model is None else reply(model)
 
 
 def reply_list(kind: type[T], models: list[T]) -> Response:

@@ -1,4 +1,4 @@
-"""`/v1/config`: the config that runs (redacted), its JSON schema, and validation of another one.
+"""`/v1/config`: the config that runs (redacted), its JSON schema, and validation of another one; the API's document.
 
 A validation is bounded in size, time and answer, and runs in a thread: the loop goes on serving the job.
 """
@@ -14,9 +14,10 @@ from pydantic import BaseModel, ConfigDict
 from pydantic_core import from_json
 from starlette.responses import Response
 
+from controller.api.auth import USER, require
 from controller.api.limits import RETRY_AFTER
-from controller.api.routes.base import OBJECT, answers, reply
-from controller.services.auth import USER
+from controller.api.openapi import OBJECT, answers, document, models
+from controller.api.routes.base import new_router, reply
 from controller.services.controller import Controller
 from controller.services.errors import ProblemError
 from controller.services.redact import redacted
@@ -59,24 +60,30 @@ CONFIG_BODY: dict[str, Any] = {
 
 
 def router(controller: Controller) -> APIRouter:
-    api = APIRouter(prefix="/v1/config", tags=["config"])
-    tokens, validation = controller.tokens, _Validation()
+    api, validation = new_router("config", "/v1"), _Validation()
 
-    @api.get("", responses=answers("application/json", "The configuration, secrets left out.", OBJECT))
+    @api.get("/config", responses=answers("application/json", "The configuration, secrets left out.", OBJECT))
     async def config(request: Request) -> Response:
-        tokens.require(request, USER)
+        require(request, USER)
         text = json.dumps(redacted(controller.job.config.to_dict()))
         return Response(text, media_type="application/json")
 
-    @api.get("/schema", responses=answers("application/json", "The JSON schema of a configuration.", OBJECT))
+    @api.get(
+        "/config/schema", responses=answers("application/json", "The JSON schema of a configuration.", OBJECT)
+    )
     async def schema(request: Request) -> Response:
-        tokens.require(request, USER)
+        require(request, USER)
         return Response(json.dumps(Config.model_json_schema()), media_type="application/json")
 
-    @api.post("/validate", responses={200: {"model": ConfigVerdict}}, openapi_extra=CONFIG_BODY)
+    @api.post("/config/validate", **models(ConfigVerdict), openapi_extra=CONFIG_BODY)
     async def validate(request: Request) -> Response:
-        tokens.require(request, USER)
+        require(request, USER)
         return reply(await validation.verdict(await _small_body(request)))
+
+    @api.get("/openapi.json", responses=answers("application/json", "This document.", OBJECT))
+    async def described(request: Request) -> Response:
+        require(request, USER)
+        return Response(json.dumps(document(request.app)), media_type="application/json")
 
     return api
 

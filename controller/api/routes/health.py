@@ -7,16 +7,17 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
+from controller.api.auth import USER, require
 from controller.api.metrics import JobCollector
-from controller.api.routes.base import answers
-from controller.services.auth import USER
+from controller.api.openapi import answers
+from controller.api.routes.base import new_router
 from controller.services.controller import Controller
 from controller.services.errors import problem
 from schema.wire.messages import ErrorCode
 
 
 def router(controller: Controller) -> APIRouter:
-    api = APIRouter(tags=["health"])
+    api = new_router("health")
     registry = CollectorRegistry()
     registry.register(JobCollector(controller))
 
@@ -36,7 +37,7 @@ def router(controller: Controller) -> APIRouter:
     @api.get("/metrics", responses=answers("text/plain", "Prometheus' text format."))
     async def metrics(request: Request) -> Response:
         """Prometheus metrics (with the user's token)."""
-        controller.tokens.require(request, USER)
+        require(request, USER)
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     return api

@@ -7,17 +7,19 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Query, Request
 from starlette.responses import Response
 
+from controller.api.auth import ANYBODY, POLICY, ROLLOUT, USER, require, require_own
+from controller.api.openapi import models, takes
 from controller.api.routes.base import (
     Since,
     WaitSeconds,
-    json_body,
+    new_router,
     nothing,
     read,
     reply,
     reply_list,
+    reply_or_nothing,
     unless_gone,
-)
-from controller.services.auth import ANYBODY, POLICY, ROLLOUT, USER
+)  # fmt: skip
 from controller.services.controller import Controller
 from schema.wire import messages as m
 from schema.wire.weights import Publication
@@ -29,21 +31,21 @@ PublicationId = Annotated[int, Path(ge=1, lt=2**53)]
 
 
 def router(controller: Controller) -> APIRouter:
-    api = APIRouter(prefix="/v1/publications", tags=["weights"])
-    tokens, publishing = controller.tokens, controller.publishing
+    api = new_router("publications", "/v1/publications")
+    publishing, registry = controller.publishing, controller.job.registry
 
-    @api.get("", responses={200: {"model": list[m.PublicationInfo]}})
+    @api.get("", **models(list[m.PublicationInfo]))
     async def publications(request: Request) -> Response:
         """The newest publications and what replicas reported of them, oldest first."""
-        tokens.require(request, USER)
+        require(request, USER)
         return reply_list(m.PublicationInfo, publishing.recent())
 
-    @api.post("", responses={200: {"model": m.PublishReply}}, openapi_extra=json_body(m.PublishRequest))
+    @api.post("", **models(m.PublishReply, m.PublishRequest))
     async def publish(request: Request) -> Response:
-        tokens.require(request, POLICY)
+        require(request, POLICY)
         return reply(await publishing.publish(await read(request, m.PublishRequest)))
 
-    @api.get("/latest", responses={200: {"model": Publication}, 204: {"description": "nothing newer"}})
+    @api.get("/latest", **models(Publication, responses={204: {"description": "nothing newer"}}))
     async def latest(
         request: Request,
         newer_than: Since = 0,
@@ -51,18 +53,17 @@ def router(controller: Controller) -> APIRouter:
         replica_id: ReplicaId = "",
         incarnation: Since = 0,
     ) -> Response:
-        caller = tokens.require(request, ANYBODY)
+        require(request, ANYBODY)
         if replica_id:
-            controller.require_own(request, caller, replica_id)
+            require_own(request, registry, replica_id)
         waiting = publishing.latest(newer_than, wait_s, replica_id, incarnation)
-        publication = await unless_gone(request, waiting)
-        return nothing() if publication is None else reply(publication)
+        return reply_or_nothing(await unless_gone(request, waiting))
 
-    @api.post("/{publication_id}/reports", status_code=204, openapi_extra=json_body(m.UpdateReport))
+    @api.post("/{publication_id}/reports", status_code=204, **takes(m.UpdateReport))
     async def report(request: Request, publication_id: PublicationId) -> Response:
-        caller = tokens.require(request, ROLLOUT)
+        require(request, ROLLOUT)
         body = await read(request, m.UpdateReport)
-        controller.require_own(request, caller, body.replica_id)
+        require_own(request, registry, body.replica_id)
         await publishing.report(publication_id, body)
         return nothing()
 

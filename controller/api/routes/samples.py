@@ -6,8 +6,9 @@ from fastapi import APIRouter, Request
 from pydantic import ValidationError
 from starlette.responses import Response
 
-from controller.api.routes.base import FRAME_ANSWER, Identifier, Number, frame_body, frame_reply, reply
-from controller.services.auth import ROLLOUT, USER
+from controller.api.auth import ROLLOUT, USER, require, require_own
+from controller.api.openapi import FRAME_ANSWER, models, takes_frame
+from controller.api.routes.base import Identifier, Number, frame_reply, new_router, reply
 from controller.services.controller import Controller
 from controller.services.errors import ProblemError
 from controller.services.payload_parts import Push
@@ -15,44 +16,39 @@ from schema.wire import messages as m
 from schema.wire.frame import FrameError, bundle_ranges
 from schema.wire.invalid import describe
 
+BUNDLE = 'a bundle of samples, with a PushList as JSON in the metadata under "pushes"'
+
 
 def router(controller: Controller) -> APIRouter:
-    api = APIRouter(prefix="/v1", tags=["rollout"])
-    tokens, leasing = controller.tokens, controller.leasing
+    api = new_router("samples", "/v1")
+    leasing, registry = controller.leasing, controller.job.registry
 
     @api.post(
         "/groups/{group_id}/samples/{index}",
-        responses={200: {"model": m.PushReply}},
-        openapi_extra=frame_body("one sample (schema.wire.sample)"),
+        **models(m.PushReply, **takes_frame("one sample (schema.wire.sample)")),
     )
     async def push(request: Request, group_id: Identifier, index: Number) -> Response:
-        caller = tokens.require(request, ROLLOUT)
+        require(request, ROLLOUT)
         item = _item(group_id, request.headers.get("x-lease-id", ""), index)
         replica_id = request.headers.get("x-replica-id", "")
         if not replica_id or not item.lease_id:
             detail = "the headers x-replica-id and x-lease-id say whose sample this is, and one is missing"
             raise ProblemError(m.ErrorCode.BAD_REQUEST, detail)
         body = await request.body()
-        controller.require_own(request, caller, replica_id)
+        require_own(request, registry, replica_id)
         return reply(await leasing.push(replica_id, body, [Push(item, body)]))
 
-    @api.post(
-        "/samples",
-        responses={200: {"model": m.PushReply}},
-        openapi_extra=frame_body(
-            'a bundle of samples, with a PushList as JSON in the metadata under "pushes"'
-        ),
-    )
+    @api.post("/samples", **models(m.PushReply, **takes_frame(BUNDLE)))
     async def push_many(request: Request) -> Response:
-        caller = tokens.require(request, ROLLOUT)
+        require(request, ROLLOUT)
         body = await request.body()
         replica_id, pushes = _unpack(body)
-        controller.require_own(request, caller, replica_id)
+        require_own(request, registry, replica_id)
         return reply(await leasing.push(replica_id, body, pushes))
 
     @api.get("/samples/{group_id}/{index}", responses=FRAME_ANSWER)
     async def sample(request: Request, group_id: Identifier, index: Number) -> Response:
-        tokens.require(request, USER)
+        require(request, USER)
         return frame_reply(await controller.operations.sample(group_id, index))
 
     return api

@@ -1,70 +1,66 @@
-"""`/v1/steps`: batches and commits of the trainer, records for everybody."""
+"""`/v1/steps` and `/v1/checkpoints`: batches, commits and checkpoints of the trainer, records for everybody."""
 
 from __future__ import annotations
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from controller.api.auth import POLICY, USER, require
+from controller.api.openapi import FRAME_ANSWER, models
 from controller.api.routes.base import (
-    FRAME_ANSWER,
     Number,
     Since,
     WaitSeconds,
     frame_reply,
-    json_body,
+    new_router,
     nothing,
     read,
     reply,
     reply_list,
     unless_gone,
-)
-from controller.services.auth import POLICY, USER
+)  # fmt: skip
 from controller.services.controller import Controller
 from controller.services.errors import ProblemError
 from schema.wire import messages as m
-from schema.wire.history import ReplayRequest
+
+MOST_ROWS = 65_536
+"""Of one request: the rest of a longer list is not read as numbers."""
 
 
 def router(controller: Controller) -> APIRouter:
-    api = APIRouter(prefix="/v1/steps", tags=["policy"])
-    tokens, training = controller.tokens, controller.training
+    api = new_router("steps", "/v1")
+    training, job = controller.training, controller.job
 
-    @api.get("/{step}/batch", responses={**FRAME_ANSWER, 204: {"description": "not ready yet"}})
+    @api.get("/steps/{step}/batch", responses={**FRAME_ANSWER, 204: {"description": "not ready yet"}})
     async def batch(
         request: Request, step: Number, policy_epoch: Since, samples: str = "all", wait_s: WaitSeconds = 0.0
     ) -> Response:
-        tokens.require(request, POLICY)
+        require(request, POLICY)
         data = await unless_gone(request, training.batch(step, policy_epoch, _rows(samples), wait_s))
         return nothing() if data is None else frame_reply(data)
 
-    @api.post(
-        "/{step}/commit",
-        responses={200: {"model": m.CommitReply}},
-        openapi_extra=json_body(m.CommitRequest),
-    )
+    @api.post("/steps/{step}/commit", **models(m.CommitReply, m.CommitRequest))
     async def commit(request: Request, step: Number) -> Response:
-        tokens.require(request, POLICY)
+        require(request, POLICY)
         return reply(await training.commit(step, await read(request, m.CommitRequest)))
 
-    @api.post(
-        "/{step}/replay",
-        responses={200: {"model": m.CommitReply}},
-        openapi_extra=json_body(ReplayRequest),
-    )
-    async def replay(request: Request, step: Number) -> Response:
-        tokens.require(request, POLICY)
-        return reply(await controller.declaring.replay(step, await read(request, ReplayRequest)))
-
-    @api.get("", responses={200: {"model": list[m.StepRecord]}})
+    @api.get("/steps", **models(list[m.StepRecord]))
     async def records(request: Request, since: Since = 0) -> Response:
-        tokens.require(request, USER)
-        return reply_list(m.StepRecord, controller.job.steps.since(since))
+        require(request, USER)
+        return reply_list(m.StepRecord, job.steps.since(since))
+
+    @api.post("/checkpoints", **models(m.CheckpointReply, m.CheckpointRequest))
+    async def checkpoint(request: Request) -> Response:
+        require(request, POLICY)
+        return reply(await training.checkpoint(await read(request, m.CheckpointRequest)))
+
+    @api.get("/checkpoints/{step}/ledger", **models(m.LedgerSnapshot))
+    async def snapshot(request: Request, step: Number) -> Response:
+        """What a checkpoint that covers `step` committed steps must store of the ledger."""
+        require(request, POLICY)
+        return reply(job.progress.snapshot(step))
 
     return api
-
-
-MOST_ROWS = 65_536
-"""Of one request: of a longer list the rest is no number."""
 
 
 def _rows(text: str) -> list[int] | None:

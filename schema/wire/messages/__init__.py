@@ -1,4 +1,4 @@
-"""JSON bodies of the REST API (`/v1/...`), one model per message, grouped by who sends them.
+"""JSON bodies of the REST API (`/v1/...`), one model per message and one module per concern, named like its routes.
 
 Requests that change something carry a `request_id`: sent twice, the same request gets the same answer.
 Replicas also carry their `incarnation`; the controller refuses an older one (`stale_incarnation`).
@@ -13,47 +13,26 @@ from schema.wire.messages.base import (
     MOST_STAGES,
     NAME,
     Count,
+    ErrorCode,
     GroupKind,
     Message,
     MetricName,
-    Prose,
+    Problem,
     RequestId,
     Role,
     Seconds,
     Text,
 )
-from schema.wire.messages.errors import ErrorCode, Problem
-from schema.wire.messages.policy import CheckpointReply, CheckpointRequest, CommitReply, CommitRequest
-from schema.wire.messages.replicas import (
-    DrainReply,
-    HeartbeatReply,
-    HeartbeatRequest,
+from schema.wire.messages.job import TERMINAL_PHASES, JobStatus, LedgerStatus, Phase, ValidationRecord
+from schema.wire.messages.leases import (
     HeldLease,
-    LedgerSnapshot,
-    RegisterReply,
-    RegisterRequest,
-)
-from schema.wire.messages.rollout import (
     LeasedGroup,
     LeaseReply,
     LeaseRequest,
     LeaseStatus,
-    PushItem,
-    PushList,
-    PushReply,
-    PushResult,
     ReleaseReply,
 )
-from schema.wire.messages.user import (
-    TERMINAL_PHASES,
-    JobStatus,
-    LedgerStatus,
-    Phase,
-    ReplicaInfo,
-    StepRecord,
-    ValidationRecord,
-)
-from schema.wire.messages.weights import (
+from schema.wire.messages.publications import (
     PublicationInfo,
     PublishReply,
     PublishRequest,
@@ -63,8 +42,34 @@ from schema.wire.messages.weights import (
     UpdateReport,
     WeightsStatus,
 )
+from schema.wire.messages.recovery import (
+    MAX_PUBLICATIONS,
+    DeclaredLeases,
+    DeclareLeases,
+    DeclareReply,
+    DeclareRequest,
+    ReplayRequest,
+)
+from schema.wire.messages.replicas import (
+    DrainReply,
+    HeartbeatReply,
+    HeartbeatRequest,
+    RegisterReply,
+    RegisterRequest,
+    ReplicaInfo,
+)
+from schema.wire.messages.samples import PushItem, PushList, PushReply, PushResult
+from schema.wire.messages.steps import (
+    CheckpointReply,
+    CheckpointRequest,
+    CommitReply,
+    CommitRequest,
+    LedgerSnapshot,
+    StepRecord,
+)
 
 __all__ = [
+    "MAX_PUBLICATIONS",
     "MOST_GAUGES",
     "MOST_LEASES",
     "MOST_METRICS",
@@ -76,6 +81,10 @@ __all__ = [
     "CommitReply",
     "CommitRequest",
     "Count",
+    "DeclareLeases",
+    "DeclareReply",
+    "DeclareRequest",
+    "DeclaredLeases",
     "DrainReply",
     "ErrorCode",
     "GroupKind",
@@ -93,7 +102,6 @@ __all__ = [
     "MetricName",
     "Phase",
     "Problem",
-    "Prose",
     "PublicationInfo",
     "PublishReply",
     "PublishRequest",
@@ -104,6 +112,7 @@ __all__ = [
     "RegisterReply",
     "RegisterRequest",
     "ReleaseReply",
+    "ReplayRequest",
     "ReplicaInfo",
     "ReplicaUpdate",
     "RequestId",
@@ -116,4 +125,4 @@ __all__ = [
     "UpdateReport",
     "ValidationRecord",
     "WeightsStatus",
-]
+]  # fmt: skip

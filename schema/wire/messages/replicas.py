@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import FailFast, Field
 
-from schema.util.text import PLAIN
+from schema.util.text import Prose
 from schema.wire.messages.base import (
     MOST_GAUGES,
     MOST_LEASES,
@@ -15,59 +15,13 @@ from schema.wire.messages.base import (
     Count,
     Message,
     MetricName,
-    Prose,
     RequestId,
     Role,
     Text,
 )
+from schema.wire.messages.leases import HeldLease
+from schema.wire.messages.steps import LedgerSnapshot
 from schema.wire.weights import Publication
-
-
-class LedgerSnapshot(Message):
-    """What a checkpoint stores of the ledger: enough to resume with an empty Redis."""
-
-    committed_steps: int = Field(ge=0, lt=2**53)
-    timeline: int = Field(ge=0, lt=2**53)
-    frontier: int = Field(
-        ge=0, lt=2**53, description="Stream positions below it were handed out at least once."
-    )
-    untrained: Annotated[list[Annotated[int, Field(ge=0)]], FailFast()] = Field(
-        max_length=1_000_000, description="Stream positions below the frontier not trained and not dropped."
-    )
-    dropped: dict[Text, Annotated[int, Field(ge=0, lt=2**53)]] = Field(
-        default_factory=dict, max_length=64, description="Counts by reason."
-    )
-    staleness: dict[Annotated[int, Field(ge=0, lt=2**53)], Annotated[int, Field(ge=0, lt=2**53)]] = Field(
-        default_factory=dict, max_length=65536, description="Samples trained so far by staleness in steps."
-    )
-    n_positions: int | None = Field(
-        default=None,
-        ge=1,
-        description="Rows of the prepared data: positions of other data mean other prompts.",
-    )
-    order: str | None = Field(
-        default=None,
-        max_length=64,
-        pattern=PLAIN,
-        description="Identifies the order in which the rows are handed out.",
-    )
-
-
-class HeldLease(Message):
-    """A lease that a rollout replica holds, and what it has done under it: the controller may have forgotten both."""
-
-    group_id: str = Field(max_length=64, pattern=PLAIN)
-    lease_id: str = Field(max_length=64, pattern=PLAIN)
-    version: int = Field(
-        default=-1, ge=-1, lt=2**53, description="Weight version that it was granted for; -1: not told."
-    )
-    publication_id: int = Field(default=0, ge=0, lt=2**53, description="Publication that it was granted for.")
-    manifest_hash: str = Field(default="", max_length=128, pattern=PLAIN, description="Of that publication.")
-    pushed: Annotated[list[Annotated[int, Field(ge=0)]], FailFast()] = Field(
-        default_factory=list,
-        max_length=65536,
-        description="Samples whose push was answered: it does not have them any more.",
-    )
 
 
 class RegisterRequest(Message):
@@ -177,3 +131,19 @@ class HeartbeatReply(Message):
 class DrainReply(Message):
     replica_id: str
     draining: bool
+
+
+class ReplicaInfo(Message):
+    replica_id: str
+    role: Role
+    name: str
+    incarnation: int
+    state: Literal["live", "draining", "lost", "left"]
+    version: int
+    leases: int
+    last_seen_s: float = Field(description="Seconds since its last sign of life.")
+    host: str
+    pid: int
+    engine: str
+    status: str
+    gauges: dict[str, float]

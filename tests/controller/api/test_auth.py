@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import httpx
 import pytest
 
+from controller.api.auth import Tokens
+from controller.client import Unauthorized
 from controller.client import calls as api
-from controller.client.http import Unauthorized
-from controller.services.auth import Tokens
 from schema.wire import messages as m
 from tests.controller.conftest import Stage
 from tests.controller.drivers import request_id

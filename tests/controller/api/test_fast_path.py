@@ -10,7 +10,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp
 
-from controller.api.fast_path import HOT, Express
+from controller.api.app import HOT, FastPath
 from controller.services import errors as problems
 from controller.services.errors import ProblemError
 from schema.wire.messages import ErrorCode
@@ -64,11 +64,11 @@ def ask(app: ASGIApp, method: str, path: str, body: bytes = b"") -> tuple[int, b
 )  # fmt: skip
 def test_both_ways_give_the_same_answer(method: str, path: str) -> None:
     app = make_app()
-    assert ask(Express(app, ROUTES), method, path, b"body") == ask(app, method, path, b"body")
+    assert ask(FastPath(app, ROUTES), method, path, b"body") == ask(app, method, path, b"body")
 
 
 def test_a_bug_is_a_problem_without_details() -> None:
-    status, body = ask(Express(make_app(), ROUTES), "POST", "/things/bug/beat")
+    status, body = ask(FastPath(make_app(), ROUTES), "POST", "/things/bug/beat")
     assert status == 500
     assert b"secret" not in body
     assert b"RuntimeError" in body

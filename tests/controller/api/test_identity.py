@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
+from controller.client import AsyncClient, Client, Refused, Unauthorized
 from controller.client import calls as api
-from controller.client.http import AsyncClient, Client, Refused, Unauthorized
 from controller.state.replicas import Registry
 from rollout_worker import session
 from rollout_worker.lease_table import Held
 from rollout_worker.session import NameTakenError, Session, SupersededError
 from schema.wire import messages as m
-from schema.wire.history import DeclareLeases
 from schema.wire.messages import ErrorCode
+from schema.wire.messages.recovery import DeclareLeases
 from tests.controller.conftest import Stage
 from tests.controller.drivers import Rollout, make_frame, make_header, request_id
 from tests.support.controller import TOKENS, make_config

@@ -14,8 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
+from controller.client import Client, ControllerLost, NotServing
 from controller.client import calls as api
-from controller.client.http import Client, ControllerLost, NotServing
 from schema.config import Config
 from schema.wire.messages import LeaseRequest
 from tests.controller.conftest import PATIENT, Stage

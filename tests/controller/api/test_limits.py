@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from controller.api.limits import SMALL_BODY
-from controller.client.http import ControllerLost
+from controller.client import ControllerLost
 from tests.controller.conftest import PATIENT, Stage
 from tests.controller.drivers import make_frame, make_header, train_step
 from tests.support.controller import TOKENS, make_config

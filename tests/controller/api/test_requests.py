@@ -12,8 +12,8 @@ import httpx
 import pytest
 
 from controller.api.routes import config as route
+from controller.client import Refused
 from controller.client import calls as api
-from controller.client.http import Refused
 from schema.config import Config, check_config
 from schema.wire import messages as m
 from schema.wire.frame import encode_frame, pack_bundle

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from controller.client import Client, Refused
 from controller.client import calls as api
-from controller.client.http import Client, Refused
 from schema.wire.messages import LeaseStatus
 from tests.controller.conftest import Stage
 from tests.controller.drivers import Rollout, Trainer

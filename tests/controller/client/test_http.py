@@ -10,8 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from controller.client import AsyncClient, Client, ControllerError, ControllerLost, Refused
 from controller.client import calls as api
-from controller.client.http import AsyncClient, Client, ControllerError, ControllerLost, Refused
 
 PATIENCE = 60.0
 

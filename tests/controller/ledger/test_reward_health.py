@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from controller.client import Refused
 from controller.client import calls as api
-from controller.client.http import Refused
 from controller.ledger.reward_health import Failure, RewardHealth, Stop, failure_of
 from schema.config import Config
 from schema.wire.messages import LeaseStatus, Phase

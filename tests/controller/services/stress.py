@@ -28,7 +28,6 @@ from controller.client import calls as api
 from controller.ledger.admission import schedulable
 from controller.ledger.group import State
 from controller.ledger.ledger import LedgerError
-from controller.services.auth import Tokens
 from controller.services.controller import Controller
 from controller.services.errors import ProblemError
 from controller.state.job import Job
@@ -41,7 +40,6 @@ from schema.wire.batch import StepTable, decode_batch
 from schema.wire.messages import ErrorCode, LeaseStatus
 from schema.wire.weights import Publication
 from tests.controller.drivers import make_frame, make_header
-from tests.support.controller import TOKENS
 from tests.support.virtual import Redis, VirtualLoop
 
 T = TypeVar("T")
@@ -165,7 +163,7 @@ class World:
         )  # fmt: skip
         job.forgive_downtime(store.alive_at)
         await job.save()
-        controller = Controller.of(job, Tokens(TOKENS))  # type: ignore[arg-type]
+        controller = Controller.of(job)
         host.keep(controller.upkeep.start())
         host.serving = controller
         host.keep(asyncio.ensure_future(self._until_fatal(host, store)))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from controller.client import Refused
 from controller.client import calls as api
-from controller.client.http import Refused
 from schema.config import Config
 from schema.wire.messages import ErrorCode, LeaseStatus, Phase
 from schema.wire.sample import decode_sample

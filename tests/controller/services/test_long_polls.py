@@ -10,8 +10,8 @@ from typing import TypeVar
 import httpx
 import pytest
 
+from controller.client import Refused
 from controller.client import calls as api
-from controller.client.http import Refused
 from schema.wire.messages import ErrorCode, LeaseStatus
 from tests.controller.conftest import Stage
 from tests.support.controller import TOKENS

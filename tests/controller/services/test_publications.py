@@ -8,8 +8,8 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
+from controller.client import Refused
 from controller.client import calls as api
-from controller.client.http import Refused
 from controller.state.update_reports import (
     BUCKETS,
     DETAIL,

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from controller.client import Client, Refused
 from controller.client import calls as api
-from controller.client.http import Client, Refused
 from policy_worker.errors import ReplacedError
 from policy_worker.process import Environment, ShutdownRequest
 from policy_worker.session import Session

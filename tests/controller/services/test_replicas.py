@@ -6,8 +6,8 @@ import time
 
 import pytest
 
+from controller.client import Refused
 from controller.client import calls as api
-from controller.client.http import Refused
 from schema.wire import messages as m
 from schema.wire.messages import ErrorCode, LeaseStatus, Phase
 from tests.controller.conftest import Stage

@@ -8,8 +8,8 @@ import json
 import pytest
 
 from controller.api.routes.samples import _unpack as unpack
+from controller.client import Refused
 from controller.client import calls as api
-from controller.client.http import Refused
 from controller.state.replicas import ReplicaError
 from schema.wire.batch import decode_batch
 from schema.wire.messages import ErrorCode, RegisterRequest

@@ -1,8 +1,10 @@
-"""Messages of the trainer about its steps and checkpoints."""
+"""Steps that a trainer commits, the checkpoints that cover them, and their records."""
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Annotated
+
+from pydantic import FailFast, Field
 
 from schema.util.text import PLAIN
 from schema.wire.messages.base import MOST_METRICS, Count, Message, MetricName, RequestId, Text
@@ -50,4 +52,40 @@ class CheckpointReply(Message):
     scores: dict[int, float] = Field(
         default_factory=dict,
         description="Mean validation score by weight version: the best checkpoint stays.",
+    )
+
+
+class StepRecord(Message):
+    step: int
+    at: float = Field(description="Unix time of the commit.")
+    metrics: dict[str, float]
+
+
+class LedgerSnapshot(Message):
+    """What a checkpoint stores of the ledger: enough to resume with an empty Redis."""
+
+    committed_steps: int = Field(ge=0, lt=2**53)
+    timeline: int = Field(ge=0, lt=2**53)
+    frontier: int = Field(
+        ge=0, lt=2**53, description="Stream positions below it were handed out at least once."
+    )
+    untrained: Annotated[list[Annotated[int, Field(ge=0)]], FailFast()] = Field(
+        max_length=1_000_000, description="Stream positions below the frontier not trained and not dropped."
+    )
+    dropped: dict[Text, Annotated[int, Field(ge=0, lt=2**53)]] = Field(
+        default_factory=dict, max_length=64, description="Counts by reason."
+    )
+    staleness: dict[Annotated[int, Field(ge=0, lt=2**53)], Annotated[int, Field(ge=0, lt=2**53)]] = Field(
+        default_factory=dict, max_length=65536, description="Samples trained so far by staleness in steps."
+    )
+    n_positions: int | None = Field(
+        default=None,
+        ge=1,
+        description="Rows of the prepared data: positions of other data mean other prompts.",
+    )
+    order: str | None = Field(
+        default=None,
+        max_length=64,
+        pattern=PLAIN,
+        description="Identifies the order in which the rows are handed out.",
     )

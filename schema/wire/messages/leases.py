@@ -1,4 +1,4 @@
-"""Messages of rollout replicas: leases of prompt groups, pushed samples."""
+"""Leases of prompt groups: what rollout replicas ask for, hold and give back."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pydantic import FailFast, Field
 
 from schema.util.text import PLAIN
 from schema.wire.messages.base import Count, GroupKind, Message, RequestId, Text
-from schema.wire.messages.errors import ErrorCode
 
 
 class LeaseRequest(Message):
@@ -64,31 +63,22 @@ class LeaseReply(Message):
     update_to: int | None = Field(default=None, description="Publication id that must be loaded first.")
 
 
-class PushItem(Message):
-    """One entry of a bundle of samples (metadata key "pushes"), same order as the frames."""
-
-    group_id: Text
-    lease_id: Text
-    index: Count
-
-
-class PushList(Message):
-    replica_id: Text
-    pushes: Annotated[list[PushItem], FailFast()] = Field(min_length=1, max_length=4096)
-
-
-class PushResult(Message):
-    group_id: str
-    index: int
-    accepted: bool = Field(description="Also true for a repeated push of what is stored already.")
-    duplicate: bool = False
-    code: ErrorCode | None = None
-    detail: str = ""
-
-
-class PushReply(Message):
-    results: list[PushResult]
-
-
 class ReleaseReply(Message):
     released: bool
+
+
+class HeldLease(Message):
+    """A lease that a rollout replica holds, and what it has done under it: the controller may have forgotten both."""
+
+    group_id: str = Field(max_length=64, pattern=PLAIN)
+    lease_id: str = Field(max_length=64, pattern=PLAIN)
+    version: int = Field(
+        default=-1, ge=-1, lt=2**53, description="Weight version that it was granted for; -1: not told."
+    )
+    publication_id: int = Field(default=0, ge=0, lt=2**53, description="Publication that it was granted for.")
+    manifest_hash: str = Field(default="", max_length=128, pattern=PLAIN, description="Of that publication.")
+    pushed: Annotated[list[Annotated[int, Field(ge=0)]], FailFast()] = Field(
+        default_factory=list,
+        max_length=65536,
+        description="Samples whose push was answered: it does not have them any more.",
+    )

@@ -1,4 +1,4 @@
-"""What replicas tell a controller whose store has lost history, so that all agree again. A trainer:
+"""What replicas declare to a controller whose store has lost history, so that all agree again. A trainer:
 
     POST /v1/replicas/{id}/declare   who I am, which steps I can replay, what I published     (`DeclareRequest`)
       ◀── from which step on the controller knows nothing, or that it needs a snapshot first
@@ -18,18 +18,18 @@ from typing import Annotated
 from pydantic import FailFast, Field
 
 from schema.wire.batch import StepTable
-from schema.wire.messages import (
+from schema.wire.messages.base import (
     MOST_LEASES,
     MOST_METRICS,
     NAME,
     Count,
-    HeldLease,
-    LedgerSnapshot,
     Message,
     MetricName,
     RequestId,
     Text,
 )
+from schema.wire.messages.leases import HeldLease
+from schema.wire.messages.steps import LedgerSnapshot
 from schema.wire.weights import Publication
 
 MAX_PUBLICATIONS = 256

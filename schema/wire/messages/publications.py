@@ -6,8 +6,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from schema.util.text import PLAIN
-from schema.wire.messages.base import Count, Message, Prose, RequestId, Seconds, Text
+from schema.util.text import PLAIN, Prose
+from schema.wire.messages.base import Count, Message, RequestId, Seconds, Text
 from schema.wire.weights import Offer, Publication, StoreKey
 
 

@@ -1,4 +1,4 @@
-"""What people and dashboards are told about a job."""
+"""What people and dashboards see of a job."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from schema.wire.messages.base import Message, Role
-from schema.wire.messages.weights import WeightsStatus
+from schema.wire.messages.base import Message
+from schema.wire.messages.publications import WeightsStatus
 
 
 class Phase(StrEnum):
@@ -23,28 +23,6 @@ class Phase(StrEnum):
 
 
 TERMINAL_PHASES = frozenset({Phase.FINISHED, Phase.STOPPED, Phase.FAILED})
-
-
-class ReplicaInfo(Message):
-    replica_id: str
-    role: Role
-    name: str
-    incarnation: int
-    state: Literal["live", "draining", "lost", "left"]
-    version: int
-    leases: int
-    last_seen_s: float = Field(description="Seconds since its last sign of life.")
-    host: str
-    pid: int
-    engine: str
-    status: str
-    gauges: dict[str, float]
-
-
-class StepRecord(Message):
-    step: int
-    at: float = Field(description="Unix time of the commit.")
-    metrics: dict[str, float]
 
 
 class ValidationRecord(Message):

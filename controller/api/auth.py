@@ -1,0 +1,121 @@
+"""Who may call what: bearer tokens by role, checked before anything else is read.
+
+    AuthMiddleware ─▶ LeaderGate ─▶ BodyLimit ─▶ routes (each requires the roles that it serves)
+
+The launcher makes one token per role and hands each process its own. The user's token reads everything and
+operates the job; the replicas' tokens reach the calls of their role. Behind the middleware there is always a caller
+with a role, whatever the path, so nobody without a token learns which paths, parameters or jobs there are. Health is
+for everybody.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Mapping
+from typing import Literal
+
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from controller.services.errors import ProblemError, problem
+from controller.state.replicas import Registry
+from schema.wire.messages import ErrorCode
+from schema.wire.secret import REPLICA_HEADER, fault
+
+Caller = Literal["user", "rollout", "policy"]
+CALLERS: tuple[Caller, ...] = ("user", "rollout", "policy")
+CALLER = "cosmos.caller"
+"""Where the middleware leaves, in the scope of a request, who makes it."""
+ANYBODY = frozenset(CALLERS)
+USER = frozenset({"user"})
+ROLLOUT = frozenset({"rollout"})
+POLICY = frozenset({"policy"})
+REPLICAS = frozenset({"rollout", "policy"})
+
+OPEN = frozenset({"/healthz", "/readyz"})
+MAX_HEADERS = 100
+MAX_HEAD_BYTES = 64 * 1024
+"""All headers and the address together; the longest of ours names the rows of a batch one by one."""
+
+
+class Tokens:
+    """The tokens of one job."""
+
+    def __init__(self, tokens: Mapping[Caller, str]) -> None:
+        if len(set(tokens.values())) != len(CALLERS) or not all(tokens.get(caller) for caller in CALLERS):
+            raise ValueError("each of the roles user, rollout and policy needs a token of its own")
+        for caller in CALLERS:
+            if why := fault(tokens[caller]):
+                raise ValueError(f"the token of {caller} {why}")
+        self._tokens = {caller: tokens[caller].encode() for caller in CALLERS}
+
+    def caller(self, authorization: str | None) -> Caller:
+        """Whose token this header carries. Raises `ProblemError` (401).
+
+        It is compared with every token, each time in full: how long that takes reveals nothing.
+        """
+        scheme, _, given = (authorization or "").partition(" ")
+        sent = given.strip().encode()
+        found: Caller | None = None
+        for caller, token in self._tokens.items():
+            if hmac.compare_digest(token, sent):
+                found = caller
+        if scheme.lower() != "bearer":
+            found = None
+        if found is None:
+            why = "the token is not valid for this job" if authorization else "no token was sent"
+            detail = f"{why}: send `Authorization: Bearer <token>`"
+            raise ProblemError(ErrorCode.UNAUTHORIZED, detail, {"www-authenticate": "Bearer"})
+        return found
+
+
+class AuthMiddleware:
+    """ASGI middleware: 431 for heads above the limits, 401 without a valid token."""
+
+    def __init__(self, app: ASGIApp, tokens: Tokens) -> None:
+        self._app, self._tokens = app, tokens
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return  # only HTTP is served here: uvicorn closes the connection
+        headers: list[tuple[bytes, bytes]] = scope["headers"]
+        size = sum(len(name) + len(value) for name, value in headers) + len(scope.get("query_string", b""))
+        if len(headers) > MAX_HEADERS or size > MAX_HEAD_BYTES:
+            detail = (
+                f"at most {MAX_HEADERS} headers and {MAX_HEAD_BYTES} bytes of headers and address are read"
+            )
+            await problem(ErrorCode.TOO_LARGE, detail, status=431)(scope, receive, send)
+            return
+        if scope["path"] not in OPEN:
+            given = next((value for name, value in headers if name == b"authorization"), None)
+            try:
+                scope[CALLER] = self._tokens.caller(None if given is None else given.decode("latin-1"))
+            except ProblemError as error:
+                await problem(error.code, error.detail, headers=error.headers)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def require(request: Request, allowed: frozenset[str]) -> Caller:
+    """The caller of a request if its role may make it. Raises `ProblemError` (403)."""
+    caller: Caller = request.scope[CALLER]
+    if caller not in allowed:
+        need = " or ".join(sorted(allowed))
+        detail = f"{request.method} {request.url.path} needs the token of {need}, this is that of {caller}"
+        raise ProblemError(ErrorCode.FORBIDDEN, detail)
+    return caller
+
+
+def require_own(request: Request, registry: Registry, replica_id: str) -> None:
+    """A replica's token, with the secret of its registration, speaks for that replica alone.
+
+    Raises `ProblemError`, `ReplicaError`.
+    """
+    caller: Caller = request.scope[CALLER]
+    if caller == "user":
+        return
+    role = registry.find(replica_id).role
+    if role != caller:
+        detail = f"replica {replica_id} is a {role} replica, this is the token of {caller}"
+        raise ProblemError(ErrorCode.FORBIDDEN, detail)
+    registry.prove(replica_id, request.headers.get(REPLICA_HEADER, ""))
