@@ -10,10 +10,10 @@ AGAIN_SECONDS = 0.5
 
 
 async def end(tasks: Collection[asyncio.Future[Any]]) -> None:
-    """Cancel tasks until all of them have ended; how they end is not told.
+    """Cancel tasks until all of them have ended; their results and errors are dropped.
 
-    Once is not enough: `asyncio.wait_for` of Python 3.11, through which redis-py sends, returns the result of what it
-    waited for although its task was cancelled in the same round, and the task goes on as if nobody had asked.
+    Once is not enough: `asyncio.wait_for` of Python 3.11, through which redis-py sends, may return the result of
+    what it waited for although its task was cancelled in the same round, and the task goes on.
     """
     left = {task for task in tasks if not task.done()}
     while left:

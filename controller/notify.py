@@ -26,7 +26,7 @@ class Signal:
         self._waiters.clear()
 
     async def wait(self, seen: int, timeout: float) -> None:
-        """Return when `generation` is no longer `seen`, or after `timeout` seconds."""
+        """Return when `generation` differs from `seen`, or after `timeout` seconds."""
         if self.generation != seen or timeout <= 0:
             return
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -44,14 +44,14 @@ STORE_FAILED = 1
 SHUTDOWN_SECONDS = 5
 """For requests that are under way; long-polls are ended at once."""
 LEAVE_SECONDS = 60.0
-"""More than calls, Redis and its file may take together: then something hangs, and nobody shall wait for it."""
+"""More than calls, Redis and its file may take together: beyond it the process exits by force."""
 KEEP_ALIVE_SECONDS = 75
 """Longer than the pauses between two calls of a replica, so that connections are used again."""
 PARENT_CHECK = 1.0
 GC_THRESHOLDS = 50_000, 20, 50
 """Collections are rare: hardly anything here is part of a cycle, and looking through a long queue takes time."""
 ALWAYS = [("x-content-type-options", "nosniff"), ("cache-control", "no-store")]
-"""Headers of every answer: what a sample holds is no page, and nothing of a job belongs into a cache."""
+"""Headers of every answer: a sample's content is not a web page, and nothing of a job belongs in a cache."""
 _NOT_IN_ID = re.compile(r"[^A-Za-z0-9._-]")
 """What a job id, which is part of every key in Redis, may not hold."""
 _JOB_ID = re.compile(r"[A-Za-z0-9._-]{1,200}")
@@ -91,7 +91,9 @@ class Settings:
         config = _read_config(run_dir / "config.json")
         url = environ.get("COSMOS_REDIS_URL") or config.redis.url
         if not url:
-            raise StartError("no Redis is named: set COSMOS_REDIS_URL (unix://…, redis://…) or redis.url")
+            raise StartError(
+                "no Redis server is configured: set COSMOS_REDIS_URL (unix://…, redis://…) or redis.url"
+            )
         names = {
             "user": "COSMOS_TOKEN_USER",
             "rollout": "COSMOS_TOKEN_ROLLOUT",
@@ -166,7 +168,7 @@ def _job_id(run_dir: Path) -> str:
 def _checked_id(known: str, path: Path) -> str:
     if not _JOB_ID.fullmatch(known):
         raise StartError(
-            f"{path} holds {known[:80]!r}, which is no job id: remove it if the run may start anew"
+            f"{path} holds {known[:80]!r}, which is not a job id: remove the file to start the run anew"
         )
     return known
 
@@ -243,7 +245,7 @@ async def serve(settings: Settings) -> int:
         if serving.done():
             serving.result()
     finally:
-        _leave_in_time(loop)
+        _exit_in_time(loop)
         await end((opening, stopping))
         if job is None and not opening.cancelled() and opening.exception() is None:
             job = opening.result()  # it came in the very moment
@@ -338,22 +340,22 @@ async def _until_stopped(stop: asyncio.Event, parent_pid: int | None) -> None:
     """Return at a signal, or when the process that started this one is gone."""
     while not stop.is_set():
         if parent_pid is not None and os.getppid() != parent_pid:
-            log.warning("the parent process %d is gone: ending", parent_pid)
+            log.warning("the parent process %d is gone: shutting down", parent_pid)
             return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(PARENT_CHECK):
                 await stop.wait()
 
 
-def _leave_in_time(loop: asyncio.AbstractEventLoop) -> None:
+def _exit_in_time(loop: asyncio.AbstractEventLoop) -> None:
     """From now on the process ends, if need be by force, with the stacks of its threads in the log."""
     exit_after(LEAVE_SECONDS, 1, "LEAVE_SECONDS")
-    loop.call_later(LEAVE_SECONDS / 2, _tell_who_is_left)
+    loop.call_later(LEAVE_SECONDS / 2, _log_pending_tasks)
 
 
-def _tell_who_is_left() -> None:
+def _log_pending_tasks() -> None:
     for task in asyncio.all_tasks():
-        log.warning("it takes long to end; there still is %r", task)
+        log.warning("shutdown takes long: %r is still running", task)
 
 
 def _exit_code(fatal: StoreError | None) -> int:

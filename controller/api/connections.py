@@ -5,7 +5,7 @@
 | is one connection too many                         | 503 with Retry-After, closed           |
 | connects and says nothing, or its head never ends  | closed after HEAD_SECONDS              |
 | sends a head of more than MAX_HEAD bytes           | 431, closed                            |
-| stops in the middle of a body                      | 408 (`controller.api.limits`)              |
+| stops in the middle of a body                      | 408 (`controller.api.limits`)          |
 | asks and does not read the answer                  | closed after READ_STALL without a byte |
 | is silent between two requests                     | closed (uvicorn's keep-alive time-out) |
 
@@ -129,7 +129,7 @@ class PatientProtocol(HttpToolsProtocol):
         self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
-        """What is no HTTP is answered as everything else is: by a problem."""
+        """Bytes that are not HTTP get a problem document like every other fault."""
         answer = problem(ErrorCode.BAD_REQUEST, msg, status=400, headers={"connection": "close"})
         headers = [*self.server_state.default_headers, *answer.raw_headers]
         head = b"".join(name + b": " + value + b"\r\n" for name, value in headers)

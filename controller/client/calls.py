@@ -125,7 +125,7 @@ def latest_publication(
 
 
 def report_update(publication_id: int, request: m.UpdateReport) -> Call[None]:
-    """Say what came of a publication: applied, or unreadable."""
+    """Report what came of a publication: applied, or unreadable."""
     path = f"/v1/publications/{publication_id}/reports"
     return Call("POST", path, _nothing, body=request.model_dump_json().encode())
 
@@ -151,7 +151,7 @@ def commit(step: int, request: m.CommitRequest) -> Call[m.CommitReply]:
 
 
 def declare(replica_id: str, request: DeclareRequest) -> Call[DeclareReply]:
-    """Tell a controller whose store lost history what this trainer has done (see `schema.wire.messages.recovery`)."""
+    """Declare what this trainer has done to a controller whose store lost history."""
     return _post(f"/v1/replicas/{replica_id}/declare", request, DeclareReply)
 
 
@@ -195,10 +195,10 @@ def fail(reason: str) -> Call[m.JobStatus]:
 
 
 def replica_exited(name: str, reason: str, *, crashed: bool = True, parent_pid: int = 0) -> Call[None]:
-    """Tell the controller that the process of a replica has ended: its leases are released at once.
+    """Report that the process of a replica has ended: its leases are released at once.
 
     `crashed`: by itself, which counts for what it held; a kill does not. `parent_pid`: the parent of that process, by
-    which it is told from its successors; 0: the one that is registered.
+    which it differs from its successors; 0: the one that is registered.
     """
     params: dict[str, str | int | float] = {
         "reason": reason,

@@ -2,8 +2,8 @@
 
     DIR/config.json  ->  DIR/data/evaluation.jsonl
 
-One line per prompt: {"key", "prompt", "answer", "data_source", "responses": [text, …], …}, the other columns beside,
-as training rewards get them. A row is written whole or it is an error that names it: nothing is left out, for a
+One line per prompt: {"key", "prompt", "answer", "data_source", "responses": [text, …], …}, with the other columns, as
+training rewards get them. A row is written whole or it is an error that names it: nothing is left out, for a
 score over fewer answers than the file holds is another score. Exit code 2: the config or the data is at fault, and
 the last line of stderr says how.
 """
@@ -79,7 +79,7 @@ def read_row(config: Config, source: Source, i: int, row: dict[str, Any]) -> dic
 
 
 def _source_of(row: dict[str, Any], section: EvaluationConfig, source: Source, i: int) -> str | None:
-    """The row's source, by which scores are told apart; None without such a column. `by_source` must know it."""
+    """The row's source, by which scores are grouped; None without such a column. `by_source` must know it."""
     if "by_source" in section.reward_weights:
         name = value(row, section.data_source_column_name, source, i)
         check_source(name, source.where(i), f"{_SECTION}.reward_function")

@@ -229,14 +229,14 @@ def open_hub(config: DatasetConfig, role: Role) -> Source:
         import datasets
     except ImportError:
         raise DataError(
-            f"dataset `{config.name}` is no local file, and the package `datasets` that loads it from the "
+            f"dataset `{config.name}` is not a local file, and the package `datasets` that loads it from the "
             "hub is not installed: pip install '.[rollout]' in the checkout"
         ) from None
     try:
         loaded = datasets.load_dataset(config.name, config.subset or None, revision=config.revision or None)
     except Exception as error:  # it raises whatever its file systems and builders raise
         raise DataError(
-            f"dataset `{config.name}` is no local file and cannot be loaded from the hub: {error}"
+            f"dataset `{config.name}` is not a local file and cannot be loaded from the hub: {error}"
         ) from error
     splits = config.splits or [_default_split(config.name, list(loaded), role)]
     for split in splits:

@@ -33,7 +33,7 @@ class PayloadStore(Protocol):
 
 
 class RedisPayloads:
-    """Payloads as plain string keys beside the job's tables, written in the ledger's own transaction."""
+    """Payloads as plain string keys next to the job's tables, written in the ledger's own transaction."""
 
     def __init__(self, client: Redis, namespace: str) -> None:
         self._client = client

@@ -48,7 +48,7 @@ DURABLE_TIMEOUT = 10.0
 SCAN_COUNT = 2000
 
 Render = Callable[[], Any]
-"""Gives a row as values that pydantic turns into JSON; None or an empty list: there is no such row (any more)."""
+"""Gives a row as values that pydantic turns into JSON; None or an empty list: the row does not exist (any more)."""
 
 
 class Table(StrEnum):

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 MOST_FAULTS = 5
-"""Faults that are told; who sends thousands has made one mistake."""
+"""Faults that are reported; thousands of them have one cause."""
 _values = reprlib.Repr()
 _values.maxstring = _values.maxother = _values.maxlong = 80
 _values.maxlevel = 2

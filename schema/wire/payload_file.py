@@ -6,7 +6,7 @@
 A stub is a frame without tensors: the sample's header as in any frame (`schema.wire.sample`), and under "file" the
 name, the length and the BLAKE2b hash of the file with the whole frame. The name follows from group, lease and index,
 so it can be checked against the push that brings it, and no stub can point outside of the directory. A file is
-written beside, synced and renamed before its stub travels; who reads it checks length and hash.
+written under another name, synced and renamed before its stub travels; readers check length and hash.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class FileName:
 
 
 def directory(store: str | Path, job_id: str) -> Path:
-    """Where a job keeps its payloads. Raises `ValueError` for an id that is no name of a directory."""
+    """Where a job keeps its payloads. Raises `ValueError` for an id that cannot be the name of a directory."""
     if not re.fullmatch(r"[A-Za-z0-9._-]+", job_id) or set(job_id) == {"."}:
         raise ValueError(f"{job_id!r} cannot name a directory of payloads")
     return Path(store) / job_id
@@ -71,7 +71,7 @@ def write(root: Path, name: FileName, frame: bytes) -> bytes:
 
     Raises:
         OSError: the directory cannot be written.
-        FrameError: it is no sample's frame.
+        FrameError: it is not the frame of a sample.
     """
     header = read_metadata(frame).get("sample")
     if header is None:
@@ -103,7 +103,7 @@ def entry_of(metadata: Mapping[str, str]) -> FileEntry | None:
             f"the stub of a payload is invalid: {describe(error.errors(include_url=False))}"
         ) from None
     if FileName.parse(entry.name) is None:
-        raise FrameError(f"the stub of a payload names {entry.name!r}, which is no sample's file")
+        raise FrameError(f"the stub of a payload names {entry.name!r}, which is not the file of a sample")
     return entry
 
 
@@ -119,7 +119,7 @@ def resolve(root: Path | None, frame: bytes | memoryview) -> bytes | memoryview:
     """The whole frame of a sample: the given one, or that which it stands for, checked.
 
     Raises:
-        FrameError: the file is missing, of another length or content, or there is no directory to look into.
+        FrameError: the file is missing, of another length or content, or the directory does not exist.
     """
     entry = read_entry(frame)
     if entry is None:

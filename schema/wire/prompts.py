@@ -39,7 +39,7 @@ def write_prompts(
     loss_masks: Sequence[Sequence[int]] | None = None,
     metadata: dict[str, str] | None = None,
 ) -> None:
-    """Write rows beside `path` and rename, so that a reader never sees half a file."""
+    """Write rows to a temporary file next to `path` and rename it, so that a reader never sees half a file."""
     if len(token_ids) != len(rows):
         raise ValueError(f"{len(token_ids)} token sequences but {len(rows)} rows")
     if not all(len(ids) for ids in token_ids):

@@ -33,7 +33,7 @@ from schema.wire.invalid import describe
 
 Count = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
 Version = Annotated[int, Field(strict=True, ge=-1, lt=2**31)]
-"""Both end up in int32 and int64 arrays; a boolean is no number."""
+"""Both end up in int32 and int64 arrays; a boolean is not a number."""
 MOST_REWARDS = 256
 """Reward functions of a sample, and of a batch."""
 FinishReason = Literal["stop", "length", "overlong", "abort"]
@@ -58,7 +58,7 @@ class SampleHeader(BaseModel):
     score: float | None = Field(default=None, description="Weighted sum of the rewards; null after an error.")
     error: Annotated[Prose, Field(max_length=8192)] | None = Field(
         default=None,
-        description="Why there is no score: name and last lines of the failure. Never a score of zero.",
+        description="Why the score is missing: name and last lines of the failure. Never a score of zero.",
     )
     outage: bool = Field(
         default=False,

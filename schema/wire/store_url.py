@@ -35,7 +35,9 @@ def parse_url(url: str) -> S3Place:
     Raises `ValueError` saying what is wrong and what to write.
     """
     if not url.startswith(SCHEME):
-        raise ValueError(f"{url} is no place of a weight store: write a directory, or s3://bucket/prefix")
+        raise ValueError(
+            f"{url} is not the address of a weight store: write a directory, or s3://bucket/prefix"
+        )
     bucket, _, rest = url[len(SCHEME) :].partition("/")
     prefix = rest.removesuffix("/")
     if "@" in bucket:
@@ -45,12 +47,12 @@ def parse_url(url: str) -> S3Place:
         )
     if not _BUCKET.fullmatch(bucket) or ".." in bucket:
         raise ValueError(
-            f"{bucket!r} is no name of a bucket: 3 to 63 small letters, digits, '-' and '.', and nothing else before "
+            f"{bucket!r} is not a bucket name: 3 to 63 small letters, digits, '-' and '.', and nothing else before "
             f"the '/' (the endpoint comes from AWS_ENDPOINT_URL)"
         )
     if prefix and (not _PREFIX.fullmatch(prefix) or {".", ".."} & set(prefix.split("/"))):
         raise ValueError(
-            f"{prefix!r} is no prefix of keys: write names separated by single '/', of letters, digits and "
+            f"{prefix!r} is not a key prefix: write names separated by single '/', of letters, digits and "
             f"!_.*'()=+@,-"
         )
     if len(prefix) > MAX_PREFIX:

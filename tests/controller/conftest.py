@@ -68,6 +68,19 @@ class Stage:
         return trainer, rollout
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory, shared_valkey: ValkeyServer) -> Iterator[Stage]:
+    """One for all tests of a module that leave their controller as they found it."""
+    with ExitStack() as stack:
+        yield Stage(tmp_path_factory.mktemp("shared"), shared_valkey, stack)
+
+
+@pytest.fixture(scope="module")
+def idle(shared: Stage) -> ServedController:
+    """A controller that nobody has registered with, for calls that change nothing."""
+    return shared.serve()
+
+
 @pytest.fixture
 def stage(tmp_path: Path, shared_valkey: ValkeyServer) -> Iterator[Stage]:
     with ExitStack() as stack:

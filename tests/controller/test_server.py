@@ -181,7 +181,7 @@ def test_wrong_environments_are_one_message_each(run_dir: Path, stage: Stage, tm
     assert "COSMOS_TOKEN_POLICY" in start_fails(ControllerProcess(run_dir, url, COSMOS_TOKEN_POLICY=""))
     log = run_dir / "controller.log"
     log.unlink()
-    assert "no Redis is named" in start_fails(ControllerProcess(run_dir, ""))
+    assert "no Redis server is configured" in start_fails(ControllerProcess(run_dir, ""))
     log.unlink()
     (run_dir / "data" / "train.safetensors").write_bytes(b"nothing")
     assert "cannot be read" in start_fails(ControllerProcess(run_dir, url))

@@ -129,7 +129,7 @@ def test_a_job_id_is_plain_whatever_its_directory_is_called(tmp_path: Path, name
 def test_a_job_id_out_of_a_file_is_checked(tmp_path: Path, text: str) -> None:
     run_dir = make_run_dir(tmp_path / "run", make_config())
     (run_dir / "job_id").write_text(text)
-    with pytest.raises(StartError, match="no job id"):
+    with pytest.raises(StartError, match="not a job id"):
         _settings(run_dir)
 
 

@@ -33,6 +33,7 @@ class ServedController:
     def __init__(self, run_dir: Path, redis_url: str, skipped: float = 0.0) -> None:
         self._run_dir, self._redis_url = run_dir, redis_url
         self._skipped = skipped
+        self._port = 0
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self.controller: Controller
@@ -64,7 +65,8 @@ class ServedController:
         await job.save()
         write_address(settings, settings.url(0))
         self.controller = Controller.of(job)
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener = socket.create_server(("127.0.0.1", self._port))
+        self._port = self._listener.getsockname()[1]
         self._app = create_app(self.controller, settings.tokens)
         options = uvicorn.Config(
             self._app, lifespan="off", log_config=None, access_log=False,
@@ -74,6 +76,14 @@ class ServedController:
         self._serving = asyncio.create_task(self._server._serve([self._listener]))
         while not self._server.started:  # noqa: ASYNC110 - uvicorn has no event for it
             await asyncio.sleep(0.005)
+
+    def restart(self) -> None:
+        """End it and start another one of the same job at the same address."""
+        port = self._port
+        self.stop()
+        self.__init__(self._run_dir, self._redis_url, self._skipped)  # type: ignore[misc]
+        self._port = port
+        self.start()
 
     def stop(self) -> None:
         if not self._thread.is_alive():
@@ -115,7 +125,7 @@ class ServedController:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        return f"http://127.0.0.1:{self._port}"
 
     def client(self, role: str = "user", patience: float = 0.0) -> Client:
         return Client(self.url, TOKENS[role], patience=patience)

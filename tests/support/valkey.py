@@ -1,7 +1,12 @@
-"""A real Valkey server of one's own for a test: on a unix socket in a fresh directory, append-only file on."""
+"""A real Valkey server of one's own for a test: on a unix socket in a fresh directory, append-only file on.
+
+The directory is in memory where the host has such a place: a process that is killed loses nothing of it, and tests do
+not wait for a disk.
+"""
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import subprocess
@@ -66,10 +71,13 @@ class ValkeyServer:
             self._process = None
 
 
+MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+
+
 @contextmanager
 def running_valkey(*options: str, password: str = "") -> Iterator[ValkeyServer]:
     """A server for the duration of a block. The directory is short: socket paths have a limit of 107 bytes."""
-    directory = Path(tempfile.mkdtemp(prefix="vk-"))
+    directory = Path(tempfile.mkdtemp(prefix="vk-", dir=MEMORY))
     server = ValkeyServer(directory, *options, password=password)
     try:
         server.start()

@@ -70,7 +70,7 @@ def reply(model: BaseModel) -> Response:
 
 
 def reply_or_nothing(model: BaseModel | None) -> Response:
-    """204 where there is no model: nothing newer, or nobody is left to read it."""
+    """A model as JSON; 204 without one: nothing newer, or nobody left to read it."""
     return nothing() if model is None else reply(model)
 
 

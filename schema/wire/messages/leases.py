@@ -73,7 +73,7 @@ class HeldLease(Message):
     group_id: str = Field(max_length=64, pattern=PLAIN)
     lease_id: str = Field(max_length=64, pattern=PLAIN)
     version: int = Field(
-        default=-1, ge=-1, lt=2**53, description="Weight version that it was granted for; -1: not told."
+        default=-1, ge=-1, lt=2**53, description="Weight version that it was granted for; -1: not known."
     )
     publication_id: int = Field(default=0, ge=0, lt=2**53, description="Publication that it was granted for.")
     manifest_hash: str = Field(default="", max_length=128, pattern=PLAIN, description="Of that publication.")

@@ -30,7 +30,7 @@ class PublishRequest(Message):
     )
     full_bytes: Count = Field(default=0, description="Bytes of all its tensors, however it is stored.")
     changed: Count = Field(default=0, description="Elements that differ from the version before.")
-    elements: Count = Field(default=0, description="Elements of all its tensors; 0: not told.")
+    elements: Count = Field(default=0, description="Elements of all its tensors; 0: not known.")
     metrics: Seconds = Field(default_factory=dict)
     offer: Offer | None = None
     newest_publication: int = Field(
@@ -101,7 +101,7 @@ class PublicationInfo(Message):
     at: float = Field(description="Unix time of its publication; 0: not known.")
     valid: bool = Field(description="Whether its weights are part of the run (a rewind takes them out).")
     files: Literal["kept", "listed", "collected"] = Field(
-        description="`listed`: the trainer was told to remove its files; `collected`: it has been."
+        description="`listed`: the trainer was asked to remove its files; `collected`: it has been."
     )
     full_bytes: int
     ratio: float | None = Field(description="Bytes stored, of those of all tensors; null: not known.")
@@ -111,7 +111,7 @@ class PublicationInfo(Message):
 
 
 class WeightsStatus(Message):
-    """The newest weights, in short; `GET /v1/publications` tells more."""
+    """The newest weights, in short; `GET /v1/publications` shows more."""
 
     version: int
     publication: int

@@ -110,7 +110,7 @@ class HeartbeatRequest(Message):
     trouble: Prose = Field(
         default="",
         max_length=4096,
-        description="What goes wrong beside its work, e.g. an upload; shown as last error.",
+        description="What goes wrong next to its work, e.g. an upload; shown as last error.",
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import count
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +19,7 @@ from controller.ledger.ledger import LeaseDecision, Ledger, LedgerParams
 from schema.wire.messages import ErrorCode
 from tests.controller.ledger.simulation import Simulation
 from tests.controller.ledger.test_ledger import fill, lease, make, train
+from tests.support.effort import examples
 from tests.support.ledger import StoredLedger
 
 COMPARED = (
@@ -114,7 +116,8 @@ class TwinSimulation(Simulation):
         return None  # how often holders crashed with a group is forgotten with it
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@pytest.mark.scaled
+@settings(max_examples=examples(5), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.integers(0, 2**32), st.integers(0, 3), st.integers(1, 3), st.booleans(), st.sampled_from([(), ("r",)])
 )

@@ -31,6 +31,7 @@ from schema.wire.messages import ErrorCode, HeldLease, LedgerSnapshot
 from schema.wire.weights import Publication
 from tests.controller.drivers import make_header
 from tests.controller.ledger.lost_history import World
+from tests.support.effort import examples
 
 PARAMS = LedgerParams(groups_per_step=2, n_samples=2, staleness_bound=1, n_positions=10)
 
@@ -94,7 +95,8 @@ def test_a_checkpoint_of_another_timeline_is_not_in_the_ledger_though_the_number
     assert lineage.contains(7, None, 9)
 
 
-@settings(max_examples=300, deadline=None)
+@pytest.mark.scaled
+@settings(max_examples=examples(60), deadline=None)
 @given(st.data())
 def test_a_lineage_says_which_checkpoints_the_steps_contain(data: st.DataObject) -> None:
     """Against the truth: each step is a number of its own, each timeline the list of its steps so far."""
@@ -143,7 +145,8 @@ def test_a_header_without_a_lineage_knows_the_timeline_before() -> None:
     assert not lineage.contains(4, 1, 9)
 
 
-@settings(max_examples=200, deadline=None)
+@pytest.mark.scaled
+@settings(max_examples=examples(60), deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), max_size=7),
     st.integers(0, 4),
@@ -191,7 +194,8 @@ def jobs(draw: st.DrawFn) -> LedgerParams:
     return LedgerParams(**fields)
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@pytest.mark.scaled
+@settings(max_examples=examples(4), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(jobs(), st.integers(0, 2**32), st.integers(1, 3), st.sampled_from([0.3, 1.0, 3.0]), st.booleans())
 def test_any_loss_at_any_moment(
     params: LedgerParams, seed: int, n_rollouts: int, chaos: float, forgetful: bool

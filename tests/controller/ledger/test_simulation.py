@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from controller.ledger.ledger import LedgerParams
 from tests.controller.ledger.simulation import Simulation
+from tests.support.effort import examples
 
 
 @st.composite
@@ -33,7 +34,8 @@ def jobs(draw: st.DrawFn) -> LedgerParams:
     return LedgerParams(**fields)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@pytest.mark.scaled
+@settings(max_examples=examples(30), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(jobs(), st.integers(0, 2**32), st.integers(1, 4), st.sampled_from([0.0, 1.0, 3.0]))
 def test_any_schedule_keeps_the_invariants_and_ends(
     params: LedgerParams, seed: int, n_replicas: int, chaos: float
@@ -41,7 +43,9 @@ def test_any_schedule_keeps_the_invariants_and_ends(
     Simulation(seed, params, n_replicas).run(chaos)
 
 
-@pytest.mark.parametrize("bound", [0, 1, 4])
+@pytest.mark.parametrize(
+    "bound", [pytest.param(0, marks=pytest.mark.soak), 1, pytest.param(4, marks=pytest.mark.soak)]
+)
 def test_a_long_job_under_constant_failures(bound: int) -> None:
     params = LedgerParams(
         groups_per_step=4, n_samples=2, staleness_bound=bound, n_positions=200, keep_payloads=True

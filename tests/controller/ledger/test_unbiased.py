@@ -15,6 +15,7 @@ import pytest
 from controller.ledger.assembly import Assembled
 from controller.ledger.ledger import Ledger, LedgerParams
 from schema.wire.sample import SampleHeader
+from tests.support.effort import examples
 
 SHORT, LONG = 4, 60
 PARAMS = LedgerParams(
@@ -143,7 +144,8 @@ def test_without_deaths_everything_is_trained_once() -> None:
     assert Cluster(PARAMS).run() == EVERYTHING
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.scaled
+@pytest.mark.parametrize("seed", range(examples(1)))
 @pytest.mark.parametrize("how", ["killed", "silent", "drained"])
 def test_replicas_that_live_shorter_than_the_longest_samples(how: str, seed: int) -> None:
     """Each long group is begun again and again, far beyond `max_attempts`, and is trained in the end."""

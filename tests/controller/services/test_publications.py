@@ -270,11 +270,10 @@ def test_what_is_overtaken_by_an_anchor_wishes_for_none(stage: Stage) -> None:
 
 
 def test_the_wish_survives_the_controller(stage: Stage) -> None:
-    served = stage.process(make_config(controller={"heartbeat_timeout": 1000.0}))
+    served = stage.serve(make_config(controller={"heartbeat_timeout": 1000.0}))
     trainer, rollout = stage.ready(served)
     report(rollout, 1, status="unreadable")
-    served.stop()
-    served.start()
+    served.restart()
     assert publish(trainer, 0, begins=1).anchor
 
 
@@ -293,15 +292,14 @@ def ask(rollout: Rollout, newer_than: int = 0) -> Publication | None:
 
 @pytest.mark.parametrize("restart", [False, True])
 def test_a_slow_replica_keeps_what_it_was_handed(stage: Stage, restart: bool) -> None:
-    served = stage.process(make_config(controller={"heartbeat_timeout": 1000.0}, weight_sync={"keep": 1}))
+    served = stage.serve(make_config(controller={"heartbeat_timeout": 1000.0}, weight_sync={"keep": 1}))
     trainer, rollout = stage.trainer(served), stage.rollout(served)
     trainer.register()
     publish(trainer, 0)
     publish(trainer, 0, begins=1)
     rollout.register()
     if restart:
-        served.stop()
-        served.start()
+        served.restart()
     assert publish_until_gone(trainer, 4) == {3, 4, 5}, "2 was handed out, and 1 is part of its chain"
     newest = ask(rollout)
     assert newest is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -12,6 +13,7 @@ from controller.state.publications import Publications
 from controller.state.replicas import Registry, Replica
 from schema.wire.messages import HeartbeatRequest, PublishRequest, RegisterRequest
 from schema.wire.weights import Publication
+from tests.support.effort import examples
 
 KEEP, REMEMBERED = 2, 5
 NAMES = st.sampled_from(["a", "b", "c"])
@@ -204,8 +206,8 @@ class Chains(RuleBasedStateMachine):
             assert set(self.chains[newest.manifest_hash]) <= self.files | self.forgotten
 
 
-Chains.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
-TestChains = Chains.TestCase
+Chains.TestCase.settings = settings(max_examples=examples(30), stateful_step_count=40, deadline=None)
+TestChains = pytest.mark.scaled(Chains.TestCase)
 
 
 # ---- by hand --------------------------------------------------------------------------------------------------
