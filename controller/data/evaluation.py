@@ -10,7 +10,6 @@ the last line of stderr says how.
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import sys
@@ -20,11 +19,10 @@ from typing import Any
 
 from controller.data.errors import DataError
 from controller.data.prepare import check_source
-from controller.data.rows import extras, jsonable, value
+from controller.data.rows import command, extras, jsonable, value
 from controller.data.sources import Source, column, open_source, require_column
 from schema.config import Config, EvaluationConfig
 from schema.util.atomic_file import replacing
-from schema.util.text import configure_logging
 
 logger = logging.getLogger("controller.data.evaluation")  # run with -m, __name__ would say nothing
 
@@ -103,21 +101,7 @@ def _responses(written: Any, section: EvaluationConfig, where: str) -> list[str]
 
 def main(argv: list[str] | None = None) -> int:
     """The command line; answers the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m controller.data.evaluation", description="Read the answers that are scored."
-    )
-    parser.add_argument(
-        "--run-dir", type=Path, required=True, help="directory of the run, with its config.json"
-    )
-    run_dir = parser.parse_args(argv).run_dir
-    configure_logging()
-    try:
-        config = Config.model_validate_json((run_dir / "config.json").read_text(encoding="utf-8"))
-        prepare(config, run_dir)
-    except (DataError, ValueError, OSError) as error:
-        logger.error("%s", " ".join(str(error).split()))  # one line: it is what the launcher shows
-        return 2
-    return 0
+    return command("controller.data.evaluation", "Read the answers that are scored.", prepare, argv)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ are counted and reported. Exit code 2: the config or the data is at fault, and t
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import math
@@ -25,12 +24,11 @@ import numpy as np
 
 from controller.data.conversations import Message, read_messages, read_pair, read_prompt
 from controller.data.errors import DataError
-from controller.data.rows import Bound, Keep, Prepared, Row, batches, extras, jsonable, value
+from controller.data.rows import Bound, Keep, Prepared, Row, batches, command, extras, jsonable, value
 from controller.data.sources import Role, Source, open_source, require_column
 from controller.data.tokenizer import PromptTokenizer
 from schema.config import SOURCE_SCORERS, Config
-from schema.config.modules import ExternalModuleError, import_external
-from schema.util.text import configure_logging
+from schema.config.modules import import_external
 from schema.wire.prompts import write_prompts
 
 __all__ = ["held_out_rows", "jsonable", "main", "prepare", "prepare_conversations", "prepare_prompts"]
@@ -289,22 +287,7 @@ def _write(path: Path, prepared: Prepared, name: str, role: Role) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line; answers the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m controller.data.prepare", description="Prepare a run's data."
-    )
-    parser.add_argument(
-        "--run-dir", type=Path, required=True, help="directory of the run, with its config.json"
-    )
-    run_dir = parser.parse_args(argv).run_dir
-    configure_logging()
-    logging.getLogger("huggingface_hub").propagate = False  # it writes by a handler of its own
-    try:
-        config = Config.model_validate_json((run_dir / "config.json").read_text(encoding="utf-8"))
-        prepare(config, run_dir)
-    except (DataError, ValueError, OSError, ExternalModuleError) as error:
-        logger.error("%s", " ".join(str(error).split()))  # one line: it is what the launcher shows
-        return 2
-    return 0
+    return command("controller.data.prepare", "Prepare a run's data.", prepare, argv)
 
 
 if __name__ == "__main__":

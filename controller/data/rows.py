@@ -5,12 +5,14 @@ Source ─batches─▶ [(index, row)] ─value, Bound.fit─▶ Prepared ─ext
 
 from __future__ import annotations
 
+import argparse
 import logging
 import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -18,6 +20,9 @@ import numpy as np
 from controller.data.errors import DataError
 from controller.data.sources import Source, column
 from controller.data.tokenizer import Ids, Mask
+from schema.config import Config
+from schema.config.modules import ExternalModuleError
+from schema.util.text import configure_logging
 
 logger = logging.getLogger("controller.data.prepare")  # one name for all of the preparation
 
@@ -125,3 +130,22 @@ def jsonable(value: Any) -> Any:
     if isinstance(value, np.generic):
         return jsonable(value.item())
     return None
+
+
+def command(
+    prog: str, description: str, work: Callable[[Config, Path], object], argv: list[str] | None
+) -> int:
+    """The command line of a preparation: `work` on the config of `--run-dir`; answers the exit code."""
+    parser = argparse.ArgumentParser(prog=f"python -m {prog}", description=description)
+    parser.add_argument(
+        "--run-dir", type=Path, required=True, help="directory of the run, with its config.json"
+    )
+    run_dir = parser.parse_args(argv).run_dir
+    configure_logging()
+    logging.getLogger("huggingface_hub").propagate = False  # it writes by a handler of its own
+    try:
+        work(Config.model_validate_json((run_dir / "config.json").read_text(encoding="utf-8")), run_dir)
+    except (DataError, ValueError, OSError, ExternalModuleError) as error:
+        logging.getLogger(prog).error("%s", " ".join(str(error).split()))  # one line: the launcher shows it
+        return 2
+    return 0

@@ -16,7 +16,7 @@ from controller.store.errors import (
     UnsuitableServer,
 )
 from controller.store.lock import Holder
-from controller.store.payloads import PayloadKey, PayloadStore, RedisPayloads
+from controller.store.payloads import PayloadKey
 from controller.store.redis_state import Saved, StateStore, Table
 
 __all__ = [
@@ -25,8 +25,6 @@ __all__ = [
     "HistoryLost",
     "Holder",
     "PayloadKey",
-    "PayloadStore",
-    "RedisPayloads",
     "Saved",
     "StateStore",
     "StoreError",

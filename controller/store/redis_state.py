@@ -35,7 +35,7 @@ from controller.cancellation import end
 from controller.store.errors import Fenced, Held, HistoryLost, StoreError, StoreUnavailable
 from controller.store.fence import REPLY_TIMEOUT, Command, FencedConnection
 from controller.store.lock import LOOK, Attempt, Holder, Term, attempt, elapsed
-from controller.store.payloads import Payload, PayloadKey, PayloadStore, RedisPayloads
+from controller.store.payloads import Payload, PayloadKey, RedisPayloads
 from controller.store.server_check import BACKOFF, ServerFacts, server_facts
 from schema.config.secrets import cut
 
@@ -103,7 +103,7 @@ class StateStore:
         self.fatal: asyncio.Future[StoreError] = asyncio.get_running_loop().create_future()
         self._client = Redis(connection_pool=pool)
         self._fence = FencedConnection(pool, self._key("epoch"), self._key("seq"))
-        self.payloads: PayloadStore = RedisPayloads(self._client, namespace)
+        self.payloads = RedisPayloads(self._client, namespace)
         self._pending = _Pending()
         self._in_flight: _Pending | None = None
         self._wake = asyncio.Event()

@@ -79,7 +79,7 @@ def disturb(process: ControllerProcess, over: threading.Event) -> None:
         process.start()
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.soak)])
 def test_a_job_over_a_bad_network_adds_up(stage: Stage, seed: int) -> None:
     config = make_config(train={"train_policy": {"allowed_outdated_steps": 2}})
     process = stage.process(config, rows=ROWS)

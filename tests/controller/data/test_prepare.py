@@ -198,25 +198,25 @@ def test_a_reference_that_is_missing_is_not_silence(
 
 
 def test_the_command_prepares_without_torch_and_answers_2_on_bad_data(
-    model_dir: Path, questions: Path, tmp_path: Path
+    model_dir: Path, questions: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    def run(cfg: Config) -> subprocess.CompletedProcess[str]:
+    def configure(cfg: Config) -> list[str]:
         (tmp_path / "config.json").write_text(json.dumps(cfg.to_dict()))
-        code = (
-            "import sys; from controller.data.prepare import main; code = main(sys.argv[1:]); "
-            "assert 'torch' not in sys.modules; sys.exit(code)"
-        )
-        env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-c", code, "--run-dir", str(tmp_path)]
-        return subprocess.run(command, capture_output=True, check=False, text=True, timeout=PATIENCE, env=env)
+        return ["--run-dir", str(tmp_path)]
 
-    good = run(config(model_dir, questions, COLUMNS))
+    code = (
+        "import sys; from controller.data.prepare import main; code = main(sys.argv[1:]); "
+        "assert 'torch' not in sys.modules; sys.exit(code)"
+    )
+    command = [sys.executable, "-c", code, *configure(config(model_dir, questions, COLUMNS))]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    good = subprocess.run(command, capture_output=True, check=False, text=True, timeout=PATIENCE, env=env)
     assert good.returncode == 0, good.stderr
     assert "train: 20 rows" in good.stderr
-    bad = run(config(model_dir, questions, {"prompt_column_name": "q"}))
-    assert bad.returncode == 2
-    assert bad.stderr.count("\n") == 1, "one clear message and no traceback"
-    assert "it has question" in bad.stderr
+    assert main(configure(config(model_dir, questions, {"prompt_column_name": "q"}))) == 2
+    (error,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert "it has question" in error.message
+    assert error.exc_info is None, "one clear message and no traceback"
 
 
 def test_a_run_directory_without_config_is_an_error(tmp_path: Path, caplog: pytest.LogCaptureFixture):

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,14 +13,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from controller.data.errors import DataError
-from controller.data.prepare import prepare
+from controller.data.prepare import main, prepare
 from controller.data.tokenizer import PromptTokenizer
 from schema.config import SOURCE_SCORERS, Config
 from schema.wire.prompts import PromptFile
 from tests.controller.data.conftest import save_tokenizer
 from tests.controller.data.test_prepare import config
 from tests.support.own_code import code_kept_in
-from tests.support.waiting import PATIENCE
 
 LONG = "a" * 30
 BEFORE, AFTER = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
@@ -276,19 +272,23 @@ def test_code_of_a_tokenizer_runs_only_where_it_is_trusted(
     assert plain._tokenizer.decode(file.token_ids(0)) == "HELLO"
 
 
-def test_external_modules_are_imported_first(model_dir: Path, tmp_path: Path):
+def test_external_modules_are_imported_first(
+    model_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+):
     path = write(tmp_path / "rows.jsonl", [{"prompt": "hello"}])
     (tmp_path / "cosmos_test_noisy.py").write_text("print('imported')\n")
+    monkeypatch.syspath_prepend(tmp_path)
 
-    def run(module: str) -> subprocess.CompletedProcess[str]:
+    def run(module: str) -> int:
         cfg = with_policy(config(model_dir, path, {}), external_modules=[module])
         (tmp_path / "config.json").write_text(json.dumps(cfg.to_dict()))
-        command = [sys.executable, "-m", "controller.data.prepare", "--run-dir", str(tmp_path)]
-        python_path = os.pathsep.join([str(tmp_path), os.getcwd()])
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path}
-        return subprocess.run(command, capture_output=True, check=False, text=True, timeout=PATIENCE, env=env)
+        return main(["--run-dir", str(tmp_path)])
 
-    good, bad = run("cosmos_test_noisy"), run("cosmos_test_missing")
-    assert (good.returncode, good.stdout) == (0, "imported\n"), good.stderr
-    assert bad.returncode == 2
-    assert "policy.external_modules: `cosmos_test_missing` cannot be imported" in bad.stderr.splitlines()[-1]
+    assert run("cosmos_test_noisy") == 0
+    assert capsys.readouterr().out == "imported\n"
+    assert run("cosmos_test_missing") == 2
+    assert "policy.external_modules: `cosmos_test_missing` cannot be imported" in caplog.text

@@ -25,6 +25,7 @@ from schema.wire.weights import Publication
 from tests.controller.conftest import Stage
 from tests.controller.drivers import Rollout, Trainer, train_step
 from tests.support.controller import TOKENS, make_config
+from tests.support.waiting import until
 
 
 def publication(number: int = 1) -> Publication:
@@ -275,6 +276,27 @@ def test_the_wish_survives_the_controller(stage: Stage) -> None:
     report(rollout, 1, status="unreadable")
     served.restart()
     assert publish(trainer, 0, begins=1).anchor
+
+
+def test_a_trainer_that_publishes_nothing_is_told_in_a_heartbeat(stage: Stage) -> None:
+    served = stage.serve(make_config(controller={"heartbeat_interval": 0.1}))
+    trainer, rollout = stage.ready(served)
+    assert "anchor" not in trainer.beat().commands
+    report(rollout, 1, status="unreadable")
+    until(lambda: "anchor" in trainer.beat().commands, "the request for a full version")
+    assert "anchor" not in trainer.beat().commands  # not in every one
+    until(lambda: "anchor" in trainer.beat().commands, "the request once more")
+    assert trainer.publish(0).publication.id == 2  # the same version, in full
+    assert not trainer.publish(0).anchor
+
+
+def test_a_trainer_that_goes_on_is_told_in_the_answer_to_its_publication(stage: Stage) -> None:
+    served = stage.serve(make_config(controller={"heartbeat_interval": 1000.0, "heartbeat_timeout": 5000.0}))
+    trainer, rollout = stage.ready(served)
+    report(rollout, 1, status="unreadable")
+    assert "anchor" not in trainer.beat().commands
+    request = trainer.publish_request(0).model_copy(update={"kind": "delta", "begins": 1})
+    assert trainer.client.send(api.publish(request)).anchor
 
 
 # ---- what was handed out --------------------------------------------------------------------------------------

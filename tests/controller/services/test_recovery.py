@@ -162,7 +162,7 @@ def job(run_dir: Path) -> Iterator[tuple[ValkeyServer, ControllerProcess]]:
         yield valkey, process
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.soak)])
 def test_the_file_is_cut_at_random_places_while_everybody_works(tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
     config = make_config(
