@@ -425,8 +425,9 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def seeded(random: Random) -> Iterator[None]:
-    """Lease ids and the like come from the seed too."""
-    with patch("secrets.token_hex", lambda n=16: f"{random.getrandbits(8 * n):0{2 * n}x}"):
+    """Lease ids, jitter and the like come from the seed too."""
+    token = lambda n=16: f"{random.getrandbits(8 * n):0{2 * n}x}"  # noqa: E731
+    with patch("secrets.token_hex", token), patch("schema.util.backoff.random", random):
         yield
 
 
