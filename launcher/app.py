@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from launcher.commands import check, convert, export, learn, operate
+from launcher.commands import configuration, convert, export, init, operate
 from launcher.commands.options import Overrides, print_json, print_problems
 from launcher.errors import LaunchError
 from launcher.processes.signals import ended_at_once
@@ -76,12 +76,12 @@ app = typer.Typer(
 )
 
 # Commands of the same meaning share a module.
-app.command()(learn.init)
-app.command()(learn.explain)
+app.command()(init.init)
+app.command()(configuration.explain)
 app.command()(convert.convert)
-app.command()(check.validate)
-app.command()(check.show)
-app.command()(learn.schema)
+app.command()(configuration.validate)
+app.command()(configuration.show)
+app.command()(configuration.schema)
 app.command()(operate.status)
 app.command()(operate.stop)
 app.command()(operate.pause)

@@ -13,14 +13,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from launcher.job.run import Checked
-from launcher.plan import credentials as uploads
-from launcher.plan import placement, redis_server
-from launcher.plan.machine import Machine
+from launcher.plan import credentials, placement, redis_server
+from launcher.plan.machine import Capacity, Machine, find_capacity
 from launcher.plan.placement import ProcessSpec, Replica, place
 from launcher.plan.rundir import RunDir, Tokens, choose, environment
 from launcher.plan.tls import controller_url
 from launcher.preflight import memory
-from launcher.preflight.capacity import Capacity, find_capacity
 from launcher.preflight.memory import Cache, Part, size_text
 from launcher.preflight.models import LocalModel, UnknownModelError, find_model
 from launcher.resolved_config import MASK, masked
@@ -103,7 +101,7 @@ def plan(checked: Checked, *, resume: bool, env: Mapping[str, str]) -> Planned:
         shared = memory.host_copy(config, model), memory.snapshots(config, model)
     planned = Planned(
         checked.machine, str(run.path), continued, model, no_model, processes, shared,
-        warnings=list(checked.warnings), uploads=list(uploads.places(config, run.path.name, env)),
+        warnings=list(checked.warnings), uploads=list(credentials.upload_targets(config, run.path.name, env)),
     )  # fmt: skip
     _sum_up(planned, capacity)
     planned.warnings += _warnings(planned, config)
@@ -120,9 +118,7 @@ def _model(config: Config, env: Mapping[str, str]) -> tuple[LocalModel | None, s
 def _services(config: Config, run: RunDir) -> Iterator[Replica]:
     """The processes around the workers, in the order of their start."""
     if config.is_evaluation:
-        from launcher.job.evaluation import steps  # it brings asyncio, which other jobs need not wait for
-
-        yield from steps(str(run.path))
+        yield from placement.evaluation(str(run.path))
         return
     binary = redis_server.valkey_binary()
     if not config.redis.url and binary is not None:
@@ -167,7 +163,7 @@ class _Estimator:
         mesh, ranks = self.config.policy.parallelism, len(replica.processes)
         shards = max(1, ranks // mesh.dp_replicate_size)
         data_ranks = max(1, ranks // (mesh.tp_size * mesh.cp_size * mesh.pp_size))
-        return _Memory(device, memory.trainer(self.config, self.model, shards, data_ranks).parts)
+        return _Memory(device, memory.trainer(self.config, self.model, shards, data_ranks))
 
     def _rollout(self, gpus: tuple[str, ...]) -> _Memory:
         device = f"GPU {gpus[0]}" if gpus else HOST

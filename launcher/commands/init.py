@@ -9,24 +9,49 @@ Nothing that is there is replaced without --force, and nothing is written unless
 
 from __future__ import annotations
 
-import tomllib
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from launcher.commands.recipes import RECIPES, Fit, Recipe
-from launcher.commands.tiny_model import write_tiny_model
 from launcher.errors import LaunchError
-from launcher.plan.machine import find_machine, has_module
-from launcher.plan.rundir import newest
-from schema.config import check_config
-from schema.config.loading.explain import closest
-from schema.config.reference.export import schema_text
 
 SCHEMA_FILE = "config.schema.json"
 ENGINES = ("vllm", "transformers")
 STDOUT = Path("-")
 ADDITION_RUNS = Path("outputs/addition")
+
+
+def init(
+    recipe: Annotated[
+        str | None, typer.Argument(metavar="RECIPE", help="Which one; without it they are listed.")
+    ] = None,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE", help="The file to write; - prints it.")
+    ] = Path("run.toml"),
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="A model in place of the recipe's: a directory or a name."),
+    ] = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=0, help="GPUs to write it for. Default: those found.")
+    ] = None,
+    engine: Annotated[
+        str | None, typer.Option(metavar="vllm|transformers", help="Default: vllm where it is installed.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
+) -> None:
+    """Write a commented configuration to start from."""
+    if recipe is None:
+        typer.echo("\n".join(listing()))
+        return
+    request = Request(recipe, output, model or "", gpus, engine or "", force)
+    for line in start(request, os.environ):
+        typer.echo(line)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +75,11 @@ def listing() -> list[str]:
 
 def start(request: Request, env: Mapping[str, str]) -> Iterator[str]:
     """Write everything; yields what to say. Raises LaunchError (nothing was written), ConfigError."""
+    import tomllib
+
+    from launcher.commands.tiny_model import write_tiny_model
+    from schema.config import check_config
+
     recipe = _recipe(request.recipe)
     fit = fit_of(request, env)
     to_screen = request.output == STDOUT
@@ -90,6 +120,8 @@ def start(request: Request, env: Mapping[str, str]) -> Iterator[str]:
 
 def fit_of(request: Request, env: Mapping[str, str]) -> Fit:
     """The machine as the options say, else as it is. Raises LaunchError."""
+    from launcher.plan.machine import find_machine, has_module
+
     engine = request.engine or ("vllm" if has_module("vllm") else "transformers")
     if engine not in ENGINES:
         raise LaunchError(f"--engine {engine} is unknown", f"the engines are {' and '.join(ENGINES)}")
@@ -100,6 +132,8 @@ def fit_of(request: Request, env: Mapping[str, str]) -> Fit:
 def _recipe(name: str) -> Recipe:
     if name in RECIPES:
         return RECIPES[name]
+    from schema.config.loading.explain import closest
+
     close = closest(name, RECIPES)
     hint = f"did you mean {close}?" if close else f"the recipes are {', '.join(RECIPES)}"
     raise LaunchError(f"there is no recipe {name!r}", hint)
@@ -107,6 +141,8 @@ def _recipe(name: str) -> Recipe:
 
 def _trained_model() -> str:
     """The newest model that addition-sft has left here."""
+    from launcher.plan.rundir import newest
+
     found = newest(ADDITION_RUNS)
     if found is None or not (found.path / "final" / "config.json").is_file():
         raise LaunchError(
@@ -130,6 +166,8 @@ def _check_places(request: Request, model: Path | None) -> None:
 
 def _write_schema(path: Path) -> str:
     """The schema for editors beside the file; one that is there and differs is left alone."""
+    from schema.config.reference.export import schema_text
+
     text = schema_text()
     if path.exists():
         same = path.is_file() and path.read_text(encoding="utf-8", errors="replace") == text

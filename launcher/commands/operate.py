@@ -51,14 +51,14 @@ def status(
                                                waiting, unreachable, ending, leaving, killed,
                                                finished, stopped or failed
     """
-    from launcher.commands import status as survey
+    from launcher.commands.status import ENDED, exit_code, find_status
 
     target = _find(targets, set_)
     while True:
-        found = survey.survey(target)
+        found = find_status(target)
         _show(found, as_json, watch)
-        if not watch or found["state"] in survey.ENDED:
-            raise typer.Exit(survey.exit_code(found))
+        if not watch or found["state"] in ENDED:
+            raise typer.Exit(exit_code(found))
         time.sleep(WATCH_EVERY)
 
 

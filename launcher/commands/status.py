@@ -33,7 +33,7 @@ ENDED = frozenset({"finished", "stopped", "failed", "killed"})
 BAD = frozenset({"failed", "killed", "leaving"})
 
 
-def survey(target: Target) -> dict[str, Any]:
+def find_status(target: Target) -> dict[str, Any]:
     """Everything that is known, as JSON-compatible values. Raises LaunchError if nothing can be learnt."""
     found: dict[str, Any] = dict.fromkeys(
         ("launcher", "checkpoint", "summary", "status", "ledger", "replicas", "error")
@@ -189,7 +189,7 @@ def _steps(found: Mapping[str, Any]) -> int:
 
 
 def lines(found: Mapping[str, Any], now: float | None = None) -> list[str]:
-    """The survey as text. `now`: Unix time, for "… ago"."""
+    """The status as text. `now`: Unix time, for "… ago"."""
     now = time.time() if now is None else now
     text = [_title(found)]
     if found["summary"] is not None:

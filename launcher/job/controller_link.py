@@ -25,7 +25,7 @@ COLLECT_PATIENCE = 20.0
 """Seconds to wait for a controller, or its Redis, that died just now: without them there is no summary."""
 
 
-class Contact:
+class ControllerLink:
     """The controller of one job, which may be away for a while."""
 
     def __init__(self, url: str, token: str, tls_ca: str | None = None) -> None:

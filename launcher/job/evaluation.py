@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-import sys
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -18,31 +17,17 @@ from typing import Any
 from launcher.job.screen import Screen
 from launcher.job.summary import FORMAT
 from launcher.plan.credentials import credentials_of
-from launcher.plan.placement import ProcessSpec, Replica
+from launcher.plan.placement import Replica, evaluation
 from launcher.plan.rundir import RunDir, base_environment, read_json
 from launcher.processes.logs import tail
 from launcher.processes.signals import stop_signals
 from launcher.processes.supervisor import Exit, Setting, Situation, Supervised, Supervisor
-from launcher.restarts import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, SIGNALLED, Budget, Role
+from launcher.restarts import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, SIGNALLED, Budget
 from schema.config import Config
 from schema.util.atomic_file import write_text
 
 POLL = 0.5
 """Seconds between looks at how far a step is."""
-
-
-def steps(run_dir: str) -> list[Replica]:
-    """The two processes, one after the other."""
-    env = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    named = (("answers", "controller.data.evaluation"), ("scores", "rollout_worker.evaluate"))
-    return [
-        Replica(
-            name,
-            Role.DATA,
-            (ProcessSpec(name, Role.DATA, (sys.executable, "-P", "-m", module, "--run-dir", run_dir), env),),
-        )
-        for name, module in named
-    ]
 
 
 class Watcher:
@@ -73,7 +58,7 @@ async def evaluate(config: Config, run: RunDir, env: Mapping[str, str], screen: 
     for number in signals:
         asyncio.get_running_loop().add_signal_handler(number, _once, interrupted, int(number))
     try:
-        for replica in steps(str(run.path)):
+        for replica in evaluation(str(run.path)):
             code = await _step(supervisor, replica, interrupted, screen)
             if code != EXIT_OK and not (run.path / "evaluation.json").exists():
                 return code

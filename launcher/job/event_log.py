@@ -1,7 +1,9 @@
-"""`launcher.json`: what the launcher knows of its processes, for `cosmos-launch status`, also when it is dead.
+"""What the launcher leaves for others to read: `launcher.json` and `logs/launcher.log`.
 
-Written beside and renamed whenever something in it has changed, and every few seconds as a sign of life; so a reader
-sees a whole file, and the time in it says when a killed launcher was last alive. No secrets.
+`launcher.json` holds what it knows of its processes, for `cosmos-launch status`, also when it is dead. It is replaced
+as a whole whenever something in it has changed, and every few seconds as a sign of life; so a reader never sees half
+of it, and the time in it says when a killed launcher was last alive. No secrets. `launcher.log` has the events of the
+screen in a file like those of the processes.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import Any
 from launcher.processes.supervisor import Exit, Supervised
 from launcher.restarts import EXIT_OK, Role
 from schema.util.atomic_file import write_text
+from schema.util.text import indented
 
 SIGN_OF_LIFE = 10.0
 MOST_ENDS = 20
@@ -39,10 +42,14 @@ class End:
 
 
 @dataclass(slots=True)
-class Journal:
-    """The content of the file. Times are Unix seconds."""
+class EventLog:
+    """The content of launcher.json, and the log of events. Times are Unix seconds.
+
+    path: launcher.json. log: launcher.log.
+    """
 
     path: Path
+    log: Path
     started_at: float = field(default_factory=time.time)
     ends: deque[End] = field(default_factory=lambda: deque(maxlen=MOST_ENDS))
     ending: str = ""
@@ -51,6 +58,11 @@ class Journal:
     """What is wrong with Redis (`launcher.job.redis_pulse`); empty: nothing."""
     _written: str = ""
     _at: float = 0.0
+
+    def append(self, text: str) -> None:
+        """Add an event to launcher.log. Raises OSError."""
+        with self.log.open("a", encoding="utf-8") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {indented(text)}\n")
 
     def ended(self, exit_: Exit) -> None:
         """Remember a process that went down; the data's preparation is meant to."""

@@ -24,8 +24,8 @@ from typing import Any
 from controller.client import ControllerError
 from controller.client import calls as api
 from launcher.display import View, duration
-from launcher.job.controller_link import BRIEF, Contact
-from launcher.job.event_log import Journal
+from launcher.job.controller_link import BRIEF, ControllerLink
+from launcher.job.event_log import EventLog
 from launcher.job.redis_pulse import RedisPulse
 from launcher.job.screen import Screen
 from launcher.job.summary import Collected, Result
@@ -49,7 +49,6 @@ from launcher.restarts import (
     Role,
     is_crash,
 )
-from schema.util.text import indented
 from schema.wire.messages import TERMINAL_PHASES, JobStatus, Phase
 
 log = logging.getLogger(__name__)
@@ -76,11 +75,11 @@ class Job:
         budget = Budget(launcher.max_restarts, launcher.restart_backoff, launcher.restart_backoff_max)
         setting = Setting(run.logs, run.locks, launcher.shutdown_timeout, budget, self._environment)
         self.supervisor = Supervisor(setting, self)
-        self.contact = Contact(plan.url, plan.tokens.user, config.controller.tls_ca or None)
+        self.link = ControllerLink(plan.url, plan.tokens.user, config.controller.tls_ca or None)
         self._started = time.monotonic()
         self._interrupts: asyncio.Queue[int] = asyncio.Queue()
-        self.journal = Journal(run.launcher_json)
-        self.watch = Watch(plan, self.contact, self.supervisor, self.view, self.event)
+        self.event_log = EventLog(run.launcher_json, run.logs / "launcher.log")
+        self.watch = Watch(plan, self.link, self.supervisor, self.view, self.event)
         self.redis = RedisPulse(plan.redis, lambda: self.supervisor.kill("redis"), self.event)
         self._errands: set[asyncio.Task[None]] = set()
         self._secrets: dict[str, str] = {}
@@ -105,7 +104,7 @@ class Job:
             await self.supervisor.kill_all()
             if self.plan.redis.directory:
                 shutil.rmtree(self.plan.redis.directory, ignore_errors=True)
-            await self.contact.close()
+            await self.link.close()
             self.screen.close()
             for number in (*stop_signals(), signal.SIGUSR1):
                 loop.remove_signal_handler(number)
@@ -134,7 +133,7 @@ class Job:
 
     async def _unless_killed(self, outcome: Outcome) -> Collected:
         """End the job in order; the second Ctrl-C ends it at once."""
-        self.journal.ending = outcome.name + (f": {outcome.reason}" if outcome.reason else "")
+        self.event_log.ending = outcome.name + (f": {outcome.reason}" if outcome.reason else "")
         self._show()
         finish = asyncio.create_task(self._finish(outcome))
         interrupt = asyncio.create_task(self._second_interrupt(already=outcome.exit_code > 128))
@@ -189,8 +188,8 @@ class Job:
         self.supervisor.launch(
             placement.controller(str(plan.run.path), config.controller.host, plan.port), after="workers"
         )
-        self.contact.started.set()
-        if not await self.contact.wait_ready(config.controller.start_timeout):
+        self.link.started.set()
+        if not await self.link.wait_ready(config.controller.start_timeout):
             return blame(
                 self.plan.run.logs,
                 "controller",
@@ -211,13 +210,13 @@ class Job:
     async def _reopen(self) -> bool:
         """Open a stopped or failed job again: it would send its workers away. False if nothing is left to do."""
         patience = self.plan.config.controller.start_timeout  # one that is killed now is restarted, too
-        status = await self.contact.ask(api.job(), patience)
+        status = await self.link.ask(api.job(), patience)
         if status.phase in (Phase.STOPPED, Phase.FAILED):
-            status = await self.contact.ask(api.operate("resume"), patience)
+            status = await self.link.ask(api.operate("resume"), patience)
         for replica in self.plan.workers:
             # It has ended with its launcher, had another secret, and holds its name still.
             if replica.role is Role.ROLLOUT:
-                await self.contact.tell(api.replica_exited(replica.name, "its launcher ended", crashed=False))
+                await self.link.tell(api.replica_exited(replica.name, "its launcher ended", crashed=False))
         self.event(f"going on after {status.step} of {status.total_steps} steps")
         return status.phase is not Phase.FINISHED
 
@@ -264,23 +263,20 @@ class Job:
         """Something happened: on the screen, and in a log file like those of the processes."""
         self.screen.event(text)
         try:
-            with (self.plan.run.logs / "launcher.log").open("a", encoding="utf-8") as file:
-                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {indented(text)}\n")
+            self.event_log.append(text)
         except OSError as error:  # a full disk ends those who have something to save, not the launcher
             self.screen.event(f"launcher.log cannot be written: {error.strerror}")
 
     async def exited(self, exit_: Exit) -> Situation:
         """Tell the controller of a replica that went down, and learn whether the job still needs it."""
         role, name = exit_.replica.role, exit_.replica.name
-        self.journal.ended(exit_)
+        self.event_log.ended(exit_)
         is_replica = role in (Role.POLICY, Role.ROLLOUT)
-        if is_replica and not self.contact.started.is_set() and exit_.code != EXIT_CONFIG:
+        if is_replica and not self.link.started.is_set() and exit_.code != EXIT_CONFIG:
             return await self._too_early(exit_)
         if is_replica and exit_.code != EXIT_NAME_TAKEN:  # else somebody else lives under its name
             crashed = exit_.hung or is_crash(exit_.code)
-            await self.contact.tell(
-                api.replica_exited(name, exit_.how, crashed=crashed, parent_pid=exit_.pid)
-            )
+            await self.link.tell(api.replica_exited(name, exit_.how, crashed=crashed, parent_pid=exit_.pid))
         status = await self._newest_status(LEFT_PATIENCE if exit_.code == EXIT_OK else BRIEF, role)
         if status is None:
             return Situation(over=False, needed=True)
@@ -294,14 +290,14 @@ class Job:
             f"{exit_.replica.name} ended ({exit_.how}) before the controller was started; it is "
             f"started again with it; its log: {exit_.log_file}"
         )
-        await self.contact.started.wait()
+        await self.link.started.wait()
         return Situation(over=False, needed=True, counts=False)
 
     async def _newest_status(self, patience: float, role: Role) -> JobStatus | None:
-        if role not in (Role.POLICY, Role.ROLLOUT) or not self.contact.started.is_set():
+        if role not in (Role.POLICY, Role.ROLLOUT) or not self.link.started.is_set():
             return self.view.status
         try:
-            self.view.status = await self.contact.ask(api.job(), patience)
+            self.view.status = await self.link.ask(api.job(), patience)
         except ControllerError as error:
             log.debug("no status: %s", error)
         return self.view.status
@@ -325,17 +321,17 @@ class Job:
         workers = [name for name, kept in self.supervisor.replicas.items() if _is_worker(kept.replica.role)]
         if outcome.name == "failed":
             self.event(f"failed: {outcome.reason}")
-            await self.contact.tell(api.fail(outcome.reason))
+            await self.link.tell(api.fail(outcome.reason))
         elif outcome.name == "stopped":
             self.event(f"stopping ({outcome.reason}); Ctrl-C again kills all processes at once")
-            await self.contact.tell(api.operate("stop"))
+            await self.link.tell(api.operate("stop"))
         else:
             self.event(f"{outcome.reason or 'finished'}; the workers are leaving")
             await self.supervisor.wait(workers, self.plan.config.launcher.shutdown_timeout)
         await self._stop(workers)
         collected = Collected(status=self.view.status)
         if self.supervisor.running(["controller"]):
-            collected = await self.contact.collect(self.view.status)
+            collected = await self.link.collect(self.view.status)
         if collected.missing:
             self.event(f"the summary is incomplete: {collected.missing}")
         self.view.status = collected.status
@@ -371,15 +367,15 @@ class Job:
 
     def _show(self) -> None:
         self.view.elapsed = time.monotonic() - self._started
-        self.view.redis = self.journal.redis = self.redis.trouble
+        self.view.redis = self.event_log.redis = self.redis.trouble
         self.view.processes = {
             name: _state(kept) for name, kept in self.supervisor.replicas.items() if name != "data"
         }
         self.screen.show(self.view)
         try:
-            self.journal.write(self._stage(), self.supervisor.replicas.values())
+            self.event_log.write(self._stage(), self.supervisor.replicas.values())
         except OSError as error:
-            log.warning("%s cannot be written: %s", self.journal.path, error.strerror)
+            log.warning("%s cannot be written: %s", self.event_log.path, error.strerror)
 
     def _stage(self) -> str:
         """What the launcher is at, in words."""
@@ -396,7 +392,7 @@ class Job:
 
     async def _ask_for_checkpoint(self) -> None:
         """SIGUSR1."""
-        told = await self.contact.tell(api.operate("checkpoint"))
+        told = await self.link.tell(api.operate("checkpoint"))
         if told is None:
             self.event(
                 "SIGUSR1: no checkpoint can be asked for now, the controller does not answer or refuses"

@@ -5,20 +5,24 @@ from __future__ import annotations
 import os
 import sys
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from launcher.display import LinePacer, View, line, panel
 from schema.util.text import indented, visible
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from rich.console import Console
     from rich.live import Live
 
 
 class Screen:
-    """Plain lines on standard output; the base of the terminal's screen."""
+    """Plain lines on standard output, for logs, pipes and CI; the base of the terminal's screen."""
+
+    def __init__(self) -> None:
+        self._pacer = LinePacer()
 
     def event(self, text: str) -> None:
         """Something happened: one line with the time."""
@@ -34,30 +38,19 @@ class Screen:
 
     def show(self, view: View) -> None:
         """Show the newest view, if it is time."""
-
-    def table(self, summary: Mapping[str, Any]) -> None:
-        """Print the final table."""
-
-    def close(self) -> None:
-        """Leave the terminal as it was."""
-
-
-class PlainScreen(Screen):
-    """For logs, pipes and CI."""
-
-    def __init__(self) -> None:
-        self._pacer = LinePacer()
-
-    def show(self, view: View) -> None:
         if self._pacer.due(view, time.monotonic()):
             self.write(line(view))
 
     def table(self, summary: Mapping[str, Any]) -> None:
+        """Print the final table."""
         from launcher.job.summary import rows
 
         found = rows(summary)
         width = max(len(name) for name, _ in found)
         self.write("\n".join(f"  {name:<{width}}  {value}" for name, value in found))
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
 
 
 class TerminalScreen(Screen):
@@ -70,19 +63,22 @@ class TerminalScreen(Screen):
     def write(self, text: str) -> None:
         from rich.text import Text
 
-        try:
+        with self._while_somebody_reads():
             self._console.print(Text(visible(text)))
-        except OSError:
-            self._console.file = open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process
 
     def show(self, view: View) -> None:
         from rich.live import Live
 
-        try:
+        with self._while_somebody_reads():
             if self._live is None:
                 self._live = Live(panel(view), console=self._console, auto_refresh=False)
                 self._live.start()
             self._live.update(panel(view), refresh=True)
+
+    @contextmanager
+    def _while_somebody_reads(self) -> Iterator[None]:
+        try:
+            yield
         except OSError:
             self._console.file = open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process
 
@@ -101,8 +97,8 @@ class TerminalScreen(Screen):
 def open_screen() -> Screen:
     """The screen that fits standard output."""
     if not sys.stdout.isatty():
-        return PlainScreen()
+        return Screen()
     from rich.console import Console
 
     console = Console()
-    return TerminalScreen(console) if console.is_terminal and not console.is_dumb_terminal else PlainScreen()
+    return TerminalScreen(console) if console.is_terminal and not console.is_dumb_terminal else Screen()

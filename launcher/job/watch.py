@@ -12,14 +12,13 @@ from pathlib import Path
 from controller.client import ControllerError, NotServing, Unauthorized
 from controller.client import calls as api
 from launcher.display import View
-from launcher.job.controller_link import Contact
-from launcher.job.hang import is_hung
+from launcher.job.controller_link import ControllerLink
 from launcher.plan.plan import Outcome, Plan
 from launcher.processes.logs import tail
 from launcher.processes.supervisor import Supervisor
 from launcher.restarts import EXIT_FAILED, EXIT_OK
 from schema.util.text import visible
-from schema.wire.messages import TERMINAL_PHASES, Phase
+from schema.wire.messages import TERMINAL_PHASES, Phase, ReplicaInfo
 
 log = logging.getLogger(__name__)
 
@@ -29,16 +28,24 @@ LOOK_AT_REPLICAS = 10.0
 """Seconds between looks for replicas that live and are not heard of."""
 HUNG_AFTER = 60.0
 """Seconds without any answer after which a controller whose process lives is killed and restarted."""
+ROLLOUT_PATIENCE, POLICY_PATIENCE = 60.0, 300.0
+"""Seconds of silence beyond `controller.heartbeat_timeout`. Both beat while they load or compute, so a minute means
+trouble; a trainer gets more, since its restart costs the steps since the newest checkpoint."""
 
 
 class Watch:
     """Keeps the view of the job up to date until the job is over."""
 
     def __init__(
-        self, plan: Plan, contact: Contact, supervisor: Supervisor, view: View, event: Callable[[str], None]
+        self,
+        plan: Plan,
+        link: ControllerLink,
+        supervisor: Supervisor,
+        view: View,
+        event: Callable[[str], None],
     ) -> None:
         self._config, self._logs = plan.config, plan.run.logs
-        self._contact, self._supervisor, self._view, self._event = contact, supervisor, view, event
+        self._link, self._supervisor, self._view, self._event = link, supervisor, view, event
         self._looked_at = float("-inf")
         self._unseen = {replica.name for replica in plan.workers}
         """Replicas that have not registered yet."""
@@ -63,7 +70,7 @@ class Watch:
                 silent_since = silent_since or began
                 # A silence that began before its present process was started is not that one's.
                 silent = now - max(silent_since, self._supervisor.replicas["controller"].since)
-                if silent > HUNG_AFTER and not await self._contact.is_healthy():
+                if silent > HUNG_AFTER and not await self._link.is_healthy():
                     self._event(f"the controller has not answered for {silent:.0f} s: restarting it")
                     self._supervisor.kill("controller")
                     silent_since = None
@@ -74,12 +81,12 @@ class Watch:
             await asyncio.sleep(POLL)
 
     async def _look(self) -> None:
-        status = await self._contact.ask(api.job())
+        status = await self._link.ask(api.job())
         before, view = self._view.status, self._view
         if status.reward is not None and (before is None or before.step != status.step):
             view.rewards.append(status.reward)
         if status.validation is not None and view.first_accuracy is None:
-            records = await self._contact.ask(api.validations())
+            records = await self._link.ask(api.validations())
             view.first_accuracy = records[0].score_mean if records else None
         over = status.phase in TERMINAL_PHASES  # why stands in the outcome
         if before is not None and status.last_error and status.last_error != before.last_error and not over:
@@ -95,7 +102,7 @@ class Watch:
         if not self._unseen and now - self._looked_at < LOOK_AT_REPLICAS:
             return
         self._looked_at = now
-        found = await self._contact.ask(api.replicas())
+        found = await self._link.ask(api.replicas())
         self._unseen -= {info.name for info in found}
         for info in found:
             kept = self._supervisor.replicas.get(info.name)
@@ -126,3 +133,18 @@ def blame(logs: Path, process: str, reason: str) -> Outcome:
     """A failure that the end of a process's log explains."""
     log_file = next(iter(sorted(logs.glob(f"{process}*.log"))), logs / f"{process}.log")
     return Outcome("failed", EXIT_FAILED, reason, tuple(tail(log_file)), log_file)
+
+
+def is_hung(info: ReplicaInfo, up_for: float, heartbeat_timeout: float) -> bool:
+    """Whether a replica's process must be killed: a pure decision, so that no silent replica holds a job up for ever.
+
+    A replica that misses its heartbeats is `lost` for the controller, which gives its work to others; the process may
+    be stopped, or stuck in a call that never returns, and nobody would start it again. One that stays silent for much
+    longer is killed and restarted like one that crashed.
+
+    info: what the controller knows of the newest incarnation. up_for: seconds since its present process was started;
+    a silence that began before is not its own.
+    """
+    patience = ROLLOUT_PATIENCE if info.role == "rollout" else POLICY_PATIENCE
+    silent = info.last_seen_s
+    return info.state == "lost" and silent < up_for and silent > heartbeat_timeout + patience

@@ -29,7 +29,7 @@ def credentials_of(role: Role, env: Mapping[str, str], weight_store: str = "") -
     return kept
 
 
-def places(config: Config, run: str, env: Mapping[str, str]) -> Iterator[str]:
+def upload_targets(config: Config, run: str, env: Mapping[str, str]) -> Iterator[str]:
     """One line for each target. Names no credential."""
     ckpt, store = config.train.ckpt, config.weight_sync.store
     if is_url(store) and config.is_grpo and not config.is_evaluation:

@@ -1,15 +1,12 @@
-"""What this machine has, found without importing torch: cores, GPUs, installed packages."""
+"""What this machine has, found without importing torch: cores, GPUs, memory, installed packages."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import os
 import re
-import shutil
-import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 NVIDIA_SMI_TIMEOUT = 20.0
@@ -65,15 +62,23 @@ def visible_gpus(count: int, visible: str | None) -> tuple[str, ...]:
 
 def _ask_driver() -> list[GpuFacts]:
     """All GPUs of the machine; empty without an NVIDIA driver that answers."""
+    return parse_driver(_query_driver("index,uuid,compute_cap"))
+
+
+def _query_driver(fields: str) -> str:
+    """nvidia-smi's table of these fields, sizes in MiB; empty without a driver that answers."""
+    import shutil
+    import subprocess  # with it 10 ms that a command which looks for no GPU need not spend
+
     tool = shutil.which("nvidia-smi")
     if not tool:
-        return []
-    query = [tool, "--query-gpu=index,uuid,compute_cap", "--format=csv,noheader"]
+        return ""
+    query = [tool, f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT, check=True)
     except (OSError, subprocess.SubprocessError):
-        return []  # the device files tell how many there are
-    return parse_driver(answer.stdout)
+        return ""
+    return answer.stdout
 
 
 def parse_driver(text: str) -> list[GpuFacts]:
@@ -100,7 +105,9 @@ def _count_device_files() -> int:
 
 
 def torch_has_cuda() -> bool:
-    """Whether the installed torch is a build for GPUs, told by its version (`2.13.0+cpu` is not)."""
+    """Whether the installed torch is a build for GPUs, by its version (`2.13.0+cpu` is not)."""
+    import importlib.metadata  # 50 ms
+
     try:
         return not importlib.metadata.version("torch").endswith("+cpu")
     except importlib.metadata.PackageNotFoundError:
@@ -120,3 +127,50 @@ def count_cores() -> int:
     except (OSError, ValueError):
         return cores
     return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
+
+
+# ---- memory -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """Bytes. gpus: by the name that CUDA_VISIBLE_DEVICES gives them; missing where it cannot be told."""
+
+    host_total: int
+    host_free: int
+    gpus: Mapping[str, int] = field(default_factory=dict)
+
+
+def find_capacity(gpus: tuple[str, ...]) -> Capacity:
+    """How much memory there is. gpus: those that the job may use; none needs the driver."""
+    total, free = host_memory(
+        Path("/proc/meminfo"),
+        Path("/sys/fs/cgroup/memory.max"),
+        Path("/sys/fs/cgroup/memory.current"),
+    )
+    return Capacity(total, free, parse_gpus(_query_driver("index,uuid,memory.total")) if gpus else {})
+
+
+def host_memory(meminfo: Path, limit: Path, used: Path) -> tuple[int, int]:
+    """Total and free bytes of this process's control group, or of the machine if that is less; 0 if unknown."""
+    try:
+        found = re.findall(r"^(MemTotal|MemAvailable):\s+(\d+) kB", meminfo.read_text(), re.MULTILINE)
+    except OSError:
+        return 0, 0
+    sizes = {name: int(number) * 1024 for name, number in found}
+    total, free = sizes.get("MemTotal", 0), sizes.get("MemAvailable", 0)
+    try:
+        most, now = int(limit.read_text()), int(used.read_text())
+    except (OSError, ValueError):  # no control group, or "max"
+        return total, free
+    return min(total, most), min(free, max(0, most - now))
+
+
+def parse_gpus(text: str) -> dict[str, int]:
+    """`0, GPU-…, 81559` (mebibytes) -> bytes by index and by UUID."""
+    found: dict[str, int] = {}
+    for line in text.splitlines():
+        fields = [part.strip() for part in line.split(",")]
+        if len(fields) == 3 and fields[2].isdigit():
+            found[fields[0]] = found[fields[1]] = int(fields[2]) * 2**20
+    return found

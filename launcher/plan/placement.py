@@ -261,13 +261,24 @@ def _rollout(name: str, env: dict[str, str], devices: tuple[int, ...]) -> Replic
 
 def controller(run_dir: str, host: str, port: int) -> Replica:
     """The controller; its secrets and the address of Redis come with the environment."""
-    argv = _module("controller", "--run-dir", run_dir, "--host", host, "--port", str(port))
-    env = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    return Replica("controller", Role.CONTROLLER, (ProcessSpec("controller", Role.CONTROLLER, argv, env),))
+    return _service("controller", Role.CONTROLLER, "controller", run_dir, "--host", host, "--port", str(port))
 
 
 def data_preparation(run_dir: str) -> Replica:
     """The process that tokenises the datasets and ends."""
-    argv = _module("controller.data.prepare", "--run-dir", run_dir)
+    return _service("data", Role.DATA, "controller.data.prepare", run_dir)
+
+
+def evaluation(run_dir: str) -> list[Replica]:
+    """The two processes of an evaluation, one after the other."""
+    return [
+        _service("answers", Role.DATA, "controller.data.evaluation", run_dir),
+        _service("scores", Role.DATA, "rollout_worker.evaluate", run_dir),
+    ]
+
+
+def _service(name: str, role: Role, module: str, run_dir: str, *arguments: str) -> Replica:
+    """One process around the workers, without a GPU."""
     env = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    return Replica("data", Role.DATA, (ProcessSpec("data", Role.DATA, argv, env),))
+    argv = _module(module, "--run-dir", run_dir, *arguments)
+    return Replica(name, role, (ProcessSpec(name, role, argv, env),))

@@ -7,21 +7,23 @@ the same findings as warnings, since the job may run elsewhere.
 
 from __future__ import annotations
 
+import ast
 import errno
+import importlib.util
 import os
 import shutil
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from launcher.paths import absolute
 from launcher.plan import redis_server
-from launcher.plan.machine import Machine, has_module
+from launcher.plan.machine import Capability, Machine, has_module
 from launcher.plan.placement import PlacementError, needs, place
 from launcher.plan.tls import check_encryption
-from launcher.preflight.engine_options import check_engine_options
-from launcher.preflight.hardware import check_hardware
+from launcher.preflight.memory import size_text
 from schema.config import Config, Problem, local_path
 
 MIN_FREE_BYTES = 64 * 1024 * 1024
@@ -176,7 +178,7 @@ def _check_disk(config: Config, findings: Findings) -> None:
     least, roomy = MIN_FREE_BYTES + (1 + min(versions, 1)) * model, MIN_FREE_BYTES + (versions + 1) * model
     if free < roomy:
         what = "weight versions and export take" if versions else "the export takes"
-        message = f"{_size(free)} free in {existing}, and {what} about {_size(roomy)}"
+        message = f"{size_text(free)} free in {existing}, and {what} about {size_text(roomy)}"
         found = Problem(key, message, str(target), "free some room or choose another disk")
         (findings.problems if free < least else findings.warnings).append(found)
 
@@ -190,10 +192,158 @@ def _model_bytes(name: str) -> int:
         return 0
 
 
-def _size(n_bytes: int) -> str:
-    amount, unit = float(n_bytes), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if amount < 1024:
-            break
-        amount, unit = amount / 1024, larger
-    return f"{amount:.3g} {unit}"
+# ---- numerics and kernels ----------------------------------------------------------------------------------
+
+# fp8, fp4 and FlashAttention exist from some generation of GPUs on. A GPU whose generation is unknown is taken to be
+# able: a wrong refusal would be worse than the worker's own error.
+
+_FP8: Capability = (8, 9)
+"""Ada and Hopper are the first whose matrix units multiply fp8."""
+_FP4: Capability = (10, 0)
+"""Blackwell is the first whose matrix units multiply fp4."""
+_KERNELS: Capability = (7, 0)
+"""Volta is the first that Triton compiles for, and with it Liger's kernels."""
+_FLASHINFER: Capability = (7, 5)
+"""Turing is the first of flashinfer's."""
+_FLASH: dict[int, tuple[Capability, Capability | None]] = {
+    2: ((8, 0), None),
+    3: ((9, 0), (9, 9)),
+    4: ((9, 0), None),
+}
+"""FlashAttention version -> first and last generation: 2 from Ampere on, 3 Hopper alone, 4 from Hopper on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Requirement:
+    """A key whose value needs a GPU of some generations, and what to write where there is none."""
+
+    key: str
+    value: bool | int | str
+    what: str
+    first: Capability
+    last: Capability | None
+    remedy: str
+
+
+def check_hardware(config: Config, machine: Machine) -> list[Problem]:
+    """Numerics that this machine's GPUs cannot do, one problem each; without GPUs none of them."""
+    problems = []
+    for wanted in _requirements(config):
+        if not machine.gpus:
+            message = f"{wanted.what} needs a GPU, and this machine has none that the installed torch can use"
+            problems.append(Problem(wanted.key, message, wanted.value, wanted.remedy))
+            continue
+        unable = [found for found in machine.capabilities if found is not None and not _able(found, wanted)]
+        if unable:
+            needed = f"{_text(wanted.first)}" + (
+                " or later" if wanted.last is None else f" to {_text(wanted.last)}"
+            )
+            message = (
+                f"{wanted.what} needs GPUs of compute capability {needed}, and this machine has one of "
+                f"{_text(min(unable))}"
+            )
+            problems.append(Problem(wanted.key, message, wanted.value, wanted.remedy))
+    return problems
+
+
+def _requirements(config: Config) -> list[Requirement]:
+    train, found = config.train, []
+    if train.fp8.enable_fp8:
+        key = "train.fp8.enable_fp8"
+        found.append(Requirement(key, True, "fp8 training", _FP8, None, f"write {key} = false"))
+    if train.fp4.enable_fp4:
+        key = "train.fp4.enable_fp4"
+        found.append(Requirement(key, True, "fp4 training", _FP4, None, f"write {key} = false"))
+    if train.fa_version is not None:
+        key, version = "train.fa_version", train.fa_version
+        first, last = _FLASH[version]
+        found.append(Requirement(key, version, f"FlashAttention {version}", first, last, "leave it out"))
+    if config.policy.enable_liger_kernel:
+        key = "policy.enable_liger_kernel"
+        found.append(Requirement(key, True, "a Liger kernel", _KERNELS, None, f"write {key} = false"))
+    return found + (_engine_requirements(config) if config.is_grpo else [])
+
+
+def _engine_requirements(config: Config) -> list[Requirement]:
+    rollout, found = config.rollout, []
+    flashinfer = {
+        "rollout.vllm_use_flashinfer": rollout.vllm_use_flashinfer,
+        "rollout.sampling_config.use_flashinfer": rollout.sampling_config.use_flashinfer,
+    }
+    for key in (key for key, wanted in flashinfer.items() if wanted):
+        found.append(Requirement(key, True, "flashinfer", _FLASHINFER, None, f"write {key} = false"))
+    return found
+
+
+def _able(found: Capability, wanted: Requirement) -> bool:
+    return wanted.first <= found and (wanted.last is None or found <= wanted.last)
+
+
+def _text(capability: Capability) -> str:
+    return f"{capability[0]}.{capability[1]}"
+
+
+# ---- pass-through options ----------------------------------------------------------------------------------
+
+# `rollout.engine_kwargs` and `rollout.sampling_config.extra` hand names to vLLM that only its own version knows.
+# Importing vLLM takes seconds; the names are annotated fields of two classes, so its source is parsed instead. The
+# engine checks again when it starts.
+
+ENGINE_CLASSES = ("engine/arg_utils.py", ("EngineArgs", "AsyncEngineArgs"))
+SAMPLING_CLASSES = ("sampling_params.py", ("SamplingParams",))
+
+
+def check_engine_options(config: Config) -> list[Problem]:
+    """Names that the installed engine does not know; nothing if it is not installed here."""
+    if not config.is_grpo or config.rollout.backend != "vllm":
+        return []
+    passed = [
+        ("rollout.engine_kwargs", config.rollout.engine_kwargs, ENGINE_CLASSES),
+        ("rollout.sampling_config.extra", config.rollout.sampling_config.extra, SAMPLING_CLASSES),
+    ]
+    if not any(options for _, options, _ in passed) or (root := installed_vllm()) is None:
+        return []
+    problems = []
+    for key, options, (file, classes) in passed:
+        if options:
+            problems += unknown_names(key, options, fields(root / file, classes))
+    return problems
+
+
+def installed_vllm() -> Path | None:
+    """Where vLLM's source lies."""
+    spec = importlib.util.find_spec("vllm")
+    return None if spec is None or spec.origin is None else Path(spec.origin).parent
+
+
+def fields(path: Path, classes: Collection[str]) -> frozenset[str]:
+    """Public annotated fields of these classes; empty if the file is not what we know."""
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError):
+        return frozenset()
+    return frozenset(
+        line.target.id
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and node.name in classes
+        for line in node.body
+        if isinstance(line, ast.AnnAssign)
+        and isinstance(line.target, ast.Name)
+        and not line.target.id.startswith("_")
+    )
+
+
+def unknown_names(key: str, options: Mapping[str, Any], known: Collection[str]) -> list[Problem]:
+    """One problem for each name that is not known. Without known names nothing can be said."""
+    if not known:
+        return []
+    problems = []
+    for name, value in options.items():
+        if name not in known:
+            import difflib
+
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else "see the engine's own documentation"
+            message = f"the installed vLLM has no option {name!r}"
+            problems.append(Problem(f"{key}.{name}", message, value, hint))
+    return problems

@@ -44,18 +44,6 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
-    """What one process takes on its device."""
-
-    parts: tuple[Part, ...]
-
-    @property
-    def total(self) -> int:
-        """Bytes."""
-        return sum(part.bytes for part in self.parts)
-
-
-@dataclass(frozen=True, slots=True)
 class Cache:
     """The KV cache of one rollout replica: bytes per token, what may be taken, and what a full engine needs."""
 
@@ -75,7 +63,7 @@ class Cache:
         return min(self.room, self.sequences * self.sequence_tokens * self.per_token)
 
 
-def trainer(config: Config, model: LocalModel, shards: int, data_ranks: int) -> Estimate:
+def trainer(config: Config, model: LocalModel, shards: int, data_ranks: int) -> tuple[Part, ...]:
     """One rank of a policy replica. shards: ranks that share one copy. data_ranks: ranks with data of their own."""
     train, n = config.train, model.parameters
     master, param = BYTES[train.master_dtype], BYTES[train.param_dtype]
@@ -90,7 +78,7 @@ def trainer(config: Config, model: LocalModel, shards: int, data_ranks: int) -> 
         if _micro_batches(config, data_ranks) > 1:
             reduce = BYTES[train.fsdp_reduce_dtype]
             parts.append(Part("gradients before reduction", n * reduce, f"{n:,} x {reduce} B"))
-    return Estimate((*parts, *_activations(config, model, param, data_ranks)))
+    return (*parts, *_activations(config, model, param, data_ranks))
 
 
 def _gathered(config: Config, model: LocalModel, param: int) -> Part:

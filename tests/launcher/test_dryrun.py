@@ -13,9 +13,8 @@ from launcher.commands.dry_run import HOST, Planned, plan, plan_lines
 from launcher.commands.tiny_model import write_tiny_model
 from launcher.errors import LaunchError
 from launcher.job.run import Checked
-from launcher.plan.machine import Machine
+from launcher.plan.machine import Capacity, Machine
 from launcher.plan.rundir import RunDir
-from launcher.preflight.capacity import Capacity
 from launcher.preflight.memory import PROGRAM_BYTES
 from tests.launcher.samples import config
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from launcher.preflight.engine_options import fields, unknown_names
+from launcher.preflight.checks import fields, unknown_names
 
 SOURCE = """
 from dataclasses import dataclass

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from launcher.preflight.capacity import find_capacity, host_memory, parse_gpus
+from launcher.plan.machine import find_capacity, host_memory, parse_gpus
 from launcher.preflight.memory import host_copy, rollout_cache, rollout_weights, size_text, snapshots, trainer
 from launcher.preflight.models import LocalModel, Shape
 from tests.launcher.samples import config
@@ -26,7 +26,7 @@ def job(**train: Any) -> Any:
 
 
 def parts(*arguments: Any) -> dict[str, int]:
-    return {part.name: part.bytes for part in trainer(*arguments).parts}
+    return {part.name: part.bytes for part in trainer(*arguments)}
 
 
 def test_one_rank_in_float32() -> None:
@@ -39,7 +39,6 @@ def test_one_rank_in_float32() -> None:
         "activations": tokens * 4 * (2 * 8 + PER_LAYER),
         "output layer": 12 * tokens * 20 + 4 * 20 * 8,
     }
-    assert trainer(job(), MODEL, 1, 1).total == sum(found.values())
 
 
 def test_sharded_in_bfloat16() -> None:

@@ -12,8 +12,7 @@ import pytest
 
 from launcher.plan import redis_server
 from launcher.plan.machine import Machine, count_cores, find_machine, has_module
-from launcher.preflight.checks import check_machine, check_redis, missing_packages
-from launcher.preflight.hardware import check_hardware
+from launcher.preflight.checks import check_hardware, check_machine, check_redis, missing_packages
 from schema.config import Config
 from tests.launcher.samples import config
 from tests.support.valkey import running_valkey

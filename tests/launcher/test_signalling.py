@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.job.stop_signal import signal_keepers, signal_launcher
+from launcher.commands.stop import signal_keepers, signal_launcher
 from launcher.plan.rundir import RunDir
 from tests.support.waiting import PATIENCE, until
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from controller.client import calls as api
-from launcher.commands.status import advice, exit_code, lines, survey
+from launcher.commands.status import advice, exit_code, find_status, lines
 from launcher.errors import LaunchError
 from launcher.job.remote import Target
 from launcher.plan.checkpoints import Checkpoint, newest_checkpoint
@@ -73,16 +73,16 @@ def test_a_launcher_that_ends_the_job_is_not_said_to_start_it(tmp_path: Path):
     run.lock()
     try:
         run.launcher_json.write_text(json.dumps({"pid": os.getpid() + 1, "ending": "stopped"}))
-        assert survey(Target(run))["state"] == "starting", "that file is of an earlier start"
+        assert find_status(Target(run))["state"] == "starting", "that file is of an earlier start"
         run.launcher_json.write_text(json.dumps({"pid": os.getpid(), "ending": "failed: no controller"}))
-        now = survey(Target(run))
+        now = find_status(Target(run))
         with pytest.raises(LaunchError, match="is ending: failed: no controller"):
             Target(run).ask(api.job())
     finally:
         run.unlock()
     assert (now["state"], now["alive"]) == ("ending", True)
     assert lines(now)[0] == f"{tmp_path} is ending: failed: no controller"
-    assert survey(Target(run))["state"] == "killed"
+    assert find_status(Target(run))["state"] == "killed"
 
 
 def test_it_says_from_where_a_run_goes_on():

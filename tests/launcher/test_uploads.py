@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from launcher.plan.credentials import credentials_of, places
+from launcher.plan.credentials import credentials_of, upload_targets
 from launcher.restarts import Role
 from schema.config import Config
 
@@ -37,7 +37,7 @@ def test_a_role_gets_what_it_has_a_use_for(role: Role, store: str) -> None:
 
 def told(ckpt: dict[str, Any], env: dict[str, str], store: str = "") -> list[str]:
     data = {"train": {"ckpt": ckpt}, "weight_sync": {"store": store}}
-    return list(places(Config.model_validate(data), "run-1", env))
+    return list(upload_targets(Config.model_validate(data), "run-1", env))
 
 
 def test_places_are_told_without_secrets() -> None:

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from launcher.job.job import Job
-from launcher.job.screen import PlainScreen
+from launcher.job.screen import Screen
 from launcher.plan import redis_server
 from launcher.plan.machine import Machine
 from launcher.plan.placement import PlacementError
@@ -62,7 +62,7 @@ def _job(config: Config, place: Place) -> Job:
     )  # fmt: skip
 
     async def make() -> Job:
-        return Job(plan, PlainScreen())
+        return Job(plan, Screen())
 
     return asyncio.run(make())
 

@@ -17,7 +17,7 @@ import schema.wire.messages.recovery  # noqa: F401 - its messages are looked at
 from launcher.commands.status import lines
 from launcher.display import View, line, panel
 from launcher.errors import LaunchError
-from launcher.job.screen import PlainScreen, TerminalScreen
+from launcher.job.screen import Screen, TerminalScreen
 from launcher.job.summary import rows, table
 from launcher.processes.logs import tail
 from schema.util.text import PLAIN, LogFormatter, indented, one_line, visible
@@ -185,7 +185,7 @@ def test_markup_is_shown_and_not_obeyed() -> None:
 
 
 def test_plain_screens_and_logs_of_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    PlainScreen().event(EVIL)
+    Screen().event(EVIL)
     out = capsys.readouterr().out
     assert not CONTROL.search(out)
     assert "\n12:00:00 [red]" not in out

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from launcher.job.event_log import Journal
+from launcher.job.event_log import EventLog
 from launcher.plan.rundir import RunDir, Tokens
 from policy_worker.checkpoints.export import write_shards
 from policy_worker.checkpoints.state import capture_rng, write_rng
@@ -23,7 +23,7 @@ def write_all(run: RunDir) -> None:
     run.write_tokens(Tokens.fresh())
     run.lock()
     run.unlock()
-    Journal(run.launcher_json).write("starting", [])
+    EventLog(run.launcher_json, run.logs / "launcher.log").write("starting", [])
     write_prompts(run.path / "data" / "train.safetensors", [[1]], [{}])
     with replacing_directory(run.checkpoints / "step-1") as beside:
         write_rng(beside, 0, capture_rng(torch.device("cpu")))

@@ -1,8 +1,9 @@
-"""Commands that look at a configuration: validate, show."""
+"""Commands about a configuration and its keys: validate, show, explain, schema."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -16,7 +17,12 @@ from launcher.commands.options import (
     print_problems,
     printable,
 )
+from launcher.errors import LaunchError
 from launcher.restarts import EXIT_CONFIG
+
+Output = Annotated[
+    Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write to a file instead.")
+]
 
 
 def validate(config: Configs, set_: Overrides = None, as_json: AsJson = False) -> None:
@@ -75,3 +81,33 @@ def show(
         print_json([value.as_dict() for value in found])
     else:
         typer.echo("\n".join(lines(found)))
+
+
+def explain(
+    key: Annotated[
+        str | None, typer.Argument(metavar="KEY", help="A key, a section, a part of a name or a pattern.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Explain a key: what it does, type, bounds, default, an example, and where it is read."""
+    from launcher.commands.explain import lines
+    from schema.config.reference.lookup import look_up
+
+    found = look_up(key or "")
+    if as_json:
+        print_json(found.as_dict())
+    else:
+        typer.echo("\n".join(lines(found)))
+
+
+def schema(output: Output = None) -> None:
+    """Print the JSON schema of the configuration."""
+    from schema.config.reference.export import schema_text
+
+    if output is None:
+        typer.echo(schema_text(), nl=False)
+        return
+    try:
+        output.write_text(schema_text(), encoding="utf-8")
+    except OSError as error:
+        raise LaunchError(f"{output} cannot be written: {error.strerror}") from None
