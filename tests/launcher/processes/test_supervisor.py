@@ -13,7 +13,7 @@ from pathlib import Path
 from launcher.plan.placement import ProcessSpec, Replica
 from launcher.processes.supervisor import Exit, Setting, Situation, Supervisor
 from launcher.restarts import Budget, Role
-from tests.launcher.processes import (
+from tests.launcher.scripts import (
     ON_TERM,
     PYTHON,
     STUBBORN,

@@ -25,8 +25,8 @@ from launcher.plan.rundir import (
 )
 from launcher.restarts import Role
 from schema.config import Config, load_config
-from tests.launcher.processes import PYTHON
 from tests.launcher.samples import config, write_job
+from tests.launcher.scripts import PYTHON
 from tests.support.waiting import PATIENCE
 
 NOW = 1_800_000_000.0

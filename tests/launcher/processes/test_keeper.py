@@ -12,7 +12,7 @@ import pytest
 
 from launcher.processes import keeper
 from launcher.processes.keeper import Settings
-from tests.launcher.processes import ON_TERM, PYTHON, STUBBORN, WITH_GRANDCHILD, alive, pids, until_gone
+from tests.launcher.scripts import ON_TERM, PYTHON, STUBBORN, WITH_GRANDCHILD, alive, pids, until_gone
 from tests.support.waiting import PATIENCE
 
 KEEPER = (sys.executable, "-I", "-S", keeper.__file__)

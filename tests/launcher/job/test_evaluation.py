@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from launcher.commands.status import exit_code, lines, survey
+from launcher.commands.status import exit_code, find_status, lines
 from launcher.job.remote import Target
 from launcher.plan.rundir import RunDir
 from tests.support.waiting import PATIENCE
@@ -32,7 +32,7 @@ def launch(
     return subprocess.run(
         [sys.executable, "-m", "launcher.cli", "--config", "eval.toml", *options],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
         capture_output=True,
         text=True,
         timeout=PATIENCE,
@@ -50,7 +50,7 @@ def test_scores_are_told_and_written(tmp_path: Path) -> None:
     assert "gsm8k" in done.stdout
     assert "0.7500" in done.stdout
     assert len((run / "scores.jsonl").read_text().splitlines()) == 2
-    told = survey(Target(RunDir(run)))
+    told = find_status(Target(RunDir(run)))
     assert (told["state"], exit_code(told), lines(told)[1]) == ("finished", 0, "  outcome: finished")
 
 

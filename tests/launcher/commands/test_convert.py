@@ -14,7 +14,7 @@ import pytest
 from schema.config import load_config
 from tests.support.waiting import PATIENCE
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 ROLL = ROOT / "tests/schema/interop/examples/roll_megatron.yaml"
 
 

@@ -20,12 +20,12 @@ from controller.client import Client, ControllerError
 from controller.client import calls as api
 from launcher.plan.rundir import RunDir, read_json
 from launcher.processes.keeper import descendants
-from tests.launcher.processes import alive, until_gone
+from tests.launcher.scripts import alive, until_gone
 from tests.support.waiting import PATIENCE, until
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 class Driven:
