@@ -1,23 +1,24 @@
-"""The program `cosmos-launch`: runs a command, and makes of every error that people can put right a message.
+"""The program `cosmos-launch`: runs a command, and turns every error that a user can correct into a message.
 
-What the commands are stands in `launcher.app`.
+The commands are in `launcher.app`.
 """
 
 from __future__ import annotations
 
 import errno
 import sys
+from collections.abc import Sequence
 
 from launcher.processes.signals import ended_at_once, hear_interrupts
 
 INTERRUPTED = 130
 
 
-def main() -> None:
-    """The console script. A Ctrl-C is no error, however early it comes."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The console script; ends by SystemExit. A Ctrl-C is not an error, however early it comes."""
     hear_interrupts()
     try:
-        _run(sys.argv[1:])
+        _run(list(sys.argv[1:] if arguments is None else arguments))
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
 

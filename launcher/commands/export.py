@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +11,6 @@ import typer
 
 from launcher.errors import LaunchError
 from launcher.plan.checkpoints import newest_checkpoint
-from launcher.plan.machine import has_module
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -57,6 +55,9 @@ def export(
     if dtype and dtype not in DTYPES:
         raise LaunchError(f"--dtype {dtype} is unknown", f"there are {', '.join(DTYPES)}")
     _refuse_run_without_checkpoint(checkpoint)
+    from launcher.plan.machine import has_module
+    from launcher.plan.rundir import base_environment
+
     if not has_module("torch"):
         hint = "pip install '.[policy]' in the checkout of cosmos-launch"
         raise LaunchError("the package torch is not installed", hint)
@@ -64,7 +65,7 @@ def export(
     for name, value in (("--dtype", dtype), ("--model", model), ("--config", config)):
         command += [name, str(value)] if value else []
     command += ["--force"] if force else []
-    from launcher.plan.rundir import base_environment
-
     env = {**base_environment(os.environ), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    import subprocess
+
     raise typer.Exit(subprocess.run(command, env=env, check=False).returncode)

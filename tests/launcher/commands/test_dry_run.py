@@ -16,7 +16,8 @@ from launcher.job.run import Checked
 from launcher.plan.machine import Capacity, Machine
 from launcher.plan.rundir import RunDir
 from launcher.preflight.memory import PROGRAM_BYTES
-from tests.launcher.samples import config
+from tests.launcher.cli import cosmos
+from tests.launcher.samples import config, write_job
 
 N = 329_472
 GIB = 2**30
@@ -182,3 +183,20 @@ def test_a_start_that_would_be_refused_is_refused(here: Path, monkeypatch: pytes
         planned(Machine(2), Capacity(GIB, GIB), monkeypatch, train={"timestamp": "mine"})
     again = config(train={"timestamp": "mine"}, policy={"model_name_or_path": "tiny"})
     assert plan(Checked(again, Machine(2), []), resume=True, env={}).continued
+
+
+def test_the_command_shows_the_plan_and_starts_nothing(tmp_path: Path) -> None:
+    path = write_job(tmp_path)
+    run = cosmos("--config", path, "--dry-run", CUDA_VISIBLE_DEVICES="")
+    assert run.returncode == 0, run.stderr
+    for part in ("policy-0: trains, CPU threads", "rollout-0: generates", "-m rollout_worker"):
+        assert part in run.stdout
+    run = cosmos("--config", path, "--dry-run", "--json", CUDA_VISIBLE_DEVICES="")
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout)
+    names = [process["name"] for process in found["processes"]]
+    assert names == ["redis", "data", "controller", "policy-0", "rollout-0"]
+    assert found["run_dir"].startswith(str(tmp_path / "out"))
+    assert found["model"] is None
+    assert "no safetensors files" in found["no_model"]
+    assert not (tmp_path / "out").exists()

@@ -16,14 +16,17 @@ from launcher.errors import LaunchError
 from launcher.plan.machine import Machine
 from launcher.plan.placement import place
 from schema.config import load_config
-from schema.config.reference.export import schema_text
+from schema.config.reference import export
+from tests.launcher.cli import cosmos
 
+SCHEMA = export.schema_text()
 PLAIN = [name for name in RECIPES if name != "addition-grpo"]
 
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(export, "schema_text", lambda: SCHEMA)  # it is always the same and takes 0.3 s
     return tmp_path
 
 
@@ -31,10 +34,23 @@ def begin(recipe: str, output: str = "run.toml", **options: object) -> list[str]
     return list(start(Request(recipe, Path(output), **options), {"CUDA_VISIBLE_DEVICES": ""}))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("engine", ["vllm", "transformers"])
-@pytest.mark.parametrize("gpus", [0, 1, 2, 3, 8, 100])
-@pytest.mark.parametrize("recipe", PLAIN)
+MACHINES = [
+    (0, "transformers"),
+    (1, "vllm"),
+    (2, "transformers"),
+    (3, "vllm"),
+    (8, "vllm"),
+    (100, "transformers"),
+]
+TAKES_GPUS = [name for name in PLAIN if not name.startswith("addition")]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "gpus", "engine"),
+    [*((recipe, *machine) for recipe in TAKES_GPUS for machine in MACHINES), ("addition-sft", 3, "vllm")],
+)
 def test_every_recipe_is_sound_and_fits_its_machine(here: Path, recipe: str, gpus: int, engine: str) -> None:
+    """Of the engine a recipe has only its name and its share of memory, so each size is tried with one engine."""
     begin(recipe, gpus=gpus, engine=engine)
     config = load_config("run.toml")
     ids = tuple(map(str, range(gpus)))
@@ -49,9 +65,13 @@ def test_every_recipe_is_sound_and_fits_its_machine(here: Path, recipe: str, gpu
         assert config.rollout.backend == engine
         ranks = len(replicas[0].processes)
         assert config.samples_per_step % ranks == 0
+
+
+def test_the_schema_for_editors_is_written_next_to_the_file(here: Path) -> None:
+    begin("grpo")
     first, *_ = Path("run.toml").read_text().splitlines()
     assert first == "#:schema ./config.schema.json"
-    assert Path("config.schema.json").read_text() == schema_text()
+    assert Path("config.schema.json").read_text() == SCHEMA
 
 
 def test_every_recipe_teaches(here: Path) -> None:
@@ -82,6 +102,19 @@ def test_the_addition_recipes_follow_each_other(here: Path) -> None:
     assert load_config("grpo.toml").policy.model_name_or_path == "outputs/addition/20260101/final"
     begin("addition-grpo", "other.toml", model="sft-model")
     assert load_config("other.toml").policy.model_name_or_path == "sft-model"
+
+
+def test_init_and_what_follows(tmp_path: Path):
+    assert "addition-sft" in cosmos("init", cwd=tmp_path).stdout
+    run = cosmos("init", "addition-sft", cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert "cosmos-launch validate run.toml" in run.stdout
+    assert cosmos("validate", "run.toml", cwd=tmp_path).returncode == 0
+    plan = cosmos("--config", "run.toml", "--dry-run", cwd=tmp_path, CUDA_VISIBLE_DEVICES="")
+    assert "329,472 parameters" in plan.stdout
+    run = cosmos("init", "addition-sft", cwd=tmp_path)
+    assert run.returncode == 2
+    assert "is there already" in run.stderr
 
 
 def test_nothing_is_replaced_without_force(here: Path) -> None:

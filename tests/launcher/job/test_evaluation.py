@@ -1,11 +1,8 @@
-"""`cosmos-launch --config` with an evaluation, as a user starts it."""
+"""`cosmos-launch --config` with an evaluation."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +11,7 @@ import pytest
 from launcher.commands.status import exit_code, find_status, lines
 from launcher.job.remote import Target
 from launcher.plan.rundir import RunDir
-from tests.support.waiting import PATIENCE
+from tests.launcher.cli import Answer, cosmos
 
 ROWS: list[dict[str, Any]] = [
     {"prompt": "2 + 2?", "responses": ["#### 4", "#### 5"], "answer": "4", "data_source": "gsm8k"},
@@ -22,25 +19,15 @@ ROWS: list[dict[str, Any]] = [
 ]
 
 
-def launch(
-    tmp_path: Path, *options: str, rows: list[dict[str, Any]] = ROWS
-) -> subprocess.CompletedProcess[str]:
+def launch(tmp_path: Path, *options: str, rows: list[dict[str, Any]] = ROWS) -> Answer:
     (tmp_path / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "eval.toml").write_text(
         '[evaluation]\ndataset = { name = "answers.jsonl" }\nreference_column_name = "answer"\n'
     )
-    return subprocess.run(
-        [sys.executable, "-m", "launcher.cli", "--config", "eval.toml", *options],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
+    return cosmos("--config", "eval.toml", *options, cwd=tmp_path)
 
 
-def test_scores_are_told_and_written(tmp_path: Path) -> None:
+def test_scores_are_shown_and_written(tmp_path: Path) -> None:
     done = launch(tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     (run,) = (tmp_path / "outputs").iterdir()
@@ -50,8 +37,8 @@ def test_scores_are_told_and_written(tmp_path: Path) -> None:
     assert "gsm8k" in done.stdout
     assert "0.7500" in done.stdout
     assert len((run / "scores.jsonl").read_text().splitlines()) == 2
-    told = find_status(Target(RunDir(run)))
-    assert (told["state"], exit_code(told), lines(told)[1]) == ("finished", 0, "  outcome: finished")
+    shown = find_status(Target(RunDir(run)))
+    assert (shown["state"], exit_code(shown), lines(shown)[1]) == ("finished", 0, "  outcome: finished")
 
 
 def test_a_faulty_row_ends_it_with_its_name(tmp_path: Path) -> None:

@@ -1,0 +1,123 @@
+"""status, stop, pause, export and --resume of runs that have ended, were killed, or are only just starting."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from launcher.job.summary import Collected, Result
+from launcher.plan.rundir import RunDir, Tokens
+from schema.config import load_config
+from tests.launcher.cli import cosmos
+from tests.launcher.samples import job_status, write_job
+
+
+@pytest.fixture
+def ended(tmp_path: Path) -> RunDir:
+    """A run that ended and left its summary."""
+    config = load_config(write_job(tmp_path))
+    run = RunDir(tmp_path / "out" / "mine")
+    run.make()
+    run.write_config(config)
+    run.write_tokens(Tokens.fresh())
+    Result(0, "finished", "", run.path, 12.0, Collected(status=job_status()), {}).write()
+    return run
+
+
+def test_a_url_needs_a_token_and_a_controller():
+    run = cosmos("status", "http://127.0.0.1:9")
+    assert run.returncode == 2
+    assert "COSMOS_TOKEN is not set" in run.stderr
+    assert ".tokens/user" in run.stderr
+    run = cosmos("status", "http://127.0.0.1:9", COSMOS_TOKEN="t")
+    assert run.returncode == 1
+    assert "no answer from the controller" in run.stderr
+
+
+def test_where_nothing_ran(tmp_path: Path):
+    for arguments in (["status"], ["--resume"]):
+        run = cosmos(*arguments, cwd=tmp_path)
+        assert (run.returncode, "there is no ./outputs here" in run.stderr) == (2, True)
+    (tmp_path / "outputs").mkdir()
+    run = cosmos("status", cwd=tmp_path)
+    assert (run.returncode, "holds no run" in run.stderr) == (2, True)
+
+
+def test_a_run_that_has_ended(tmp_path: Path, ended: RunDir):
+    for target in (ended.path, ended.path.parent, tmp_path / "run.toml"):
+        run = cosmos("status", target)
+        assert run.returncode == 0
+        assert "has ended" in run.stdout
+        assert "steps: 12 of 60" in run.stdout
+    found = json.loads(cosmos("status", ended.path, "--json").stdout)
+    assert not found["alive"]
+    assert found["summary"]["outcome"] == "finished"
+    for command in ("stop", "pause", "resume", "checkpoint"):
+        run = cosmos(command, ended.path)
+        assert run.returncode == 1
+        assert "has finished" in run.stderr
+        assert "--resume" not in run.stderr
+    for arguments in (["--resume", ended.path], ["--config", tmp_path / "run.toml", "--resume"]):
+        run = cosmos(*arguments)
+        assert run.returncode == 0
+        assert "has finished its 60 steps: nothing to resume" in run.stdout
+    run = cosmos("--config", tmp_path / "run.toml", "--set", "train.timestamp=mine")
+    assert run.returncode == 2
+    assert "holds a run already" in run.stderr
+
+
+def test_a_run_that_was_killed(tmp_path: Path, ended: RunDir):
+    ended.summary_json.unlink()
+    run = cosmos("status", ended.path)
+    assert run.returncode == 1
+    assert "left no summary" in run.stdout
+    assert f"`cosmos-launch --resume {ended.path}` goes on" in run.stdout
+    found = json.loads(cosmos("status", ended.path, "--json").stdout)
+    assert (found["alive"], found["state"], found["summary"]) == (False, "killed", None)
+    planned = cosmos("--resume", ended.path, "--set", "train.max_num_steps=7", "--dry-run", "--json")
+    assert json.loads(planned.stdout)["run_dir"] == str(ended.path), planned.stderr
+    moved = tmp_path / "elsewhere" / "moved"
+    moved.parent.mkdir()
+    ended.path.rename(moved)
+    planned = cosmos("--resume", moved, "--dry-run", "--json")
+    assert json.loads(planned.stdout)["run_dir"] == str(moved), "a run goes on where it lies now"
+    (moved / "config.toml").unlink()
+    assert "holds no config.toml" in cosmos("--resume", moved).stderr
+    assert "does not exist" in cosmos("--resume", ended.path).stderr
+
+
+def test_a_run_that_is_starting(tmp_path: Path, ended: RunDir):
+    ended.lock()
+    try:
+        run = cosmos("status", ended.path)
+        asked = cosmos("pause", ended.path)
+        again = cosmos("--config", tmp_path / "run.toml", "--resume")
+    finally:
+        ended.unlock()
+    assert (run.returncode, "is starting" in run.stdout) == (0, True)
+    assert (asked.returncode, "its controller is not there yet" in asked.stderr) == (1, True)
+    assert again.returncode == 2
+    assert f"already (its launcher is pid {os.getpid()})" in again.stderr
+
+
+def test_what_cannot_be_exported(tmp_path: Path, ended: RunDir):
+    for arguments, words in (
+        ([ended.path], "holds no checkpoint"),
+        ([ended.path, "--dtype", "int8"], "--dtype int8 is unknown"),
+    ):
+        run = cosmos("export", *arguments, "-o", tmp_path / "model")
+        assert (run.returncode, words in run.stderr) == (2, True), run.stderr
+    (ended.path / "final").mkdir()
+    (ended.path / "final" / "config.json").write_text("{}")
+    assert f"its model is in {ended.path}/final" in cosmos("export", ended.path, "-o", "model").stderr
+
+
+def test_a_run_of_somebody_else_is_not_taken_for_a_dead_one(ended: RunDir):
+    (ended.locks / "launcher.lock").symlink_to("launcher.lock")  # nobody can open it, not even root
+    for arguments in (["status"], ["stop"], ["stop", "--now"], ["pause"], ["--resume"]):
+        run = cosmos(*arguments, ended.path)
+        assert run.returncode == 2, run.stderr
+        assert "cannot be seen" in run.stderr
