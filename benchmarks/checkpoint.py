@@ -1,11 +1,11 @@
-"""How long saving holds training up: at once, beside the training, and by torch's own functions.
+"""How long saving holds training up: at once, in the background, and by torch's own functions.
 
     python -m benchmarks.checkpoint [--rounds 3] [--directory /tmp/…]
 
 A model of 100M parameters in float32 with AdamW's state (1.2 GB) trains on a short row, step after step. In turns it
 is saved by this project (`sync`, `async`) and by `torch.distributed.checkpoint` (`save`, `async_save`), without an
 export. `call` is the time in which no step runs; `held` adds what the steps take longer while something is written
-beside them; `complete` is the time until all is on disk. Ours is read again and compared, theirs is not.
+in parallel with them; `complete` is the time until all is on disk. Ours is read again and compared, theirs is not.
 
 Ends with one line of JSON: medians over the rounds, in seconds.
 """

@@ -1,4 +1,4 @@
-"""Our asynchronous GRPO beside TRL's synchronous GRPOTrainer: same model, data, rewards and batch, in turns.
+"""Our asynchronous GRPO next to TRL's synchronous GRPOTrainer: same model, data, rewards and batch, in turns.
 
     python benchmarks/end_to_end.py [--rounds 3] [--steps 60] [--engine transformers|vllm] [--trl-threads 2]
 
@@ -194,7 +194,7 @@ def result(ours: list[dict[str, float]], theirs: list[dict[str, float]]) -> dict
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="GRPO end to end: ours beside TRL's.")
+    parser = argparse.ArgumentParser(description="GRPO end to end: ours next to TRL's.")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each (default: 3)")
     parser.add_argument("--steps", type=int, default=60, help="training steps of each run (default: 60)")
     parser.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")

@@ -8,7 +8,7 @@ Variants, interleaved round by round on the same samples, one thread:
     refill      slots are filled again when a quarter of them is free (the engine's rule)
     …/update    new weights every 0.28 s: `recompute` interrupts running samples, `wait` lets them end
 
-on short answers (8 to 44 tokens, as in the quickstart) and on answers with a long tail (up to 1,024), and beside
+on short answers (8 to 44 tokens, as in the quickstart) and on answers with a long tail (up to 1,024), and next to
 them `model.generate` of transformers on a static batch of equal length. The last line is JSON: the best round of
 each variant (CPU time of this thread, so that other load on the machine matters little).
 """

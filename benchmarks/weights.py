@@ -11,7 +11,7 @@ one safetensors file, read again and copied into the model, with no hash anywher
     1gbit    the same directory behind a token bucket of 125 MB/s in each direction, for both
 
 `pause` is the time in which a model cannot generate: writing what changed, and reading it back. The codec alone
-stands beside memcpy and beside the usual alternative, XOR and zstd. Medians over the rounds; the last line is one
+is compared with memcpy and with the usual alternative, XOR and zstd. Medians over the rounds; the last line is one
 JSON object, of the last size. Its `pause_ratio` is the larger one of both stores.
 """
 

@@ -39,7 +39,7 @@ Run
   COSMOS_TRAIN__EPOCH=2 cosmos-launch --config run.toml   a key from the environment
   cosmos-launch --resume                                  go on with the newest run below ./outputs, as it was
   cosmos-launch --resume outputs/20260131120000           go on with a certain run
-  cosmos-launch --config run.toml --resume                go on with the newest run of this file, as it says now
+  cosmos-launch --config run.toml --resume                go on with the newest run of this file, as it is now
 
 \b
 Precedence
@@ -59,7 +59,7 @@ Look and operate (from another terminal)
 
 \b
 One start makes <train.output_dir>/<timestamp>/ with logs/, weights/, checkpoints/, final/ (the trained
-model) and summary.json. Ctrl-C ends in order, a second one at once; SIGUSR1 saves a checkpoint.
+model) and summary.json. Ctrl-C ends it in order, a second one at once; SIGUSR1 saves a checkpoint.
 
 \b
 Exit codes: 0 success, 1 the job failed, 2 wrong configuration or usage,

@@ -21,7 +21,7 @@ LINE_EVERY, SIGN_OF_LIFE = 2.0, 30.0
 BAR_WIDTH, SPARK_WIDTH = 30, 40
 _TICKS = "▁▂▃▄▅▆▇█"
 FAILED = "every reward failed"
-"""What stands in the place of a score where no sample could be scored."""
+"""Shown in place of a score where no sample could be scored."""
 REDIS = {
     "hung": "hung: takes connections and does not answer",
     "away": "cannot be reached",
@@ -35,7 +35,7 @@ _PHASE_STYLE = {
 
 @dataclass(slots=True)
 class View:
-    """Everything that is shown. `stage` is what the launcher is doing while there is no status yet."""
+    """Everything that is shown. `stage` is what the launcher is doing before the first status."""
 
     stage: str = "starting"
     status: JobStatus | None = None

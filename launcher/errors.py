@@ -7,7 +7,7 @@ from schema.util.text import indented
 
 
 class LaunchError(Exception):
-    """Something that the user can put right: what is wrong, what to do, and the exit code."""
+    """Something that the user can fix: what is wrong, what to do, and the exit code."""
 
     def __init__(self, message: str, hint: str = "", exit_code: int = EXIT_CONFIG) -> None:
         super().__init__(message)
@@ -18,4 +18,4 @@ class LaunchError(Exception):
 
 
 class NotServingError(LaunchError):
-    """The controller answers that it cannot serve now, and why."""
+    """The controller answers that it cannot serve now, with the reason."""

@@ -1,4 +1,4 @@
-"""Looking at lock files without getting into anybody's way: who of a run lives.
+"""Which processes of a run are alive: looks at lock files that disturb nobody.
 
 The launcher holds its lock alone (exclusively); the keepers of a role hold that role's together (shared). Whoever
 only looks has to take a lock for a moment, too. A look at the launcher's is therefore a shared one, so that two who
@@ -20,12 +20,12 @@ LOOKS, BETWEEN_LOOKS = 4, 0.01
 
 
 def held_alone(path: Path) -> bool:
-    """Whether somebody holds a lock exclusively. Raises LaunchError if that cannot be learnt."""
+    """Whether a lock is held exclusively. Raises LaunchError if that cannot be found out."""
     return not _can_take(path, exclusive=False)
 
 
 def held_by_any(path: Path) -> bool:
-    """Whether anybody holds a lock, shared or not. Raises LaunchError if that cannot be learnt."""
+    """Whether a lock is held, shared or not. Raises LaunchError if that cannot be found out."""
     for look in range(LOOKS):
         if look:
             time.sleep(BETWEEN_LOOKS)
@@ -60,6 +60,6 @@ def _open(path: Path) -> int | None:
 
 def _unseen(path: Path, error: OSError) -> LaunchError:
     return LaunchError(
-        f"whether the run in {path.parent.parent} is alive cannot be seen: {path}: {error.strerror}",
+        f"whether the run in {path.parent.parent} is alive cannot be determined: {path}: {error.strerror}",
         "ask as the user who started it, or ask its controller: COSMOS_TOKEN=… cosmos-launch status URL",
     )

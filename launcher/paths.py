@@ -23,7 +23,7 @@ def absolute(path: str) -> str:
 def resolved(config: Config) -> dict[str, Any]:
     """The resolved configuration as JSON-compatible values, with absolute paths and without credentials.
 
-    Names on the hub, buckets, built-in generators and built-in rewards are no paths and stay as they are.
+    Names on the hub, buckets, built-in generators and built-in rewards are not paths and stay as they are.
     """
     data = config.to_dict()
     train, policy = data["train"], data["train"]["train_policy"]

@@ -1,4 +1,4 @@
-"""What `cosmos-launch show` prints: every value of the resolved configuration, and who wrote it.
+"""What `cosmos-launch show` prints: every value of the resolved configuration, and its origin.
 
 The lines are TOML again. Passwords are masked; a masked value is never valid where it would be used.
 """
@@ -113,7 +113,7 @@ def _get(data: Any, path: KeyPath) -> tuple[bool, Any]:
 
 
 def _origins(loaded: Loaded, path: tuple[str, ...]) -> list[Origin]:
-    """Who wrote a key, and what is in its table, in the order of the layers; empty: it is a default."""
+    """The writers of a key and of what is in its table, in the order of the layers; empty: it is a default."""
     if writers := loaded.layers.writers(path):
         return sorted(writers, key=lambda origin: (origin.layer, origin.name))
     other = _STANDS_IN.get(".".join(path))

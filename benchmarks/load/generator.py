@@ -144,7 +144,7 @@ class Replica:
         if grants:
             run.latencies.add("lease", clock() - began)
             self.leases.update(lease.decode() for _, lease in grants)
-        elif self.version == version:  # told to update, and the long-poll has not brought the news yet
+        elif self.version == version:  # asked to update before the long-poll has returned
             await asyncio.sleep(0.01)
         return grants
 

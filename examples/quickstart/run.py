@@ -2,7 +2,7 @@
 
     make_model.py ──▶ cosmos-launch --config sft.toml ──▶ cosmos-launch --config grpo.toml ──▶ table, curve, answers
 
-Both jobs are started as a user would start them, from the files beside this one; only paths and the seed are
+Both jobs are started as a user would start them, from the files next to this one; only paths and the seed are
 set on the command line. Everything lands in one directory (default: outputs/quickstart-<time>).
 """
 

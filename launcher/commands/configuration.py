@@ -26,7 +26,7 @@ Output = Annotated[
 
 
 def validate(config: Configs, set_: Overrides = None, as_json: AsJson = False) -> None:
-    """Check a configuration: every mistake at once. Exit code 0 if it is sound, else 2."""
+    """Check a configuration: every mistake at once. Exit code 0 if it is valid, else 2."""
     from launcher.plan.machine import Machine, count_cores
     from launcher.preflight.checks import check_machine
     from schema.config import ConfigError, Problem, check_warnings
@@ -68,7 +68,7 @@ def show(
     config: Configs,
     set_: Overrides = None,
     changed: Annotated[
-        bool, typer.Option("--changed", help="Only what a file, a variable or --set has written.")
+        bool, typer.Option("--changed", help="Only keys that a file, a variable or --set has written.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:

@@ -35,7 +35,10 @@ def convert(
     ] = None,
     system: Annotated[
         str | None,
-        typer.Option(metavar="verl|roll|cosmos", help="Whose file it is. Default: seen from its keys."),
+        typer.Option(
+            metavar="verl|roll|cosmos",
+            help="The file's system. Default: detected from its keys.",
+        ),
     ] = None,
     strict: Annotated[
         bool,
@@ -46,13 +49,13 @@ def convert(
         ),
     ] = False,
     as_json: AsJson = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     full: Annotated[
         bool,
         typer.Option("--full", help="Account for every key, not only for what is lost or not understood."),
     ] = False,
 ) -> None:
-    """Turn a configuration of verl, ROLL or cosmos-rl into ours, and say what became of its keys.
+    """Turn a configuration of verl, ROLL or cosmos-rl into ours, and account for its keys.
 
     The TOML goes to standard output or to -o. The account of the keys, short unless --full is given, goes to
     standard error, or with --json, whole, to standard output. `${oc.env:NAME}` reads this environment; nothing in
@@ -63,7 +66,7 @@ def convert(
 
     output = None if output == Path("-") else output
     if output is not None and not force and output.exists():
-        raise LaunchError(f"{output} is there already", "give another name, or --force to replace it")
+        raise LaunchError(f"{output} already exists", "give another name, or --force to replace it")
     conversion = convert_file(file, _system(system), os.environ)
     text = to_toml(conversion)
     if output is not None:
@@ -99,7 +102,7 @@ def _write(output: Path, text: str) -> None:
 
 
 def _problems(conversion: Conversion, output: Path | None) -> tuple[tuple[Problem, ...], int]:
-    """What our own loader says of the result, and how much more; with its places, where it is a file."""
+    """The problems that our loader finds in the result, and how many more; with their places, where it is a file."""
     from schema.config import ConfigError, check_config, load_config
 
     try:
@@ -113,7 +116,7 @@ def _problems(conversion: Conversion, output: Path | None) -> tuple[tuple[Proble
 
 
 def _falls_short(conversion: Conversion) -> str:
-    """What is lost of the method, not understood, or stands there as the nearest value only; "" where nothing is."""
+    """What is lost of the method, not understood, or replaced by the nearest value; "" where nothing is."""
     from schema.interop.engine.model import Outcome
 
     unknown = [entry.source for entry in conversion.of(Outcome.UNKNOWN)]

@@ -90,9 +90,8 @@ def plan(checked: Checked, *, resume: bool, env: Mapping[str, str]) -> Planned:
     model, no_model = (None, "an evaluation loads none") if config.is_evaluation else _model(config, env)
     workers = [] if config.is_evaluation else place(config, checked.machine)
     capacity = find_capacity(checked.machine.gpus)
-    estimator = _Estimator(config, model, capacity)
     processes = [
-        _process(config, spec, run, env, estimator.of(replica, spec))
+        _process(config, spec, run, env, _memory_of(config, model, capacity, replica, spec))
         for replica in [*_services(config, run), *workers]
         for spec in replica.processes
     ]
@@ -140,46 +139,37 @@ class _Memory:
     cache: Cache | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Estimator:
-    """Memory of each process, on the device that it works on."""
-
-    config: Config
-    model: LocalModel | None
-    capacity: Capacity
-
-    def of(self, replica: Replica, spec: ProcessSpec) -> _Memory:
-        gpus = _gpus(spec)
-        if spec.role is Role.POLICY:
-            return self._policy(replica, spec, gpus)
-        if spec.role is Role.ROLLOUT:
-            return self._rollout(gpus)
-        return _Memory(HOST)
-
-    def _policy(self, replica: Replica, spec: ProcessSpec, gpus: tuple[str, ...]) -> _Memory:
-        device = f"GPU {gpus[spec.rank % len(gpus)]}" if gpus else HOST
-        if self.model is None:
-            return _Memory(device)
-        mesh, ranks = self.config.policy.parallelism, len(replica.processes)
+def _memory_of(
+    config: Config, model: LocalModel | None, capacity: Capacity, replica: Replica, spec: ProcessSpec
+) -> _Memory:
+    """What one process takes, on the device that it works on."""
+    gpus = _gpus(spec)
+    if not gpus or spec.role not in (Role.POLICY, Role.ROLLOUT):
+        device = HOST
+    else:
+        device = f"GPU {gpus[spec.rank % len(gpus) if spec.role is Role.POLICY else 0]}"
+    if model is not None and spec.role is Role.POLICY:
+        mesh, ranks = config.policy.parallelism, len(replica.processes)
         shards = max(1, ranks // mesh.dp_replicate_size)
         data_ranks = max(1, ranks // (mesh.tp_size * mesh.cp_size * mesh.pp_size))
-        return _Memory(device, memory.trainer(self.config, self.model, shards, data_ranks))
+        return _Memory(device, memory.trainer(config, model, shards, data_ranks))
+    if model is not None and spec.role is Role.ROLLOUT:
+        return _rollout_memory(config, model, capacity, device, gpus)
+    return _Memory(device)
 
-    def _rollout(self, gpus: tuple[str, ...]) -> _Memory:
-        device = f"GPU {gpus[0]}" if gpus else HOST
-        if self.model is None:
-            return _Memory(device)
-        ranks = max(1, len(gpus))
-        free = self.capacity.gpus.get(gpus[0], 0) if gpus else self.capacity.host_free
-        cache = (
-            memory.rollout_cache(self.config, self.model, ranks, free, on_gpu=bool(gpus)) if free else None
-        )
-        parts = [memory.rollout_weights(self.config, self.model, ranks)]
-        if cache is not None:
-            takes_all = bool(gpus) and self.config.rollout.backend == "vllm"
-            words = f"{size_text(cache.per_token)} per token, room for {cache.tokens:,} tokens"
-            parts.append(Part("KV cache", cache.room if takes_all else cache.bytes, words))
-        return _Memory(device, tuple(parts), cache)
+
+def _rollout_memory(
+    config: Config, model: LocalModel, capacity: Capacity, device: str, gpus: tuple[str, ...]
+) -> _Memory:
+    ranks, on_gpu = max(1, len(gpus)), bool(gpus)
+    free = capacity.gpus.get(gpus[0], 0) if on_gpu else capacity.host_free
+    cache = memory.rollout_cache(config, model, ranks, free, on_gpu=on_gpu) if free else None
+    parts = [memory.rollout_weights(config, model, ranks)]
+    if cache is not None:
+        takes_all = on_gpu and config.rollout.backend == "vllm"
+        words = f"{size_text(cache.per_token)} per token, room for {cache.tokens:,} tokens"
+        parts.append(Part("KV cache", cache.room if takes_all else cache.bytes, words))
+    return _Memory(device, tuple(parts), cache)
 
 
 def _gpus(spec: ProcessSpec) -> tuple[str, ...]:
@@ -196,20 +186,11 @@ def _process(
     if spec.role is Role.POLICY:
         own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": FREE_PORT}
     threads = spec.env.get("COSMOS_CPU_THREADS")
-    gpus = _gpus(spec)
     what = WHAT.get(spec.name) or WHAT[str(spec.role)]
     return PlannedProcess(
-        name=spec.name,
-        role=str(spec.role),
-        what=what,
-        argv=spec.argv,
-        env={**spec.env, **own},
-        gpus=gpus,
-        threads=int(threads) if threads else None,
-        device=needs.device,
-        memory=needs.parts,
-        cache=needs.cache,
-    )
+        spec.name, str(spec.role), what, spec.argv, {**spec.env, **own}, _gpus(spec),
+        int(threads) if threads else None, needs.device, needs.parts, needs.cache,
+    )  # fmt: skip
 
 
 # ---- sums -------------------------------------------------------------------------------------------------
@@ -270,12 +251,8 @@ def _too_much(planned: Planned, device: str, used: int, there: int) -> Problem:
 # ---- text -------------------------------------------------------------------------------------------------
 
 
-def plan_lines(planned: Planned) -> list[str]:
+def plan_lines(planned: Planned) -> Iterator[str]:
     """The plan for people."""
-    return list(_lines(planned))
-
-
-def _lines(planned: Planned) -> Iterator[str]:
     machine = planned.machine
     gpus = f"{len(machine.gpus)} GPUs" if machine.gpus else "no GPU"
     yield f"machine   {machine.cores} cores, {gpus}, {size_text(planned.capacity[HOST])} of host memory free"

@@ -21,8 +21,8 @@ def _refuse_run_without_checkpoint(path: Path) -> None:
     if not is_run(path) or newest_checkpoint(path / "checkpoints") is not None:
         return
     if (path / "final" / "config.json").exists():
-        raise LaunchError(f"{path} holds no checkpoint", f"its model is in {path / 'final'}")
-    raise LaunchError(f"{path} holds no checkpoint", "train.ckpt.enable_checkpoint = true saves some")
+        raise LaunchError(f"{path} has no checkpoint", f"its model is in {path / 'final'}")
+    raise LaunchError(f"{path} has no checkpoint", "train.ckpt.enable_checkpoint = true saves some")
 
 
 def export(

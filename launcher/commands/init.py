@@ -1,4 +1,4 @@
-"""`cosmos-launch init`: a recipe written to a file, with what stands beside it.
+"""`cosmos-launch init`: write a recipe to a file, with everything that it needs.
 
     recipe ─▶ Fit (this machine, or what the options say) ─▶ text ─▶ checked ─▶ run.toml
                                                              ├─▶ config.schema.json, which editors complete from
@@ -43,7 +43,7 @@ def init(
     engine: Annotated[
         str | None, typer.Option(metavar="vllm|transformers", help="Default: vllm where it is installed.")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
 ) -> None:
     """Write a commented configuration to start from."""
     if recipe is None:
@@ -84,25 +84,25 @@ def start(request: Request, env: Mapping[str, str]) -> Iterator[str]:
     fit = fit_of(request, env)
     to_screen = request.output == STDOUT
     name = "run.toml" if to_screen else str(request.output)
-    beside = Path(name).with_name(Path(name).stem + "-model")
-    model = request.model or (str(beside) if recipe.makes_model else "")
+    model_dir = Path(name).with_name(Path(name).stem + "-model")
+    model = request.model or (str(model_dir) if recipe.makes_model else "")
     if recipe.needs_model and not model:
         model = _trained_model()
     text = recipe.text(fit, name, model)
     makes_model = recipe.makes_model and not request.model
     if to_screen and makes_model:
         raise LaunchError(
-            f"{recipe.name} makes a model beside its file, and -o - writes none",
+            f"{recipe.name} makes a model next to its file, and -o - does not write one",
             "-o run.toml, or name a model that is there with --model",
         )
     if to_screen:
         yield text.rstrip("\n")
         return
-    _check_places(request, beside if makes_model else None)
+    _check_places(request, model_dir if makes_model else None)
     try:
         request.output.parent.mkdir(parents=True, exist_ok=True)
         if makes_model:
-            write_tiny_model(beside)
+            write_tiny_model(model_dir)
         check_config(tomllib.loads(text))
         request.output.write_text(text, encoding="utf-8")
         schema = _write_schema(request.output.with_name(SCHEMA_FILE))
@@ -110,7 +110,7 @@ def start(request: Request, env: Mapping[str, str]) -> Iterator[str]:
         raise LaunchError(f"{error.filename or request.output} cannot be written: {error.strerror}") from None
     yield f"{request.output}: {recipe.name}, for {recipe.words(fit)}"
     if makes_model:
-        yield f"{beside}: the model that it trains, 0.33M random parameters"
+        yield f"{model_dir}: the model that it trains, 0.33M random parameters"
     if schema:
         yield f"{request.output.with_name(SCHEMA_FILE)}: {schema}"
     yield ""
@@ -136,7 +136,7 @@ def _recipe(name: str) -> Recipe:
 
     close = closest(name, RECIPES)
     hint = f"did you mean {close}?" if close else f"the recipes are {', '.join(RECIPES)}"
-    raise LaunchError(f"there is no recipe {name!r}", hint)
+    raise LaunchError(f"unknown recipe {name!r}", hint)
 
 
 def _trained_model() -> str:
@@ -146,7 +146,7 @@ def _trained_model() -> str:
     found = newest(ADDITION_RUNS)
     if found is None or not (found.path / "final" / "config.json").is_file():
         raise LaunchError(
-            "addition-grpo goes on from a model that addition-sft has trained, and there is none in "
+            "addition-grpo goes on from a model that addition-sft has trained, and none was found in "
             f"{ADDITION_RUNS}",
             "cosmos-launch init addition-sft && cosmos-launch --config run.toml, or name one with --model",
         )
@@ -160,12 +160,12 @@ def _check_places(request: Request, model: Path | None) -> None:
     there = [path for path in (request.output, model) if path is not None and path.exists()]
     if there and not request.force:
         raise LaunchError(
-            f"{there[0]} is there already", "choose another name with -o, or --force to replace it"
+            f"{there[0]} already exists", "choose another name with -o, or --force to replace it"
         )
 
 
 def _write_schema(path: Path) -> str:
-    """The schema for editors beside the file; one that is there and differs is left alone."""
+    """The schema for editors, next to the file; an existing one that differs is left alone."""
     from schema.config.reference.export import schema_text
 
     text = schema_text()

@@ -41,7 +41,7 @@ def status(
 
     \b
     Exit codes: 0 it runs, or has ended as it was asked to (finished, stopped); 1 it failed or was killed,
-    or a URL does not answer; 2 there is no such job, or it is not yours to look at.
+    or a URL does not answer; 2 the job does not exist, or you may not look at it.
 
     \b
       cosmos-launch status                     the newest run below ./outputs
@@ -85,7 +85,7 @@ def stop(
     """End a job in order; `--resume` can go on with it later.
 
     The job saves what it saves at its end and leaves within launcher.shutdown_timeout. This works whatever of the
-    job is still alive: without its controller the launcher is told, without a launcher --now ends what is left.
+    job is still alive: without its controller the launcher gets a signal, without a launcher --now ends what is left.
     Exit code 1: it was not running, or has not ended in time.
 
     \b
@@ -119,16 +119,14 @@ def checkpoint(targets: Targets = None, set_: Overrides = None, wait: Wait = 0.0
     """
     target = _find(targets, set_)
     if wait and target.run is None:
-        raise LaunchError(
-            "--wait looks into the run directory, which a URL does not reach", "leave --wait out"
-        )
+        raise LaunchError("--wait reads the run directory, which a URL does not reach", "leave --wait out")
     step = _operate(target, "checkpoint")
     if wait and target.run is not None:
         _wait_for_checkpoint(target.run, step, wait)
 
 
 def _wait_for_checkpoint(run: RunDir, step: int, wait: float) -> None:
-    """Until everything that was committed when it was asked for is in a checkpoint."""
+    """Wait until everything that was committed at the request is in a checkpoint."""
     from launcher.plan.checkpoints import newest_checkpoint
 
     give_up = time.monotonic() + wait
@@ -145,7 +143,7 @@ def _wait_for_checkpoint(run: RunDir, step: int, wait: float) -> None:
             )
         if time.monotonic() >= give_up:
             raise LaunchError(
-                f"step {step} is in no checkpoint after {wait:g} s",
+                f"step {step} is not in a checkpoint after {wait:g} s",
                 f"a step may take longer; see {run.logs}/policy-0.log",
                 EXIT_FAILED,
             )
@@ -172,9 +170,11 @@ def drain(
     chosen = [one for one in replicas if replica in (one.name, one.replica_id)]
     if not chosen:
         names = ", ".join(sorted(one.name for one in replicas if one.state == "live")) or "none"
-        raise LaunchError(f"there is no rollout replica {replica!r}", f"there are: {names}")
+        raise LaunchError(f"unknown rollout replica {replica!r}", f"live replicas: {names}")
     if chosen[0].state in ("left", "lost"):
-        raise LaunchError(f"{replica} is {chosen[0].state} already", "there is nothing to drain", EXIT_FAILED)
+        raise LaunchError(
+            f"{replica} has state {chosen[0].state} already", "nothing is left to drain", EXIT_FAILED
+        )
     found.ask(api.drain(chosen[0].replica_id))
     typer.echo(f"{chosen[0].name} is draining; `cosmos-launch status` shows when it has left")
 

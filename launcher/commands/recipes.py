@@ -56,7 +56,7 @@ class Fit:
 class Recipe:
     """One starter configuration.
 
-    is_tiny: for the model of 0.33M parameters. makes_model: `init` makes that beside the file. needs_model: it
+    is_tiny: for the model of 0.33M parameters. makes_model: `init` makes that next to the file. needs_model: it
     goes on from a trained one.
     """
 
@@ -184,7 +184,7 @@ RECIPES: dict[str, Recipe] = {
         Recipe(
             "addition-sft",
             "A small model learns to add, without a GPU, in half a minute on two cores. Part one: imitation.",
-            "A model of 0.33M random parameters (made beside this file) imitates a sloppy demonstrator. It ends\n"
+            "A model of 0.33M random parameters (made next to this file) imitates a sloppy demonstrator. It ends\n"
             "with about a third of the sums right. Part two: cosmos-launch init addition-grpo -o grpo.toml",
             (TINY_HEAD, TINY_SFT),
             {},

@@ -1,4 +1,4 @@
-"""How a job stands, whoever of it is still alive: what `cosmos-launch status` shows, and what to do next.
+"""The state of a job, whatever of it is still alive: what `cosmos-launch status` shows, and what to do next.
 
 state        the launcher   the controller   the run
 running      alive          answers
@@ -34,7 +34,7 @@ BAD = frozenset({"failed", "killed", "leaving"})
 
 
 def find_status(target: Target) -> dict[str, Any]:
-    """Everything that is known, as JSON-compatible values. Raises LaunchError if nothing can be learnt."""
+    """Everything that is known, as JSON-compatible values. Raises LaunchError if nothing can be found out."""
     found: dict[str, Any] = dict.fromkeys(
         ("launcher", "checkpoint", "summary", "status", "ledger", "replicas", "error")
     )
@@ -113,7 +113,7 @@ def _alive(target: Target, ending: bool) -> dict[str, Any]:
 
 
 def advice(found: Mapping[str, Any]) -> str:
-    """The next step of whoever looks; empty where nothing is to be done."""
+    """What the user should do next; empty where nothing is to be done."""
     state, where = found["state"], found["run_dir"]
     if state in ("running", "waiting", "unreachable") and (redis := _redis(found)):
         if found["embeds_redis"]:
@@ -122,7 +122,7 @@ def advice(found: Mapping[str, Any]) -> str:
     if state == "running":
         return _while_running(found)
     if state == "starting":
-        return f"wait; what it is doing stands in {where}/logs"
+        return f"wait; its logs are in {where}/logs"
     if state == "waiting":
         return f"wait until its reason is over; see {where}/logs/controller.log"
     if state == "unreachable":
@@ -147,7 +147,7 @@ def _after_failure(found: Mapping[str, Any], resume: str) -> str:
 
     if found["summary"] and out_of_data(found["summary"]):
         return ALL_DROPPED
-    return f"put right what the reason says (the logs are in {found['run_dir']}/logs), then {resume}"
+    return f"fix what the reason names (the logs are in {found['run_dir']}/logs), then {resume}"
 
 
 def _redis(found: Mapping[str, Any]) -> str:
@@ -174,9 +174,7 @@ def _while_running(found: Mapping[str, Any]) -> str:
 def _from_where(found: Mapping[str, Any]) -> str:
     if found["checkpoint"] is None:
         return (
-            " (there is no checkpoint: steps that were trained must be trained again)"
-            if _steps(found)
-            else ""
+            " (without a checkpoint: steps that were trained must be trained again)" if _steps(found) else ""
         )
     return f" from the checkpoint of step {found['checkpoint']['step']}"
 

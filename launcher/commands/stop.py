@@ -1,13 +1,12 @@
-"""`cosmos-launch stop`: ends a job whoever of it is still alive.
+"""`cosmos-launch stop`: ends a job, whatever of it is still alive.
 
-launcher alive, controller answers   it is told to stop; the launcher sees that and ends everything in order
+launcher alive, controller answers   it is asked to stop; the launcher sees that and ends everything in order
 launcher alive, no controller        the launcher gets a Ctrl-C
 launcher killed                      its processes leave by themselves
 --now                                the launcher gets Ctrl-C twice; without one the keepers kill what they keep
 
-A signal never reaches a stranger that was given an old process id: a process file descriptor is opened first and the
-check made afterwards. As long as the descriptor is open its id is given to nobody else, so what was checked is what
-gets the signal.
+A signal never reaches a foreign process that got a reused process id: a process file descriptor is opened first, the
+check follows. As long as the descriptor is open its id is not reused, so what was checked is what gets the signal.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ def _ask_to_stop(target: Target, run: RunDir) -> str:
             raise error from None
         if not signal_launcher(run, holder, signal.SIGINT):
             raise no_controller(target) from None
-        return f"its controller does not answer: its launcher (pid {holder.pid}) was told to stop"
+        return f"its controller does not answer: its launcher (pid {holder.pid}) was signalled to stop"
 
 
 def _stop_without_launcher(target: Target, run: RunDir, now: bool) -> str:
@@ -85,7 +84,7 @@ def _kill(run: RunDir) -> str:
     holder = run.holder()
     if holder is None:
         raise LaunchError(
-            f"the launcher of {run.path} is just now starting or ending", "try again", EXIT_FAILED
+            f"the launcher of {run.path} is starting or ending right now", "try again", EXIT_FAILED
         )
     if not holder.is_here:
         raise LaunchError(f"the launcher of {run.path} is {holder}", "use --now on that machine", EXIT_FAILED)
@@ -98,7 +97,7 @@ def _kill(run: RunDir) -> str:
 
 
 def _gone(run: RunDir, seconds: float) -> bool:
-    """Wait until nobody of the run is left."""
+    """Wait until no process of the run is left."""
     give_up = time.monotonic() + seconds
     while run.is_alive() or run.leaving():
         if time.monotonic() >= give_up:
@@ -163,7 +162,7 @@ def _send(pid: int, number: signal.Signals, is_meant: Callable[[], bool]) -> boo
         return False
     except PermissionError:
         raise LaunchError(
-            f"process {pid} of this run belongs to somebody else: it cannot be signalled",
+            f"process {pid} of this run belongs to another user and cannot be signalled",
             "stop the run as the user who started it",
             EXIT_FAILED,
         ) from None

@@ -1,4 +1,4 @@
-"""What the launcher and the controller say to each other, as the user."""
+"""The launcher's calls to the controller, with the user's token."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ READY_POLL = 0.05
 """Seconds between looks at a controller that is starting: the client's own retries back off to seconds, which
 would be felt at every start."""
 BRIEF = 3.0
-"""Seconds of patience for what is only polite to say: the controller finds out by itself, later."""
+"""Seconds of patience for notifications: without them the controller finds out by itself, later."""
 
 COLLECT_PATIENCE = 20.0
-"""Seconds to wait for a controller, or its Redis, that died just now: without them there is no summary."""
+"""Seconds to wait for a controller, or its Redis, that died just now: the summary needs both."""
 
 
 class ControllerLink:
@@ -33,7 +33,7 @@ class ControllerLink:
         self._token, self._tls_ca = token, tls_ca
         self._client = AsyncClient(url, token, tls_ca=tls_ca)
         self.started = asyncio.Event()
-        """Set once the controller was started; before, nobody listens."""
+        """Set once the controller was started; before, the port is closed."""
 
     async def ask(self, call: Call[T], patience: float = 0.0) -> T:
         """Send one call; a lost controller is waited for `patience` seconds. Raises `ControllerError`."""
@@ -42,8 +42,8 @@ class ControllerLink:
         async with AsyncClient(self.url, self._token, patience=patience, tls_ca=self._tls_ca) as client:
             return await client.send(call)
 
-    async def tell(self, call: Call[T]) -> T | None:
-        """Send something that is only polite to say; None if the controller does not hear it."""
+    async def notify(self, call: Call[T]) -> T | None:
+        """Send something that is useful, not necessary; None if the controller does not answer."""
         if not self.started.is_set():
             return None
         try:
@@ -73,7 +73,7 @@ class ControllerLink:
         return True
 
     async def collect(self, last: JobStatus | None) -> Collected:
-        """What the controller knows at the end of a job. `last`: its status as it was seen last."""
+        """What the controller knows at the end of a job. `last`: the newest status seen."""
         found = Collected(status=last)
         try:
             found.status = await self.ask(api.job(), COLLECT_PATIENCE)

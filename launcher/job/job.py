@@ -6,7 +6,7 @@
 
     end     workers ─▶ collect what the controller knows ─▶ controller ─▶ redis ─▶ summary.json
 
-`_drive` goes through the upper line. It is abandoned when a process makes the job impossible or somebody presses
+`_drive` goes through the upper line. It is abandoned when a process makes the job impossible or the user presses
 Ctrl-C; whatever the reason, `_finish` goes through the lower one. A second Ctrl-C kills.
 """
 
@@ -216,7 +216,7 @@ class Job:
         for replica in self.plan.workers:
             # It has ended with its launcher, had another secret, and holds its name still.
             if replica.role is Role.ROLLOUT:
-                await self.link.tell(api.replica_exited(replica.name, "its launcher ended", crashed=False))
+                await self.link.notify(api.replica_exited(replica.name, "its launcher ended", crashed=False))
         self.event(f"going on after {status.step} of {status.total_steps} steps")
         return status.phase is not Phase.FINISHED
 
@@ -234,7 +234,7 @@ class Job:
         if data.last_exit is None or data.last_exit.code != EXIT_OK:
             return _blamed(await self.supervisor.ended)
         for text in tail(log_file):
-            if " WARNING " in text:  # rows left out: nobody should have to look into a log to learn that
+            if " WARNING " in text:  # rows left out: this must be visible without reading a log
                 self.event(f"data: {text.partition(' WARNING ')[2].partition(': ')[2]}")
         return None
 
@@ -268,19 +268,19 @@ class Job:
             self.screen.event(f"launcher.log cannot be written: {error.strerror}")
 
     async def exited(self, exit_: Exit) -> Situation:
-        """Tell the controller of a replica that went down, and learn whether the job still needs it."""
+        """Notify the controller of a replica that went down, and find out whether the job still needs it."""
         role, name = exit_.replica.role, exit_.replica.name
         self.event_log.ended(exit_)
         is_replica = role in (Role.POLICY, Role.ROLLOUT)
         if is_replica and not self.link.started.is_set() and exit_.code != EXIT_CONFIG:
             return await self._too_early(exit_)
-        if is_replica and exit_.code != EXIT_NAME_TAKEN:  # else somebody else lives under its name
+        if is_replica and exit_.code != EXIT_NAME_TAKEN:  # else another process lives under its name
             crashed = exit_.hung or is_crash(exit_.code)
-            await self.link.tell(api.replica_exited(name, exit_.how, crashed=crashed, parent_pid=exit_.pid))
+            await self.link.notify(api.replica_exited(name, exit_.how, crashed=crashed, parent_pid=exit_.pid))
         status = await self._newest_status(LEFT_PATIENCE if exit_.code == EXIT_OK else BRIEF, role)
         if status is None:
             return Situation(over=False, needed=True)
-        # Without controller and Redis nobody knows how the job ended: they are needed until they are stopped.
+        # Without controller and Redis it is unknown how the job ended: they are needed until they are stopped.
         over = status.phase in TERMINAL_PHASES and role not in (Role.CONTROLLER, Role.REDIS)
         return Situation(over=over, needed=self._needed(exit_, status))
 
@@ -321,10 +321,10 @@ class Job:
         workers = [name for name, kept in self.supervisor.replicas.items() if _is_worker(kept.replica.role)]
         if outcome.name == "failed":
             self.event(f"failed: {outcome.reason}")
-            await self.link.tell(api.fail(outcome.reason))
+            await self.link.notify(api.fail(outcome.reason))
         elif outcome.name == "stopped":
             self.event(f"stopping ({outcome.reason}); Ctrl-C again kills all processes at once")
-            await self.link.tell(api.operate("stop"))
+            await self.link.notify(api.operate("stop"))
         else:
             self.event(f"{outcome.reason or 'finished'}; the workers are leaving")
             await self.supervisor.wait(workers, self.plan.config.launcher.shutdown_timeout)
@@ -385,20 +385,20 @@ class Job:
     # ---- signals ------------------------------------------------------------------------------------------
 
     def _send(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Do something beside the rest."""
+        """Run something in parallel with the rest."""
         task = asyncio.create_task(work())
         self._errands.add(task)
         task.add_done_callback(self._errands.discard)
 
     async def _ask_for_checkpoint(self) -> None:
         """SIGUSR1."""
-        told = await self.link.tell(api.operate("checkpoint"))
-        if told is None:
+        done = await self.link.notify(api.operate("checkpoint"))
+        if done is None:
             self.event(
-                "SIGUSR1: no checkpoint can be asked for now, the controller does not answer or refuses"
+                "SIGUSR1: no checkpoint can be requested now, the controller does not answer or refuses"
             )
         else:
-            self.event(f"SIGUSR1: a checkpoint is saved after step {told.step}")
+            self.event(f"SIGUSR1: a checkpoint is saved after step {done.step}")
 
 
 def _is_worker(role: Role) -> bool:

@@ -1,4 +1,4 @@
-"""Finding a job that runs, or ran: what `cosmos-launch status`, `stop` and their like speak to.
+"""Finding a job that runs, or ran: what `cosmos-launch status`, `stop` and the like act on.
 
 A target is a run directory, a directory of runs (the newest counts), the files of a configuration (their
 `train.output_dir`; the environment and --set count as in the run), or the URL of a controller, for which the user
@@ -52,18 +52,18 @@ class Target:
             return ""
         written = self.run.controller_json.stat().st_mtime
         if holder is not None and written < holder.since - CLOCK_SLACK:
-            return ""  # of an earlier start; by now the port may belong to somebody else
+            return ""  # of an earlier start; by now another program may have the port
         return str(found["url"])
 
     def ask(self, call: Call[T]) -> T:
-        """Send one call. Raises LaunchError if there is no controller, no token, or no answer."""
+        """Send one call. Raises LaunchError without a controller, a token or an answer."""
         from controller.client import Client, ControllerError
 
         url = self.address()
         if not url:
             raise no_controller(self)
         if not self.token:
-            raise LaunchError(f"{self.name} answers only to a token, and none can be read", HOW_TO_GET_IN)
+            raise LaunchError(f"{self.name} requires a token, and none can be read", HOW_TO_GET_IN)
         try:
             with Client(url, self.token, tls_ca=self._tls_ca()) as client:
                 return client.send(call)
@@ -86,19 +86,19 @@ class Target:
             return LaunchError(error.detail.partition(": ")[2] or error.detail, "", EXIT_FAILED)
         if isinstance(error, NotServing):
             return NotServingError(error.detail, f"asked was {url}; try again in a moment", EXIT_FAILED)
-        hint = f"its logs are in {self.run.logs}" if self.run else "is the address right?"
+        hint = f"its logs are in {self.run.logs}" if self.run else "check the address"
         return LaunchError(str(error), hint, EXIT_FAILED)
 
 
 def no_controller(target: Target) -> LaunchError:
-    """Why nobody can be asked."""
+    """Why no controller can be asked."""
     assert target.run is not None
     if target.run.is_alive():
         ending = target.run.launcher().get("ending")
         return LaunchError(
             f"the job in {target.name} is "
             + (f"ending: {ending}" if ending else "starting: its controller is not there yet"),
-            f"`cosmos-launch status {target.name}` tells when it has ended"
+            f"`cosmos-launch status {target.name}` shows when it has ended"
             if ending
             else f"try again in a moment; its logs are in {target.run.logs}",
             EXIT_FAILED,
@@ -121,7 +121,7 @@ def find(targets: Sequence[str], overrides: Sequence[str], env: Mapping[str, str
     token = env.get("COSMOS_TOKEN", "")
     if target is not None and is_url:
         if not token:
-            raise LaunchError(f"COSMOS_TOKEN is not set: {target} answers only to a token", HOW_TO_GET_IN)
+            raise LaunchError(f"COSMOS_TOKEN is not set: {target} requires a token", HOW_TO_GET_IN)
         return Target(None, target, token)
     run = _run_of(targets, overrides, env)
     return Target(run, token=run.read_token() or token)
@@ -151,7 +151,7 @@ def _run_of(targets: Sequence[str], overrides: Sequence[str], env: Mapping[str, 
 def run_below(path: Path, *, named: bool) -> RunDir:
     """The run in a directory, or the newest one below it. `named`: whether the user wrote its name."""
     if not path.is_dir():
-        what = f"{path} does not exist" if named else f"there is no {DEFAULT_OUTPUT} here"
+        what = f"{path} does not exist" if named else f"no {DEFAULT_OUTPUT} here"
         raise LaunchError(what, "name a run directory, a configuration or the URL of a controller")
     path = path.absolute()
     if not os.access(path, os.R_OK | os.X_OK):

@@ -54,17 +54,17 @@ def finished(run: RunDir) -> dict[str, Any] | None:
 
 
 def finished_lines(run: RunDir, summary: Mapping[str, Any]) -> list[str]:
-    """What to say of it."""
+    """The message about it."""
     steps = (summary.get("status") or {}).get("total_steps")
     model = summary.get("final_model")
-    told = [
+    lines = [
         f"{run.path} has finished"
         + (f" its {steps} steps" if steps is not None else "")
         + ": nothing to resume"
     ]
     if model:
-        told += [
+        lines += [
             f"its model is in {model}; to train it further, start a run of its own:",
             f"    cosmos-launch --config {run.config_toml} --set policy.model_name_or_path={model}",
         ]
-    return told
+    return lines

@@ -1,4 +1,4 @@
-"""Where the launcher writes: a live panel on a terminal, plain lines otherwise. Events stand above the panel."""
+"""Where the launcher writes: a live panel on a terminal, plain lines otherwise. Events appear above the panel."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Screen:
         self.write(f"{time.strftime('%H:%M:%S')} {indented(text)}")
 
     def write(self, text: str) -> None:
-        """Write lines. Nobody listening any more (a closed pipe or terminal) is no reason to end a training."""
+        """Write lines. A reader that goes away (a closed pipe or terminal) does not end a training."""
         try:
             sys.stdout.write(visible(text) + "\n")
             sys.stdout.flush()

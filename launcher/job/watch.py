@@ -1,4 +1,4 @@
-"""Following a job that runs: what the controller says of it, who does not answer any more, and when it is over."""
+"""Following a job that runs: its state by the controller, replicas that no longer answer, and its end."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ trouble; a trainer gets more, since its restart costs the steps since the newest
 
 
 class Watch:
-    """Keeps the view of the job up to date until the job is over."""
+    """Keeps the view up to date until the job is over."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Watch:
         """Replicas that have not registered yet."""
 
     async def until_over(self) -> Outcome:
-        """Follow the controller until it says that the job is over."""
+        """Follow the controller until the job is over."""
         silent_since: float | None = None
         while True:
             began = time.monotonic()
@@ -88,7 +88,7 @@ class Watch:
         if status.validation is not None and view.first_accuracy is None:
             records = await self._link.ask(api.validations())
             view.first_accuracy = records[0].score_mean if records else None
-        over = status.phase in TERMINAL_PHASES  # why stands in the outcome
+        over = status.phase in TERMINAL_PHASES  # the outcome has the reason
         if before is not None and status.last_error and status.last_error != before.last_error and not over:
             self._event(f"error: {status.last_error}")
         note = "" if before is None else before.note
@@ -110,7 +110,7 @@ class Watch:
             if kept is None or kept.state != "up" or not is_hung(info, now - kept.since, timeout):
                 continue
             self._event(
-                f"{info.name} lives, but was not heard of for {info.last_seen_s:.0f} s: restarting it"
+                f"{info.name} is alive, but has sent nothing for {info.last_seen_s:.0f} s: restarting it"
             )
             self._supervisor.kill(info.name)
 
@@ -126,7 +126,9 @@ class Watch:
             lines = visible(status.traceback).split("\n")
             return Outcome("failed", EXIT_FAILED, status.last_error or "", tuple(lines))
         culprit = min(self._unseen, default="controller")  # one that did not register has written why
-        return blame(self._logs, culprit, status.last_error or "the controller says that the job has failed")
+        return blame(
+            self._logs, culprit, status.last_error or "the controller reports that the job has failed"
+        )
 
 
 def blame(logs: Path, process: str, reason: str) -> Outcome:

@@ -1,7 +1,7 @@
-"""The newest checkpoint of a run, as far as its directory's names tell: nothing of it is read.
+"""The newest checkpoint of a run, by the names in its directory: none of its content is read.
 
-A checkpoint is written beside and renamed to `step-<committed steps>` when it is complete; `latest` names the one
-that training would go on from.
+A checkpoint is written under a temporary name and renamed to `step-<committed steps>` when it is complete; `latest`
+names the one that training would go on from.
 """
 
 from __future__ import annotations

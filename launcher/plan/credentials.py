@@ -1,4 +1,4 @@
-"""What a job uploads where, told before anything starts; the uploading is the trainer's (`checkpoints.uploads`).
+"""What a job uploads where, reported before anything starts; the trainer uploads (`checkpoints.uploads`).
 
 Credentials go to those who use them. AWS_*: to the trainer, and to rollout replicas where the weight store is a
 bucket; to no other process of a job, rewards among them (`rollout_worker.rewards` passes on a short list). The token
@@ -41,7 +41,7 @@ def upload_targets(config: Config, run: str, env: Mapping[str, str]) -> Iterator
         yield f"{what} to s3://{ckpt.s3_bucket}/{prefix}/{name}/ {_bucket_access(env)}"
     if ckpt.upload_hf:
         given = (
-            "" if env.get("HF_TOKEN") else "; HF_TOKEN is not set: the login stored on this machine has to do"
+            "" if env.get("HF_TOKEN") else "; HF_TOKEN is not set: the login stored on this machine is used"
         )
         endpoint = _without_credentials(env.get("HF_ENDPOINT") or HUB)
         yield f"exports of checkpoints and the final model to {endpoint}/{ckpt.hf_repo_name}, a commit each{given}"
@@ -52,9 +52,7 @@ def _bucket_access(env: Mapping[str, str]) -> str:
     endpoint = env.get("AWS_ENDPOINT_URL_S3") or env.get("AWS_ENDPOINT_URL") or "AWS"
     keyed = any(env.get(key) for key in ("AWS_ACCESS_KEY_ID", "AWS_PROFILE"))
     given = (
-        ""
-        if keyed
-        else "; neither AWS_ACCESS_KEY_ID nor AWS_PROFILE is set: a role of this machine has to do"
+        "" if keyed else "; neither AWS_ACCESS_KEY_ID nor AWS_PROFILE is set: a role of this machine is used"
     )
     return f"at {_without_credentials(endpoint)}{given}"
 

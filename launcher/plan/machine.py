@@ -31,7 +31,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class GpuFacts:
-    """What the driver says of one GPU."""
+    """What the driver reports about one GPU."""
 
     index: str
     uuid: str
@@ -134,7 +134,7 @@ def count_cores() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Bytes. gpus: by the name that CUDA_VISIBLE_DEVICES gives them; missing where it cannot be told."""
+    """Bytes. gpus: by the name that CUDA_VISIBLE_DEVICES gives them; missing where it is unknown."""
 
     host_total: int
     host_free: int

@@ -5,7 +5,7 @@
 GPUs are numbered from 0 in the order of CUDA_VISIBLE_DEVICES; the first `placement.gpus_per_node` of them are
 used. Roles that `[placement]` lists get exactly those. The others are dealt in this order: what rollout replicas
 need is set aside, `dp_shard_size = -1` takes what is left, policy replicas get the first free devices and rollout
-replicas the next. No GPU is ever given to two replicas, unless `placement.share` says so: then each role is dealt
+replicas the next. No GPU is ever given to two replicas, unless `placement.share` allows it: then each role is dealt
 over all devices, and one policy and one rollout replica may meet on each. Without GPUs everything runs on CPU and
 -1 means one rank.
 """
@@ -62,7 +62,7 @@ class Needs:
 
 
 class PlacementError(ValueError):
-    """The job does not fit this machine; `problem` says what it needs, what there is, and what to write."""
+    """The job does not fit this machine; `problem` has what it needs, what the machine has, and what to write."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem.message)
@@ -99,7 +99,7 @@ def usable_gpus(config: Config, machine: Machine) -> tuple[str, ...]:
     key = "placement.gpus_per_node"
     there = f"{found} GPUs" if found else "no GPU that the installed torch can use"
     hint = f"write {key} = {found}, or leave it out to use what is found" if found else "leave it out"
-    raise PlacementError(Problem(key, f"{wanted} GPUs are asked for, this machine has {there}", wanted, hint))
+    raise PlacementError(Problem(key, f"{wanted} GPUs are requested, this machine has {there}", wanted, hint))
 
 
 def place(config: Config, machine: Machine) -> list[Replica]:

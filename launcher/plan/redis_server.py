@@ -44,7 +44,7 @@ class RedisServer:
 
 
 class RedisUnusableError(Exception):
-    """A named server cannot be used; `hint` says what to do."""
+    """A named server cannot be used; `hint` has the remedy."""
 
     def __init__(self, message: str, hint: str) -> None:
         super().__init__(message)

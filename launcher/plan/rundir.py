@@ -5,7 +5,7 @@
         logs/<process>.log         one per process, appended to
         .tokens/user, rollout      0600, in a directory of 0700
         .locks/<role>.lock         held by the living processes of a role (see launcher.processes.keeper)
-        .locks/launcher.lock       held by the launcher, and says which process that is: the run is alive
+        .locks/launcher.lock       held by the launcher, and names that process: the run is alive
         launcher.json              what the launcher knows: processes, restarts, what died (launcher.job.event_log)
         redis/, data/, weights/, checkpoints/, final/, controller.json, summary.json
 
@@ -14,7 +14,7 @@ written what they should not; all else has the mode that the umask gives (`schem
 make files 0600 on their own).
 
 A run is alive iff its launcher's lock is held: the kernel lets go of it with the process, however that ends, so no
-process id that was given to somebody else can be mistaken for a launcher. What outlives a killed launcher for
+reused process id can be mistaken for a launcher. What outlives a killed launcher for
 some seconds holds the lock of its role: whoever resumes the run waits for it.
 """
 
@@ -43,8 +43,8 @@ from schema.util.file_lock import try_lock
 
 LEAVING_POLL = 0.1
 LOCK_PATIENCE = 0.5
-"""Seconds: somebody who only looks whether the run is alive holds the lock for a moment."""
-BESIDE = re.compile(r"\..+\.[0-9a-f]+")
+"""Seconds: a look at whether the run is alive holds the lock for a moment."""
+TEMPORARY = re.compile(r"\..+\.[0-9a-f]+")
 """Names under which files are written before they are renamed: `.<name>.<pid or chance>`."""
 SWEPT = (".tokens", "checkpoints", "data", "uploads")
 LOCKED_ROLES = ("workers", "controller", "redis")
@@ -93,7 +93,7 @@ class RunDir:
         self._lock: int | None = None
 
     def take(self) -> bool:
-        """Make the directory itself; False if somebody else was faster. Raises LaunchError if it cannot be made."""
+        """Make the directory itself; False if another launcher was faster. Raises LaunchError if that fails."""
         try:
             self.path.mkdir(parents=True)
         except FileExistsError:
@@ -114,7 +114,7 @@ class RunDir:
 
     def _not_made(self, error: OSError) -> LaunchError:
         return LaunchError(
-            f"train.output_dir: {self.path} cannot be made: {error.strerror}",
+            f"train.output_dir: {self.path} cannot be created: {error.strerror}",
             "choose a directory that you may write to",
         )
 
@@ -150,7 +150,7 @@ class RunDir:
         return held_alone(self.locks / "launcher.lock")
 
     def holder(self) -> Holder | None:
-        """The launcher that holds the lock; None if nobody does, or a launcher that has not said who it is yet."""
+        """The launcher that holds the lock; None if nobody does, or a launcher that has not written its id yet."""
         found = read_json(self.locks / "launcher.lock")
         if found is None or not self.is_alive():
             return None
@@ -166,7 +166,7 @@ class RunDir:
         return {} if earlier else found
 
     def summary(self) -> dict[str, Any] | None:
-        """How the run ended, with paths as they are now; None if it has not, or nobody could write it."""
+        """How the run ended, with paths as they are now; None if it has not, or it could not be written."""
         found = read_json(self.summary_json)
         if found is None or found.get("outcome") not in OUTCOMES:
             return None
@@ -228,10 +228,10 @@ class RunDir:
             path.unlink(missing_ok=True)
 
     def sweep(self) -> None:
-        """Remove what killed processes had begun to write beside a file. Only while none of the run lives."""
+        """Remove temporary files that killed processes have left next to others. Only while none of the run lives."""
         for folder in (self.path, *(self.path / name for name in SWEPT)):
             for path in folder.glob(".*"):
-                if BESIDE.fullmatch(path.name) and path.is_file():
+                if TEMPORARY.fullmatch(path.name) and path.is_file():
                     path.unlink(missing_ok=True)
 
 

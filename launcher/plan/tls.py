@@ -1,4 +1,4 @@
-"""What is checked of certificates and keys before a process starts: the code of the job judges them, in memory."""
+"""Checks of certificates and keys before a process starts, by the same code that the job uses, in memory."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def controller_url(config: Config, port: int | str) -> str:
 
 
 def url_from_elsewhere(config: Config, port: int | str) -> str:
-    """The address for other machines, as far as this one knows its name; that of this machine if it is reached by
-    no other."""
+    """The address for other machines, as far as this one knows its name; the local one where only
+    that reaches it."""
     host = config.controller.host
     return _url(config, socket.gethostname() if host in ANY_ADDRESS else host, port)
 

@@ -1,7 +1,7 @@
 """What is checked of the machine before any process starts: all problems at once, one message each.
 
 The configuration itself (types, rules, files, columns) is checked by `schema.config.load_config`; this is about
-ports, packages, GPUs, Redis and disk, which are another matter on every machine. `cosmos-launch validate` shows
+ports, packages, GPUs, Redis and disk, which differ from machine to machine. `cosmos-launch validate` shows
 the same findings as warnings, since the job may run elsewhere.
 """
 
@@ -15,6 +15,7 @@ import shutil
 import socket
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -129,9 +130,9 @@ def _port_problems(host: str, port: int) -> list[Problem]:
         except OSError as error:
             if error.errno == errno.EADDRNOTAVAIL:
                 hint = "write 127.0.0.1, 0.0.0.0 or an address of this machine"
-                return [Problem("controller.host", f"{host} is no address of this machine", host, hint)]
+                return [Problem("controller.host", f"{host} is not an address of this machine", host, hint)]
             hint = "end the program that listens there, choose another port, or 0 for any free one"
-            what = "in use" if error.errno == errno.EADDRINUSE else f"not to be had: {error.strerror}"
+            what = "in use" if error.errno == errno.EADDRINUSE else f"not available: {error.strerror}"
             return [Problem(key, f"port {port} on {host} is {what}", port, hint)]
     return []
 
@@ -197,86 +198,50 @@ def _model_bytes(name: str) -> int:
 # fp8, fp4 and FlashAttention exist from some generation of GPUs on. A GPU whose generation is unknown is taken to be
 # able: a wrong refusal would be worse than the worker's own error.
 
-_FP8: Capability = (8, 9)
-"""Ada and Hopper are the first whose matrix units multiply fp8."""
-_FP4: Capability = (10, 0)
-"""Blackwell is the first whose matrix units multiply fp4."""
-_KERNELS: Capability = (7, 0)
-"""Volta is the first that Triton compiles for, and with it Liger's kernels."""
-_FLASHINFER: Capability = (7, 5)
-"""Turing is the first of flashinfer's."""
-_FLASH: dict[int, tuple[Capability, Capability | None]] = {
-    2: ((8, 0), None),
-    3: ((9, 0), (9, 9)),
-    4: ((9, 0), None),
+ANY_LATER: Capability = (99, 0)
+SWITCHES: dict[str, tuple[str, Capability]] = {
+    "train.fp8.enable_fp8": ("fp8 training", (8, 9)),  # Ada and Hopper are the first that multiply fp8
+    "train.fp4.enable_fp4": ("fp4 training", (10, 0)),  # Blackwell is the first that multiplies fp4
+    "policy.enable_liger_kernel": ("a Liger kernel", (7, 0)),  # Volta is the first that Triton compiles for
+    "rollout.vllm_use_flashinfer": ("flashinfer", (7, 5)),  # Turing
+    "rollout.sampling_config.use_flashinfer": ("flashinfer", (7, 5)),
 }
-"""FlashAttention version -> first and last generation: 2 from Ampere on, 3 Hopper alone, 4 from Hopper on."""
-
-
-@dataclass(frozen=True, slots=True)
-class Requirement:
-    """A key whose value needs a GPU of some generations, and what to write where there is none."""
-
-    key: str
-    value: bool | int | str
-    what: str
-    first: Capability
-    last: Capability | None
-    remedy: str
+"""Key that is true or false -> what it switches on, and the first generation of GPUs that can do it."""
+FLASH_ATTENTION: dict[int, tuple[Capability, Capability]] = {
+    2: ((8, 0), ANY_LATER),
+    3: ((9, 0), (9, 9)),
+    4: ((9, 0), ANY_LATER),
+}
+"""Version -> first and last generation: 2 from Ampere on, 3 Hopper alone, 4 from Hopper on."""
 
 
 def check_hardware(config: Config, machine: Machine) -> list[Problem]:
     """Numerics that this machine's GPUs cannot do, one problem each; without GPUs none of them."""
-    problems = []
-    for wanted in _requirements(config):
-        if not machine.gpus:
-            message = f"{wanted.what} needs a GPU, and this machine has none that the installed torch can use"
-            problems.append(Problem(wanted.key, message, wanted.value, wanted.remedy))
-            continue
-        unable = [found for found in machine.capabilities if found is not None and not _able(found, wanted)]
-        if unable:
-            needed = f"{_text(wanted.first)}" + (
-                " or later" if wanted.last is None else f" to {_text(wanted.last)}"
-            )
-            message = (
-                f"{wanted.what} needs GPUs of compute capability {needed}, and this machine has one of "
-                f"{_text(min(unable))}"
-            )
-            problems.append(Problem(wanted.key, message, wanted.value, wanted.remedy))
-    return problems
+    found = []
+    for key, (what, first) in SWITCHES.items():
+        if attrgetter(key)(config) and (config.is_grpo or not key.startswith("rollout.")):
+            found.append(_unable(machine, key, True, what, first, ANY_LATER, f"write {key} = false"))
+    if (version := config.train.fa_version) is not None:
+        what, (first, last) = f"FlashAttention {version}", FLASH_ATTENTION[version]
+        found.append(_unable(machine, "train.fa_version", version, what, first, last, "leave it out"))
+    return [problem for problem in found if problem is not None]
 
 
-def _requirements(config: Config) -> list[Requirement]:
-    train, found = config.train, []
-    if train.fp8.enable_fp8:
-        key = "train.fp8.enable_fp8"
-        found.append(Requirement(key, True, "fp8 training", _FP8, None, f"write {key} = false"))
-    if train.fp4.enable_fp4:
-        key = "train.fp4.enable_fp4"
-        found.append(Requirement(key, True, "fp4 training", _FP4, None, f"write {key} = false"))
-    if train.fa_version is not None:
-        key, version = "train.fa_version", train.fa_version
-        first, last = _FLASH[version]
-        found.append(Requirement(key, version, f"FlashAttention {version}", first, last, "leave it out"))
-    if config.policy.enable_liger_kernel:
-        key = "policy.enable_liger_kernel"
-        found.append(Requirement(key, True, "a Liger kernel", _KERNELS, None, f"write {key} = false"))
-    return found + (_engine_requirements(config) if config.is_grpo else [])
-
-
-def _engine_requirements(config: Config) -> list[Requirement]:
-    rollout, found = config.rollout, []
-    flashinfer = {
-        "rollout.vllm_use_flashinfer": rollout.vllm_use_flashinfer,
-        "rollout.sampling_config.use_flashinfer": rollout.sampling_config.use_flashinfer,
-    }
-    for key in (key for key, wanted in flashinfer.items() if wanted):
-        found.append(Requirement(key, True, "flashinfer", _FLASHINFER, None, f"write {key} = false"))
-    return found
-
-
-def _able(found: Capability, wanted: Requirement) -> bool:
-    return wanted.first <= found and (wanted.last is None or found <= wanted.last)
+def _unable(
+    machine: Machine, key: str, value: bool | int, what: str, first: Capability, last: Capability, remedy: str
+) -> Problem | None:
+    """The problem of a value that needs GPUs from `first` to `last`; None where the machine has them."""
+    if not machine.gpus:
+        message = f"{what} needs a GPU, and this machine has none that the installed torch can use"
+        return Problem(key, message, value, remedy)
+    unable = [one for one in machine.capabilities if one is not None and not first <= one <= last]
+    if not unable:
+        return None
+    needed = _text(first) + (" or later" if last == ANY_LATER else f" to {_text(last)}")
+    message = (
+        f"{what} needs GPUs of compute capability {needed}, and this machine has one of {_text(min(unable))}"
+    )
+    return Problem(key, message, value, remedy)
 
 
 def _text(capability: Capability) -> str:

@@ -47,7 +47,7 @@ class Shape:
 class LocalModel:
     """parameters: tied weights count once. layer, rest: parameters of the largest layer, and outside the layers.
 
-    source: what they were counted from. shape: None where config.json does not tell it.
+    source: what they were counted from. shape: None where config.json does not have it.
     """
 
     path: Path
@@ -59,7 +59,7 @@ class LocalModel:
 
 
 class UnknownModelError(Exception):
-    """The parameters cannot be counted here; the text says why."""
+    """The parameters cannot be counted here; the text has the reason."""
 
 
 def find_model(name: str, revision: str | None, env: Mapping[str, str]) -> LocalModel:
@@ -67,7 +67,7 @@ def find_model(name: str, revision: str | None, env: Mapping[str, str]) -> Local
     file = config_file(name, revision, env)
     if file is None:
         if (place := local_path(name)) is not None:
-            raise UnknownModelError(f"{place / 'config.json'} cannot be read: there is none")
+            raise UnknownModelError(f"{place / 'config.json'} cannot be read: no such file")
         raise UnknownModelError(f"{name} is not on this machine (a download would fill its cache)")
     path = file.parent
     try:
@@ -123,7 +123,7 @@ def _header(file: Path) -> dict[str, list[int]]:
     with file.open("rb") as stream:
         (length,) = struct.unpack("<Q", stream.read(8))
         if length > MAX_HEADER_BYTES:
-            raise ValueError(f"{file.name} is no safetensors file")
+            raise ValueError(f"{file.name} is not a safetensors file")
         header = json.loads(stream.read(length))
     return {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
 

@@ -15,7 +15,7 @@ _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
 
 
 def tail(path: Path, lines: int = TAIL_LINES, since: int = 0) -> list[str]:
-    """The last lines of a log from byte `since` on, without terminal control codes; empty if there is no log."""
+    """The last lines of a log from byte `since` on, without terminal control codes; empty without a log."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)

@@ -5,7 +5,7 @@ that may be inside of a callback which drops it, and the Ctrl-C is lost: therefo
 modules are imported, and once the run directory is taken signals are noted until the job's event loop handles them.
 
 A shell without job control has its background jobs ignore SIGINT, and what is ignored stays so in every program that
-they start. Who sends one to the launcher means it (`cosmos-launch stop` does, where no controller answers), so it is
+they start. A SIGINT sent to the launcher is meant (`cosmos-launch stop` does, where no controller answers), so it is
 heard however the launcher was started; and a signal with a handler has its default in each process of the job.
 """
 

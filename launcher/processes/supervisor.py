@@ -72,7 +72,7 @@ class Situation:
 
 
 class Observer(Protocol):
-    """Who is told of exits and knows how the job stands."""
+    """Gets the exits and knows the state of the job."""
 
     async def exited(self, exit_: Exit) -> Situation: ...
 
@@ -236,7 +236,7 @@ class Supervisor:
         try:
             for spec in replica.processes:
                 supervised.processes[spec.name] = await self._spawn(supervised, spec, shared)
-        except OSError:  # the ranks that were started would wait for this one, and nobody for them
+        except OSError:  # the ranks that were started would wait for this one, and would never end
             await self._end_peers(supervised)
             raise
         supervised.state = "up"

@@ -1,4 +1,4 @@
-"""The quickstart's own modules: they live beside each other, not in a package."""
+"""The quickstart's own modules: they are in one folder, not in a package."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class Answer:
 
 
 def cosmos(*arguments: object, cwd: Path | None = None, **env: str) -> Answer:
-    """The command line in this process; whatever is no message for users is raised."""
+    """The command line in this process; an error without a message for users is raised."""
     with _captured() as (out, err), _place(cwd, env):
         try:
             main([str(argument) for argument in arguments])

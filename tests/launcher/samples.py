@@ -33,7 +33,7 @@ def _merge(into: dict[str, Any], values: dict[str, Any]) -> None:
 
 
 def write_job(directory: Path, extra: str = "") -> Path:
-    """A sound TOML file with a model directory and a dataset beside it; paths in it are absolute."""
+    """A sound TOML file with a model directory and a dataset next to it; paths in it are absolute."""
     model = directory / "model"
     model.mkdir(exist_ok=True)
     (model / "config.json").write_text("{}")

@@ -2,9 +2,9 @@
 
     python -m tests.launcher.scripted_policy '{"pause": 0.05, "die_at": 3, "code": 1}'
 
-die_at: committed steps at which its first life ends with `code` (a negative one: that signal); a second life, told
-by a file beside the run, goes on. stubborn: SIGTERM is ignored. hold_at: committed steps at which it waits for the
-file `go` in the run directory, in every life: so a test finds the job there, however late it looks.
+die_at: committed steps at which its first life ends with `code` (a negative one: that signal); a second life,
+recognised by a file in the run directory, goes on. stubborn: SIGTERM is ignored. hold_at: committed steps at which it
+waits for the file `go` in the run directory, in every life: so a test finds the job there, however late it looks.
 """
 
 from __future__ import annotations

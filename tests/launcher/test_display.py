@@ -92,7 +92,7 @@ def test_lines_are_paced_by_steps_phases_and_time():
     assert not pacer.due(view, 5.0 + LINE_EVERY / 2), "steps faster than a line each are skipped"
     assert pacer.due(view, 5.0 + LINE_EVERY)
     view.status = job_status(step=3, phase=Phase.FINISHED)
-    assert pacer.due(view, 5.1 + LINE_EVERY), "a new phase is told at once"
+    assert pacer.due(view, 5.1 + LINE_EVERY), "a new phase is shown at once"
     assert not pacer.due(view, 5.0 + SIGN_OF_LIFE)
     assert pacer.due(view, 5.2 + LINE_EVERY + SIGN_OF_LIFE), "a sign of life"
 

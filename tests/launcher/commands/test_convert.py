@@ -24,7 +24,7 @@ def test_toml_on_standard_output_and_an_account_on_standard_error() -> None:
     assert tomllib.loads(run.stdout)["rollout"]["n_generation"] == 8
     assert "67 keys: " in run.stderr
     assert "logging_dir" in run.stderr
-    assert "pretrain" not in run.stderr  # simply mapped: it stands beside its value
+    assert "pretrain" not in run.stderr  # simply mapped: it is written next to its value
     assert run.stderr.endswith("the result is valid\n")
     assert convert("examples/roll_grpo.yaml", "-o", "-").stdout == run.stdout
 
@@ -59,7 +59,7 @@ def test_an_existing_file_is_kept_unless_forced(tmp_path: Path) -> None:
     target.write_text("mine")
     run = convert("examples/roll_grpo.yaml", "-o", target)
     assert run.returncode == 2
-    assert "is there already" in run.stderr
+    assert "already exists" in run.stderr
     assert "--force" in run.stderr
     assert target.read_text() == "mine"
     assert convert("examples/roll_grpo.yaml", "-o", target, "--force").returncode == 0

@@ -114,12 +114,12 @@ def test_init_and_what_follows(tmp_path: Path):
     assert "329,472 parameters" in plan.stdout
     run = cosmos("init", "addition-sft", cwd=tmp_path)
     assert run.returncode == 2
-    assert "is there already" in run.stderr
+    assert "already exists" in run.stderr
 
 
 def test_nothing_is_replaced_without_force(here: Path) -> None:
     Path("run.toml").write_text("mine")
-    with pytest.raises(LaunchError, match="is there already") as caught:
+    with pytest.raises(LaunchError, match="already exists") as caught:
         begin("grpo")
     assert "--force" in caught.value.hint
     assert Path("run.toml").read_text() == "mine"
@@ -131,7 +131,7 @@ def test_nothing_is_replaced_without_force(here: Path) -> None:
     assert Path("config.schema.json").read_text() == "mine"
     assert any("left as it is" in line for line in said)
     Path("c-model").mkdir()
-    with pytest.raises(LaunchError, match="c-model is there already"):
+    with pytest.raises(LaunchError, match="c-model already exists"):
         begin("addition-sft", "c.toml")
     assert not Path("c.toml").exists()
 
@@ -160,16 +160,16 @@ def test_directories_are_made_and_places_that_cannot_be_written_are_named(here: 
 def test_the_screen_gets_the_text_alone(here: Path) -> None:
     (text,) = begin("gspo", "-", gpus=8)
     assert tomllib.loads(text)["train"]["train_policy"]["variant"] == "gspo"
-    with pytest.raises(LaunchError, match="makes a model beside its file"):
+    with pytest.raises(LaunchError, match="makes a model next to its file"):
         begin("addition-sft", "-")
     assert list(here.iterdir()) == []
 
 
 def test_wrong_requests_are_named(here: Path) -> None:
-    with pytest.raises(LaunchError, match="no recipe 'grop'") as caught:
+    with pytest.raises(LaunchError, match="unknown recipe 'grop'") as caught:
         begin("grop")
     assert caught.value.hint == "did you mean grpo?"
-    with pytest.raises(LaunchError, match="no recipe 'zzzz'"):
+    with pytest.raises(LaunchError, match="unknown recipe 'zzzz'"):
         begin("zzzz")
     with pytest.raises(LaunchError, match="--engine sglang is unknown"):
         begin("grpo", engine="sglang")

@@ -40,7 +40,7 @@ def test_a_url_needs_a_token_and_a_controller():
 def test_where_nothing_ran(tmp_path: Path):
     for arguments in (["status"], ["--resume"]):
         run = cosmos(*arguments, cwd=tmp_path)
-        assert (run.returncode, "there is no ./outputs here" in run.stderr) == (2, True)
+        assert (run.returncode, "no ./outputs here" in run.stderr) == (2, True)
     (tmp_path / "outputs").mkdir()
     run = cosmos("status", cwd=tmp_path)
     assert (run.returncode, "holds no run" in run.stderr) == (2, True)
@@ -105,7 +105,7 @@ def test_a_run_that_is_starting(tmp_path: Path, ended: RunDir):
 
 def test_what_cannot_be_exported(tmp_path: Path, ended: RunDir):
     for arguments, words in (
-        ([ended.path], "holds no checkpoint"),
+        ([ended.path], "has no checkpoint"),
         ([ended.path, "--dtype", "int8"], "--dtype int8 is unknown"),
     ):
         run = cosmos("export", *arguments, "-o", tmp_path / "model")
@@ -120,4 +120,4 @@ def test_a_run_of_somebody_else_is_not_taken_for_a_dead_one(ended: RunDir):
     for arguments in (["status"], ["stop"], ["stop", "--now"], ["pause"], ["--resume"]):
         run = cosmos(*arguments, ended.path)
         assert run.returncode == 2, run.stderr
-        assert "cannot be seen" in run.stderr
+        assert "cannot be determined" in run.stderr

@@ -49,7 +49,7 @@ def test_exit_codes(state: str, code: int):
      ("ending", "--now"),
      ("leaving", f"stop {DIR} --now"),
      ("killed", f"cosmos-launch --resume {DIR}"), ("stopped", f"cosmos-launch --resume {DIR}"),
-     ("failed", "put right"), ("finished", "nothing")],
+     ("failed", "fix what"), ("finished", "nothing")],
 )  # fmt: skip
 def test_every_state_says_what_to_do(state: str, words: str):
     assert words in advice(found(state))
@@ -88,7 +88,7 @@ def test_a_launcher_that_ends_the_job_is_not_said_to_start_it(tmp_path: Path):
 def test_it_says_from_where_a_run_goes_on():
     checkpoint = {"path": "c/step-00000012", "step": 12}
     assert advice(found("stopped", checkpoint=checkpoint)).endswith("goes on from the checkpoint of step 12")
-    assert "there is no checkpoint" in advice(found("stopped", status={"step": 5}))
+    assert "without a checkpoint" in advice(found("stopped", status={"step": 5}))
 
 
 def test_a_budget_that_is_nearly_used_up_is_a_warning():

@@ -1,4 +1,4 @@
-"""Where uploads go is told beforehand, and only the trainer gets their credentials."""
+"""Where uploads go is reported beforehand, and only the trainer gets their credentials."""
 
 from __future__ import annotations
 
@@ -35,25 +35,25 @@ def test_a_role_gets_what_it_has_a_use_for(role: Role, store: str) -> None:
     assert ("HF_TOKEN" in given) == (role not in (Role.CONTROLLER, Role.REDIS))
 
 
-def told(ckpt: dict[str, Any], env: dict[str, str], store: str = "") -> list[str]:
+def targets(ckpt: dict[str, Any], env: dict[str, str], store: str = "") -> list[str]:
     data = {"train": {"ckpt": ckpt}, "weight_sync": {"store": store}}
     return list(upload_targets(Config.model_validate(data), "run-1", env))
 
 
-def test_places_are_told_without_secrets() -> None:
+def test_targets_are_named_without_secrets() -> None:
     bucket = {"s3_bucket": "mine", "s3_prefix": "/team/x/"}
     everything = {**bucket, "upload_s3": "all", "upload_hf": True, "hf_repo_name": "me/model"}
-    s3, hub = told(everything, USERS)
+    s3, hub = targets(everything, USERS)
     assert s3.endswith("to s3://mine/team/x/run-1/<checkpoint or final>/ at http://store:9000")
     assert "to https://hub.example/me/model, a commit each" in hub
     assert not [
         text for text in (s3, hub) for secret in ("secret", "session", "hub-secret") if secret in text
     ]
-    (final,) = told({**bucket, "upload_s3": "final"}, {})
+    (final,) = targets({**bucket, "upload_s3": "final"}, {})
     assert final.startswith(
         "the final model to s3://mine/team/x/run-1/final/ at AWS; neither AWS_ACCESS_KEY_ID"
     )
-    assert told({}, USERS) == []
-    (weights,) = told({}, USERS, "s3://mine/weights/")
+    assert targets({}, USERS) == []
+    (weights,) = targets({}, USERS, "s3://mine/weights/")
     assert weights == "every weight version to s3://mine/weights/ at http://store:9000"
-    assert told({}, USERS, "/shared/weights") == []
+    assert targets({}, USERS, "/shared/weights") == []

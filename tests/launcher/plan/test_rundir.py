@@ -129,16 +129,16 @@ def test_two_that_begin_in_the_same_second_take_two_directories(tmp_path: Path):
     assert choose(job(tmp_path), False, NOW)[0].take()
 
 
-def test_what_ended_is_told_with_the_places_of_today(tmp_path: Path):
+def test_what_ended_is_summary_with_the_places_of_today(tmp_path: Path):
     run = make(RunDir(tmp_path / "mine"), job(tmp_path))
     assert run.summary() is None
     run.summary_json.write_text(json.dumps({"outcome": "exploded"}))
     assert run.summary() is None, "not a file of ours"
-    told = {"outcome": "finished", "run_dir": str(run.path), "final_model": str(run.path / "final")}
-    run.summary_json.write_text(json.dumps(told))
+    summary = {"outcome": "finished", "run_dir": str(run.path), "final_model": str(run.path / "final")}
+    run.summary_json.write_text(json.dumps(summary))
     moved = RunDir(run.path.rename(tmp_path / "moved"))
-    told |= {"run_dir": str(moved.path), "final_model": str(moved.path / "final")}
-    assert moved.summary() == told
+    summary |= {"run_dir": str(moved.path), "final_model": str(moved.path / "final")}
+    assert moved.summary() == summary
 
 
 def test_a_run_that_cannot_be_written_is_refused_by_name(tmp_path: Path):

@@ -195,7 +195,7 @@ def test_redis_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_redis_that_is_starting_again_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """`--resume` at the moment at which Redis is restarted is no mistake of the user's."""
+    """`--resume` at the moment at which Redis is restarted is not a mistake of the user's."""
     monkeypatch.setattr(redis_server, "CONNECT_TIMEOUT", PATIENCE)
     with running_valkey() as valkey:
         valkey.stop(signal.SIGKILL)

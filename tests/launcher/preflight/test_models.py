@@ -100,7 +100,7 @@ def test_a_vision_model_has_its_text_part_below(tmp_path: Path) -> None:
         ("config.json", b"{", "config.json is not JSON"),
         ("config.json", b"[]", "config.json holds no JSON object"),
         ("m.safetensors", b"", "cannot be read"),
-        ("m.safetensors", b"\xff" * 8, "is no safetensors file"),
+        ("m.safetensors", b"\xff" * 8, "is not a safetensors file"),
         ("m.safetensors", b"\x02\0\0\0\0\0\0\0{}", "no safetensors files"),
         ("m.safetensors", b'\x08\0\0\0\0\0\0\0{"a": 1}', "cannot be read"),
     ],

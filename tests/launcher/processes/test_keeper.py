@@ -99,7 +99,7 @@ def test_a_killed_keeper_takes_its_worker_along_and_its_orphans_can_be_found(tmp
     process.kill()
     process.wait(PATIENCE)
     until_gone([worker])  # with its keeper
-    assert alive(grandchild), "it has a session of its own, nobody told it"
+    assert alive(grandchild), "it has a session of its own and got no signal"
     assert keeper.left_behind(process.pid) == [grandchild]
     os.kill(grandchild, signal.SIGKILL)
     until_gone([grandchild])

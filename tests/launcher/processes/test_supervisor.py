@@ -244,7 +244,7 @@ def test_stop_lets_processes_leave_in_order(tmp_path: Path):
 
     supervise(tmp_path, body, watcher)
     assert left.exists()
-    assert not watcher.exits, "a stop is no exit to be judged"
+    assert not watcher.exits, "a stop is not an exit to be judged"
 
 
 def test_stop_kills_what_does_not_leave(tmp_path: Path):
