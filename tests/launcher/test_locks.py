@@ -48,7 +48,7 @@ def test_two_who_look_do_not_take_each_other_for_a_launcher(tmp_path: Path):
 def test_what_cannot_be_seen_is_not_taken_for_dead(tmp_path: Path):
     (tmp_path / "launcher.lock").symlink_to("launcher.lock")
     for look in (held_alone, held_by_any):
-        with pytest.raises(LaunchError, match=r"cannot be seen: .*launcher\.lock") as caught:
+        with pytest.raises(LaunchError, match=r"cannot be determined: .*launcher\.lock") as caught:
             look(tmp_path / "launcher.lock")
         assert "COSMOS_TOKEN" in caught.value.hint
 

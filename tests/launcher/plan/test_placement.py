@@ -161,7 +161,7 @@ def test_devices_that_are_not_there_are_named():
 def test_more_gpus_than_there_are_is_refused(found: int, words: str):
     problem = refusal(config(placement={"gpus_per_node": 8}), found)
     assert problem.key == "placement.gpus_per_node"
-    assert "8 GPUs are asked for" in problem.message
+    assert "8 GPUs are requested" in problem.message
     assert words in problem.message
 
 
