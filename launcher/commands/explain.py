@@ -41,10 +41,9 @@ def _key(info: KeyInfo, width: int) -> Iterator[str]:
     yield from _labelled("default", shown_default(info), width)
     if info.deviation:
         yield from _labelled("deviation", info.deviation, width)
-    if info.read_in:
+    if info.acts:
         yield from _labelled("seen in", f"{info.effect} ({info.kind})", width)
     yield from _labelled("this build", info.limits or "does it", width)
-    yield from _labelled("read in", ", ".join(info.read_in) or "nothing yet", width)
     for number, line in enumerate(info.example.split("\n")):
         yield f"  {'example' if number == 0 else '':<{LABEL}}{line}"
     if info.variable:

@@ -30,6 +30,16 @@ MOST_PROCESSES = 1024
 """Processes or threads on one machine: more than any has cores."""
 MAX_TEMPERATURE = 100.0
 """Logits differ by tens: above it every token of the vocabulary is about as likely as any other."""
+Count = Annotated[int, Field(ge=1)]
+Natural = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0.0)]
+NotNegative = Annotated[float, Field(ge=0.0)]
+Ranks = Annotated[int, Field(ge=1, le=MOST_RANKS)]
+Samples = Annotated[int, Field(ge=1, le=MOST_SAMPLES)]
+Tokens = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
+Seconds = Annotated[float, Field(gt=0.0, le=MAX_TIMEOUT)]
+Delay = Annotated[float, Field(ge=0.0, le=MAX_TIMEOUT)]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
 BetaFloat = Annotated[float, Field(ge=0.0, lt=1.0)]
 RewardSpec = str | list[str] | dict[str, float]
 

@@ -12,14 +12,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import Field
-
-from schema.config.base import Section
+from schema.config.base import FreeTable, Section
+from schema.config.key import cosmos_key, key
 from schema.config.loading.tomlwrite import dumps
 from schema.config.sections.autoscale import AutoscaleConfig
 from schema.config.sections.controller import ControllerConfig
 from schema.config.sections.critic import CriticConfig
-from schema.config.sections.custom import CustomConfig
 from schema.config.sections.evaluation import EvaluationConfig
 from schema.config.sections.launcher import LauncherConfig
 from schema.config.sections.logging import LoggingConfig
@@ -42,39 +40,34 @@ DEFAULT_SEED = 42
 class Config(Section):
     """A job: what `cosmos-launch --config run.toml` reads."""
 
-    train: TrainingConfig = Field(default_factory=TrainingConfig, description="Training.")
-    policy: PolicyConfig = Field(default_factory=PolicyConfig, description="The model that is trained.")
-    rollout: RolloutConfig = Field(default_factory=RolloutConfig, description="Generation of answers.")
-    reference: ReferenceConfig = Field(
-        default_factory=ReferenceConfig, description="The frozen model of the KL terms."
+    train: TrainingConfig = cosmos_key(TrainingConfig, "Training.")
+    policy: PolicyConfig = cosmos_key(PolicyConfig, "The model that is trained.")
+    rollout: RolloutConfig = cosmos_key(RolloutConfig, "Generation of answers.")
+    reference: ReferenceConfig = key(
+        ReferenceConfig, "The frozen model of the KL terms.", unbuilt="a KL term against a reference model"
     )
-    critic: CriticConfig = Field(default_factory=CriticConfig, description="The value model.")
-    reward_model: RewardModelConfig = Field(
-        default_factory=RewardModelConfig, description="A model that scores answers."
+    critic: CriticConfig = key(CriticConfig, "The value model.", unbuilt="a critic")
+    reward_model: RewardModelConfig = key(
+        RewardModelConfig, "A model that scores answers.", unbuilt="a reward model"
     )
-    validation: ValidationConfig = Field(
-        default_factory=ValidationConfig, description="Scoring on held-out data."
+    validation: ValidationConfig = cosmos_key(ValidationConfig, "Scoring on held-out data.")
+    evaluation: EvaluationConfig = key(EvaluationConfig, "Scoring answers that a file already holds.")
+    reward: RewardConfig = key(RewardConfig, "How reward functions run.")
+    controller: ControllerConfig = key(ControllerConfig, "The controller.")
+    redis: RedisConfig = key(RedisConfig, "The store of the controller's state.")
+    weight_sync: WeightSyncConfig = key(WeightSyncConfig, "How weights travel.")
+    placement: PlacementConfig = key(PlacementConfig, "Which devices each role gets.")
+    autoscale: AutoscaleConfig = key(
+        AutoscaleConfig, "How many rollout replicas there are.", unbuilt="autoscaling"
     )
-    evaluation: EvaluationConfig = Field(
-        default_factory=EvaluationConfig, description="Scoring answers that a file already holds."
-    )
-    reward: RewardConfig = Field(default_factory=RewardConfig, description="How reward functions run.")
-    controller: ControllerConfig = Field(default_factory=ControllerConfig, description="The controller.")
-    redis: RedisConfig = Field(
-        default_factory=RedisConfig, description="The store of the controller's state."
-    )
-    weight_sync: WeightSyncConfig = Field(default_factory=WeightSyncConfig, description="How weights travel.")
-    placement: PlacementConfig = Field(
-        default_factory=PlacementConfig, description="Which devices each role gets."
-    )
-    autoscale: AutoscaleConfig = Field(
-        default_factory=AutoscaleConfig, description="How many rollout replicas there are."
-    )
-    launcher: LauncherConfig = Field(default_factory=LauncherConfig, description="How processes are run.")
-    logging: LoggingConfig = Field(default_factory=LoggingConfig, description="Where metrics go.")
-    profiler: ProfilerConfig = Field(default_factory=ProfilerConfig, description="Traces of the trainer.")
-    custom: CustomConfig = Field(
-        default={}, description="Your own keys, handed to every user hook as they are."
+    launcher: LauncherConfig = key(LauncherConfig, "How processes are run.")
+    logging: LoggingConfig = cosmos_key(LoggingConfig, "Where metrics go.")
+    profiler: ProfilerConfig = cosmos_key(ProfilerConfig, "Traces of the trainer.", unbuilt="profiling")
+    custom: FreeTable = cosmos_key(
+        {},
+        "Your own keys, handed to every user hook as they are.",
+        acts="request or reply: What reward functions get as `custom`.",
+        example={"mine": 1},
     )
 
     @property

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from schema.config import UNAVAILABLE, Config, ConfigError, check_config
-from schema.config.keys import leaf_keys
-from schema.config.reference.observables import OBSERVABLES, refused_by
+from schema.config.availability import refused_by
+from schema.config.keys import acting_keys, leaf_keys
 from tests.liveness import controller, data, generation, launcher, trainer, uploads, weights
 from tests.liveness.probe import PROBES, Place, Probe, same
 
@@ -49,7 +49,7 @@ def test_every_key_has_a_probe_or_is_refused() -> None:
 
 def test_every_observable_is_probed() -> None:
     """What the documentation says can be seen is seen here."""
-    assert {probe.key for probe in PROBES} == OBSERVABLES.keys()
+    assert {probe.key for probe in PROBES} == acting_keys()
 
 
 def test_modules_of_probes_are_all_there() -> None:

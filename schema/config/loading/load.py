@@ -24,7 +24,6 @@ from schema.config.availability import check_available
 from schema.config.loading.environment import without_effect
 from schema.config.loading.explain import Finding, findings_of
 from schema.config.loading.layers import Layers, read_layers, without_port
-from schema.config.loading.magnitude import too_large
 from schema.config.loading.tomlread import depth_problem, dotted_path, too_deep
 from schema.config.problem import MOST_SHOWN, ConfigError, KeyPath, Problem, format_key
 from schema.config.root import Config
@@ -32,6 +31,12 @@ from schema.config.rules import check_rules
 from schema.config.sections.unsupported import TABLE, refusals
 
 Paths = Path | str | Sequence[Path | str]
+
+_MOST_BITS = 63
+"""What TOML promises to carry, and what engines, optimizers and stores can take."""
+_MOST_BITS_OF_OTHERS = 1023
+"""In tables whose keys are somebody else's. As large as a floating-point number can be, and messages readable."""
+_OTHERS = frozenset({"custom", "options", "extra", "engine_kwargs", "override_config"})
 
 
 @dataclass(frozen=True)
@@ -86,7 +91,7 @@ def _check(data: Mapping[str, Any]) -> tuple[Config | None, list[Finding]]:
     remaining = deepcopy(dict(data))
     unsupported = refusals(remaining)
     remaining.pop(TABLE, None)
-    problems: list[Finding] = list(too_large(remaining))
+    problems: list[Finding] = list(_too_large(remaining))
     for path in {_removable(path) for path, _ in problems}:
         _remove(remaining, path)
     problems = unsupported + problems
@@ -108,6 +113,25 @@ def _check(data: Mapping[str, Any]) -> tuple[Config | None, list[Finding]]:
         if not any(key in faulty or not whole.isdisjoint(_around(key)) for key in keys):
             problems.append(_finding(problem))
     return config, problems
+
+
+def _too_large(data: Any) -> Iterator[Finding]:
+    """Every integer too large to compute with, with its path: a product of them could not even be shown."""
+    waiting: list[tuple[KeyPath, Any]] = [((), data)]
+    while waiting:
+        path, value = waiting.pop()
+        if isinstance(value, dict):
+            waiting += [((*path, key), item) for key, item in value.items() if isinstance(key, str)]
+        elif isinstance(value, list):
+            waiting += [((*path, index), item) for index, item in enumerate(value)]
+        elif isinstance(value, int) and value.bit_length() > _MOST_BITS:
+            most = _MOST_BITS if _OTHERS.isdisjoint(path) else _MOST_BITS_OF_OTHERS
+            if value.bit_length() > most:
+                message = f"an integer of {value.bit_length()} bits is too large for any purpose"
+                yield (
+                    path,
+                    partial(Problem, format_key(path), message, None, f"write a number below 2^{most}"),
+                )
 
 
 def _finding(problem: Problem) -> Finding:

@@ -8,13 +8,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
 
-from schema.config.keys import leaf_keys, section_keys
+from schema.config.availability import refused_by
+from schema.config.keys import leaf_keys, published_keys, section_keys
 from schema.config.loading.tomlwrite import toml_value
 from schema.config.reference.lookup import MUST, UNSET, KeyInfo, SectionInfo, all_infos, look_up
-from schema.config.reference.observables import refused_by
-from schema.config.reference.published import published_keys
 
 FILE_NAME = "docs/config.md"
 MAX_NAMES = 3
@@ -46,7 +44,7 @@ _COLUMNS = ("key", "type", "default", "bounds", "meaning", "observable", "source
 
 def document() -> str:
     """The text of `docs/config.md`."""
-    refused = len({info.key for info in all_infos() if not info.read_in})
+    refused = len({info.key for info in all_infos() if not info.acts})
     total, sections = len(leaf_keys()), len(section_keys())
     head = _HEAD.format(keys=total, sections=sections, live=total - refused, refused=refused)
     parts = [head, *_overview(), *(text for section in _sections() for text in _section(section))]
@@ -68,7 +66,7 @@ def _overview() -> Iterator[str]:
     yield _row("---", "---", "---:", "---:")
     for section in _sections():
         keys = {info.key for info in section.keys}
-        missing = len({info.key for info in section.keys if not info.read_in})
+        missing = len({info.key for info in section.keys if not info.acts})
         name = _link(section.key) if section.key else "outside of sections"
         yield _row(name, section.description.partition("\n")[0], str(len(keys)), str(missing or ""))
     yield ""
@@ -103,7 +101,7 @@ def _key(info: KeyInfo) -> str:
         _default(info),
         ", ".join(info.bounds),
         meaning,
-        f"{info.kind}: {_line(info.effect)}" if info.read_in else "refusal",
+        f"{info.kind}: {_line(info.effect)}" if info.acts else "refusal",
         _source(info.key),
     )
 
@@ -122,18 +120,13 @@ def _source(key: str) -> str:
     """Where the name comes from, and what other systems call it."""
     from schema.interop.engine.names import names_elsewhere  # the tables of the readers are only needed here
 
-    origin = "cosmos-rl" if key in _published() else ""
+    origin = "cosmos-rl" if key in published_keys() else ""
     others = []
     for system, names in names_elsewhere().get(key, {}).items():
         shown = [f"`{name}`" for name in names[:MAX_NAMES]]
         more = " …" if len(names) > MAX_NAMES else ""
         others.append(f"{system} {', '.join(shown)}{more}")
     return "; ".join([*([origin] if origin else []), *others]) or "ours"
-
-
-@cache
-def _published() -> frozenset[str]:
-    return frozenset(published_keys())
 
 
 def _line(text: str) -> str:

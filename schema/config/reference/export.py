@@ -24,8 +24,22 @@ def json_schema() -> dict[str, Any]:
     """The schema as a JSON-compatible value."""
     schema = Config.model_json_schema(mode="validation")
     _tidy(schema)
+    policy = schema["$defs"]["TrainingConfig"]["properties"]["train_policy"]
+    policy |= _by_type(policy.pop("oneOf"))
     schema["properties"][TABLE] = {"description": DESCRIPTION, "not": {}}  # editors mark it and say why
     return {"$schema": DIALECT, **schema, "title": TITLE}
+
+
+def _by_type(classes: list[dict[str, str]]) -> dict[str, Any]:
+    """Judge a train policy by the class that its `type` names: `oneOf` can only say that it is neither of the two."""
+    grpo, sft = classes
+    return {
+        "type": "object",
+        "properties": {"type": {"enum": ["grpo", "sft"]}},
+        "if": {"properties": {"type": {"const": "sft"}}, "required": ["type"]},
+        "then": sft,
+        "else": grpo,
+    }
 
 
 def schema_text() -> str:

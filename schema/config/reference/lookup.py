@@ -2,7 +2,7 @@
 
     question ─▶ a key | a section | the keys of a pattern or of a part of a name | ConfigError, "did you mean"
 
-Everything is read off the sections, `availability`, `deviations` and `observables`: nothing is told twice.
+Everything is read from the fields of the sections and from `availability`.
 """
 
 from __future__ import annotations
@@ -17,16 +17,22 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from schema.config.availability import UNAVAILABLE
-from schema.config.keys import fields_of, leaf_keys, models_at, section_keys
+from schema.config.availability import UNAVAILABLE, refused_by
+from schema.config.keys import (
+    acting_keys,
+    deviation_of,
+    example_value,
+    fields_of,
+    leaf_keys,
+    models_at,
+    observable,
+    section_keys,
+)
 from schema.config.loading.environment import PREFIX, SEPARATOR, variable_of
 from schema.config.loading.explain import closest, describe, section_classes
 from schema.config.loading.tomlread import parse_value
 from schema.config.loading.tomlwrite import toml_value
 from schema.config.problem import ConfigError, Problem
-from schema.config.reference.deviations import DEVIATIONS
-from schema.config.reference.examples import example_value
-from schema.config.reference.observables import observable, refused_by
 
 UNSET, MUST = "unset", "must be written"
 
@@ -40,8 +46,9 @@ class KeyInfo:
     """One key. Texts are for people; `default` is the value itself, "unset" where there is none.
 
     when: the jobs that have the key, where not all do. bounds: `at least 0`, one each. choices: values, where
-    only some are allowed. limits, taken: what this build takes, where that is less. read_in: files of the
-    project. example, override, variable: how it is written in a file, after --set, and in the environment.
+    only some are allowed. limits, taken: what this build takes, where that is less. acts: whether any value
+    acts in this build; effect: what it changes, of which kind. example, override, variable: how it is written in a
+    file, after --set, and in the environment.
     """
 
     key: str
@@ -54,9 +61,9 @@ class KeyInfo:
     deviation: str = ""
     limits: str = ""
     taken: tuple[str, ...] = ()
+    acts: bool = True
     kind: str = ""
     effect: str = ""
-    read_in: tuple[str, ...] = ()
     example: str = ""
     override: str = ""
     variable: str = ""
@@ -241,9 +248,9 @@ def _info(key: str, info: FieldInfo) -> KeyInfo:
         deviation=_deviation(key),
         limits=_limits(key),
         taken=_taken(key),
+        acts=key in acting_keys(),
         kind=seen.kind,
         effect=seen.sentence,
-        read_in=seen.read_in,
         example=example,
         override=f"{key}={bare}" if section else "",
         variable=f"{variable_of(tuple(key.split('.')))}={bare}" if section else "",
@@ -261,7 +268,7 @@ def default_of(info: FieldInfo) -> Any:
 
 
 def _deviation(key: str) -> str:
-    known = DEVIATIONS.get(key)
+    known = deviation_of(key)
     if known is None:
         return ""
     theirs = known.theirs if isinstance(known.theirs, str) else toml_value(known.theirs)

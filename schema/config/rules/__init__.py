@@ -1,17 +1,16 @@
 """What the sections must agree on: pure functions `Config -> list[Problem]`, each one rule.
 
 Every rule refuses a configuration that would fail, deadlock or silently do something else than it says; none
-changes anything. They stand by what they speak of:
+changes anything. They are grouped by what they speak of:
 
-    batch length timing             sizes, lengths, waits
-    loss estimator kl schedule      the algorithm
-    precision lora mesh placement   how a model is trained, and where
-    architecture model              the model that is named
-    tls secrets                     encryption, what must not be seen
-    engine checkpoint upload role   other parts, and parts that need each other
-    weights                         how versions travel
-    data reward evaluation          the user's files and functions
-    text                            names and paths that can be printed
+    batch timing                    sizes and lengths; staleness and waits
+    algorithm                       loss, advantages, KL terms
+    training mesh placement         how a model is trained, and where
+    model                           the model that is named
+    checkpoint weights              what is saved, and how versions travel
+    engine role                     generation; parts that need each other
+    data reward                     the user's files and functions; an evaluation
+    tls text                        encryption; names that can be printed, secrets
     idle                            keys that cannot act
 
 A rule looks at values, not at what was written, so a resolved configuration, in which every key is written, meets
@@ -27,30 +26,21 @@ from collections.abc import Callable
 from schema.config.availability import check_left_out
 from schema.config.problem import Problem
 from schema.config.root import Config
-from schema.config.rules.architecture import ARCHITECTURE_RULES, ARCHITECTURE_WARNINGS
+from schema.config.rules.algorithm import ALGORITHM_RULES
 from schema.config.rules.batch import BATCH_RULES
 from schema.config.rules.checkpoint import CHECKPOINT_RULES
 from schema.config.rules.data import DATA_RULES
 from schema.config.rules.engine import ENGINE_RULES
-from schema.config.rules.estimator import ESTIMATOR_RULES
-from schema.config.rules.evaluation import EVALUATION_RULES
-from schema.config.rules.exactness import EXACTNESS_WARNINGS
 from schema.config.rules.idle import IDLE_RULES, IDLE_WARNINGS, keys_are_of_the_evaluation
-from schema.config.rules.kl import KL_RULES
-from schema.config.rules.length import LENGTH_RULES
-from schema.config.rules.lora import LORA_RULES, LORA_WARNINGS
-from schema.config.rules.loss import LOSS_RULES
 from schema.config.rules.mesh import MESH_RULES
-from schema.config.rules.model import MODEL_WARNINGS
+from schema.config.rules.model import MODEL_RULES, MODEL_WARNINGS
 from schema.config.rules.placement import PLACEMENT_RULES, PLACEMENT_WARNINGS
-from schema.config.rules.precision import PRECISION_RULES, PRECISION_WARNINGS
+from schema.config.rules.reward import EVALUATION_RULES, REWARD_RULES
 from schema.config.rules.role import ROLE_RULES, ROLE_WARNINGS
-from schema.config.rules.schedule import SCHEDULE_RULES, SCHEDULE_WARNINGS
-from schema.config.rules.secrets import SECRET_WARNINGS
-from schema.config.rules.text import TEXT_RULES
-from schema.config.rules.timing import TIMING_RULES
+from schema.config.rules.text import TEXT_RULES, TEXT_WARNINGS
+from schema.config.rules.timing import TIMING_RULES, TIMING_WARNINGS
 from schema.config.rules.tls import TLS_RULES, TLS_WARNINGS
-from schema.config.rules.upload import UPLOAD_RULES
+from schema.config.rules.training import TRAINING_RULES, TRAINING_WARNINGS
 from schema.config.rules.weights import WEIGHT_RULES
 
 Rule = Callable[[Config], list[Problem]]
@@ -68,20 +58,15 @@ def check_rules(config: Config) -> list[Problem]:
 RULES: tuple[Rule, ...] = (
     *BATCH_RULES,
     *TIMING_RULES,
-    *LOSS_RULES,
-    *ESTIMATOR_RULES,
-    *KL_RULES,
-    *LENGTH_RULES,
-    *SCHEDULE_RULES,
-    *PRECISION_RULES,
-    *LORA_RULES,
+    *ALGORITHM_RULES,
+    *TRAINING_RULES,
     *CHECKPOINT_RULES,
-    *UPLOAD_RULES,
     *ENGINE_RULES,
     *DATA_RULES,
+    *MODEL_RULES,
+    *REWARD_RULES,
     *ROLE_RULES,
     *MESH_RULES,
-    *ARCHITECTURE_RULES,
     *PLACEMENT_RULES,
     *TLS_RULES,
     *WEIGHT_RULES,
@@ -111,16 +96,13 @@ def losses_can_be_made_good(config: Config) -> list[Problem]:
 WARNINGS: tuple[Rule, ...] = (
     master_weights_are_wide,
     losses_can_be_made_good,
-    *EXACTNESS_WARNINGS,
-    *SCHEDULE_WARNINGS,
-    *PRECISION_WARNINGS,
-    *LORA_WARNINGS,
+    *TIMING_WARNINGS,
+    *TRAINING_WARNINGS,
     *ROLE_WARNINGS,
-    *ARCHITECTURE_WARNINGS,
     *MODEL_WARNINGS,
     *PLACEMENT_WARNINGS,
     *TLS_WARNINGS,
-    *SECRET_WARNINGS,
+    *TEXT_WARNINGS,
     *IDLE_WARNINGS,
 )
 

@@ -13,8 +13,6 @@ from schema.config.loading.explain import closest
 from schema.config.paths import DATA_SUFFIXES, exists, home_hint, is_file, local_path
 from schema.config.problem import Problem
 from schema.config.root import Config
-from schema.config.rules.model import MODEL_RULES
-from schema.config.rules.reward import REWARD_RULES
 from schema.config.sections.dataset import DatasetConfig
 from schema.config.sections.evaluation import EvaluationConfig
 
@@ -359,7 +357,5 @@ DATA_RULES = (
     dataset_can_be_read,
     pairs_are_whole,
     prompts_fit,
-    *MODEL_RULES,
-    *REWARD_RULES,
     places_can_be_used,
 )

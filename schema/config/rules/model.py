@@ -1,11 +1,246 @@
-"""Rules of the model that the user names: it and its tokenizer are there, modules to import can be found."""
+"""Rules of the model: meshes and lengths against its config.json, where that is on this machine; its files.
+
+The file is read once for all of them. A model that is not here yet, or an architecture that says its counts in its
+own words, is judged by the worker that loads it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from schema.config.model_facts import BrokenModelError, ModelFacts, read_facts
 from schema.config.modules import is_importable
 from schema.config.paths import exists, home_hint, local_path
 from schema.config.problem import Problem
 from schema.config.root import Config
+from schema.config.sections.policy import ParallelismConfig
+
+_MODEL = "policy.model_name_or_path"
+_LONGEST = "policy.model_max_length"
+
+
+def model_agrees(config: Config) -> list[Problem]:
+    """Everything that the policy's model has against its meshes, its length and its options."""
+    facts, problems = _facts(config)
+    if facts is None:
+        return problems
+    for section, mesh in _trainer_meshes(config):
+        problems += heads_are_divided(section, mesh, facts)
+        problems += layers_fill_stages(section, mesh, facts)
+        problems += experts_are_divided(section, mesh, facts)
+    if config.is_grpo:
+        problems += engine_divides(config.rollout.parallelism, facts)
+    return problems + experts_are_there(config, facts) + lengths_are_possible(config, facts)
+
+
+def model_warnings(config: Config) -> list[Problem]:
+    """Warnings: sequences longer than the model was made for, stages of unequal length."""
+    facts, _ = _facts(config)
+    if facts is None:
+        return []
+    warnings = [
+        found for section, mesh in _trainer_meshes(config) for found in uneven_stages(section, mesh, facts)
+    ]
+    return warnings + long_sequences(config, facts)
+
+
+def engine_replaces_weights(config: Config) -> list[Problem]:
+    """vLLM computes these layers from something other than their parameters, which this build does not update."""
+    facts, _ = _facts(config)
+    if facts is None or not config.is_grpo or config.rollout.backend != "vllm":
+        return []
+    kinds = {
+        f"a mixture of {facts.experts} experts": bool(facts.experts),
+        "a model with latent attention (MLA)": facts.latent_attention,
+        f"a quantised model ({facts.quantised})": bool(facts.quantised),
+    }
+    hint = 'name a dense model without quantisation, or write rollout.backend = "transformers"'
+    return [
+        Problem(
+            _MODEL,
+            f"{facts.name} is {kind}, whose weights this build cannot replace in vLLM yet",
+            facts.name,
+            hint,
+            related=("rollout.backend",),
+        )
+        for kind, found in kinds.items()
+        if found
+    ]
+
+
+def _facts(config: Config) -> tuple[ModelFacts | None, list[Problem]]:
+    """The facts of the policy's model, or why they cannot be read."""
+    policy = config.policy
+    try:
+        return read_facts(policy.model_name_or_path, policy.model_revision, policy.override_config), []
+    except BrokenModelError as error:
+        hint = "write the model again with `save_pretrained`, or name another"
+        return None, [Problem(_MODEL, str(error), policy.model_name_or_path, hint)]
+
+
+def _trainer_meshes(config: Config) -> Iterator[tuple[str, ParallelismConfig]]:
+    """Meshes over which this model is trained: the critic's, if it is the same model."""
+    yield "policy.parallelism", config.policy.parallelism
+    critic = config.critic
+    if (
+        config.is_grpo
+        and critic.enable
+        and critic.parallelism is not None
+        and critic.model_name_or_path is None
+    ):
+        yield "critic.parallelism", critic.parallelism
+
+
+def _divisors(*counts: int | None) -> str:
+    """`1, 2 or 4`: what divides all of these counts, up to 64."""
+    known = [count for count in counts if count is not None]
+    fitting = [str(size) for size in range(1, 65) if all(count % size == 0 for count in known)]
+    return fitting[0] if len(fitting) == 1 else f"{', '.join(fitting[:-1])} or {fitting[-1]}"
+
+
+def heads_are_divided(section: str, mesh: ParallelismConfig, facts: ModelFacts) -> list[Problem]:
+    """Tensor parallelism of a trainer gives each rank whole heads and an equal part of the vocabulary."""
+    key, size = f"{section}.tp_size", mesh.tp_size
+    counts = {
+        "attention heads": facts.heads,
+        "key/value heads": facts.kv_heads,
+        "tokens of vocabulary": facts.vocabulary,
+    }
+    for words, count in counts.items():
+        if count is not None and count % size:
+            message = f"{size} does not divide the {count} {words} of {_MODEL} = {facts.name}"
+            hint = f"write {key} = {_divisors(*counts.values())}"
+            return [Problem(key, message, size, hint, related=(_MODEL,))]
+    return []
+
+
+def layers_fill_stages(section: str, mesh: ParallelismConfig, facts: ModelFacts) -> list[Problem]:
+    """Every pipeline stage has a layer."""
+    key, other, stages = (
+        f"{section}.pp_size",
+        f"{section}.virtual_pp_size",
+        mesh.pp_size * mesh.virtual_pp_size,
+    )
+    if facts.layers is None or mesh.pp_size == 1 or stages <= facts.layers:
+        return []
+    times = f" * {other} = {mesh.virtual_pp_size}" if mesh.virtual_pp_size > 1 else ""
+    message = (
+        f"{mesh.pp_size}{times} are {stages} stages for the {facts.layers} layers of {_MODEL} = {facts.name}"
+    )
+    hint = f"write {key} = {max(facts.layers // mesh.virtual_pp_size, 1)}"
+    return [Problem(key, message, mesh.pp_size, hint, related=(_MODEL, other))]
+
+
+def uneven_stages(section: str, mesh: ParallelismConfig, facts: ModelFacts) -> list[Problem]:
+    """Stages of unequal length wait for the longest."""
+    stages = mesh.pp_size * mesh.virtual_pp_size
+    if facts.layers is None or mesh.pp_size == 1 or stages > facts.layers or facts.layers % stages == 0:
+        return []
+    key = f"{section}.pp_size"
+    model = f"{_MODEL} = {facts.name}"
+    message = f"{facts.layers} layers of {model} make {stages} unequal stages: all wait for the longest"
+    hint = f"write {key} = {_divisors(facts.layers)}"
+    return [Problem(key, message, mesh.pp_size, hint, related=(_MODEL,))]
+
+
+def experts_are_divided(section: str, mesh: ParallelismConfig, facts: ModelFacts) -> list[Problem]:
+    """Expert parallelism gives each rank whole experts."""
+    key, size = f"{section}.ep_size", mesh.ep_size
+    if facts.experts is None or size == 1 or (facts.experts and facts.experts % size == 0):
+        return []
+    message = f"{size} does not divide the {facts.experts} experts of {_MODEL} = {facts.name}"
+    hint = f"write {key} = {_divisors(facts.experts)}"
+    if not facts.experts:
+        message, hint = f"{size} is for experts, and {_MODEL} = {facts.name} has none", f"write {key} = 1"
+    return [Problem(key, message, size, hint, related=(_MODEL,))]
+
+
+def engine_divides(mesh: ParallelismConfig, facts: ModelFacts) -> list[Problem]:
+    """vLLM: heads are divided by tp_size; key/value heads too, or each is repeated on as many ranks as another."""
+    section, size, problems = "rollout.parallelism", mesh.tp_size, []
+    key, model = f"{section}.tp_size", f"{_MODEL} = {facts.name}"
+    heads, kv = facts.heads, facts.kv_heads
+    fitting = [
+        str(n)
+        for n in range(1, 65)
+        if (heads is None or heads % n == 0) and (kv is None or kv % n == 0 or n % kv == 0)
+    ]
+    hint = f"write {key} = {fitting[-1] if len(fitting) == 1 else ', '.join(fitting[:-1]) + ' or ' + fitting[-1]}"
+    if heads is not None and heads % size:
+        message = f"{size} does not divide the {heads} attention heads of {model}"
+        problems.append(Problem(key, message, size, hint, related=(_MODEL,)))
+    elif kv is not None and kv % size and size % kv:
+        message = f"{size} neither divides the {kv} key/value heads of {model} nor is a multiple of them"
+        problems.append(Problem(key, message, size, hint, related=(_MODEL,)))
+    if facts.layers is not None and mesh.pp_size > facts.layers:
+        pp = f"{section}.pp_size"
+        message = f"{mesh.pp_size} are more stages than the {facts.layers} layers of {model}"
+        problems.append(
+            Problem(pp, message, mesh.pp_size, f"write {pp} = {facts.layers} or less", related=(_MODEL,))
+        )
+    return problems + experts_are_divided(section, mesh, facts)
+
+
+def experts_are_there(config: Config, facts: ModelFacts) -> list[Problem]:
+    """Options of mixtures of experts need experts."""
+    if facts.experts != 0:
+        return []
+    options = {
+        "policy.freeze_moe_router": config.policy.freeze_moe_router,
+        "policy.moe_grouped_gemm": config.policy.moe_grouped_gemm,
+        "train.recompute_moe_layers": config.train.recompute_moe_layers,
+    }
+    message = f"true is for mixtures of experts, and {_MODEL} = {facts.name} is none"
+    return [
+        Problem(key, message, True, f"write {key} = false", related=(_MODEL,))
+        for key, value in options.items()
+        if value
+    ]
+
+
+def lengths_are_possible(config: Config, facts: ModelFacts) -> list[Problem]:
+    """vLLM takes no sequence beyond the model's positions; where positions are learned, nobody can."""
+    longest = facts.longest
+    if longest is None:
+        return []
+    where, problems = f"{longest} positions ({facts.length_key}) of {_MODEL} = {facts.name}", []
+    asked = {_LONGEST: config.policy.model_max_length}
+    if config.is_grpo and config.rollout.max_model_len is not None:
+        asked["rollout.max_model_len"] = config.rollout.max_model_len
+    serving = "rollout.max_model_len" if "rollout.max_model_len" in asked else _LONGEST
+    for key, length in asked.items():
+        if length <= longest:
+            continue
+        if not facts.has_rope:
+            reason = "and learned positions end there"
+        elif config.is_grpo and config.rollout.backend == "vllm" and key == serving:
+            reason = "and vLLM refuses longer ones"
+        else:
+            continue
+        message = f"{length} tokens are more than the {where}, {reason}"
+        problems.append(Problem(key, message, length, _shorter(config, key, longest), related=(_MODEL,)))
+    return problems
+
+
+def long_sequences(config: Config, facts: ModelFacts) -> list[Problem]:
+    """Rotary positions go on beyond those that were trained, and answers get worse there."""
+    length, longest = config.policy.model_max_length, facts.longest
+    refused = {problem.key for problem in lengths_are_possible(config, facts)}
+    if longest is None or length <= longest or _LONGEST in refused:
+        return []
+    message = (
+        f"{length} tokens are more than the {longest} positions ({facts.length_key}) that {_MODEL} = {facts.name} "
+        "was made for"
+    )
+    return [Problem(_LONGEST, message, length, _shorter(config, _LONGEST, longest), related=(_MODEL,))]
+
+
+def _shorter(config: Config, key: str, longest: int) -> str:
+    """The remedy for a length: with the answers, if they would no longer leave room for a prompt."""
+    hint = f"write {key} = {longest}"
+    if config.is_grpo and config.rollout.max_response_length >= longest:
+        hint += f" and rollout.max_response_length = {max(longest // 2, 1)}"
+    return hint
 
 
 def model_is_there(config: Config) -> list[Problem]:
@@ -73,5 +308,14 @@ def code_is_trusted(config: Config) -> list[Problem]:
     return [Problem(key, message, True, "leave it out unless the model needs it and you trust its authors")]
 
 
-MODEL_RULES = (model_is_there, tokenizer_is_there, modules_can_be_imported)
-MODEL_WARNINGS = (code_is_trusted,)
+MODEL_RULES = (
+    model_agrees,
+    engine_replaces_weights,
+    model_is_there,
+    tokenizer_is_there,
+    modules_can_be_imported,
+)
+MODEL_WARNINGS = (
+    model_warnings,
+    code_is_trusted,
+)

@@ -10,7 +10,7 @@ from itertools import islice
 from schema.config.layout import RoleLayout, layouts, mesh_text
 from schema.config.problem import Problem
 from schema.config.root import Config
-from schema.config.rules.loss import has_kl
+from schema.config.rules.algorithm import has_kl
 from schema.config.sections.placement import Devices
 
 SHARE_KEY = "rollout.gpu_memory_utilization"

@@ -1,4 +1,7 @@
-"""Rules of rewards: every function is built in or stands in a file, and what rewards are given is used."""
+"""Rules of rewards: every function is built in or stands in a file, and what rewards are given is used.
+
+An evaluation scores what a file holds and uses nothing of a training job: its rules stand here, too.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,8 @@ from schema.config.loading.explain import closest
 from schema.config.paths import NotAFileError, home_hint, read_regular
 from schema.config.problem import Problem
 from schema.config.root import Config
+from schema.config.rules.data import dataset_problems
+from schema.config.sections.dataset import DatasetConfig
 from schema.config.sections.reward import BUILTIN_REWARDS
 
 _POLICY = "train.train_policy"
@@ -96,3 +101,45 @@ def prompt_forms_are_used(config: Config) -> list[Problem]:
 
 
 REWARD_RULES = (rewards_are_known, prompt_forms_are_used)
+
+
+# ---- an evaluation ----------------------------------------------------------------------------------------
+
+_DATASET = "evaluation.dataset"
+_IDLE = ("test_size", "max_prompt_length", "overlong_prompts")
+_SPLITS = ("test", "validation", "valid", "val", "dev", "train")
+
+
+def one_job(config: Config) -> list[Problem]:
+    """A configuration trains or evaluates, not both."""
+    dataset = config.train.train_policy.dataset
+    if not dataset.is_named:
+        return []
+    key = f"{_DATASET}.files" if config.evaluation.dataset.files else f"{_DATASET}.name"
+    message = "an evaluation scores answers and trains nothing, and train.train_policy.dataset is named too"
+    hint = "leave one of the two out: for scores while training goes on there is [validation]"
+    related = ("train.train_policy.dataset",)
+    return [Problem(key, message, config.evaluation.dataset.name, hint, related=related)]
+
+
+def answers_can_be_read(config: Config) -> list[Problem]:
+    """The file is there and has the columns."""
+    problems, default = (
+        dataset_problems(config, _DATASET, config.evaluation.dataset, _SPLITS),
+        DatasetConfig(),
+    )
+    for name in _IDLE:
+        value = getattr(config.evaluation.dataset, name)
+        if value != getattr(default, name):
+            message = "has no effect: all answers of the file are scored"
+            problems.append(Problem(f"{_DATASET}.{name}", message, value, "leave it out"))
+    return problems
+
+
+def evaluation_rewards_are_known(config: Config) -> list[Problem]:
+    """Every reward function is built in, or a function in a file that exists."""
+    section = config.evaluation
+    return reward_problems("evaluation.reward_function", section.reward_function, section.reward_weights)
+
+
+EVALUATION_RULES = (one_job, answers_can_be_read, evaluation_rewards_are_known)

@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-from pydantic import Field
-
-from schema.config.base import MAX_TIMEOUT, MOST_RANKS, Section
+from schema.config.base import MOST_RANKS, Delay, Ranks, Seconds, Section, UnitFloat
+from schema.config.key import key
 
 
 class AutoscaleConfig(Section):
     """`[autoscale]`: rollout replicas that come and go with the need."""
 
-    enable: bool = Field(
-        default=False, description="Whether the number of rollout replicas follows the need."
+    enable: bool = key(False, "Whether the number of rollout replicas follows the need.")
+    min_replicas: int = key(1, "Fewest rollout replicas.", ge=0, le=MOST_RANKS)
+    max_replicas: Ranks = key(8, "Most rollout replicas.")
+    interval: Seconds = key(30.0, "Seconds between two decisions.")
+    target_wait: UnitFloat = key(
+        0.1, "Share of its time that the trainer may wait for samples before replicas are added."
     )
-    min_replicas: int = Field(default=1, ge=0, le=MOST_RANKS, description="Fewest rollout replicas.")
-    max_replicas: int = Field(default=8, ge=1, le=MOST_RANKS, description="Most rollout replicas.")
-    interval: float = Field(
-        default=30.0, gt=0.0, le=MAX_TIMEOUT, description="Seconds between two decisions."
-    )
-    target_wait: float = Field(
-        default=0.1,
-        ge=0.0,
-        le=1.0,
-        description="Share of its time that the trainer may wait for samples before replicas are added.",
-    )
-    scale_down_delay: float = Field(
-        default=300.0,
-        ge=0.0,
-        le=MAX_TIMEOUT,
-        description="Seconds of too little work before a replica is drained.",
-    )
+    scale_down_delay: Delay = key(300.0, "Seconds of too little work before a replica is drained.")

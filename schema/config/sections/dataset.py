@@ -4,60 +4,82 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
-
-from schema.config.base import Amount, CustomCode, FreeTable, Section
+from schema.config.base import Amount, Count, CustomCode, FreeTable, Section
+from schema.config.key import cosmos_key, key
 
 
 class DatasetConfig(Section):
     """Where the rows come from. Relative paths are relative to the current directory."""
 
-    name: str = Field(
-        default="",
-        description="Dataset: a local parquet, jsonl or json file, a directory of such files, "
+    name: str = cosmos_key(
+        "",
+        "Dataset: a local parquet, jsonl or json file, a directory of such files, "
         "`synthetic:addition` for the built-in generator, or a Hugging Face dataset name. A relative path "
         "is relative to the current directory. Empty: no dataset.",
+        acts="file: Rows of the prepared data.",
+        example="data/train.parquet",
     )
-    files: list[str] = Field(
-        default=[],
-        description="Local data files read one after the other, in place of `name`; relative paths are relative "
+    files: list[str] = key(
+        [],
+        "Local data files read one after the other, in place of `name`; relative paths are relative "
         "to the current directory.",
+        acts="file: Rows of the prepared data.",
+        example=["data/a.parquet", "data/b.parquet"],
     )
-    subset: str | None = Field(
-        default="", description="Subset (configuration) of a Hugging Face dataset, if any."
+    subset: str | None = cosmos_key(
+        "",
+        "Subset (configuration) of a Hugging Face dataset, if any.",
+        acts="file: Which subset is asked of the hub.",
+        example="main",
     )
-    revision: str | None = Field(
-        default="", description="Git revision of a Hugging Face dataset: a branch, a tag or a commit hash."
+    revision: str | None = cosmos_key(
+        "",
+        "Git revision of a Hugging Face dataset: a branch, a tag or a commit hash.",
+        acts="file: Which revision is asked of the hub.",
+        example="main",
     )
-    split: str | list[str] = Field(
-        default="",
-        description="Split, or list of splits taken one after the other. Empty: `train` where the dataset "
+    split: str | list[str] = cosmos_key(
+        "",
+        "Split, or list of splits taken one after the other. Empty: `train` where the dataset "
         "has it (validation: the held-out part).",
+        acts="file: Rows of the prepared data.",
+        example="train",
     )
-    test_size: Amount | None = Field(
-        default=None,
-        description="Rows held out for validation: a float in [0.0, 1.0] is a share of the dataset, an "
+    test_size: Amount | None = cosmos_key(
+        None,
+        "Rows held out for validation: a float in [0.0, 1.0] is a share of the dataset, an "
         "integer a number of rows. Unset: nothing is held out.",
+        acts="file: Rows of each of the two data files.",
+        example=0.05,
     )
-    max_prompt_length: int | None = Field(
-        default=None,
-        ge=1,
-        description="Longest prompt in tokens, chat template included. Unset: what the longest answer leaves.",
+    max_prompt_length: Count | None = key(
+        None,
+        "Longest prompt in tokens, chat template included. Unset: what the longest answer leaves.",
+        acts="file: Prompts left out of the prepared data.",
+        example=1024,
     )
-    overlong_prompts: Literal["drop", "error", "left", "right"] = Field(
-        default="drop",
-        description="Prompts (supervised: conversations) that are too long: `drop` leaves them out and counts "
+    overlong_prompts: Literal["drop", "error", "left", "right"] = key(
+        "drop",
+        "Prompts (supervised: conversations) that are too long: `drop` leaves them out and counts "
         "them, `error` refuses the dataset, `left` and `right` cut tokens on that side.",
+        acts="file: Tokens of a prompt that is too long.",
     )
-    image_column_name: str = Field(default="", description="Column of the images of a prompt. Empty: none.")
-    custom_class: CustomCode | Literal[""] = Field(
-        default="", description='Your own dataset: "path/to/file.py:Class". Empty: none.'
+    image_column_name: str = key(
+        "", "Column of the images of a prompt. Empty: none.", example="images", unbuilt="prompts with images"
     )
-    options: FreeTable = Field(
-        default={},
-        description="Options of the built-in generator (`synthetic:addition`): `n` rows, `digits` of the "
+    custom_class: CustomCode | Literal[""] = key(
+        "",
+        'Your own dataset: "path/to/file.py:Class". Empty: none.',
+        example="my/file.py:MyClass",
+        unbuilt="dataset classes of your own",
+    )
+    options: FreeTable = key(
+        {},
+        "Options of the built-in generator (`synthetic:addition`): `n` rows, `digits` of the "
         "operands, `phrasings` 1 to 4, `held_out` share, `seed`, `demonstrations` (worked answers for "
         "supervised training).",
+        acts="file: Rows of the prepared data.",
+        example={"n": 2000, "digits": 3},
     )
 
     @property

@@ -2,28 +2,46 @@
 
 from __future__ import annotations
 
-from pydantic import Field
-
 from schema.config.base import NonEmptyStr, RewardSpec, Section, reward_weights
+from schema.config.key import cosmos_key, key
 from schema.config.sections.dataset import DatasetConfig
 
 
 class EvaluationConfig(Section):
     """`[evaluation]`: scoring answers that a file already holds."""
 
-    dataset: DatasetConfig = Field(default_factory=DatasetConfig, description="The file with the answers.")
-    prompt_column_name: NonEmptyStr = Field(default="prompt", description="Column of the prompt.")
-    responses_column_name: NonEmptyStr = Field(
-        default="responses", description="Column of the answers: a text or a list of texts."
+    dataset: DatasetConfig = cosmos_key(
+        DatasetConfig,
+        "The file with the answers.",
+        inside=dict.fromkeys(
+            ("test_size", "max_prompt_length", "overlong_prompts"),
+            "refusal: All answers of the file are scored.",
+        ),
     )
-    reference_column_name: str = Field(
-        default="", description="Column of the reference answer; a dotted name reaches into a struct."
+    prompt_column_name: NonEmptyStr = key(
+        "prompt", "Column of the prompt.", acts="file: `prompt` of an answer that is scored."
     )
-    data_source_column_name: NonEmptyStr = Field(
-        default="data_source", description="Column that names a row's source: scores are told apart by it."
+    responses_column_name: NonEmptyStr = key(
+        "responses",
+        "Column of the answers: a text or a list of texts.",
+        acts="file: The answers that are scored.",
     )
-    reward_function: RewardSpec = Field(
-        default="by_source", description="Reward functions, written as in train.train_policy.reward_function."
+    reference_column_name: str = key(
+        "",
+        "Column of the reference answer; a dotted name reaches into a struct.",
+        acts="file: `answer` that they are compared with.",
+        example="answer",
+    )
+    data_source_column_name: NonEmptyStr = key(
+        "data_source",
+        "Column that names a row's source: scores are told apart by it.",
+        acts="file: Sources by which scores are told apart.",
+    )
+    reward_function: RewardSpec = key(
+        "by_source",
+        "Reward functions, written as in train.train_policy.reward_function.",
+        acts="file: Scores of the answers.",
+        example={"boxed_math": 1.0},
     )
 
     @property

@@ -2,39 +2,41 @@
 
 from __future__ import annotations
 
-from pydantic import Field
-
-from schema.config.base import MAX_TIMEOUT, MOST_PROCESSES, Section
+from schema.config.base import MOST_PROCESSES, Delay, Natural, Seconds, Section
+from schema.config.key import key
 
 
 class LauncherConfig(Section):
     """`[launcher]`: how the processes of a job are run."""
 
-    max_restarts: int = Field(
-        default=3, ge=0, description="Restarts of one replica before the job ends with an error."
+    max_restarts: Natural = key(
+        3,
+        "Restarts of one replica before the job ends with an error.",
+        acts="process: How often a process is started again.",
     )
-    restart_backoff: float = Field(
-        default=1.0,
-        ge=0.0,
-        le=MAX_TIMEOUT,
-        description="Seconds before the first restart; doubled for each further one.",
+    restart_backoff: Delay = key(
+        1.0,
+        "Seconds before the first restart; doubled for each further one.",
+        acts="process: When a process is started again.",
     )
-    restart_backoff_max: float = Field(
-        default=60.0, ge=0.0, le=MAX_TIMEOUT, description="Longest wait before a restart in seconds."
+    restart_backoff_max: Delay = key(
+        60.0, "Longest wait before a restart in seconds.", acts="process: When a process is started again."
     )
-    shutdown_timeout: float = Field(
-        default=30.0,
-        gt=0.0,
-        le=MAX_TIMEOUT,
-        description="Seconds in which processes may end in order before they are killed.",
+    shutdown_timeout: Seconds = key(
+        30.0,
+        "Seconds in which processes may end in order before they are killed.",
+        acts="process: When a process that does not end is killed.",
     )
-    cpu_threads: int | None = Field(
-        default=None,
+    cpu_threads: int | None = key(
+        None,
+        "Torch threads of each worker process. Unset: cores divided by worker processes, at least 1.",
         ge=1,
         le=MOST_PROCESSES,
-        description="Torch threads of each worker process. Unset: cores divided by worker processes, at "
-        "least 1.",
+        acts="process: `COSMOS_CPU_THREADS` and `OMP_NUM_THREADS`.",
+        example=4,
     )
-    export_final: bool = Field(
-        default=True, description="Whether the trained model is exported for transformers at the end."
+    export_final: bool = key(
+        True,
+        "Whether the trained model is exported for transformers at the end.",
+        acts="file: `final` in the run's directory.",
     )

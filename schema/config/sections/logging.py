@@ -4,23 +4,33 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
-
-from schema.config.base import NonEmptyStr, Section
+from schema.config.base import Natural, NonEmptyStr, Section
+from schema.config.key import cosmos_key, key
 
 
 class LoggingConfig(Section):
     """`[logging]`: where metrics go."""
 
-    logger: list[Literal["console", "wandb", "tensorboard", "mlflow", "swanlab"]] = Field(
-        default=["console"], description="Trackers that receive the metrics."
+    logger: list[Literal["console", "wandb", "tensorboard", "mlflow", "swanlab"]] = cosmos_key(
+        ["console"],
+        "Trackers that receive the metrics.",
+        unbuilt="a tracker other than the console",
+        warns=True,
     )
-    project_name: NonEmptyStr = Field(default="cosmos_rl", description="Project name for trackers.")
-    experiment_name: str | None = Field(
-        default=None,
+    project_name: NonEmptyStr = cosmos_key(
+        "cosmos_rl",
+        "Project name for trackers.",
+        acts="request or reply: `project` of the job's status and summary.",
+    )
+    experiment_name: str | None = cosmos_key(
+        None,
+        "Short name of this run. Unset: the name of the output directory.",
         min_length=1,
-        description="Short name of this run. Unset: the name of the output directory.",
+        acts="request or reply: `name` of the job's status and summary.",
+        example="first-try",
     )
-    log_validation_samples: int = Field(
-        default=0, ge=0, description="Answers of each validation that are sent to the trackers."
+    log_validation_samples: Natural = key(
+        0,
+        "Answers of each validation that are sent to the trackers.",
+        unbuilt="a tracker other than the console",
     )

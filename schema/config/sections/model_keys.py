@@ -2,39 +2,55 @@
 
 from __future__ import annotations
 
-from pydantic import Field
-
 from schema.config.base import FreeTable, Section
+from schema.config.key import cosmos_key, key
 
 
 class ModelKeys(Section):
     """How a model and its tokenizer are loaded."""
 
-    model_revision: str | None = Field(default=None, description="Revision of a model on the hub.")
-    tokenizer_name_or_path: str | None = Field(
-        default=None,
+    model_revision: str | None = cosmos_key(
+        None,
+        "Revision of a model on the hub.",
+        acts="engine argument: `revision` of the engine, and of the trained model.",
+        example="main",
+    )
+    tokenizer_name_or_path: str | None = key(
+        None,
+        "Tokenizer: a local directory or a name on the hub. Unset: the model's own.",
         min_length=1,
-        description="Tokenizer: a local directory or a name on the hub. Unset: the model's own.",
+        acts="engine argument: `tokenizer` of the engine; tokens of the data.",
+        example="Qwen/Qwen3-0.6B",
     )
-    trust_remote_code: bool = Field(
-        default=False,
-        description="Whether Python code that comes with the model or its tokenizer may run on these machines.",
+    trust_remote_code: bool = key(
+        False,
+        "Whether Python code that comes with the model or its tokenizer may run on these machines.",
+        acts="engine argument: `trust_remote_code` of the engine and of every load.",
     )
-    external_modules: list[str] = Field(
-        default=[],
-        description="Python modules imported before the model is loaded, to register model classes.",
+    external_modules: list[str] = key(
+        [],
+        "Python modules imported before the model is loaded, to register model classes.",
+        acts="process: Modules that a process has imported.",
+        example=["my_package"],
     )
-    override_config: FreeTable = Field(
-        default={}, description="Entries of the model's config.json that are replaced, such as dropout."
+    override_config: FreeTable = key(
+        {},
+        "Entries of the model's config.json that are replaced, such as dropout.",
+        example={"attention_dropout": 0.0},
+        unbuilt="changes to a model's own configuration",
     )
 
 
 class CheckpointingKeys(Section):
     """What a trained model recomputes and freezes."""
 
-    model_gradient_checkpointing: bool = Field(
-        default=True, description="Whether activations are recomputed in backward to save memory."
+    model_gradient_checkpointing: bool = cosmos_key(
+        True,
+        "Whether activations are recomputed in backward to save memory.",
+        acts="number: Whether the model recomputes activations.",
     )
-    freeze_moe_router: bool = Field(
-        default=False, description="Whether the routers of a mixture of experts stay as they are."
+    freeze_moe_router: bool = key(
+        False,
+        "Whether the routers of a mixture of experts stay as they are.",
+        unbuilt="options of mixtures of experts",
     )

@@ -9,7 +9,18 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from schema.config.base import Amount, BetaFloat, Dtype, Section, UnitFloat
+from schema.config.base import (
+    Amount,
+    BetaFloat,
+    Count,
+    Dtype,
+    Natural,
+    NotNegative,
+    Positive,
+    Section,
+    UnitFloat,
+)
+from schema.config.key import cosmos_key, key
 
 OptimizerImpl = Literal["fused", "foreach", "for-loop"]
 LearningRate = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -18,64 +29,95 @@ LearningRate = Annotated[float, Field(ge=0.0, le=1.0)]
 class OptimizerKeys(Section):
     """The optimizer and its schedule."""
 
-    optm_name: Literal["AdamW", "Adam", "Muon"] = Field(default="AdamW", description="Optimizer.")
-    optm_lr: LearningRate | list[LearningRate] = Field(
-        default=1e-6,
-        description="Peak learning rate, at most 1: a step of Adam moves each weight by about that. A list gives one "
+    optm_name: Literal["AdamW", "Adam", "Muon"] = cosmos_key(
+        "AdamW", "Optimizer.", unbuilt="an optimizer other than AdamW"
+    )
+    optm_lr: LearningRate | list[LearningRate] = cosmos_key(
+        1e-6,
+        "Peak learning rate, at most 1: a step of Adam moves each weight by about that. A list gives one "
         "for each optimizer.",
+        acts="number: Learning rate of the optimizer.",
     )
-    optm_impl: OptimizerImpl | list[OptimizerImpl] = Field(
-        default="fused", description="Implementation of the optimizer; a list gives one for each optimizer."
+    optm_impl: OptimizerImpl | list[OptimizerImpl] = cosmos_key(
+        "fused",
+        "Implementation of the optimizer; a list gives one for each optimizer.",
+        acts="number: Implementation that the optimizer runs.",
     )
-    optm_weight_decay: float = Field(default=0.01, ge=0.0, description="Decoupled weight decay.")
-    optm_weight_decay_ramp: Literal["constant", "linear", "cosine"] = Field(
-        default="constant",
-        description="How weight decay goes from optm_weight_decay_start to optm_weight_decay over all steps.",
+    optm_weight_decay: NotNegative = cosmos_key(
+        0.01, "Decoupled weight decay.", acts="number: Weight decay of the optimizer."
     )
-    optm_weight_decay_start: float | None = Field(
-        default=None, ge=0.0, description="Weight decay at the first step of a ramp. Unset: 0.0."
+    optm_weight_decay_ramp: Literal["constant", "linear", "cosine"] = key(
+        "constant",
+        "How weight decay goes from optm_weight_decay_start to optm_weight_decay over all steps.",
+        unbuilt="a weight decay that changes",
     )
-    optm_betas: list[BetaFloat] = Field(
-        default=[0.9, 0.999], min_length=2, max_length=2, description="Betas of Adam: two numbers in [0, 1)."
+    optm_weight_decay_start: NotNegative | None = key(
+        None,
+        "Weight decay at the first step of a ramp. Unset: 0.0.",
+        example=0.1,
+        unbuilt="a weight decay that changes",
     )
-    optm_warmup_steps: Amount = Field(
-        default=20,
-        description="Linear warm-up: an integer is a number of steps, a float in [0.0, 1.0] a share of all "
-        "steps.",
+    optm_betas: list[BetaFloat] = cosmos_key(
+        [0.9, 0.999],
+        "Betas of Adam: two numbers in [0, 1).",
+        min_length=2,
+        max_length=2,
+        acts="number: Betas of the optimizer.",
     )
-    optm_warmup_start_factor: UnitFloat = Field(
-        default=0.0,
-        description="Share f of optm_lr from which the warm-up rises: step t of W has f + (1 - f)(t + 1)/W.",
+    optm_warmup_steps: Amount = cosmos_key(
+        20,
+        "Linear warm-up: an integer is a number of steps, a float in [0.0, 1.0] a share of all steps.",
+        acts="number: Learning rate of each step.",
     )
-    optm_decay_ratio: UnitFloat | None = Field(
-        default=None,
-        description="Share of all steps, at the end, over which the rate decays. Unset or 0: no decay.",
+    optm_warmup_start_factor: UnitFloat = key(
+        0.0,
+        "Share f of optm_lr from which the warm-up rises: step t of W has f + (1 - f)(t + 1)/W.",
+        acts="number: Learning rate of the first step.",
     )
-    optm_decay_steps: int | None = Field(
-        default=None,
-        ge=1,
-        description="Steps, at the end, over which the rate decays: optm_decay_ratio in steps.",
+    optm_decay_ratio: UnitFloat | None = cosmos_key(
+        None,
+        "Share of all steps, at the end, over which the rate decays. Unset or 0: no decay.",
+        acts="number: Learning rate of the last steps.",
+        example=0.2,
     )
-    optm_decay_type: Literal["linear", "cosine", "sqrt", "none", "wsd", "inverse_sqrt"] | None = Field(
-        default=None,
-        description="Shape of the decay; `wsd`: stable, then optm_wsd_decay_type; `inverse_sqrt`: as one over the "
+    optm_decay_steps: Count | None = key(
+        None,
+        "Steps, at the end, over which the rate decays: optm_decay_ratio in steps.",
+        example=200,
+        unbuilt="learning-rate schedules beyond linear, cosine, sqrt and wsd with a cosine",
+    )
+    optm_decay_type: Literal["linear", "cosine", "sqrt", "none", "wsd", "inverse_sqrt"] | None = cosmos_key(
+        None,
+        "Shape of the decay; `wsd`: stable, then optm_wsd_decay_type; `inverse_sqrt`: as one over the "
         "square root of the step. Unset or `none`: constant.",
+        acts="number: Learning rate of the last steps.",
+        example="cosine",
+        unbuilt="the inverse square root schedule",
+        neutral=(None, "none", "linear", "cosine", "sqrt", "wsd"),
     )
-    optm_num_cycles: float = Field(
-        default=0.5,
-        gt=0.0,
-        description="Waves of a cosine decay; 0.5 goes down once, from the peak to the floor.",
+    optm_num_cycles: Positive = key(
+        0.5,
+        "Waves of a cosine decay; 0.5 goes down once, from the peak to the floor.",
+        unbuilt="learning-rate schedules beyond linear, cosine, sqrt and wsd with a cosine",
     )
-    optm_wsd_decay_type: Literal["cosine", "linear", "exponential"] = Field(
-        default="cosine", description="Shape of the last part of a `wsd` schedule."
+    optm_wsd_decay_type: Literal["cosine", "linear", "exponential"] = key(
+        "cosine",
+        "Shape of the last part of a `wsd` schedule.",
+        unbuilt="learning-rate schedules beyond linear, cosine, sqrt and wsd with a cosine",
     )
-    optm_min_lr_factor: UnitFloat = Field(
-        default=0.0, description="The rate decays to this share of optm_lr and stays there."
+    optm_min_lr_factor: UnitFloat = cosmos_key(
+        0.0,
+        "The rate decays to this share of optm_lr and stays there.",
+        acts="number: Learning rate of the last step.",
     )
-    optm_grad_norm_clip: float = Field(
-        default=1.0, ge=0.0, description="Gradients are scaled down to this global norm; 0: no clipping."
+    optm_grad_norm_clip: NotNegative = cosmos_key(
+        1.0,
+        "Gradients are scaled down to this global norm; 0: no clipping.",
+        acts="number: Norm of the gradients that are applied.",
     )
-    epsilon: float = Field(default=1e-6, gt=0.0, description="Epsilon of the optimizer.")
+    epsilon: Positive = cosmos_key(
+        1e-6, "Epsilon of the optimizer.", acts="number: Epsilon of the optimizer."
+    )
 
     @property
     def learning_rate(self) -> float:
@@ -91,44 +133,66 @@ class OptimizerKeys(Section):
 class PrecisionKeys(Section):
     """Number formats, sharding and what is traded for memory."""
 
-    master_dtype: Dtype = Field(
-        default="float32",
-        description="Type of the master weights that the optimizer updates. bfloat16 loses small updates.",
+    master_dtype: Dtype = cosmos_key(
+        "float32",
+        "Type of the master weights that the optimizer updates. bfloat16 loses small updates.",
+        acts="number: Type of the parameters that are updated.",
+        unbuilt="loss scaling, which float16 needs",
+        neutral=("float32", "bfloat16"),
     )
-    param_dtype: Dtype = Field(
-        default="bfloat16",
-        description="Type of parameters in forward and backward; outside they are in master_dtype.",
+    param_dtype: Dtype = cosmos_key(
+        "bfloat16",
+        "Type of parameters in forward and backward; outside they are in master_dtype.",
+        acts="number: Type in which the model computes.",
+        unbuilt="loss scaling, which float16 needs",
+        neutral=("bfloat16", "float32"),
     )
-    fsdp_reduce_dtype: Dtype = Field(default="float32", description="Type in which gradients are reduced.")
-    fsdp_offload: bool = Field(default=False, description="Whether FSDP keeps parameters in host memory.")
-    fsdp_gradient_offload: bool = Field(
-        default=False, description="Whether FSDP keeps gradients in host memory."
+    fsdp_reduce_dtype: Dtype = cosmos_key(
+        "float32", "Type in which gradients are reduced.", acts="number: Type in which gradients are reduced."
     )
-    optimizer_offload: bool = Field(
-        default=False, description="Whether the optimizer's state is kept in host memory."
+    fsdp_offload: bool = cosmos_key(
+        False, "Whether FSDP keeps parameters in host memory.", unbuilt="parameter offload"
     )
-    fsdp_reshard_after_forward: Literal["default", "always", "never"] = Field(
-        default="default",
-        description="Whether parameters are sharded again after forward: `default` does so unless pipelined.",
+    fsdp_gradient_offload: bool = key(
+        False, "Whether FSDP keeps gradients in host memory.", unbuilt="gradient offload"
     )
-    fsdp_wrap_layers: list[str] = Field(
-        default=[],
-        description="Class names of the modules that FSDP shards one by one. Empty: the model's layers.",
+    optimizer_offload: bool = key(
+        False, "Whether the optimizer's state is kept in host memory.", unbuilt="optimizer offload"
     )
-    fsdp_wrap_min_params: int = Field(
-        default=0, ge=0, description="FSDP shards modules of at least this many parameters; 0: by layer."
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] = cosmos_key(
+        "default",
+        "Whether parameters are sharded again after forward: `default` does so unless pipelined.",
+        acts="number: Which modules are sharded again after forward.",
     )
-    overlap_grad_reduce: bool = Field(
-        default=True, description="Whether gradients are reduced while backward goes on."
+    fsdp_wrap_layers: list[str] = key(
+        [],
+        "Class names of the modules that FSDP shards one by one. Empty: the model's layers.",
+        example=["Qwen3DecoderLayer"],
+        unbuilt="a choice of what FSDP shards",
     )
-    recompute_granularity: Literal["full", "selective"] = Field(
-        default="full",
-        description="What model_gradient_checkpointing recomputes in backward: whole layers, or attention alone.",
+    fsdp_wrap_min_params: Natural = key(
+        0,
+        "FSDP shards modules of at least this many parameters; 0: by layer.",
+        unbuilt="a choice of what FSDP shards",
     )
-    recompute_moe_layers: bool = Field(
-        default=False, description="Whether the expert layers alone are recomputed in backward."
+    overlap_grad_reduce: bool = key(
+        True,
+        "Whether gradients are reduced while backward goes on.",
+        unbuilt="gradient reduction after backward",
     )
-    activation_offload: bool = Field(
-        default=False, description="Whether activations are kept in host memory."
+    recompute_granularity: Literal["full", "selective"] = key(
+        "full",
+        "What model_gradient_checkpointing recomputes in backward: whole layers, or attention alone.",
+        unbuilt="a choice of what is recomputed",
     )
-    compile: bool = Field(default=True, description="Whether the model is compiled with torch.compile.")
+    recompute_moe_layers: bool = key(
+        False,
+        "Whether the expert layers alone are recomputed in backward.",
+        unbuilt="a choice of what is recomputed",
+    )
+    activation_offload: bool = cosmos_key(
+        False, "Whether activations are kept in host memory.", unbuilt="activation offload"
+    )
+    compile: bool = cosmos_key(
+        True, "Whether the model is compiled with torch.compile.", unbuilt="torch.compile", neutral=(False,)
+    )

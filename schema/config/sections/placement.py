@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from schema.config.base import MOST_PROCESSES, MOST_RANKS, Section
+from schema.config.base import MOST_PROCESSES, MOST_RANKS, Ranks, Section
+from schema.config.key import key
 
 Device = Annotated[int, Field(ge=0, lt=MOST_RANKS)]
 Devices = list[Device] | list[list[Device]]
@@ -18,26 +19,47 @@ class PlacementConfig(Section):
     A list of numbers is dealt to the role's replicas in order; a list of lists names the devices of each.
     """
 
-    nodes: int = Field(default=1, ge=1, le=MOST_RANKS, description="Machines of the job.")
-    gpus_per_node: int | None = Field(
-        default=None,
+    nodes: Ranks = key(1, "Machines of the job.", unbuilt="jobs on several machines")
+    gpus_per_node: int | None = key(
+        None,
+        "GPUs of each machine; 0: none is used. Unset: those that are found.",
         ge=0,
         le=MOST_PROCESSES,
-        description="GPUs of each machine; 0: none is used. Unset: those that are found.",
+        acts="process: `CUDA_VISIBLE_DEVICES` of the processes.",
+        example=8,
     )
-    share: Literal["none", "memory", "time"] = Field(
-        default="none",
-        description="Whether policy and rollout may have the same GPU: `memory`, both resident, each with its "
+    share: Literal["none", "memory", "time"] = key(
+        "none",
+        "Whether policy and rollout may have the same GPU: `memory`, both resident, each with its "
         "part of the memory; `time`, in turns.",
+        acts="process: Whether two roles may have one GPU.",
+        unbuilt="sharing a GPU in turns",
+        neutral=("none", "memory"),
     )
-    policy: Devices = Field(
-        default=[], description="Devices of the policy replicas. Empty: dealt automatically."
+    policy: Devices = key(
+        [],
+        "Devices of the policy replicas. Empty: dealt automatically.",
+        acts="process: `CUDA_VISIBLE_DEVICES` of policy processes.",
+        example=[0, 1],
     )
-    rollout: Devices = Field(
-        default=[], description="Devices of the rollout replicas. Empty: dealt automatically."
+    rollout: Devices = key(
+        [],
+        "Devices of the rollout replicas. Empty: dealt automatically.",
+        acts="process: `CUDA_VISIBLE_DEVICES` of rollout processes.",
+        example=[2, 3],
     )
-    reference: Devices = Field(default=[], description="Devices of the reference model. Empty: the policy's.")
-    critic: Devices = Field(default=[], description="Devices of the critic. Empty: the policy's.")
-    reward_model: Devices = Field(
-        default=[], description="Devices of the reward model. Empty: dealt automatically."
+    reference: Devices = key(
+        [],
+        "Devices of the reference model. Empty: the policy's.",
+        example=[2, 3],
+        unbuilt="a KL term against a reference model",
+    )
+    critic: Devices = key(
+        [], "Devices of the critic. Empty: the policy's.", example=[2, 3], unbuilt="a critic"
+    )
+    reward_model: Devices = key(
+        [],
+        "Devices of the reward model. Empty: dealt automatically.",
+        example=[2, 3],
+        unbuilt="a reward model",
     )

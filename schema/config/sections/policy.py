@@ -7,81 +7,96 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from schema.config.base import (
-    MOST_RANKS,
-    MOST_SAMPLES,
     MOST_TOKENS,
+    Count,
     NonEmptyStr,
+    Positive,
+    Ranks,
     RanksOrAll,
+    Samples,
     Section,
     UnitFloat,
 )
+from schema.config.key import cosmos_key, key
 from schema.config.sections.model_keys import CheckpointingKeys, ModelKeys
 
 
 class ParallelismConfig(Section):
     """`[policy.parallelism]`: how many replicas there are, and the mesh of each."""
 
-    n_init_replicas: int = Field(
-        default=1, ge=1, le=MOST_RANKS, description="Replicas started at the beginning."
+    n_init_replicas: Ranks = cosmos_key(
+        1, "Replicas started at the beginning.", unbuilt="several policy replicas"
     )
-    tp_size: int = Field(default=2, ge=1, le=MOST_RANKS, description="Tensor-parallel size.")
-    cp_size: int = Field(default=1, ge=1, le=MOST_RANKS, description="Context-parallel size.")
-    ep_size: int = Field(default=1, ge=1, le=MOST_RANKS, description="Expert-parallel size.")
-    dp_shard_size: RanksOrAll = Field(
-        default=1, description="Ranks over which parameters are sharded (FSDP); -1: all that are left."
+    tp_size: Ranks = cosmos_key(
+        2, "Tensor-parallel size.", unbuilt="tensor parallelism of a policy replica", neutral=(1,)
     )
-    pp_size: int = Field(default=1, ge=1, le=MOST_RANKS, description="Pipeline-parallel size.")
-    pp_dynamic_shape: bool = Field(
-        default=False, description="Whether pipeline stages accept varying shapes."
+    cp_size: Ranks = cosmos_key(
+        1, "Context-parallel size.", unbuilt="context parallelism of a {role} replica"
     )
-    pp_micro_batch_size: int = Field(
-        default=1,
-        ge=1,
-        le=MOST_SAMPLES,
-        description="Samples per pipeline micro-batch; batch / this must be a multiple of pp_size.",
+    ep_size: Ranks = cosmos_key(1, "Expert-parallel size.", unbuilt="expert parallelism of a {role} replica")
+    dp_shard_size: RanksOrAll = cosmos_key(
+        1,
+        "Ranks over which parameters are sharded (FSDP); -1: all that are left.",
+        acts="process: `WORLD_SIZE` of a policy replica.",
     )
-    dp_replicate_size: int = Field(
-        default=1, ge=1, le=MOST_RANKS, description="Copies of the sharded model inside one replica (HSDP)."
+    pp_size: Ranks = cosmos_key(
+        1, "Pipeline-parallel size.", unbuilt="pipeline parallelism of a {role} replica"
     )
-    virtual_pp_size: int = Field(
-        default=1,
-        ge=1,
-        le=MOST_RANKS,
-        description="Pipeline stages that each rank holds (interleaved schedule).",
+    pp_dynamic_shape: bool = cosmos_key(
+        False,
+        "Whether pipeline stages accept varying shapes.",
+        unbuilt="pipeline parallelism of a {role} replica",
     )
-    sequence_parallel: bool = Field(
-        default=False,
-        description="Whether tensor parallelism also splits norms and dropout along the sequence.",
+    pp_micro_batch_size: Samples = cosmos_key(
+        1,
+        "Samples per pipeline micro-batch; batch / this must be a multiple of pp_size.",
+        unbuilt="pipeline parallelism of a {role} replica",
+    )
+    dp_replicate_size: Ranks = cosmos_key(
+        1,
+        "Copies of the sharded model inside one replica (HSDP).",
+        unbuilt="replicated data parallelism of a {role} replica",
+    )
+    virtual_pp_size: Ranks = key(
+        1,
+        "Pipeline stages that each rank holds (interleaved schedule).",
+        unbuilt="pipeline parallelism of a {role} replica",
+    )
+    sequence_parallel: bool = key(
+        False,
+        "Whether tensor parallelism also splits norms and dropout along the sequence.",
+        unbuilt="sequence parallelism of a {role} replica",
     )
 
 
 class LoraConfig(Section):
     """`[policy.lora]`: low-rank adapters instead of full training."""
 
-    r: int = Field(default=8, ge=1, description="Rank.")
-    lora_alpha: float = Field(default=8.0, gt=0.0, description="Scale of the adapter: alpha / r.")
-    lora_dropout: UnitFloat = Field(default=0.0, description="Dropout before the adapter.")
-    target_modules: list[str] | str | None = Field(
-        default=None, description="Modules that get adapters: a list of names, or `all-linear`."
+    r: Count = cosmos_key(8, "Rank.")
+    lora_alpha: Positive = cosmos_key(8.0, "Scale of the adapter: alpha / r.")
+    lora_dropout: UnitFloat = cosmos_key(0.0, "Dropout before the adapter.")
+    target_modules: list[str] | str | None = cosmos_key(
+        None, "Modules that get adapters: a list of names, or `all-linear`.", example="all-linear"
     )
-    use_rslora: bool = Field(
-        default=False,
-        description="Rank-stabilised LoRA: scale alpha / sqrt(r) instead of alpha / r (arXiv 2312.03732).",
+    use_rslora: bool = cosmos_key(
+        False, "Rank-stabilised LoRA: scale alpha / sqrt(r) instead of alpha / r (arXiv 2312.03732)."
     )
-    modules_to_save: list[str] | None = Field(
-        default=None, description="Further modules that are trained whole and saved with the adapter."
+    modules_to_save: list[str] | None = cosmos_key(
+        None, "Further modules that are trained whole and saved with the adapter.", example=["lm_head"]
     )
-    alpha_pattern: dict[str, float] | None = Field(
-        default=None, description="lora_alpha per module: regular expression = alpha; the first match wins."
+    alpha_pattern: dict[str, float] | None = cosmos_key(
+        None,
+        "lora_alpha per module: regular expression = alpha; the first match wins.",
+        example={".*mlp.*": 16.0},
     )
-    r_pattern: dict[str, int] | None = Field(
-        default=None, description="Rank per module: regular expression = r; the first match wins."
+    r_pattern: dict[str, int] | None = cosmos_key(
+        None, "Rank per module: regular expression = r; the first match wins.", example={".*mlp.*": 16}
     )
     init_lora_weights: (
         bool | Annotated[str, Field(pattern=r"^(gaussian|eva|olora|pissa|pissa_niter_\d+|loftq)$")]
-    ) = Field(
-        default=True,
-        description="true: B starts at zero, so the adapter changes nothing at first; false: both random "
+    ) = cosmos_key(
+        True,
+        "true: B starts at zero, so the adapter changes nothing at first; false: both random "
         "(for debugging); or gaussian, eva, olora, pissa, pissa_niter_<n>, loftq.",
     )
 
@@ -89,38 +104,45 @@ class LoraConfig(Section):
 class PolicyConfig(CheckpointingKeys, ModelKeys):
     """`[policy]`: the model that is trained and how one replica is sharded."""
 
-    parallelism: ParallelismConfig = Field(
-        default_factory=ParallelismConfig, description="Replicas and their mesh."
+    parallelism: ParallelismConfig = cosmos_key(ParallelismConfig, "Replicas and their mesh.")
+    model_name_or_path: NonEmptyStr = cosmos_key(
+        "Qwen/Qwen2.5-VL-7B-Instruct",
+        "Model: a local directory (relative to the current directory) or a Hugging Face model name.",
+        acts="engine argument: `model` of the engine; the weights that are trained.",
+        example="Qwen/Qwen3-0.6B",
     )
-    model_name_or_path: NonEmptyStr = Field(
-        default="Qwen/Qwen2.5-VL-7B-Instruct",
-        description="Model: a local directory (relative to the current directory) or a Hugging Face model "
-        "name.",
-    )
-    model_max_length: int = Field(
-        default=4096,
+    model_max_length: int = cosmos_key(
+        4096,
+        "Longest training sequence in tokens (prompt and response). Longer samples are dropped "
+        "as `overlong` and counted, never cut.",
         ge=2,
         le=MOST_TOKENS,
-        description="Longest training sequence in tokens (prompt and response). Longer samples are dropped "
-        "as `overlong` and counted, never cut.",
+        acts="engine argument: `max_model_len` of the engine; rows left out of the data.",
     )
-    lora: LoraConfig | None = Field(
-        default=None, description="Low-rank adapters. Unset: all weights are trained."
+    lora: LoraConfig | None = cosmos_key(
+        None, "Low-rank adapters. Unset: all weights are trained.", unbuilt="LoRA"
     )
-    trainable_map: dict[str, bool] | None = Field(
-        default=None, description="Which parameters or modules train: exact name = true or false. Unset: all."
+    trainable_map: dict[str, bool] | None = cosmos_key(
+        None,
+        "Which parameters or modules train: exact name = true or false. Unset: all.",
+        example={"model.embed_tokens.weight": False},
+        unbuilt="training of chosen parameters",
     )
-    enable_liger_kernel: bool = Field(
-        default=False, description="Whether Liger kernels replace the model's own."
+    enable_liger_kernel: bool = cosmos_key(
+        False, "Whether Liger kernels replace the model's own.", unbuilt="Liger kernels"
     )
-    moe_token_dispatcher: Literal["allgather", "alltoall"] = Field(
-        default="alltoall", description="How tokens reach the experts of other ranks."
+    moe_token_dispatcher: Literal["allgather", "alltoall"] = key(
+        "alltoall", "How tokens reach the experts of other ranks.", unbuilt="options of mixtures of experts"
     )
-    moe_grouped_gemm: bool = Field(
-        default=False, description="Whether the experts of a rank run as one grouped matrix product."
+    moe_grouped_gemm: bool = key(
+        False,
+        "Whether the experts of a rank run as one grouped matrix product.",
+        unbuilt="options of mixtures of experts",
     )
-    moe_shared_expert_overlap: bool = Field(
-        default=False, description="Whether the shared expert computes while tokens travel to the others."
+    moe_shared_expert_overlap: bool = key(
+        False,
+        "Whether the shared expert computes while tokens travel to the others.",
+        unbuilt="options of mixtures of experts",
     )
 
     @property

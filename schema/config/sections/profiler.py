@@ -6,30 +6,29 @@ from typing import Annotated
 
 from pydantic import Field
 
-from schema.config.base import Section
+from schema.config.base import Count, Natural, Section
+from schema.config.key import cosmos_key
 
 
 class SubProfilerConfig(Section):
     """`[profiler.sub_profiler_config]`: what the torch profiler records and when."""
 
-    do_profile: bool = Field(default=False, description="Whether to profile; switched on at run time.")
-    active_steps: int = Field(default=1, ge=1, description="Steps that are recorded.")
-    warmup_steps: int = Field(default=1, ge=0, description="Steps of warm-up before recording.")
-    wait_steps: int = Field(default=1, ge=0, description="Steps to wait before the warm-up.")
-    rank_filter: list[Annotated[int, Field(ge=0)]] = Field(
-        default=[], description="Ranks to profile. Empty: all."
+    do_profile: bool = cosmos_key(False, "Whether to profile; switched on at run time.")
+    active_steps: Count = cosmos_key(1, "Steps that are recorded.")
+    warmup_steps: Natural = cosmos_key(1, "Steps of warm-up before recording.")
+    wait_steps: Natural = cosmos_key(1, "Steps to wait before the warm-up.")
+    rank_filter: list[Annotated[int, Field(ge=0)]] = cosmos_key(
+        [], "Ranks to profile. Empty: all.", example=[0]
     )
-    record_shape: bool = Field(default=False, description="Whether shapes of tensors are recorded.")
-    profile_memory: bool = Field(default=False, description="Whether memory is recorded.")
-    with_stack: bool = Field(default=False, description="Whether Python stacks are recorded.")
-    with_modules: bool = Field(default=False, description="Whether module names are recorded.")
+    record_shape: bool = cosmos_key(False, "Whether shapes of tensors are recorded.")
+    profile_memory: bool = cosmos_key(False, "Whether memory is recorded.")
+    with_stack: bool = cosmos_key(False, "Whether Python stacks are recorded.")
+    with_modules: bool = cosmos_key(False, "Whether module names are recorded.")
 
 
 class ProfilerConfig(Section):
     """`[profiler]`: traces of the trainer."""
 
-    enable_profiler: bool = Field(default=False, description="Whether the torch profiler is available.")
-    enable_nsys: bool = Field(default=False, description="Whether workers run under Nsight Systems.")
-    sub_profiler_config: SubProfilerConfig = Field(
-        default_factory=SubProfilerConfig, description="What is recorded and when."
-    )
+    enable_profiler: bool = cosmos_key(False, "Whether the torch profiler is available.")
+    enable_nsys: bool = cosmos_key(False, "Whether workers run under Nsight Systems.")
+    sub_profiler_config: SubProfilerConfig = cosmos_key(SubProfilerConfig, "What is recorded and when.")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
-
-from schema.config.base import MAX_TIMEOUT, MOST_PROCESSES, Section
+from schema.config.base import MOST_PROCESSES, Seconds, Section
+from schema.config.key import key
 
 BUILTIN_REWARDS = ("boxed_math", "by_source", "format", "gsm8k", "single_choice")
 
@@ -29,27 +28,35 @@ SOURCE_SCORERS = {
 class RewardConfig(Section):
     """`[reward]`: how reward functions are run."""
 
-    timeout: float = Field(
-        default=10.0, gt=0.0, le=MAX_TIMEOUT, description="Seconds that the rewards of one sample may take."
+    timeout: Seconds = key(
+        10.0,
+        "Seconds that the rewards of one sample may take.",
+        acts="request or reply: When a slow reward is an error.",
     )
-    num_workers: int = Field(
-        default=1, ge=1, le=MOST_PROCESSES, description="Reward processes of each rollout replica."
+    num_workers: int = key(
+        1,
+        "Reward processes of each rollout replica.",
+        ge=1,
+        le=MOST_PROCESSES,
+        acts="process: Reward processes of a replica.",
     )
-    on_error: Literal["retry", "mask", "drop"] = Field(
-        default="retry",
-        description="When a reward fails or takes too long: `retry` the group (up to "
+    on_error: Literal["retry", "mask", "drop"] = key(
+        "retry",
+        "When a reward fails or takes too long: `retry` the group (up to "
         "controller.max_attempts), `mask` the sample, or `drop` the group. Never a reward of 0.",
+        acts="request or reply: What becomes of a group with a failed sample.",
     )
-    outage_timeout: float = Field(
-        default=1800.0,
-        gt=0.0,
-        le=MAX_TIMEOUT,
-        description="Seconds without a score after which time-outs and connection errors of rewards stop the run. "
+    outage_timeout: Seconds = key(
+        1800.0,
+        "Seconds without a score after which time-outs and connection errors of rewards stop the run. "
         "Until then one prompt at a time is tried, and such errors are retried whatever on_error says.",
+        acts="request or reply: When a job whose rewards time out fails.",
     )
-    prompt_forms: list[Literal["raw_prompt_ids", "full_prompt"]] = Field(
-        default=[],
-        description="What rewards get of the prompt beside the row: its token ids without the chat template "
+    prompt_forms: list[Literal["raw_prompt_ids", "full_prompt"]] = key(
+        [],
+        "What rewards get of the prompt beside the row: its token ids without the chat template "
         '(`row["raw_prompt_ids"]`), its text with it (`row["full_prompt"]`). The raw chat is always '
         '`row["prompt"]`.',
+        acts="file: `raw_prompt_ids` and `full_prompt` of a prepared row.",
+        example=["full_prompt"],
     )

@@ -8,175 +8,262 @@ from pydantic import Field
 
 from schema.config.base import (
     MAX_TEMPERATURE,
-    MOST_RANKS,
-    MOST_SAMPLES,
     MOST_TOKENS,
+    Count,
     CustomCode,
     FreeTable,
+    Positive,
+    Ranks,
     RanksOrAll,
+    Samples,
     Section,
+    Seed,
+    Tokens,
     UnitFloat,
 )
+from schema.config.key import cosmos_key, key
 from schema.config.sections.policy import ParallelismConfig
 
 
 class RolloutParallelismConfig(ParallelismConfig):
     """`[rollout.parallelism]`: how many rollout replicas there are, and the size of each."""
 
-    dp_shard_size: RanksOrAll = Field(default=-1, description="Data-parallel size of one engine; -1: one.")
-    dp_replicate_size: int = Field(
-        default=1, ge=1, le=MOST_RANKS, description="Must be 1: more replicas are n_init_replicas."
+    n_init_replicas: Ranks = cosmos_key(
+        1, "Replicas started at the beginning.", acts="process: How many rollout processes are started."
+    )
+    tp_size: Ranks = cosmos_key(
+        2,
+        "Tensor-parallel size.",
+        acts="engine argument: `tensor_parallel_size`; GPUs of a rollout process.",
+    )
+    dp_shard_size: RanksOrAll = cosmos_key(
+        -1,
+        "Data-parallel size of one engine; -1: one.",
+        unbuilt="data parallelism of a rollout replica",
+        neutral=(-1, 1),
+    )
+    dp_replicate_size: Ranks = cosmos_key(
+        1,
+        "Must be 1: more replicas are n_init_replicas.",
+        unbuilt="replicated data parallelism of a rollout replica",
     )
 
 
 class SamplingConfig(Section):
     """`[rollout.sampling_config]`: how each token is drawn in training rollouts."""
 
-    temperature: float = Field(
-        default=1.0,
+    temperature: float = cosmos_key(
+        1.0,
+        "Sampling temperature, at least 0.01 and at most 100.",
         ge=0.0,
         le=MAX_TEMPERATURE,
-        description="Sampling temperature, at least 0.01 and at most 100.",
+        acts="sampling parameter: `temperature` of training rollouts; the trainer's logits.",
     )
-    top_p: float = Field(default=1.0, gt=0.0, le=1.0, description="Nucleus sampling; 1.0: off.")
-    top_k: int = Field(default=-1, ge=-1, description="Only the k likeliest tokens; -1 or 0: off.")
-    min_p: UnitFloat = Field(
-        default=0.0, description="Only tokens at least this share as likely as the likeliest; 0.0: off."
+    top_p: float = cosmos_key(
+        1.0,
+        "Nucleus sampling; 1.0: off.",
+        gt=0.0,
+        le=1.0,
+        acts="sampling parameter: `top_p`; other values than 1.0 are refused in training.",
     )
-    repetition_penalty: float = Field(
-        default=1.0, gt=0.0, description="Penalty on tokens already seen; 1.0: off."
+    top_k: int = cosmos_key(
+        -1,
+        "Only the k likeliest tokens; -1 or 0: off.",
+        ge=-1,
+        acts="sampling parameter: `top_k`; other values than -1 and 0 are refused in training.",
     )
-    presence_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] = Field(
-        default=0.0, description="Penalty on tokens already generated, once; 0.0: off."
+    min_p: UnitFloat = key(
+        0.0,
+        "Only tokens at least this share as likely as the likeliest; 0.0: off.",
+        acts="sampling parameter: `min_p`; other values than 0.0 are refused in training.",
     )
-    frequency_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] = Field(
-        default=0.0, description="Penalty on tokens already generated, per occurrence; 0.0: off."
+    repetition_penalty: Positive = cosmos_key(
+        1.0,
+        "Penalty on tokens already seen; 1.0: off.",
+        acts="sampling parameter: `repetition_penalty`; other values than 1.0 are refused in training.",
     )
-    use_flashinfer: bool = Field(default=False, description="Whether flashinfer does the sampling.")
-    seed: int | None = Field(
-        default=None,
+    presence_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] = key(
+        0.0,
+        "Penalty on tokens already generated, once; 0.0: off.",
+        acts="sampling parameter: `presence_penalty`; other values than 0.0 are refused in training.",
+    )
+    frequency_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] = key(
+        0.0,
+        "Penalty on tokens already generated, per occurrence; 0.0: off.",
+        acts="sampling parameter: `frequency_penalty`; other values than 0.0 are refused in training.",
+    )
+    use_flashinfer: bool = cosmos_key(False, "Whether flashinfer does the sampling.", unbuilt="flashinfer")
+    seed: int | None = key(
+        None,
+        "Base of the per-sample seeds. Unset: rollout.seed, else the seed of the job.",
         ge=0,
         lt=2**63,
-        description="Base of the per-sample seeds. Unset: rollout.seed, else the seed of the job.",
+        acts="request or reply: Seeds of the samples of a leased group.",
+        example=42,
     )
-    do_sample: bool = Field(default=True, description="false: always the likeliest token (not for training).")
-    ignore_eos: bool = Field(
-        default=False, description="Whether generation goes on after the end-of-text token."
+    do_sample: bool = key(
+        True,
+        "false: always the likeliest token (not for training).",
+        acts="sampling parameter: `do_sample`; other values than true are refused in training.",
     )
-    stop: list[str] = Field(default=[], description="Strings that end an answer.")
-    stop_token_ids: list[int] = Field(default=[], description="Token ids that end an answer.")
-    min_tokens: int = Field(default=0, ge=0, le=MOST_TOKENS, description="No end before this many tokens.")
-    extra: FreeTable = Field(
-        default={}, description="Further fields of vLLM's SamplingParams, passed through as they are."
+    ignore_eos: bool = key(
+        False,
+        "Whether generation goes on after the end-of-text token.",
+        acts="sampling parameter: Token ids that end an answer.",
+    )
+    stop: list[str] = key(
+        [], "Strings that end an answer.", acts="sampling parameter: `stop`.", example=["</answer>"]
+    )
+    stop_token_ids: list[int] = key(
+        [],
+        "Token ids that end an answer.",
+        acts="sampling parameter: Token ids that end an answer.",
+        example=[151645],
+    )
+    min_tokens: int = key(
+        0,
+        "No end before this many tokens.",
+        ge=0,
+        le=MOST_TOKENS,
+        acts="sampling parameter: `min_tokens`; other values than 0 are refused in training.",
+    )
+    extra: FreeTable = key(
+        {},
+        "Further fields of vLLM's SamplingParams, passed through as they are.",
+        acts="sampling parameter: Any other field, under its own name.",
+        example={"logits_processors": ["my_package.Processor"]},
     )
 
 
 class MultiTurnRolloutConfig(Section):
     """`[rollout.multi_turn_config]`: conversations of several turns, with tools."""
 
-    enable: bool = Field(default=False, description="Whether rollouts have several turns.")
-    enable_tools: bool = Field(default=False, description="Whether the model may call tools.")
-    enable_thinking: bool = Field(
-        default=False, description="Whether the chat template's thinking mode is on."
+    enable: bool = cosmos_key(False, "Whether rollouts have several turns.")
+    enable_tools: bool = cosmos_key(False, "Whether the model may call tools.")
+    enable_thinking: bool = cosmos_key(False, "Whether the chat template's thinking mode is on.")
+    custom_chat_template_path: str | None = cosmos_key(
+        None,
+        "File of a chat template, relative to the current directory. Unset: the model's own.",
+        example="chat_template.jinja",
     )
-    custom_chat_template_path: str | None = Field(
-        default=None,
-        description="File of a chat template, relative to the current directory. Unset: the model's own.",
-    )
-    max_assistant_turns: int = Field(default=5, ge=1, description="Most assistant turns in a conversation.")
-    add_generation_prompt: bool = Field(
-        default=True, description="Whether the template opens the assistant's turn."
-    )
-    continue_final_message: bool = Field(default=False, description="Whether the last message is continued.")
+    max_assistant_turns: Count = cosmos_key(5, "Most assistant turns in a conversation.")
+    add_generation_prompt: bool = cosmos_key(True, "Whether the template opens the assistant's turn.")
+    continue_final_message: bool = cosmos_key(False, "Whether the last message is continued.")
 
 
 class RolloutConfig(Section):
     """`[rollout]`: the inference engine, its size and its limits."""
 
-    parallelism: RolloutParallelismConfig = Field(
-        default_factory=RolloutParallelismConfig, description="Replicas and their size."
+    parallelism: RolloutParallelismConfig = cosmos_key(
+        RolloutParallelismConfig, "Replicas and their size.", only="grpo"
     )
-    backend: Literal["vllm", "transformers"] = Field(
-        default="vllm",
-        description="Inference engine: `vllm`, or `transformers` for machines without vLLM.",
+    backend: Literal["vllm", "transformers"] = cosmos_key(
+        "vllm",
+        "Inference engine: `vllm`, or `transformers` for machines without vLLM.",
+        acts="engine argument: Which engine is loaded.",
     )
-    enforce_eager: bool = Field(default=True, description="vLLM: no CUDA graphs.")
-    include_stop_str_in_output: bool = Field(
-        default=False, description="Whether a stop string stays in the answer."
+    enforce_eager: bool = cosmos_key(True, "vLLM: no CUDA graphs.", acts="engine argument: `enforce_eager`.")
+    include_stop_str_in_output: bool = cosmos_key(
+        False,
+        "Whether a stop string stays in the answer.",
+        acts="sampling parameter: `include_stop_str_in_output`.",
     )
-    gpu_memory_utilization: float = Field(
-        default=0.8, gt=0.0, le=1.0, description="Share of GPU memory that the engine takes."
+    gpu_memory_utilization: float = cosmos_key(
+        0.8,
+        "Share of GPU memory that the engine takes.",
+        gt=0.0,
+        le=1.0,
+        acts="engine argument: `gpu_memory_utilization`.",
     )
-    enable_chunked_prefill: bool = Field(default=False, description="vLLM: prompts are processed in chunks.")
-    max_response_length: int = Field(
-        default=2048, ge=1, le=MOST_TOKENS, description="Longest answer in tokens."
+    enable_chunked_prefill: bool = cosmos_key(
+        False, "vLLM: prompts are processed in chunks.", acts="engine argument: `enable_chunked_prefill`."
     )
-    n_generation: int = Field(
-        default=16, ge=1, le=MOST_SAMPLES, description="Samples per prompt: the size of a group."
+    max_response_length: Tokens = cosmos_key(
+        2048, "Longest answer in tokens.", acts="sampling parameter: `max_tokens`."
     )
-    n_generation_to_batch: bool = Field(
-        default=False,
-        description="Whether the samples of a group are separate requests instead of the engine's n.",
+    n_generation: Samples = cosmos_key(
+        16, "Samples per prompt: the size of a group.", acts="request or reply: Samples of a leased group."
     )
-    batch_size: int = Field(default=1, ge=1, le=MOST_SAMPLES, description="Groups per lease request.")
-    quantization: str = Field(
-        default="none", min_length=1, description="Quantisation of the engine's weights."
+    n_generation_to_batch: bool = cosmos_key(
+        False,
+        "Whether the samples of a group are separate requests instead of the engine's n.",
+        acts="request or reply: Engine requests of a group.",
     )
-    seed: int | None = Field(
-        default=None, ge=0, lt=2**32, description="Seed of the engine. Unset: the seed of the job."
+    batch_size: Samples = cosmos_key(
+        1, "Groups per lease request.", acts="request or reply: Groups asked for in a lease request."
     )
-    sampling_config: SamplingConfig = Field(
-        default_factory=SamplingConfig, description="How tokens are drawn."
+    quantization: str = cosmos_key(
+        "none", "Quantisation of the engine's weights.", min_length=1, unbuilt="a quantised rollout engine"
     )
-    vllm_use_flashinfer: bool = Field(default=False, description="vLLM: use flashinfer's attention.")
-    multi_turn_config: MultiTurnRolloutConfig = Field(
-        default_factory=MultiTurnRolloutConfig, description="Conversations of several turns."
+    seed: Seed | None = cosmos_key(
+        None,
+        "Seed of the engine. Unset: the seed of the job.",
+        acts="engine argument: `seed`; seeds of the samples.",
+        example=42,
     )
-    max_num_seqs: int | None = Field(
-        default=None,
-        ge=1,
-        le=MOST_SAMPLES,
-        description="Sequences that the engine runs at once. Unset: the engine's default.",
+    sampling_config: SamplingConfig = cosmos_key(SamplingConfig, "How tokens are drawn.")
+    vllm_use_flashinfer: bool = cosmos_key(False, "vLLM: use flashinfer's attention.", unbuilt="flashinfer")
+    multi_turn_config: MultiTurnRolloutConfig = cosmos_key(
+        MultiTurnRolloutConfig, "Conversations of several turns.", unbuilt="rollouts of several turns"
     )
-    max_num_batched_tokens: int | None = Field(
-        default=None,
-        ge=1,
-        le=MOST_TOKENS,
-        description="vLLM: tokens per engine step. Unset: the engine's default.",
+    max_num_seqs: Samples | None = key(
+        None,
+        "Sequences that the engine runs at once. Unset: the engine's default.",
+        acts="engine argument: `max_num_seqs`; slots of the embedded engine.",
+        example=256,
     )
-    max_model_len: int | None = Field(
-        default=None,
+    max_num_batched_tokens: Tokens | None = key(
+        None,
+        "vLLM: tokens per engine step. Unset: the engine's default.",
+        acts="engine argument: `max_num_batched_tokens`.",
+        example=16384,
+    )
+    max_model_len: int | None = key(
+        None,
+        "Longest sequence of the engine. Unset: policy.model_max_length.",
         ge=2,
         le=MOST_TOKENS,
-        description="Longest sequence of the engine. Unset: policy.model_max_length.",
+        acts="engine argument: `max_model_len`.",
+        example=8192,
     )
-    block_size: int | None = Field(
-        default=None,
-        ge=1,
-        le=MOST_TOKENS,
-        description="vLLM: tokens per KV-cache block. Unset: the engine's default.",
+    block_size: Tokens | None = key(
+        None,
+        "vLLM: tokens per KV-cache block. Unset: the engine's default.",
+        acts="engine argument: `block_size`.",
+        example=16,
     )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto", description="Type in which the engine computes. `auto`: the published weights' type."
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
+        "auto",
+        "Type in which the engine computes. `auto`: the published weights' type.",
+        acts="engine argument: `dtype`.",
     )
-    load_format: Literal["auto", "dummy"] = Field(
-        default="auto",
-        description="`auto` loads the model's weights at start; `dummy` starts with random ones and waits "
+    load_format: Literal["auto", "dummy"] = key(
+        "auto",
+        "`auto` loads the model's weights at start; `dummy` starts with random ones and waits "
         "for the first publication.",
+        acts="engine argument: `load_format`.",
     )
-    engine_kwargs: FreeTable = Field(
-        default={}, description="Further engine arguments of vLLM, passed through as they are."
+    engine_kwargs: FreeTable = key(
+        {},
+        "Further engine arguments of vLLM, passed through as they are.",
+        acts="engine argument: Any other argument, under its own name.",
+        example={"swap_space": 4},
     )
-    max_concurrent_samples: int = Field(
-        default=256,
-        ge=1,
-        le=MOST_SAMPLES,
-        description="Samples in flight in one replica: how far it leases ahead, and how many the "
+    max_concurrent_samples: Samples = key(
+        256,
+        "Samples in flight in one replica: how far it leases ahead, and how many the "
         "transformers engine decodes at once.",
+        acts="request or reply: Samples in flight in a replica.",
     )
-    engine_class: CustomCode | Literal[""] = Field(
-        default="", description='Your own engine in place of `backend`: "path/to/file.py:Class".'
+    engine_class: CustomCode | Literal[""] = key(
+        "",
+        'Your own engine in place of `backend`: "path/to/file.py:Class".',
+        example="my/engine.py:MyEngine",
+        unbuilt="inference engines of your own",
     )
-    custom_server: CustomCode | Literal[""] = Field(
-        default="", description='Your own generation server (agents): "path/to/file.py:Class".'
+    custom_server: CustomCode | Literal[""] = key(
+        "",
+        'Your own generation server (agents): "path/to/file.py:Class".',
+        example="my/server.py:MyServer",
+        unbuilt="generation servers of your own",
     )

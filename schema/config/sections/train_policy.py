@@ -4,41 +4,46 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Tag
 
 from schema.config.base import (
     MAX_TEMPERATURE,
     MOST_PROCESSES,
-    MOST_SAMPLES,
-    MOST_TOKENS,
+    Count,
     CustomCode,
+    Natural,
     NonEmptyStr,
+    NotNegative,
+    Positive,
     RewardSpec,
+    Samples,
     Section,
+    Seed,
+    Tokens,
     UnitFloat,
     reward_weights,
 )
+from schema.config.key import cosmos_key, key
 from schema.config.sections.dataset import DatasetConfig
 
 
 class OverlongRewardConfig(Section):
     """Soft penalty on answers that come close to `rollout.max_response_length` (DAPO, eq. 13)."""
 
-    enable_overlong_penalty: bool = Field(
-        default=False,
-        description="Whether answers that reach into the buffer before the maximal length are penalised.",
+    enable_overlong_penalty: bool = cosmos_key(
+        False,
+        "Whether answers that reach into the buffer before the maximal length are penalised.",
+        acts="number: Score of a long answer.",
     )
-    buffer_length: int = Field(
-        default=4096,
-        ge=1,
-        le=MOST_TOKENS,
-        description="Length of the buffer in tokens: the penalty begins at max_response_length - "
-        "buffer_length.",
+    buffer_length: Tokens = cosmos_key(
+        4096,
+        "Length of the buffer in tokens: the penalty begins at max_response_length - buffer_length.",
+        acts="number: Score of a long answer.",
     )
-    penalty_factor: float = Field(
-        default=1.0,
-        ge=0.0,
-        description="Penalty at the maximal length; it grows linearly from 0 at the beginning of the buffer.",
+    penalty_factor: NotNegative = cosmos_key(
+        1.0,
+        "Penalty at the maximal length; it grows linearly from 0 at the beginning of the buffer.",
+        acts="number: Score of a long answer.",
     )
 
 
@@ -48,102 +53,99 @@ KlEstimator = Literal["k1", "abs", "k2", "k3", "full"]
 class KlInRewardConfig(Section):
     """`[train.train_policy.kl_in_reward]`: the KL to the reference model as a part of the reward."""
 
-    beta: float = Field(
-        default=0.0, ge=0.0, description="Coefficient (the first one, if adaptive); 0: no KL in the reward."
+    beta: NotNegative = key(0.0, "Coefficient (the first one, if adaptive); 0: no KL in the reward.")
+    type: KlEstimator = key("k1", "How the KL of a token is estimated; see kl_type.")
+    controller: Literal["fixed", "adaptive"] = key(
+        "fixed", "Whether the coefficient stays, or follows the measured KL to `target`."
     )
-    type: KlEstimator = Field(default="k1", description="How the KL of a token is estimated; see kl_type.")
-    controller: Literal["fixed", "adaptive"] = Field(
-        default="fixed", description="Whether the coefficient stays, or follows the measured KL to `target`."
-    )
-    target: float = Field(default=0.1, gt=0.0, description="Adaptive: the KL that is aimed at.")
-    horizon: int = Field(
-        default=10000, ge=1, description="Adaptive: samples over which the coefficient adapts."
-    )
+    target: Positive = key(0.1, "Adaptive: the KL that is aimed at.")
+    horizon: Count = key(10000, "Adaptive: samples over which the coefficient adapts.")
 
 
 class RolloutCorrectionConfig(Section):
     """`[train.train_policy.rollout_correction]`: what engine and trainer disagree about, corrected."""
 
-    weights: Literal["none", "token", "sequence"] = Field(
-        default="none",
-        description="Importance weights between the trainer's old policy and the engine's, per token or per "
-        "sequence.",
+    weights: Literal["none", "token", "sequence"] = key(
+        "none",
+        "Importance weights between the trainer's old policy and the engine's, per token or per sequence.",
     )
-    cap: float = Field(default=2.0, gt=0.0, description="Weights are truncated at this value.")
-    reject: Literal["none", "token", "sequence", "geometric"] = Field(
-        default="none",
-        description="What is left out of the loss when its ratio is out of bounds: single tokens, or sequences by "
+    cap: Positive = key(2.0, "Weights are truncated at this value.")
+    reject: Literal["none", "token", "sequence", "geometric"] = key(
+        "none",
+        "What is left out of the loss when its ratio is out of bounds: single tokens, or sequences by "
         "their product or geometric mean.",
     )
-    reject_below: float | None = Field(
-        default=None, gt=0.0, description="Lower bound of the ratio. Unset: none."
-    )
-    reject_above: float | None = Field(
-        default=None, gt=0.0, description="Upper bound of the ratio. Unset: none."
-    )
+    reject_below: Positive | None = key(None, "Lower bound of the ratio. Unset: none.", example=0.5)
+    reject_above: Positive | None = key(None, "Upper bound of the ratio. Unset: none.", example=2.0)
 
 
 class LogProbPassConfig(Section):
     """`[train.train_policy.old_log_prob]`: the trainer's own pass for the log-probs of the old policy."""
 
-    mini_batch: int | None = Field(
-        default=None,
-        ge=1,
-        le=MOST_SAMPLES,
-        description="Samples per micro-batch of the pass. Unset: as in training.",
+    mini_batch: Samples | None = key(
+        None, "Samples per micro-batch of the pass. Unset: as in training.", example=4
     )
-    max_token_len_per_mini_batch: int | None = Field(
-        default=None,
-        ge=1,
-        le=MOST_TOKENS,
-        description="Hard cap on the tokens of a micro-batch. Unset: as in training.",
+    max_token_len_per_mini_batch: Tokens | None = key(
+        None, "Hard cap on the tokens of a micro-batch. Unset: as in training.", example=16384
     )
 
 
 class _DataloaderConfig(Section):
     """Keys that every algorithm shares."""
 
-    dataset: DatasetConfig = Field(default_factory=DatasetConfig, description="The training data.")
-    dataloader_shuffle: bool = Field(
-        default=True,
-        description="Whether each epoch is shuffled (seeded); false keeps the order of the dataset.",
+    dataset: DatasetConfig = cosmos_key(DatasetConfig, "The training data.")
+    dataloader_shuffle: bool = cosmos_key(
+        True,
+        "Whether each epoch is shuffled (seeded); false keeps the order of the dataset.",
+        acts="request or reply: Order of the rows.",
     )
-    enable_dataset_cache: bool = Field(
-        default=False, description="Whether processed rows are cached on disk."
+    enable_dataset_cache: bool = cosmos_key(
+        False, "Whether processed rows are cached on disk.", unbuilt="a cache of processed rows"
     )
-    dataloader_num_workers: int = Field(
-        default=0, ge=0, le=MOST_PROCESSES, description="Processes that prepare data ahead; 0: none."
+    dataloader_num_workers: int = cosmos_key(
+        0,
+        "Processes that prepare data ahead; 0: none.",
+        ge=0,
+        le=MOST_PROCESSES,
+        unbuilt="data preparation in several processes",
     )
-    dataloader_prefetch_factor: int | None = Field(
-        default=None, ge=1, description="Batches that each data worker loads in advance."
+    dataloader_prefetch_factor: Count | None = cosmos_key(
+        None,
+        "Batches that each data worker loads in advance.",
+        example=4,
+        unbuilt="data preparation in several processes",
     )
-    mini_batch: int = Field(
-        default=2,
-        ge=1,
-        le=MOST_SAMPLES,
-        description="Samples per micro-batch: one optimizer step is split into micro-batches of at most "
+    mini_batch: Samples = cosmos_key(
+        2,
+        "Samples per micro-batch: one optimizer step is split into micro-batches of at most "
         "this many samples to fit into memory. It never changes the gradient.",
+        acts="number: Rows of a micro-batch.",
     )
-    max_token_len_per_mini_batch: int | None = Field(
-        default=None,
-        ge=1,
-        le=MOST_TOKENS,
-        description="Hard cap on the tokens of a micro-batch. When set, micro-batches are sized by tokens "
+    max_token_len_per_mini_batch: Tokens | None = cosmos_key(
+        None,
+        "Hard cap on the tokens of a micro-batch. When set, micro-batches are sized by tokens "
         "and `mini_batch` is not used.",
+        acts="number: Rows of a micro-batch.",
+        example=16384,
     )
 
 
 class GrpoConfig(_DataloaderConfig):
     """Group-relative policy optimisation and its variants."""
 
-    type: Literal["grpo"] = Field(
-        default="grpo", description="The algorithm: reinforcement learning on groups."
+    type: Literal["grpo"] = cosmos_key(
+        "grpo",
+        "The algorithm: reinforcement learning on groups.",
+        acts="process: Which roles are started and what is trained.",
     )
-    variant: Literal["grpo", "dapo", "gspo", "cispo", "reinforce"] | CustomCode = Field(
-        default="grpo",
-        description="Policy loss: `grpo` and `dapo` clip per token, `gspo` clips the ratio of the whole "
+    variant: Literal["grpo", "dapo", "gspo", "cispo", "reinforce"] | CustomCode = cosmos_key(
+        "grpo",
+        "Policy loss: `grpo` and `dapo` clip per token, `gspo` clips the ratio of the whole "
         "sequence, `cispo` clips the weight and keeps every gradient, `reinforce` has no ratio. Your own: "
         '"path/to/file.py:function".',
+        acts="number: Loss and gradient.",
+        unbuilt="that policy loss",
+        neutral=("grpo", "dapo", "gspo"),
     )
     advantage_estimator: (
         Literal[
@@ -158,187 +160,251 @@ class GrpoConfig(_DataloaderConfig):
             "gae",
         ]
         | CustomCode
-    ) = Field(
-        default="grpo",
-        description="How rewards become advantages. `gae` needs the critic. Your own: "
-        '"path/to/file.py:function".',
+    ) = key(
+        "grpo",
+        'How rewards become advantages. `gae` needs the critic. Your own: "path/to/file.py:function".',
+        unbuilt="advantage estimators other than grpo's",
     )
-    gamma: UnitFloat = Field(default=1.0, description="Discount of later rewards (gae, reinforce_plus_plus).")
-    gae_lambda: UnitFloat = Field(default=1.0, description="gae: trade-off between bias and variance.")
-    dataloader_batch_size: int | None = Field(
-        default=1, ge=1, description="Prompts that the controller's data loader prepares per iteration."
+    gamma: UnitFloat = key(
+        1.0,
+        "Discount of later rewards (gae, reinforce_plus_plus).",
+        unbuilt="advantage estimators other than grpo's",
     )
-    prompt_column_name: str = Field(default="", description="Column of the prompt. Empty: `prompt`.")
-    response_column_name: str = Field(
-        default="", description="Column of the reference answer. Empty: the reward functions get none."
+    gae_lambda: UnitFloat = key(
+        1.0, "gae: trade-off between bias and variance.", unbuilt="advantage estimators other than grpo's"
     )
-    reward_function: RewardSpec = Field(
-        default={"single_choice": 1.0},
-        description="Reward functions: a name, a list of names, or a table name = weight. Built in: "
+    dataloader_batch_size: Count | None = cosmos_key(
+        1,
+        "Prompts that the controller's data loader prepares per iteration.",
+        unbuilt="data preparation in several processes",
+        neutral=(1, None),
+    )
+    prompt_column_name: str = cosmos_key(
+        "",
+        "Column of the prompt. Empty: `prompt`.",
+        acts="file: Tokens and `prompt` of a prepared row.",
+        example="question",
+    )
+    response_column_name: str = cosmos_key(
+        "",
+        "Column of the reference answer. Empty: the reward functions get none.",
+        acts="file: `answer` of a prepared row.",
+        example="answer",
+    )
+    reward_function: RewardSpec = cosmos_key(
+        {"single_choice": 1.0},
+        "Reward functions: a name, a list of names, or a table name = weight. Built in: "
         "single_choice, boxed_math, gsm8k, format, and by_source (chosen by the row's data source). Your own: "
         '"path/to/file.py:function" (relative to the current directory).',
+        acts="request or reply: Rewards and score of a sample.",
+        example={"boxed_math": 1.0, "format": 0.2},
     )
-    data_source_column_name: NonEmptyStr = Field(
-        default="data_source",
-        description="Column that names a row's source, for the reward function by_source; every reward finds "
+    data_source_column_name: NonEmptyStr = key(
+        "data_source",
+        "Column that names a row's source, for the reward function by_source; every reward finds "
         'it as `row["data_source"]`.',
+        acts="file: `data_source` of a prepared row.",
     )
-    domain_column_name: str = Field(
-        default="", description="Column that names a row's domain, for domain_shares. Empty: none."
+    domain_column_name: str = key(
+        "",
+        "Column that names a row's domain, for domain_shares. Empty: none.",
+        example="domain",
+        unbuilt="shares of prompts by domain",
     )
-    domain_shares: dict[str, float] = Field(
-        default={},
-        description="Share of each domain among the prompts: domain = share. Empty: as in the data.",
+    domain_shares: dict[str, float] = key(
+        {},
+        "Share of each domain among the prompts: domain = share. Empty: as in the data.",
+        example={"math": 0.7, "code": 0.3},
+        unbuilt="shares of prompts by domain",
     )
-    filter_reward_metric: str | list[str] = Field(
-        default=[],
-        description="Dynamic sampling (DAPO): groups whose samples all have the same value of these reward "
+    filter_reward_metric: str | list[str] = cosmos_key(
+        [],
+        "Dynamic sampling (DAPO): groups whose samples all have the same value of these reward "
         "functions are dropped and replaced. Empty: no filter.",
+        acts="request or reply: Groups dropped as `zero_variance`.",
+        example=["boxed_math"],
     )
-    temperature: float = Field(
-        default=1.0,
+    temperature: float = cosmos_key(
+        1.0,
+        "Sampling temperature of training rollouts, at least 0.01 and at most 100. The same as "
+        "rollout.sampling_config.temperature: write it in one place.",
         ge=0.0,
         le=MAX_TEMPERATURE,
-        description="Sampling temperature of training rollouts, at least 0.01 and at most 100. The same as "
-        "rollout.sampling_config.temperature: write it in one place.",
+        acts="sampling parameter: `temperature` of training rollouts; the trainer's logits.",
     )
-    epsilon_low: float = Field(
-        default=0.2, ge=0.0, lt=1.0, description="The ratio is clipped from below at 1 - epsilon_low."
-    )
-    epsilon_high: float = Field(
-        default=0.2,
+    epsilon_low: float = cosmos_key(
+        0.2,
+        "The ratio is clipped from below at 1 - epsilon_low.",
         ge=0.0,
-        description="The ratio is clipped from above at 1 + epsilon_high; DAPO recommends 0.28.",
+        lt=1.0,
+        acts="number: Gradient where the ratio is clipped.",
     )
-    positive_nll_coef: float | None = Field(
-        default=None,
-        ge=0.0,
-        description="Coefficient of an extra language-model loss on samples with positive reward. Unset: "
-        "none.",
+    epsilon_high: NotNegative = cosmos_key(
+        0.2,
+        "The ratio is clipped from above at 1 + epsilon_high; DAPO recommends 0.28.",
+        acts="number: Gradient where the ratio is clipped.",
     )
-    lower_bound_ratio: float = Field(
-        default=3.0,
+    positive_nll_coef: NotNegative | None = cosmos_key(
+        None,
+        "Coefficient of an extra language-model loss on samples with positive reward. Unset: none.",
+        acts="number: Loss and gradient.",
+        example=0.1,
+    )
+    lower_bound_ratio: float = cosmos_key(
+        3.0,
+        "Dual clip: with a negative advantage the loss is bounded at this multiple of it.",
         gt=1.0,
-        description="Dual clip: with a negative advantage the loss is bounded at this multiple of it.",
+        acts="number: Gradient where the dual clip acts.",
     )
-    loss_type: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = Field(
-        default="token-mean",
-        description="How token losses become one number: mean over all tokens of the step; or summed per "
+    loss_type: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = cosmos_key(
+        "token-mean",
+        "How token losses become one number: mean over all tokens of the step; or summed per "
         "sequence, or averaged per sequence, then averaged over sequences.",
+        acts="number: Loss and gradient.",
     )
-    unbiased_loss_max_tokens: int | None = Field(
-        default=None,
-        ge=1,
-        le=MOST_TOKENS,
-        description="Dr. GRPO: divide each sequence's loss by this constant instead of its own length. Only "
+    unbiased_loss_max_tokens: Tokens | None = cosmos_key(
+        None,
+        "Dr. GRPO: divide each sequence's loss by this constant instead of its own length. Only "
         "with loss_type = seq-mean-token-mean.",
+        acts="number: Loss and gradient.",
+        example=2048,
     )
-    unbiased_advantage: bool = Field(
-        default=False,
-        description="Dr. GRPO: true leaves out the division of the advantage by the standard deviation of "
+    unbiased_advantage: bool = cosmos_key(
+        False,
+        "Dr. GRPO: true leaves out the division of the advantage by the standard deviation of "
         "the group's rewards; false divides.",
+        acts="number: Advantages, and with them the gradient.",
     )
-    overlong_reward: OverlongRewardConfig = Field(
-        default_factory=OverlongRewardConfig, description="Penalty on answers that are too long."
+    overlong_reward: OverlongRewardConfig = cosmos_key(
+        OverlongRewardConfig, "Penalty on answers that are too long."
     )
-    kl_beta: float = Field(
-        default=0.0,
-        ge=0.0,
-        description="Coefficient of the KL term against the reference model; 0: no reference model.",
+    kl_beta: NotNegative = cosmos_key(
+        0.0,
+        "Coefficient of the KL term against the reference model; 0: no reference model.",
+        unbuilt="a reference model",
     )
-    kl_type: KlEstimator = Field(
-        default="k3",
-        description="How the KL to the reference is estimated in the loss: k1, abs, k2 (mse), k3 (low variance), "
+    kl_type: KlEstimator = key(
+        "k3",
+        "How the KL to the reference is estimated in the loss: k1, abs, k2 (mse), k3 (low variance), "
         "or full (over the whole vocabulary).",
+        unbuilt="a KL term against a reference model",
     )
-    unbiased_kl_estimate: bool = Field(
-        default=False, description="Whether the KL term is weighted by the importance ratio."
+    unbiased_kl_estimate: bool = key(
+        False,
+        "Whether the KL term is weighted by the importance ratio.",
+        unbuilt="a KL term against a reference model",
     )
-    kl_in_reward: KlInRewardConfig = Field(
-        default_factory=KlInRewardConfig, description="The KL to the reference model inside the reward."
+    kl_in_reward: KlInRewardConfig = key(
+        KlInRewardConfig,
+        "The KL to the reference model inside the reward.",
+        unbuilt="a KL term against a reference model",
     )
-    rollout_correction: RolloutCorrectionConfig = Field(
-        default_factory=RolloutCorrectionConfig,
-        description="Correction of the mismatch between inference engine and trainer.",
+    rollout_correction: RolloutCorrectionConfig = key(
+        RolloutCorrectionConfig,
+        "Correction of the mismatch between inference engine and trainer.",
+        unbuilt="correction of the mismatch between engine and trainer",
     )
-    old_log_prob: LogProbPassConfig = Field(
-        default_factory=LogProbPassConfig, description="Budget of the pass for the old policy's log-probs."
+    old_log_prob: LogProbPassConfig = key(
+        LogProbPassConfig,
+        "Budget of the pass for the old policy's log-probs.",
+        unbuilt="a pass for the old policy's log-probs",
     )
-    aipo_rho: float | None = Field(
-        default=None,
-        gt=0.0,
-        description="AIPO: importance ratios are truncated at this constant instead of clipped; 2 to 10 is "
+    aipo_rho: Positive | None = cosmos_key(
+        None,
+        "AIPO: importance ratios are truncated at this constant instead of clipped; 2 to 10 is "
         "usual (arXiv 2505.24034).",
+        example=4.0,
+        unbuilt="AIPO's truncated importance weights",
     )
-    mu_iterations: int = Field(default=1, ge=1, description="Passes over each batch (the paper's mu).")
-    batch_size_per_optimize: int | None = Field(
-        default=None,
-        ge=1,
-        le=MOST_SAMPLES,
-        description="Samples per optimizer step: the batch of a training step is cut into pieces of this "
+    mu_iterations: Count = cosmos_key(
+        1, "Passes over each batch (the paper's mu).", acts="metric: `optimizer_steps` of a step."
+    )
+    batch_size_per_optimize: Samples | None = cosmos_key(
+        None,
+        "Samples per optimizer step: the batch of a training step is cut into pieces of this "
         "size, one optimizer step each. Unset: one optimizer step for the whole batch.",
+        acts="metric: `optimizer_steps` of a step.",
+        example=64,
     )
-    mini_batch_shuffle: bool = Field(
-        default=False, description="Whether samples are shuffled (seeded) before each pass of mu_iterations."
+    mini_batch_shuffle: bool = key(
+        False,
+        "Whether samples are shuffled (seeded) before each pass of mu_iterations.",
+        unbuilt="shuffling before each pass over a batch",
     )
-    mini_batch_shuffle_seed: int | None = Field(
-        default=None, ge=0, lt=2**32, description="Seed of that shuffle. Unset: the seed of the job."
+    mini_batch_shuffle_seed: Seed | None = key(
+        None,
+        "Seed of that shuffle. Unset: the seed of the job.",
+        example=42,
+        unbuilt="shuffling before each pass over a batch",
     )
-    entropy_coeff: float = Field(default=0.0, description="Coefficient of the entropy bonus (with gradient).")
-    allowed_outdated_steps: int = Field(
-        default=4,
-        ge=0,
-        description="Staleness bound S: no token is trained on by a step later than the weight version that "
+    entropy_coeff: float = cosmos_key(
+        0.0, "Coefficient of the entropy bonus (with gradient).", acts="number: Loss and gradient."
+    )
+    allowed_outdated_steps: Natural = cosmos_key(
+        4,
+        "Staleness bound S: no token is trained on by a step later than the weight version that "
         "made it plus S. At most (S + 1) * groups_per_step groups are outstanding. 0: on-policy.",
+        acts="request or reply: How many groups are leased ahead of training.",
     )
-    on_policy: bool = Field(
-        default=False,
-        description="Fully synchronous rollout: the same as allowed_outdated_steps = 0, and in its place.",
+    on_policy: bool = cosmos_key(
+        False,
+        "Fully synchronous rollout: the same as allowed_outdated_steps = 0, and in its place.",
+        acts="request or reply: How many groups are leased ahead of training.",
     )
-    outdated_rollout_fetch_batch_size: int = Field(
-        default=1,
-        ge=0,
-        description="Groups that a rollout replica may lease per request while its weights are not the "
+    outdated_rollout_fetch_batch_size: Natural = cosmos_key(
+        1,
+        "Groups that a rollout replica may lease per request while its weights are not the "
         "newest. 0: none until it has updated.",
+        acts="request or reply: Groups leased to a replica of old weights.",
     )
-    min_filter_prefix_tokens: int | None = Field(
-        default=None,
-        ge=1,
-        description="Token prefixes at least this long that samples of one group share although their "
+    min_filter_prefix_tokens: Count | None = cosmos_key(
+        None,
+        "Token prefixes at least this long that samples of one group share although their "
         "rewards differ get no loss. Unset: off.",
+        example=32,
+        unbuilt="the filter of shared prefixes",
     )
-    max_retry_for_on_policy: int = Field(
-        default=10,
-        description="How many refills dynamic sampling may ask for one step before the run ends with an "
+    max_retry_for_on_policy: int = cosmos_key(
+        10,
+        "How many refills dynamic sampling may ask for one step before the run ends with an "
         "error; 0 or less: no limit.",
+        unbuilt="a limit on the refills of dynamic sampling",
+        neutral=(10, 0, -1),
     )
-    reference_reset_interval: int | None = Field(
-        default=None,
-        ge=0,
-        description="The reference model becomes a copy of the current one every so many steps. Unset or 0: "
-        "never.",
+    reference_reset_interval: Natural | None = cosmos_key(
+        None,
+        "The reference model becomes a copy of the current one every so many steps. Unset or 0: never.",
+        example=100,
+        unbuilt="a reference model",
+        neutral=(None, 0),
     )
-    reset_optimizer_with_reference: bool = Field(
-        default=True, description="Whether the optimizer's state is reset together with the reference model."
+    reset_optimizer_with_reference: bool = cosmos_key(
+        True,
+        "Whether the optimizer's state is reset together with the reference model.",
+        unbuilt="a reference model",
     )
-    balance_dp_token: bool = Field(
-        default=False,
-        description="Whether samples are dealt to data-parallel ranks so that their token counts are "
+    balance_dp_token: bool = cosmos_key(
+        False,
+        "Whether samples are dealt to data-parallel ranks so that their token counts are "
         "balanced. It never changes the gradient.",
+        acts="number: Rows of each rank.",
     )
-    use_decoupled_loss: bool = Field(
-        default=False,
-        description="Clip against a proximal policy recomputed by the trainer, and weight by its ratio to "
+    use_decoupled_loss: bool = cosmos_key(
+        False,
+        "Clip against a proximal policy recomputed by the trainer, and weight by its ratio to "
         "the behaviour policy. False: clip against the behaviour policy itself.",
+        unbuilt="the decoupled loss",
     )
-    behav_imp_weight_cap: float | None = Field(
-        default=None,
-        gt=0.0,
-        description="Tokens whose behaviour importance weight exceeds this cap get no loss.",
+    behav_imp_weight_cap: Positive | None = cosmos_key(
+        None,
+        "Tokens whose behaviour importance weight exceeds this cap get no loss.",
+        example=5.0,
+        unbuilt="the decoupled loss",
     )
-    rollout_as_token_ids: bool = Field(
-        default=False,
-        description="Samples always travel as token ids; false sends the decoded text along with them.",
+    rollout_as_token_ids: bool = cosmos_key(
+        False,
+        "Samples always travel as token ids; false sends the decoded text along with them.",
+        acts="request or reply: Whether a pushed sample carries its text.",
     )
 
     @property
@@ -361,26 +427,39 @@ class GrpoConfig(_DataloaderConfig):
 class SFTDataConfig(_DataloaderConfig):
     """Supervised fine-tuning on conversations."""
 
-    type: Literal["sft"] = Field(description="The algorithm: supervised fine-tuning.")
-    conversation_column_name: NonEmptyStr = Field(
-        default="conversations",
-        description="Column of the conversation: a list of {role, content} or its JSON text.",
+    type: Literal["sft"] = cosmos_key(
+        ...,
+        "The algorithm: supervised fine-tuning.",
+        acts="process: Which roles are started and what is trained.",
     )
-    prompt_column_name: str = Field(
-        default="",
-        description="Column of the question (text, or messages), in place of a conversation; with "
-        "response_column_name.",
+    conversation_column_name: NonEmptyStr = cosmos_key(
+        "conversations",
+        "Column of the conversation: a list of {role, content} or its JSON text.",
+        acts="file: Tokens of a prepared row.",
     )
-    response_column_name: str = Field(
-        default="", description="Column of the answer to learn, in place of a conversation."
+    prompt_column_name: str = cosmos_key(
+        "",
+        "Column of the question (text, or messages), in place of a conversation; with response_column_name.",
+        acts="file: Tokens and `prompt` of a prepared row.",
+        example="question",
     )
-    system_prompt: str = Field(
-        default="", description="System prompt put before each conversation. Empty: none."
+    response_column_name: str = cosmos_key(
+        "",
+        "Column of the answer to learn, in place of a conversation.",
+        acts="file: `answer` of a prepared row.",
+        example="answer",
     )
-    balance_dp_token: bool = Field(
-        default=True,
-        description="Whether samples are dealt to data-parallel ranks so that their token counts are "
+    system_prompt: str = cosmos_key(
+        "",
+        "System prompt put before each conversation. Empty: none.",
+        acts="file: Tokens of a prepared row.",
+        example="You are a careful mathematician.",
+    )
+    balance_dp_token: bool = cosmos_key(
+        True,
+        "Whether samples are dealt to data-parallel ranks so that their token counts are "
         "balanced. It never changes the gradient.",
+        acts="number: Rows of each rank.",
     )
 
     @property

@@ -2,62 +2,95 @@
 
 from __future__ import annotations
 
-from pydantic import Field
-
 from schema.config.base import (
     MAX_TEMPERATURE,
-    MOST_RANKS,
-    MOST_SAMPLES,
-    MOST_TOKENS,
+    Count,
+    Positive,
+    Ranks,
     RewardSpec,
+    Samples,
     Section,
+    Tokens,
     reward_weights,
 )
+from schema.config.key import cosmos_key, key
 from schema.config.sections.dataset import DatasetConfig
 
 
 class ValidationConfig(Section):
     """`[validation]`: scoring on held-out data while training goes on."""
 
-    enable: bool = Field(default=False, description="Whether validation runs.")
-    freq: int = Field(default=20, ge=1, description="Validation every so many training steps.")
-    before: bool = Field(default=True, description="Whether the initial weights are validated too.")
-    batch_size: int | None = Field(
-        default=None,
-        ge=1,
-        le=MOST_SAMPLES,
-        description="Prompts per validation lease. Unset: as in training.",
+    enable: bool = cosmos_key(
+        False,
+        "Whether validation runs.",
+        acts="file: The held-out data, and that versions are scored.",
+        unbuilt="validation of supervised training",
+        only="sft",
     )
-    dataset: DatasetConfig = Field(
-        default_factory=DatasetConfig,
-        description="The held-out data. Empty name: the rows held out by "
-        "train.train_policy.dataset.test_size.",
+    freq: Count = cosmos_key(
+        20, "Validation every so many training steps.", acts="request or reply: Which versions are scored."
     )
-    temperature: float = Field(
-        default=0.0,
+    before: bool = key(
+        True,
+        "Whether the initial weights are validated too.",
+        acts="request or reply: Whether version 0 is scored.",
+    )
+    batch_size: Samples | None = cosmos_key(
+        None,
+        "Prompts per validation lease. Unset: as in training.",
+        acts="request or reply: Prompts of a validation lease.",
+        example=128,
+    )
+    dataset: DatasetConfig = cosmos_key(
+        DatasetConfig,
+        "The held-out data. Empty name: the rows held out by train.train_policy.dataset.test_size.",
+        inside={"test_size": "refusal: Held-out rows are taken from the training data."},
+    )
+    temperature: float = cosmos_key(
+        0.0,
+        "Sampling temperature, at least 0.01 and at most 100; 0.0: greedy.",
         ge=0.0,
         le=MAX_TEMPERATURE,
-        description="Sampling temperature, at least 0.01 and at most 100; 0.0: greedy.",
+        acts="sampling parameter: `temperature` of validation.",
     )
-    top_p: float | None = Field(default=None, gt=0.0, le=1.0, description="Nucleus sampling. Unset: off.")
-    top_k: int | None = Field(default=1, ge=-1, description="Only the k likeliest tokens; -1 or 0: off.")
-    repetition_penalty: float = Field(
-        default=1.0, gt=0.0, description="Penalty on tokens already seen; 1.0: off."
+    top_p: float | None = cosmos_key(
+        None,
+        "Nucleus sampling. Unset: off.",
+        gt=0.0,
+        le=1.0,
+        acts="sampling parameter: `top_p` of validation.",
+        example=0.95,
     )
-    n_generation: int = Field(default=1, ge=1, le=MOST_SAMPLES, description="Samples per prompt.")
-    max_response_length: int | None = Field(
-        default=None,
-        ge=1,
-        le=MOST_TOKENS,
-        description="Longest answer in tokens. Unset: rollout.max_response_length.",
+    top_k: int | None = cosmos_key(
+        1,
+        "Only the k likeliest tokens; -1 or 0: off.",
+        ge=-1,
+        acts="sampling parameter: `top_k` of validation.",
     )
-    reward_function: RewardSpec = Field(
-        default={},
-        description="Reward functions, written as in train.train_policy.reward_function. Empty: the same as "
-        "there.",
+    repetition_penalty: Positive = cosmos_key(
+        1.0,
+        "Penalty on tokens already seen; 1.0: off.",
+        acts="sampling parameter: `repetition_penalty` of validation.",
     )
-    max_replicas: int = Field(
-        default=1, ge=1, le=MOST_RANKS, description="Rollout replicas that may validate at the same time."
+    n_generation: Samples = cosmos_key(
+        1, "Samples per prompt.", acts="request or reply: Samples of a validation prompt."
+    )
+    max_response_length: Tokens | None = cosmos_key(
+        None,
+        "Longest answer in tokens. Unset: rollout.max_response_length.",
+        acts="sampling parameter: `max_tokens` of validation.",
+        example=2048,
+    )
+    reward_function: RewardSpec = cosmos_key(
+        {},
+        "Reward functions, written as in train.train_policy.reward_function. Empty: the same as there.",
+        acts="request or reply: Rewards and score of a validation sample.",
+        example={"boxed_math": 1.0},
+    )
+    max_replicas: Ranks = key(
+        1,
+        "Rollout replicas that may validate at the same time.",
+        acts="request or reply: Replicas that hold validation leases.",
     )
 
     @property

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Annotated, Any, Union, get_args, get_origin
 
-from schema.config.keys import leaf_keys
+from schema.config.keys import deviation_of, leaf_keys
 from schema.config.loading.explain import annotation_of
-from schema.config.reference.deviations import DEVIATIONS
+from schema.config.sections.train import TrainingConfig
 from schema.config.sections.train_policy import GrpoConfig, SFTDataConfig
 from schema.interop.cosmos.rules import RENAMED_RULES, plain, sampled_temperature, trained_temperature
 from schema.interop.cosmos.unsupported import COSMOS
@@ -110,13 +110,15 @@ def _finish(context: ConversionContext) -> None:
 
 def _add_batch(context: ConversionContext) -> None:
     key = "train.train_batch_per_replica"
-    theirs = DEVIATIONS[key].theirs
+    deviation = deviation_of(key)
+    assert deviation is not None
+    theirs, ours = deviation.theirs, TrainingConfig.model_fields["train_batch_per_replica"].default
     group = context.integer("rollout.n_generation", 16) or 16
     replicas = context.integer("policy.parallelism.n_init_replicas", 1) or 1
     if theirs * replicas % group == 0:
         context.add(key, theirs, f"cosmos-rl's default: train_batch_per_replica = {theirs}")
         return
-    whole = DEVIATIONS[key].ours if DEVIATIONS[key].ours * replicas % group == 0 else group
+    whole = ours if ours * replicas % group == 0 else group
     context.add(
         key, whole, f"cosmos-rl's default of {theirs} samples is not a whole number of groups of {group}"
     )

@@ -10,13 +10,13 @@ import pytest
 
 from schema.config import ConfigError, check_config
 from schema.config.keys import leaf_keys
-from schema.config.reference.published import PLACES, PUBLISHED
 from schema.interop import convert_text
 from schema.interop.engine.keys import leaves
 from schema.interop.engine.model import Conversion, Outcome
 from schema.interop.engine.registry import reader
 from schema.interop.engine.write import to_report, to_toml
 from tests.schema.interop.files import COSMOS, HERE, converted, nest, value_of
+from tests.schema.published import PLACES, PUBLISHED
 
 
 @pytest.fixture(scope="module")

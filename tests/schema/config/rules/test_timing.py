@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from schema.config import Config
-from schema.config.rules.exactness import the_same_bits_are_possible
+from schema.config.rules.timing import the_same_bits_are_possible
 from tests.schema.config_samples import GRPO, SFT, changed
 
 EXACT = {

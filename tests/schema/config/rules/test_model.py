@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from schema.config import Config, check_rules, check_warnings
-from schema.config.rules.architecture import engine_replaces_weights, model_agrees, model_warnings
+from schema.config.rules.model import engine_replaces_weights, model_agrees, model_warnings
+from tests.schema.config.test_model_facts import QWEN
 from tests.schema.config_samples import GRPO, SFT
 from tests.schema.remedies import Case, check_case, written
-from tests.schema.test_model_facts import QWEN
 
 M, R = "policy.parallelism", "rollout.parallelism"
 VLLM = {"rollout.backend": "vllm"}

@@ -19,7 +19,7 @@ from schema.config.reference.export import DIALECT, FILE_NAME, json_schema, sche
 from tests.schema.config_samples import GRPO, SFT, changed, write
 from tests.schema.mutations import EXAMPLES
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[4]
 
 
 @pytest.fixture(scope="module")

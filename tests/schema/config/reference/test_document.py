@@ -9,15 +9,12 @@ from pathlib import Path
 import pytest
 
 from schema.config import UNAVAILABLE
-from schema.config.keys import leaf_keys, section_keys
-from schema.config.reference.deviations import DEVIATIONS
+from schema.config.keys import acting_keys, deviation_of, leaf_keys, observable, published_keys, section_keys
 from schema.config.reference.document import FILE_NAME, document
 from schema.config.reference.lookup import all_infos
-from schema.config.reference.observables import observable
-from schema.config.reference.published import published_keys
 from schema.interop.engine.names import names_elsewhere
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[4]
 COLUMNS = 7
 SOURCE, OBSERVABLE, MEANING = -1, -2, -3
 
@@ -59,8 +56,8 @@ def test_a_row_is_whole(key: str) -> None:
         assert all(cells[number] for number in (0, 1, 2, 4, 5, 6)), cells
         found = observable(key)
         assert cells[OBSERVABLE].startswith(found.kind)
-        assert ("*Not yet:* this build" in cells[MEANING]) == bool(not found.read_in or key in UNAVAILABLE)
-        assert ("*Deviation:*" in cells[MEANING]) == (key in DEVIATIONS)
+        assert ("*Not yet:* this build" in cells[MEANING]) == (key not in acting_keys() or key in UNAVAILABLE)
+        assert ("*Deviation:*" in cells[MEANING]) == (deviation_of(key) is not None)
 
 
 def test_sources_are_those_of_the_tables() -> None:

@@ -147,7 +147,7 @@ names = st.sampled_from(
 )
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(changes=st.dictionaries(names, values, max_size=4))
 def test_whatever_is_in_it(tmp_path: Path, changes: dict[str, Any]) -> None:
     found = facts(tmp_path, QWEN | changes)

@@ -3,12 +3,12 @@
     PUBLISHED[section][property] = type as the page prints it, and the default
     PLACES[our section] = the published section that stands there
 
-A type that is a section's name is a table of its own. Where our default is another one, `deviations` says why.
+A type that is a section's name is a table of its own. Where our default is another one, the `deviation` of the
+field says why.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 
@@ -295,12 +295,3 @@ PLACES: dict[str, tuple[str, ...]] = {
     "validation": ("ValidationConfig",),
     "validation.dataset": ("DatasetConfig",),
 }
-
-
-def published_keys() -> Iterator[str]:
-    """The dotted key of every published property that is not a table, where it stands in our tree."""
-    for place, sections in PLACES.items():
-        for section in sections:
-            for name, published in PUBLISHED[section].items():
-                if not published.is_section:
-                    yield f"{place}.{name}" if place else name
