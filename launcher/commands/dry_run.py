@@ -166,7 +166,7 @@ def _rollout_memory(
     cache = memory.rollout_cache(config, model, ranks, free, on_gpu=on_gpu) if free else None
     parts = [memory.rollout_weights(config, model, ranks)]
     if cache is not None:
-        takes_all = on_gpu and config.rollout.backend == "vllm"
+        takes_all = on_gpu and config.rollout.engine.reserves_memory
         words = f"{size_text(cache.per_token)} per token, room for {cache.tokens:,} tokens"
         parts.append(Part("KV cache", cache.room if takes_all else cache.bytes, words))
     return _Memory(device, tuple(parts), cache)
@@ -228,7 +228,8 @@ def _warnings(planned: Planned, config: Config) -> list[Problem]:
             hint = (
                 "a larger share, a shorter rollout.max_model_len, or more GPUs in rollout.parallelism.tp_size"
             )
-            key = "rollout.gpu_memory_utilization" if config.rollout.backend == "vllm" else "rollout.backend"
+            reserves = config.rollout.engine.reserves_memory
+            key = "rollout.gpu_memory_utilization" if reserves else "rollout.backend"
             found.append(Problem(key, message, None, hint))
             break
     return found

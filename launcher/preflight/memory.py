@@ -151,7 +151,7 @@ def rollout_cache(
     rollout, size = config.rollout, BYTES[engine_dtype(config)]
     per_token = max(1, model.shape.kv_numbers_per_token // min(ranks, model.shape.kv_heads) * size)
     share = rollout.gpu_memory_utilization
-    if rollout.backend != "vllm":
+    if not rollout.engine.reserves_memory:
         share = GPU_CACHE_SHARE if on_gpu else CPU_CACHE_SHARE
     room, sequences = int(share * memory), rollout.max_num_seqs or rollout.max_concurrent_samples
     if on_gpu:

@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from schema.config.backends import BACKENDS, NOT_BUILT
 from schema.config.problem import KeyPath, Problem, format_key
 from schema.config.root import Config
 from schema.config.sections.train_policy import GrpoConfig, SFTDataConfig
@@ -35,10 +36,6 @@ _TYPE_ERRORS = {f"{kind}_type" for kind in ("bool", "int", "float", "string", "l
     "literal_error",
     "model_attributes_type",
     "none_required",
-}
-_NOT_BUILT = {
-    ("rollout.backend", "sglang"): 'this build runs rollouts with "vllm" (or "transformers")',
-    ("rollout.backend", "trtllm"): 'this build runs rollouts with "vllm" (or "transformers")',
 }
 _NO_CLIP = {
     "train.train_policy.epsilon_low": "cosmos-rl's negative value, no clip on this side, is 0.9999999999999999 here",
@@ -287,8 +284,12 @@ def _wrong_choice(path: KeyPath, value: Any, choices: tuple[str, ...], expected:
     expected = expected or " or ".join(f'"{choice}"' for choice in choices)
     message = f"expected {expected}, got {found(value)}"
     key = format_key(path)
-    if isinstance(value, str) and (key, value) in _NOT_BUILT:
-        return f'"{value}" is not available', _NOT_BUILT[key, value]
+    if key == "rollout.backend" and value in NOT_BUILT:
+        first, *others = (f'"{name}"' for name in BACKENDS)
+        return (
+            f'"{value}" is not available',
+            f"this build runs rollouts with {first} (or {' or '.join(others)})",
+        )
     close = closest(value, choices) if isinstance(value, str) else None
     return message, f'did you mean "{close}"?' if close else _meaning(path)
 

@@ -168,7 +168,7 @@ def engine_steps_hold_enough(config: Config) -> list[Problem]:
     """vLLM: an engine step holds a whole prompt unless prompts come in chunks, and a token of each sequence."""
     rollout, key = config.rollout, "rollout.max_num_batched_tokens"
     budget = rollout.max_num_batched_tokens
-    if not config.is_grpo or rollout.backend != "vllm" or budget is None:
+    if not config.is_grpo or not rollout.engine.bounds_steps or budget is None:
         return []
     problems, longest = [], config.engine_max_len
     length_key = "rollout.max_model_len" if rollout.max_model_len is not None else _LONGEST

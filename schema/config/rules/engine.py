@@ -86,16 +86,6 @@ _RESHAPING_ENGINE = frozenset(
     {"logits_processors", "override_generation_config", "watermark", "watermark_config"}
 )
 
-# What only vLLM has, and the value that asks for nothing of it.
-_VLLM_ONLY: dict[str, Any] = {
-    "enforce_eager": True,
-    "gpu_memory_utilization": 0.8,
-    "enable_chunked_prefill": False,
-    "max_num_batched_tokens": None,
-    "block_size": None,
-    "engine_kwargs": {},
-}
-
 
 def temperatures_can_be_computed(config: Config) -> list[Problem]:
     """Logits divided by almost nothing overflow: vLLM would take 0.01 in the place of anything below it."""
@@ -189,26 +179,26 @@ def why_not_passed(name: str, value: Any) -> tuple[str, str] | None:
 
 
 def engine_can_do_it(config: Config) -> list[Problem]:
-    """Options that the transformers engine does not have are refused, never ignored."""
-    if not config.is_grpo or config.rollout.backend != "transformers":
+    """Options that the chosen engine does not have are refused, never ignored."""
+    if not config.is_grpo:
         return []
-    rollout, problems = config.rollout, []
+    rollout, engine, problems = config.rollout, config.rollout.engine, []
     related = ("rollout.backend",)
-    if rollout.parallelism.tp_size != 1:
+    if engine.one_device and rollout.parallelism.tp_size != 1:
         key = "rollout.parallelism.tp_size"
         written = "tp_size" in rollout.parallelism.model_fields_set
         value = rollout.parallelism.tp_size if written else f"the default of {rollout.parallelism.tp_size}"
-        message = f"the transformers engine runs on one device, not on {value}"
+        message = f"{engine.title} runs on one device, not on {value}"
         hint = f"write {key} = 1"
         problems.append(Problem(key, message, rollout.parallelism.tp_size, hint, related=related))
     hint = 'leave it out, or write rollout.backend = "vllm"'
-    for name, neutral in _VLLM_ONLY.items():
+    for name, neutral in engine.lacks.items():
         value = getattr(rollout, name)
         if value != neutral:
-            message = "the transformers engine has no such option"
+            message = f"{engine.title} has no such option"
             problems.append(Problem(f"rollout.{name}", message, value, hint, related=related))
-    for name, value in rollout.sampling_config.extra.items():
-        message = "the transformers engine passes no further sampling fields"
+    for name, value in rollout.sampling_config.extra.items() if not engine.own_options else ():
+        message = f"{engine.title} passes no further sampling fields"
         problems.append(Problem(f"{_SAMPLING}.extra.{name}", message, value, hint, related=related))
     return problems
 

@@ -45,9 +45,9 @@ def model_warnings(config: Config) -> list[Problem]:
 
 
 def engine_replaces_weights(config: Config) -> list[Problem]:
-    """vLLM computes these layers from something other than their parameters, which this build does not update."""
+    """An engine may compute these layers from something other than their parameters, which no update reaches."""
     facts, _ = _facts(config)
-    if facts is None or not config.is_grpo or config.rollout.backend != "vllm":
+    if facts is None or not config.is_grpo or config.rollout.engine.replaces_weights:
         return []
     kinds = {
         f"a mixture of {facts.experts} experts": bool(facts.experts),
@@ -58,7 +58,7 @@ def engine_replaces_weights(config: Config) -> list[Problem]:
     return [
         Problem(
             _MODEL,
-            f"{facts.name} is {kind}, whose weights this build cannot replace in vLLM yet",
+            f"{facts.name} is {kind}, whose weights this build cannot replace in {config.rollout.engine.title} yet",
             facts.name,
             hint,
             related=("rollout.backend",),
@@ -213,8 +213,8 @@ def lengths_are_possible(config: Config, facts: ModelFacts) -> list[Problem]:
             continue
         if not facts.has_rope:
             reason = "and learned positions end there"
-        elif config.is_grpo and config.rollout.backend == "vllm" and key == serving:
-            reason = "and vLLM refuses longer ones"
+        elif config.is_grpo and config.rollout.engine.bounds_positions and key == serving:
+            reason = f"and {config.rollout.engine.title} refuses longer ones"
         else:
             continue
         message = f"{length} tokens are more than the {where}, {reason}"

@@ -174,7 +174,12 @@ def _fitting(config: Config, role: RoleLayout, given: int) -> str:
         return f"write {section}.dp_shard_size = {given // (role.replicas * role.unit)}, or {hint}"
     if given and given % unit == 0 and not role.nested:
         return f"write {section}.n_init_replicas = {given // unit}, or {hint}"
-    if role.name == "rollout" and config.rollout.backend == "vllm" and given and given % role.replicas == 0:
+    if (
+        role.name == "rollout"
+        and not config.rollout.engine.one_device
+        and given
+        and given % role.replicas == 0
+    ):
         others = unit // config.rollout.parallelism.tp_size
         if given % (role.replicas * others) == 0:
             return f"write {section}.tp_size = {given // (role.replicas * others)}, or {hint}"
@@ -267,7 +272,7 @@ def memory_is_tight(config: Config) -> list[Problem]:
 
 
 def _engine_beside_trainer(config: Config) -> bool:
-    return config.is_grpo and config.placement.share == "memory" and config.rollout.backend == "vllm"
+    return config.is_grpo and config.placement.share == "memory" and config.rollout.engine.reserves_memory
 
 
 def _names(devices: list[int]) -> str:

