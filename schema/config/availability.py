@@ -17,6 +17,7 @@ from pydantic import BaseModel
 
 from schema.config.key import facts_of
 from schema.config.loading.explain import section_classes
+from schema.config.loading.tomlwrite import toml_value
 from schema.config.problem import Problem
 from schema.config.root import Config
 
@@ -133,24 +134,13 @@ def _same(value: Any, neutral: Any) -> bool:
 
 
 def _refusal(key: str, value: Any, row: Unavailable, default: Any, is_written: bool) -> Problem:
-    shown = f"the default, {_toml(value)},"
     if is_written:
-        shown = _toml(value) if _is_short(value) else "this"
+        shown = toml_value(value) if isinstance(value, bool | int | float | str) else "this"
+    else:
+        shown = f"the default, {toml_value(value)},"
     helps = is_written and any(_same(default, neutral) for neutral in row.neutral)
-    hint = "leave it out" if helps else f"write {key} = {_toml(row.neutral[0])}"
+    hint = "leave it out" if helps else f"write {key} = {toml_value(row.neutral[0])}"
     message = f"this build cannot do {row.missing} yet, which {shown} asks for"
     if row.warns:
         message += ": the job runs without it"
     return Problem(key, message, value, hint)
-
-
-def _is_short(value: Any) -> bool:
-    return isinstance(value, bool | int | float | str)
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, list):
-        return "[" + ", ".join(_toml(item) for item in value) + "]"
-    return f'"{value}"' if isinstance(value, str) else str(value)

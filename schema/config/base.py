@@ -1,7 +1,7 @@
 """The base of every section: strict about types as TOML writes them, closed against unknown keys, immutable.
 
 Invariant: a validated section holds exactly what the user wrote plus defaults. Nothing is rewritten; values
-that follow from others are properties, so `model_fields_set` always tells what the user chose.
+that follow from others are properties, so `model_fields_set` always shows what the user chose.
 """
 
 from __future__ import annotations

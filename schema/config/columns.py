@@ -27,7 +27,7 @@ class UnreadableDataError(ValueError):
 
 @dataclass(frozen=True)
 class Columns:
-    """Names of columns, or of the fields of one; None in place of fields: they cannot be told from here."""
+    """Names of columns, or of the fields of one; None in place of fields: they are not known from here."""
 
     fields: dict[str, Columns | None] = field(default_factory=dict)
 
@@ -60,7 +60,7 @@ def flat(names: Sequence[str]) -> Columns:
 def columns_of(path: Path, splits: Sequence[str], default_splits: Sequence[str]) -> Columns | None:
     """Columns of a parquet, jsonl or json file, or of a directory's first such file of the splits.
 
-    None where they cannot be told cheaply. Raises UnreadableDataError for what is missing, empty or broken.
+    None where they cannot be found cheaply. Raises UnreadableDataError for what is missing, empty or broken.
     """
     if not exists(path):
         raise UnreadableDataError(f"{path} does not exist", home_hint(str(path)))

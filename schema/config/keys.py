@@ -49,14 +49,6 @@ def fields_of(key: str) -> list[tuple[type[BaseModel], FieldInfo]]:
     return [(model, model.model_fields[name]) for model in models_at(section) if name in model.model_fields]
 
 
-def value_at(config: Config, key: str) -> Any:
-    """The value of a dotted key; raises AttributeError where this job has no such key or no such table."""
-    value: Any = config
-    for part in key.split("."):
-        value = getattr(value, part)
-    return value
-
-
 @dataclass(frozen=True)
 class Observable:
     """What one key changes: what is looked at (`key.Kind`), and a sentence."""

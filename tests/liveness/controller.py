@@ -124,16 +124,16 @@ def staged(config: Config, place: Place, register: bool = True) -> Iterator[Stag
 
 
 def registration(config: Config, place: Place) -> dict[str, Any]:
-    """What a replica is told when it comes."""
+    """The reply to a replica's registration."""
     with staged(config, place) as stage:
         reply = stage.rollout.reply
-        told = {"heartbeat_interval", "heartbeat_timeout", "job_seed", "mode"}
+        shown = {"heartbeat_interval", "heartbeat_timeout", "job_seed", "mode"}
         store = reply.weight_store.removeprefix(reply.run_dir)
-        return {**reply.model_dump(include=told), "store": store}
+        return {**reply.model_dump(include=shown), "store": store}
 
 
 def supervised_registration(config: Config, place: Place) -> tuple[str, int]:
-    """What a supervised trainer is told when it comes."""
+    """The reply to a supervised trainer's registration."""
     with staged(config, place, register=False) as stage:
         reply = stage.trainer.register()
         return reply.mode, reply.total_steps
@@ -211,7 +211,7 @@ def leased_to_old_weights(config: Config, place: Place) -> int:
 
 
 def published_after(config: Config, place: Place) -> list[bool]:
-    """After which of two commits the trainer is told to publish."""
+    """After which of two commits the trainer has to publish."""
     with staged(config, place) as stage:
         return [train_step(stage.trainer, stage.rollout, step).publish for step in range(2)]
 
@@ -298,7 +298,7 @@ watch(
 
 
 def publications_that_may_go(config: Config, place: Place) -> list[int]:
-    """Which of five publications the trainer is told to remove."""
+    """Which of five publications the trainer may remove."""
     with staged(config, place) as stage:
         gone: set[int] = set()
         for step in range(4):

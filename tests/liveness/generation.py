@@ -275,7 +275,7 @@ watch(
 FUNCTIONS = """
 import os, time
 
-def told(completion, row, bonus=0.0):
+def paid(completion, row, bonus=0.0):
     return bonus
 
 def slow(completion, row):
@@ -318,6 +318,6 @@ def reward_processes(config: Config, place: Place) -> int:
     return len({value for result in _scored(config, 40) for value in result.rewards.values()})
 
 
-watch(reward_of_a_sample, changed(grpo, _reward("told")), {"custom": ({"bonus": 0.25}, {"bonus": 0.75})})
+watch(reward_of_a_sample, changed(grpo, _reward("paid")), {"custom": ({"bonus": 0.25}, {"bonus": 0.75})})
 watch(reward_of_a_sample, changed(grpo, _reward("slow")), {"reward.timeout": (30.0, 0.1)})
 watch(reward_processes, changed(grpo, _reward("process")), {"reward.num_workers": (1, 2)})

@@ -23,6 +23,7 @@ import numpy as np
 
 from schema.config import Config
 from tests.schema.config_samples import write
+from tests.support.effort import SOAK
 
 Values = dict[str, Any]
 Base = Callable[["Place"], dict[str, Any]]
@@ -31,7 +32,7 @@ Observe = Callable[[Config, "Place"], Any]
 
 @dataclass(frozen=True)
 class With:
-    """A value that needs other keys beside it."""
+    """A value that needs other keys as well."""
 
     value: Any
     others: Values
@@ -62,14 +63,18 @@ class Place:
     root: Path
     stack: ExitStack
     _numbers: Any = field(default_factory=itertools.count)
-    _twice: dict[tuple[str, str], tuple[Any, Any]] = field(default_factory=dict)
+    _first: dict[tuple[str, str], tuple[Any, Any]] = field(default_factory=dict)
 
-    def twice(self, observe: Observe, config: Config) -> tuple[Any, Any]:
-        """Two observations of one configuration; kept, since probes share their first values."""
+    def first(self, observe: Observe, config: Config) -> tuple[Any, Any]:
+        """An observation of a probe's first value and, in `make soak`, a second one that has to agree.
+
+        Kept, since probes share their first values.
+        """
         key = observe.__name__, config.model_dump_json()
-        if key not in self._twice:
-            self._twice[key] = observe(config, self), observe(config, self)
-        return self._twice[key]
+        if key not in self._first:
+            seen = observe(config, self)
+            self._first[key] = seen, observe(config, self) if SOAK else seen
+        return self._first[key]
 
     def directory(self) -> Path:
         """A fresh one."""

@@ -77,7 +77,7 @@ def depth_problem(path: KeyPath) -> Problem:
 
 
 def dotted_path(name: str) -> tuple[str, ...] | None:
-    """A dotted key, quoted parts allowed, as its parts, the first ones of too many; None for what is no key."""
+    """A dotted key, quoted parts allowed, as its parts, the first ones of too many; None for what is not a key."""
     if found := _LONG_KEY.match(name):
         return tuple(found.group().split(".")[: MAX_DEPTH + 1])
     try:
@@ -166,7 +166,7 @@ def _broken(message: str, text: str, file: str) -> Problem:
 
 
 def _foreign_hint(text: str) -> str:
-    """A whole file of another format, told by how its first line begins."""
+    """A whole file of another format, recognised by how its first line begins."""
     first = next((line for line in text.splitlines() if line.strip() and not line.startswith("#")), "")
     if first.lstrip().startswith("{"):
         return "this is JSON; the configuration is TOML (cosmos-launch init writes one to start from)"

@@ -2,7 +2,7 @@
 
     overview of sections ─▶ for each section a table: key, type, default, bounds, meaning, observable, source
 
-`python -m schema.config.reference.export` writes it beside the JSON schema; a test compares the file with the tree.
+`python -m schema.config.reference.export` writes it and the JSON schema; a test compares the file with the tree.
 """
 
 from __future__ import annotations

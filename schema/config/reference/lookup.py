@@ -180,12 +180,12 @@ def _unknown(question: str, name: str) -> Problem:
         hint = f"did you mean `{guess}`?"
     elif inside:
         hint = "keys with that in their name: " + ", ".join(inside)
-    elif told := _telling(parts[-1].replace("_", " ")):
-        hint = "keys that speak of it: " + ", ".join(told)
+    elif described := _describing(parts[-1].replace("_", " ")):
+        hint = "keys that speak of it: " + ", ".join(described)
     return Problem(question, "no such key", hint=hint)
 
 
-def _telling(words: str) -> list[str]:
+def _describing(words: str) -> list[str]:
     """The first keys whose description has these words."""
     found = (
         key for key in leaf_keys() for _, info in fields_of(key) if words in (info.description or "").lower()

@@ -275,7 +275,7 @@ def reference_is_used(config: Config) -> list[Problem]:
     for name, info in type(reference).model_fields.items():
         value = getattr(reference, name)
         if value != info.get_default(call_default_factory=True):
-            message = f"there is no reference model: {without}"
+            message = f"this job has no reference model: {without}"
             problems.append(Problem(f"reference.{name}", message, value, hint, related=related))
     return problems
 

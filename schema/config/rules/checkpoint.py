@@ -138,7 +138,9 @@ def names_are_valid(config: Config) -> list[Problem]:
     ckpt, problems = config.train.ckpt, []
     bucket, prefix, repository = ckpt.s3_bucket, ckpt.s3_prefix, ckpt.hf_repo_name
     if bucket and not _is_bucket(bucket):
-        message = f'"{bucket}" is no name of a bucket: 3 to 63 of a-z, 0-9, "-", ".", a letter or digit at both ends'
+        message = (
+            f'"{bucket}" is not a bucket name: 3 to 63 of a-z, 0-9, "-", ".", a letter or digit at both ends'
+        )
         hint = f'write {_CKPT}.s3_bucket = "name-of-your-bucket"; what keys begin with is {_CKPT}.s3_prefix'
         problems.append(Problem(f"{_CKPT}.s3_bucket", message, bucket, hint))
     parts = prefix.split("/")
@@ -151,9 +153,7 @@ def names_are_valid(config: Config) -> list[Problem]:
     wrong = not _REPOSITORY.fullmatch(repository) or "--" in repository or ".." in repository
     default = type(ckpt).model_fields["hf_repo_name"].default
     if repository not in ("", default) and (wrong or len(repository) > MOST_REPOSITORY):
-        message = (
-            f'"{repository}" is no name of a repository: owner/name, of letters, digits, "-", "_" and "."'
-        )
+        message = f'"{repository}" is not a repository name: owner/name, of letters, digits, "-", "_" and "."'
         problems.append(
             Problem(f"{_CKPT}.hf_repo_name", message, repository, 'write "owner/name"; the owner may be you')
         )

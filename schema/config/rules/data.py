@@ -304,7 +304,7 @@ def _idle_validation(dataset: DatasetConfig) -> list[Problem]:
 def _synthetic_problems(key: str, dataset: DatasetConfig) -> list[Problem]:
     problems = []
     if dataset.name != _SYNTHETIC:
-        message = f'there is no generator "{dataset.name}"'
+        message = f'unknown generator "{dataset.name}"'
         problems.append(Problem(f"{key}.name", message, dataset.name, f'write {key}.name = "{_SYNTHETIC}"'))
     for split in dataset.splits:
         if split not in _SYNTHETIC_SPLITS:
@@ -341,7 +341,7 @@ def places_can_be_used(config: Config) -> list[Problem]:
         hint = "write the path of a directory that all machines of the job see"
         problems.append(Problem(key, f"{name} is not a directory", name, hint))
     elif name.startswith("~"):
-        problems.append(Problem(key, f"{name} is no path", name, home_hint(name)))
+        problems.append(Problem(key, f"{name} is not a path", name, home_hint(name)))
     elif is_file(Path(name)):
         problems.append(Problem(key, f"{name} is a file, not a directory", name, "name a directory"))
     resume = config.train.resume
@@ -352,10 +352,4 @@ def places_can_be_used(config: Config) -> list[Problem]:
     return problems
 
 
-DATA_RULES = (
-    dataset_is_named,
-    dataset_can_be_read,
-    pairs_are_whole,
-    prompts_fit,
-    places_can_be_used,
-)
+DATA_RULES = (dataset_is_named, dataset_can_be_read, pairs_are_whole, prompts_fit, places_can_be_used)

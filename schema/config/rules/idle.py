@@ -96,7 +96,7 @@ SWITCHED_OFF = (
     Idle(
         "train.optm_warmup_start_factor",
         lambda config: bool(config.train.optm_warmup_steps),
-        "train.optm_warmup_steps = 0: there is no warm-up",
+        "train.optm_warmup_steps = 0: nothing is warmed up",
     ),
     Idle(
         f"{_POLICY}.outdated_rollout_fetch_batch_size",

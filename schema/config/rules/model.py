@@ -280,7 +280,7 @@ def _directory_problems(key: str, name: str, kind: str, files: tuple[str, ...]) 
         return [Problem(key, f"{name} is a file, not a {kind}'s directory", name, hint)]
     if not any(exists(path / file) for file in files):
         hint = "name the directory that `save_pretrained` wrote"
-        return [Problem(key, f"{name} is no {kind}: it has no {' or '.join(files)}", name, hint)]
+        return [Problem(key, f"{name} is not a {kind}: it has no {' or '.join(files)}", name, hint)]
     return []
 
 
@@ -291,7 +291,7 @@ def modules_can_be_imported(config: Config) -> list[Problem]:
         if not all(part.isidentifier() for part in name.split(".")):
             message, hint = f"`{name}` is not the name of a module", "write it with dots: package.module"
         elif not is_importable(name):
-            message = f"there is no module `{name.partition('.')[0]}`"
+            message = f"the module `{name.partition('.')[0]}` cannot be found"
             hint = "install it in this environment, or put its directory into PYTHONPATH"
         else:
             continue
@@ -315,7 +315,4 @@ MODEL_RULES = (
     tokenizer_is_there,
     modules_can_be_imported,
 )
-MODEL_WARNINGS = (
-    model_warnings,
-    code_is_trusted,
-)
+MODEL_WARNINGS = (model_warnings, code_is_trusted)

@@ -15,7 +15,7 @@ from schema.config.sections.placement import Devices
 
 SHARE_KEY = "rollout.gpu_memory_utilization"
 MOST_SHARE = 0.9
-"""Above it nothing is left for a trainer beside the engine: CUDA contexts and NCCL take some GiB alone."""
+"""Above it nothing is left for a trainer next to the engine: CUDA contexts and NCCL take some GiB alone."""
 COMFORTABLE_SHARE = 0.6
 """A trainer holds weights, gradients, two moments and activations: seldom less than 40 % of what serving takes."""
 _ESTIMATOR = 'train.train_policy.advantage_estimator = "gae"'
@@ -233,7 +233,7 @@ def no_device_is_idle(config: Config) -> list[Problem]:
 
 
 def _named(config: Config) -> set[int]:
-    """Devices that any role names, also those that stand beside policy and rollout."""
+    """Devices that any role names, also those of roles other than policy and rollout."""
     placement = config.placement
     lists = (
         placement.policy,
@@ -250,9 +250,9 @@ def _flat(devices: Devices) -> list[int]:
 
 
 def memory_is_divided(config: Config) -> list[Problem]:
-    """An engine beside a trainer leaves it a part of the memory."""
+    """An engine next to a trainer leaves it a part of the memory."""
     share = config.rollout.gpu_memory_utilization
-    if not _engine_beside_trainer(config) or share <= MOST_SHARE:
+    if not _engine_shares_gpu(config) or share <= MOST_SHARE:
         return []
     message = f'{share} leaves no memory to the trainer on the same GPU (placement.share = "memory")'
     hint = f"write {SHARE_KEY} = 0.5"
@@ -260,9 +260,9 @@ def memory_is_divided(config: Config) -> list[Problem]:
 
 
 def memory_is_tight(config: Config) -> list[Problem]:
-    """Warning: an engine beside a trainer that takes more than most trainers can spare."""
+    """Warning: an engine next to a trainer that takes more than most trainers can spare."""
     share = config.rollout.gpu_memory_utilization
-    if not _engine_beside_trainer(config) or not COMFORTABLE_SHARE < share <= MOST_SHARE:
+    if not _engine_shares_gpu(config) or not COMFORTABLE_SHARE < share <= MOST_SHARE:
         return []
     message = (
         f'the engine takes {share:.0%} of GPUs that it shares with the trainer (placement.share = "memory")'
@@ -271,7 +271,7 @@ def memory_is_tight(config: Config) -> list[Problem]:
     return [Problem(SHARE_KEY, message, share, hint, related=("placement.share",))]
 
 
-def _engine_beside_trainer(config: Config) -> bool:
+def _engine_shares_gpu(config: Config) -> bool:
     return config.is_grpo and config.placement.share == "memory" and config.rollout.engine.reserves_memory
 
 

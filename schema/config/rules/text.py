@@ -103,8 +103,5 @@ def _all_texts(value: Any, path: KeyPath) -> list[tuple[KeyPath, str]]:
     return []
 
 
-TEXT_RULES = (
-    texts_are_printable,
-    texts_are_not_blank,
-)
+TEXT_RULES = (texts_are_printable, texts_are_not_blank)
 TEXT_WARNINGS = (secrets_stay_out,)

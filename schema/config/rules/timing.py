@@ -134,10 +134,5 @@ def _obstacles(config: Config) -> Iterator[tuple[str, str, str]]:
         yield key, f'{key} = "drop" drops groups by the clock', f'write {key} = "wait"'
 
 
-TIMING_RULES = (
-    on_policy_agrees,
-    interval_fits_staleness,
-    stragglers_are_bounded,
-    timeouts_are_ordered,
-)
+TIMING_RULES = (on_policy_agrees, interval_fits_staleness, stragglers_are_bounded, timeouts_are_ordered)
 TIMING_WARNINGS = (the_same_bits_are_possible,)

@@ -55,7 +55,7 @@ def _pair(section: str, cert: str, key: str) -> list[Problem]:
     if bool(cert) == bool(key):
         return []
     there, missing = ("tls_cert", "tls_key") if cert else ("tls_key", "tls_cert")
-    message = f"needs {section}.{missing} beside it: a certificate is of use only with its private key"
+    message = f"needs {section}.{missing} as well: a certificate is of use only with its private key"
     hint = f"write {section}.{missing} too, or leave {section}.{there} out"
     key_path = f"{section}.{there}"
     return [Problem(key_path, message, cert or key, hint, related=(f"{section}.{missing}",))]

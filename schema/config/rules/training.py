@@ -138,7 +138,7 @@ def weight_decay_ramp_agrees(config: Config) -> list[Problem]:
             hint = f'write {ramp_key} = "linear" or "cosine", or leave it out'
             problems.append(Problem(key, message, start, hint, related=(ramp_key,)))
         elif ramp != "constant" and (start or 0.0) == end:
-            message = f'"{ramp}" goes from {key} = {start or 0.0} to {end_key} = {end}, which is no ramp'
+            message = f'"{ramp}" goes from {key} = {start or 0.0} to {end_key} = {end}, which is not a ramp'
             hint = f'write {ramp_key} = "constant", or another start'
             problems.append(Problem(ramp_key, message, ramp, hint, related=(key, end_key)))
     return problems
@@ -356,7 +356,7 @@ def patterns_are_sound(config: Config) -> list[Problem]:
                 problems.append(Problem(key, message, text, hint))
             elif value is not None and value <= 0:
                 hint = f"give `{text}` a value of at least 1, or leave it out of the table"
-                problems.append(Problem(key, f"`{text}` = {value} is no adapter", value, hint))
+                problems.append(Problem(key, f"`{text}` = {value} is not an adapter", value, hint))
     return problems
 
 
@@ -400,8 +400,4 @@ TRAINING_RULES = (
     modules_are_named_once,
     patterns_are_sound,
 )
-TRAINING_WARNINGS = (
-    warmup_ends_in_time,
-    casts_are_fused,
-    dropout_is_meant,
-)
+TRAINING_WARNINGS = (warmup_ends_in_time, casts_are_fused, dropout_is_meant)

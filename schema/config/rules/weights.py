@@ -27,7 +27,7 @@ def store_is_a_place(config: Config) -> list[Problem]:
             hint = 'write weight_sync.store = "s3://bucket/prefix", or the path of a directory'
             return [Problem(key, str(error), store, hint)]
     elif store.startswith("~"):
-        return [Problem(key, f"{store} is no path", store, home_hint(store))]
+        return [Problem(key, f"{store} is not a path", store, home_hint(store))]
     elif _HALF_A_URL.match(store):
         return [Problem(key, f"{store} is neither a path nor a URL", store, "write s3://bucket/prefix")]
     elif store:
@@ -38,7 +38,7 @@ def store_is_a_place(config: Config) -> list[Problem]:
 
 
 def store_is_reached_from_all_hosts(config: Config) -> list[Problem]:
-    """A directory of one machine is no store of a job on several."""
+    """A directory of one machine is not a store for a job on several."""
     nodes, store = config.placement.nodes, config.weight_sync.store
     if nodes == 1 or is_url(store):
         return []

@@ -102,8 +102,8 @@ class ControllerConfig(Section):
     max_buffered_bytes: int = key(
         1024 * 1024 * 1024,
         "Bytes of request bodies that may be held at once, three quarters of them by rollout replicas; "
-        "beyond them callers are told to come back. The first 64 KiB of each body are not counted, and a single "
-        "body is always taken.",
+        "beyond them callers get 503 and come back later. The first 64 KiB of each body are not counted, and "
+        "a single body is always taken.",
         ge=1024,
         acts="request or reply: Which requests are answered 503 while others are read.",
     )

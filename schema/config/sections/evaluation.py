@@ -34,8 +34,8 @@ class EvaluationConfig(Section):
     )
     data_source_column_name: NonEmptyStr = key(
         "data_source",
-        "Column that names a row's source: scores are told apart by it.",
-        acts="file: Sources by which scores are told apart.",
+        "Column that names a row's source: scores are reported by source.",
+        acts="file: Sources by which scores are reported.",
     )
     reward_function: RewardSpec = key(
         "by_source",

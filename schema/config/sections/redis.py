@@ -51,7 +51,7 @@ class RedisConfig(Section):
     def address(self, url: str) -> str:
         """`url` with the TLS files as parameters, as redis-py reads them; what it names itself stays.
 
-        So one address is all that a process needs, beside the password.
+        So one address is all that a process needs, next to the password.
         """
         parts = urlsplit(url)
         if parts.scheme != "rediss":

@@ -54,7 +54,7 @@ class RewardConfig(Section):
     )
     prompt_forms: list[Literal["raw_prompt_ids", "full_prompt"]] = key(
         [],
-        "What rewards get of the prompt beside the row: its token ids without the chat template "
+        "What rewards get of the prompt in addition to the row: its token ids without the chat template "
         '(`row["raw_prompt_ids"]`), its text with it (`row["full_prompt"]`). The raw chat is always '
         '`row["prompt"]`.',
         acts="file: `raw_prompt_ids` and `full_prompt` of a prepared row.",

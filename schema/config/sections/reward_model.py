@@ -22,7 +22,7 @@ class RewardModelConfig(ModelKeys):
     custom_class: CustomCode | Literal[""] = key(
         "", 'Your own scorer around any model: "path/to/file.py:Class".', example="my/file.py:MyClass"
     )
-    weight: float = key(1.0, "Weight of its score beside the reward functions.")
+    weight: float = key(1.0, "Weight of its score next to the reward functions.")
     n_init_replicas: Ranks = key(1, "Replicas started at the beginning.")
     dtype: Dtype = key("bfloat16", "Type in which it computes.")
     max_length: Count | None = key(

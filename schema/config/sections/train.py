@@ -40,7 +40,7 @@ class CheckpointConfig(Section):
     )
     save_mode: Literal["async", "sync"] = cosmos_key(
         "async",
-        "`async` copies the state to host memory and writes beside the training (the copy stays: as much "
+        "`async` copies the state to host memory and writes while training goes on (the copy stays: as much "
         "memory as this rank's share of weights and optimizer); `sync` lets training wait until all is on disk.",
         acts="process: The thread that writes a checkpoint.",
     )

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from schema.config.model_facts import BrokenModelError, ModelFacts, config_file, read_facts
+from tests.support.effort import examples
 
 QWEN = {
     "model_type": "qwen3",
@@ -147,7 +148,12 @@ names = st.sampled_from(
 )
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@pytest.mark.scaled
+@settings(
+    max_examples=examples(40),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(changes=st.dictionaries(names, values, max_size=4))
 def test_whatever_is_in_it(tmp_path: Path, changes: dict[str, Any]) -> None:
     found = facts(tmp_path, QWEN | changes)

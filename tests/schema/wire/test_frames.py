@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schema.wire.batch import StepTable, decode_batch, encode_batch
@@ -29,6 +29,7 @@ from schema.wire.sample import (
     read_sample_header,
     sample_seed,
 )
+from tests.support.effort import examples
 
 
 def make_sample(**header: Any) -> Sample:
@@ -143,6 +144,8 @@ json_values = st.recursive(
 )
 
 
+@pytest.mark.scaled
+@settings(max_examples=examples(40), deadline=None)
 @given(
     st.dictionaries(st.sampled_from(["__metadata__", "0", "a"]), json_values, max_size=3),
     st.binary(max_size=8),

@@ -15,8 +15,11 @@ from schema.config.loading.tomlwrite import dumps
 from tests.schema.config_samples import GRPO, SFT
 from tests.schema.fuzz_config import check_data, fuzz, verdict
 from tests.schema.mutations import changes, mutate, names
+from tests.support.effort import examples
 
-CALM = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+CALM = settings(
+    max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 @pytest.fixture
@@ -25,10 +28,11 @@ def calm_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.scaled
 def test_spoiled_configurations(calm_directory: Path) -> None:
     """A taste of `python -m tests.schema.fuzz_config`."""
-    counts = fuzz(300)
-    assert counts["all"] >= 300
+    counts = fuzz(examples(60))
+    assert counts["all"] >= examples(60)
     assert counts["refused"]
 
 
@@ -38,6 +42,7 @@ def test_what_is_spoiled_was_sound(calm_directory: Path) -> None:
     assert check_data(SFT)
 
 
+@pytest.mark.scaled
 @CALM
 @given(base=st.sampled_from([GRPO, SFT]), steps=changes)
 def test_mutated_files_and_their_positions(calm_directory: Path, base: dict[str, Any], steps: Any) -> None:
@@ -49,6 +54,7 @@ def test_mutated_files_and_their_positions(calm_directory: Path, base: dict[str,
         assert column <= len(lines[line - 1]), path
 
 
+@pytest.mark.scaled
 @CALM
 @given(text=st.text(alphabet=st.sampled_from(list("[]{}=.,\"'\\\n# ab1-")), max_size=40))
 def test_any_text(calm_directory: Path, text: str) -> None:
@@ -56,6 +62,7 @@ def test_any_text(calm_directory: Path, text: str) -> None:
     verdict(lambda: load_config(calm_directory / "run.toml"))
 
 
+@pytest.mark.scaled
 @CALM
 @given(overrides=st.lists(st.text(max_size=20) | names.map(lambda name: f"train.{name}=1"), max_size=3))
 def test_any_override(calm_directory: Path, overrides: list[str]) -> None:

@@ -16,6 +16,7 @@ from schema.config.loading.load import Loaded, load
 from schema.config.loading.tomlwrite import dumps
 from tests.schema.config_samples import GRPO
 from tests.schema.mutations import changes, mutate
+from tests.support.effort import examples
 
 BASE = """\
 [train]
@@ -260,6 +261,8 @@ def test_every_key_has_a_variable_that_writes_it() -> None:
         assert found.path == path
 
 
+@pytest.mark.scaled
+@settings(max_examples=examples(25), deadline=None)
 @given(
     st.dictionaries(
         st.from_regex(r"COSMOS_[A-Za-z_]{0,30}", fullmatch=True), st.text(max_size=20), max_size=4
@@ -285,13 +288,16 @@ def test_findings_are_placed_like_faults(tmp_path: Path, base: Path) -> None:
 
 # ---- anything ---------------------------------------------------------------------------------------------
 
-FEW = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FEW = settings(
+    max_examples=examples(20), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12)
 variables = st.dictionaries(
     st.sampled_from([variable_of(tuple(key.split("."))) for key in leaf_keys()]), texts
 )
 
 
+@pytest.mark.scaled
 @FEW
 @given(
     first=changes, second=changes, env=variables, sets=st.lists(texts.map("custom.x={}".format), max_size=2)

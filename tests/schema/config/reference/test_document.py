@@ -6,13 +6,12 @@ import re
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 from schema.config import UNAVAILABLE
 from schema.config.keys import acting_keys, deviation_of, leaf_keys, observable, published_keys, section_keys
 from schema.config.reference.document import FILE_NAME, document
 from schema.config.reference.lookup import all_infos
 from schema.interop.engine.names import names_elsewhere
+from tests.support.each import check_each
 
 ROOT = Path(__file__).parents[4]
 COLUMNS = 7
@@ -49,8 +48,11 @@ def test_every_key_has_a_row_and_every_section_a_heading() -> None:
         assert f"](#{key.replace('.', '')})" in text
 
 
-@pytest.mark.parametrize("key", leaf_keys())
-def test_a_row_is_whole(key: str) -> None:
+def test_rows_are_whole() -> None:
+    check_each(leaf_keys(), _check_row)
+
+
+def _check_row(key: str) -> None:
     for cells in rows()[key]:
         assert len(cells) == COLUMNS
         assert all(cells[number] for number in (0, 1, 2, 4, 5, 6)), cells

@@ -11,14 +11,15 @@ from typing import Any
 
 import jsonschema
 import pytest
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
-from schema.config import Config, check_config
-from schema.config.keys import leaf_keys
+from schema.config import Config, SFTDataConfig, check_config
+from schema.config.loading.explain import section_classes
 from schema.config.reference.export import DIALECT, FILE_NAME, json_schema, schema_text
-from tests.schema.config_samples import GRPO, SFT, changed, write
+from tests.schema.config_samples import GRPO, SFT, changed
 from tests.schema.mutations import EXAMPLES
 
+DEFS = json_schema()["$defs"]
 ROOT = Path(__file__).parents[4]
 
 
@@ -132,19 +133,43 @@ ODD = [
 """Values of every kind; 3.0 is left out, which JSON schema calls an integer."""
 
 
-@pytest.mark.parametrize("job", ["grpo", "sft"])
-def test_every_key_is_judged_alike(validator: jsonschema.Draft202012Validator, job: str) -> None:
-    """Schema and tree agree about each key with each odd value."""
+def test_every_key_is_judged_alike(validator: jsonschema.Draft202012Validator) -> None:
+    """Schema and tree agree about each key of each section with each odd value."""
     judged = 0
-    for key in leaf_keys():
-        for value in ODD:
-            data: dict[str, Any] = {"train": {"train_policy": {"type": job}}}
-            write(data, key.split("."), value)
-            try:
-                Config.model_validate(data)
-                accepted = True
-            except ValidationError:
-                accepted = False
-            assert validator.is_valid(data) == accepted, f"{key} = {value!r}"
-            judged += 1
+    for model in sections():
+        judge = validator.evolve(schema={"$ref": f"#/$defs/{model.__name__}", "$defs": DEFS})
+        needed = {"type": "sft"} if model is SFTDataConfig else {}
+        for name in model.model_fields:
+            for value in ODD:
+                data = {**needed, name: value}
+                try:
+                    model.model_validate(data)
+                    accepted = True
+                except ValidationError:
+                    accepted = False
+                assert judge.is_valid(data) == accepted, f"{model.__name__}.{name} = {value!r}"
+                judged += 1
     assert judged > 5000
+
+
+def sections(model: type[BaseModel] = Config) -> dict[type[BaseModel], None]:
+    """The classes of all sections below one, each once."""
+    found: dict[type[BaseModel], None] = {}
+    for info in model.model_fields.values():
+        for section in section_classes(info.annotation):
+            found |= {section: None, **sections(section)}
+    return found
+
+
+def test_a_train_policy_is_judged_by_its_type(validator: jsonschema.Draft202012Validator) -> None:
+    """A wrong key is named, of the class that `type` chooses; without `type` that is grpo."""
+    for written, wrong in (
+        ({"type": "grpo", "epsilon": 0.2}, "'epsilon' was unexpected"),
+        ({"epsilon": 0.2}, "'epsilon' was unexpected"),
+        ({"type": "sft", "variant": "grpo"}, "'variant' was unexpected"),
+        ({"type": "sft", "mini_batch": 0}, "0 is less than the minimum of 1"),
+        ({"type": "ppo"}, "'ppo' is not one of ['grpo', 'sft']"),
+    ):
+        errors = list(validator.iter_errors({"train": {"train_policy": written}}))
+        assert any(wrong in error.message for error in errors), errors
+        assert not any("not valid under" in error.message for error in errors)

@@ -22,6 +22,7 @@ from schema.config.rules import (
 from schema.config.rules import checkpoint as ckpt
 from tests.schema.config_samples import GRPO, SFT
 from tests.schema.remedies import Case, check_case, written
+from tests.support.each import check_each
 
 P = "train.train_policy"
 CRITIC = {"critic.enable": True, f"{P}.advantage_estimator": "gae"}
@@ -964,9 +965,8 @@ SOUND: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_fault_is_named_with_a_remedy_that_works(case: Case) -> None:
-    check_case(case, GRPO)
+def test_a_fault_is_named_with_a_remedy_that_works() -> None:
+    check_each(CASES, lambda case: check_case(case, GRPO))
 
 
 def test_every_rule_of_these_modules_is_tried_and_asked() -> None:

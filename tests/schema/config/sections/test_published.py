@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, get_args
 
 import pytest
@@ -33,6 +34,7 @@ from schema.config.base import Section
 from schema.config.keys import deviation_of, published_keys
 from schema.config.loading.explain import all_fields, annotation_of
 from tests.schema.published import PLACES, PUBLISHED
+from tests.support.each import check_each
 
 SECTIONS: dict[str, type[Section]] = {
     "CheckpointConfig": CheckpointConfig,
@@ -83,8 +85,12 @@ def test_the_page_is_covered_whole() -> None:
     assert {name for sections in PLACES.values() for name in sections} == PUBLISHED.keys()
 
 
-@pytest.mark.parametrize(("section", "name"), PROPERTIES)
-def test_published_names_and_defaults_are_ours(section: str, name: str) -> None:
+def test_published_names_and_defaults_are_ours() -> None:
+    check_each(PROPERTIES, _check_default)
+
+
+def _check_default(case: tuple[str, str]) -> None:
+    section, name = case
     published, ours = PUBLISHED[section][name], SECTIONS[section]
     if published.is_section:
         classes = {SECTIONS[part] for part in published.type.split(" | ") if part != "null"}
@@ -102,13 +108,22 @@ def test_published_names_and_defaults_are_ours(section: str, name: str) -> None:
     assert (type(value), value) == (type(expected), expected), name
 
 
-@pytest.mark.parametrize(("section", "name"), PROPERTIES)
-def test_published_types_are_accepted(section: str, name: str) -> None:
+def test_published_types_are_accepted() -> None:
     """Whatever JSON type the page allows for a property, ours allows too (with its choices and bounds)."""
+    check_each(PROPERTIES, _check_type)
+
+
+@cache
+def _schema_of(section: str) -> dict[str, Any]:
+    return SECTIONS[section].model_json_schema()
+
+
+def _check_type(case: tuple[str, str]) -> None:
+    section, name = case
     published = PUBLISHED[section][name]
     if published.is_section:
         return
-    schema = SECTIONS[section].model_json_schema()
+    schema = _schema_of(section)
     ours = _json_types(schema["properties"][name], schema.get("$defs", {}))
     theirs = set(published.type.split(" | "))
     if "array" not in " ".join(ours):
