@@ -23,7 +23,7 @@ import uvloop
 from controller.client import ControllerError, Unauthorized
 from rollout_worker.engines.base import EngineConfigError, EngineError
 from rollout_worker.errors import StoreSettingsError, WeightsUnreadableError
-from rollout_worker.exit_watchdog import Deadline
+from rollout_worker.exit_watchdog import ExitWatchdog
 from rollout_worker.rewards.pool import RewardPoolError
 from rollout_worker.rewards.registry import RewardConfigError
 from rollout_worker.session import JobOverError, NameTakenError, SupersededError
@@ -55,13 +55,13 @@ def _run(url: str, token: str, name: str, secret: str, parent: int | None, threa
     _set_up_libraries(threads)
     from rollout_worker.worker import Worker  # after the environment is known to be right: it takes seconds
 
-    deadline = Deadline(OK)
+    watchdog = ExitWatchdog(OK)
 
     async def work() -> None:
         worker = Worker(url, token, name, parent, secret)
-        worker.departure.install_signals()
-        worker.departure.on_asked = deadline.start
-        worker.on_config = deadline.configure
+        worker.shutdown.install_signals()
+        worker.shutdown.on_asked = watchdog.start
+        worker.on_config = watchdog.configure
         await worker.run()
 
     try:

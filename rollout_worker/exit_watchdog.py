@@ -18,7 +18,7 @@ UNTIL_REGISTERED = 30.0
 """Seconds before the configuration says how long leaving may take: the default of its key."""
 
 
-class Deadline:
+class ExitWatchdog:
     """Counts from the first `start`."""
 
     def __init__(self, exit_code: int) -> None:

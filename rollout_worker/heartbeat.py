@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 from controller.client import calls as api
 from rollout_worker.engines.base import Engine
-from rollout_worker.lease_table import Held
-from rollout_worker.metrics import Gauges
+from rollout_worker.lease_table import LeaseTable
+from rollout_worker.metrics import Metrics
 from rollout_worker.session import Session
-from rollout_worker.shutdown import Departure
+from rollout_worker.shutdown import ShutdownRequest
 from rollout_worker.weights.follower import WeightFollower
 from schema.wire.messages import HeartbeatReply, HeartbeatRequest
 from schema.wire.messages.recovery import DeclareLeases
@@ -24,10 +24,15 @@ class Heartbeat:
     """One loop from registration to leaving, even while the engine boots."""
 
     def __init__(
-        self, session: Session, held: Held, gauges: Gauges, departure: Departure, parent: int | None
+        self,
+        session: Session,
+        leases: LeaseTable,
+        metrics: Metrics,
+        shutdown: ShutdownRequest,
+        parent: int | None,
     ) -> None:
-        self._session, self._held, self._gauges = session, held, gauges
-        self._departure, self._parent = departure, parent
+        self._session, self._leases, self._metrics = session, leases, metrics
+        self._shutdown, self._parent = shutdown, parent
         self.status = "starting"
         self.engine: Engine | None = None
         self.weights: WeightFollower | None = None
@@ -45,17 +50,17 @@ class Heartbeat:
         engine, weights = self.engine, self.weights
         return HeartbeatRequest(
             incarnation=self._session.incarnation,
-            leases=self._held.lease_ids,
+            leases=self._leases.lease_ids,
             version=-1 if engine is None else engine.version,
             fetching=0 if weights is None else weights.fetching,
             status=self.status,
             trouble="" if weights is None else weights.trouble[:MOST_TROUBLE],
-            gauges={} if engine is None else self._gauges.read(time.monotonic(), engine.stats()),
+            gauges={} if engine is None else self._metrics.read(time.monotonic(), engine.stats()),
         )
 
     async def _give_up(self, lease_ids: list[str]) -> None:
         """Forget leases that are lost, unless the controller takes them back: it may have lost them by itself."""
-        held = self._held.declared(lease_ids)
+        held = self._leases.declared(lease_ids)
         if held:
             still = await self._session.call(
                 lambda session: api.declare_leases(
@@ -66,12 +71,12 @@ class Heartbeat:
 
     def _obey(self, reply: HeartbeatReply) -> None:
         if "stop" in reply.commands:
-            self._departure.ask("stop", "the controller asked for it")
+            self._shutdown.ask("stop", "the controller asked for it")
         elif "drain" in reply.commands:
-            self._departure.ask("drain", "the controller asked for it")
+            self._shutdown.ask("drain", "the controller asked for it")
 
     async def _pause(self, seconds: float) -> None:
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
-            self._departure.check_parent(self._parent)
+            self._shutdown.check_parent(self._parent)
             await asyncio.sleep(min(left, PARENT_CHECK_S))

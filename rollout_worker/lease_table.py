@@ -28,7 +28,7 @@ class HeldGroup:
     """Engine requests made for it."""
 
 
-class Held:
+class LeaseTable:
     """All groups under lease, by lease id, and the engine requests made for them."""
 
     def __init__(self) -> None:
@@ -87,18 +87,10 @@ class Held:
     def lease_ids(self) -> list[str]:
         return list(self._groups)
 
-    @property
-    def leases(self) -> list[HeldLease]:
-        """What is held, as the controller is told that may have forgotten it."""
-        return [self._declared(group) for group in self._groups.values()]
-
-    def declared(self, lease_ids: Iterable[str]) -> list[HeldLease]:
-        """Some of `leases`, as far as they are held."""
-        return [
-            self._declared(group)
-            for lease_id in lease_ids
-            if (group := self._groups.get(lease_id)) is not None
-        ]
+    def declared(self, lease_ids: Iterable[str] | None = None) -> list[HeldLease]:
+        """What is held, for a controller that may have forgotten it: all, or of these leases alone."""
+        groups = self._groups.values() if lease_ids is None else map(self._groups.get, lease_ids)
+        return [self._declared(group) for group in groups if group is not None]
 
     def _declared(self, group: HeldGroup) -> HeldLease:
         lease, weights = group.lease, group.weights

@@ -10,7 +10,7 @@ WINDOW = 10.0
 """Seconds that rates look back: smooth enough to read, short enough to notice a stop."""
 
 
-class Gauges:
+class Metrics:
     """Fed with the engine's totals at every heartbeat; time comes in as `now`."""
 
     def __init__(self) -> None:

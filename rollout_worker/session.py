@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from controller.client import AsyncClient, Call, Refused
 from controller.client import calls as api
-from rollout_worker.lease_table import Held
+from rollout_worker.lease_table import LeaseTable
 from schema.util.backoff import Backoff
 from schema.wire.messages import ErrorCode, RegisterReply, RegisterRequest
 
@@ -41,8 +41,8 @@ class JobOverError(Exception):
 class Session:
     """Registration of one replica; `reply` is the newest answer to it."""
 
-    def __init__(self, client: AsyncClient, name: str, held: Held) -> None:
-        self._client, self._name, self._held = client, name, held
+    def __init__(self, client: AsyncClient, name: str, leases: LeaseTable) -> None:
+        self._client, self._name, self._leases = client, name, leases
         self._lock = asyncio.Lock()
         self.newest_publication = 0
         """The highest publication id that was heard of."""
@@ -69,7 +69,7 @@ class Session:
             host=socket.gethostname(),
             pid=os.getpid(),
             parent_pid=os.getppid(),
-            held_leases=self._held.leases,
+            held_leases=self._leases.declared(),
             newest_publication=self.newest_publication,
         )
         self.reply = await self._once_free(request)

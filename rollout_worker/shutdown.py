@@ -23,8 +23,8 @@ Kind = Literal["drain", "finished", "stop"]
 _URGENCY: dict[Kind, int] = {"drain": 0, "finished": 1, "stop": 2}
 
 
-class Departure:
-    """Asked for by signals, by the controller, or by the end of the job; a more urgent wish replaces another."""
+class ShutdownRequest:
+    """Made by signals, by the controller, or by the end of the job; a more urgent one replaces another."""
 
     def __init__(self) -> None:
         self.kind: Kind | None = None

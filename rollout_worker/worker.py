@@ -2,10 +2,10 @@
 
     controller ◀── Heartbeat ─── leases held, numbers                     everything below ends
     controller ──▶ WeightFollower ─▶ engine.load_weights                  when one loop fails
-    controller ──▶ Leasing ─▶ engine.submit                               or Departure is asked
-    engine.collect ─▶ Generating ─▶ RewardPool ─▶ Pusher ─▶ controller
+    controller ──▶ Leasing ─▶ engine.submit                               or ShutdownRequest is asked
+    engine.collect ─▶ GenerationPipeline ─▶ RewardPool ─▶ Pusher ─▶ controller
 
-The state between the loops is `Held`: the groups under lease. Leaving: no more leases; running samples may end
+The state between the loops is `LeaseTable`: the groups under lease. Leaving: no more leases; running samples may end
 if there is time (drain); what is finished is pushed; the controller is told, and takes back all that is left.
 """
 
@@ -24,16 +24,16 @@ from rollout_worker.engines import create_engine
 from rollout_worker.engines.base import Engine
 from rollout_worker.exit_watchdog import UNTIL_REGISTERED
 from rollout_worker.groups.leasing import Leasing
-from rollout_worker.groups.pipeline import Generating
+from rollout_worker.groups.pipeline import GenerationPipeline
 from rollout_worker.groups.pushing import Pusher, shared_payloads
 from rollout_worker.groups.sizing import LeavingTimes, leaving_times
 from rollout_worker.groups.tokens import eos_token_ids, import_modules, load_tokenizer
 from rollout_worker.heartbeat import Heartbeat
-from rollout_worker.lease_table import Held
-from rollout_worker.metrics import Gauges
+from rollout_worker.lease_table import LeaseTable
+from rollout_worker.metrics import Metrics
 from rollout_worker.rewards.pool import RewardPool
 from rollout_worker.session import Session
-from rollout_worker.shutdown import Departure
+from rollout_worker.shutdown import ShutdownRequest
 from rollout_worker.weights.follower import WeightFollower
 from rollout_worker.weights.host_weights import HostWeights
 from schema.config import Config
@@ -48,7 +48,7 @@ LOOK_S = 0.02
 
 
 class Worker:
-    """One life of a replica, from registration to leaving. `departure` is how to ask it to leave.
+    """One life of a replica, from registration to leaving. `shutdown` is how to ask it to leave.
 
     secret: of an earlier life under the same name, whose place is taken at once; "": a new one.
     """
@@ -57,10 +57,10 @@ class Worker:
         secret = secret or secrets.token_urlsafe(32)
         self._client = AsyncClient(url, token, patience=REGISTER_PATIENCE, secret=secret)
         self._parent = parent
-        self._held, self._gauges = Held(), Gauges()
-        self.departure = Departure()
-        self._session = Session(self._client, name, self._held)
-        self._heartbeat = Heartbeat(self._session, self._held, self._gauges, self.departure, parent)
+        self._leases, self._metrics = LeaseTable(), Metrics()
+        self.shutdown = ShutdownRequest()
+        self._session = Session(self._client, name, self._leases)
+        self._heartbeat = Heartbeat(self._session, self._leases, self._metrics, self.shutdown, parent)
         self._tasks: list[asyncio.Task[None]] = []
         self._anything_ended = asyncio.Event()
         """A loop may begin, and fail, while others are waited for."""
@@ -82,7 +82,7 @@ class Worker:
                 self.times = leaving_times(config.launcher.shutdown_timeout)
                 self.on_config(config)
                 self._spawn(self._heartbeat.run(), "heartbeat")
-                await self._until_departure(self._work(config, stack))
+                await self._until_shutdown(self._work(config, stack))
             finally:
                 for task in self._tasks:
                     task.cancel()
@@ -92,7 +92,7 @@ class Worker:
     async def _register(self) -> RegisterReply | None:
         """Register; None when asked to leave while the controller does not answer yet."""
         registering = asyncio.create_task(self._session.register())
-        asked = asyncio.create_task(self.departure.wait())
+        asked = asyncio.create_task(self.shutdown.wait())
         try:
             await asyncio.wait((registering, asked), return_when=asyncio.FIRST_COMPLETED)
             return await registering if registering.done() else None
@@ -112,15 +112,15 @@ class Worker:
         await rewards.start()
         pusher = Pusher(
             self._session,
-            self._held,
+            self._leases,
             config.controller.max_request_bytes,
             shared_payloads(config, self._session.reply.job_id),
         )
-        weights = WeightFollower(config.weight_sync, self._session, engine, host, self._held, self._gauges)
+        weights = WeightFollower(config.weight_sync, self._session, engine, host, self._leases, self._metrics)
         leasing = Leasing(
-            config, self._session, engine, self._held, weights, pusher, self.departure, self._gauges
+            config, self._session, engine, self._leases, weights, pusher, self.shutdown, self._metrics
         )
-        generating = Generating(config, engine, tokenizer, self._held, leasing, rewards, pusher)
+        generating = GenerationPipeline(config, engine, tokenizer, self._leases, leasing, rewards, pusher)
         self._connect(engine, weights, leasing, pusher)
         for loop, name in (
             (weights.follow(), "publications"),
@@ -165,10 +165,10 @@ class Worker:
 
     # ---- the end ------------------------------------------------------------------------------------------
 
-    async def _until_departure(self, work: Coroutine[Any, Any, None]) -> None:
+    async def _until_shutdown(self, work: Coroutine[Any, Any, None]) -> None:
         """Run the work. The first loop that fails ends it; who is asked to leave while booting just leaves."""
         main = self._spawn(work, "work")
-        asked = asyncio.create_task(self.departure.wait())
+        asked = asyncio.create_task(self.shutdown.wait())
         asked.add_done_callback(self._note_end)
         try:
             while not main.done():
@@ -187,34 +187,34 @@ class Worker:
     async def _finish(self, config: Config, engine: Engine, pusher: Pusher) -> None:
         """After the last lease: let samples end while there is time, then push what is finished."""
         self._heartbeat.status = "draining"
-        if self.departure.kind == "drain":
+        if self.shutdown.kind == "drain":
             log.info(
                 "draining: %d samples of %d groups may end within %.0f s (launcher.shutdown_timeout = %g)",
-                self._held.samples,
-                len(self._held),
+                self._leases.samples,
+                len(self._leases),
                 self.times.finish,
                 config.launcher.shutdown_timeout,
             )
-            urgent = asyncio.create_task(self.departure.wait_urgent())
+            urgent = asyncio.create_task(self.shutdown.wait_urgent())
             give_up = time.monotonic() + self.times.finish
-            while len(self._held) and time.monotonic() < give_up and not urgent.done():
+            while len(self._leases) and time.monotonic() < give_up and not urgent.done():
                 await asyncio.wait([urgent], timeout=LOOK_S)
             urgent.cancel()
-        if len(self._held):
+        if len(self._leases):
             log.info(
                 "%d samples of %d groups are given back unfinished: others make them from the same seeds",
-                self._held.samples,
-                len(self._held),
+                self._leases.samples,
+                len(self._leases),
             )
-        engine.abort(self._held.requests)
-        if self.departure.kind != "finished":
+        engine.abort(self._leases.requests)
+        if self.shutdown.kind != "finished":
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self.times.push):
                     await pusher.flush()
 
     async def _leave(self) -> None:
         """Say good-bye, whatever happened; a controller that does not answer will notice by itself."""
-        reason = self.departure.reason or "error"
+        reason = self.shutdown.reason or "error"
         try:
             async with asyncio.timeout(self.times.goodbye):
                 await self._session.leave(reason)

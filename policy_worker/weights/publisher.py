@@ -38,7 +38,7 @@ from weight_sync import HubNames, WeightError
 from weight_sync.errors import StoreError
 from weight_sync.publishing.chain import Chain
 from weight_sync.publishing.gather import Gathering
-from weight_sync.publishing.pinned_copy import Shadow
+from weight_sync.publishing.pinned_copy import PinnedCopy
 from weight_sync.stores import Store, open_store
 
 log = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class Publisher:
         settings = config.weight_sync
         self._trainer, self._shutdown, self._session = trainer, shutdown, session
         self._dtype, self._lora = DTYPES[config.train.effective_transfer_dtype], settings.lora
-        self._shadow = Shadow(keeps=settings.encoding == "delta")
+        self._shadow = PinnedCopy(keeps=settings.encoding == "delta")
         self._background = Background("publish")
         self._stop = threading.Event()
         try:

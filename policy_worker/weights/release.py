@@ -33,7 +33,7 @@ from schema.wire.weights import TensorEntry, WeightManifest
 from weight_sync.errors import StoppedError
 from weight_sync.layout import content_hash, torch_dtype
 from weight_sync.publishing.chain import Chain
-from weight_sync.publishing.pinned_copy import Shadow, Tensors
+from weight_sync.publishing.pinned_copy import PinnedCopy, Tensors
 from weight_sync.publishing.writer import (
     DELTA_SHARE,
     DenseError,
@@ -91,7 +91,7 @@ class Release:
         group: Group,
         anchors: Group,
         place: Place,
-        shadow: Shadow,
+        shadow: PinnedCopy,
         shutdown: ShutdownRequest,
         leader: Leader | None,
     ) -> None:

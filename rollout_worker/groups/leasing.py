@@ -23,10 +23,10 @@ from rollout_worker.groups.pushing import Pusher
 from rollout_worker.groups.samples import failed
 from rollout_worker.groups.sampling import training_settings, validation_settings
 from rollout_worker.groups.sizing import groups_to_lease
-from rollout_worker.lease_table import Held, HeldGroup
-from rollout_worker.metrics import Gauges
+from rollout_worker.lease_table import HeldGroup, LeaseTable
+from rollout_worker.metrics import Metrics
 from rollout_worker.session import Session
-from rollout_worker.shutdown import Departure
+from rollout_worker.shutdown import ShutdownRequest
 from rollout_worker.weights.follower import WeightFollower
 from schema.config import Config
 from schema.wire.messages import LeasedGroup, LeaseReply, LeaseRequest, LeaseStatus
@@ -49,14 +49,14 @@ class Leasing:
         config: Config,
         session: Session,
         engine: Engine,
-        held: Held,
+        leases: LeaseTable,
         weights: WeightFollower,
         pusher: Pusher,
-        departure: Departure,
-        gauges: Gauges,
+        shutdown: ShutdownRequest,
+        metrics: Metrics,
     ) -> None:
-        self._config, self._session, self._engine, self._held = config, session, engine, held
-        self._weights, self._pusher, self._departure, self._gauges = weights, pusher, departure, gauges
+        self._config, self._session, self._engine, self._leases = config, session, engine, leases
+        self._weights, self._pusher, self._shutdown, self._metrics = weights, pusher, shutdown, metrics
         self.settings: dict[str, SamplingSettings] = {
             "train": training_settings(config),
             "validation": validation_settings(config),
@@ -76,7 +76,7 @@ class Leasing:
 
     async def run(self) -> None:
         """Until the replica is asked to leave."""
-        while not self._departure.asked:
+        while not self._shutdown.asked:
             publication, wanted = self._weights.current, self._wanted()
             if publication is None or wanted == 0:
                 await self._wait()
@@ -89,7 +89,7 @@ class Leasing:
         stats, rollout = self._engine.stats(), self._config.rollout
         return groups_to_lease(
             in_engine=stats.running + stats.waiting,
-            held=self._held.samples,
+            held=self._leases.samples,
             capacity=self._engine.capacity,
             group_size=rollout.n_generation,
             batch_size=rollout.batch_size,
@@ -137,7 +137,7 @@ class Leasing:
             )
 
         asking = asyncio.create_task(send(POLL_S))
-        signals = [asyncio.create_task(self._interrupt.wait()), asyncio.create_task(self._departure.wait())]
+        signals = [asyncio.create_task(self._interrupt.wait()), asyncio.create_task(self._shutdown.wait())]
         try:
             await asyncio.wait([asking, *signals], return_when=asyncio.FIRST_COMPLETED)
             if asking.done():
@@ -146,7 +146,7 @@ class Leasing:
             for task in (asking, *signals):
                 task.cancel()
             await asyncio.gather(asking, *signals, return_exceptions=True)
-        return None if self._departure.asked else await send(0.0)
+        return None if self._shutdown.asked else await send(0.0)
 
     async def _take(self, reply: LeaseReply, weights: Publication) -> None:
         if reply.status is LeaseStatus.GRANTED:
@@ -155,9 +155,9 @@ class Leasing:
             self._weights.look_again()
             await self._wait_for_weights(reply.update_to or 0)
         elif reply.status is LeaseStatus.DRAINING:
-            self._departure.ask("drain", reply.reason or "the controller asked for it")
+            self._shutdown.ask("drain", reply.reason or "the controller asked for it")
         elif reply.status is LeaseStatus.FINISHED:
-            self._departure.ask("finished", reply.reason or "the job is finished")
+            self._shutdown.ask("finished", reply.reason or "the job is finished")
         else:
             log.debug("%s: %s", reply.status.value, reply.reason)
             await asyncio.sleep(PAUSE_S)
@@ -168,11 +168,11 @@ class Leasing:
                 log.info("group %s is given back: it needs version %d", lease.group_id, lease.pinned_version)
                 await self._release(lease.lease_id)
                 continue
-            group = self._held.add(lease, weights)
+            group = self._leases.add(lease, weights)
             if group is None:
                 continue
             if lease.kind == "train":
-                self._gauges.training_began(time.monotonic(), self._engine.stats())
+                self._metrics.training_began(time.monotonic(), self._engine.stats())
             self._submit(group)
 
     def _submit(self, group: HeldGroup) -> None:
@@ -201,7 +201,7 @@ class Leasing:
         requests = []
         for part in parts:
             request_id = f"{lease.lease_id}/{next(self._numbers)}"
-            self._held.ask(request_id, group, part)
+            self._leases.ask(request_id, group, part)
             seeds = tuple(lease.seeds[index] for index in part)
             requests.append(GenerationRequest(request_id, lease.prompt_token_ids, seeds, settings))
         return requests
@@ -223,7 +223,7 @@ class Leasing:
 
     def forget(self, lease_ids: list[str]) -> None:
         """Stop working on groups whose leases are lost."""
-        self._engine.abort(self._held.drop(lease_ids))
+        self._engine.abort(self._leases.drop(lease_ids))
         self._pusher.drop(lease_ids)
         self._weights.look_again()
         self.look_again()

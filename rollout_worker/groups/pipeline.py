@@ -12,7 +12,7 @@ from rollout_worker.groups.leasing import Leasing
 from rollout_worker.groups.pushing import Pusher
 from rollout_worker.groups.samples import failed, finish_reason, scored
 from rollout_worker.groups.tokens import texts
-from rollout_worker.lease_table import Held, HeldGroup
+from rollout_worker.lease_table import HeldGroup, LeaseTable
 from rollout_worker.rewards.pool import Result, RewardPool, Task
 from rollout_worker.rewards.scoring import OVERLONG, overlong_penalty, score_of
 from schema.config import Config
@@ -22,7 +22,7 @@ from schema.wire.sample import Sample
 log = logging.getLogger(__name__)
 
 
-class Generating:
+class GenerationPipeline:
     """Collects what the engine finishes and sends it through the rewards."""
 
     def __init__(
@@ -30,12 +30,12 @@ class Generating:
         config: Config,
         engine: Engine,
         tokenizer: Any,
-        held: Held,
+        leases: LeaseTable,
         leasing: Leasing,
         rewards: RewardPool,
         pusher: Pusher,
     ) -> None:
-        self._config, self._engine, self._tokenizer, self._held = config, engine, tokenizer, held
+        self._config, self._engine, self._tokenizer, self._leases = config, engine, tokenizer, leases
         self._leasing, self._rewards, self._pusher = leasing, rewards, pusher
         self._weights = {
             "train": config.grpo.reward_weights,
@@ -51,11 +51,11 @@ class Generating:
             self._score(samples)
 
     def _score(self, samples: list[Generation]) -> None:
-        held, settings = self._held, self._leasing.settings
+        leases, settings = self._leases, self._leasing.settings
         known = [
             (sample, found)
             for sample in samples
-            if (found := held.request(sample.request_id)) and found[1][sample.index] in found[0].open
+            if (found := leases.request(sample.request_id)) and found[1][sample.index] in found[0].open
         ]
         answers = texts(
             self._tokenizer,
@@ -72,7 +72,7 @@ class Generating:
     ) -> None:
         """The rewards of a sample are there. (When the pool has failed, `RewardPool.watch` tells.)"""
         lease = group.lease
-        if future.cancelled() or future.exception() or self._held.get(lease.lease_id) is not group:
+        if future.cancelled() or future.exception() or self._leases.get(lease.lease_id) is not group:
             return
         try:
             self._pusher.add(lease, self._made(lease, index, sample, text, future.result()))

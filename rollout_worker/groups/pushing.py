@@ -21,7 +21,7 @@ from controller.client import Refused
 from controller.client import calls as api
 from rollout_worker.groups.samples import failed
 from rollout_worker.groups.sizing import cut_batch
-from rollout_worker.lease_table import Held
+from rollout_worker.lease_table import LeaseTable
 from rollout_worker.session import Session
 from schema.config import Config
 from schema.wire import payload_file
@@ -80,9 +80,13 @@ class Pusher:
     """The queue of finished samples, and the loop that empties it."""
 
     def __init__(
-        self, session: Session, held: Held, max_request_bytes: int, shared: SharedPayloads | None = None
+        self,
+        session: Session,
+        leases: LeaseTable,
+        max_request_bytes: int,
+        shared: SharedPayloads | None = None,
     ) -> None:
-        self._session, self._held, self._shared = session, held, shared
+        self._session, self._leases, self._shared = session, leases, shared
         self._max_bytes = int(max_request_bytes * SHARE_OF_LIMIT)
         self._queue: deque[_Entry] = deque()
         self._filled = asyncio.Event()
@@ -120,7 +124,7 @@ class Pusher:
     async def _linger(self) -> None:
         """A request costs about as much as scoring and encoding twenty samples, so company is worth a wait."""
         for _ in range(round(LINGER_S / LOOK_S)):
-            if len(self._queue) >= self._held.samples:
+            if len(self._queue) >= self._leases.samples:
                 return
             await asyncio.sleep(LOOK_S)
 
@@ -164,11 +168,11 @@ class Pusher:
     async def _settle(self, entry: _Entry, result: PushResult) -> None:
         lease_id = entry.lease.lease_id
         if result.accepted:
-            self._held.done(lease_id, entry.index)
+            self._leases.done(lease_id, entry.index)
         elif result.code == ErrorCode.LEASE_LOST:
             log.info("the lease of group %s is lost: %s", entry.lease.group_id, result.detail)
             self.on_lost([lease_id])
-        elif self._held.get(lease_id) is not None:
+        elif self._leases.get(lease_id) is not None:
             log.error(
                 "sample %d of group %s is refused (%s: %s); its lease is given back",
                 entry.index,

@@ -25,8 +25,8 @@ from controller.client import ControllerError
 from controller.client import calls as api
 from rollout_worker.engines.base import Checksum, Engine, LoadReport, WeightMismatch
 from rollout_worker.errors import WeightsUnreadableError
-from rollout_worker.lease_table import Held
-from rollout_worker.metrics import Gauges
+from rollout_worker.lease_table import LeaseTable
+from rollout_worker.metrics import Metrics
 from rollout_worker.session import Session
 from rollout_worker.weights.host_weights import Arrival, HostWeights
 from rollout_worker.weights.update_reports import UpdateReports
@@ -75,11 +75,11 @@ class WeightFollower:
         session: Session,
         engine: Engine,
         host: HostWeights,
-        held: Held,
-        gauges: Gauges,
+        leases: LeaseTable,
+        metrics: Metrics,
     ) -> None:
         self._config, self._session, self._engine, self._host = config, session, engine, host
-        self._held, self._gauges = held, gauges
+        self._leases, self._metrics = leases, metrics
         self.reports = UpdateReports(session)
         self.current: Publication | None = None
         self._failure = ""
@@ -140,7 +140,7 @@ class WeightFollower:
         finally:
             self._fetching = 0
         weights = arrival.weights
-        self._gauges.extra["fetch_seconds"] = weights.seconds["fetch"]
+        self._metrics.extra["fetch_seconds"] = weights.seconds["fetch"]
         if self.current is None or weights.publication.id > self.current.id:
             self._ready = arrival
             self._news.set()
@@ -191,7 +191,7 @@ class WeightFollower:
         while True:
             await self._news.wait()
             self._news.clear()
-            if self._ready is None or self._held.pinned:
+            if self._ready is None or self._leases.pinned:
                 continue
             arrival, self._loading, self._ready = self._ready, self._ready, None
             weights = arrival.weights
@@ -222,7 +222,7 @@ class WeightFollower:
         if checksum is not None:
             seconds["checksum"] = checksum.seconds
         self._log(weights, publication, report, seconds)
-        self._gauges.extra.update(
+        self._metrics.extra.update(
             prepare_seconds=report.prepare_s,
             pause_seconds=seconds["pause"],
             apply_seconds=report.apply_s,

@@ -72,7 +72,7 @@ class Guests:
             running = asyncio.create_task(worker.run())
             await self._until(lambda: worker._booted or running.done())
         await self._until(lambda: bool(len(worker._held)) or running.done())
-        worker.departure.ask("stop" if number % 2 else "drain", "the visit is over")
+        worker.shutdown.ask("stop" if number % 2 else "drain", "the visit is over")
         await running
         self.left.append(f"guest-{number}")
 

@@ -14,11 +14,11 @@ from rollout_worker.engines.base import EngineConfigError, Generation
 from rollout_worker.engines.transformers.settings import settings_of
 from rollout_worker.engines.vllm.arguments import engine_arguments, sampling_arguments
 from rollout_worker.groups.leasing import Leasing
-from rollout_worker.groups.pipeline import Generating
+from rollout_worker.groups.pipeline import GenerationPipeline
 from rollout_worker.groups.pushing import Pusher
 from rollout_worker.groups.sampling import training_settings, validation_settings
-from rollout_worker.lease_table import Held
-from rollout_worker.metrics import Gauges
+from rollout_worker.lease_table import LeaseTable
+from rollout_worker.metrics import Metrics
 from rollout_worker.rewards.pool import Result, Task
 from rollout_worker.weights.follower import WeightFollower
 from rollout_worker.worker import reward_pool
@@ -172,10 +172,10 @@ watch(
 # ---- leases and samples -----------------------------------------------------------------------------------------
 
 
-def _leasing(config: Config, held: Held) -> Leasing:
+def _leasing(config: Config, held: LeaseTable) -> Leasing:
     engine = create_engine(config, tokenizer(), frozenset({256}))
-    weights = WeightFollower(config.weight_sync, None, engine, None, held, Gauges())  # type: ignore[arg-type]
-    return Leasing(config, None, engine, held, weights, None, None, Gauges())  # type: ignore[arg-type]
+    weights = WeightFollower(config.weight_sync, None, engine, None, held, Metrics())  # type: ignore[arg-type]
+    return Leasing(config, None, engine, held, weights, None, None, Metrics())  # type: ignore[arg-type]
 
 
 def _lease(kind: str) -> LeasedGroup:
@@ -188,7 +188,7 @@ def _lease(kind: str) -> LeasedGroup:
 
 def engine_requests(config: Config, place: Place) -> list[int]:
     """How many samples each engine request of a leased group asks for."""
-    held = Held()
+    held = LeaseTable()
     leasing = _leasing(config, held)
     group = held.add(_lease("train"))
     assert group is not None
@@ -197,7 +197,7 @@ def engine_requests(config: Config, place: Place) -> list[int]:
 
 def groups_wanted(config: Config, place: Place) -> list[int]:
     """Groups asked for, by how many samples the replica holds already (as far as the loop counts them)."""
-    held = Held()
+    held = LeaseTable()
     leasing = _leasing(config, held)
     engine = leasing._engine
     wanted = []
@@ -221,9 +221,9 @@ watch(
 
 def _pushed(config: Config, kind: str) -> dict[str, Any]:
     """What is sent of a sample of 12 tokens whose functions all answer 0.5."""
-    held = Held()
+    held = LeaseTable()
     leasing, pusher = _leasing(config, held), Pusher(None, held, 1 << 20)  # type: ignore[arg-type]
-    generating = Generating(config, None, tokenizer(), held, leasing, None, pusher)  # type: ignore[arg-type]
+    generating = GenerationPipeline(config, None, tokenizer(), held, leasing, None, pusher)  # type: ignore[arg-type]
     group = held.add(_lease(kind))
     assert group is not None
     tokens = np.arange(40, 52, dtype=np.int32)

@@ -18,8 +18,8 @@ from policy_worker.session import Session
 from policy_worker.trainer import Trainer
 from policy_worker.weights.nccl_sender import open_sender
 from policy_worker.weights.publisher import Publisher
-from rollout_worker.lease_table import Held
-from rollout_worker.metrics import Gauges
+from rollout_worker.lease_table import LeaseTable
+from rollout_worker.metrics import Metrics
 from rollout_worker.weights.follower import WeightFollower
 from rollout_worker.weights.host_weights import HostWeights
 from schema.config import Config
@@ -122,7 +122,7 @@ def patience_with_a_bucket(config: Config, place: Place) -> float:
 def compared_versions(config: Config, place: Place) -> list[int]:
     """Of which of fifty versions the served weights are compared with the trainer's."""
     nothing: Any = None
-    follower = WeightFollower(config.weight_sync, nothing, nothing, nothing, Held(), Gauges())
+    follower = WeightFollower(config.weight_sync, nothing, nothing, nothing, LeaseTable(), Metrics())
     compared = []
     for version in range(50):
         publication = Publication(

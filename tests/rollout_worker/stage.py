@@ -126,7 +126,7 @@ class WorkerThread:
             self.error = error
 
     def ask(self, kind: Kind) -> None:
-        self._loop.call_soon_threadsafe(self.worker.departure.ask, kind, "the test asked for it")
+        self._loop.call_soon_threadsafe(self.worker.shutdown.ask, kind, "the test asked for it")
 
     def join(self) -> None:
         """Wait for its end; raises what ended it."""

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from rollout_worker.engines.base import EngineStats, Generation
 from rollout_worker.groups.samples import failed, finish_reason, scored
-from rollout_worker.lease_table import Held
-from rollout_worker.metrics import Gauges
-from rollout_worker.shutdown import Departure
+from rollout_worker.lease_table import LeaseTable
+from rollout_worker.metrics import Metrics
+from rollout_worker.shutdown import ShutdownRequest
 from schema.wire.messages import LeasedGroup
 from schema.wire.sample import decode_sample, encode_sample
 
@@ -55,7 +55,7 @@ def generation(
 
 
 def test_a_group_is_held_until_its_last_sample_is_done() -> None:
-    held = Held()
+    held = LeaseTable()
     group = held.add(lease(n=3, done=[1]))
     assert group is not None
     assert (held.samples, held.lease_ids, held.pinned) == (2, ["lease-a"], False)
@@ -68,14 +68,14 @@ def test_a_group_is_held_until_its_last_sample_is_done() -> None:
 
 
 def test_a_group_twice_or_without_work_is_not_taken() -> None:
-    held = Held()
+    held = LeaseTable()
     assert held.add(lease(n=2, done=[0, 1])) is None
     assert held.add(lease()) is not None
     assert held.add(lease()) is None
 
 
 def test_dropping_tells_which_requests_to_abort() -> None:
-    held = Held()
+    held = LeaseTable()
     for name in "ab":
         group = held.add(lease(name, pinned_version=2 if name == "a" else None))
         assert group is not None
@@ -85,12 +85,12 @@ def test_dropping_tells_which_requests_to_abort() -> None:
     assert not held.pinned
     assert held.requests == ["r-b"]
     held.done("lease-a", 0)
-    assert [one.group_id for one in held.leases] == ["group-b"]
+    assert [one.group_id for one in held.declared()] == ["group-b"]
 
 
 @given(st.lists(st.tuples(st.sampled_from(["add", "done", "drop"]), st.integers(0, 4), st.integers(0, 3))))
 def test_requests_belong_to_groups_that_are_held(events: list[tuple[str, int, int]]) -> None:
-    held, number = Held(), 0
+    held, number = LeaseTable(), 0
     for kind, which, index in events:
         if kind == "add":
             group = held.add(lease(str(which)))
@@ -160,7 +160,7 @@ def test_a_failed_sample_carries_its_prompt_and_why() -> None:
     assert sample.header.error == "PromptTooLong: …"
 
 
-# ---- gauges ---------------------------------------------------------------------------------------------------
+# ---- metrics ---------------------------------------------------------------------------------------------------
 
 
 def stats(idle: float, samples: int, tokens: int) -> EngineStats:
@@ -168,45 +168,47 @@ def stats(idle: float, samples: int, tokens: int) -> EngineStats:
 
 
 def test_rates_look_back_ten_seconds_and_idle_counts_from_the_first_lease() -> None:
-    gauges = Gauges()
-    assert "idle_fraction" not in gauges.read(0.0, stats(0.0, 0, 0))
-    gauges.training_began(100.0, stats(60.0, 0, 0))
-    gauges.training_began(101.0, stats(99.0, 0, 0))
-    values = gauges.read(104.0, stats(61.0, 40, 400))
+    metrics = Metrics()
+    assert "idle_fraction" not in metrics.read(0.0, stats(0.0, 0, 0))
+    metrics.training_began(100.0, stats(60.0, 0, 0))
+    metrics.training_began(101.0, stats(99.0, 0, 0))
+    values = metrics.read(104.0, stats(61.0, 40, 400))
     assert values["idle_fraction"] == pytest.approx(0.25)
     for second in range(105, 130):
-        values = gauges.read(float(second), stats(61.0, 40 + 10 * (second - 104), 400 + 100 * (second - 104)))
+        values = metrics.read(
+            float(second), stats(61.0, 40 + 10 * (second - 104), 400 + 100 * (second - 104))
+        )
     assert values["samples_per_s"] == pytest.approx(10.0)
     assert values["tokens_per_s"] == pytest.approx(100.0)
     assert values["idle_fraction"] == pytest.approx(1.0 / 29)
 
 
-# ---- departure ------------------------------------------------------------------------------------------------
+# ---- shutdown ------------------------------------------------------------------------------------------------
 
 
 def test_a_more_urgent_wish_replaces_another() -> None:
     async def work() -> None:
-        departure = Departure()
-        assert not departure.asked
-        departure.ask("drain", "first")
-        departure.ask("drain", "second")
-        await asyncio.wait_for(departure.wait(), 1)
-        assert (departure.kind, departure.reason) == ("drain", "first")
-        departure.ask("stop", "now")
-        departure.ask("finished", "too late")
-        await asyncio.wait_for(departure.wait_urgent(), 1)
-        assert (departure.kind, departure.reason) == ("stop", "now")
+        shutdown = ShutdownRequest()
+        assert not shutdown.asked
+        shutdown.ask("drain", "first")
+        shutdown.ask("drain", "second")
+        await asyncio.wait_for(shutdown.wait(), 1)
+        assert (shutdown.kind, shutdown.reason) == ("drain", "first")
+        shutdown.ask("stop", "now")
+        shutdown.ask("finished", "too late")
+        await asyncio.wait_for(shutdown.wait_urgent(), 1)
+        assert (shutdown.kind, shutdown.reason) == ("stop", "now")
 
     asyncio.run(work())
 
 
 def test_a_lost_parent_is_noticed() -> None:
     async def work() -> None:
-        departure = Departure()
-        departure.check_parent(None)
-        departure.check_parent(os.getppid())
-        assert not departure.asked
-        departure.check_parent(1_000_000_000)
-        assert departure.kind == "stop"
+        shutdown = ShutdownRequest()
+        shutdown.check_parent(None)
+        shutdown.check_parent(os.getppid())
+        assert not shutdown.asked
+        shutdown.check_parent(1_000_000_000)
+        assert shutdown.kind == "stop"
 
     asyncio.run(work())

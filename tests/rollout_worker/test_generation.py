@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from rollout_worker.groups.leasing import Leasing
-from rollout_worker.groups.pipeline import Generating
+from rollout_worker.groups.pipeline import GenerationPipeline
 from rollout_worker.groups.pushing import Pusher
-from rollout_worker.lease_table import Held
-from rollout_worker.metrics import Gauges
+from rollout_worker.lease_table import LeaseTable
+from rollout_worker.metrics import Metrics
 from rollout_worker.rewards.pool import Result
 from rollout_worker.weights.follower import WeightFollower
 from schema.wire.sample import SampleHeader, read_sample_header
@@ -25,13 +25,13 @@ REWARDS = {"boxed_math": 1.0, "format": 10.0}
 def pushed(result: Result, text: Any = "text") -> SampleHeader:
     """The header of what is queued for a sample with these rewards."""
     settings = config(train={"train_policy": {"type": "grpo", "reward_function": REWARDS}})
-    held, nothing = Held(), None
+    held, nothing = LeaseTable(), None
 
     async def work() -> SampleHeader:
-        weights = WeightFollower(settings.weight_sync, nothing, nothing, nothing, held, Gauges())  # type: ignore[arg-type]
-        leasing = Leasing(settings, nothing, nothing, held, weights, nothing, nothing, Gauges())  # type: ignore[arg-type]
+        weights = WeightFollower(settings.weight_sync, nothing, nothing, nothing, held, Metrics())  # type: ignore[arg-type]
+        leasing = Leasing(settings, nothing, nothing, held, weights, nothing, nothing, Metrics())  # type: ignore[arg-type]
         pusher = Pusher(nothing, held, 1 << 20)  # type: ignore[arg-type]
-        generating = Generating(settings, nothing, nothing, held, leasing, nothing, pusher)  # type: ignore[arg-type]
+        generating = GenerationPipeline(settings, nothing, nothing, held, leasing, nothing, pusher)  # type: ignore[arg-type]
         group = held.add(lease())
         assert group is not None
         scored: Future[Result] = Future()

@@ -68,7 +68,7 @@ def test_large_files_travel_in_parts(front: FaultyStore, prefix: str, tmp_path: 
 
 
 def test_a_thing_written_takes_the_memory_of_a_few_parts(front: FaultyStore, prefix: str) -> None:
-    """While nothing gets through, a writer stops when the lanes are full."""
+    """While nothing gets through, a writer stops when the pool are full."""
     stop = threading.Event()
     store, written = bucket(prefix, stop=stop), []
     front.fail("503", "PUT", "partNumber", times=10**6)
@@ -81,8 +81,8 @@ def test_a_thing_written_takes_the_memory_of_a_few_parts(front: FaultyStore, pre
 
     thread = threading.Thread(target=fill, daemon=True)
     thread.start()
-    until(lambda: front.happened["503"] >= 12, "all lanes to be tried again")
-    assert len(written) <= 1 + s3.PARALLEL + 1, "the head, those in the lanes, and one that is filled"
+    until(lambda: front.happened["503"] >= 12, "all pool to be tried again")
+    assert len(written) <= 1 + s3.PARALLEL + 1, "the head, those in the pool, and one that is filled"
     assert "partNumber" not in store.trouble()
     assert re.search(r"writing part \d of .* has failed for .*(503|ServiceUnavailable)", store.trouble())
     stop.set()

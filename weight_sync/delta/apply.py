@@ -21,7 +21,7 @@ from weight_sync.manifest import Opened
 _Stored = tuple[TensorEntry, memoryview]
 
 
-def write_over(
+def apply_deltas(
     data: Mapping[str, memoryview],
     tensors: Mapping[str, TensorEntry],
     deltas: Sequence[Opened],

@@ -28,7 +28,7 @@ from pathlib import Path
 from secrets import token_hex
 
 from schema.wire.weights import MAX_CHAIN, Link, Piece, Publication, WeightManifest
-from weight_sync.delta.apply import write_over, wrong_tensors
+from weight_sync.delta.apply import apply_deltas, wrong_tensors
 from weight_sync.download_plan import Plan, Step, cheapest, links_of
 from weight_sync.errors import NotReadableError, StoppedError, StoreError, WeightError
 from weight_sync.host.files import (
@@ -355,7 +355,7 @@ class Advance:
         except NotReadableError as error:
             raise _SpoiledError(str(error)) from error
         with ThreadPoolExecutor(THREADS) as pool:
-            changed = write_over(data, done.tensors, deltas, pool)
+            changed = apply_deltas(data, done.tensors, deltas, pool)
             wrong = [name for name, value in changed.items() if value != done.tensors[name].hash]
             if not state.proven:
                 rest = {name: entry for name, entry in done.tensors.items() if name not in changed}

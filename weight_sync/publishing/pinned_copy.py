@@ -16,7 +16,7 @@ import torch
 Tensors = dict[str, torch.Tensor]
 
 
-class Shadow:
+class PinnedCopy:
     """See the module's docstring. Takes twice the memory of the tensors, once without `keeps`.
 
     keeps: whether the announced version is kept, so that the next one can be a delta.

@@ -32,9 +32,9 @@ from schema.wire.store_url import S3Place, parse_url
 from weight_sync.errors import NotReadableError, StoppedError, StoreError, WeightError
 from weight_sync.stores.aws import MISSING, READ_S, CutError, code_of, explain, is_passing, make_client
 from weight_sync.stores.base import FILE_NAME, MANIFEST, check_name, check_size, owner_of, split_key
-from weight_sync.stores.lanes import Lanes
 from weight_sync.stores.patience import Delays, Patience
 from weight_sync.stores.upload import PART_BYTES, Upload
+from weight_sync.stores.worker_pool import WorkerPool
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ class S3Store:
         self.place, self.bucket = place, place.bucket
         self.client = make_client(PARALLEL, read_timeout)
         self._stop = stop if stop is not None else threading.Event()
-        self.lanes = Lanes(PARALLEL, self._stop)
+        self.pool = WorkerPool(PARALLEL, self._stop)
         self._patience = self._patience_of(delays)
         self._brief = self._patience_of(replace(delays, give_up=min(BRIEF, delays.give_up)))
         self._at_start = self._patience_of(replace(delays, give_up=min(START_SECONDS, delays.give_up)))
@@ -142,8 +142,8 @@ class S3Store:
         return self._patience.run(f"s3://{self.bucket}: {what}", work)
 
     def request(self, what: str, work: Callable[[], T]) -> T:
-        """The same in a lane."""
-        return self.lanes.run(lambda: self.patiently(what, work))
+        """The same in a worker."""
+        return self.pool.run(lambda: self.patiently(what, work))
 
     def key_of(self, version: str, file: str = "") -> str:
         """The key of a file; without one, what all keys of the version begin with."""
@@ -174,7 +174,7 @@ class S3Store:
             return self._list(version, self._brief).get(version, [])
 
         try:
-            self._remove(version, self.lanes.run(listed), self._brief)
+            self._remove(version, self.pool.run(listed), self._brief)
             self._abort(lambda name, _: name == version, self._brief)
         except StoppedError:
             log.info("version %s was not finished: the process leaves", version)
@@ -186,7 +186,7 @@ class S3Store:
         if not upload.upload_id or self._stop.is_set():
             return
         try:
-            self.lanes.run(lambda: self._abort_one(upload.key, upload.upload_id, self._brief))
+            self.pool.run(lambda: self._abort_one(upload.key, upload.upload_id, self._brief))
         except WeightError as error:
             log.warning("parts of %s stay until they are swept: %s", upload.key, error)
 
@@ -227,7 +227,7 @@ class S3Store:
                 def keep(offset: int, body: bytes) -> None:
                     view = memoryview(body)
                     while view:
-                        # Asked each time: when the process leaves, lanes outlive the file, and its number.
+                        # Asked each time: when the process leaves, pool outlive the file, and its number.
                         n = os.pwrite(file.fileno(), view, offset)
                         offset, view = offset + n, view[n:]
 
@@ -260,7 +260,7 @@ class S3Store:
                 )
             keep(offset, part.body)
 
-        self.lanes.each(bring, range(len(first.body), first.size, PART_BYTES))
+        self.pool.each(bring, range(len(first.body), first.size, PART_BYTES))
 
     def _get(self, key: str, offset: int, length: int, condition: dict[str, str]) -> _First | None:
         """A range of an object, shorter where the object ends; None: there is no such object."""
@@ -284,7 +284,7 @@ class S3Store:
     # ---- what is there ------------------------------------------------------------------------------------
 
     def versions(self) -> list[str]:
-        found = self.lanes.run(lambda: self._list("", self._patience))
+        found = self.pool.run(lambda: self._list("", self._patience))
         return sorted(
             version for version, files in found.items() if any(file.file == MANIFEST for file in files)
         )
@@ -340,7 +340,7 @@ class S3Store:
 
     def delete(self, version: str) -> bool:
         check_name(version, "version")
-        files = self.lanes.run(lambda: self._list(version, self._patience)).get(version, [])
+        files = self.pool.run(lambda: self._list(version, self._patience)).get(version, [])
         if not any(file.file == MANIFEST for file in files):
             return False
         self._remove(version, files, self._patience)
@@ -358,14 +358,14 @@ class S3Store:
 
         names = {file.file for file in files}
         if MANIFEST in names:
-            self.lanes.run(lambda: remove(MANIFEST))
-        self.lanes.each(remove, sorted(names - {MANIFEST}))
+            self.pool.run(lambda: remove(MANIFEST))
+        self.pool.each(remove, sorted(names - {MANIFEST}))
 
     def sweep(self, older_than: float, beginning: str = "") -> None:
         def is_ours(version: str) -> bool:
             return version.startswith(beginning) and owner_of(version) is not None
 
-        found = self.lanes.run(lambda: self._list(beginning, self._patience))
+        found = self.pool.run(lambda: self._list(beginning, self._patience))
         for version, files in found.items():
             unfinished = all(file.file != MANIFEST for file in files)
             if unfinished and is_ours(version) and min(file.age for file in files) >= older_than:
@@ -374,9 +374,9 @@ class S3Store:
 
     def _abort(self, wanted: Callable[[str, float], bool], patience: Patience) -> None:
         """End the uploads of versions for which `wanted(version, age in seconds)`."""
-        uploads = self.lanes.run(lambda: list(self._uploads(patience)))
+        uploads = self.pool.run(lambda: list(self._uploads(patience)))
         chosen = [(key, upload_id) for key, version, upload_id, age in uploads if wanted(version, age)]
-        self.lanes.each(lambda one: self._abort_one(one[0], one[1], patience), chosen)
+        self.pool.each(lambda one: self._abort_one(one[0], one[1], patience), chosen)
 
     def _uploads(self, patience: Patience) -> Iterator[tuple[str, str, str, float]]:
         """Key, version, id and age of the multipart uploads that are under way. In the calling thread."""
@@ -417,7 +417,7 @@ class S3Store:
 
         doing = "written" if writing else "read"
         try:
-            self.lanes.run(lambda: self._at_start.run("looking at the bucket", look))
+            self.pool.run(lambda: self._at_start.run("looking at the bucket", look))
         except StoreError as error:
             raise StoreError(f"{self.place} cannot be {doing}: {error}") from error
 

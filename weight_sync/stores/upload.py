@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from weight_sync.errors import StoreError
 from weight_sync.stores.aws import MISSING, code_of
 from weight_sync.stores.base import HEAD_BYTES
-from weight_sync.stores.lanes import Lanes
+from weight_sync.stores.worker_pool import WorkerPool
 
 PART_BYTES = HEAD_BYTES
 """Equal parts, as some stores demand: large enough that requests do not count, small enough that a lost one is soon
@@ -27,9 +27,9 @@ MAX_PARTS = 10_000
 
 
 class Requests(Protocol):
-    """What an upload needs of a store: its lanes, its client, and one request tried again in a lane."""
+    """What an upload needs of a store: its pool, its client, and one request tried again in a worker."""
 
-    lanes: Lanes
+    pool: WorkerPool
     client: Any
     bucket: str
 
@@ -41,7 +41,7 @@ class Requests(Protocol):
 class Upload(io.RawIOBase):
     """A stream whose bytes become the object `key` with `complete`, or nothing with `abandon`.
 
-    Memory: PART_BYTES for the head, as much for the part being filled, and what is in the lanes.
+    Memory: PART_BYTES for the head, as much for the part being filled, and what is in the pool.
     """
 
     def __init__(self, store: Requests, key: str) -> None:
@@ -111,7 +111,7 @@ class Upload(io.RawIOBase):
         if self._filling:
             self._send_filled()
         first = self._send(1, self._head)
-        etags = store.lanes.gather([first, *self._parts])
+        etags = store.pool.gather([first, *self._parts])
         self._finish([{"PartNumber": number, "ETag": etag} for number, etag in enumerate(etags, start=1)])
 
     def _send_filled(self) -> None:
@@ -138,7 +138,7 @@ class Upload(io.RawIOBase):
             )
             return str(answer["ETag"])
 
-        return store.lanes.submit(lambda: str(store.patiently(f"writing part {number} of {key}", send)))
+        return store.pool.submit(lambda: str(store.patiently(f"writing part {number} of {key}", send)))
 
     def _finish(self, parts: list[dict[str, Any]]) -> None:
         store = self._store

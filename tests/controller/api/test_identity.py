@@ -13,7 +13,7 @@ from controller.client import AsyncClient, Client, Refused, Unauthorized
 from controller.client import calls as api
 from controller.state.replicas import Registry
 from rollout_worker import session
-from rollout_worker.lease_table import Held
+from rollout_worker.lease_table import LeaseTable
 from rollout_worker.session import NameTakenError, Session, SupersededError
 from schema.wire import messages as m
 from schema.wire.messages import ErrorCode
@@ -174,7 +174,7 @@ def test_a_secret_that_can_be_guessed_is_refused_and_not_shown(stage: Stage, sec
 def sessions(served: ServedController, secret: str, work: Callable[[Session], Any]) -> Any:
     async def run() -> Any:
         async with AsyncClient(served.url, TOKENS["rollout"], secret=secret) as client:
-            return await asyncio.wait_for(work(Session(client, "rollout-0", Held())), PATIENCE)
+            return await asyncio.wait_for(work(Session(client, "rollout-0", LeaseTable())), PATIENCE)
 
     return asyncio.run(run())
 

@@ -19,8 +19,8 @@ LOOK_S = 0.1
 """Seconds between two looks at `stop`."""
 
 
-class Lanes:
-    """At most `n` works at once, of all threads that use it. Works must not wait for lanes themselves."""
+class WorkerPool:
+    """At most `n` works at once, of all threads that use it. Works must not wait for pool themselves."""
 
     def __init__(self, n: int, stop: threading.Event) -> None:
         self._free, self._stop = threading.Semaphore(n), stop
@@ -43,7 +43,7 @@ class Lanes:
                 self._free.release()
 
         try:
-            threading.Thread(target=run, name="store-lane", daemon=True).start()
+            threading.Thread(target=run, name="store-worker", daemon=True).start()
         except RuntimeError as error:
             self._free.release()
             future.set_exception(StoreError(f"no thread can be started for a request to the store: {error}"))

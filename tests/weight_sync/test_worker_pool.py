@@ -1,4 +1,4 @@
-"""Lanes: what a work returns or raises reaches who waits for it, and no lane is lost."""
+"""WorkerPool: what a work returns or raises reaches who waits for it, and no lane is lost."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from concurrent.futures import Future
 import pytest
 
 from weight_sync.errors import StoreError
-from weight_sync.stores.lanes import Lanes
+from weight_sync.stores.worker_pool import WorkerPool
 
 
 @pytest.fixture
-def lanes() -> Lanes:
-    return Lanes(2, threading.Event())
+def pool() -> WorkerPool:
+    return WorkerPool(2, threading.Event())
 
 
 class Ending(Future[str]):
@@ -33,15 +33,15 @@ class Ending(Future[str]):
         raise TimeoutError
 
 
-def test_a_work_that_ends_when_the_wait_does_has_its_own_end(lanes: Lanes) -> None:
-    assert lanes.wait(Ending(None)) == "found"
+def test_a_work_that_ends_when_the_wait_does_has_its_own_end(pool: WorkerPool) -> None:
+    assert pool.wait(Ending(None)) == "found"
     for error in (TimeoutError("the work's own"), ValueError("the work's own")):
         with pytest.raises(type(error), match="the work's own"):
-            lanes.wait(Ending(error))
+            pool.wait(Ending(error))
 
 
 def test_without_threads_a_work_fails_and_no_lane_is_lost(
-    lanes: Lanes, monkeypatch: pytest.MonkeyPatch
+    pool: WorkerPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -50,7 +50,7 @@ def test_without_threads_a_work_fails_and_no_lane_is_lost(
         patched.setattr(threading.Thread, "start", refuse)
         for _ in range(3):
             with pytest.raises(StoreError, match="can't start new thread"):
-                lanes.run(lambda: "found")
+                pool.run(lambda: "found")
         with pytest.raises(StoreError, match="can't start new thread"):
-            lanes.each(str, range(3))
-    assert lanes.each(str, range(3)) == ["0", "1", "2"]
+            pool.each(str, range(3))
+    assert pool.each(str, range(3)) == ["0", "1", "2"]
