@@ -44,8 +44,8 @@ from policy_worker.training.batch_source import BatchSource
 from policy_worker.training.grpo import Grpo
 from rollout_worker.engines import create_engine
 from rollout_worker.engines.base import Engine, GenerationRequest
-from rollout_worker.groups.samples import scored
-from rollout_worker.groups.sampling import training_settings
+from rollout_worker.groups.leasing import training_settings
+from rollout_worker.groups.pipeline import scored
 from rollout_worker.rewards.functions import BUILTIN
 from schema.config import Config, load_config
 from schema.wire.batch import StepTable, encode_batch

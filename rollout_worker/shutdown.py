@@ -15,6 +15,7 @@ import logging
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 log = logging.getLogger(__name__)
@@ -69,3 +70,22 @@ class ShutdownRequest:
         """Leave when the launcher (its pid is in COSMOS_PARENT_PID) is not the parent any more."""
         if parent is not None and os.getppid() != parent:
             self.ask("stop", f"the launcher (pid {parent}) is gone")
+
+
+@dataclass(frozen=True, slots=True)
+class LeavingTimes:
+    """How the time that a replica has for leaving is divided; seconds. What remains is for closing the engine."""
+
+    finish: float
+    """Running samples may go on so long."""
+    push: float
+    """Then what is finished is pushed."""
+    goodbye: float
+    """Then the controller is informed, and takes back the rest."""
+
+
+def leaving_times(shutdown_timeout: float) -> LeavingTimes:
+    """Most of the time is for what cannot be had again; pushes take milliseconds where the controller answers."""
+    return LeavingTimes(
+        0.6 * shutdown_timeout, min(5.0, 0.15 * shutdown_timeout), min(5.0, 0.1 * shutdown_timeout)
+    )

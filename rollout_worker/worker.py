@@ -26,14 +26,13 @@ from rollout_worker.exit_watchdog import UNTIL_REGISTERED
 from rollout_worker.groups.leasing import Leasing
 from rollout_worker.groups.pipeline import GenerationPipeline
 from rollout_worker.groups.pushing import Pusher, shared_payloads
-from rollout_worker.groups.sizing import LeavingTimes, leaving_times
 from rollout_worker.groups.tokens import eos_token_ids, import_modules, load_tokenizer
 from rollout_worker.heartbeat import Heartbeat
 from rollout_worker.lease_table import LeaseTable
 from rollout_worker.metrics import Metrics
 from rollout_worker.rewards.pool import RewardPool
 from rollout_worker.session import Session
-from rollout_worker.shutdown import ShutdownRequest
+from rollout_worker.shutdown import LeavingTimes, ShutdownRequest, leaving_times
 from rollout_worker.weights.follower import WeightFollower
 from rollout_worker.weights.host_weights import HostWeights
 from schema.config import Config

@@ -6,15 +6,15 @@
     weights.changes_since(content_hash)      for engines that change in place, each by `open_delta`
     with weights.reading(): …                the whole
 
-`stores` says where versions lie, `layout` what the bytes are and what is hashed, `codec` what a delta holds of a
-tensor. `publish`, `host_copy` and `collect` are the three things one does with versions, `chain` and `plan` decide
-which forms are written and read, `hub` gives a model's weights the names of its hub checkpoint.
+stores       where versions lie                     layout, manifest  what the bytes are, what is hashed
+publishing   the trainer's half, with `chain`       delta             what a delta holds, and applying it
+host         the one copy of a host                 download_plan     which forms are read
+transport    from host to host, past the store      hf_names, lora    the names of the hub checkpoint
 """
 
 from weight_sync.delta.delta import open_delta
 from weight_sync.errors import NotReadableError, WeightError
 from weight_sync.hf_names import HubNames, gather_full, hub_tensors
-from weight_sync.host.fetch import Weights, fetch
 from weight_sync.host.files import open_copy
 from weight_sync.host.host_copy import HostCopy
 from weight_sync.publishing.gc import collect, remove
@@ -29,9 +29,7 @@ __all__ = [
     "Published",
     "Store",
     "WeightError",
-    "Weights",
     "collect",
-    "fetch",
     "gather_full",
     "hub_tensors",
     "open_copy",

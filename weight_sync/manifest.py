@@ -21,7 +21,7 @@ from schema.wire.frame import FrameError, Header, read_header
 from schema.wire.weights import MAX_MANIFEST_BYTES, FileEntry, Piece, Publication, TensorEntry, WeightManifest
 from weight_sync.errors import NotReadableError, WeightError
 from weight_sync.layout import content_hash, digest, file_hash, size_of, tensor_digest, torch_dtype
-from weight_sync.stores import Store, split_key
+from weight_sync.stores import ReadableStore, split_key
 
 HASH_THREADS = 4
 """One thread hashes 30 GB/s out of the page cache: more help only to keep a disk or network busy."""
@@ -57,7 +57,7 @@ def parse_manifest(text: bytes, piece: Piece) -> WeightManifest:
     return manifest
 
 
-def open_piece(store: Store, piece: Piece, kind: Literal["full", "delta"]) -> Opened:
+def open_piece(store: ReadableStore, piece: Piece, kind: Literal["full", "delta"]) -> Opened:
     """Open and prove one form of a version.
 
     Raises:
@@ -106,7 +106,9 @@ def _check_manifest(piece: Piece, manifest: WeightManifest) -> None:
         raise WeightError(f"{uri}: the content hash does not follow from its tensors")
 
 
-def open_file(store: Store, version: str, file: FileEntry, manifest: WeightManifest) -> dict[str, memoryview]:
+def open_file(
+    store: ReadableStore, version: str, file: FileEntry, manifest: WeightManifest
+) -> dict[str, memoryview]:
     """The stored bytes of the tensors of one data file, every byte of it checked.
 
     version: the folder of the store in which it lies. Raises `NotReadableError`.

@@ -1,1 +1,1 @@
-"""From a lease to a pushed group: how many, prompts to tokens, generation, scoring, pushing."""
+"""From a lease to a pushed group: leasing, generation and scoring (`pipeline`), tokens to text, pushing."""

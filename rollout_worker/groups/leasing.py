@@ -20,9 +20,6 @@ import time
 from controller.client import calls as api
 from rollout_worker.engines.base import Engine, GenerationRequest, SamplingSettings
 from rollout_worker.groups.pushing import Pusher
-from rollout_worker.groups.samples import failed
-from rollout_worker.groups.sampling import training_settings, validation_settings
-from rollout_worker.groups.sizing import groups_to_lease
 from rollout_worker.lease_table import HeldGroup, LeaseTable
 from rollout_worker.metrics import Metrics
 from rollout_worker.session import Session
@@ -39,6 +36,13 @@ PAUSE_S = 0.05
 """Between two questions: a controller that cannot hold them open (it is closing) is not flooded."""
 LOOK_S = 1.0
 """How long to wait for an event that should come before looking again by oneself."""
+MAX_GROUPS = 1024
+"""Groups per lease request: an answer of a few megabytes at most."""
+AHEAD = 0.25
+"""Share of the capacity that may stand empty for the sake of fewer, larger lease requests."""
+BACKLOG = 3
+"""Samples held in all (generated, scored and not pushed yet, too) may be this many times the capacity: when
+rewards or the controller cannot keep up, leasing more would only let it grow old here."""
 
 
 class Leasing:
@@ -186,7 +190,7 @@ class Leasing:
                 fault = f"PromptInvalid: {error}"
         if fault is not None:
             for index in sorted(group.open):
-                self._pusher.add(lease, failed(lease, index, fault))
+                self._pusher.fail(lease, index, fault)
 
     def _requests(self, group: HeldGroup) -> list[GenerationRequest]:
         """The engine requests of a group: one with all seeds, or one per sample (`n_generation_to_batch`).
@@ -227,3 +231,67 @@ class Leasing:
         self._pusher.drop(lease_ids)
         self._weights.look_again()
         self.look_again()
+
+
+# ---- decisions ------------------------------------------------------------------------------------------------
+
+
+def groups_to_lease(*, in_engine: int, held: int, capacity: int, group_size: int, batch_size: int) -> int:
+    """How many groups to ask for now; 0: none.
+
+    in_engine: samples in the engine, running or waiting. held: samples leased and not pushed. Asks for all that
+    fits next to what the engine has, but not for less than `batch_size` groups at a time, unless that would let
+    more than AHEAD of the engine run dry first. An empty engine always gets at least one group.
+    """
+    if held >= BACKLOG * max(capacity, group_size):
+        return 0
+    room = max(capacity - in_engine, 0) // group_size
+    if in_engine == 0:
+        room = max(room, 1)
+    least = min(batch_size, max(int(AHEAD * capacity) // group_size, 1))
+    return min(room, MAX_GROUPS) if room >= least else 0
+
+
+def training_settings(config: Config) -> SamplingSettings:
+    """How training rollouts are drawn: `[rollout.sampling_config]` and the temperature of `train_policy`."""
+    rollout, sampling = config.rollout, config.rollout.sampling_config
+    return SamplingSettings(
+        max_tokens=rollout.max_response_length,
+        temperature=config.sampling_temperature,
+        do_sample=sampling.do_sample,
+        top_p=sampling.top_p,
+        top_k=max(sampling.top_k, 0),
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        min_tokens=sampling.min_tokens,
+        ignore_eos=sampling.ignore_eos,
+        stop=tuple(sampling.stop),
+        stop_token_ids=tuple(sampling.stop_token_ids),
+        include_stop_str_in_output=rollout.include_stop_str_in_output,
+        extra=dict(sampling.extra),
+    )
+
+
+def validation_settings(config: Config) -> SamplingSettings:
+    """How validation answers are drawn: `[validation]` says how tokens are chosen, `[rollout]` when they end.
+
+    A temperature of 0 is greedy decoding, where filters mean nothing.
+    """
+    rollout, sampling, validation = config.rollout, config.rollout.sampling_config, config.validation
+    greedy = validation.temperature == 0.0
+    return SamplingSettings(
+        max_tokens=validation.max_response_length or rollout.max_response_length,
+        temperature=validation.temperature,
+        do_sample=True,
+        top_p=1.0 if greedy or validation.top_p is None else validation.top_p,
+        top_k=0 if greedy or validation.top_k is None else max(validation.top_k, 0),
+        repetition_penalty=validation.repetition_penalty,
+        min_tokens=sampling.min_tokens,
+        ignore_eos=sampling.ignore_eos,
+        stop=tuple(sampling.stop),
+        stop_token_ids=tuple(sampling.stop_token_ids),
+        include_stop_str_in_output=rollout.include_stop_str_in_output,
+        extra=dict(sampling.extra),
+    )

@@ -7,17 +7,18 @@ from asyncio import Future
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from rollout_worker.engines.base import Engine, Generation
 from rollout_worker.groups.leasing import Leasing
-from rollout_worker.groups.pushing import Pusher
-from rollout_worker.groups.samples import failed, finish_reason, scored
+from rollout_worker.groups.pushing import MAX_ERROR, Pusher
 from rollout_worker.groups.tokens import texts
 from rollout_worker.lease_table import HeldGroup, LeaseTable
 from rollout_worker.rewards.pool import Result, RewardPool, Task
 from rollout_worker.rewards.scoring import OVERLONG, overlong_penalty, score_of
 from schema.config import Config
 from schema.wire.messages import LeasedGroup
-from schema.wire.sample import Sample
+from schema.wire.sample import FinishReason, Sample, SampleHeader
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ class GenerationPipeline:
     def _push(
         self, group: HeldGroup, index: int, sample: Generation, text: str, future: Future[Result]
     ) -> None:
-        """The rewards of a sample are there. (When the pool has failed, `RewardPool.watch` tells.)"""
+        """The rewards of a sample are there. (When the pool has failed, `RewardPool.watch` raises.)"""
         lease = group.lease
         if future.cancelled() or future.exception() or self._leases.get(lease.lease_id) is not group:
             return
@@ -78,7 +79,7 @@ class GenerationPipeline:
             self._pusher.add(lease, self._made(lease, index, sample, text, future.result()))
         except Exception as error:  # nobody hears of it in a callback, and the group would be held for ever
             log.exception("sample %d of group %s cannot be made", index, lease.group_id)
-            self._pusher.add(lease, failed(lease, index, f"{type(error).__name__}: {error}"))
+            self._pusher.fail(lease, index, f"{type(error).__name__}: {error}")
 
     def _made(self, lease: LeasedGroup, index: int, sample: Generation, text: str, result: Result) -> Sample:
         config, limit = self._config, self._leasing.settings[lease.kind].max_tokens
@@ -88,5 +89,55 @@ class GenerationPipeline:
             rewards[OVERLONG] = overlong_penalty(len(sample.token_ids), limit, overlong)
         score, error = score_of(rewards, self._weights[lease.kind], result.error)
         reason = finish_reason(sample, len(lease.prompt_token_ids), limit, config.policy.model_max_length)
-        told = None if config.grpo.rollout_as_token_ids else text
-        return scored(lease, index, sample, reason, rewards, score, error, told, result.outage)
+        sent = None if config.grpo.rollout_as_token_ids else text
+        return scored(lease, index, sample, reason, rewards, score, error, sent, result.outage)
+
+
+def finish_reason(
+    sample: Generation, prompt_tokens: int, max_tokens: int, model_max_length: int
+) -> FinishReason:
+    """Why a sample ended. `overlong`: it is longer than training allows, or was ended by the longest sequence
+    of model or engine before its own limit: never cut in silence."""
+    tokens = len(sample.token_ids)
+    ended_early = sample.finish_reason == "length" and tokens < max_tokens
+    if ended_early or prompt_tokens + tokens > model_max_length:
+        return "overlong"
+    return sample.finish_reason
+
+
+def scored(
+    group: LeasedGroup,
+    index: int,
+    generated: Generation,
+    reason: FinishReason,
+    rewards: dict[str, float],
+    score: float | None,
+    error: str | None,
+    text: str | None,
+    outage: bool = False,
+) -> Sample:
+    """A generated sample with its rewards, or with the error that took their place."""
+    prompt = np.asarray(group.prompt_token_ids, np.int32)
+    n, r = len(prompt), len(generated.token_ids)
+    header = SampleHeader(
+        index=index,
+        prompt_tokens=n,
+        response_tokens=r,
+        total_tokens=n + r,
+        oldest_version=int(generated.version_values.min()),
+        newest_version=int(generated.version_values.max()),
+        finish_reason=reason,
+        rewards=rewards,
+        score=score,
+        error=None if error is None else error[:MAX_ERROR],
+        outage=outage,
+    )
+    return Sample(
+        header=header,
+        token_ids=np.concatenate([prompt, generated.token_ids]),
+        loss_mask=np.concatenate([np.zeros(n, np.uint8), np.ones(r, np.uint8)]),
+        logprobs=np.concatenate([np.zeros(n, np.float32), np.minimum(generated.logprobs, 0.0)]),
+        version_starts=np.concatenate([np.zeros(1, np.int32), generated.version_starts + np.int32(n)]),
+        version_values=np.concatenate([np.full(1, -1, np.int32), generated.version_values]),
+        text=text,
+    )

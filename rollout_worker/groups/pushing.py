@@ -17,17 +17,17 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from controller.client import Refused
+import numpy as np
+
 from controller.client import calls as api
-from rollout_worker.groups.samples import failed
-from rollout_worker.groups.sizing import cut_batch
+from controller.client import Refused
 from rollout_worker.lease_table import LeaseTable
 from rollout_worker.session import Session
 from schema.config import Config
 from schema.wire import payload_file
 from schema.wire.messages import ErrorCode, LeasedGroup, PushItem, PushList, PushReply, PushResult
 from schema.wire.payload_file import FileName
-from schema.wire.sample import Sample, encode_sample
+from schema.wire.sample import Sample, SampleHeader, encode_sample
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +36,8 @@ LOOK_S = 0.01
 MAX_ITEMS = 512
 SHARE_OF_LIMIT = 0.5
 """A request stays well below `controller.max_request_bytes`: the bundle's header comes on top."""
+MAX_ERROR = 8192
+"""Characters of an error that travel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,10 @@ class Pusher:
         self._queue.append(_Entry(lease, sample.header.index, encode_sample(sample)))
         self._empty.clear()
         self._filled.set()
+
+    def fail(self, lease: LeasedGroup, index: int, error: str) -> None:
+        """Push a sample that cannot be had."""
+        self.add(lease, failed(lease, index, error))
 
     def drop(self, lease_ids: Collection[str]) -> None:
         """Leave out what is queued of these leases."""
@@ -182,3 +188,37 @@ class Pusher:
             )
             self.on_lost([lease_id])
             await self._session.call(lambda _: api.release(lease_id))
+
+
+def cut_batch(sizes: Sequence[int], max_bytes: int, max_items: int) -> int:
+    """How many of the queued frames go into one request: at least one, no more than the limits allow."""
+    total = 0
+    for count, size in enumerate(sizes[:max_items]):
+        total += size
+        if total > max_bytes and count:
+            return count
+    return min(len(sizes), max_items)
+
+
+def failed(group: LeasedGroup, index: int, error: str) -> Sample:
+    """A sample that could not be generated: its prompt, and why."""
+    prompt = np.asarray(group.prompt_token_ids, np.int32)
+    n = len(prompt)
+    header = SampleHeader(
+        index=index,
+        prompt_tokens=n,
+        response_tokens=0,
+        total_tokens=n,
+        oldest_version=-1,
+        newest_version=-1,
+        finish_reason="abort",
+        error=error[:MAX_ERROR],
+    )
+    return Sample(
+        header=header,
+        token_ids=prompt,
+        loss_mask=np.zeros(n, np.uint8),
+        logprobs=np.zeros(n, np.float32),
+        version_starts=np.zeros(1, np.int32),
+        version_values=np.full(1, -1, np.int32),
+    )

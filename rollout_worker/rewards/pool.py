@@ -62,7 +62,7 @@ class Result:
     rewards: dict[str, float]
     error: str | None = None
     outage: bool = False
-    """Whether the error is a time-out or a connection error (see `outages`)."""
+    """Whether the error is a time-out or a connection error (see `process.is_outage`)."""
 
 
 @dataclass(slots=True)

@@ -7,18 +7,19 @@ error instead. It ends when its input does, and dies with its parent even in the
 from __future__ import annotations
 
 import ctypes
+import errno
 import math
 import numbers
 import os
 import signal
+import socket
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
-from rollout_worker.rewards import answers
+from rollout_worker.rewards import functions
 from rollout_worker.rewards.functions import BUILTIN, source_scorers
-from rollout_worker.rewards.outages import is_outage
 from rollout_worker.rewards.protocol import Decoder, encode
 from rollout_worker.rewards.registry import RewardConfigError, RewardFunction, resolve
 
@@ -28,6 +29,23 @@ MAX_MESSAGE = 1000
 """Of it: the name of the function follows, by which the controller recognises the failure."""
 TRACEBACK_FRAMES = 4
 _PR_SET_PDEATHSIG = 1
+_PASSING = (TimeoutError, ConnectionError, socket.gaierror, socket.herror)
+NETWORK_ERRNO = frozenset(
+    {
+        errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.EPIPE, errno.ETIMEDOUT, errno.ENETDOWN,
+        errno.ENETUNREACH, errno.ENETRESET, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOTCONN,
+    }
+)  # fmt: skip
+LIBRARIES = frozenset(
+    {
+        "ConnectionError", "Timeout", "ChunkedEncodingError",  # requests
+        "TimeoutException", "NetworkError", "ProxyError", "RemoteProtocolError",  # httpx
+        "TimeoutError", "MaxRetryError", "NewConnectionError", "ProtocolError",  # urllib3
+        "ClientConnectionError", "ServerTimeoutError", "ClientPayloadError",  # aiohttp
+        "APIConnectionError", "APITimeoutError",  # clients of model services
+    }
+)  # fmt: skip
+MOST_CAUSES = 8
 
 
 class RewardNotANumber(Exception):
@@ -43,20 +61,20 @@ def main() -> int:
         setup = next(messages, None)
         if setup is None:
             return 0
-        functions = {name: resolve(name, setup["custom"]) for name in setup["functions"]}
-        _warm_up(functions)
+        resolved = {name: resolve(name, setup["custom"]) for name in setup["functions"]}
+        _warm_up(resolved)
     except RewardConfigError as error:
         replies.add({"fatal": str(error)})
         replies.flush()
         return 2
-    answers.before_slow = replies.flush
+    functions.before_slow = replies.flush
     replies.add({"ready": True})
     replies.flush()
     for message in messages:
         for completion, row, names in message["samples"]:
             if not BUILTIN.keys() >= set(names):
                 replies.flush()
-            replies.add(score(completion, row, {name: functions[name] for name in names}))
+            replies.add(score(completion, row, {name: resolved[name] for name in names}))
         replies.flush()
     return 0
 
@@ -91,6 +109,23 @@ def score(completion: str, row: dict[str, Any], functions: dict[str, RewardFunct
     return {"rewards": rewards, "error": failure, "outage": outage}
 
 
+def is_outage(error: BaseException | None) -> bool:
+    """Whether an error, or what it was raised from, is a time-out or a connection error: it may pass by itself.
+
+    A reward process imports nothing but what the functions do, so the classes of HTTP libraries are known by name.
+    """
+    for _ in range(MOST_CAUSES):
+        if error is None:
+            return False
+        names = {kind.__name__ for kind in type(error).__mro__}
+        by_number = isinstance(error, OSError) and error.errno in NETWORK_ERRNO
+        if isinstance(error, _PASSING) or by_number or names & LIBRARIES:
+            return True
+        reason = getattr(error, "reason", None)  # of urllib.error.URLError
+        error = error.__cause__ or (reason if isinstance(reason, BaseException) else None)
+    return False
+
+
 def _as_number(name: str, value: Any) -> float:
     if not isinstance(value, numbers.Real):
         raise RewardNotANumber(f"{name} returned {value!r:.200} of type {type(value).__name__}, not a number")
@@ -107,11 +142,11 @@ def _describe(name: str, error: Exception) -> str:
     return text if len(text) <= MAX_ERROR else text[: MAX_ERROR // 2] + "\n…\n" + text[-MAX_ERROR // 2 :]
 
 
-def _warm_up(functions: dict[str, RewardFunction]) -> None:
+def _warm_up(names: Collection[str]) -> None:
     """Import now what the first sample would otherwise pay for out of its deadline."""
-    if functions.keys() & {"boxed_math", "by_source"}:
+    if {"boxed_math", "by_source"} & set(names):
         import math_verify  # noqa: F401
-    if "by_source" in functions:
+    if "by_source" in names:
         source_scorers()
 
 

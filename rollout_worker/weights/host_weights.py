@@ -23,7 +23,7 @@ from schema.wire.weights import Publication
 from weight_sync.errors import StoreError, WeightError
 from weight_sync.host.host_copy import HostCopy, Weights, whole_bytes
 from weight_sync.host.users import copy_directory
-from weight_sync.stores import Store, open_store
+from weight_sync.stores import ReadableStore, open_store
 from weight_sync.transport import DirectStore
 
 T = TypeVar("T")
@@ -56,7 +56,7 @@ class HostWeights:
         self._config, self._reply = config.weight_sync, reply
         self._stop = threading.Event()
         try:
-            self._store: Store = open_store(
+            self._store: ReadableStore = open_store(
                 reply.weight_store, timeout=config.weight_sync.store_timeout, stop=self._stop
             )
         except StoreError as error:

@@ -13,10 +13,9 @@ from rollout_worker.engines import create_engine
 from rollout_worker.engines.base import EngineConfigError, Generation
 from rollout_worker.engines.transformers.settings import settings_of
 from rollout_worker.engines.vllm.arguments import engine_arguments, sampling_arguments
-from rollout_worker.groups.leasing import Leasing
+from rollout_worker.groups.leasing import Leasing, training_settings, validation_settings
 from rollout_worker.groups.pipeline import GenerationPipeline
 from rollout_worker.groups.pushing import Pusher
-from rollout_worker.groups.sampling import training_settings, validation_settings
 from rollout_worker.lease_table import LeaseTable
 from rollout_worker.metrics import Metrics
 from rollout_worker.rewards.pool import Result, Task

@@ -41,8 +41,8 @@ from schema.config import Config
 from schema.wire.weights import Publication
 from tests.rollout_worker.tiny import publish_model, random_model, save_model, tokenizer
 from tests.rollout_worker.versions import Versions, nudged
+from tests.support.fetched import Weights, fetch
 from tests.support.waiting import PATIENCE
-from weight_sync import Weights, fetch
 
 T = TypeVar("T")
 EOS = 256

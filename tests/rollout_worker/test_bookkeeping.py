@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_worker.engines.base import EngineStats, Generation
-from rollout_worker.groups.samples import failed, finish_reason, scored
+from rollout_worker.groups.pipeline import finish_reason, scored
+from rollout_worker.groups.pushing import failed
 from rollout_worker.lease_table import LeaseTable
 from rollout_worker.metrics import Metrics
 from rollout_worker.shutdown import ShutdownRequest

@@ -15,7 +15,7 @@ import pytest
 import requests
 import urllib3
 
-from rollout_worker.rewards.outages import is_outage
+from rollout_worker.rewards.process import is_outage
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_worker.groups.sizing import BACKLOG, MAX_GROUPS, cut_batch, groups_to_lease, leaving_times
+from rollout_worker.groups.leasing import BACKLOG, MAX_GROUPS, groups_to_lease
+from rollout_worker.groups.pushing import cut_batch
+from rollout_worker.shutdown import leaving_times
 
 COUNTS = st.integers(0, 5000)
 SIZES = st.integers(1, 600)

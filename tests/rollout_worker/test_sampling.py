@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rollout_worker.engines.base import SamplingSettings
-from rollout_worker.groups.sampling import training_settings, validation_settings
+from rollout_worker.groups.leasing import training_settings, validation_settings
 from schema.config import Config
 
 

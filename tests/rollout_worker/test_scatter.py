@@ -20,6 +20,7 @@ from rollout_worker.engines.scatter import (
     whole,
 )
 from rollout_worker.engines.vllm.proof import LoadTrace, unread
+from tests.support.effort import examples
 from weight_sync.delta.delta import Change
 
 View = Callable[[torch.Tensor], torch.Tensor]
@@ -135,7 +136,8 @@ def changes_to(new: dict[str, torch.Tensor], old: dict[str, torch.Tensor]) -> li
     return found
 
 
-@settings(deadline=None, max_examples=300)
+@pytest.mark.scaled
+@settings(deadline=None, max_examples=examples(60))
 @given(loads(), st.integers(0, 2**31), st.sampled_from([0.1, 0.5, 1.0]), st.booleans(), st.booleans())
 def test_a_patch_equals_loading_again(
     made: tuple[dict[str, torch.Tensor], list[tuple[str, View, View]], list[int]],
@@ -181,7 +183,8 @@ def test_a_parameter_that_does_not_take_what_is_written_is_named() -> None:
     assert bits(targets["good"]) == bits(changes[0].values)
 
 
-@settings(deadline=None, max_examples=100)
+@pytest.mark.scaled
+@settings(deadline=None, max_examples=examples(30))
 @given(loads())
 def test_published_tensors_are_put_together_again(
     made: tuple[dict[str, torch.Tensor], list[tuple[str, View, View]], list[int]],

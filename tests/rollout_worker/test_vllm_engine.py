@@ -47,8 +47,9 @@ from tests.rollout_worker.engine_contract import (
 )
 from tests.rollout_worker.tiny import publish_model, random_model, save_model, tokenizer
 from tests.rollout_worker.versions import Versions, nudged
+from tests.support.fetched import fetch
 from tests.support.waiting import PATIENCE, until
-from weight_sync import DirectoryStore, collect, fetch, hub_tensors
+from weight_sync import DirectoryStore, collect, hub_tensors
 
 pytestmark = pytest.mark.slow
 

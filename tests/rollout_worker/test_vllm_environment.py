@@ -7,12 +7,22 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from contextlib import suppress
 
 import psutil
 import pytest
 
-from rollout_worker.engines.vllm.environment import MODULES, PARENT, boot_environment, environment
+from rollout_worker.engines import create_engine
+from rollout_worker.engines.base import EngineConfigError
+from rollout_worker.engines.vllm.processes import (
+    MODULES,
+    PARENT,
+    boot_environment,
+    environment,
+    follow_parent,
+)
+from schema.config import Config
 from tests.support.waiting import PATIENCE
 
 
@@ -60,7 +70,7 @@ def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch, name: str)
 
 CHILD = """
 import os, time
-from rollout_worker.engines.vllm.environment import follow_parent
+from rollout_worker.engines.vllm.processes import follow_parent
 follow_parent()
 print(os.getpid(), flush=True)
 time.sleep(3600)
@@ -101,43 +111,19 @@ def test_a_process_whose_worker_is_gone_already_does_not_start() -> None:
     assert done.returncode == 1
 
 
-@pytest.mark.parametrize("value", [None, "0"])
-def test_nothing_is_followed_elsewhere(value: str | None) -> None:
+@pytest.mark.parametrize("value", ["", "0", str(os.getpid())])
+def test_nothing_is_followed_elsewhere(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     """vLLM started by somebody else loads the plugin too, and must not be ended by it."""
-    program = (
-        "from rollout_worker.engines.vllm.environment import follow_parent as f; import threading as t\n"
-    )
-    program += "f(); print(t.active_count())"
-    variables = {k: v for k, v in os.environ.items() if k != PARENT} | ({PARENT: value} if value else {})
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=variables,
-        timeout=PATIENCE,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    assert done.stdout.strip() == "1"
+    monkeypatch.delenv(PARENT, raising=False)
+    if value:
+        monkeypatch.setenv(PARENT, value)
+    before = threading.active_count()
+    follow_parent()
+    assert threading.active_count() == before
 
 
-def test_a_missing_vllm_is_named_with_its_extra() -> None:
-    program = """
-    import sys
-    sys.modules["vllm"] = None  # what `import vllm` finds where it is not installed
-    from rollout_worker.engines import create_engine
-    from rollout_worker.engines.base import EngineConfigError
-    from schema.config import Config
-    try:
-        create_engine(Config.model_validate({"rollout": {"backend": "vllm"}}), None, frozenset())
-    except EngineConfigError as error:
-        print(error)
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        timeout=PATIENCE,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    assert "not installed: install the extra `vllm`" in done.stdout
-    assert 'rollout.backend = "transformers"' in done.stdout
+def test_a_missing_vllm_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)  # what `import vllm` finds where it is not installed
+    config = Config.model_validate({"rollout": {"backend": "vllm"}})
+    with pytest.raises(EngineConfigError, match=r"not installed: install the extra `vllm`.*transformers"):
+        create_engine(config, None, frozenset())

@@ -29,6 +29,8 @@ from weight_sync.transport import TransferError
 from weight_sync.transport.group import Chunk, Line, chunks_of
 from weight_sync.transport.wire import Deadline
 
+pytestmark = pytest.mark.slow  # it imports vLLM, as the other slow ones do
+
 FILES = {"a.safetensors": bytes(range(200)), "b.safetensors": b"xyz"}
 CHUNKS = chunks_of([FileEntry(name=name, n_bytes=len(data), hash="") for name, data in FILES.items()], 64)
 
@@ -163,7 +165,7 @@ def test_a_failure_ends_for_all_and_the_next_round_works(fabric: Fabric, sender:
     receivers = [NcclReceiver(), NcclReceiver()]
     assert Round(sender, receivers).error is None
     fabric.torn = True
-    found = Round(sender, receivers, timeout=2.0)
+    found = Round(sender, receivers, timeout=0.5)
     assert "NCCL error" in str(found.error)
     assert all(error is not None for error in found.errors)
     fabric.torn = False
@@ -176,7 +178,7 @@ def test_a_fabric_that_keeps_failing_is_given_up(fabric: Fabric, sender: NcclSen
     fabric.torn = True
     for _ in range(3):
         assert sender.works
-        assert Round(sender, [NcclReceiver()], timeout=2.0).error is not None
+        assert Round(sender, [NcclReceiver()], timeout=0.5).error is not None
     assert not sender.works
 
 

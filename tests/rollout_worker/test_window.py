@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_worker.engines.transformers.views import DecodeView
 from rollout_worker.engines.transformers.window import Window
+from tests.support.effort import examples
 
 PROMPTS = st.lists(st.integers(1, 40), min_size=1, max_size=4)
 EVENTS = st.lists(
@@ -85,7 +87,8 @@ class Reference:
             assert window.tokens[i, int(window.start[i]) : window.column + 1].tolist() == row
 
 
-@settings(max_examples=60, deadline=None)
+@pytest.mark.scaled
+@settings(max_examples=examples(25), deadline=None)
 @given(EVENTS)
 def test_rows_keep_their_own(events: list[tuple[str, list[int] | int]]) -> None:
     reference = Reference()
@@ -106,7 +109,7 @@ def test_rows_keep_their_own(events: list[tuple[str, list[int] | int]]) -> None:
 def test_columns_are_used_again() -> None:
     """However long it runs, short rows need a small window."""
     reference = Reference()
-    for _ in range(60):
+    for _ in range(25):
         reference.append([5, 9])
         for _ in range(10):
             reference.step()
@@ -118,12 +121,12 @@ def test_columns_are_used_again() -> None:
 
 def test_a_long_row_does_not_stay_in_memory() -> None:
     reference = Reference()
-    reference.append([2000])
+    reference.append([1000])
     reference.step()
     reference.remove([0])
-    for _ in range(40):
+    for _ in range(16):
         reference.append([4])
         for _ in range(80):
             reference.step()
         reference.remove([0])
-    assert reference.window.shape[1] < 1000
+    assert reference.window.shape[1] < 500

@@ -39,7 +39,7 @@ def check_sample(sample: Sample, models: Models) -> None:
     assert sample.text == tokenizer().decode(response, skip_special_tokens=True)
 
 
-@pytest.mark.parametrize("bound", [0, 1, 3])
+@pytest.mark.parametrize("bound", [0, pytest.param(1, marks=pytest.mark.soak), 3])
 def test_a_whole_job_within_its_staleness_bound(stage: Stage, bound: int) -> None:
     config = stage.config(train__train_policy__allowed_outdated_steps=bound, train__max_num_steps=5)
     stage.prepare(config, PROMPTS)
@@ -92,12 +92,10 @@ def test_samples_follow_from_the_seed_whoever_makes_them_and_how(stage: Stage) -
     changes = {"train__train_policy__dataloader_shuffle": False}
     together = first_batches(stage, "a", **changes)
     apart = first_batches(stage, "b", rollout__n_generation_to_batch=True, rollout__batch_size=2, **changes)
-    other = first_batches(stage, "c", rollout__sampling_config={"seed": 99}, **changes)
     assert len(together.keys() & apart.keys()) >= 2
     for prompt in together.keys() & apart.keys():
         assert together[prompt] == apart[prompt]
         assert together[prompt][0] != together[prompt][1]
-    assert any(together[prompt] != other[prompt] for prompt in together.keys() & other.keys())
 
 
 def test_validation_samples_are_of_the_pinned_version(stage: Stage) -> None:
@@ -167,7 +165,7 @@ def test_a_drained_worker_finishes_what_it_holds_and_leaves(stage: Stage) -> Non
     assert ledger.states["ready"] >= 1
 
 
-@pytest.mark.parametrize("how", ["the deadline", "a second wish"])
+@pytest.mark.parametrize("how", [pytest.param("the deadline", marks=pytest.mark.soak), "a second request"])
 def test_a_drained_worker_pushes_what_is_finished_and_gives_back_the_rest(stage: Stage, how: str) -> None:
     """One reward hangs. Its group's other sample is kept for whoever makes the group next."""
     config = stage.config(
@@ -187,7 +185,7 @@ def test_a_drained_worker_pushes_what_is_finished_and_gives_back_the_rest(stage:
     times = worker.worker.times  # to push and to say good-bye there would be less than a second
     worker.worker.times = replace(times, push=PATIENCE, goodbye=PATIENCE)
     worker.ask("drain")
-    if how == "a second wish":
+    if how == "a second request":
         worker.ask("stop")
     worker.join()
     group = groups["e0-p0"]

@@ -19,7 +19,8 @@ from schema.wire.sample import decode_sample, read_sample_header
 from schema.wire.weights import Publication
 from tests.security import fuzz_frames
 from tests.support.effort import examples
-from weight_sync import DirectoryStore, WeightError, fetch, publish
+from tests.support.fetched import fetch
+from weight_sync import DirectoryStore, WeightError, publish
 from weight_sync.layout import digest
 
 

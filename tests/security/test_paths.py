@@ -18,10 +18,11 @@ from schema.config import Config, ConfigError, check_config
 from schema.wire.weights import FileEntry, Publication
 from tests.controller.drivers import Rollout, Trainer
 from tests.support.controller import TOKENS, make_config, make_run_dir
+from tests.support.fetched import fetch
 from tests.support.served import ServedController, served_controller
 from tests.support.valkey import ValkeyServer, running_valkey
 from tests.support.waiting import PATIENCE
-from weight_sync import DirectoryStore, WeightError, fetch
+from weight_sync import DirectoryStore, WeightError
 
 HOSTILE = [
     "..", "../x", "../../../../etc/passwd", "/etc/passwd", "a/../b", "./a", "a//b", "a/b/c", "a\0b", "\0", "a\nb",

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schema.wire.weights import Piece
+from tests.support.effort import examples
 from weight_sync.publishing.chain import LONGEST, MOST_UNTRIED, Chain
 from weight_sync.publishing.writer import Published
 
@@ -147,7 +149,8 @@ def test_a_chain_has_an_end() -> None:
 Step = st.tuples(st.sampled_from(["publish", "ask", "fail", "dense", "collect"]), st.integers(0, 9))
 
 
-@settings(max_examples=300, deadline=None)
+@pytest.mark.scaled
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(Step, max_size=60), st.integers(1, 5))
 def test_whoever_holds_anything_that_is_listed_has_a_way(
     steps: Iterable[tuple[str, int]], interval: int

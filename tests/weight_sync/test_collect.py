@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.fetched import fetch
 from tests.support.waiting import PATIENCE, until
 from tests.weight_sync.helpers import bits, put, small
-from weight_sync import DirectoryStore, WeightError, collect, fetch, publish, remove
+from weight_sync import DirectoryStore, WeightError, collect, publish, remove
 from weight_sync.publishing.gc import ABANDONED_AFTER
 
 

@@ -16,9 +16,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from schema.wire.weights import MAX_MANIFEST_BYTES, Publication, WeightManifest
+from tests.support.effort import examples
+from tests.support.fetched import fetch
 from tests.support.waiting import PATIENCE
 from tests.weight_sync.helpers import bits, put, small
-from weight_sync import DirectoryStore, WeightError, fetch
+from weight_sync import DirectoryStore, WeightError
 from weight_sync.layout import digest
 
 
@@ -41,7 +43,10 @@ def rewritten(root: Path, publication: Publication, change: Callable[[dict], Non
     return publication.model_copy(update={"manifest_hash": digest(text).hex()})
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.scaled
+@settings(
+    max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data())
 def test_any_flipped_bit_of_any_file_is_found(tmp_path: Path, data: st.DataObject) -> None:
     root = tmp_path / "store"
@@ -56,7 +61,10 @@ def test_any_flipped_bit_of_any_file_is_found(tmp_path: Path, data: st.DataObjec
         fetch(root, publication, patience=0.0)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.scaled
+@settings(
+    max_examples=examples(20), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data())
 def test_any_torn_file_is_found(tmp_path: Path, data: st.DataObject) -> None:
     root = tmp_path / "store"

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 import torch
 import xxhash
 import zstandard
@@ -19,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schema.wire.weights import Link, TensorEntry
+from tests.support.effort import examples
 from weight_sync.delta.codec import encode
 from weight_sync.layout import tensor_bytes
 from weight_sync.publishing.writer import assemble, finish, write_delta, write_full
@@ -183,7 +185,8 @@ def test_the_example_of_the_document() -> None:
     assert encoded.digest == bytes_of["hash"]
 
 
-@settings(max_examples=60, deadline=None)
+@pytest.mark.scaled
+@settings(max_examples=examples(25), deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
     size=st.sampled_from([1, 3, 1000, 70_000, BLOCK + 7]),

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from schema.util.file_lock import release
+from tests.support.effort import examples
 from tests.support.objects import running_objects
 from tests.support.waiting import PATIENCE
 from tests.weight_sync.store_material import use
@@ -84,12 +85,12 @@ def test_every_version_in_turn(place: Path, versions: Versions, store: Directory
     assert not place.exists()
 
 
-def test_who_joins_at_version_30(place: Path, versions: Versions, store: DirectoryStore) -> None:
-    for _ in range(30):
+def test_who_joins_late(place: Path, versions: Versions, store: DirectoryStore) -> None:
+    for _ in range(12):
         versions.next()
     copy = opened(place, store)
     weights = copy.advance(versions.newest, patience=0.0)
-    assert holds(weights, versions, 30)
+    assert holds(weights, versions, 12)
     anchor = versions.links[28].full
     assert anchor is not None
     deltas = [link.delta.n_bytes for link in versions.links[29:] if link.delta is not None]
@@ -189,8 +190,11 @@ ADVANCE = st.tuples(st.just("advance"), st.integers(0, 3))
 VANISH = st.tuples(st.just("vanish"), st.none())
 
 
+@pytest.mark.scaled
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=examples(8), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     steps=st.lists(STEP | STEP | ADVANCE | ADVANCE | VANISH, min_size=5, max_size=25), remote=st.booleans()
 )

@@ -11,9 +11,10 @@ import torch
 import torch.multiprocessing as mp
 from safetensors.torch import load_file
 
+from tests.support.fetched import fetch
 from tests.support.ports import free_port
 from tests.weight_sync.helpers import bits, put
-from weight_sync import DirectoryStore, fetch, hub_tensors
+from weight_sync import DirectoryStore, hub_tensors
 
 
 def config(kind: str, **changes: Any) -> Any:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schema.wire.weights import Link, Piece, WeightManifest
+from tests.support.effort import examples
 from weight_sync.download_plan import cheapest, deltas_between, links_of
 from weight_sync.errors import WeightError
 
@@ -48,6 +49,8 @@ def every_way(links: list[Link], held: str | None, broken: set[str]) -> list[lis
     return ways
 
 
+@pytest.mark.scaled
+@settings(max_examples=examples(40), deadline=None)
 @given(data=st.data(), links=chains())
 def test_no_way_is_cheaper(data: st.DataObject, links: list[Link]) -> None:
     forms = [form for link in links for form in (link.delta, link.full) if form is not None]
@@ -68,6 +71,8 @@ def test_no_way_is_cheaper(data: st.DataObject, links: list[Link]) -> None:
     ]
 
 
+@pytest.mark.scaled
+@settings(max_examples=examples(30), deadline=None)
 @given(links=chains(), base=st.sampled_from("abcdefgh"))
 def test_deltas_alone(links: list[Link], base: str) -> None:
     ways = every_way([link.model_copy(update={"full": None}) for link in links], base, set())

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schema.wire.weights import Link
+from tests.support.effort import examples
 from tests.weight_sync.helpers import bits, small
 from weight_sync import DirectoryStore, WeightError, publish
 from weight_sync.delta.delta import open_delta
@@ -86,7 +87,8 @@ def test_parts_of_several_processes_make_one_version(tmp_path: Path) -> None:
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.uint8, torch.float8_e4m3fn]
 
 
-@settings(max_examples=40, deadline=None)
+@pytest.mark.scaled
+@settings(max_examples=examples(12), deadline=None)
 @given(st.data())
 def test_a_delta_gives_the_bits_of_the_new_version(tmp_path_factory: Any, data: st.DataObject) -> None:
     """Whatever changes: NaN payloads and −0.0 too, since the bytes are random."""

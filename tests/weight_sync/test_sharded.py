@@ -79,7 +79,9 @@ def _rank(rank: int, world: int, port: int, root: str, cases: list[str], dtype: 
         for _ in range(2):  # and once more
             found = {name: tensor.clone() for name, tensor in gathering.tensors(dtype)}
         save_file(found, Path(root) / f"{case}-{rank}.safetensors")
-        (Path(root) / f"{case}-{rank}.json").write_text(json.dumps(gathering.owned_bytes))
+        (Path(root) / f"{case}-{rank}.json").write_text(
+            json.dumps(sum(unit.n_bytes for unit in gathering.owned))
+        )
         torch.distributed.barrier()
         del model, mesh, gathering  # they hold groups, whose threads must not outlive the interpreter
         gc.collect()

@@ -28,7 +28,7 @@ from pathlib import Path
 from secrets import token_hex
 
 from schema.wire.weights import MAX_CHAIN, Link, Piece, Publication, WeightManifest
-from weight_sync.delta.apply import apply_deltas, wrong_tensors
+from weight_sync.delta.delta import apply_deltas, wrong_tensors
 from weight_sync.download_plan import Plan, Step, cheapest, links_of
 from weight_sync.errors import NotReadableError, StoppedError, StoreError, WeightError
 from weight_sync.host.files import (
@@ -51,7 +51,7 @@ from weight_sync.host.receive import Receiver
 from weight_sync.layout import content_hash
 from weight_sync.manifest import Opened, piece_of
 from weight_sync.publishing.writer import after, changed_elements
-from weight_sync.stores import Store, split_key
+from weight_sync.stores import ReadableStore, split_key
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class Advance:
     def __init__(
         self,
         directory: Path,
-        store: Store,
+        store: ReadableStore,
         writable: WritableTensors,
         *,
         patience: float,

@@ -36,7 +36,7 @@ from weight_sync.host.locks import locked
 from weight_sync.host.receive import Receiver
 from weight_sync.host.users import join, leave, stay
 from weight_sync.manifest import piece_of
-from weight_sync.stores import Store
+from weight_sync.stores import ReadableStore
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,11 @@ WORTH_SHARE = 0.5
 
 
 def whole_bytes(
-    store: Store, publication: Publication, *, patience: float = PATIENCE, stop: threading.Event | None = None
+    store: ReadableStore,
+    publication: Publication,
+    *,
+    patience: float = PATIENCE,
+    stop: threading.Event | None = None,
 ) -> int:
     """Bytes of a publication's weights as a whole, from its manifest; arguments and errors as of `HostCopy`."""
     receiver = Receiver(store, Path(), patience, threading.Event() if stop is None else stop)
@@ -133,7 +137,7 @@ class HostCopy:
     def __init__(
         self,
         directory: Path,
-        store: Store,
+        store: ReadableStore,
         *,
         lock_timeout: float = LOCK_TIMEOUT,
         stop: threading.Event | None = None,

@@ -22,7 +22,7 @@ from typing import TypeVar
 from schema.wire.weights import FileEntry, Piece, WeightManifest
 from weight_sync.errors import NotReadableError, StoppedError
 from weight_sync.manifest import Opened, open_file, open_piece, parse_manifest
-from weight_sync.stores import DirectoryStore, Store, split_key
+from weight_sync.stores import DirectoryStore, ReadableStore, split_key
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class Receiver:
     stop: set from another thread, ends pauses and keeps further files from being fetched.
     """
 
-    def __init__(self, store: Store, fetched: Path, patience: float, stop: threading.Event) -> None:
+    def __init__(self, store: ReadableStore, fetched: Path, patience: float, stop: threading.Event) -> None:
         self._store, self._fetched, self._patience, self._stop = store, fetched, patience, stop
         self.seconds = {"fetch": 0.0, "verify": 0.0}
         self.n_bytes = 0

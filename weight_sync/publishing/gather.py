@@ -59,11 +59,6 @@ class Gathering:
                 (name, unit.exact) for name in unit.names if _is_sharded(names.stored[name])
             ]
 
-    @property
-    def owned_bytes(self) -> int:
-        """Of this rank's stored tensors, whole and uncast."""
-        return sum(unit.n_bytes for unit in self.owned)
-
     def tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Hub names and whole tensors of this rank's units, on the device of the model. A collective, run to its end.
 

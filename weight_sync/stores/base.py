@@ -43,27 +43,16 @@ class Stage(Protocol):
         """Make the version visible under its name, whole. Only for the process that leads."""
 
 
-class Store(Protocol):
-    """A place for versions. Keys are `<version>/<file>`. Thread-safe; one object may be used by one process.
+class ReadableStore(Protocol):
+    """What a replica needs of a place for versions. Keys are `<version>/<file>`. Thread-safe; one object
+    may be used by one process.
 
-    What a store cannot do now it tries again for as long as it was opened for; `trouble` tells of that meanwhile.
+    What a store cannot do now it tries again for as long as it was opened for; `trouble` reports that meanwhile.
     """
 
     @property
     def directory(self) -> Path | None:
         """Where the files lie, when they are local ones; None when they must be fetched."""
-
-    def stage(self, version: str, *, leads: bool = True) -> AbstractContextManager[Stage]:
-        """Start to write a version, alone or with other processes.
-
-        Args:
-            version: a new name (`version_name`), the same in all processes that write it.
-            leads: one process does: it commits when all have written their files, or throws everything away. The
-                others only create files, each of other names.
-
-        Raises:
-            WeightError: the name is taken or not allowed, or the store refuses. OSError: a file system refuses.
-        """
 
     def read(self, key: str) -> memoryview:
         """The bytes of a file, mapped where possible; written to, they change for nobody else.
@@ -78,6 +67,31 @@ class Store(Protocol):
 
         Raises:
             NotReadableError: it is not there, or has another size. OSError: it cannot be written here.
+        """
+
+    def probe(self, *, writing: bool) -> None:
+        """Prove that the store can be read, and written where `writing`. Leaves nothing behind.
+
+        Raises `WeightError` saying what is wrong and what to do.
+        """
+
+    def trouble(self) -> str:
+        """What is being tried again at this moment, for people; "" when nothing is."""
+
+
+class Store(ReadableStore, Protocol):
+    """A place for versions, as its owner sees it."""
+
+    def stage(self, version: str, *, leads: bool = True) -> AbstractContextManager[Stage]:
+        """Start to write a version, alone or with other processes.
+
+        Args:
+            version: a new name (`version_name`), the same in all processes that write it.
+            leads: one process does: it commits when all have written their files, or throws everything away. The
+                others only create files, each of other names.
+
+        Raises:
+            WeightError: the name is taken or not allowed, or the store refuses. OSError: a file system refuses.
         """
 
     def versions(self) -> list[str]:
@@ -95,15 +109,6 @@ class Store(Protocol):
     def sweep(self, older_than: float, beginning: str = "") -> None:
         """Remove what writers and deleters that died left behind of versions whose names begin so, once it is
         `older_than` seconds old."""
-
-    def probe(self, *, writing: bool) -> None:
-        """Prove that the store can be read, and written where `writing`. Leaves nothing behind.
-
-        Raises `WeightError` saying what is wrong and what to do.
-        """
-
-    def trouble(self) -> str:
-        """What is being tried again at this moment, for people; "" when nothing is."""
 
 
 def split_key(key: str) -> tuple[str, str]:

@@ -23,7 +23,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from schema.util.atomic_file import sync
 from weight_sync.errors import NotReadableError, WeightError
 from weight_sync.stores.base import FILE_NAME, check_name, check_size, split_key
 
@@ -31,8 +30,8 @@ _TMP, _TRASH, _PROBE, _PART = ".tmp-", ".trash-", ".probe-", ".part-"
 
 
 class _DirectoryStage:
-    def __init__(self, path: Path, target: Path, *, leads: bool, durable: bool) -> None:
-        self.path, self.target, self.leads, self.durable = path, target, leads, durable
+    def __init__(self, path: Path, target: Path, *, leads: bool) -> None:
+        self.path, self.target, self.leads = path, target, leads
         self.committed = False
 
     @contextmanager
@@ -44,33 +43,25 @@ class _DirectoryStage:
             except BaseException:
                 (self.path / file).unlink(missing_ok=True)
                 raise
-            if self.durable:
-                stream.flush()
-                os.fsync(stream.fileno())
 
     def commit(self) -> None:
         if not self.leads:
             raise WeightError(f"version {self.target} is made visible by the process that leads")
-        if self.durable:
-            sync(self.path)
         self.path.rename(self.target)
         self.committed = True
-        if self.durable:
-            sync(self.target.parent)
 
 
 class DirectoryStore:
     """A `Store` in one directory.
 
-    Files are not forced to disk unless `durable` is set: a publication is never what a job resumes from
+    Files are not forced to disk: a publication is never what a job resumes from
     (that is a checkpoint), after a power cut torn files are refused by their hashes, and waiting for the
     disk would hold up every step. Closing a file is what makes it visible to other clients of NFS and the
     like.
     """
 
-    def __init__(self, root: str | os.PathLike[str], *, durable: bool = False) -> None:
+    def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(root)
-        self.durable = durable
 
     def __repr__(self) -> str:
         return f"DirectoryStore({str(self.root)!r})"
@@ -88,7 +79,7 @@ class DirectoryStore:
             raise WeightError(f"version {target} exists already: versions are never overwritten")
         path = self.root / f"{_TMP}{version}"
         path.mkdir(exist_ok=True)
-        stage = _DirectoryStage(path, target, leads=leads, durable=self.durable)
+        stage = _DirectoryStage(path, target, leads=leads)
         try:
             yield stage
         finally:

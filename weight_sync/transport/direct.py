@@ -12,13 +12,13 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from schema.wire.weights import Offer, Publication, WeightManifest
 from weight_sync.layout import digest
-from weight_sync.stores import Stage, Store, split_key
+from weight_sync.stores import ReadableStore, split_key
 from weight_sync.transport.group import Chunk, Line, ReceivingCarrier, chunks_of
 from weight_sync.transport.wire import JOIN, Deadline, TransferError, UnreachableError, ask, receive
 
@@ -38,10 +38,6 @@ class Outcome:
     n_bytes: int
     fallback: str | None
     """Why the store was needed; None: it was not."""
-
-    @property
-    def transport(self) -> str:
-        return "collective" if self.fallback is None else "store"
 
 
 @dataclass(slots=True)
@@ -66,7 +62,7 @@ class _Expected:
 
 
 class DirectStore:
-    """A `Store` that reads the version it was told to expect from the trainer.
+    """A `ReadableStore` that reads the version it was told to expect from the trainer.
 
     Args:
         store: what it falls back to, and where all other versions lie.
@@ -74,14 +70,12 @@ class DirectStore:
         carrier: of a faster fabric, where there is one.
     """
 
-    def __init__(self, store: Store, timeout: float, carrier: ReceivingCarrier | None = None) -> None:
+    def __init__(self, store: ReadableStore, timeout: float, carrier: ReceivingCarrier | None = None) -> None:
         self._store, self._timeout, self._carrier = store, timeout, carrier
         self._lock = threading.Lock()
         self._expected: _Expected | None = None
         self._fallback: str | None = None
         self._unreachable = self._skip = 0
-        self.fallbacks = 0
-        """Versions for which the store was needed, since the start."""
 
     def __repr__(self) -> str:
         return f"DirectStore({self._store!r})"
@@ -112,7 +106,6 @@ class DirectStore:
         """Once per version; under the lock."""
         if self._fallback is None:
             self._fallback = why
-            self.fallbacks += 1
 
     # ---- reading ------------------------------------------------------------------------------------------
 
@@ -280,21 +273,6 @@ class DirectStore:
             log.warning("taking the version from the store: %s", why)
 
     # ---- everything else is the store's -------------------------------------------------------------------
-
-    def stage(self, version: str, *, leads: bool = True) -> AbstractContextManager[Stage]:
-        return self._store.stage(version, leads=leads)
-
-    def versions(self) -> list[str]:
-        return self._store.versions()
-
-    def age(self, version: str) -> float:
-        return self._store.age(version)
-
-    def delete(self, version: str) -> bool:
-        return self._store.delete(version)
-
-    def sweep(self, older_than: float, beginning: str = "") -> None:
-        self._store.sweep(older_than, beginning)
 
     def probe(self, *, writing: bool) -> None:
         self._store.probe(writing=writing)

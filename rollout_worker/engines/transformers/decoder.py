@@ -20,7 +20,7 @@ import torch
 
 from rollout_worker.engines.base import Generation, GenerationRequest, SamplingSettings
 from rollout_worker.engines.transformers import sampler
-from rollout_worker.engines.transformers.stops import StopRules
+from rollout_worker.engines.transformers.sampler import StopRules
 from rollout_worker.engines.transformers.views import DecodeView, IntArray, PromptView, ResponseView
 from rollout_worker.engines.transformers.window import Window
 

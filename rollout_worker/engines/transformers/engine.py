@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 
@@ -36,18 +36,15 @@ from rollout_worker.engines.base import (
     WeightMismatch,
     WeightSource,
 )
-from rollout_worker.engines.chain import open_chain
 from rollout_worker.engines.checksum import Tally, loses_bits
 from rollout_worker.engines.scatter import Patch, Published, UnmappedError, WeightMap, merge
 from rollout_worker.engines.transformers import model as models
 from rollout_worker.engines.transformers import scheduler
 from rollout_worker.engines.transformers.decoder import Decoder
-from rollout_worker.engines.transformers.settings import Settings, settings_of
+from rollout_worker.engines.transformers.settings import Settings
 from schema.wire.weights import Publication
 from weight_sync import WeightError
-
-if TYPE_CHECKING:
-    from schema.config import Config
+from weight_sync.delta.delta import open_chain
 
 log = logging.getLogger(__name__)
 
@@ -431,7 +428,7 @@ class TransformersEngine:
             granted = scheduler.admit_alone(waiting, running, self._capacity)
         else:
             longest = max((decoder.longest(row.request) for row in decoder.rows), default=0)
-            granted = scheduler.admit(waiting, running, longest, self._capacity, self._settings.refill)
+            granted = scheduler.admit(waiting, running, longest, self._capacity)
         batch = []
         for count in granted:
             entry = self._queue[0]
@@ -543,8 +540,3 @@ def _cache_memory(device: torch.device) -> int:
 
     available: int = psutil.virtual_memory().available
     return int(available * CPU_CACHE_SHARE)
-
-
-def build(config: Config, tokenizer: Any, eos_token_ids: frozenset[int]) -> TransformersEngine:
-    """The engine of this configuration. Raises `EngineConfigError` for keys that only vLLM knows."""
-    return TransformersEngine(settings_of(config), tokenizer, eos_token_ids)

@@ -30,7 +30,6 @@ class Settings:
     trust_remote_code: bool = False
     fill_tokens: int = FILL_TOKENS
     keep_cache: bool = False
-    refill: float = scheduler.REFILL
     patience: float = scheduler.PATIENCE
     alone: bool = False
     """Whether each request is decoded by itself (`train.deterministic`)."""

@@ -3,8 +3,7 @@
 `engine` implements the contract of `engines.base`; `arguments` maps configuration to vLLM's arguments
 (pure); `adapter` is all that this side knows of vLLM's API; `reading` hashes the weights being served. On vLLM's
 side of the process boundary, `plugin` is its entry point, `transfer` applies weight versions and `proof` proves that
-they arrived. `environment` says what vLLM's processes find in their environment, and ends them when the worker is
-gone.
+they arrived. `processes` says what vLLM's processes find in their environment, and ends them when the worker is gone.
 """
 
 from __future__ import annotations

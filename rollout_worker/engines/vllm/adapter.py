@@ -28,7 +28,7 @@ from pydantic import ValidationError
 from rollout_worker.engines.base import EngineConfigError, EngineFailed
 from rollout_worker.engines.vllm import processes
 from rollout_worker.engines.vllm.arguments import check_sampling, engine_arguments
-from rollout_worker.engines.vllm.environment import boot_environment, environment
+from rollout_worker.engines.vllm.processes import boot_environment, environment
 from rollout_worker.engines.vllm.proof import ProofReport, report_from_dict
 from schema.config import Config
 from schema.wire.weights import Piece

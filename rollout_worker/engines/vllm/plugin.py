@@ -11,7 +11,7 @@ import functools
 import os
 
 from rollout_worker.engines.vllm.arguments import TRANSFER_BACKEND
-from rollout_worker.engines.vllm.environment import MODULES, PARENT, follow_parent
+from rollout_worker.engines.vllm.processes import MODULES, PARENT, follow_parent
 from schema.config.modules import import_external
 
 

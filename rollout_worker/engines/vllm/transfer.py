@@ -32,11 +32,11 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 
-from rollout_worker.engines.chain import open_chain
 from rollout_worker.engines.scatter import Patch, UnmappedError, WeightMap, merge
 from rollout_worker.engines.vllm.proof import LoadTrace, ProofReport
 from schema.wire.weights import Piece
 from weight_sync import DirectoryStore, WeightError
+from weight_sync.delta.delta import open_chain
 from weight_sync.host.files import open_copy
 from weight_sync.layout import as_tensor, dtype_name, torch_dtype
 from weight_sync.manifest import open_piece
