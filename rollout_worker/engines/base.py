@@ -11,7 +11,7 @@
     abort({request_id, …}) ───────────▶  forgotten, running or waiting
     close()                ───────────▶  everything it started is gone
 
-Every engine keeps these promises; `tests/rollout_worker/engine_contract.py` checks them for any engine:
+Every engine keeps these promises; `tests/rollout_worker/engines/engine_contract.py` checks them for any engine:
 
 1. A sample's tokens are a function of prompt, settings, seed and weights (up to floating-point differences
    of the engine's kernels), never of its neighbours in the batch, their order or the time of submission.

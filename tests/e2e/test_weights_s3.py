@@ -15,7 +15,7 @@ from tests.e2e.program import LONG, Program, check_ledger
 from tests.e2e.versions import check_equal, newest_of, weights_of
 from tests.support.faulty_store import FaultyStore, faulty_store
 from tests.support.objects import ObjectStore, running_objects
-from tests.weight_sync.store_material import use
+from tests.weight_sync.stores.store_material import use
 from weight_sync import open_store
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(2 * LONG)]

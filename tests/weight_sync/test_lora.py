@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 
 from tests.weight_sync.helpers import bits
-from tests.weight_sync.test_hub import model_of
+from tests.weight_sync.test_hf_names import model_of
 from weight_sync import HubNames, WeightError
 
 

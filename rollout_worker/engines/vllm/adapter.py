@@ -1,7 +1,7 @@
 """All that this side of the process boundary knows of vLLM's API (0.32); `transfer` is the other side.
 
 vLLM is imported when an engine boots, never before: its import takes seconds. Everything here is checked
-against the installed version by tests/rollout_worker/test_vllm_engine.py.
+against the installed version by tests/rollout_worker/engines/vllm/test_engine.py.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.rollout_worker.engine_contract import EngineContract, KeepKvContract, Subject, running
+from tests.rollout_worker.engines.engine_contract import EngineContract, KeepKvContract, Subject, running
 
 pytestmark = pytest.mark.slow
 

@@ -15,13 +15,7 @@ from rollout_worker.engines.base import Engine, EngineFailed, WeightMismatch
 from rollout_worker.engines.transformers import TransformersEngine
 from rollout_worker.engines.transformers.settings import settings_of
 from schema.config import Config
-from tests.rollout_worker.engine_contract import (
-    EOS,
-    EngineContract,
-    KeepKvContract,
-    Subject,
-    running,
-)
+from tests.rollout_worker.engines.engine_contract import EOS, EngineContract, KeepKvContract, Subject, running
 from tests.rollout_worker.tiny import random_model, tokenizer
 from tests.rollout_worker.versions import Versions, nudged
 

@@ -30,7 +30,7 @@ from rollout_worker.engines.base import (
 )
 from rollout_worker.engines.vllm.arguments import engine_arguments, sampling_arguments
 from schema.config import Config
-from tests.rollout_worker.engine_contract import (
+from tests.rollout_worker.engines.engine_contract import (
     ATTEMPTS,
     BOOT_S,
     EOS,

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.ports import free_port
 from tests.weight_sync.helpers import bits
-from tests.weight_sync.test_hub import CASES, model_of
+from tests.weight_sync.test_hf_names import CASES, model_of
 from weight_sync import HubNames, WeightError, hub_tensors
 from weight_sync.publishing.gather import Gathering, owners, shard_rows
 

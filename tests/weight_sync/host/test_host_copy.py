@@ -16,7 +16,7 @@ from schema.util.file_lock import release
 from tests.support.effort import examples
 from tests.support.objects import running_objects
 from tests.support.waiting import PATIENCE
-from tests.weight_sync.store_material import use
+from tests.weight_sync.stores.store_material import use
 from tests.weight_sync.versions import RemoteStore, Tensors, Versions, same, stepped
 from weight_sync.delta.delta import open_delta
 from weight_sync.errors import WeightError

@@ -18,7 +18,7 @@ from tests.support.objects import CREDENTIALS, ObjectStore, running_objects
 from tests.support.ports import free_port
 from tests.support.waiting import PATIENCE, until
 from tests.weight_sync.helpers import bits, put, small
-from tests.weight_sync.store_material import BUCKET, NAME, OTHER, QUICK, bucket, pattern, use, write
+from tests.weight_sync.stores.store_material import BUCKET, NAME, OTHER, QUICK, bucket, pattern, use, write
 from weight_sync import NotReadableError, WeightError, open_store
 from weight_sync.errors import StoppedError, StoreError
 from weight_sync.stores import HEAD_BYTES, s3

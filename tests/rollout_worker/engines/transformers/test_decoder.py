@@ -24,7 +24,7 @@ from rollout_worker.engines.transformers.model import (
     verify_weights,
     weight_map,
 )
-from tests.rollout_worker.test_checksum import hash_of
+from tests.rollout_worker.engines.test_checksum import hash_of
 from tests.rollout_worker.tiny import random_model
 from weight_sync.delta.delta import Change
 

@@ -16,7 +16,7 @@ from tests.support.fetched import fetch
 from tests.support.objects import ObjectStore, running_objects
 from tests.support.waiting import until
 from tests.weight_sync.helpers import bits, put, small
-from tests.weight_sync.store_material import BUCKET, NAME, OTHER, bucket, pattern, use, write
+from tests.weight_sync.stores.store_material import BUCKET, NAME, OTHER, bucket, pattern, use, write
 from weight_sync import DirectoryStore, NotReadableError, Store, WeightError, collect, open_store
 from weight_sync.stores import HEAD_BYTES
 

@@ -10,7 +10,7 @@ import pytest
 
 from schema.util.file_lock import release
 from tests.support.waiting import PATIENCE
-from tests.weight_sync.advancer import ended, processes, started
+from tests.weight_sync.host.advancer import ended, processes, started
 from tests.weight_sync.versions import RemoteStore, Versions, same
 from weight_sync.errors import NotReadableError
 from weight_sync.host.files import open_copy, read_advancing, read_state

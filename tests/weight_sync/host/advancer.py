@@ -28,7 +28,7 @@ FOLDER = str(Path(weight_sync.__file__).parent)
 def processes() -> ForkServerContext:
     """Where `share` is started: a server that has imported everything."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.weight_sync.advancer"])
+    context.set_forkserver_preload(["tests.weight_sync.host.advancer"])
     return context
 
 

@@ -16,7 +16,7 @@ from rollout_worker.engines import create_engine
 from rollout_worker.engines.base import EngineConfigError
 from rollout_worker.groups.tokens import eos_token_ids, import_modules, load_tokenizer
 from schema.config import Config, PolicyConfig
-from tests.rollout_worker.engine_contract import EngineContract
+from tests.rollout_worker.engines.engine_contract import EngineContract
 from tests.rollout_worker.tiny import random_model, save_model, tokenizer
 from tests.support.own_code import bring_own_code, code_kept_in, importable, need_module
 

@@ -1,0 +1,1 @@
+"""engines: one line saying what this folder holds (write it)."""

@@ -1,0 +1,1 @@
+"""transformers: one line saying what this folder holds (write it)."""

@@ -1,0 +1,1 @@
+"""vllm: one line saying what this folder holds (write it)."""

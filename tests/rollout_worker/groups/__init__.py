@@ -1,0 +1,1 @@
+"""groups: one line saying what this folder holds (write it)."""

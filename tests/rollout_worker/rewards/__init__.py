@@ -1,0 +1,1 @@
+"""rewards: one line saying what this folder holds (write it)."""

@@ -1,0 +1,1 @@
+"""weights: one line saying what this folder holds (write it)."""

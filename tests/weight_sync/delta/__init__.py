@@ -1,0 +1,1 @@
+"""delta: one line saying what this folder holds (write it)."""

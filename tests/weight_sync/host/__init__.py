@@ -1,0 +1,1 @@
+"""host: one line saying what this folder holds (write it)."""

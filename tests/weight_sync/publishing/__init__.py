@@ -1,0 +1,1 @@
+"""publishing: one line saying what this folder holds (write it)."""

@@ -1,0 +1,1 @@
+"""stores: one line saying what this folder holds (write it)."""

@@ -1,0 +1,1 @@
+"""transport: one line saying what this folder holds (write it)."""
