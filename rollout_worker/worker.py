@@ -6,7 +6,7 @@
     engine.collect ─▶ GenerationPipeline ─▶ RewardPool ─▶ Pusher ─▶ controller
 
 The state between the loops is `LeaseTable`: the groups under lease. Leaving: no more leases; running samples may end
-if there is time (drain); what is finished is pushed; the controller is told, and takes back all that is left.
+if there is time (drain); what is finished is pushed; the controller is informed, and takes back all that is left.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ class Worker:
             async with asyncio.timeout(self.times.goodbye):
                 await self._session.leave(reason)
         except (ControllerError, TimeoutError) as error:
-            log.warning("the controller was not told that this replica leaves: %s", error)
+            log.warning("the controller could not be informed that this replica leaves: %s", error)
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=name)

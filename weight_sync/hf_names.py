@@ -3,7 +3,7 @@
 Left out: aliases of tied tensors (`lm_head.weight` of a model that ties it to its embedding) and what the
 model class itself does not save. Turned back: weights that transformers fuses or renames in memory (experts,
 say). A *unit* is what must be together for that: a layer where transformers fuses anything, else one tensor; so
-no more than one unit is in memory beside the model.
+no more than one unit is in memory next to the model.
 
 Where gathering a shard is a collective, every rank must run through the same units in the same order: that of the
 module tree.

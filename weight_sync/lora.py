@@ -1,9 +1,9 @@
 """Low-rank adapters on a model (as the `peft` library puts them there): merged into its weights, or alone.
 
     merged    W + Σ over active adapters of scaling · B A, in float32, rounded once     under the model's own names
-    adapter   A and B as they are, and whole modules that are trained beside them       under peft's saved names
+    adapter   A and B as they are, and whole modules that are trained with them       under peft's saved names
 
-The model is only read. What it consists of is told by its modules' attributes, so peft itself is not needed here.
+The model is only read. What it consists of follows from its modules' attributes, so peft itself is not needed here.
 Variants whose product is not B A (DoRA, biases of adapters, convolutions) are refused instead of merged wrongly.
 """
 

@@ -157,7 +157,7 @@ class Checksum:
 
     content_hash: str | None
     """Content hash of the published tensors as put together from the engine's parameters; the same as the
-    publication's where all is right. None: it cannot be told now (`problems` says what is wrong, if anything)."""
+    publication's where all is right. None: it cannot be computed now (`problems` says what is wrong, if anything)."""
     exact: bool
     """Whether every tensor was hashed from the parameters alone. False: the engine's type has lost bits of the
     published one, so tensors were cast and compared with the host's copy, whose hashes then stand for them."""
@@ -202,7 +202,7 @@ class SharedWeights(WeightSource, Protocol):
 
     def changes_since(self, content_hash: str) -> list[tuple[Path, Piece]] | None:
         """Deltas (root of a local store, piece) that lead from these weights to the publication, oldest first.
-        None: there is no such way."""
+        None: no such way exists."""
 
 
 class Engine(Protocol):

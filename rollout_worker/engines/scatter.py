@@ -226,9 +226,9 @@ class Patch:
         for write in self._shared:
             read(write)
         found: dict[str, None] = {}
-        for told in by_device.values():
-            flags = torch.stack([differs for _, differs in told]).tolist()
-            found |= {name: None for (name, _), differs in zip(told, flags, strict=True) if differs}
+        for flagged in by_device.values():
+            flags = torch.stack([differs for _, differs in flagged]).tolist()
+            found |= {name: None for (name, _), differs in zip(flagged, flags, strict=True) if differs}
         return [f"{name} does not hold the elements that were written" for name in found]
 
 

@@ -5,7 +5,7 @@ says to each of them:
 
     accepted            done (a duplicate too: it was stored before)
     lease_lost          the whole group is forgotten: somebody else makes it
-    anything else       a fault of this sample: told in the log, its lease is given back for another attempt
+    anything else       a fault of this sample: logged, its lease is given back for another attempt
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ MOST_CAUSES = 8
 
 
 class RewardNotANumber(Exception):
-    """A reward function returned NaN, infinity, or something that is no number."""
+    """A reward function returned NaN, infinity, or something that is not a number."""
 
 
 def main() -> int:

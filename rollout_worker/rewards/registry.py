@@ -46,7 +46,7 @@ def _load(path: Path, name: str) -> ModuleType:
     if module_name in sys.modules:
         return sys.modules[module_name]
     if not path.is_file():
-        raise RewardConfigError(f"reward function {name!r}: there is no file {path}")
+        raise RewardConfigError(f"reward function {name!r}: no file {path} exists")
     spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None:
         raise RewardConfigError(f"reward function {name!r}: {path} is not a Python file")

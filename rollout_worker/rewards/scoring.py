@@ -22,7 +22,7 @@ def overlong_penalty(response_tokens: int, max_tokens: int, config: OverlongRewa
 def score_of(
     rewards: Mapping[str, float], weights: Mapping[str, float], error: str | None
 ) -> tuple[float | None, str | None]:
-    """The score of a sample, or the error that takes its place: of its rewards, or of a sum that is no number."""
+    """The score of a sample, or the error that takes its place: of its rewards, or of a sum that is not a number."""
     if error is not None:
         return None, error
     score = total(rewards, weights)

@@ -8,8 +8,8 @@ Only the newest matters: a publication that is overtaken before it is applied is
 groups and updates exclude each other: none is taken in (`may_pin`) once an update has begun.
 
 A store that fails, or a version that cannot be read, stops nothing: generation goes on with the weights that are
-there, the controller is told (the trainer then attaches a full version to its next publication), and the newest one
-is tried again for `weight_sync.store_timeout`. A replica that has no weights at all gives up after `MAX_FAILURES`.
+there, the controller is informed (the trainer then attaches a full version to its next publication), and the newest
+one is tried again for `weight_sync.store_timeout`. A replica that has no weights at all gives up after `MAX_FAILURES`.
 """
 
 from __future__ import annotations

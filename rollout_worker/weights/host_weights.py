@@ -33,7 +33,7 @@ PATIENCE = 10.0
 """Seconds for which a file that is missing or wrong is tried again: attribute caches of NFS live 3 to 60 s by
 default, longer than this is a broken store."""
 CLOSE_S = 5.0
-"""Seconds for a fetch that was told to stop; what it holds then goes with the process."""
+"""Seconds for a fetch that was asked to stop; what it holds then goes with the process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Arrival:
 class HostWeights:
     """The copy is opened with the first publication, which tells how large it is.
 
-    Raises `StoreSettingsError` when the store is no place this build knows, or the environment opens none.
+    Raises `StoreSettingsError` when the store is not a place this build knows, or the environment opens none.
     """
 
     def __init__(self, config: Config, reply: RegisterReply) -> None:

@@ -1,4 +1,4 @@
-"""What came of publications here, told to the controller in the background: nothing waits for it."""
+"""What came of publications here, reported to the controller in the background: nothing waits for it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class UpdateReports:
         self._add(publication_id, report)
 
     def unreadable(self, publication_id: int, detail: str) -> None:
-        """There is no way to a publication for this host."""
+        """This host has no way to a publication."""
         report = UpdateReport(
             replica_id=self._session.replica_id,
             incarnation=self._session.incarnation,

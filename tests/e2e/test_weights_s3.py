@@ -124,4 +124,4 @@ def test_a_bucket_that_is_not_there_ends_the_job_with_the_remedy(
         use(objects.environment, monkeypatch)
         with Program(job(tmp_path, model, steps=2, held_at=2)) as program:
             assert program.wait() != 0
-        assert "there is no such bucket: create it, or correct weight_sync.store" in program.output()
+        assert "no such bucket: create it, or correct weight_sync.store" in program.output()

@@ -131,7 +131,7 @@ def encode(
 def encode_each(pairs: Iterable[Pair], pool: Executor | None = None) -> Generator[Encoded | None]:
     """`encode` of one tensor after the other, none of them empty.
 
-    Threads are up to `AHEAD` blocks ahead of whoever takes the results: so many encoded blocks are in memory beside
+    Threads are up to `AHEAD` blocks ahead of whoever takes the results: so many encoded blocks are in memory next to
     the tensor that is being put together, and so many pairs are drawn early, whose errors come early too. When this
     ends, or is closed, no thread reads a tensor any more.
     """

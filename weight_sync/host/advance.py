@@ -61,7 +61,7 @@ THREADS = max(1, min(8, os.cpu_count() or 1))
 
 
 class CacheFullError(CacheError):
-    """There is no room for the host copy; the message says how much is missing where, and what to do."""
+    """The host copy finds no room; the message says how much is missing where, and what to do."""
 
 
 class _BrokenError(WeightError):
@@ -122,7 +122,7 @@ class Advance:
 
         Raises:
             CacheError: no room, or no place. StoreError, StoppedError, LockTimeoutError: as they say.
-            WeightError: there is no way to it; the message says what was tried.
+            WeightError: no way leads to it; the message says what was tried.
         """
         try:
             return self._to(publication)
@@ -137,7 +137,7 @@ class Advance:
         state, torn = self._found()
         newer: list[Publication] = []
         if state is not None and torn is not None:
-            # What the dead one was on its way to, and what others were told that is here.
+            # What the dead one was on its way to, and what others know to be here.
             held = [torn.publication, state.publication]
             newer = [one for one in held if one is not None and one.id > publication.id]
         for one in newer:
@@ -220,7 +220,7 @@ class Advance:
         if plan is None:
             tried = "; ".join(self._tried) or "its chain neither meets what is here nor names a full form"
             raise WeightError(
-                f"there is no way to publication {publication.id} (version {publication.version}): {tried}"
+                f"no way leads to publication {publication.id} (version {publication.version}): {tried}"
             )
         return plan
 
@@ -398,7 +398,7 @@ class Advance:
 
     def _no_room(self, why: str) -> CacheFullError:
         return CacheFullError(
-            f"there is no room for the host copy of the weights in {self._directory}: {why}. Free some, or set "
+            f"not enough room for the host copy of the weights in {self._directory}: {why}. Free some, or set "
             f"weight_sync.host_cache to a directory with room for twice the bytes of the weights"
         )
 

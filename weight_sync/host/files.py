@@ -7,7 +7,7 @@
       state.json             what the data files hold, and how it is proven
       advancing.json         from before the data files are changed until state.json says so
       w-<hex>/*.safetensors  the data files
-      fetched/<version>/…    deltas of a store that is no local directory
+      fetched/<version>/…    deltas of a store that is not a local directory
 
 Invariant: where `advancing.json` is not there, the data files hold exactly what `state.json` says. Where it is there
 and begins at the state's content, someone died between: the data files hold that content with some of the named
@@ -99,14 +99,16 @@ def read_advancing(directory: Path, state: CopyState) -> Advancing | None:
 
 
 def write_model(path: Path, model: BaseModel) -> None:
-    """Write beside and rename: readers see the old text or the new one. Raises `OSError`."""
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    """Write to a temporary name and rename: readers see the old text or the new one. Raises `OSError`."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        with open(beside, "xb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o600)) as f:
+        with open(
+            temporary, "xb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o600)
+        ) as f:
             f.write(model.model_dump_json().encode())
-        beside.rename(path)
+        temporary.rename(path)
     except OSError:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 
@@ -267,7 +269,7 @@ def open_copy(
     Raises:
         StoppedError: `stop` was set.
         LockTimeoutError: it is being changed for longer than `timeout` seconds.
-        NotReadableError: there is no whole version: none yet, whoever changed it died and nobody repeated it, data
+        NotReadableError: no whole version is there: none yet, whoever changed it died and nobody repeated it, data
             files are gone, or nobody has hashed it since a process came that believed to be the first one.
     """
     if not directory.is_dir():

@@ -91,7 +91,7 @@ class Weights:
         """The deltas from the weights with this content hash to `publication`, oldest first, each with the root of
         the local store in which it lies (for `open_delta`). Empty when these are the same weights.
 
-        None: there is no such way, one of the deltas was not proven by applying it to this very copy, or the whole
+        None: no such way exists, one of the deltas was not proven by applying it to this very copy, or the whole
         copy costs less. A file may still vanish before it is opened (`NotReadableError`): then the whole copy is
         what remains.
         """
@@ -166,7 +166,7 @@ class HostCopy:
         Raises:
             CacheError: no room, or no place. StoppedError: `stop` was set. LockTimeoutError: others hold the copy.
             StoreError: the store refuses, or fails for too long.
-            WeightError: there is no way to it; the message says what was tried.
+            WeightError: no way leads to it; the message says what was tried.
         """
         began = time.monotonic()
         self._stay()
@@ -193,7 +193,7 @@ class HostCopy:
         )
 
     def _stay(self) -> None:
-        with self._joining:  # who reads may have to mend the copy beside who advances it
+        with self._joining:  # a reader may have to mend the copy while another thread advances it
             assert self._users is not None, "advance() after close()"
             anew = stay(self.directory, self._users)
             if anew is not None:

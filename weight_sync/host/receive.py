@@ -35,7 +35,7 @@ THREADS = 4
 class Receiver:
     """Gets pieces for one advance; `seconds` ("fetch", "verify") and `n_bytes` add up what it did.
 
-    store: where the pieces lie. fetched: folder for deltas of a store that is no local directory.
+    store: where the pieces lie. fetched: folder for deltas of a store that is not a local directory.
     stop: set from another thread, ends pauses and keeps further files from being fetched.
     """
 
@@ -90,12 +90,12 @@ class Receiver:
     def _download_delta(self, piece: Piece) -> None:
         version, name = split_key(piece.uri)
         manifest = self.manifest(piece)
-        beside = self._fetched / "incoming"
-        shutil.rmtree(beside, ignore_errors=True)
-        beside.mkdir(mode=0o700, parents=True)
-        self._files(piece, manifest, beside)
-        (beside / name).write_bytes(self._manifests[piece.uri][0])
-        beside.rename(self._fetched / version)
+        temporary = self._fetched / "incoming"
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(mode=0o700, parents=True)
+        self._files(piece, manifest, temporary)
+        (temporary / name).write_bytes(self._manifests[piece.uri][0])
+        temporary.rename(self._fetched / version)
 
     def _files(self, piece: Piece, manifest: WeightManifest, folder: Path) -> None:
         """Fetch all data files into a folder, and prove them there."""

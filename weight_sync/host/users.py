@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (a directory of our own below it is checked)
 ROOM = 2
-"""Copies that must fit into shared memory: a new one is written beside the old one."""
+"""Copies that must fit into shared memory: a new one is written next to the old one."""
 JOIN_S = 60.0
 _TRASH = ".trash-"
 

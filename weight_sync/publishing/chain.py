@@ -8,8 +8,8 @@ files of all links are there. So whoever holds any of these versions, or nothing
 
 A full version is due
     - at the first publication of a process: nobody else's files are built upon;
-    - every `interval` publications, as an anchor beside the delta;
-    - when a replica could not read what there is: as an anchor beside the delta at once, and if that fails as the
+    - every `interval` publications, as an anchor next to the delta;
+    - when a replica could not read what there is: as an anchor next to the delta at once, and if that fails as the
       next publication;
     - instead of a delta that would be hardly smaller. After d of these in a row, 2^d − 1 more (15 at most) are full
       without trying: comparing costs as much as writing.

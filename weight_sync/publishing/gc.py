@@ -1,6 +1,6 @@
 """Collecting: versions that nobody needs any more are removed.
 
-Who still needs a version is the controller's knowledge; this only does as told, and touches nothing that it
+Who still needs a version is the controller's knowledge; this only does what it is asked, and touches nothing that it
 did not write. A reader that opened a version before it went keeps it (files stay while they are mapped); on
 network file systems that do not promise this, keep what any replica may be reading.
 """

@@ -3,7 +3,7 @@
     take ──▶ taken ── encoded against announced ──▶ announce: the buffers change places
                   └── anything fails ──▶ forget: announced stays what it was
 
-Invariant: `announced` has the bits of the newest version that the controller was told of, whatever happened to
+Invariant: `announced` has the bits of the newest version that the controller knows of, whatever happened to
 others meanwhile; so it is what a delta may be made against. Buffers are allocated once and written in place.
 """
 

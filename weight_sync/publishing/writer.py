@@ -1,4 +1,4 @@
-"""Publishing: a version is written beside, by one process or several, and then made visible by its name.
+"""Publishing: a version is written under a temporary name, by one process or several, and then becomes visible.
 
     write_full / write_delta   each process its own tensors ─▶ Part
     assemble                   the parts of all ─▶ manifest
@@ -61,7 +61,7 @@ class DenseError(WeightError):
 
 
 class Part(BaseModel):
-    """What one process wrote of a version, to be told to the one that writes the manifest."""
+    """What one process wrote of a version, for the one that writes the manifest."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -80,7 +80,7 @@ class Part(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """What the controller is told about a version: the fields of `PublishRequest` that depend on it."""
+    """What the controller learns about a version: the fields of `PublishRequest` that depend on it."""
 
     uri: str
     manifest_hash: str

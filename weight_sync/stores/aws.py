@@ -63,7 +63,7 @@ def _misset(error: Exception) -> str:
     if isinstance(error, boto.InvalidRegionError):
         return f"{error} Correct AWS_DEFAULT_REGION"
     if str(error).startswith("Invalid endpoint"):  # a plain ValueError
-        return "AWS_ENDPOINT_URL is no address: write one such as http://host:9000"
+        return "AWS_ENDPOINT_URL is not an address: write one such as http://host:9000"
     return str(masked(str(error)))
 
 
@@ -119,7 +119,7 @@ def _endpoint(client: Any) -> str:
 
 def _refusal(error: Any, bucket_key: str) -> str:
     code, status = code_of(error), _status(error)
-    missing = f"there is no such bucket: create it, or correct {bucket_key}"
+    missing = f"no such bucket exists: create it, or correct {bucket_key}"
     remedies = {
         "NoSuchBucket": missing,
         "404": missing,

@@ -99,14 +99,14 @@ class DirectoryStore:
     def download(self, key: str, to: Path, n_bytes: int | None = None) -> int:
         with self._opened(key) as (descriptor, size):
             check_size(key, size, n_bytes)
-            beside = to.with_name(f"{_PART}{secrets.token_hex(4)}")
+            temporary = to.with_name(f"{_PART}{secrets.token_hex(4)}")
             try:
-                with beside.open("xb") as stream:
+                with temporary.open("xb") as stream:
                     for piece in _pieces(descriptor, key):
                         stream.write(piece)
-                beside.rename(to)
+                temporary.rename(to)
             finally:
-                beside.unlink(missing_ok=True)
+                temporary.unlink(missing_ok=True)
         return size
 
     @contextmanager

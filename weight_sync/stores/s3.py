@@ -1,7 +1,7 @@
 """The store in a bucket: S3 and what speaks its language.
 
     s3://bucket/prefix/<version>/<file>            written first, by one process or several
-                       <version>/manifest.json     written last: without it there is no version
+                       <version>/manifest.json     written last: without it no version exists
 
 Versions are made visible by their manifest and removed beginning with it. Keys have exactly these two parts below the
 prefix; anything else there is somebody else's and never listed, read or removed, and neither are unfinished
@@ -46,7 +46,7 @@ USUAL = Delays(give_up=1800.0, first=0.5, most=30.0)
 BRIEF = 5.0
 """Seconds for tidying up behind a version that failed: what then stays is swept later."""
 START_SECONDS = 30.0
-"""How long a store may be away when a process begins: a restart of its server is no reason to end a job."""
+"""How long a store may be away when a process begins: a restart of its server does not have to end a job."""
 PAGE = 1000
 """Keys of one listing, S3's most."""
 _EMPTY = ("InvalidRange", "416")
@@ -218,9 +218,9 @@ class S3Store:
     def download(self, key: str, to: Path, n_bytes: int | None = None) -> int:
         first = self._first(key)
         check_size(f"{self.place}/{key}", first.size, n_bytes)
-        beside = to.with_name(f".part-{secrets.token_hex(4)}")
+        temporary = to.with_name(f".part-{secrets.token_hex(4)}")
         try:
-            with beside.open("xb", buffering=0) as file:
+            with temporary.open("xb", buffering=0) as file:
                 if first.size:
                     os.posix_fallocate(file.fileno(), 0, first.size)  # a full disk shows before the transfer
 
@@ -233,9 +233,9 @@ class S3Store:
 
                 keep(0, first.body)
                 self._rest(first, keep)
-            beside.rename(to)
+            temporary.rename(to)
         finally:
-            beside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
         return first.size
 
     def _first(self, key: str) -> _First:
@@ -263,7 +263,7 @@ class S3Store:
         self.pool.each(bring, range(len(first.body), first.size, PART_BYTES))
 
     def _get(self, key: str, offset: int, length: int, condition: dict[str, str]) -> _First | None:
-        """A range of an object, shorter where the object ends; None: there is no such object."""
+        """A range of an object, shorter where the object ends; None: no such object exists."""
         try:
             answer = self.client.get_object(
                 Bucket=self.bucket, Key=key, Range=f"bytes={offset}-{offset + length - 1}", **condition

@@ -62,7 +62,7 @@ class _Expected:
 
 
 class DirectStore:
-    """A `ReadableStore` that reads the version it was told to expect from the trainer.
+    """A `ReadableStore` that reads the version it expects from the trainer.
 
     Args:
         store: what it falls back to, and where all other versions lie.
@@ -136,16 +136,16 @@ class DirectStore:
         if expected is not None:
             if (carried := self._carried(expected, key, to)) is not None:
                 return carried
-            beside = to.with_name(f".{to.name}.{secrets.token_hex(4)}")
+            temporary = to.with_name(f".{to.name}.{secrets.token_hex(4)}")
             try:
-                with beside.open("xb") as stream:
+                with temporary.open("xb") as stream:
                     received = self._received(expected, key, stream.write, n_bytes)
                     found = stream.tell()
                 if received:
-                    beside.rename(to)
+                    temporary.rename(to)
                     return found
             finally:
-                beside.unlink(missing_ok=True)
+                temporary.unlink(missing_ok=True)
         return self._store.download(key, to, n_bytes)
 
     def _wanted(self, key: str) -> _Expected | None:

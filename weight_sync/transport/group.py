@@ -28,7 +28,7 @@ MAX_MESSAGE_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A part of a data file, small enough to lie in a GPU's memory beside everything else."""
+    """A part of a data file, small enough to lie in a GPU's memory next to everything else."""
 
     file: str
     offset: int
@@ -60,16 +60,16 @@ class Line:
         send_all(self._connection, len(text).to_bytes(4, "little") + text, self.deadline)
 
     def hear(self) -> dict[str, Any]:
-        """Raises `OSError`, `EOFError`; `TransferError` for what is no message, or tells of a failure."""
+        """Raises `OSError`, `EOFError`; `TransferError` for what is not a message, or reports a failure."""
         size = int.from_bytes(receive_exactly(self._connection, 4, self.deadline), "little")
         if size > MAX_MESSAGE_BYTES:
             raise TransferError(f"a message would have {size} bytes")
         try:
             message = json.loads(receive_exactly(self._connection, size, self.deadline))
         except ValueError:
-            raise TransferError("a message is no JSON") from None
+            raise TransferError("a message is not JSON") from None
         if not isinstance(message, dict):
-            raise TransferError("a message is no object")
+            raise TransferError("a message is not an object")
         if "failed" in message:
             raise TransferError(f"the other side says: {str(message['failed'])[:500]}")
         return message
@@ -85,7 +85,7 @@ class SendingCarrier(Protocol):
     def send(self, lines: Sequence[Line], chunks: Sequence[Chunk], read: Callable[[str], memoryview]) -> None:
         """Hand the chunks to all members at once, within the deadline of the lines.
 
-        Raises whatever goes wrong; the members have been told, or find out by their deadlines.
+        Raises whatever goes wrong; the members have been informed, or find out by their deadlines.
         """
 
 

@@ -48,7 +48,7 @@ def own_address(controller_url: str, controller_host: str) -> str:
         controller_url: as this machine reaches the controller.
         controller_host: at which the controller listens (`controller.host`).
 
-    Raises `OSError` when there is no way to the controller, or its name is not known.
+    Raises `OSError` when no route leads to the controller, or its name is not known.
     """
     parts = urlsplit(controller_url)
     found = _towards(parts.hostname or "localhost", parts.port or 80)

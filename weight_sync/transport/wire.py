@@ -5,7 +5,7 @@
     trainer   status, length of the file, MAC, the file                      1 + 8 + 32 + n bytes
 
 Numbers are little-endian. Both MACs are HMAC-SHA256 under the round's token, over who speaks, both nonces and what
-precedes them in the message: neither side talks to somebody who was not told the token by the controller, and no
+precedes them in the message: neither side talks to somebody who did not get the token from the controller, and no
 message can be used twice. The bytes of the file have no MAC: they must have the hashes of the publication. They are
 not encrypted either, as those of NCCL are not: the network between trainer and replicas is to be a private one.
 """
@@ -36,7 +36,7 @@ class Status(IntEnum):
     OVER = 1
     """The round is not the present one: a newer version was offered, or none any more."""
     REFUSED = 2
-    """Wrong token, or something that is no request."""
+    """Wrong token, or something that is not a request."""
     MISSING = 3
 
 
@@ -157,12 +157,12 @@ def ask(
     """Ask for a file: its bytes, which follow on the connection.
 
     Raises:
-        TransferError: the other side is no trainer with this token, has no such file, or one above `most_bytes`.
+        TransferError: the other side is not a trainer with this token, has no such file, or one above `most_bytes`.
         OSError, EOFError: the connection broke.
     """
     greeting = receive_exactly(connection, len(MAGIC) + NONCE_BYTES, deadline)
     if not greeting.startswith(MAGIC):
-        raise TransferError("whoever listens there is no trainer")
+        raise TransferError("whoever listens there is not a trainer")
     name = file.encode("ascii")
     nonce, body = (
         secrets.token_bytes(NONCE_BYTES),

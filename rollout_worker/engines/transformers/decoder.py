@@ -27,7 +27,7 @@ from rollout_worker.engines.transformers.window import Window
 
 @dataclass(slots=True)
 class Row:
-    """What is known of one running sample beside its columns."""
+    """What is known of one running sample, apart from its columns."""
 
     request: GenerationRequest
     index: int

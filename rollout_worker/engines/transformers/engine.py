@@ -265,7 +265,7 @@ class TransformersEngine:
             return Checksum(tally.content_hash, tally.exact, tally.problems, time.monotonic() - began)
 
     def _tally(self, served: _Served) -> Tally:
-        """In a thread beside the engine's: nobody writes the weights meanwhile."""
+        """In a thread in parallel with the engine's: nobody writes the weights meanwhile."""
         model, published = self._decoder.model, served.published
         lossy = any(loses_bits(one.dtype, model.dtype) for one in published.values())
         if not lossy or served.weights is None:
@@ -498,7 +498,7 @@ class TransformersEngine:
 
 
 def _prepared(model: Any, weights: SharedWeights, before: _Served) -> Patch | None:
-    """Writes that lead from the weights in use to these; None: there is no such way.
+    """Writes that lead from the weights in use to these; None: no such way exists.
 
     Raises `WeightError`, `UnmappedError`, `ValueError`; nothing was changed.
     """

@@ -2,7 +2,7 @@
 a sample ends: end-of-text and stop tokens, stop strings, and the minimal length before any of them (`StopRules`).
 
 The randomness is counter-based: the uniform number that draws a token is a hash of (seed of the sample, number
-of the token). There is no generator state, so a token depends on its sample's seed and logits alone, never on
+of the token). No generator state exists, so a token depends on its sample's seed and logits alone, never on
 who else is in the batch, and thousands of samples cost a few numpy operations per step.
 
 Everything here is a pure function over tensors of one `SamplingSettings`: shapes are N samples, V vocabulary.

@@ -127,7 +127,7 @@ class Window:
         return slice(first, last)
 
     def remove(self, rows: list[int]) -> list[tuple[int, int]]:
-        """Take rows out; the last rows fill the holes. Returns the moves (from, to) for tables kept beside."""
+        """Take rows out; the last rows fill the holes. Returns the moves (from, to) for tables kept in parallel."""
         gone = set(rows)
         kept = self.n - len(gone)
         holes = sorted(row for row in gone if row < kept)

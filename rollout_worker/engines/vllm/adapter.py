@@ -294,7 +294,7 @@ def _sampling_params_type() -> Any:
     from vllm import SamplingParams
 
     class OwnSamplingParams(SamplingParams):
-        """Ends where it is told to: nothing is added from the model's files and the tokenizer.
+        """Ends where its arguments say: nothing is added from the model's files and the tokenizer.
 
         vLLM would also forbid their end-of-text token before `min_tokens`, even where it ends nothing.
         """

@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 WATCH_SECONDS = 1.0
 """How soon `collect` notices that vLLM died while nothing was running in it."""
 CANCEL_SECONDS = 0.2
-"""How often a start that is given up is told so: it may be about to start its next process."""
+"""How often a start that is given up is cancelled: it may be about to start its next process."""
 NAMED_PROBLEMS = 5
 
 

@@ -2,7 +2,7 @@
 
 vLLM's dense engine hands what it received to the `load_weights` of its model. Its model here is a sink that takes
 chunks of files, so that everything after the transfer (hashes, the host's copy, changes in place) is the same for
-all transports. The process has a context of its own on the GPU, about half a gigabyte beside the buffers.
+all transports. The process has a context of its own on the GPU, about half a gigabyte next to the buffers.
 
 NCCL knows no time-outs: what does not end in time is aborted, and what cannot even be aborted costs one thread and
 the fabric.
@@ -74,12 +74,12 @@ class NcclReceiver:
         self, line: Line, chunks: Sequence[Chunk], write: Callable[[Chunk, memoryview], object]
     ) -> None:
         line.tell({"member": self._member, "group": self._number if self._engine is not None else 0})
-        told = line.hear()
+        answer = line.hear()
         sink = ChunkSink(chunks, write)
-        if told.get("rebuild"):
+        if answer.get("rebuild"):
             self._leave()
             self._engine = _engine(sink, line.hear().get("init"))
-            self._number = int(told["group"])
+            self._number = int(answer["group"])
             line.tell({"ok": True})
         engine = self._engine
         if engine is None:

@@ -33,7 +33,7 @@ def keep_cpu_weights_replaceable() -> None:
     """On a CPU, let linear layers compute from their own weight instead of from a packed copy of it.
 
     vLLM's CPU build packs the weights of all linear layers after loading and drops (or, for tied embeddings,
-    keeps beside) the originals: later `load_weights` would fail half-way, or leave a tied output layer stale
+    keeps next to it) the originals: later `load_weights` would fail half-way, or leave a tied output layer stale
     without an error. This replaces the one function that chooses the packing; nothing else is patched.
     """
     from vllm.platforms import current_platform

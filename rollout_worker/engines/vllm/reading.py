@@ -2,7 +2,7 @@
 
     each rank ─ its parts of a group of tensors ─▶ a file of its own in shared memory ─▶ put together, hashed
 
-Tensors come over in groups, so that the files stay small beside the model; without room in shared memory they are
+Tensors come over in groups, so that the files stay small next to the model; without room in shared memory they are
 temporary files. Parts that several ranks hold must be equal in all of them.
 """
 
@@ -37,7 +37,7 @@ _ALIGNMENT = 64
 
 
 class _NoRoomError(Exception):
-    """There is no place for the files."""
+    """The files find no place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ async def served_weights(adapter: VllmAdapter, weights: SharedWeights | None, co
         weights: the host's copy, if there is one. content_hash: of what should be served.
 
     Returns:
-        Everything but the seconds. No hash where there is no room for the files, which is logged.
+        Everything but the seconds. No hash where the files find no room, which is logged.
     """
     layouts = await adapter.layouts()
     known = [layout for layout in layouts if layout is not None]

@@ -132,7 +132,7 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateI
 
     @contextlib.contextmanager
     def _beside(self) -> Iterator[None]:
-        """Work of the thread runs beside that of the model, and is over at the end."""
+        """Work of the thread runs in parallel with that of the model, and is over at the end."""
         if self.device.type != "cuda":
             yield
             return
@@ -195,7 +195,7 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateI
             self._content, started = "", time.monotonic()
             problems = patch.apply()
             self._wait()
-        except Exception as error:  # the update ends in order, and is told of
+        except Exception as error:  # the update ends in order, and reports it
             problems = [f"changes cannot be written ({type(error).__name__}: {error})"[:300]]
         else:
             self._apply_s, self._verify_s = time.monotonic() - started, 0.0

@@ -1,1 +1,0 @@
-"""engines: one line saying what this folder holds (write it)."""

@@ -1,1 +1,0 @@
-"""groups: one line saying what this folder holds (write it)."""

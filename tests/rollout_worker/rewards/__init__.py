@@ -1,1 +1,0 @@
-"""rewards: one line saying what this folder holds (write it)."""

@@ -230,7 +230,7 @@ def test_a_users_function_gets_the_custom_keys_it_takes(tmp_path: Path) -> None:
         ("bosed_math", "is unknown"),
         ("{path}:missing", "has no function 'missing'"),
         ("{path}:one", "two arguments"),
-        ("{path}x:plain", "there is no file"),
+        ("{path}x:plain", "no file"),
         ("{broken}:plain", "ZeroDivisionError"),
     ],
 )

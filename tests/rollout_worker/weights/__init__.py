@@ -1,1 +1,0 @@
-"""weights: one line saying what this folder holds (write it)."""

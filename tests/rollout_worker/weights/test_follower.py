@@ -152,7 +152,7 @@ def test_generation_goes_on_past_a_version_that_cannot_be_read(
     check(trainer.step(1), trainer)
     (report,) = until(lambda: updates(user)[2], "a report about version 2")
     assert (report.status, report.checked) == ("unreadable", None)
-    assert "no way to publication 3 (version 2)" in report.detail
+    assert "no way leads to publication 3 (version 2)" in report.detail
     assert "cannot be used" in str(until(lambda: user.send(api.job()).last_error, "an error that people see"))
     check(trainer.step(2), trainer)
     assert trainer.anchors[3]
@@ -198,7 +198,7 @@ def test_a_replica_without_weights_gives_up(stage: Stage, monkeypatch: pytest.Mo
     trainer.begin()
     worker = stage.worker(served.url)
     with pytest.raises(
-        WeightsUnreadableError, match=r"no way to publication 1 .*No such file.*tried 5 times"
+        WeightsUnreadableError, match=r"no way leads to publication 1 .*No such file.*tried 5 times"
     ):
         worker.join()
 

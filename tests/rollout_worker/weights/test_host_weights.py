@@ -18,5 +18,5 @@ def test_a_bucket_that_is_not_there_is_exit_code_2(stage: Stage) -> None:
         assert worker.wait() == 2
     text = worker.log.read_text()
     assert "weight_sync.store: s3://no-such-bucket/weights cannot be read: " in text
-    assert "there is no such bucket: create it, or correct weight_sync.store" in text
+    assert "no such bucket: create it, or correct weight_sync.store" in text
     assert "engine ready" not in text

@@ -1,1 +1,0 @@
-"""delta: one line saying what this folder holds (write it)."""

@@ -1,1 +1,0 @@
-"""host: one line saying what this folder holds (write it)."""

@@ -140,7 +140,7 @@ def test_a_broken_delta_is_planned_around(
     weights = copy.advance(two, patience=0.0)
     assert weights.publication == two, "what was there is still handed out"
     versions.next()
-    tried = f"no way to publication 5 .*{uri}"
+    tried = f"no way leads to publication 5 .*{uri}"
     with pytest.raises(WeightError, match=tried):
         copy.advance(versions.newest, patience=0.0)
     versions.next()  # its chain names the anchor of version 4
@@ -160,7 +160,7 @@ def test_a_broken_anchor_is_planned_around_too(place: Path, versions: Versions, 
         if link.full is not None:
             shutil.rmtree(versions.folder(link.full.uri), ignore_errors=True)
     copy = HostCopy(place, versions.store)
-    with pytest.raises(WeightError, match="there is no way to publication 10") as caught:
+    with pytest.raises(WeightError, match="no way leads to publication 10") as caught:
         copy.advance(versions.newest, patience=0.0)
     for link in versions.links:
         assert link.full is None or link.full.uri.split("/")[0] in str(caught.value)
@@ -392,7 +392,7 @@ def test_a_copy_that_never_stays_is_given_up(
 
     monkeypatch.setattr(WritableTensors, "of", gone)
     copy = HostCopy(place, versions.store)
-    with pytest.raises(WeightError, match=r"there is no way to publication 1 .*No such file"):
+    with pytest.raises(WeightError, match=r"no way leads to publication 1 .*No such file"):
         copy.advance(versions.newest, patience=0.0)
     copy.close()
 

@@ -1,1 +1,0 @@
-"""publishing: one line saying what this folder holds (write it)."""

@@ -1,1 +1,0 @@
-"""stores: one line saying what this folder holds (write it)."""

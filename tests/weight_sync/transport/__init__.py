@@ -1,1 +1,0 @@
-"""transport: one line saying what this folder holds (write it)."""

@@ -1,1 +1,0 @@
-"""transformers: one line saying what this folder holds (write it)."""

@@ -1,1 +1,0 @@
-"""vllm: one line saying what this folder holds (write it)."""
