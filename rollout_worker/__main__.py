@@ -23,10 +23,10 @@ import uvloop
 from controller.client import ControllerError, Unauthorized
 from rollout_worker.engines.base import EngineConfigError, EngineError
 from rollout_worker.errors import StoreSettingsError, WeightsUnreadableError
-from rollout_worker.exit_watchdog import ExitWatchdog
 from rollout_worker.rewards.pool import RewardPoolError
 from rollout_worker.rewards.registry import RewardConfigError
 from rollout_worker.session import JobOverError, NameTakenError, SupersededError
+from rollout_worker.shutdown import ExitWatchdog
 from schema.util.text import configure_logging
 from schema.wire.secret import fault
 

@@ -5,7 +5,9 @@ stop      leave now: running samples are given up, finished ones are still pushe
 drain     lease no more, finish what can be finished in time, push it, give back the rest
 
 SIGTERM (a notice of a spot instance, `docker stop`, Kubernetes) and `POST /v1/replicas/{id}/drain` drain; a second
-SIGTERM stops.
+SIGTERM stops. Whatever hangs meanwhile (an engine that will not close, a model that still loads, a thread in a
+library), `ExitWatchdog` ends the process within `launcher.shutdown_timeout`. By then everything that is finished has
+been pushed and the leases are given back, or the controller does not answer and takes them back by itself.
 """
 
 from __future__ import annotations
@@ -18,7 +20,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from schema.config import Config
+from schema.util.exit_watchdog import exit_after
+
 log = logging.getLogger(__name__)
+
+UNTIL_REGISTERED = 30.0
+"""Seconds before the configuration says how long leaving may take: the default of its key."""
 
 Kind = Literal["drain", "finished", "stop"]
 _URGENCY: dict[Kind, int] = {"drain": 0, "finished": 1, "stop": 2}
@@ -89,3 +97,22 @@ def leaving_times(shutdown_timeout: float) -> LeavingTimes:
     return LeavingTimes(
         0.6 * shutdown_timeout, min(5.0, 0.15 * shutdown_timeout), min(5.0, 0.1 * shutdown_timeout)
     )
+
+
+class ExitWatchdog:
+    """Counts from the first `start`."""
+
+    def __init__(self, exit_code: int) -> None:
+        self.seconds = UNTIL_REGISTERED
+        self._exit_code = exit_code
+        self._started = False
+
+    def configure(self, config: Config) -> None:
+        """The configuration has come: it says how long."""
+        self.seconds = config.launcher.shutdown_timeout
+
+    def start(self) -> None:
+        """The replica was asked to leave."""
+        if not self._started:
+            self._started = True
+            exit_after(self.seconds, self._exit_code, "launcher.shutdown_timeout")

@@ -22,7 +22,6 @@ from typing import Any
 from controller.client import AsyncClient, ControllerError
 from rollout_worker.engines import create_engine
 from rollout_worker.engines.base import Engine
-from rollout_worker.exit_watchdog import UNTIL_REGISTERED
 from rollout_worker.groups.leasing import Leasing
 from rollout_worker.groups.pipeline import GenerationPipeline
 from rollout_worker.groups.pushing import Pusher, shared_payloads
@@ -32,7 +31,7 @@ from rollout_worker.lease_table import LeaseTable
 from rollout_worker.metrics import Metrics
 from rollout_worker.rewards.pool import RewardPool
 from rollout_worker.session import Session
-from rollout_worker.shutdown import LeavingTimes, ShutdownRequest, leaving_times
+from rollout_worker.shutdown import UNTIL_REGISTERED, LeavingTimes, ShutdownRequest, leaving_times
 from rollout_worker.weights.follower import WeightFollower
 from rollout_worker.weights.host_weights import HostWeights
 from schema.config import Config

@@ -9,7 +9,7 @@ groups and updates exclude each other: none is taken in (`may_pin`) once an upda
 
 A store that fails, or a version that cannot be read, stops nothing: generation goes on with the weights that are
 there, the controller is informed (the trainer then attaches a full version to its next publication), and the newest
-one is tried again for `weight_sync.store_timeout`. A replica that has no weights at all gives up after `MAX_FAILURES`.
+one is tried again for `weight_sync.store_timeout`. A replica without any weights gives up after `MAX_FAILURES`.
 """
 
 from __future__ import annotations

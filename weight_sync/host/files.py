@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import secrets
 import stat
 import threading
 from collections.abc import Iterator
@@ -29,6 +28,7 @@ from typing import Annotated, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from schema.util.atomic_file import write_text
 from schema.wire.frame import FrameError, read_header
 from schema.wire.weights import Link, Piece, Publication, TensorEntry
 from weight_sync.errors import NotReadableError, WeightError
@@ -99,17 +99,8 @@ def read_advancing(directory: Path, state: CopyState) -> Advancing | None:
 
 
 def write_model(path: Path, model: BaseModel) -> None:
-    """Write to a temporary name and rename: readers see the old text or the new one. Raises `OSError`."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        with open(
-            temporary, "xb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o600)
-        ) as f:
-            f.write(model.model_dump_json().encode())
-        temporary.rename(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+    """Write it whole: readers see the old text or the new one. Raises `OSError`."""
+    write_text(path, model.model_dump_json(), mode=0o600)
 
 
 def own_directory(path: Path) -> None:

@@ -23,10 +23,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
+from schema.util.atomic_file import replacing
 from weight_sync.errors import NotReadableError, WeightError
 from weight_sync.stores.base import FILE_NAME, check_name, check_size, split_key
 
-_TMP, _TRASH, _PROBE, _PART = ".tmp-", ".trash-", ".probe-", ".part-"
+_TMP, _TRASH, _PROBE = ".tmp-", ".trash-", ".probe-"
 
 
 class _DirectoryStage:
@@ -99,14 +100,9 @@ class DirectoryStore:
     def download(self, key: str, to: Path, n_bytes: int | None = None) -> int:
         with self._opened(key) as (descriptor, size):
             check_size(key, size, n_bytes)
-            temporary = to.with_name(f"{_PART}{secrets.token_hex(4)}")
-            try:
-                with temporary.open("xb") as stream:
-                    for piece in _pieces(descriptor, key):
-                        stream.write(piece)
-                temporary.rename(to)
-            finally:
-                temporary.unlink(missing_ok=True)
+            with replacing(to) as temporary, temporary.open("xb") as stream:
+                for piece in _pieces(descriptor, key):
+                    stream.write(piece)
         return size
 
     @contextmanager

@@ -28,6 +28,7 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import IO, Any, TypeVar, cast
 
+from schema.util.atomic_file import replacing
 from schema.wire.store_url import S3Place, parse_url
 from weight_sync.errors import NotReadableError, StoppedError, StoreError, WeightError
 from weight_sync.stores.aws import MISSING, READ_S, CutError, code_of, explain, is_passing, make_client
@@ -218,24 +219,19 @@ class S3Store:
     def download(self, key: str, to: Path, n_bytes: int | None = None) -> int:
         first = self._first(key)
         check_size(f"{self.place}/{key}", first.size, n_bytes)
-        temporary = to.with_name(f".part-{secrets.token_hex(4)}")
-        try:
-            with temporary.open("xb", buffering=0) as file:
-                if first.size:
-                    os.posix_fallocate(file.fileno(), 0, first.size)  # a full disk shows before the transfer
+        with replacing(to) as temporary, temporary.open("xb", buffering=0) as file:
+            if first.size:
+                os.posix_fallocate(file.fileno(), 0, first.size)  # a full disk shows before the transfer
 
-                def keep(offset: int, body: bytes) -> None:
-                    view = memoryview(body)
-                    while view:
-                        # Asked each time: when the process leaves, pool outlive the file, and its number.
-                        n = os.pwrite(file.fileno(), view, offset)
-                        offset, view = offset + n, view[n:]
+            def keep(offset: int, body: bytes) -> None:
+                view = memoryview(body)
+                while view:
+                    # Asked each time: when the process leaves, workers outlive the file, and its number.
+                    n = os.pwrite(file.fileno(), view, offset)
+                    offset, view = offset + n, view[n:]
 
-                keep(0, first.body)
-                self._rest(first, keep)
-            temporary.rename(to)
-        finally:
-            temporary.unlink(missing_ok=True)
+            keep(0, first.body)
+            self._rest(first, keep)
         return first.size
 
     def _first(self, key: str) -> _First:

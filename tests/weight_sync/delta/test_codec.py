@@ -6,7 +6,6 @@ import struct
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.effort import examples
+from tests.support.effort import combinations, examples
 from weight_sync.delta import codec
 from weight_sync.delta.codec import (
     AHEAD,
@@ -107,26 +106,7 @@ def test_any_bits(pool: ThreadPoolExecutor, seed: int, size: int, itemsize: int,
     check(old, changed_at(generator, old, density), pool)
 
 
-PAIRS = [
-    (BLOCK - 1, 1, 0.01),
-    (BLOCK, 2, 0.6),
-    (BLOCK + 1, 4, 1e-6),
-    (LARGE[-1], 8, 0.01),
-    (LARGE[-1], 2, 1e-6),
-]
-
-
-@pytest.mark.parametrize(
-    ("size", "itemsize", "density"),
-    [
-        *PAIRS,
-        *(
-            pytest.param(*one, marks=pytest.mark.soak)
-            for one in product(LARGE, ITEMSIZES, [1e-6, 0.01, 0.6])
-            if one not in PAIRS
-        ),
-    ],
-)
+@pytest.mark.parametrize(("size", "itemsize", "density"), combinations(LARGE, ITEMSIZES, [1e-6, 0.01, 0.6]))
 def test_several_blocks(pool: ThreadPoolExecutor, size: int, itemsize: int, density: float) -> None:
     generator = np.random.default_rng(size + itemsize)
     old = random_bits(generator, size, itemsize)

@@ -15,6 +15,7 @@ import pytest
 
 from schema.util.file_lock import release
 from schema.wire.weights import Piece
+from tests.support.effort import combinations
 from tests.support.waiting import PATIENCE
 from tests.weight_sync.versions import RemoteStore, Versions, same, stepped
 from weight_sync.errors import StoppedError, WeightError
@@ -119,9 +120,7 @@ def test_what_has_another_size_takes_no_room(tmp_path: Path, place: Path, versio
     copy.close()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("what", ["manifest", "data"])
-@pytest.mark.parametrize("remote", [False, True], ids=["directory", "remote"])
+@pytest.mark.parametrize(("kind", "what", "remote"), combinations(KINDS, ["manifest", "data"], [False, True]))
 def test_a_broken_delta_is_planned_around(
     tmp_path: Path, place: Path, versions: Versions, kind: str, what: str, remote: bool
 ) -> None:

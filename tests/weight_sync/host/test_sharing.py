@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from schema.util.file_lock import release
+from tests.support.effort import combinations
 from tests.support.waiting import PATIENCE
 from tests.weight_sync.host.advancer import ended, processes, started
 from tests.weight_sync.versions import RemoteStore, Versions, same
@@ -20,7 +21,7 @@ from weight_sync.stores import DirectoryStore
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("sharers", [2, 3])
+@pytest.mark.parametrize("sharers", [pytest.param(2, marks=pytest.mark.soak), 3])
 def test_fetched_once_by_all_processes_together(tmp_path: Path, sharers: int) -> None:
     versions = Versions(tmp_path / "store")
     for _ in range(6):
@@ -48,8 +49,7 @@ def vanish(copy: HostCopy) -> None:
     copy._users = None
 
 
-@pytest.mark.parametrize("alone", [False, True], ids=["others live on", "nobody else"])
-@pytest.mark.parametrize("remote", [False, True], ids=["directory", "remote"])
+@pytest.mark.parametrize(("alone", "remote"), combinations([False, True], [True, False]))
 def test_killed_at_any_line(tmp_path: Path, alone: bool, remote: bool) -> None:
     """Wherever a process dies, the next advance ends bit-equal. Kills among others while files are changed."""
     versions = Versions(tmp_path / "store", anchor_every=3)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.effort import combinations
 from tests.support.waiting import PATIENCE
 from tests.weight_sync.versions import RemoteStore, Versions, same
 from weight_sync.errors import NotReadableError
@@ -118,8 +119,7 @@ def data_files(place: Path) -> list[Path]:
     return sorted((place / state.folder).iterdir())
 
 
-@pytest.mark.parametrize("replaced", [False, True], ids=["gone", "another in its place"])
-@pytest.mark.parametrize("mapped", [False, True], ids=["not mapped", "mapped to be changed"])
+@pytest.mark.parametrize(("replaced", "mapped"), combinations([False, True], [False, True]))
 def test_an_advance_notices_data_files_that_went(
     place: Path, versions: Versions, mapped: bool, replaced: bool
 ) -> None:
@@ -225,8 +225,7 @@ def test_a_system_that_does_not_tell_its_hosts_apart(tmp_path: Path, monkeypatch
 # ---- changes that were begun --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("begun", ["not", "in part", "all"])
-@pytest.mark.parametrize("held", [0, 2])
+@pytest.mark.parametrize(("begun", "held"), combinations(["not", "in part", "all"], [0, 2]))
 def test_a_change_that_was_begun_to_what_is_gone(
     place: Path, versions: Versions, begun: str, held: int
 ) -> None:

@@ -22,6 +22,7 @@ import pytest
 import torch
 
 from schema.wire.weights import FileEntry, Offer, Publication
+from tests.support.effort import combinations
 from tests.support.relay import Relay
 from tests.support.waiting import PATIENCE, until
 from tests.weight_sync.versions import RemoteStore, Versions, same
@@ -202,8 +203,9 @@ def test_a_trainer_that_is_gone_is_asked_more_and_more_rarely(versions: Versions
     assert all(reasons)
 
 
-@pytest.mark.parametrize("what", ["cut", "stalled", "flipped"])
-@pytest.mark.parametrize("at", [3, 40, 300, 2000, 100_000])
+@pytest.mark.parametrize(
+    ("what", "at"), combinations(["cut", "stalled", "flipped"], [3, 40, 300, 2000, 100_000])
+)
 def test_a_bad_network_costs_only_the_detour(tmp_path: Path, versions: Versions, what: str, at: int) -> None:
     """In the greeting, the answer, the manifest, the file's header, its tensors."""
 
