@@ -29,7 +29,7 @@ All methods are called from one event loop, in any order after `start`; none of 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -107,6 +107,21 @@ class GenerationRequest:
     seeds: tuple[int, ...]
     """Each in [0, 2**31)."""
     settings: SamplingSettings
+
+
+def check_request(
+    request: GenerationRequest, *, max_model_len: int, vocabulary: int, pending: Container[str]
+) -> None:
+    """Raises `ValueError` for what no engine can serve. pending: ids of the requests that it has already."""
+    name, length, ids = request.request_id, len(request.prompt_token_ids), request.prompt_token_ids
+    if not 0 < length < max_model_len:
+        raise ValueError(f"request {name}: a prompt of {length} tokens does not fit into {max_model_len}")
+    if not 0 <= min(ids) <= max(ids) < vocabulary:
+        raise ValueError(f"request {name}: the prompt has tokens outside of the vocabulary of {vocabulary}")
+    if not request.seeds or request.settings.max_tokens < 1:
+        raise ValueError(f"request {name} needs at least one seed and max_tokens of at least 1")
+    if name in pending:
+        raise ValueError(f"request {name} is in the engine already")
 
 
 @dataclass(frozen=True, slots=True)

@@ -170,7 +170,7 @@ class WeightFollower:
         refused = isinstance(error, StoreError | CacheError)
         if failures.reported < publication.id and not refused and not isinstance(error, LockTimeoutError):
             failures.reported = publication.id
-            self.reports.unreadable(publication.id, str(error))
+            self.reports.add(publication.id, "unreadable", str(error))
         if failures.over(now, self._config.store_timeout, self.current is not None, refused):
             raise WeightsUnreadableError(
                 f"{self._failure} (tried {failures.count} times in {now - failures.since:.0f} s; "
@@ -228,14 +228,15 @@ class WeightFollower:
             apply_seconds=report.apply_s,
             verify_seconds=report.verify_s,
         )
-        self.reports.applied(
+        self.reports.add(
             publication.id,
+            "applied",
+            "; ".join(filter(None, (arrival.detail, report.detail))),
             mode=report.mode,
             transport=arrival.transport,
             n_bytes=weights.n_bytes,
             seconds=seconds,
             served_hash=(checksum and checksum.content_hash) or "",
-            detail="; ".join(filter(None, (arrival.detail, report.detail))),
         )
         if checksum is not None:
             try:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from typing import Any, Literal
 
 from controller.client import Refused
 from controller.client import calls as api
 from rollout_worker.session import Session
-from schema.wire.messages import Transport, UpdateMode, UpdateReport
+from schema.wire.messages import UpdateReport
 
 log = logging.getLogger(__name__)
 
@@ -26,42 +27,17 @@ class UpdateReports:
         self._waiting: deque[tuple[int, UpdateReport]] = deque(maxlen=MOST_WAITING)
         self._news, self._sending = asyncio.Event(), asyncio.Lock()
 
-    def applied(
-        self,
-        publication_id: int,
-        *,
-        mode: UpdateMode,
-        transport: Transport,
-        n_bytes: int,
-        seconds: dict[str, float],
-        served_hash: str,
-        detail: str,
+    def add(
+        self, publication_id: int, status: Literal["applied", "unreadable"], detail: str, **measured: Any
     ) -> None:
-        """A version is in use."""
+        """What came of a publication. measured: further fields of `UpdateReport`."""
         report = UpdateReport(
             replica_id=self._session.replica_id,
             incarnation=self._session.incarnation,
-            status="applied",
-            mode=mode,
-            transport=transport,
-            n_bytes=n_bytes,
-            seconds=seconds,
-            served_hash=served_hash,
+            status=status,
             detail=detail[:MOST_DETAIL],
+            **measured,
         )
-        self._add(publication_id, report)
-
-    def unreadable(self, publication_id: int, detail: str) -> None:
-        """This host has no way to a publication."""
-        report = UpdateReport(
-            replica_id=self._session.replica_id,
-            incarnation=self._session.incarnation,
-            status="unreadable",
-            detail=detail[:MOST_DETAIL],
-        )
-        self._add(publication_id, report)
-
-    def _add(self, publication_id: int, report: UpdateReport) -> None:
         self._waiting.append((publication_id, report))
         self._news.set()
 

@@ -35,6 +35,7 @@ from rollout_worker.engines.base import (
     SharedWeights,
     WeightMismatch,
     WeightSource,
+    check_request,
 )
 from rollout_worker.engines.checksum import Tally, loses_bits
 from rollout_worker.engines.scatter import Patch, Published, UnmappedError, WeightMap, merge
@@ -160,22 +161,16 @@ class TransformersEngine:
         self._booted = self._decoder
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        assert self._booted is not None, "the engine is not started"
         for request in requests:
-            self._check(request)
+            check_request(
+                request,
+                max_model_len=self.max_model_len,
+                vocabulary=self._booted.vocabulary,
+                pending=self._expected,
+            )
         self._expected |= {request.request_id: len(request.seeds) for request in requests}
         self._post(lambda: self._queue.extend(_Queued(request) for request in requests))
-
-    def _check(self, request: GenerationRequest) -> None:
-        assert self._booted is not None, "the engine is not started"
-        length, vocabulary = len(request.prompt_token_ids), self._booted.vocabulary
-        if not 0 < length < self.max_model_len:
-            raise ValueError(f"a prompt of {length} tokens does not fit into {self.max_model_len}")
-        if not 0 <= min(request.prompt_token_ids) <= max(request.prompt_token_ids) < vocabulary:
-            raise ValueError(f"the prompt has token ids outside of the model's vocabulary of {vocabulary}")
-        if not request.seeds or request.settings.max_tokens < 1:
-            raise ValueError("a request needs at least one seed and max_tokens of at least 1")
-        if request.request_id in self._expected:
-            raise ValueError(f"request id {request.request_id!r} is in use")
 
     async def collect(self) -> list[Generation]:
         while not self._finished:

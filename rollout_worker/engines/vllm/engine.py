@@ -40,6 +40,7 @@ from rollout_worker.engines.base import (
     SharedWeights,
     WeightMismatch,
     WeightSource,
+    check_request,
 )
 from rollout_worker.engines.vllm.adapter import Boot, Completion, Update, VllmAdapter, installed_version
 from rollout_worker.engines.vllm.arguments import sampling_arguments
@@ -124,8 +125,11 @@ class VllmEngine:
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Queue requests. Each seed is a request of vLLM's own, which shares the prompt by its prefix cache."""
+        vocabulary = self._running().vocabulary
         for request in requests:
-            self._check(request)
+            check_request(
+                request, max_model_len=self.max_model_len, vocabulary=vocabulary, pending=self._tasks
+            )
         for request in requests:
             tasks = self._tasks.setdefault(request.request_id, set())
             for index in range(len(request.seeds)):
@@ -133,18 +137,6 @@ class VllmEngine:
                 task = asyncio.create_task(self._run(request, index))
                 tasks.add(task)
                 task.add_done_callback(functools.partial(self._forget, request.request_id))
-
-    def _check(self, request: GenerationRequest) -> None:
-        length = len(request.prompt_token_ids)
-        if not 0 < length < self.max_model_len:
-            raise ValueError(
-                f"request {request.request_id}: a prompt of {length} tokens does not fit an engine whose longest "
-                f"sequence is {self.max_model_len}"
-            )
-        if not all(0 <= token < self._running().vocabulary for token in request.prompt_token_ids):
-            raise ValueError(f"request {request.request_id}: a token of the prompt is not in the vocabulary")
-        if request.request_id in self._tasks:
-            raise ValueError(f"request {request.request_id} is in the engine already")
 
     async def _run(self, request: GenerationRequest, index: int) -> None:
         adapter = self._running()
