@@ -239,11 +239,6 @@ class CopyView:
     def publication(self) -> Publication | None:
         return self._state.publication
 
-    @property
-    def entries(self) -> dict[str, TensorEntry]:
-        """Dtype, shape and hash of every tensor."""
-        return self._state.tensors
-
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """All names and tensors: views of mapped files, valid until the lock is released."""
         data = map_tensors(self._directory, self._state, writable=False)

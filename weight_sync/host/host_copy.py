@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from schema.wire.weights import Piece, Publication, TensorEntry
+from schema.wire.weights import Piece, Publication
 from weight_sync.download_plan import deltas_between, links_of
 from weight_sync.errors import NotReadableError
 from weight_sync.host.advance import Advance
@@ -77,15 +77,6 @@ class Weights:
     _state: CopyState
     _root: Path
     _view: CopyView | None = None
-
-    @property
-    def content_hash(self) -> str:
-        return self._state.content_hash
-
-    @property
-    def entries(self) -> dict[str, TensorEntry]:
-        """Dtype, shape and hash of every tensor of `publication`."""
-        return self._state.tensors
 
     def changes_since(self, content_hash: str) -> list[tuple[Path, Piece]] | None:
         """The deltas from the weights with this content hash to `publication`, oldest first, each with the root of

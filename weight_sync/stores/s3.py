@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, TypeVar, cast
 
@@ -305,22 +306,29 @@ class S3Store:
         """All files by version, of versions whose names begin so (or with a whole name). In the calling thread."""
         prefix = self.key_of(beginning).removesuffix("/") if beginning else self._below()
         found: dict[str, list[_Found]] = {}
-        token: dict[str, str] = {}
-        while True:
-
-            def page(token: dict[str, str] = token) -> Any:
-                return self.client.list_objects_v2(Bucket=self.bucket, Prefix=prefix, MaxKeys=PAGE, **token)
-
-            answer = patience.run(f"s3://{self.bucket}: listing {prefix}", page)
+        request = partial(self.client.list_objects_v2, Prefix=prefix, MaxKeys=PAGE)
+        for answer in self._pages(f"listing {prefix}", request, patience, ("ContinuationToken",)):
             now = _clock(answer)
             for entry in answer.get("Contents", []):
                 parts = self._parts_of(entry["Key"])
                 if parts is not None:
                     age = (now - entry["LastModified"]).total_seconds()
                     found.setdefault(parts[0], []).append(_Found(parts[1], age))
+        return found
+
+    def _pages(
+        self, what: str, request: Callable[..., Any], patience: Patience, markers: tuple[str, ...]
+    ) -> Iterator[Any]:
+        """All answers of a listing. markers: arguments for the next page, in each answer as `Next…`."""
+        after: dict[str, str] = {}
+        while True:
+            answer = patience.run(
+                f"s3://{self.bucket}: {what}", partial(request, Bucket=self.bucket, **after)
+            )
+            yield answer
             if not answer.get("IsTruncated"):
-                return found
-            token = {"ContinuationToken": answer["NextContinuationToken"]}
+                return
+            after = {marker: answer.get(f"Next{marker}", "") for marker in markers}
 
     def _below(self) -> str:
         return f"{self.place.prefix}/" if self.place.prefix else ""
@@ -376,27 +384,14 @@ class S3Store:
 
     def _uploads(self, patience: Patience) -> Iterator[tuple[str, str, str, float]]:
         """Key, version, id and age of the multipart uploads that are under way. In the calling thread."""
-        marker: dict[str, str] = {}
-        while True:
-
-            def page(marker: dict[str, str] = marker) -> Any:
-                return self.client.list_multipart_uploads(
-                    Bucket=self.bucket, Prefix=self._below(), MaxUploads=PAGE, **marker
-                )
-
-            answer = patience.run(f"s3://{self.bucket}: listing uploads", page)
+        request = partial(self.client.list_multipart_uploads, Prefix=self._below(), MaxUploads=PAGE)
+        for answer in self._pages("listing uploads", request, patience, ("KeyMarker", "UploadIdMarker")):
             now = _clock(answer)
             for entry in answer.get("Uploads", []):
                 parts = self._parts_of(entry["Key"])
                 if parts is not None:
                     age = (now - entry["Initiated"]).total_seconds()
                     yield entry["Key"], parts[0], entry["UploadId"], age
-            if not answer.get("IsTruncated"):
-                return
-            marker = {
-                "KeyMarker": answer["NextKeyMarker"],
-                "UploadIdMarker": answer.get("NextUploadIdMarker", ""),
-            }
 
     # ---- before anything --------------------------------------------------------------------------------
 

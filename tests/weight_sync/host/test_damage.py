@@ -311,9 +311,9 @@ def test_fetched_deltas_that_are_damaged_here(tmp_path: Path, place: Path, versi
     versions.next()
     weights = copy.advance(versions.newest, patience=0.0)
     (kept,) = (place / FETCHED).iterdir()
-    assert weights.changes_since(first.content_hash) is not None
+    assert weights.changes_since(first.publication.content_hash) is not None
     shutil.rmtree(kept)
-    assert weights.changes_since(first.content_hash) is None
+    assert weights.changes_since(first.publication.content_hash) is None
     assert right(weights, versions)
     copy.close()
 
@@ -327,7 +327,7 @@ def test_old_deltas_go_when_they_are_many(tmp_path: Path, place: Path, versions:
         weights = copy.advance(versions.newest, patience=0.0)
         kept = sum(path.stat().st_size for path in (place / FETCHED).rglob("*.safetensors"))
         assert kept < first.n_bytes / 4
-    assert weights.changes_since(first.content_hash) is None
+    assert weights.changes_since(first.publication.content_hash) is None
     assert weights.changes_since(versions.publications[-2].content_hash) is not None
     assert right(weights, versions)
     copy.close()

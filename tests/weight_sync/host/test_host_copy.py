@@ -66,7 +66,7 @@ def test_every_version_in_turn(place: Path, versions: Versions, store: Directory
     assert weights.changes_since("other") is None
     assert weights.density is None
     for version in range(1, 10):
-        before = weights.content_hash
+        before = weights.publication.content_hash
         weights = copy.advance(versions.next(), patience=0.0)
         assert holds(weights, versions, version)
         assert weights.density is not None
@@ -80,7 +80,7 @@ def test_every_version_in_turn(place: Path, versions: Versions, store: Directory
                 flat[slice(None) if change.positions is None else change.positions] = change.values
                 served[change.name] = flat.reshape(change.shape)
         assert same(served.items(), versions.weights[version])
-        assert weights.changes_since(weights.content_hash) == []
+        assert weights.changes_since(weights.publication.content_hash) == []
     copy.close()
     assert not place.exists()
 
@@ -108,7 +108,7 @@ def test_who_lags_takes_deltas_in_one_go(place: Path, versions: Versions, store:
         versions.next()
     weights = copy.advance(versions.newest, patience=0.0)
     assert holds(weights, versions, 3)
-    found = weights.changes_since(first.content_hash)
+    found = weights.changes_since(first.publication.content_hash)
     assert found is not None
     assert [piece.uri for _, piece in found] == [p.uri for p in versions.publications[1:]]
     # An older wish is not a step back: what is there is handed out.
@@ -150,7 +150,7 @@ def test_from_a_bucket(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         for version in range(1, 4):
             weights = copy.advance(versions.next(), patience=0.0)
             assert holds(weights, versions, version)
-        found = weights.changes_since(first.content_hash)
+        found = weights.changes_since(first.publication.content_hash)
         assert found is not None
         assert [root for root, _ in found] == [place / FETCHED] * 3
         assert all(open_delta(root, piece).changes() for root, piece in found)

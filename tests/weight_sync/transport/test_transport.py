@@ -521,7 +521,7 @@ def replica_main(place: Path, fallback: Path, timeout: float, pipe: Connection) 
         store.expect(publication)
         weights = copy.advance(publication, patience=0.0)
         outcome = store.outcome()
-        pipe.send((weights.content_hash, outcome.fallback))
+        pipe.send((weights.publication.content_hash, outcome.fallback))
 
 
 @pytest.fixture
