@@ -119,7 +119,7 @@ def _endpoint(client: Any) -> str:
 
 def _refusal(error: Any, bucket_key: str) -> str:
     code, status = code_of(error), _status(error)
-    missing = f"no such bucket exists: create it, or correct {bucket_key}"
+    missing = f"no such bucket: create it, or correct {bucket_key}"
     remedies = {
         "NoSuchBucket": missing,
         "404": missing,
