@@ -18,7 +18,7 @@ from tests.support.objects import CREDENTIALS, ObjectStore, running_objects
 from tests.support.ports import free_port
 from tests.support.waiting import PATIENCE, until
 from tests.weight_sync.helpers import bits, put, small
-from tests.weight_sync.stores.store_material import BUCKET, NAME, OTHER, QUICK, bucket, pattern, use, write
+from tests.weight_sync.stores.store_material import BUCKET, NAME, OTHER, bucket, pattern, use, write
 from weight_sync import NotReadableError, WeightError, open_store
 from weight_sync.errors import StoppedError, StoreError
 from weight_sync.stores import HEAD_BYTES, s3
@@ -396,8 +396,3 @@ def test_a_version_goes_beginning_with_its_manifest(front: FaultyStore, prefix: 
     with pytest.raises(NotReadableError):
         store.read(f"{NAME}/two")
     assert store.delete(NAME) is False
-
-
-def test_pauses() -> None:
-    assert [QUICK.before(attempt, 1.0) for attempt in (1, 2, 3, 99)] == [0.01, 0.02, 0.04, 0.1]
-    assert QUICK.before(1, 0.0) == 0.005

@@ -111,7 +111,7 @@ def test_a_process_whose_worker_is_gone_already_does_not_start() -> None:
     assert done.returncode == 1
 
 
-@pytest.mark.parametrize("value", ["", "0", str(os.getpid())])
+@pytest.mark.parametrize("value", ["", "0", str(os.getpid())], ids=["unset", "zero", "itself"])
 def test_nothing_is_followed_elsewhere(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     """vLLM started by somebody else loads the plugin too, and must not be ended by it."""
     monkeypatch.delenv(PARENT, raising=False)
