@@ -19,8 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
-from controller.client import calls as api
 from controller.client import Refused
+from controller.client import calls as api
 from rollout_worker.lease_table import LeaseTable
 from rollout_worker.session import Session
 from schema.config import Config
