@@ -23,6 +23,7 @@ from policy_worker.process import (
     install_signals,
     watch_parent,
 )
+from schema.util.imports import without_collections
 from schema.util.text import configure_logging
 
 log = logging.getLogger("policy_worker")
@@ -46,11 +47,12 @@ def main() -> int:
 
 
 def _run(environment: Environment, ranks: RankEnvironment, shutdown: ShutdownRequest) -> int:
-    import torch  # after the environment is known to be right: it takes seconds
-    from transformers.utils import logging as transformers_logging
+    with without_collections():
+        import torch  # after the environment is known to be right: it takes seconds
+        from transformers.utils import logging as transformers_logging
 
-    from policy_worker.worker import run_rank
-    from weight_sync import WeightError
+        from policy_worker.worker import run_rank
+        from weight_sync import WeightError
 
     transformers_logging.disable_progress_bar()
     if environment.threads is not None:

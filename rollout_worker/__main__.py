@@ -27,6 +27,7 @@ from rollout_worker.rewards.pool import RewardPoolError
 from rollout_worker.rewards.registry import RewardConfigError
 from rollout_worker.session import JobOverError, NameTakenError, SupersededError
 from rollout_worker.shutdown import ExitWatchdog
+from schema.util.imports import without_collections
 from schema.util.text import configure_logging
 from schema.wire.secret import fault
 
@@ -52,8 +53,11 @@ def main() -> int:
 
 
 def _run(url: str, token: str, name: str, secret: str, parent: int | None, threads: int | None) -> int:
-    _set_up_libraries(threads)
-    from rollout_worker.worker import Worker  # after the environment is known to be right: it takes seconds
+    with without_collections():
+        _set_up_libraries(threads)
+        from rollout_worker.worker import (
+            Worker,  # after the environment is known to be right: it takes seconds
+        )
 
     watchdog = ExitWatchdog(OK)
 

@@ -13,6 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from rollout_worker.engines.base import Engine, EngineConfigError
+from schema.util.imports import without_collections
 
 if TYPE_CHECKING:
     from schema.config import Config
@@ -32,7 +33,8 @@ def create_engine(config: Config, tokenizer: Any, eos_token_ids: frozenset[int])
     """
     backend = config.rollout.backend
     try:
-        module = importlib.import_module(ENGINES[backend])
+        with without_collections():
+            module = importlib.import_module(ENGINES[backend])
     except ImportError as error:
         other = next(name for name in ENGINES if name != backend)
         raise EngineConfigError(

@@ -24,6 +24,7 @@ from rollout_worker.engines.scatter import Place, Published, WeightMap, region_o
 from rollout_worker.engines.transformers import attention
 from rollout_worker.engines.transformers.decoder import Decoder
 from schema.config.modules import CANNOT_LOAD, remedy
+from schema.util.imports import without_collections
 from weight_sync import hub_tensors
 
 _REMEDY = 'set rollout.backend = "vllm", or use another model'
@@ -44,7 +45,8 @@ def load_model(
     trust_remote_code: bool = False,
 ) -> Any:
     """The model on its device, in evaluation mode. Raises `EngineConfigError` when it cannot be loaded here."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    with without_collections():
+        from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
