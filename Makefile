@@ -15,7 +15,7 @@ export TOKENIZERS_PARALLELISM ?= false
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help run test unit e2e soak lint format schema fuzz chaos clean setup setup-vllm
+.PHONY: help run test unit e2e soak lint format schema clean setup setup-vllm
 
 help:  ## print this list
 	@echo "cosmos-launch: asynchronous reinforcement learning of language models"; echo
@@ -34,10 +34,10 @@ unit: setup  ## the fast tests
 	$(BIN)/pytest -n 3 --ignore tests/e2e -m "not slow and not e2e and not soak"
 
 e2e: setup setup-vllm  ## the slow tests: real processes, both engines, real failures
-	$(BIN)/pytest -n 3 --dist loadfile -m "(slow or e2e) and not soak" --timeout 900 --durations 15
+	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder -m "(slow or e2e) and not soak" --timeout 900 --durations 15
 
-soak: setup setup-vllm  ## long proofs of one AREA (a folder of tests): many seeds, every combination
-	SOAK=1 $(BIN)/pytest -n 3 --timeout 1200 -m "soak or scaled" tests/$(AREA)
+soak: setup setup-vllm  ## list the long proofs; with AREA= run one area of them, or all
+	$(BIN)/python -m tests.soak $(AREA)
 
 lint: setup  ## ruff, mypy and the import rules
 	$(BIN)/ruff check .
@@ -52,12 +52,6 @@ format: setup  ## let ruff rewrite what it can
 schema: setup  ## write config.schema.json, docs/config.md and docs/migrate.md from the code
 	$(BIN)/python -m schema.config.reference.export
 	$(BIN)/python -m schema.interop.document
-
-fuzz: setup  ## check a hundred thousand spoiled configurations
-	$(BIN)/python -m tests.schema.fuzz_config
-
-chaos: setup  ## kill a hundred processes of real jobs at random, and count what is lost
-	$(BIN)/python -m tests.chaos --kills 100
 
 clean:  ## remove the environment, caches and the quickstart's output
 	rm -rf $(VENV) .venv-trl build dist *.egg-info outputs .mypy_cache .ruff_cache .hypothesis .import_linter_cache
