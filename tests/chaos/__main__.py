@@ -20,11 +20,12 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from examples.quickstart.make_model import make_model
 from tests.chaos.job import Kill, StruckJob, Verdict
 from tests.chaos.plan import ROLES, Role, plan
 from tests.chaos.report import report, table
 from tests.chaos.servers import NamedRedis, ObjectStore
-from tests.chaos.setting import Setting, make_model
+from tests.chaos.setting import Setting
 
 EPILOG = """\
 what is killed
@@ -78,7 +79,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(
     options: argparse.Namespace, folder: Path, servers: ExitStack, verdicts: list[Verdict], begun: float
 ) -> None:
-    model = make_model(folder / "model")
+    model = folder / "model"
+    make_model(model, seed=1)
     redis = servers.enter_context(NamedRedis()) if options.redis == "rediss" else None
     store = servers.enter_context(ObjectStore()) if "store" in options.roles else None
     setting = Setting(engine=options.engine)

@@ -7,13 +7,11 @@ sleeps, so that kills find processes at work.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.chaos.judge import Shape
-from tests.e2e.program import LONG, VLLM
+from tests.e2e.program import VLLM
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -164,10 +162,3 @@ class Setting:
             )
         )
         return path
-
-
-def make_model(path: Path) -> Path:
-    """The quickstart's tiny model with random weights."""
-    script = ROOT / "examples" / "quickstart" / "make_model.py"
-    subprocess.run([sys.executable, str(script), "--out", str(path), "--seed", "1"], check=True, timeout=LONG)
-    return path

@@ -97,6 +97,12 @@ shutdown_timeout = 20.0
 VLLM = "enforce_eager = true\nmax_model_len = 128\nmax_num_seqs = 32"
 
 
+def command(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """`cosmos-launch` with these arguments, to its end."""
+    line = [str(COMMAND), *map(str, arguments)]
+    return subprocess.run(line, capture_output=True, text=True, timeout=LONG, check=False, cwd=ROOT)
+
+
 def write_config(
     folder: Path,
     model: Path,

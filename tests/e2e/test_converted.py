@@ -196,6 +196,7 @@ def test_verl_evaluation(place: Path) -> None:
     assert (found["prompts"], found["score"], found["best"]) == (48, 0.5, 1.0)
 
 
+@pytest.mark.soak
 def test_roll_rlvr(place: Path) -> None:
     """On a machine without GPUs the devices of the file are left out, which is all there is to change."""
     found = summary(
@@ -212,6 +213,7 @@ def test_roll_rlvr(place: Path) -> None:
     assert max(step["metrics"]["staleness_max"] for step in found["steps"]) <= 1
 
 
+@pytest.mark.soak
 def test_cosmos_rl(place: Path) -> None:
     found = summary(
         convert_and_launch(

@@ -18,10 +18,11 @@ def folder(root: Path, name: str) -> Path:
 
 
 def test_reinforcement_ends_with_the_same_bits(tmp_path: Path, model: Path) -> None:
-    """The trainer dies between two checkpoints; then the launcher, and with it all that it has started."""
+    """The trainer dies between two checkpoints, then a rollout replica at work; then the launcher, and with it all
+    that it has started."""
     calm = run(exact_grpo(folder(tmp_path, "calm"), model, steps=6))
     assert calm.ledger["dropped"].get("zero_variance", 0) > 0, "groups without signal are replaced"
-    kills = [Kill("policy_worker", 1, 0.2), Kill("launcher", 2, 0.3)]
+    kills = [Kill("rollout_worker", 0, 0.1), Kill("policy_worker", 1, 0.2), Kill("launcher", 3, 0.3)]
     disturbed = run(exact_grpo(folder(tmp_path, "disturbed"), model, steps=6), kills)
     assert len(disturbed.kills) == len(kills), "the run was over before"
     check_same(calm, disturbed)

@@ -15,7 +15,7 @@ import pytest
 
 from controller.client import Call, Client
 from tests.chaos.job import StruckJob
-from tests.chaos.plan import JobPlan, Role, Strike
+from tests.chaos.plan import ROLES, JobPlan, Role, Strike
 from tests.chaos.servers import ObjectStore
 from tests.chaos.setting import Setting
 from tests.e2e.program import Program, check_ledger, write_config
@@ -66,17 +66,9 @@ def strikes(seed: int, roles: tuple[Role, ...]) -> tuple[Strike, ...]:
     )
 
 
-@pytest.mark.parametrize(
-    ("seed", "roles"),
-    [
-        (1, ("controller", "redis", "reward", "store", "policy")),
-        (2, ("data", "rollout", "launcher")),
-    ],
-)
-def test_whoever_is_killed_nothing_is_lost(
-    tmp_path: Path, model: Path, seed: int, roles: tuple[Role, ...]
-) -> None:
-    plan = JobPlan(seed, 1, strikes(seed, roles))
+def test_whoever_is_killed_nothing_is_lost(tmp_path: Path, model: Path) -> None:
+    roles = ROLES
+    plan = JobPlan(seed=1, ranks=1, strikes=strikes(1, roles))
     setting = Setting(rows=160, epochs=1, save_freq=4)
     with ObjectStore() as store:
         job = StruckJob(plan, setting, tmp_path / "job", model, lambda kill: None, len(roles), store=store)
@@ -139,6 +131,7 @@ def test_failing_rewards_are_tried_again_and_poison_is_dropped_with_its_cause(
     assert sum(ledger.staleness.values()) == 58 * 4, "what hung or died once has its reward in the end"
 
 
+@pytest.mark.soak
 def test_failing_rewards_are_masked_where_that_is_asked_for(tmp_path: Path, model: Path) -> None:
     config = moody_job(tmp_path, model, ["hangs", "exits"], 12, reward='on_error = "mask"')
     with Program(config) as program:

@@ -23,7 +23,9 @@ def quickstart(out: Path, *arguments: str) -> dict[str, object]:
     return json.loads((out / "grpo" / "summary.json").read_text())  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize(("engine", "seed"), [("transformers", 1), ("vllm", 3)])
+@pytest.mark.parametrize(
+    ("engine", "seed"), [("transformers", 1), pytest.param("vllm", 3, marks=pytest.mark.soak)]
+)
 def test_a_model_learns_to_add(tmp_path: Path, engine: str, seed: int) -> None:
     summary = quickstart(tmp_path / "quickstart", "--engine", engine, "--seed", str(seed))
     check_ledger(summary, summary["ledger"]["bound"])  # type: ignore[arg-type, index]

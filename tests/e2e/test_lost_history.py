@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -13,8 +14,8 @@ import psutil
 import pytest
 
 from tests.e2e.held import go_on, hold
-from tests.e2e.program import Program, check_ledger, write_config
-from tests.support.waiting import until
+from tests.e2e.program import Program, check_ledger, command, write_config
+from tests.support.waiting import PATIENCE, until
 
 pytestmark = pytest.mark.e2e
 
@@ -43,8 +44,8 @@ def audit(log: Path) -> dict[int, tuple[int, list[str]]]:
     return steps
 
 
-def check_truth(program: Program, n_steps: int, bound: int) -> None:
-    steps = audit(program.run_dir / "logs" / "policy-0.log")
+def check_truth(run_dir: Path, n_steps: int, bound: int) -> None:
+    steps = audit(run_dir / "logs" / "policy-0.log")
     assert sorted(steps) == list(range(n_steps))
     trained = [name for _, groups in steps.values() for name in groups]
     assert len(set(trained)) == len(trained) == 4 * n_steps, "each group exactly once, as the trainer saw it"
@@ -81,31 +82,54 @@ def lose(program: Program, share: float) -> None:
 
 def test_redis_and_controller_die_and_the_file_loses_its_end(tmp_path: Path, model: Path) -> None:
     chance = random.Random(5)
-    config = hold(write_config(tmp_path, model, steps=16), step=12, rows=80)
+    config = hold(write_config(tmp_path, model, steps=10), step=8, rows=60)
     with Program(config) as program:
-        for step in (3, 8):
+        for step in (2, 5):
             program.until_step(step)
             lose(program, 1 - chance.random() / 2)
         go_on(program)
         summary = program.finish()
-        check_truth(program, 16, 2)
-    check_ledger(summary, 2, trained=16 * 4)
-    assert sum(check_ledger(summary, 2).staleness.values()) == 16 * 16
-    assert [step["step"] for step in summary["steps"]] == list(range(16))
+        check_truth(program.run_dir, 10, 2)
+    check_ledger(summary, 2, trained=10 * 4)
+    assert sum(check_ledger(summary, 2).staleness.values()) == 10 * 16
+    assert [step["step"] for step in summary["steps"]] == list(range(10))
     assert summary["status"]["timeline"] == 0, "the trainer lived on: nothing was trained again"
 
 
-def test_a_run_goes_on_from_its_checkpoint_when_redis_is_gone(tmp_path: Path, model: Path) -> None:
-    config = hold(write_config(tmp_path, model, steps=8, validation=False), step=6, rows=80)
+def test_a_run_is_moved_and_goes_on_from_its_checkpoint_without_redis(tmp_path: Path, model: Path) -> None:
+    """By its own configuration, in another place."""
+    config = hold(write_config(tmp_path, model, steps=8, validation=False), step=4, rows=80)
     config.write_text(config.read_text() + CHECKPOINTS)
     with Program(config) as program:
-        program.until_step(5)
-        program.process.send_signal(signal.SIGINT)
+        program.until_step(2)
+        requested = command("checkpoint", program.run_dir, "--wait", str(PATIENCE))
+        assert requested.returncode == 0, requested.stderr
+        assert "step-" in requested.stdout
+        assert command("pause", program.run_dir).returncode == 0
+        assert "phase=paused" in command("status", program.run_dir).stdout
+        refused = command("--resume", program.run_dir)
+        assert refused.returncode == 2
+        assert f"its launcher is pid {program.process.pid}" in refused.stderr
+        assert command("resume", program.run_dir).returncode == 0
+        program.note_processes()
+        assert command("stop", program.run_dir, "--wait", str(PATIENCE)).returncode == 0
         assert program.wait() == 130
+        program.wait_no_orphans(timeout=1.0)
     go_on(program)
     shutil.rmtree(program.run_dir / "redis")
-    with Program(config, ("--resume",)) as program:
-        summary = program.finish()
-        check_truth(program, 8, 2)
+    moved = tmp_path / "elsewhere" / "moved"
+    moved.parent.mkdir()
+    program.run_dir.rename(moved)
+    status = command("status", moved)
+    assert status.returncode == 0, status.stderr
+    assert f"`cosmos-launch --resume {moved}` goes on from the checkpoint" in status.stdout
+    resumed = command("--resume", moved)
+    assert resumed.returncode == 0, resumed.stdout[-3000:] + resumed.stderr[-3000:]
+    assert "8 of 8" in resumed.stdout
+    assert (moved / "final" / "config.json").exists()
+    summary = json.loads((moved / "summary.json").read_text())
+    check_truth(moved, 8, 2)
     check_ledger(summary, 2, trained=8 * 4)
     assert summary["status"]["timeline"] == 1
+    again = command("--resume", moved)
+    assert (again.returncode, "nothing to resume" in again.stdout) == (0, True)

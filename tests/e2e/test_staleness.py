@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.staleness import Case, accuracies, end, warm_model
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.soak]
 
 
 @pytest.fixture(scope="module")

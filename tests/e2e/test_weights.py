@@ -23,13 +23,13 @@ def publications(program: Program) -> list[PublicationInfo]:
         return client.send(api.publications())
 
 
-@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+@pytest.mark.parametrize("engine", [pytest.param("transformers", marks=pytest.mark.soak), "vllm"])
 def test_served_weights_are_the_trained_ones_at_every_version(
     tmp_path: Path, model: Path, engine: str
 ) -> None:
     """On-policy, so that no version is passed over; the engine's own weights are hashed after every update."""
-    held_at = 10
-    config = job(tmp_path, model, engine, steps=14, keys="checksum_interval = 1", held_at=held_at)
+    held_at = 6
+    config = job(tmp_path, model, engine, steps=8, keys="checksum_interval = 1", held_at=held_at)
     with Program(config) as program:
         program.until_step(held_at)
 
@@ -53,18 +53,18 @@ def test_served_weights_are_the_trained_ones_at_every_version(
         assert all(info.ratio is not None and info.ratio < 0.5 for info in deltas)
         go_on(program)
         summary = program.finish()
-    check_ledger(summary, 0, trained=14 * 4)
+    check_ledger(summary, 0, trained=8 * 4)
     store = DirectoryStore(program.run_dir / "weights")
     newest = newest_of(program, store)
-    assert newest.version == 14
+    assert newest.version == 8
     check_equal(program, weights_of(tmp_path / "late", store, newest))
 
 
 def test_a_replica_that_joins_late_comes_by_an_anchor_and_deltas(tmp_path: Path, model: Path) -> None:
     """Its host has nothing: the copy of the one before went with it."""
-    held_at = 30
-    keys = "checksum_interval = 1\nanchor_interval = 8\nkeep = 1"
-    config = job(tmp_path, model, steps=34, keys=keys, held_at=held_at)
+    held_at, interval = 14, 5
+    keys = f"checksum_interval = 1\nanchor_interval = {interval}\nkeep = 1"
+    config = job(tmp_path, model, steps=16, keys=keys, held_at=held_at)
     with Program(config) as program:
         program.until_step(held_at)
 
@@ -78,9 +78,9 @@ def test_a_replica_that_joins_late_comes_by_an_anchor_and_deltas(tmp_path: Path,
         newest = before[max(before)].publication
         assert (newest.version, newest.kind) == (held_at, "delta")
         begins = before[newest.begins].publication
-        assert begins.version in range(held_at - 8, held_at), "an anchor that is not far away"
+        assert begins.version in range(held_at - interval, held_at), "an anchor that is not far away"
         gone = {info.publication.version for info in before.values() if info.files != "kept"}
-        assert set(range(begins.version)) - gone <= set(range(begins.version - 9, begins.version))
+        assert set(range(begins.version)) - gone <= set(range(begins.version - interval - 1, begins.version))
         os.kill(program.pid_of("rollout_worker"), signal.SIGTERM)
 
         def back(_: object) -> PublicationInfo | None:
@@ -93,4 +93,4 @@ def test_a_replica_that_joins_late_comes_by_an_anchor_and_deltas(tmp_path: Path,
         assert updates[1].n_bytes > deltas, "the deltas, and the anchor"
         go_on(program)
         summary = program.finish()
-    check_ledger(summary, 0, trained=34 * 4)
+    check_ledger(summary, 0, trained=16 * 4)

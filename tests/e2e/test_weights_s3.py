@@ -39,7 +39,7 @@ def job(folder: Path, model: Path, *, steps: int, held_at: int) -> Path:
 
 
 def others(objects: ObjectStore) -> dict[str, bytes]:
-    """What lies beside in the bucket and belongs to others: another job's version, and no weights at all."""
+    """Other objects of the bucket: another job's version, and things that are not weights."""
     version = f"{PREFIX}/other-job.t0-v00000003-0123456789abcdef"
     found = {
         f"{version}/manifest.json": b"{}",
@@ -68,7 +68,7 @@ def test_a_job_over_a_bucket_that_fails_completes(
 ) -> None:
     with running_objects(BUCKET) as objects, faulty_store(objects, seed=5, rate=RATE) as front:
         use(front.environment, monkeypatch)
-        beside = others(objects)
+        foreign = others(objects)
         with Program(job(tmp_path, model, steps=STEPS, held_at=HELD)) as program:
             found = until_served(program, HELD)
             check_deltas(found)
@@ -85,7 +85,7 @@ def test_a_job_over_a_bucket_that_fails_completes(
         check_equal(program, weights_of(tmp_path / "late", store, newest))
         left = [name for name in store.versions() if not name.startswith("other-job.")]
         assert len(left) < STEPS, "old versions were removed"
-        for key, body in beside.items():
+        for key, body in foreign.items():
             assert objects.read(BUCKET, key) == body
 
 
@@ -109,14 +109,15 @@ def _away_for_a_while(program: Program, front: FaultyStore) -> None:
     front.fail("503", times=10**6)
     go_on(program)
 
-    def told(client: Client) -> bool:
+    def reported(client: Client) -> bool:
         return "has failed for" in (client.send(api.job()).last_error or "")
 
-    program.until("the job tells of it", told)
+    program.until("the job reports it", reported)
     front.calm()
     front.rate = RATE
 
 
+@pytest.mark.soak
 def test_a_bucket_that_is_not_there_ends_the_job_with_the_remedy(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
