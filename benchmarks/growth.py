@@ -31,7 +31,7 @@ sys.path[0] = str(ROOT)  # this file must not hide the package of the same name
 from benchmarks.load.servers import TOKENS, make_run, valkey
 from controller.server import Settings, open_job
 from controller.services.controller import Controller
-from controller.services.payload_parts import Push
+from controller.services.samples import Push
 from controller.store.redis_state import Table
 from schema.config import Config
 from schema.wire import messages as m
@@ -79,7 +79,7 @@ class Run:
         self.random = random.Random(0)
 
     async def start(self) -> None:
-        register = self.controller.membership.register
+        register = self.controller.replicas.register
         self.trainer = await register(
             m.RegisterRequest(request_id=request_id(), role="policy", name="policy-0", resume_step=0)
         )
@@ -89,7 +89,7 @@ class Run:
             "policy_epoch": self.trainer.policy_epoch,
         }
         await self.publish(0)
-        if self.controller.job.ledger is None:
+        if not self.controller.job.config.is_grpo:
             return
         self.rollout = await register(
             m.RegisterRequest(request_id=request_id(), role="rollout", name="rollout-0")
@@ -106,7 +106,7 @@ class Run:
                 "metrics": {stage: self.random.random() for stage in ("gather", "encode", "write")},
             }
         )  # fmt: skip
-        await self.controller.publishing.publish(m.PublishRequest.model_validate_json(text))
+        await self.controller.publications.publish(m.PublishRequest.model_validate_json(text))
 
     async def generate(self) -> None:
         """Lease and push what can be had; else fetch newer weights."""
@@ -116,9 +116,9 @@ class Run:
             request_id=request_id(), replica_id=mine, incarnation=self.rollout.incarnation,
             version=self.update.version, publication_id=self.update.id, max_groups=self.groups,
         )  # fmt: skip
-        reply = await self.controller.leasing.lease(lease)
+        reply = await self.controller.leases.lease(lease)
         if not reply.groups:
-            newer = await self.controller.publishing.latest(
+            newer = await self.controller.publications.latest(
                 self.update.id, 0.0, mine, self.rollout.incarnation
             )
             self.update = newer or self.update
@@ -133,11 +133,11 @@ class Run:
         view = memoryview(body)
         placed = zip(items, bundle_ranges(body)[0], strict=True)
         pushes = [Push(item, view[start:end], start) for item, (start, end) in placed]
-        await self.controller.leasing.push(mine, body, pushes)
+        await self.controller.samples.push(mine, body, pushes)
 
     async def step(self, step: int) -> None:
-        training = self.controller.training
-        if self.controller.job.ledger is not None:
+        training = self.controller.steps
+        if self.controller.job.config.is_grpo:
             while await training.batch(step, self.trainer.policy_epoch, [], 0.0) is None:
                 await self.generate()
         metrics = {name: self.random.random() * 10 ** self.random.randint(-3, 3) for name in STEP_METRICS}

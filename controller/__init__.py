@@ -1,1 +1,50 @@
-"""The controller: owns the config, leases prompts, keeps the ledger of groups, assembles batches."""
+"""The controller: the one process that knows the state of a job, and decides what each replica does next.
+
+    rollout replicas, trainers, launcher, people
+         │ HTTP
+    api          who may call, bounds on requests, routes: bytes in, bytes out
+         │ one service for each route file, of the same name
+    services     what a call does: checks, one synchronous change of the state, waiting, the answer
+         │
+    state        one job: `Job` holds all parts and knows its phase; replicas, publications, validation, steps
+         │
+    ledger       pure: the groups of a GRPO job (`GroupTable`), and what may happen to them (`Ledger`)
+         │
+    store        Redis: `Job.stage` names what changed, one transaction at a time writes it, then the call is answered
+
+Also here: `client` (what other packages import), `data` (datasets to indexed files, before a job), `server` (the
+process), `notify` (long polls), `errors` (what is raised).
+
+All paths below begin with /v1, except those of health and metrics; decisions are in modules of `ledger` and `state`:
+
+| call                            | what changes                              | service      | decided in            |
+|---------------------------------|-------------------------------------------|--------------|-----------------------|
+| POST /replicas                  | registered; trainer: policy epoch, rewind | replicas     | replicas, checkpoint  |
+| POST /replicas/by-name/…/exited | replica lost; its groups wait, or poison  | replicas     | ledger                |
+| POST /replicas/…/heartbeat      | last seen; leases renewed or released     | replicas     | replicas, ledger      |
+| POST /replicas/…/declare        | what the store lost of a trainer          | recovery     | reconcile             |
+| POST /replicas/…/leases         | leases that the store lost are taken back | replicas     | replay                |
+| POST /replicas/…/drain          | replica drains                            | replicas     | replicas              |
+| DELETE /replicas/…              | replica left; its groups wait             | replicas     | replicas, job         |
+| POST /leases                    | groups leased; a validation round begins  | leases       | admission, validation |
+| DELETE /leases/…                | group: leased → waiting                   | leases       | ledger                |
+| POST /samples                   | its group is ready, waits or is dropped   | samples      | ledger, reward_health |
+| POST /groups/…/samples/…        | the same, for one sample                  | samples      | ledger, reward_health |
+| POST /publications              | publication; old files go; a round is due | publications | publications          |
+| GET /publications/latest        | what this replica was handed              | publications | publications          |
+| POST /publications/…/reports    | report; a full version may be requested   | publications | update_reports        |
+| GET /steps/…/batch              | groups: ready → batched; late ones drop   | steps        | assembly              |
+| POST /steps/…/commit            | groups: batched → trained; job may end    | steps        | ledger, job           |
+| POST /steps/…/replay            | groups: any state → trained               | recovery     | replay                |
+| POST /checkpoints               | groups: trained → durable, payloads go    | steps        | checkpoint            |
+| POST /job/…                     | paused, ended, reopened, checkpoint       | job          | job                   |
+| GET /job, /replicas, /groups    | nothing                                   | job          | group_table           |
+| GET /ledger, /groups/…          | nothing                                   | (routes)     | group_table           |
+| GET /samples/…                  | nothing                                   | samples      |                       |
+| GET /publications               | nothing                                   | publications | publications          |
+| GET /steps, /validations        | nothing                                   | (routes)     | step_log, validation  |
+| GET /checkpoints/…/ledger       | nothing                                   | (routes)     | checkpoint            |
+| /config/…, /openapi.json        | nothing                                   | (routes)     |                       |
+| /healthz, /readyz, /metrics     | nothing                                   | (routes)     |                       |
+| every half second               | leases expire, replicas are lost          | reaper       | ledger, replicas      |
+"""

@@ -319,21 +319,21 @@ async def open_job(
 async def _serve(
     job: Job, settings: Settings, address: str, door: FrontDoor, ends: set[asyncio.Task[None]]
 ) -> None:
-    """Answer calls until one of `ends` is done, the store is lost, or upkeep has failed (which raises)."""
+    """Answer calls until one of `ends` is done, the store is lost, or the reaper has failed (which raises)."""
     controller = Controller.of(job)
-    upkeep = controller.upkeep.start()
+    reaping = controller.reaper.start()
     door.open(create_app(controller, settings.tokens))
     write_address(settings, address)
     gc.collect()
     gc.freeze()  # what is alive now stays: the collector need not look at it again
     log.info("job %s is served at %s (%s)", settings.job_id, address, job.store.holder)
     try:
-        waiting: list[asyncio.Future[Any]] = [*ends, job.store.fatal, upkeep]
+        waiting: list[asyncio.Future[Any]] = [*ends, job.store.fatal, reaping]
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        if upkeep.done():
-            upkeep.result()
+        if reaping.done():
+            reaping.result()
     finally:
-        await controller.upkeep.stop()
+        await controller.reaper.stop()
 
 
 async def _until_stopped(stop: asyncio.Event, parent_pid: int | None) -> None:

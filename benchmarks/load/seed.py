@@ -38,7 +38,7 @@ async def fill(run_dir: Path, redis_url: str, groups: int, train: bool) -> None:
     job = Job(settings.config, job_id=settings.job_id, run_dir=run_dir, store=store, saved=saved)
     done = 0
     while done < groups:
-        version = job.require_ledger().committed
+        version = job.progress.committed
         done += _push_some(job, version, min(CHUNK, groups - done))
         while train and _train_one(job):
             pass
@@ -48,7 +48,7 @@ async def fill(run_dir: Path, redis_url: str, groups: int, train: bool) -> None:
 
 def _push_some(job: Job, version: int, count: int) -> int:
     ledger, now = job.require_ledger(), job.clock()
-    decision = ledger.lease(REPLICA, f"request-{ledger.frontier}", version, version, count, now)
+    decision = ledger.lease(REPLICA, f"request-{ledger.table.frontier}", version, version, count, now)
     assert decision.groups, decision.refusal
     headers = _headers(job, version)
     for group in decision.groups:
@@ -67,9 +67,11 @@ def _headers(job: Job, version: int) -> list[SampleHeader]:
 
 def _train_one(job: Job) -> bool:
     ledger = job.require_ledger()
-    if ledger.ready < job.config.groups_per_step or not isinstance(ledger.assemble(job.clock()), Assembled):
+    if ledger.table.ready < job.config.groups_per_step or not isinstance(
+        ledger.assemble(job.clock()), Assembled
+    ):
         return False
-    ledger.commit(ledger.committed)
+    ledger.commit(ledger.table.committed)
     return True
 
 

@@ -17,7 +17,8 @@ from typing import Literal
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from controller.services.errors import ProblemError, problem
+from controller.errors import ApiError
+from controller.services.errors import problem, refusal
 from controller.state.replicas import Registry
 from schema.wire.messages import ErrorCode
 from schema.wire.secret import REPLICA_HEADER, fault
@@ -50,7 +51,7 @@ class Tokens:
         self._tokens = {caller: tokens[caller].encode() for caller in CALLERS}
 
     def caller(self, authorization: str | None) -> Caller:
-        """Whose token this header carries. Raises `ProblemError` (401).
+        """Whose token this header carries. Raises `ApiError` (401).
 
         It is compared with every token, each time in full: how long that takes reveals nothing.
         """
@@ -65,7 +66,7 @@ class Tokens:
         if found is None:
             why = "the token is not valid for this job" if authorization else "no token was sent"
             detail = f"{why}: send `Authorization: Bearer <token>`"
-            raise ProblemError(ErrorCode.UNAUTHORIZED, detail, {"www-authenticate": "Bearer"})
+            raise ApiError(ErrorCode.UNAUTHORIZED, detail)
         return found
 
 
@@ -90,26 +91,26 @@ class AuthMiddleware:
             given = next((value for name, value in headers if name == b"authorization"), None)
             try:
                 scope[CALLER] = self._tokens.caller(None if given is None else given.decode("latin-1"))
-            except ProblemError as error:
-                await problem(error.code, error.detail, headers=error.headers)(scope, receive, send)
+            except ApiError as error:
+                await refusal(error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
 
 def require(request: Request, allowed: frozenset[str]) -> Caller:
-    """The caller of a request if its role may make it. Raises `ProblemError` (403)."""
+    """The caller of a request if its role may make it. Raises `ApiError` (403)."""
     caller: Caller = request.scope[CALLER]
     if caller not in allowed:
         need = " or ".join(sorted(allowed))
         detail = f"{request.method} {request.url.path} needs the token of {need}, this is that of {caller}"
-        raise ProblemError(ErrorCode.FORBIDDEN, detail)
+        raise ApiError(ErrorCode.FORBIDDEN, detail)
     return caller
 
 
 def require_own(request: Request, registry: Registry, replica_id: str) -> None:
     """A replica's token, with the secret of its registration, speaks for that replica alone.
 
-    Raises `ProblemError`, `ReplicaError`.
+    Raises `ApiError`.
     """
     caller: Caller = request.scope[CALLER]
     if caller == "user":
@@ -117,5 +118,5 @@ def require_own(request: Request, registry: Registry, replica_id: str) -> None:
     role = registry.find(replica_id).role
     if role != caller:
         detail = f"replica {replica_id} is a {role} replica, this is the token of {caller}"
-        raise ProblemError(ErrorCode.FORBIDDEN, detail)
+        raise ApiError(ErrorCode.FORBIDDEN, detail)
     registry.prove(replica_id, request.headers.get(REPLICA_HEADER, ""))

@@ -33,7 +33,8 @@ import asyncio
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from controller.api.auth import CALLER
-from controller.services.errors import ProblemError, problem
+from controller.errors import ApiError
+from controller.services.errors import refusal
 from controller.store import StateStore
 from schema.wire.messages import ErrorCode
 
@@ -47,7 +48,6 @@ BODY_STALL = 30.0
 BODY_GRACE = 30.0
 BODY_RATE = 1024 * 1024
 """Seconds that any body may take, and bytes per second beyond them: slower than any link a job can work with."""
-RETRY_AFTER = {"retry-after": "1"}
 
 
 class Budget:
@@ -113,12 +113,12 @@ class BodyLimit:
         try:
             if size > self.limit:
                 await body.discard()
-                raise ProblemError(ErrorCode.TOO_LARGE, self.too_large)
+                raise ApiError(ErrorCode.TOO_LARGE, self.too_large)
             slow = caller == "rollout" and large > 0 and self._store.backlog_bytes > self._buffered
             if slow or not budget.fits(large):
-                raise ProblemError(ErrorCode.BUSY, self.busy, RETRY_AFTER)
-        except ProblemError as error:
-            await problem(error.code, error.detail, headers=error.headers)(scope, receive, send)
+                raise ApiError(ErrorCode.BUSY, self.busy, retry_after=1)
+        except ApiError as error:
+            await refusal(error)(scope, receive, send)
             return
         try:
             await self._app(scope, body.receive, send)
@@ -138,27 +138,27 @@ class _Body:
         self._more = True
 
     async def receive(self) -> Message:
-        """The next part. Raises `ProblemError` (408, 413, 503)."""
+        """The next part. Raises `ApiError` (408, 413, 503)."""
         if not self._more:  # all of it is here: what can still come is that the caller hangs up
             return await self._receive()
         message = await self._next(max(self._announced, self._taken))
         limits = self._limits
         if self._taken > limits.limit:
-            raise ProblemError(ErrorCode.TOO_LARGE, limits.too_large)
+            raise ApiError(ErrorCode.TOO_LARGE, limits.too_large)
         owed = self._taken - limits.small - self.charged
         if owed > 0:
             if not self._budget.take(owed, self.charged):
-                raise ProblemError(ErrorCode.BUSY, limits.busy, RETRY_AFTER)
+                raise ApiError(ErrorCode.BUSY, limits.busy, retry_after=1)
             self.charged += owed
         return message
 
     async def discard(self) -> None:
-        """Throw away a body that is announced as too large. Raises `ProblemError` (408)."""
+        """Throw away a body that is announced as too large. Raises `ApiError` (408)."""
         while self._more and self._taken <= MAX_DISCARD:
             await self._next(self._taken)
 
     async def _next(self, size: int) -> Message:
-        """The next message, of a body of `size` bytes. Raises `ProblemError` (408) when none comes in time."""
+        """The next message, of a body of `size` bytes. Raises `ApiError` (408) when none comes in time."""
         limits = self._limits
         total = limits.grace + size / limits.rate
         left = self._began + total - asyncio.get_running_loop().time()
@@ -172,7 +172,7 @@ class _Body:
                     f"the body took longer than {total:g} s: {limits.grace:g} s and a second for each "
                     f"{limits.rate:g} bytes"
                 )
-            raise ProblemError(ErrorCode.TOO_SLOW, detail, {"connection": "close"}) from None
+            raise ApiError(ErrorCode.TOO_SLOW, detail) from None
         self._more = message["type"] == "http.request" and message.get("more_body", False)
         self._taken += len(message.get("body", b""))
         return message

@@ -1,7 +1,7 @@
 """What the ledger keeps of groups that it no longer keeps whole: the step that trained each, or why it was dropped.
 
 A group that was trained, and whose payload nobody can need again, is but a number in its step; one that was
-dropped is a number beside its reason. That is a few bytes each, so neither memory nor a restart grows much with
+dropped is a number next to its reason. That is a few bytes each, so neither memory nor a restart grows much with
 the length of a run, and still a rewind knows which positions were trained since, and the counters add up.
 
     rows    "s<step>"  {"t": positions trained in this step, "s": samples trained by staleness}
@@ -15,8 +15,9 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 DROPS_PER_ROW = 256
@@ -30,7 +31,7 @@ class _Step:
     staleness: dict[int, int] = field(default_factory=dict)
 
 
-class History:
+class Archive:
     """See the module's docstring."""
 
     def __init__(self) -> None:
@@ -143,9 +144,9 @@ class History:
 
     # ---- storing ------------------------------------------------------------------------------------------
 
-    def take_changes(self) -> list[str]:
-        """Names of the rows that changed since the last call; `row` renders one."""
-        changed, self._dirty = list(self._dirty), set()
+    def take_changes(self) -> Mapping[str, Callable[[], Any]]:
+        """The rows that changed since the last call: by name, how each is rendered."""
+        changed, self._dirty = {name: partial(self.row, name) for name in self._dirty}, set()
         return changed
 
     def row(self, name: str) -> Any:
@@ -161,23 +162,19 @@ class History:
         return {"t": list(entry.trained), "s": {str(k): v for k, v in entry.staleness.items()}}
 
     @classmethod
-    def restore(cls, rows: Mapping[str, Any]) -> History:
+    def restore(cls, rows: Mapping[str, Any]) -> Archive:
         """Rebuild from the rows that were written."""
-        history = cls()
-        for name in _ordered(rows):
+        archive = cls()
+        for name in sorted(rows, key=lambda name: (name[0], int(name[1:]))):
             row = rows[name]
             if name[0] == "d":
                 for position, reason in row:
-                    history.add_dropped(position, reason)
+                    archive.add_dropped(position, reason)
             else:
                 step = int(name[1:])
-                entry = history._steps[step] = _Step(array("q", row["t"]))
+                entry = archive._steps[step] = _Step(array("q", row["t"]))
                 entry.staleness = {int(k): v for k, v in row["s"].items()}
                 for position in entry.trained:
-                    history._mark(position, step)
-        history._dirty.clear()
-        return history
-
-
-def _ordered(names: Iterable[str]) -> list[str]:
-    return sorted(names, key=lambda name: (name[0], int(name[1:])))
+                    archive._mark(position, step)
+        archive._dirty.clear()
+        return archive

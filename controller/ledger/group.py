@@ -24,6 +24,7 @@ class State(StrEnum):
 
 
 OUTSTANDING = frozenset({State.LEASED, State.READY, State.BATCHED})
+DONE = frozenset({State.TRAINED, State.DURABLE})
 
 
 class DropReason(StrEnum):
@@ -110,6 +111,15 @@ def group_id(epoch: int, position: int) -> str:
     return f"e{epoch}-p{position}"
 
 
+def parse_group_id(name: str) -> tuple[int, int] | None:
+    """Epoch and position of a group, from its id; None for any other text."""
+    epoch, _, position = name.removeprefix("e").partition("-p")
+    if not (epoch.isdecimal() and position.isdecimal() and len(name) <= 64):
+        return None
+    found = int(epoch), int(position)
+    return found if group_id(*found) == name else None
+
+
 @dataclass(slots=True)
 class Group:
     """One position of one epoch. Re-queued, it stays the same group with a higher `attempt`.
@@ -139,6 +149,8 @@ class Group:
     step: int | None = None
     reason: DropReason | None = None
     error: str = ""
+    missed: int = field(default=0, compare=False)
+    """Heartbeats in a row of its holder that did not list its lease; not stored."""
     id: str = field(init=False)
 
     def __post_init__(self) -> None:

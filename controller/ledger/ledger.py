@@ -12,7 +12,8 @@ Invariants, asserted by the simulation in the tests after every event:
     2. A position is created when it is first leased, in the order of the stream; below the frontier each is in
        the ledger, above it none. So every position is trained exactly once or dropped with a reason.
     3. Leased and ready groups are schedulable (see `controller.ledger.admission`): nothing is trained beyond the
-    bound. 4. Only the holder of the current lease id adds samples; what was added once is never counted again.
+       bound.
+    4. Only the holder of the current lease id adds samples; what was added once is never counted again.
 
 No bias against long samples: a lease that ends by pre-emption (drain, kill, silence, expiry, a successor under the
 holder's name) costs a group nothing but time, however often it happens; what was pushed is kept and the rest is made
@@ -20,33 +21,29 @@ again with the same seeds. A crash of the holder's own counts for all that it he
 was; a group whose next crash would be its last attempt is leased alone, and only a group that was alone is ever
 dropped as `poison`.
 
-Four layers, each a class on the one before: `controller.ledger.group_table` (groups by state and the only ways to
-change one), `controller.ledger.checkpoint` (checkpoints and the way back), `controller.ledger.replay` (what others
-remember after the store has lost history), and here what replicas do (lease, push, train).
+The ledger has a table (`controller.ledger.group_table`: groups by state and the only ways to change one) and decides
+here what replicas do to it: lease, push, train. Functions over the same table are `controller.ledger.checkpoint`
+(checkpoints and the way back) and `controller.ledger.replay` (what others remember after the store has lost history).
 
 The ledger is synchronous and knows no clock, no network and no store: time comes in as `now` (seconds), and
-`take_changes` hands out what must be written before anybody is answered. User mistakes and late messages are
-answers or `LedgerError`, never exceptions of another kind.
+`GroupTable.take_changes` hands out what must be written before anybody is answered. User mistakes and late messages
+are answers or `ApiError`, never exceptions of another kind.
 """
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterable, Sequence
 
+from controller.errors import ApiError
+from controller.ledger import checkpoint
 from controller.ledger.admission import Admission, Lag, Refusal
 from controller.ledger.assembly import Assembled, Waiting, choose
-from controller.ledger.group import DropReason, Group, SampleMeta, State, group_id
-from controller.ledger.replay import Replayable
+from controller.ledger.group import DropReason, Group, SampleMeta, State
+from controller.ledger.group_table import GroupTable
 from controller.ledger.reward_health import Failure, failure_of
-from controller.ledger.values import (
-    Changes,
-    CommitOutcome,
-    LeaseDecision,
-    LedgerError,
-    LedgerParams,
-    PushOutcome,
-)
-from schema.wire.messages import ErrorCode
+from controller.ledger.values import LeaseDecision, PushOutcome
+from schema.wire.messages import ErrorCode, LedgerSnapshot
 from schema.wire.sample import SampleHeader
 
 MISSED_BEATS = 2
@@ -56,13 +53,13 @@ MISSED_BEATS = 2
 ACCEPTED = PushOutcome(True)
 
 
-class Ledger(Replayable):
+class Ledger:
     """See the module's docstring. All methods are synchronous and never block."""
 
-    def __init__(self, params: LedgerParams, new_lease_id: Callable[[], str] | None = None) -> None:
-        super().__init__(params, new_lease_id)
+    def __init__(self, table: GroupTable, new_lease_id: Callable[[], str] | None = None) -> None:
+        self.table, self.params = table, table.params
+        self._new_lease_id = new_lease_id or (lambda: secrets.token_urlsafe(12))
         self._lag = Lag()
-        self._waiting_since: tuple[int, float] | None = None
 
     # ---- leasing ------------------------------------------------------------------------------------------
 
@@ -84,7 +81,7 @@ class Ledger(Replayable):
         An empty answer carries the refusal of the first group. probe: during an outage of rewards waiting groups take
         turns, so that a bad one does not block the others.
         """
-        held = self.held_by(replica_id)
+        held = self.table.held_by(replica_id)
         repeated = [group for group in held if group.request_id == request_id]
         if repeated:
             return LeaseDecision(sorted(repeated, key=lambda group: (group.epoch, group.position)))
@@ -100,24 +97,25 @@ class Ledger(Replayable):
         return LeaseDecision(granted, None if granted else refusal)
 
     def _no_need(self) -> Refusal | None:
-        if self.finished or self.closed is not None:
+        table = self.table
+        if table.closed is not None or table.finished:
             return Refusal("the job needs no further groups")
-        if self.exhausted:
+        if table.exhausted:
             return Refusal("every prompt has been handed out")
-        missing = (self.total_steps - self.committed) * self.params.groups_per_step
-        if self.outstanding >= missing * self.params.oversample:
-            return Refusal(f"the {self.outstanding} outstanding groups fill all steps that are left")
+        missing = (table.total_steps - table.committed) * self.params.groups_per_step
+        if table.outstanding >= missing * self.params.oversample:
+            return Refusal(f"the {table.outstanding} outstanding groups fill all steps that are left")
         return None
 
     def _keeps_apart(self, held: Sequence[Group]) -> Refusal | None:
         """Why a replica that holds these groups gets no other now: a suspect is leased alone."""
-        if not self._suspects or not held:
+        if not self.table.suspects or not held:
             return None
         for group in held:
-            if group.id in self._suspects:
+            if group.id in self.table.suspects:
                 return Refusal(f"group {group.id} is made alone: {group.crashes} replicas crashed with it")
-        first = self._first_waiting()
-        if first is None or first.id not in self._suspects:
+        first = self.table.first_waiting()
+        if first is None or first.id not in self.table.suspects:
             return None
         return Refusal(
             f"group {first.id} waits for an idle replica: {first.crashes} replicas crashed with it"
@@ -128,25 +126,25 @@ class Ledger(Replayable):
     ) -> tuple[Group | None, Refusal | None]:
         """The next waiting or new group if a lease at `version` is admissible."""
         admission = Admission(
-            committed=self.committed,
-            first_step=self.first_step,
+            committed=self.table.committed,
+            first_step=self.table.first_step,
             bound=self.params.staleness_bound,
             groups_per_step=self.params.groups_per_step,
-            slots=int(self.params.groups_per_step * self.params.oversample),
-            deadlines=self._deadlines,
+            slots=self.params.slots,
+            deadlines=self.table.deadlines,
             lag=self._lag.typical(),
             published_version=published_version,
         )
         refusal = admission.decide(version + self.params.staleness_bound)
         if refusal is not None:
             return None, refusal
-        group = self._least_tried() if probe else self._first_waiting()
+        group = self._least_tried() if probe else self.table.first_waiting()
         if group is None:
-            return self._create(), None
+            return self.table.create(), None
         if group.samples:
             kept = min(version, group.oldest_version()) + self.params.staleness_bound
             if admission.decide(kept) is not None:  # too old to be finished in time: begin again
-                self._discard_samples(group)
+                self.table.discard_samples(group)
         return group, None
 
     def _least_tried(self) -> Group | None:
@@ -155,11 +153,11 @@ class Ledger(Replayable):
         None where none waits, or all were tried so often that a new one is due: those that wait may all be bad.
         """
         group = min(
-            self.in_state(State.WAITING),
-            key=lambda group: (group.id in self._suspects, group.attempt, group.epoch, group.position),
+            self.table.in_state(State.WAITING),
+            key=lambda group: (group.id in self.table.suspects, group.attempt, group.epoch, group.position),
             default=None,
         )
-        more = self.frontier < self.params.total_positions
+        more = self.table.frontier < self.params.total_positions
         return None if more and group is not None and group.attempt >= self.params.max_attempts else group
 
     def _grant(self, group: Group, replica_id: str, request_id: str, version: int, now: float) -> None:
@@ -167,23 +165,22 @@ class Ledger(Replayable):
         group.attempt += 1
         group.lease_id = self._new_lease_id()
         group.replica_id, group.request_id = replica_id, request_id
-        group.lease_version, group.lease_step = version, self.committed
+        group.lease_version, group.lease_step = version, self.table.committed
         group.expires = now + self.params.lease_timeout
-        self._move(group, State.LEASED, deadline=min(version, oldest) + self.params.staleness_bound)
+        self.table.move(group, State.LEASED, deadline=min(version, oldest) + self.params.staleness_bound)
 
     def renew(self, replica_id: str, lease_ids: Iterable[str], now: float) -> list[str]:
         """A heartbeat: extend the listed leases, release those that it forgot, return those it lost."""
-        held = {group.lease_id: group for group in self.held_by(replica_id)}
+        held = {group.lease_id or "": group for group in self.table.held_by(replica_id)}
         listed = set(lease_ids)
         for lease_id, group in held.items():
-            assert lease_id is not None
             if lease_id in listed:
-                self._missed.pop(lease_id, None)
+                group.missed = 0
                 self._extend(group, now)
             else:
-                self._missed[lease_id] += 1
-                if self._missed[lease_id] >= MISSED_BEATS:
-                    self._requeue(group)
+                group.missed += 1
+                if group.missed >= MISSED_BEATS:
+                    self.table.requeue(group)
         return sorted(listed - held.keys())
 
     def _extend(self, group: Group, now: float) -> None:
@@ -191,43 +188,43 @@ class Ledger(Replayable):
         expires = now + self.params.lease_timeout
         if expires - group.expires > self.params.lease_timeout / 4:
             group.expires = expires
-            self._dirty[group.id] = group
+            self.table.touch(group)
 
     def holder(self, lease_id: str) -> str | None:
         """Id of the replica that holds a lease, if anybody does."""
-        group = self._by_lease.get(lease_id)
+        group = self.table.by_lease.get(lease_id)
         return None if group is None else group.replica_id
 
     def release(self, lease_id: str) -> bool:
         """Give a lease back; its pushed samples are kept for the next holder. False if nobody holds it."""
-        group = self._by_lease.get(lease_id)
+        group = self.table.by_lease.get(lease_id)
         if group is None:
             return False
-        self._requeue(group)
+        self.table.requeue(group)
         return True
 
     def replica_gone(self, replica_id: str, *, failed: bool = True) -> int:
         """Release all leases of a replica. `failed`: it crashed by itself; else it was pre-empted or has left."""
-        held = self.held_by(replica_id)
+        held = self.table.held_by(replica_id)
         for group in held:
-            self._crashed(group, alone=len(held) == 1) if failed else self._requeue(group)
+            self.table.crashed(group, alone=len(held) == 1) if failed else self.table.requeue(group)
         return len(held)
 
     def blame(self, names: Sequence[str]) -> None:
         """A replica that held these groups crashed, and was superseded before the crash was reported."""
-        for group in [self.groups[name] for name in names if name in self.groups]:
+        for group in [self.table.groups[name] for name in names if name in self.table.groups]:
             if group.state is State.WAITING:
-                self._crashed(group, alone=len(names) == 1)
+                self.table.crashed(group, alone=len(names) == 1)
             elif group.state is State.LEASED:
                 group.crashes += 1
-                self._suspect(group)
-                self._dirty[group.id] = group
+                self.table.suspect(group)
+                self.table.touch(group)
 
     def expire(self, now: float) -> int:
         """Release leases that were not renewed in time."""
-        late = [group for group in self.in_state(State.LEASED) if group.expires < now]
+        late = [group for group in self.table.in_state(State.LEASED) if group.expires < now]
         for group in late:
-            self._requeue(group)
+            self.table.requeue(group)
         return len(late)
 
     def extend_leases(self, seconds: float, now: float) -> None:
@@ -236,9 +233,9 @@ class Ledger(Replayable):
         A lease has as long as it had, however the clocks of two controllers differ (`seconds` may be negative), but
         not longer than a new one.
         """
-        for group in self.in_state(State.LEASED):
+        for group in self.table.in_state(State.LEASED):
             group.expires = now + min(max(group.expires + seconds - now, 0.0), self.params.lease_timeout)
-            self._dirty[group.id] = group
+            self.table.touch(group)
 
     # ---- pushing ------------------------------------------------------------------------------------------
 
@@ -263,7 +260,7 @@ class Ledger(Replayable):
         error is tried again whatever `on_reward_error` says, and costs the group none of its attempts.
         """
         del now  # a push under a valid lease is welcome however late: expiry is decided by `expire` alone
-        group = self.groups.get(name)
+        group = self.table.groups.get(name)
         if group is None:
             return self._unknown(name, lease_id)
         if header.index != index or not 0 <= index < self.params.n_samples:
@@ -271,13 +268,13 @@ class Ledger(Replayable):
             return PushOutcome(False, code=ErrorCode.BAD_REQUEST, detail=detail)
         known = group.samples.get(index)
         if (known is not None and known.lease_id == lease_id) or lease_id == group.completed_lease:
-            self.totals.duplicates += 1
+            self.table.totals.duplicates += 1
             return PushOutcome(True, duplicate=True)
         if group.state is not State.LEASED or group.lease_id != lease_id:
             detail = f"lease {lease_id} of group {name} has ended; the group is {group.state}"
             return PushOutcome(False, code=ErrorCode.LEASE_LOST, detail=detail)
         if known is not None:  # an earlier holder delivered this very sample (same seed): keep the first
-            self.totals.duplicates += 1
+            self.table.totals.duplicates += 1
             return PushOutcome(True, duplicate=True)
         meta = SampleMeta.of(header, n_bytes, lease_id, first, offset, text)
         if meta.oldest_version(group.lease_version) < group.lease_version:
@@ -285,15 +282,14 @@ class Ledger(Replayable):
                 f"tokens of version {header.oldest_version} under a lease at version {group.lease_version}"
             )
             return PushOutcome(False, code=ErrorCode.CONFLICT, detail=detail)
-        group.samples[index] = meta
-        self._dirty[name] = self._dirty_samples[name] = group
+        self.table.add_sample(group, meta)
         if len(group.samples) == self.params.n_samples:
             return PushOutcome(True, complete=True, failure=self._complete(group, outage))
         return ACCEPTED
 
     def _unknown(self, name: str, lease_id: str) -> PushOutcome:
         """The answer to a sample of a group that is not kept whole any more, or never was."""
-        group = self.find(name)
+        group = self.table.find(name)
         if group is None:
             return PushOutcome(False, code=ErrorCode.NOT_FOUND, detail=f"there is no group {name}")
         detail = f"lease {lease_id} of group {name} has ended; the group is {group.state}"
@@ -301,34 +297,31 @@ class Ledger(Replayable):
 
     def _complete(self, group: Group, outage: bool) -> Failure | None:
         """All samples are there. What failed, if none of them has a score."""
-        self._lag.observe(self.committed - group.lease_step)
+        self._lag.observe(self.table.committed - group.lease_step)
         group.completed_lease = group.lease_id
         failed = [index for index, meta in group.samples.items() if meta.failed]
         usable = [meta for meta in group.samples.values() if meta.usable]
         errors = [group.samples[index].header for index in failed]
         made = [meta for meta in group.samples.values() if meta.lease_id == group.lease_id]
-        all_failed = all(meta.failed for meta in made)
-        failure = (
-            failure_of([meta.header for meta in made], len(failed) < len(group.samples))
-            if all_failed
-            else None
-        )
+        failure = None
+        if all(meta.failed for meta in made):
+            failure = failure_of([meta.header for meta in made], len(failed) < len(group.samples))
         if failed:
             group.error = errors[0].error or ""
         passing = outage and all(header.outage for header in errors)
         if failed and (passing or self.params.on_reward_error == "retry"):
             for index in failed:
-                self._discard_sample(group, index)
-            self._requeue(group) if passing else self._fail(group, DropReason.REWARD_ERROR)
+                self.table.discard_sample(group, index)
+            self.table.requeue(group) if passing else self.table.fail(group, DropReason.REWARD_ERROR)
         elif failed and (self.params.on_reward_error == "drop" or not usable):
-            self._drop(group, DropReason.REWARD_ERROR)
+            self.table.drop(group, DropReason.REWARD_ERROR)
         elif not usable:
-            self._drop(group, DropReason.OVERLONG)
+            self.table.drop(group, DropReason.OVERLONG)
         elif self._without_signal(usable):
-            self._drop(group, DropReason.ZERO_VARIANCE)
+            self.table.drop(group, DropReason.ZERO_VARIANCE)
         else:
             oldest = group.oldest_version()
-            self._move(group, State.READY, deadline=oldest + self.params.staleness_bound)
+            self.table.move(group, State.READY, deadline=oldest + self.params.staleness_bound)
         return failure
 
     def _without_signal(self, usable: Sequence[SampleMeta]) -> bool:
@@ -343,104 +336,104 @@ class Ledger(Replayable):
 
     def assemble(self, now: float) -> Assembled | Waiting:
         """Fix the batch of the next step, or say what it waits for. Repeats the answer while it is batched."""
-        batch = self.batch(self.committed)
+        batch = self.batch(self.table.committed)
         if batch is not None:
-            return Assembled(self.committed, batch)
+            return Assembled(self.table.committed, batch)
+        table = self.table
         result = choose(
-            self.committed,
-            self._by_deadline,
-            self._by_state[State.LEASED].values(),
+            table.committed,
+            table.by_deadline,
+            table.by_state[State.LEASED].values(),
             self.params.groups_per_step,
-            more_to_come=not self.exhausted and self.total_steps > self.committed and self.closed is None,
+            more_to_come=not (table.exhausted or table.closed or table.committed >= table.total_steps),
             drop_surplus=self.params.oversample > 1.0,
         )
         if isinstance(result, Waiting):
             return self._wait_or_drop(result, now)
         if self._check_consumption(result.groups):
             return self.assemble(now)
-        self._waiting_since = None
+        self.table.waiting_since = None
         for group in result.groups:
             group.step = result.step
-            self._move(group, State.BATCHED)
+            self.table.move(group, State.BATCHED)
         for group in result.surplus:
-            self._drop(group, DropReason.SURPLUS)
+            self.table.drop(group, DropReason.SURPLUS)
         return Assembled(result.step, self.batch(result.step) or [])
 
     def _check_consumption(self, groups: Sequence[Group]) -> bool:
         """The safety net: no chosen group may hold tokens beyond the bound. Admission makes this impossible."""
-        over = [g for g in groups if self.committed - g.oldest_version() > self.params.staleness_bound]
+        over = [g for g in groups if self.table.committed - g.oldest_version() > self.params.staleness_bound]
         for group in over:
-            self.totals.over_bound += len(group.samples)
-            self._drop(group, DropReason.STALE)
+            self.table.totals.over_bound += len(group.samples)
+            self.table.drop(group, DropReason.STALE)
         return bool(over)
 
     def _wait_or_drop(self, waiting: Waiting, now: float) -> Assembled | Waiting:
         if not waiting.stragglers:
-            self._waiting_since = None
+            self.table.waiting_since = None
             return waiting
-        if self._waiting_since is None or self._waiting_since[0] != self.committed:
-            self._waiting_since = (self.committed, now)
+        if self.table.waiting_since is None or self.table.waiting_since[0] != self.table.committed:
+            self.table.waiting_since = (self.table.committed, now)
         timeout = self.params.straggler_timeout
-        late = timeout is not None and now - self._waiting_since[1] > timeout
+        late = timeout is not None and now - self.table.waiting_since[1] > timeout
         if self.params.on_stale != "drop" or not late:
             return waiting
         for group in waiting.stragglers:
-            self._drop(group, DropReason.STALE)
+            self.table.drop(group, DropReason.STALE)
         return self.assemble(now)
-
-    def abandon_step(self) -> int:
-        """As of any book; while no trainer is there, no step waits for stragglers either."""
-        self._waiting_since = None
-        return super().abandon_step()
 
     def batch(self, step: int) -> list[Group] | None:
         """Groups of an assembled, uncommitted step in table order, or None."""
-        if step != self.committed or not self._by_state[State.BATCHED]:
+        if step != self.table.committed or not self.table.by_state[State.BATCHED]:
             return None
-        groups = self.in_state(State.BATCHED)
+        groups = self.table.in_state(State.BATCHED)
         return sorted(groups, key=lambda group: (group.deadline, group.epoch, group.position))
 
-    def commit(self, step: int) -> CommitOutcome:
-        """Finish a step. Repeated commits of an earlier step are answered and not counted."""
-        if step < self.committed:
-            return CommitOutcome(self.committed, duplicate=True)
+    def commit(self, step: int) -> bool:
+        """Finish a step; False if it was committed before."""
+        table = self.table
+        if step < table.committed:
+            return False
         batch = self.batch(step)
         if batch is None:
-            detail = f"step {step} cannot be committed: step {self.committed} is next and not assembled"
-            raise LedgerError(ErrorCode.WRONG_STEP, detail)
+            detail = f"step {step} cannot be committed: step {table.committed} is next and not assembled"
+            raise ApiError(ErrorCode.WRONG_STEP, detail)
         for group in batch:
-            for meta in group.samples.values():
-                if meta.usable:
-                    self.totals.staleness[step - meta.oldest_version(step)] += 1
-            self._move(group, State.TRAINED)
-            if not self.params.keep_payloads or group.newest_version() > self.durable:
-                self._drop_payloads(group)
-        self.committed += 1
-        self._compact()
-        return CommitOutcome(self.committed)
+            table.count_staleness(group)
+            table.move(group, State.TRAINED)
+            if not self.params.keep_payloads or group.newest_version() > table.durable:
+                table.drop_payloads(group)
+        table.committed += 1
+        table.compact()
+        return True
 
-    def close(self, reason: DropReason = DropReason.SURPLUS) -> int:
-        """No further step: drop what is waiting, leased or ready."""
-        self.closed = reason
-        rest = [
-            group
-            for state in (State.WAITING, State.LEASED, State.READY)
-            for group in list(self.in_state(state))
-        ]
-        for group in rest:
-            self._drop(group, reason)
-        return len(rest)
+    def close(self, reason: DropReason = DropReason.SURPLUS) -> bool:
+        """No further step: drop what is waiting, leased or ready. False if it was closed before."""
+        table = self.table
+        if table.closed is not None:
+            return False
+        table.closed = reason
+        for state in (State.WAITING, State.LEASED, State.READY):
+            for group in list(table.in_state(state)):
+                table.drop(group, reason)
+        return True
 
+    # ---- checkpoints (see the module of this name) ---------------------------------------------------------
 
-__all__ = [
-    "Assembled",
-    "Changes",
-    "CommitOutcome",
-    "LeaseDecision",
-    "Ledger",
-    "LedgerError",
-    "LedgerParams",
-    "PushOutcome",
-    "Waiting",
-    "group_id",
-]
+    def checkpoint(self, step: int) -> int:
+        """A checkpoint of `step` steps is complete. Returns how many steps are durable."""
+        return checkpoint.make_durable(self.table, step)
+
+    def snapshot(self, step: int) -> LedgerSnapshot:
+        return checkpoint.snapshot(self.table, step)
+
+    def rewind(self, step: int, timeline: int | None = None) -> None:
+        checkpoint.rewind(self.table, step, timeline)
+
+    def check_snapshot(self, snapshot: LedgerSnapshot) -> None:
+        checkpoint.check_snapshot(snapshot, self.params)
+
+    def begin_from(
+        self, snapshot: LedgerSnapshot, timeline: int | None = None, began: int | None = None
+    ) -> None:
+        checkpoint.begin_from(self.table, snapshot, timeline, began)

@@ -21,7 +21,7 @@ the weights of the trainer with the highest epoch that has declared itself, each
     a later timeline, begun at    the store's timeline is one that was left, and it has all steps up to the
     or below C, and the store's   beginning, since all timelines between began there or later (`Lineage.since`): go
     is `since` or later           back there, replay from there. (Timelines that begin at 0 have no steps before it.)
-    otherwise, or the trainer     its newest checkpoint tells all about the steps before it: take the ledger from
+    otherwise, or the trainer     its newest checkpoint says all about the steps before it: take the ledger from
     cannot replay from there      that, replay from there
 
 So positions whose training the store forgot become trained, at their step; positions whose lease, push or batch it
@@ -95,7 +95,7 @@ class FromSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class NeedSnapshot:
-    """Steps are missing that cannot be replayed: the newest checkpoint must tell."""
+    """Steps are missing that cannot be replayed: the newest checkpoint must provide them."""
 
     missing: int
 
@@ -132,8 +132,8 @@ def _contradiction(known: Known, claim: Claim) -> Refuse | None:
     if claim.timeline < known.timeline:
         return Refuse(
             ErrorCode.CONFLICT,
-            f"the job is on timeline {known.timeline}, this trainer on {claim.timeline}: what it trained since is no "
-            f"part of the job",
+            f"the job is on timeline {known.timeline}, this trainer on {claim.timeline}: what it trained since "
+            f"is not part of the job",
         )
     if not claim.first <= claim.steps or claim.began > claim.steps:
         return Refuse(

@@ -1,4 +1,4 @@
-"""What the ledger takes from others after its store has lost history: steps, a checkpoint's snapshot, leases.
+"""What the table takes from others after its store has lost history: steps, a checkpoint's snapshot, leases.
 
 `controller.ledger.reconcile` decides what is to be done and proves that it is right; here it is done to the groups.
 """
@@ -10,229 +10,223 @@ from itertools import groupby
 
 from pydantic import ValidationError
 
-from controller.ledger.admission import schedulable
-from controller.ledger.checkpoint import Rewindable
-from controller.ledger.group import Group, SampleMeta, State, group_id
+from controller.errors import ApiError
+from controller.ledger.admission import tightest_prefix
+from controller.ledger.group import DONE, Group, SampleMeta, State, group_id, parse_group_id
+from controller.ledger.group_table import GroupTable
 from controller.ledger.reconcile import overdue
-from controller.ledger.values import CommitOutcome, LedgerError
 from schema.wire.batch import StepTable
 from schema.wire.messages import ErrorCode, HeldLease
 from schema.wire.sample import SampleHeader
 
-DONE = (State.TRAINED, State.DURABLE)
+# ---- trainers ---------------------------------------------------------------------------------------------
 
 
-class Replayable(Rewindable):
-    """A book that takes the word of those who remember more."""
+def replay(table: GroupTable, batch: StepTable) -> bool:
+    """Commit the next step as its trainer says that it was trained, whatever state its groups are in here.
 
-    # ---- trainers -----------------------------------------------------------------------------------------
+    Returns False if it was committed before.
 
-    def replay(self, table: StepTable) -> CommitOutcome:
-        """Commit the next step as its trainer says that it was trained, whatever state its groups are in here.
+    Raises:
+        ApiError: not the next step, or a batch that cannot have been trained.
+    """
+    if batch.step < table.committed:
+        return False
+    if batch.step > table.committed:
+        detail = f"step {batch.step} was replayed, but step {table.committed} is next"
+        raise ApiError(ErrorCode.WRONG_STEP, detail)
+    positions = _positions(table, batch)
+    samples = _samples(table, batch)
+    table.abandon_step()
+    _hand_out(table, max(positions, default=-1) + 1)
+    for index, position in enumerate(positions):
+        _train(table, _take(table, position), batch.step, samples.get(index, {}))
+    table.committed += 1
+    table.compact()
+    _give_up_overdue(table)
+    return True
 
-        Raises:
-            LedgerError: not the next step, or a table that cannot have been trained.
-        """
-        if table.step < self.committed:
-            return CommitOutcome(self.committed, duplicate=True)
-        if table.step > self.committed:
-            detail = f"step {table.step} was replayed, but step {self.committed} is next"
-            raise LedgerError(ErrorCode.WRONG_STEP, detail)
-        positions = self._positions(table)
-        samples = self._samples(table)
-        self.abandon_step()
-        self._hand_out(max(positions, default=-1) + 1)
-        for index, position in enumerate(positions):
-            self._train(self._take(position), table.step, samples.get(index, {}))
-        self.committed += 1
-        self._compact()
-        self._give_up_overdue()
-        return CommitOutcome(self.committed)
 
-    def _positions(self, table: StepTable) -> list[int]:
-        """Stream positions of the groups of a replayed table, all of which may be trained."""
-        if len(table.group_ids) > self.params.groups_per_step:
-            raise _cannot_be(
-                table, f"it has {len(table.group_ids)} groups, {self.params.groups_per_step} at most"
-            )
-        positions = [self._position(name) for name in table.group_ids]
-        if len(set(positions)) != len(positions):
-            raise _cannot_be(table, "it names a group twice")
-        forgotten = self.totals.dropped_before.total()
-        for name, position in zip(table.group_ids, positions, strict=True):
-            group = self.groups.get(name)
-            if group is None and position < self.frontier and self.history.reason_of(position) is None:
-                forgotten -= 1  # dropped, by a checkpoint that does not say which were
-                if forgotten < 0 or position in self.history:
-                    raise _cannot_be(table, f"group {name} was trained before")
-            if group is not None and group.state in DONE:
-                raise _cannot_be(table, f"group {name} was trained in step {group.step}")
-        return positions
+def _positions(table: GroupTable, batch: StepTable) -> list[int]:
+    """Stream positions of the groups of a replayed batch, all of which may be trained."""
+    most = table.params.groups_per_step
+    if len(batch.group_ids) > most:
+        raise _cannot_be(batch, f"it has {len(batch.group_ids)} groups, {most} at most")
+    positions = [_position(table, name) for name in batch.group_ids]
+    if len(set(positions)) != len(positions):
+        raise _cannot_be(batch, "it names a group twice")
+    forgotten = table.totals.dropped_before.total()
+    for name, position in zip(batch.group_ids, positions, strict=True):
+        group = table.groups.get(name)
+        if group is None and position < table.frontier and table.archive.reason_of(position) is None:
+            forgotten -= 1  # dropped, by a checkpoint that does not say which were
+            if forgotten < 0 or position in table.archive:
+                raise _cannot_be(batch, f"group {name} was trained before")
+        if group is not None and group.state in DONE:
+            raise _cannot_be(batch, f"group {name} was trained in step {group.step}")
+    return positions
 
-    def _samples(self, table: StepTable) -> dict[int, dict[int, SampleMeta]]:
-        """The samples of each group of a table, by index of the group and of the sample."""
-        found: dict[int, dict[int, SampleMeta]] = {}
-        for group, rows in groupby(range(table.n_samples), key=lambda row: table.group[row]):
-            for row in rows:
-                meta = _sample(table, row)
-                staleness = table.step - meta.oldest_version(table.step)
-                if not 0 <= meta.index < self.params.n_samples:
-                    raise _cannot_be(table, f"sample {meta.index} of {self.params.n_samples}")
-                if meta.usable and not 0 <= staleness <= self.params.staleness_bound:
-                    raise _cannot_be(table, f"row {row} is {staleness} steps old")
-                found.setdefault(group, {})[meta.index] = meta
-        return found
 
-    def _train(self, group: Group, step: int, samples: dict[int, SampleMeta]) -> None:
-        self._discard_samples(group)
-        self._put_samples(group, samples)
-        group.payload_kept = False
-        group.reason, group.step = None, step
-        for meta in samples.values():
-            if meta.usable:
-                self.totals.staleness[step - meta.oldest_version(step)] += 1
-        self._move(group, State.TRAINED)
+def _samples(table: GroupTable, batch: StepTable) -> dict[int, dict[int, SampleMeta]]:
+    """The samples of each group of a batch, by index of the group and of the sample."""
+    params = table.params
+    found: dict[int, dict[int, SampleMeta]] = {}
+    for group, rows in groupby(range(batch.n_samples), key=lambda row: batch.group[row]):
+        for row in rows:
+            meta = _sample(batch, row)
+            staleness = batch.step - meta.oldest_version(batch.step)
+            if not 0 <= meta.index < params.n_samples:
+                raise _cannot_be(batch, f"sample {meta.index} of {params.n_samples}")
+            if meta.usable and not 0 <= staleness <= params.staleness_bound:
+                raise _cannot_be(batch, f"row {row} is {staleness} steps old")
+            found.setdefault(group, {})[meta.index] = meta
+    return found
 
-    def _take(self, position: int) -> Group:
-        """The group at a position, also if it was dropped and is not kept whole any more.
 
-        A drop that the store forgot may be decided otherwise the second time, and then be known again from an older
-        checkpoint: what the weights contain counts.
-        """
-        group = self.groups.get(self._name(position))
-        if group is None:
-            if position in self.history:
-                self.history.forget_drop(position)
-            else:
-                ((reason, _),) = self.totals.dropped_before.most_common(1)
-                self.totals.dropped_before[reason] -= 1
-            group = Group(*divmod(position, self.params.n_positions))
-            self._insert(group)
+def _sample(batch: StepTable, row: int) -> SampleMeta:
+    """What the ledger knew of a sample, from its row of a batch."""
+    columns = (
+        "index",
+        "prompt_tokens",
+        "response_tokens",
+        "total_tokens",
+        "oldest_version",
+        "newest_version",
+        "finish_reason",
+        "score",
+    )
+    rewards = {name: value for name, column in batch.rewards.items() if (value := column[row]) is not None}
+    fields = {name: getattr(batch, name)[row] for name in columns}
+    try:
+        return SampleMeta.of(SampleHeader.model_validate({**fields, "rewards": rewards}), 0, "")
+    except ValidationError as error:
+        raise _cannot_be(batch, f"row {row}: {error.errors(include_url=False)[0]['msg']}") from None
+
+
+def _train(table: GroupTable, group: Group, step: int, samples: dict[int, SampleMeta]) -> None:
+    table.discard_samples(group)
+    table.put_samples(group, samples)
+    group.payload_kept = False
+    group.reason, group.step = None, step
+    table.count_staleness(group)
+    table.move(group, State.TRAINED)
+
+
+def _take(table: GroupTable, position: int) -> Group:
+    """The group at a position, also if it was dropped and is not kept whole any more.
+
+    A drop that the store forgot may be decided otherwise the second time, and then be known again from an older
+    checkpoint: what the weights contain counts.
+    """
+    group = table.groups.get(group_id(*divmod(position, table.params.n_positions)))
+    if group is not None:
         return group
+    if position in table.archive:
+        table.archive.forget_drop(position)
+    else:
+        ((reason, _),) = table.totals.dropped_before.most_common(1)
+        table.totals.dropped_before[reason] -= 1
+    return table.add(position)
 
-    def _hand_out(self, frontier: int) -> None:
-        """Create the positions below `frontier` that this ledger does not know of: they wait."""
-        while self.frontier < frontier:
-            self._create()
 
-    def _give_up_overdue(self) -> None:
-        """What was leased or ready in the past and cannot be trained in time any more is made again."""
-        groups = [*self.in_state(State.LEASED), *self.in_state(State.READY)]
-        worth = [len(group.samples) + (group.state is State.READY) for group in groups]
-        jobs = [(group.deadline, worth[index]) for index, group in enumerate(groups)]
-        slots = int(self.params.groups_per_step * self.params.oversample)
-        for index in overdue(jobs, self.first_step, slots):
-            self._discard_samples(groups[index])
-            self._requeue(groups[index])
+def _hand_out(table: GroupTable, frontier: int) -> None:
+    """Create the positions below `frontier` that the table does not know of: they wait."""
+    while table.frontier < frontier:
+        table.create()
 
-    def _position(self, name: str) -> int:
-        """The position in the stream of a group's id. Raises `LedgerError` for one that does not exist."""
-        epoch, _, position = name.removeprefix("e").partition("-p")
-        if epoch.isdecimal() and position.isdecimal() and len(name) <= 64:
-            at = int(epoch), int(position)
-            if group_id(*at) == name and at[0] < self.params.n_epochs and at[1] < self.params.n_positions:
-                return at[0] * self.params.n_positions + at[1]
-        raise LedgerError(
+
+def _give_up_overdue(table: GroupTable) -> None:
+    """What was leased or ready in the past and cannot be trained in time any more is made again."""
+    groups = [*table.in_state(State.LEASED), *table.in_state(State.READY)]
+    jobs = [(group.deadline, len(group.samples) + (group.state is State.READY)) for group in groups]
+    for index in overdue(jobs, table.first_step, table.params.slots):
+        table.discard_samples(groups[index])
+        table.requeue(groups[index])
+
+
+def _position(table: GroupTable, name: str) -> int:
+    """The position in the stream of a group's id. Raises `ApiError` for one that does not exist."""
+    place, params = parse_group_id(name), table.params
+    if place is None or place[0] >= params.n_epochs or place[1] >= params.n_positions:
+        raise ApiError(
             ErrorCode.BAD_REQUEST,
-            f"{name[:80]!r} is no group of {self.params.n_epochs} epochs of {self.params.n_positions} positions",
+            f"{name[:80]!r} is not a group of {params.n_epochs} epochs of {params.n_positions} positions",
         )
+    return place[0] * params.n_positions + place[1]
 
-    def _name(self, position: int) -> str:
-        return group_id(*divmod(position, self.params.n_positions))
 
-    def lost_payloads(self, names: Sequence[str]) -> None:
-        """Payloads of these groups of the assembled step are gone: they are made again, the step is open again."""
-        self.abandon_step()
-        for name in names:
-            group = self.groups[name]
-            self._discard_samples(group)
-            self._requeue(group)
+def _cannot_be(batch: StepTable, why: str) -> ApiError:
+    return ApiError(
+        ErrorCode.CONFLICT, f"step {batch.step} cannot have been trained as it is replayed: {why}"
+    )
 
-    # ---- rollout replicas ---------------------------------------------------------------------------------
 
-    def adopt(self, replica_id: str, held: Sequence[HeldLease], now: float) -> list[str]:
-        """Leases that a replica says it holds: known ones are its own, forgotten ones too if that is possible.
+def lost_payloads(table: GroupTable, names: Sequence[str]) -> None:
+    """Payloads of these groups of the assembled step are gone: they are made again, the step is open again."""
+    table.abandon_step()
+    for name in names:
+        group = table.groups[name]
+        table.discard_samples(group)
+        table.requeue(group)
 
-        A forgotten lease is taken back if its group waits for somebody, all samples that the replica has pushed under
-        it are here, and it can be trained in time. Returns the ids of the others: that work is lost.
-        """
-        lost = []
-        for lease in held:
-            group = self.groups.get(lease.group_id)
-            known = group is not None and group.state is State.LEASED and group.lease_id == lease.lease_id
-            if not known:
-                group = self._forgotten(lease)
+
+# ---- rollout replicas -------------------------------------------------------------------------------------
+
+
+def adopt(table: GroupTable, replica_id: str, held: Sequence[HeldLease], now: float) -> list[str]:
+    """Leases that a replica says it holds: known ones are its own, forgotten ones too if that is possible.
+
+    A forgotten lease is taken back if its group waits for somebody, all samples that the replica has pushed under
+    it are here, and it can be trained in time. Returns the ids of the others: that work is lost.
+    """
+    lost = []
+    for lease in held:
+        group = table.groups.get(lease.group_id)
+        if group is None or group.state is not State.LEASED or group.lease_id != lease.lease_id:
+            group = _forgotten(table, lease)
             if group is None:
                 lost.append(lease.lease_id)
                 continue
-            if not known:
-                group.lease_id, group.lease_version, group.lease_step = (
-                    lease.lease_id,
-                    lease.version,
-                    self.committed,
-                )
-                group.replica_id, group.request_id = replica_id, None
-                group.attempt = max(group.attempt, 1)
-                self._move(group, State.LEASED, deadline=self._deadline_of(group, lease.version))
-            group.expires = now + self.params.lease_timeout
-            self._hand_over(group, replica_id)
-        return lost
-
-    def _forgotten(self, lease: HeldLease) -> Group | None:
-        """The group of a lease that this ledger does not know, if it can be taken back."""
-        if lease.version < 0 or self.closed is not None or self.finished:
-            return None
-        try:
-            position = self._position(lease.group_id)
-        except LedgerError:
-            return None
-        window = (self.params.staleness_bound + 1) * int(self.params.groups_per_step * self.params.oversample)
-        if position >= self.frontier + window:
-            return None
-        group = self.groups.get(lease.group_id)
-        if position >= self.frontier:
-            if lease.pushed or not self._fits(lease.version + self.params.staleness_bound):
-                return None
-            self._hand_out(position + 1)
-            return self.groups[lease.group_id]
-        if group is None or group.state is not State.WAITING or group.id in self._suspects:
-            return None
-        if not group.samples.keys() >= set(lease.pushed):
-            return None
-        return group if self._fits(self._deadline_of(group, lease.version)) else None
-
-    def _deadline_of(self, group: Group, version: int) -> int:
-        oldest = min([version, *(meta.oldest_version(version) for meta in group.samples.values())])
-        return oldest + self.params.staleness_bound
-
-    def _fits(self, deadline: int) -> bool:
-        deadlines = self.deadlines
-        deadlines[deadline] += 1
-        slots = int(self.params.groups_per_step * self.params.oversample)
-        return deadline >= self.first_step and schedulable(deadlines, self.first_step, slots)
+            group.lease_id, group.lease_version = lease.lease_id, lease.version
+            group.lease_step = table.committed
+            group.replica_id, group.request_id = replica_id, None
+            group.attempt = max(group.attempt, 1)
+            table.move(group, State.LEASED, deadline=_deadline_of(table, group, lease.version))
+        group.expires = now + table.params.lease_timeout
+        table.hand_over(group, replica_id)
+    return lost
 
 
-def _sample(table: StepTable, row: int) -> SampleMeta:
-    """What the ledger knew of a sample, from its row of a table."""
-    rewards = {name: value for name, column in table.rewards.items() if (value := column[row]) is not None}
-    fields = {
-        "index": table.index[row],
-        "prompt_tokens": table.prompt_tokens[row],
-        "response_tokens": table.response_tokens[row],
-        "total_tokens": table.total_tokens[row],
-        "oldest_version": table.oldest_version[row],
-        "newest_version": table.newest_version[row],
-        "finish_reason": table.finish_reason[row],
-        "rewards": rewards,
-        "score": table.score[row],
-    }
+def _forgotten(table: GroupTable, lease: HeldLease) -> Group | None:
+    """The group of a lease that the table does not know, if it can be taken back."""
+    params = table.params
+    if lease.version < 0 or table.closed is not None or table.finished:
+        return None
     try:
-        return SampleMeta.of(SampleHeader.model_validate(fields), 0, "")
-    except ValidationError as error:
-        raise _cannot_be(table, f"row {row}: {error.errors(include_url=False)[0]['msg']}") from None
+        position = _position(table, lease.group_id)
+    except ApiError:
+        return None
+    if position >= table.frontier + (params.staleness_bound + 1) * params.slots:
+        return None
+    if position >= table.frontier:
+        if lease.pushed or not _fits(table, lease.version + params.staleness_bound):
+            return None
+        _hand_out(table, position + 1)
+        return table.groups[lease.group_id]
+    group = table.groups.get(lease.group_id)
+    if group is None or group.state is not State.WAITING or group.id in table.suspects:
+        return None
+    if not group.samples.keys() >= set(lease.pushed):
+        return None
+    return group if _fits(table, _deadline_of(table, group, lease.version)) else None
 
 
-def _cannot_be(table: StepTable, why: str) -> LedgerError:
-    return LedgerError(
-        ErrorCode.CONFLICT, f"step {table.step} cannot have been trained as it is replayed: {why}"
-    )
+def _deadline_of(table: GroupTable, group: Group, version: int) -> int:
+    oldest = min([version, *(meta.oldest_version(version) for meta in group.samples.values())])
+    return oldest + table.params.staleness_bound
+
+
+def _fits(table: GroupTable, deadline: int) -> bool:
+    """Whether leased and ready groups stay schedulable with one more."""
+    first = table.first_step
+    return deadline >= first and tightest_prefix(table.deadlines, first, table.params.slots, deadline) is None

@@ -1,8 +1,9 @@
-"""What goes into the ledger and comes out of it: parameters, decisions, changes, and the one error."""
+"""What goes into the ledger and comes out of it: parameters, decisions, changes."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -29,7 +30,6 @@ class LedgerParams:
     on_stale: Literal["wait", "drop"] = "wait"
     straggler_timeout: float | None = None
     filter_metrics: tuple[str, ...] = ()
-    sync_interval: int = 1
     keep_payloads: bool = False
     """Whether payloads may be needed again after their commit: only if a checkpoint can be returned to."""
     order: str = ""
@@ -41,13 +41,10 @@ class LedgerParams:
     def total_positions(self) -> int:
         return self.n_positions * self.n_epochs
 
-
-class LedgerError(Exception):
-    """An operation that contradicts the ledger; `code` is for programs, the text for people."""
-
-    def __init__(self, code: ErrorCode, detail: str) -> None:
-        super().__init__(detail)
-        self.code, self.detail = code, detail
+    @property
+    def slots(self) -> int:
+        """Groups per step that admission counts with."""
+        return int(self.groups_per_step * self.oversample)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +66,6 @@ class PushOutcome:
 
 
 @dataclass(frozen=True, slots=True)
-class CommitOutcome:
-    committed_steps: int
-    duplicate: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Changes:
     """What must be written in one transaction."""
 
@@ -86,8 +77,8 @@ class Changes:
     """Groups that are no longer kept whole, or no part of the ledger at all."""
     samples: list[Group] = field(default_factory=list)
     """Groups whose samples changed; the others' stored samples are as they were."""
-    history: list[str] = field(default_factory=list)
-    """Rows of the history that changed (see `controller.ledger.archive`)."""
+    archive: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
+    """Rows of the archive that changed, by name: how each is rendered."""
 
 
 @dataclass(slots=True)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from controller.services.job import Operations
-from controller.services.leases import Leasing
-from controller.services.publications import Publishing
-from controller.services.reaper import Upkeep
-from controller.services.recovery import Declaring
-from controller.services.replicas import Membership
-from controller.services.steps import Training
+from controller.services.job import JobService
+from controller.services.leases import LeaseService
+from controller.services.publications import PublicationService
+from controller.services.reaper import Reaper
+from controller.services.recovery import RecoveryService
+from controller.services.replicas import ReplicaService
+from controller.services.samples import SampleService
+from controller.services.steps import StepService
 from controller.state.job import Job
 
 
@@ -19,17 +20,26 @@ class Controller:
     """What the routes call."""
 
     job: Job
-    membership: Membership
-    leasing: Leasing
-    training: Training
-    publishing: Publishing
-    declaring: Declaring
-    operations: Operations
-    upkeep: Upkeep
+    replicas: ReplicaService
+    leases: LeaseService
+    samples: SampleService
+    steps: StepService
+    publications: PublicationService
+    recovery: RecoveryService
+    operations: JobService
+    reaper: Reaper
 
     @classmethod
     def of(cls, job: Job) -> Controller:
-        membership = Membership(job)
-        leasing, training, upkeep = Leasing(job), Training(job), Upkeep(job, membership)
-        publishing, declaring, operations = Publishing(job, training), Declaring(job), Operations(job)
-        return cls(job, membership, leasing, training, publishing, declaring, operations, upkeep)
+        replicas, steps = ReplicaService(job), StepService(job)
+        return cls(
+            job,
+            replicas,
+            LeaseService(job),
+            SampleService(job),
+            steps,
+            PublicationService(job, steps),
+            RecoveryService(job),
+            JobService(job),
+            Reaper(job, replicas),
+        )

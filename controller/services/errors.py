@@ -10,9 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from controller.ledger.ledger import LedgerError
-from controller.state.publications import PublicationError
-from controller.state.replicas import ReplicaError
+from controller.errors import ApiError
 from controller.store import StoreUnavailable
 from schema.wire.frame import FrameError
 from schema.wire.invalid import describe
@@ -64,12 +62,10 @@ TITLES: dict[int, str] = {
 }
 
 
-class ProblemError(Exception):
-    """Refuse a request with a code for programs and a detail for people."""
-
-    def __init__(self, code: ErrorCode, detail: str, headers: dict[str, str] | None = None) -> None:
-        super().__init__(detail)
-        self.code, self.detail, self.headers = code, detail, headers
+HEADERS: dict[ErrorCode, dict[str, str]] = {
+    ErrorCode.UNAUTHORIZED: {"www-authenticate": "Bearer"},
+    ErrorCode.TOO_SLOW: {"connection": "close"},
+}
 
 
 def problem(
@@ -81,19 +77,18 @@ def problem(
     return Response(body.model_dump_json(), number, headers=headers, media_type="application/problem+json")
 
 
+def refusal(error: ApiError) -> Response:
+    """The answer for a refused call."""
+    after = {"retry-after": str(error.retry_after)} if error.retry_after else {}
+    return problem(error.code, error.detail, headers=HEADERS.get(error.code, {}) | after)
+
+
 def install(app: FastAPI) -> None:
     """Make every error of `app` a problem document."""
 
-    @app.exception_handler(ProblemError)
-    async def _refused(_: Request, error: ProblemError) -> Response:
-        return problem(error.code, error.detail, headers=error.headers)
-
-    @app.exception_handler(LedgerError)
-    @app.exception_handler(PublicationError)
-    @app.exception_handler(ReplicaError)
-    async def _decided(_: Request, error: LedgerError | PublicationError | ReplicaError) -> Response:
-        after = error.retry_after if isinstance(error, ReplicaError) else 0
-        return problem(error.code, error.detail, headers={"retry-after": str(after)} if after else None)
+    @app.exception_handler(ApiError)
+    async def _refused(_: Request, error: ApiError) -> Response:
+        return refusal(error)
 
     @app.exception_handler(FrameError)
     async def _frame(_: Request, error: FrameError) -> Response:

@@ -9,24 +9,20 @@ fail        ends the job as failed (the launcher does so when a restart budget i
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
-from collections.abc import Iterable
 from statistics import fmean
 from typing import Literal
 
-from controller.ledger.group import Group, State
-from controller.services.errors import ProblemError
+from controller.errors import ApiError
+from controller.ledger.group import DONE, Group, State
 from controller.state.job import Job
-from controller.state.replicas import Replica
 from schema.wire import messages as m
 from schema.wire.messages import ErrorCode, Phase
-from schema.wire.payload_file import resolve
 
 Action = Literal["pause", "resume", "stop", "checkpoint"]
 
 
-class Operations:
+class JobService:
     """The calls of users and of the launcher."""
 
     def __init__(self, job: Job) -> None:
@@ -35,17 +31,17 @@ class Operations:
     async def operate(self, action: Action) -> m.JobStatus:
         """Do it, or refuse it in a job that has ended; durable when answered: nobody else would tell it again.
 
-        Raises `ProblemError`, `StoreUnavailable`.
+        Raises `ApiError`, `StoreUnavailable`.
         """
         job = self._job
         job.store.require()
         if action == "resume" and job.phase in (Phase.STOPPED, Phase.FAILED):
             job.reopen()
         elif job.ended and action != "stop":
-            raise ProblemError(ErrorCode.CONFLICT, f"the job is {job.phase}: it cannot {action}")
-        elif action == "pause" and job.ledger is None:
+            raise ApiError(ErrorCode.CONFLICT, f"the job is {job.phase}: it cannot {action}")
+        elif action == "pause" and not job.config.is_grpo:
             detail = "a supervised trainer reads its own data and cannot be paused: stop it and resume later"
-            raise ProblemError(ErrorCode.CONFLICT, detail)
+            raise ApiError(ErrorCode.CONFLICT, detail)
         elif action == "stop":
             job.end(Phase.STOPPED)
         elif action == "checkpoint":
@@ -73,8 +69,6 @@ class Operations:
         remaining = progress.total_steps - progress.committed
         over = job.ended or progress.finished
         metrics = {} if last is None else last.metrics
-        ledger = job.ledger
-        records = job.validation.records if job.validation is not None else {}
         return m.JobStatus(
             job_id=job.job_id,
             name=job.config.logging.experiment_name or job.run_dir.name,
@@ -94,11 +88,11 @@ class Operations:
             tokens_per_s=speed.tokens_per_s,
             eta_s=None if over or speed.step_s is None else remaining * speed.step_s,
             reward=metrics.get("reward_mean", job.facts.last_score),
-            validation=list(records.values())[-1] if records else None,
+            validation=next(reversed(job.validation.records.values()), None),
             staleness_mean=metrics.get("staleness_mean"),
-            staleness_max=0 if ledger is None else max(ledger.totals.staleness, default=0),
-            queue_ready=0 if ledger is None else ledger.ready,
-            outstanding=0 if ledger is None else ledger.outstanding,
+            staleness_max=max(progress.totals.staleness, default=0),
+            queue_ready=progress.ready,
+            outstanding=progress.outstanding,
             replicas={role: len(job.registry.present(role)) for role in ("policy", "rollout")},
             idle=self._idle(metrics),
             metrics=metrics,
@@ -136,58 +130,25 @@ class Operations:
             idle["rollout"] = fmean(gauges)
         return idle
 
-    def ledger(self) -> m.LedgerStatus:
-        """Counters of the ledger; of a supervised job all are zero."""
-        if self._job.ledger is None:
-            return m.LedgerStatus(created=0, states={}, dropped={}, staleness={}, max_staleness=0, bound=0)
-        return self._job.ledger.status()
-
     def replicas(self) -> list[m.ReplicaInfo]:
         """All replicas that ever registered, by name."""
         job, now = self._job, self._job.clock()
-        leased = [] if job.ledger is None else job.ledger.in_state(State.LEASED)
-        leases = Counter([group.replica_id for group in leased])
-        ordered: Iterable[Replica] = sorted(job.registry, key=lambda replica: replica.name)
-        validating = job.validation
+        leases = Counter([group.replica_id for group in job.progress.in_state(State.LEASED)])
         return [
             replica.info(
-                leases[replica.replica_id]
-                + (0 if validating is None else validating.leases_of(replica.replica_id)),
+                leases[replica.replica_id] + job.validation.leases_of(replica.replica_id),
                 now,
             )
-            for replica in ordered
+            for replica in sorted(job.registry, key=lambda replica: replica.name)
         ]
 
     def groups(self, state: State | None, offset: int, limit: int) -> list[Group]:
         """Groups in the order of the stream."""
-        ledger = self._job.require_ledger()
+        table = self._job.require_ledger().table
         if state is None:
-            return ledger.in_order(offset, limit)
-        if state in (State.TRAINED, State.DURABLE, State.DROPPED):
-            return [group for group in ledger.in_order(0, ledger.frontier) if group.state is state][
-                offset : offset + limit
-            ]
-        chosen = ledger.in_state(state)
-        ordered = sorted(chosen, key=lambda group: (group.epoch, group.position))
-        return ordered[offset : offset + limit]
-
-    def group(self, name: str) -> Group:
-        """One group. Raises `ProblemError` (404)."""
-        group = self._job.require_ledger().find(name)
-        if group is None:
-            raise ProblemError(ErrorCode.NOT_FOUND, f"there is no group {name}")
-        return group
-
-    async def sample(self, name: str, index: int) -> bytes:
-        """The frame of one sample. Raises `ProblemError` (404) when it is not kept (any more)."""
-        group = self.group(name)
-        if index not in group.samples:
-            raise ProblemError(ErrorCode.NOT_FOUND, f"group {name} has no sample {index}")
-        meta = group.samples[index]
-        (part,) = await self._job.store.get_payloads([(name, meta.part)])
-        if part is None:
-            detail = f"the payload of sample {name}/{index} is not kept: the group is {group.state}"
-            raise ProblemError(ErrorCode.NOT_FOUND, detail)
-        frame = part[meta.offset : meta.offset + meta.n_bytes]
-        files = self._job.payload_files
-        return bytes(await asyncio.to_thread(resolve, None if files is None else files.root, frame))
+            return table.in_order(offset, limit)
+        if state in DONE or state is State.DROPPED:
+            known = [group for group in table.in_order(0, table.frontier) if group.state is state]
+        else:
+            known = sorted(table.in_state(state), key=lambda group: (group.epoch, group.position))
+        return known[offset : offset + limit]

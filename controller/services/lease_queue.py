@@ -16,8 +16,8 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from controller.errors import ApiError
 from controller.notify import Signal
-from controller.state.replicas import ReplicaError
 from controller.store import StoreUnavailable
 from schema.wire.messages import LeaseReply, LeaseRequest, LeaseStatus
 
@@ -47,7 +47,7 @@ class LeaseQueue:
 
     Args:
         changed: moves whenever an answer might be another one.
-        decide: the answer to a request now; None: it waits no longer. Raises `ReplicaError`, `StoreUnavailable`.
+        decide: the answer to a request now; None: it waits no longer. Raises `ApiError`, `StoreUnavailable`.
         alike: whether all requests of a kind are refused together now.
         stage: hands over what `decide` has changed, before anything else may change.
         closing: whether everybody has to leave.
@@ -138,7 +138,7 @@ class LeaseQueue:
             return True
         try:
             reply = self._decide(waiter.request)
-        except (ReplicaError, StoreUnavailable) as error:
+        except (ApiError, StoreUnavailable) as error:
             waiter.answer.set_exception(error)
             return True
         if reply is None:

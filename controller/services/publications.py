@@ -3,10 +3,10 @@
 A replica that names itself when it asks is remembered with what it was handed, in the store: nothing of that chain
 is collected before it asks again or is lost.
 
-An *anchor* is wished for when a replica cannot read a chain that the newest publication still has, or when a chain is
-known to have gaps. The wish is stored; the trainer is told in the answer to its next publication, attaches a full
-version to the one after that, and the wish is over with the first chain that begins later than all that was
-published when it arose. A trainer that does not attach one is told again.
+A *full snapshot* (on the wire: anchor) is requested when a replica cannot read a chain that the newest publication
+still has, or when a chain is known to have gaps. The request is stored; the trainer gets it in the answer to its next
+publication, attaches a full version to the one after that, and it is met by the first chain that begins later than
+all that was published when it arose. A trainer that does not attach one is asked again.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from controller.services.errors import ProblemError
-from controller.services.steps import Training
+from controller.errors import ApiError
+from controller.services.steps import StepService
 from controller.state.job import Job
 from controller.state.replicas import Replica
 from schema.wire import messages as m
@@ -28,38 +28,38 @@ SHOWN = 64
 """Publications that people are shown."""
 
 
-class Publishing:
-    """The calls about publications. `training` knows which trainer may act."""
+class PublicationService:
+    """The calls about publications. `steps` knows which trainer may act."""
 
-    def __init__(self, job: Job, training: Training) -> None:
-        self._job, self._training = job, training
+    def __init__(self, job: Job, steps: StepService) -> None:
+        self._job, self._steps = job, steps
 
     # ---- trainer ------------------------------------------------------------------------------------------
 
     async def publish(self, request: m.PublishRequest) -> m.PublishReply:
-        """Make a weight version known. Raises `ProblemError`, `PublicationError`, `ReplicaError`.
+        """Make a weight version known. Raises `ApiError`.
 
         The same request again gets the same answer, however late it comes, and changes nothing.
         """
         job = self._job
-        self._training.check(request.replica_id, request.incarnation, request.policy_epoch)
+        self._steps.check(request.replica_id, request.incarnation, request.policy_epoch)
         known = job.publications.by_request(request.request_id)
         if known is not None:
             await job.save()  # the first one may still be on its way to the store
-            told = job.facts.anchor_wanted > 0 and known.id == job.facts.anchor_told
-            listed = job.publications.told(request.policy_epoch)
-            return m.PublishReply(publication=known, collectable=listed, anchor=told)
+            asked = job.facts.anchor_wanted > 0 and known.id == job.facts.anchor_told
+            listed = job.publications.asked(request.policy_epoch)
+            return m.PublishReply(publication=known, collectable=listed, anchor=asked)
         publication = job.publications.publish(
             request, job.progress.timeline, job.progress.committed, job.wall()
         )
         job.updates.publish(request)
         job.published_at = job.clock()
-        validation = job.validation
-        if validation is not None:
-            final = job.progress.finished and publication.version == job.progress.committed
-            validation.published(publication.version, final=final)
+        final = job.progress.finished and publication.version == job.progress.committed
+        job.validation.published(publication.version, final=final)
         if not job.publications.can_be_fetched(publication.id):
-            log.warning("publication %d builds on files that are gone: an anchor is wanted", publication.id)
+            log.warning(
+                "publication %d builds on files that are gone: a full snapshot is requested", publication.id
+            )
             self._want_anchor()
         reply = m.PublishReply(
             publication=publication, collectable=self._collect(), anchor=self._tell_anchor(publication)
@@ -69,11 +69,9 @@ class Publishing:
         return reply
 
     def _collect(self) -> list[int]:
-        job, validation = self._job, self._job.validation
-        rollouts = job.registry.present("rollout")
-        held = set[int]().union(*(replica.publications for replica in rollouts))
-        if validation is not None and validation.pinned_publication is not None:
-            held.add(validation.pinned_publication)
+        job = self._job
+        held = {job.validation.pinned_publication or 0} - {0}
+        held.update(*(replica.publications for replica in job.registry.present("rollout")))
         return job.publications.collect(held)
 
     def _want_anchor(self) -> None:
@@ -102,7 +100,7 @@ class Publishing:
     ) -> Publication | None:
         """The newest publication with an id above `newer_than`, or None when the wait is over.
 
-        What a replica is handed stays until it asks again. Raises `ReplicaError`, `StoreUnavailable`.
+        What a replica is handed stays until it asks again. Raises `ApiError`, `StoreUnavailable`.
         """
         job, loop = self._job, asyncio.get_running_loop()
         give_up = loop.time() + wait_s
@@ -133,14 +131,14 @@ class Publishing:
         return replica
 
     async def report(self, publication_id: int, report: m.UpdateReport) -> None:
-        """Take what a replica says of a publication. Raises `ProblemError`, `ReplicaError`."""
+        """Take what a replica says of a publication. Raises `ApiError`."""
         job = self._job
         job.store.require()
         replica = job.registry.check(report.replica_id, report.incarnation, "rollout")
         job.registry.seen(replica, job.clock())
         publication = job.publications.find(publication_id)
         if publication is None:
-            raise ProblemError(ErrorCode.NOT_FOUND, f"there is no publication {publication_id}")
+            raise ApiError(ErrorCode.NOT_FOUND, f"there is no publication {publication_id}")
         wanted = job.config.weight_sync.transport
         if job.updates.report(publication, report, wanted, job.wall()):
             self._look_at(publication, report)

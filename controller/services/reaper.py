@@ -7,8 +7,8 @@ import logging
 from contextlib import suppress
 
 from controller.cancellation import end
-from controller.ledger.ledger import Ledger
-from controller.services.replicas import Membership
+from controller.ledger.group_table import GroupTable
+from controller.services.replicas import ReplicaService
 from controller.state.job import Job
 from controller.store import StoreUnavailable
 from controller.store.lock import elapsed
@@ -27,18 +27,18 @@ FORGIVEN = 2.0
 """Seconds without a look at the clock that count as a downtime; less is a busy machine."""
 
 
-class Upkeep:
+class Reaper:
     """Runs `tick` again and again until `stop`."""
 
-    def __init__(self, job: Job, membership: Membership) -> None:
-        self._job, self._membership = job, membership
+    def __init__(self, job: Job, replicas: ReplicaService) -> None:
+        self._job, self._replicas = job, replicas
         self._task: asyncio.Task[None] | None = None
         self._sweeping: asyncio.Task[None] | None = None
         self._next_sweep = 0.0
 
     def start(self) -> asyncio.Task[None]:
         """Begin; the task ends only by `stop` or by a bug, and then nothing would expire any more."""
-        self._task = asyncio.create_task(self._run(), name="upkeep")
+        self._task = asyncio.create_task(self._run(), name="reaper")
         return self._task
 
     async def stop(self) -> None:
@@ -66,7 +66,7 @@ class Upkeep:
         """One look at the clock. Raises `StoreUnavailable`."""
         job, now = self._job, self._job.clock()
         job.store.require()
-        self._membership.lose_silent(now)
+        self._replicas.lose_silent(now)
         self._expire_leases(now)
         self._check_start(now)
         if job.rewards.may_probe(now):
@@ -77,25 +77,23 @@ class Upkeep:
 
     def _begin_sweep(self) -> None:
         """Look for files of payloads that nobody can need any more; a directory that hangs holds up nothing else."""
-        files, ledger = self._job.payload_files, self._job.ledger
-        if files is None or ledger is None or elapsed() < self._next_sweep:
+        files, table = self._job.payload_files, self._job.progress
+        if files is None or not isinstance(table, GroupTable) or elapsed() < self._next_sweep:
             return
         if self._sweeping is not None:
             if not self._sweeping.done():
                 return
             self._sweeping.result()
         self._next_sweep = elapsed() + SWEEP
-        self._sweeping = asyncio.create_task(self._sweep(files, ledger), name="payload-sweep")
+        self._sweeping = asyncio.create_task(self._sweep(files, table), name="payload-sweep")
 
-    async def _sweep(self, files: PayloadFiles, ledger: Ledger) -> None:
+    async def _sweep(self, files: PayloadFiles, table: GroupTable) -> None:
         with suppress(StoreUnavailable):  # the next one does it
-            await files.sweep(ledger, self._job.save)
+            await files.sweep(table, self._job.save)
 
     def _expire_leases(self, now: float) -> None:
         job = self._job
-        expired = 0 if job.ledger is None else job.ledger.expire(now)
-        if job.validation is not None:
-            expired += job.validation.expire(now, job.wall())
+        expired = job.ledger.expire(now) + job.validation.expire(now, job.wall())
         if expired:
             log.warning("%d leases expired and go to others", expired)
         waiting_for_stragglers = job.config.controller.straggler_timeout is not None
@@ -108,7 +106,7 @@ class Upkeep:
         limit = job.config.controller.start_timeout
         if job.facts.assembled or job.ended or now - job.opened_at <= limit:
             return
-        missing = self._membership.missing()
+        missing = self._replicas.missing()
         if not missing:
             job.facts.assembled = True
             return

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import logging
 
-from controller.ledger.ledger import Ledger, LedgerError
+from controller.errors import ApiError
 from controller.ledger.reconcile import Claim, FromSnapshot, Known, NeedSnapshot, Refuse, Replay, decide
-from controller.services.errors import ProblemError
+from controller.ledger.replay import replay
+from controller.ledger.step_counter import StepCounter
 from controller.state.job import Job
-from controller.state.replicas import ReplicaError, id_of
-from controller.state.step_log import own_counts
+from controller.state.replicas import id_of
+from controller.state.step_log import mean_score, own_counts
 from schema.wire import messages as m
 from schema.wire.messages import ErrorCode, Phase
 from schema.wire.messages.recovery import DeclareReply, DeclareRequest, ReplayRequest
@@ -20,7 +21,7 @@ from schema.wire.messages.recovery import DeclareReply, DeclareRequest, ReplayRe
 log = logging.getLogger(__name__)
 
 
-class Declaring:
+class RecoveryService:
     """The calls by which a trainer brings the controller up to its own state."""
 
     def __init__(self, job: Job) -> None:
@@ -30,18 +31,18 @@ class Declaring:
         """Take a trainer's registration and publications back, and say which steps are missing.
 
         Raises:
-            ProblemError, ReplicaError, LedgerError: another trainer has taken its place, or what it says cannot be.
+            ApiError: another trainer has taken its place, or what it says cannot be.
         """
         job = self._job
         job.store.require()
         if replica_id != id_of(request.name, request.incarnation):
             detail = f"replica {replica_id} is not incarnation {request.incarnation} of {request.name!r}"
-            raise ReplicaError(ErrorCode.STALE_INCARNATION, detail)
+            raise ApiError(ErrorCode.STALE_INCARNATION, detail)
         if job.facts.ended in (Phase.FAILED, Phase.STOPPED):
-            raise ProblemError(ErrorCode.JOB_FAILED, f"the job is {job.facts.ended}")
+            raise ApiError(ErrorCode.JOB_FAILED, f"the job is {job.facts.ended}")
         decision = decide(self._known(), _claim(request))
         if isinstance(decision, Refuse):
-            raise ProblemError(decision.code, f"trainer {request.name!r}: {decision.reason}")
+            raise ApiError(decision.code, f"trainer {request.name!r}: {decision.reason}")
         job.registry.restore(request, job.clock())
         job.facts.policy_epoch = request.policy_epoch
         if isinstance(decision, NeedSnapshot):
@@ -76,50 +77,39 @@ class Declaring:
         job.publications.heard(request.newest_publication)
         job.publications.declare(request.publications, request.timeline)
         newest = job.publications.newest
-        if job.validation is not None and newest is not None:
+        if newest is not None:
             job.validation.published(newest.version, final=False)
         job.wake_all()
 
     async def replay(self, step: int, request: ReplayRequest) -> m.CommitReply:
-        """Commit a step that the store has lost, as it was trained. Raises `ProblemError`, `LedgerError`."""
+        """Commit a step that the store has lost, as it was trained. Raises `ApiError`."""
         job = self._job
         job.store.require()
         if request.policy_epoch != job.facts.policy_epoch:
             detail = f"policy epoch {request.policy_epoch} is not the current one, {job.facts.policy_epoch}"
-            raise ProblemError(ErrorCode.STALE_EPOCH, detail)
+            raise ApiError(ErrorCode.STALE_EPOCH, detail)
         replica = job.registry.check(request.replica_id, request.incarnation, "policy")
         job.registry.seen(replica, job.clock())
-        duplicate, samples, tokens, score = self._replay(step, request)
-        if not duplicate:
-            job.trained(
-                m.StepRecord(step=step, at=request.at, metrics=request.metrics), samples, tokens, score
-            )
-        finished = job.progress.finished or job.ended
-        reply = m.CommitReply(
-            committed_steps=job.progress.committed,
-            total_steps=job.progress.total_steps,
-            publish=False,
-            finished=finished,
-            epochs=job.progress.epochs,
-        )
+        work = self._replay(step, request)
+        if work is not None:
+            job.trained(m.StepRecord(step=step, at=request.at, metrics=request.metrics), *work)
+        reply = job.commit_reply(publish=False)
         await job.save()
         return reply
 
-    def _replay(self, step: int, request: ReplayRequest) -> tuple[bool, int, int, float | None]:
-        """Whether it was known; and samples, generated tokens, mean score."""
-        job, table = self._job, request.table
-        if not isinstance(job.progress, Ledger):
-            outcome = job.progress.commit(step)
-            return outcome.duplicate, *own_counts(request.metrics), None
-        if table is None or table.step != step or table.timeline != job.progress.timeline:
-            raise LedgerError(
+    def _replay(self, step: int, request: ReplayRequest) -> tuple[int, int, float | None] | None:
+        """Samples, generated tokens, mean score; None if the step was known."""
+        progress, batch = self._job.progress, request.table
+        if isinstance(progress, StepCounter):
+            return (*own_counts(request.metrics), None) if progress.commit(step) else None
+        if batch is None or batch.step != step or batch.timeline != progress.timeline:
+            raise ApiError(
                 ErrorCode.BAD_REQUEST,
-                f"the replay of step {step} of timeline {job.progress.timeline} needs the table of its batch",
+                f"the replay of step {step} of timeline {progress.timeline} needs the table of its batch",
             )
-        outcome = job.progress.replay(table)
-        scores = [score for score in table.score if score is not None]
-        mean = sum(scores) / len(scores) if scores else None
-        return outcome.duplicate, table.n_samples, sum(table.response_tokens), mean
+        if not replay(progress, batch):
+            return None
+        return batch.n_samples, sum(batch.response_tokens), mean_score(batch.score)
 
 
 def _claim(request: DeclareRequest) -> Claim:

@@ -20,11 +20,12 @@ import logging
 from collections.abc import Sequence
 from typing import Literal
 
-from controller.services.errors import ProblemError
-from controller.services.redact import without_url_credentials
+from controller.errors import ApiError
+from controller.ledger.replay import adopt
 from controller.state.job import TRAIN_DATA, Job
 from controller.state.job_facts import JobFacts
 from controller.state.replicas import MAX_ABSENT, Registered, Replica
+from schema.config.secrets import cut
 from schema.wire import messages as m
 from schema.wire.messages import ErrorCode, Phase
 from schema.wire.messages.recovery import DeclaredLeases, DeclareLeases
@@ -36,12 +37,12 @@ ANCHOR_BEATS = 6
 """Heartbeats without a publication after which the trainer is asked for a full version that replicas wait for."""
 
 
-class Membership:
+class ReplicaService:
     """The calls of all replicas about themselves."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._config = without_url_credentials(job.config.to_dict())
+        self._config = cut(job.config.to_dict())
         self._anchor_asked_at = 0.0
         self._superseded: dict[str, tuple[int, list[str]]] = {}
         """Of the replica that was superseded last, by name: its parent process, the groups that it held. A report of
@@ -50,21 +51,21 @@ class Membership:
     # ---- register -----------------------------------------------------------------------------------------
 
     async def register(self, request: m.RegisterRequest, secret: str = "") -> m.RegisterReply:
-        """Start a new incarnation of a replica. Raises `ReplicaError`, `ProblemError`."""
+        """Start a new incarnation of a replica. Raises `ApiError`."""
         job = self._job
         job.store.require()
         if job.facts.ended in (Phase.FAILED, Phase.STOPPED):
             why = f": {job.facts.last_error}" if job.facts.last_error else ""
-            raise ProblemError(ErrorCode.JOB_FAILED, f"the job is {job.facts.ended}{why}")
+            raise ApiError(ErrorCode.JOB_FAILED, f"the job is {job.facts.ended}{why}")
         now = job.clock()
         if request.role == "policy":
             if (
                 job.facts.ended is Phase.FINISHED
             ):  # a trainer that died on its way out, or was thought to hang
-                raise ProblemError(ErrorCode.JOB_FINISHED, "the job has finished: nothing is left to train")
+                raise ApiError(ErrorCode.JOB_FINISHED, "the job has finished: nothing is left to train")
             self._check_resume(request)
-        elif job.ledger is None:
-            raise ProblemError(ErrorCode.CONFLICT, "this is a supervised job: it takes no rollout replicas")
+        elif not job.config.is_grpo:
+            raise ApiError(ErrorCode.CONFLICT, "this is a supervised job: it takes no rollout replicas")
         registered = job.registry.register(request, now, secret)
         if not registered.repeated:
             self._welcome(request, registered, now)
@@ -75,10 +76,10 @@ class Membership:
         return reply
 
     def _check_resume(self, request: m.RegisterRequest) -> None:
-        """Steps that the store does not know of must be told by the checkpoint that contains them."""
+        """Steps that the store does not know of must be described by the checkpoint that contains them."""
         committed, step, snapshot = self._job.progress.committed, request.resume_step, request.snapshot
         if snapshot is not None and snapshot.committed_steps != step:
-            raise ProblemError(
+            raise ApiError(
                 ErrorCode.BAD_REQUEST,
                 f"snapshot.committed_steps = {snapshot.committed_steps}, but resume_step = {step}: they are of "
                 f"different checkpoints",
@@ -86,12 +87,12 @@ class Membership:
         if step is None or self._resumes_in(request):
             return
         if snapshot is None:
-            raise ProblemError(
+            raise ApiError(
                 ErrorCode.CONFLICT,
                 f"policy replica {request.name!r} starts from {step} committed steps, but this job has {committed}, "
                 f"and it brings no snapshot of the ledger: its checkpoint is incomplete",
             )
-        self._job.progress.check_snapshot(snapshot)
+        self._job.ledger.check_snapshot(snapshot)
 
     def _resumes_in(self, request: m.RegisterRequest) -> bool:
         """Whether the ledger here contains the checkpoint that a trainer starts from."""
@@ -112,7 +113,7 @@ class Membership:
             job.publications.heard(request.newest_publication)
             self.adopt(replica.replica_id, request.held_leases, now)
             if registered.superseded is not None:
-                held = job.require_ledger().held_by(registered.superseded)
+                held = job.require_ledger().table.held_by(registered.superseded)
                 if held:
                     self._superseded[replica.name] = registered.parent_pid, [group.id for group in held]
                 if len(self._superseded) > MAX_ABSENT:
@@ -130,19 +131,22 @@ class Membership:
         what its holder has loaded since, but it was of no other.
         """
         job = self._job
-        ledger, timeline = job.require_ledger(), job.progress.timeline
-        told = []
+        table = job.require_ledger().table
+        checked = []
         for lease in held:
             weights = job.publications.valid(lease.publication_id, lease.manifest_hash)
-            of_now = weights is not None and (weights.timeline, weights.version) == (timeline, lease.version)
-            told.append(lease if of_now and lease.manifest_hash else lease.model_copy(update={"version": -1}))
-        lost = set(ledger.adopt(replica_id, told, now))
-        if job.validation is not None:
-            lost &= set(job.validation.adopt(replica_id, held, now))
+            of_now = weights is not None and (weights.timeline, weights.version) == (
+                table.timeline,
+                lease.version,
+            )
+            usable = of_now and lease.manifest_hash
+            checked.append(lease if usable else lease.model_copy(update={"version": -1}))
+        lost = set(adopt(table, replica_id, checked, now))
+        lost &= set(job.validation.adopt(replica_id, held, now))
         return [lease.lease_id for lease in held if lease.lease_id in lost]
 
     async def declare_leases(self, replica_id: str, request: DeclareLeases) -> DeclaredLeases:
-        """Leases that a heartbeat called lost, as their holder knows them. Raises `ReplicaError`."""
+        """Leases that a heartbeat called lost, as their holder knows them. Raises `ApiError`."""
         job = self._job
         job.store.require()
         replica = job.registry.check(replica_id, request.incarnation, "rollout")
@@ -181,7 +185,7 @@ class Membership:
         """How many of the first replicas of each role have not registered."""
         job = self._job
         wanted: dict[m.Role, int] = {"policy": 1}
-        if job.ledger is not None:
+        if job.config.is_grpo:
             wanted["rollout"] = job.config.rollout.parallelism.n_init_replicas
         known = list(job.registry)
         there = {role: sum(replica.role == role for replica in known) for role in wanted}
@@ -214,7 +218,7 @@ class Membership:
     # ---- beat ---------------------------------------------------------------------------------------------
 
     async def heartbeat(self, replica_id: str, request: m.HeartbeatRequest) -> m.HeartbeatReply:
-        """Renew leases and hand out commands. Raises `ReplicaError`."""
+        """Renew leases and hand out commands. Raises `ApiError`."""
         job = self._job
         job.store.require()
         now = job.clock()
@@ -237,11 +241,10 @@ class Membership:
 
     def _renew(self, replica: Replica, leases: list[str], now: float) -> list[str]:
         job = self._job
-        outstanding = job.require_ledger().outstanding
+        outstanding = job.progress.outstanding
         lost = set(job.require_ledger().renew(replica.replica_id, leases, now))
-        if job.validation is not None:
-            lost &= set(job.validation.renew(replica.replica_id, leases, now))
-        if job.require_ledger().outstanding != outstanding:
+        lost &= set(job.validation.renew(replica.replica_id, leases, now))
+        if job.progress.outstanding != outstanding:
             job.lease_signal.notify()
         return sorted(lost)
 
@@ -260,7 +263,7 @@ class Membership:
         return commands
 
     def _anchor_is_overdue(self) -> bool:
-        """Whether a replica waits for a full version and the trainer, which is told when it publishes, does not.
+        """Whether a replica waits for a full version and the trainer, which learns of it when it publishes, does not.
 
         It may be waiting for the very replicas that cannot read what there is.
         """
@@ -310,7 +313,7 @@ class Membership:
         job.store.require()
         replica = job.registry.by_name(name)
         if replica is None:
-            raise ProblemError(ErrorCode.UNKNOWN_REPLICA, f"no replica named {name!r} has registered")
+            raise ApiError(ErrorCode.UNKNOWN_REPLICA, f"no replica named {name!r} has registered")
         if parent_pid and replica.parent_pid not in (0, parent_pid):
             parent, held = self._superseded.get(name, (0, []))
             if parent == parent_pid:
@@ -339,7 +342,6 @@ class Membership:
         """Give all leases of a replica to others."""
         job = self._job
         job.require_ledger().replica_gone(replica_id, failed=failed)
-        if job.validation is not None:
-            job.validation.replica_gone(replica_id, job.wall(), failed=failed)
+        job.validation.replica_gone(replica_id, job.wall(), failed=failed)
         job.lease_signal.notify()
         job.batch_signal.notify()

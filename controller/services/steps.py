@@ -14,12 +14,13 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from controller.errors import ApiError
 from controller.ledger.assembly import Place, Waiting, build_table, places
-from controller.ledger.ledger import Ledger, LedgerError
-from controller.services.errors import ProblemError
+from controller.ledger.ledger import Ledger
+from controller.ledger.replay import lost_payloads
 from controller.state.job import Job
 from controller.state.replicas import Replica
-from controller.state.step_log import own_counts
+from controller.state.step_log import mean_score, own_counts
 from schema.wire import messages as m
 from schema.wire.batch import StepTable, batch_digest, encode_batch
 from schema.wire.messages import ErrorCode, Phase
@@ -36,7 +37,7 @@ class Batch:
     places: list[Place] = field(default_factory=list)
 
 
-class Training:
+class StepService:
     """The calls of policy replicas."""
 
     def __init__(self, job: Job) -> None:
@@ -47,7 +48,7 @@ class Training:
     def check_epoch(self, epoch: int) -> None:
         current = self._job.facts.policy_epoch
         if epoch != current:
-            raise ProblemError(
+            raise ApiError(
                 ErrorCode.STALE_EPOCH,
                 f"policy epoch {epoch} has ended, the current one is {current}: another trainer has registered",
             )
@@ -56,7 +57,7 @@ class Training:
         job = self._job
         job.store.require()
         if job.facts.ended is Phase.FAILED:
-            raise ProblemError(ErrorCode.JOB_FAILED, f"the job has failed: {job.facts.last_error}")
+            raise ApiError(ErrorCode.JOB_FAILED, f"the job has failed: {job.facts.last_error}")
         self.check_epoch(epoch)
         replica = job.registry.check(replica_id, incarnation, "policy")
         job.registry.seen(replica, job.clock())
@@ -67,7 +68,7 @@ class Training:
     async def batch(self, step: int, epoch: int, rows: Sequence[int] | None, wait_s: float) -> bytes | None:
         """The batch of `step` with the payloads of `rows` (None: all); None when it is not ready in time.
 
-        Raises `ProblemError`, `LedgerError`.
+        Raises `ApiError`.
         """
         job, loop = self._job, asyncio.get_running_loop()
         ledger = job.require_ledger()
@@ -90,21 +91,22 @@ class Training:
         job.settle()  # data that ran out before the first step is a failure, not a batch without samples
         if job.facts.ended is Phase.FAILED:
             job.stage()
-            raise ProblemError(ErrorCode.JOB_FAILED, f"the job has failed: {job.facts.last_error}")
-        if step != ledger.committed:
-            detail = f"the batch of step {step} was asked for, but step {ledger.committed} is next"
-            raise LedgerError(ErrorCode.WRONG_STEP, detail)
+            raise ApiError(ErrorCode.JOB_FAILED, f"the job has failed: {job.facts.last_error}")
+        table = ledger.table
+        if step != table.committed:
+            detail = f"the batch of step {step} was asked for, but step {table.committed} is next"
+            raise ApiError(ErrorCode.WRONG_STEP, detail)
         if job.ended:
             return None
-        key = (step, ledger.timeline, job.facts.policy_epoch)
-        if ledger.finished:
+        key = (step, table.timeline, job.facts.policy_epoch)
+        if table.finished:
             return Batch(build_table(*key, []))
         if job.facts.paused and ledger.batch(step) is None:
             return None
         assembled = ledger.assemble(job.clock())
         if isinstance(assembled, Waiting):
             # dropping stragglers may have ended the data
-            return self._assemble(ledger, step) if ledger.finished else None
+            return self._assemble(ledger, step) if table.finished else None
         names, known = [group.id for group in assembled.groups], self._batch
         if known is None or _key(known.table) != (*key, names):
             self._batch = known = Batch(build_table(*key, assembled.groups), places(assembled.groups))
@@ -118,7 +120,7 @@ class Training:
         outside = [row for row in wanted if not 0 <= row < table.n_samples]
         if outside or len(set(wanted)) != len(wanted):
             fault = f"row {outside[0]}" if outside else "a row twice"
-            raise ProblemError(ErrorCode.BAD_REQUEST, f"{fault} of a batch of {table.n_samples} samples")
+            raise ApiError(ErrorCode.BAD_REQUEST, f"{fault} of a batch of {table.n_samples} samples")
         chosen = [batch.places[row] for row in wanted]
         keys = list(dict.fromkeys(key for key, _, _ in chosen))
         parts = dict(zip(keys, await self._job.store.get_payloads(keys), strict=True))
@@ -152,7 +154,7 @@ class Training:
         if self._batch is not batch or ledger.batch(batch.table.step) is None:
             return  # the step was assembled anew, committed or given up meanwhile
         log.error("payloads of %d groups are not in the store: they are made again", len(gone))
-        ledger.lost_payloads(sorted(gone))
+        lost_payloads(ledger.table, sorted(gone))
         self._batch = None
         job.lease_signal.notify()
         job.batch_signal.notify()
@@ -160,24 +162,15 @@ class Training:
     # ---- commit, checkpoint ------------------------------------------------------------------------------
 
     async def commit(self, step: int, request: m.CommitRequest) -> m.CommitReply:
-        """Finish a step; durable when answered. Raises `ProblemError`, `LedgerError`, `ReplicaError`."""
+        """Finish a step; durable when answered. Raises `ApiError`."""
         job = self._job
         self.check(request.replica_id, request.incarnation, request.policy_epoch)
         self._check_batch(step, request.batch)
-        samples, tokens, score = self._work(step, request.metrics)
-        outcome = job.progress.commit(step)
-        if not outcome.duplicate:
-            job.trained(
-                m.StepRecord(step=step, at=job.wall(), metrics=request.metrics), samples, tokens, score
-            )
+        work = self._work(step, request.metrics)
+        if job.ledger.commit(step):
+            job.trained(m.StepRecord(step=step, at=job.wall(), metrics=request.metrics), *work)
         finished = job.progress.finished or job.ended
-        reply = m.CommitReply(
-            committed_steps=job.progress.committed,
-            total_steps=job.progress.total_steps,
-            publish=finished or self._publication_due(step + 1),
-            finished=finished,
-            epochs=job.progress.epochs,
-        )
+        reply = job.commit_reply(publish=finished or self._publication_due(step + 1))
         await job.save_durably()
         durable = (
             reply.committed_steps if job.store.facts.keeps_what_it_acknowledges else job.progress.durable
@@ -186,23 +179,22 @@ class Training:
 
     def _check_batch(self, step: int, digest: str) -> None:
         """That the batch which was trained is the one that was assembled here: else the store has lost history."""
-        ledger = self._job.ledger
-        if ledger is None or not digest or step < ledger.committed:
+        job = self._job
+        if not digest or step < job.progress.committed or not job.config.is_grpo:
             return
-        names = [group.id for group in ledger.batch(step) or []]
-        if not names or batch_digest(ledger.timeline, step, names) != digest:
+        names = [group.id for group in job.ledger.batch(step) or []]
+        if not names or batch_digest(job.progress.timeline, step, names) != digest:
             detail = f"the batch of step {step} that was trained is not known here: declare yourself first"
-            raise LedgerError(ErrorCode.WRONG_STEP, detail)
+            raise ApiError(ErrorCode.WRONG_STEP, detail)
 
     def _work(self, step: int, metrics: dict[str, float]) -> tuple[int, int, float | None]:
         """Samples, generated tokens and mean score of a step; a supervised trainer counts for itself."""
-        ledger = self._job.ledger
-        if ledger is None:
+        if not self._job.config.is_grpo:
             return *own_counts(metrics), None
-        headers = [meta.header for group in ledger.batch(step) or [] for meta in group.samples.values()]
-        scores = [header.score for header in headers if header.score is not None]
-        mean = sum(scores) / len(scores) if scores else None
-        return len(headers), sum(header.response_tokens for header in headers), mean
+        batch = self._job.ledger.batch(step) or []
+        headers = [meta.header for group in batch for meta in group.samples.values()]
+        tokens = sum(header.response_tokens for header in headers)
+        return len(headers), tokens, mean_score([header.score for header in headers])
 
     def _publication_due(self, version: int) -> bool:
         return version % self._job.config.train.sync_weight_interval == 0
@@ -211,17 +203,12 @@ class Training:
         """A complete checkpoint covers `step` committed steps: they are durable now."""
         job = self._job
         self.check(request.replica_id, request.incarnation, request.policy_epoch)
-        durable = job.progress.checkpoint(request.step)
+        durable = job.ledger.checkpoint(request.step)
         log.info("checkpoint %s covers %d steps", request.path, request.step)
         await job.save_durably()
-        return m.CheckpointReply(durable_steps=durable, scores=self._scores())
-
-    def _scores(self) -> dict[int, float]:
-        """Mean score of each validated version of this timeline."""
-        records = {} if self._job.validation is None else self._job.validation.records
-        return {
-            version: record.score_mean for version, record in records.items() if record.score_mean is not None
-        }
+        records = job.validation.records.values()
+        scores = {record.version: record.score_mean for record in records if record.score_mean is not None}
+        return m.CheckpointReply(durable_steps=durable, scores=scores)
 
 
 def _key(table: StepTable) -> tuple[int, int, int, list[str]]:

@@ -17,17 +17,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from controller.ledger.group import DropReason, State
-from controller.ledger.ledger import Ledger, LedgerError
+from controller.errors import ApiError
+from controller.ledger.group import DropReason, Group, State
+from controller.ledger.group_table import GroupTable
+from controller.ledger.ledger import Ledger
 from controller.ledger.reward_health import RewardHealth
+from controller.ledger.step_counter import StepCounter
 from controller.notify import Signal
 from controller.state.job_facts import JobFacts, ledger_params, sft_total_steps, validation_params
 from controller.state.prompts import Prompts
 from controller.state.publications import Publications
 from controller.state.replicas import Registry
-from controller.state.step_log import StepCounter, StepLog
+from controller.state.step_log import StepLog
 from controller.state.update_reports import Updates
-from controller.state.validation import Validation
+from controller.state.validation import Validation, ValidationParams
 from controller.store import PayloadKey, Saved, StateStore, StoreUnavailable, Table
 from controller.store.lock import steady_clock
 from controller.store.payload_files import PayloadFiles
@@ -35,7 +38,7 @@ from controller.store.payloads import Payload
 from controller.store.redis_state import Render
 from schema.config import Config
 from schema.wire import payload_file
-from schema.wire.messages import ErrorCode, LedgerSnapshot, Phase, StepRecord
+from schema.wire.messages import CommitReply, ErrorCode, LedgerSnapshot, Phase, StepRecord
 
 log = logging.getLogger(__name__)
 
@@ -70,15 +73,22 @@ class Job:
         self.clock = store.stamp = steady_clock() if clock is None else clock
         self.prompts = Prompts(run_dir / TRAIN_DATA, seed=config.effective_seed, shuffle=self._shuffle)
         headers = saved[Table.HEADERS]
-        self.ledger: Ledger | None = None
-        self.progress: Ledger | StepCounter
+        self.progress: GroupTable | StepCounter
+        """How far the job has come; of a supervised job that is all there is."""
+        self.ledger: Ledger | StepCounter
+        """What changes it."""
         if config.is_grpo:
-            self.progress = self.ledger = self._load_ledger(saved)
+            self.progress = self._load_table(saved)
+            self.ledger = Ledger(self.progress)
         else:
-            self.progress = self._load_counter(headers)
+            self.progress = self.ledger = self._load_counter(headers)
         payloads = config.controller.payload_store
         self.payload_files = PayloadFiles(payload_file.directory(payloads, job_id)) if payloads else None
         self.validation, self.validation_prompts = self._load_validation(saved)
+        self.scored_alike = config.is_grpo and set(config.validation_reward_weights) == set(
+            config.grpo.reward_weights
+        )
+        """Whether validation is scored with the functions of training: what fails there fails here."""
         timeout = config.controller.heartbeat_timeout
         self.registry = Registry(timeout, saved[Table.REPLICAS].values())
         self.steps = StepLog(saved[Table.STEPS].values())
@@ -103,21 +113,23 @@ class Job:
     def _shuffle(self) -> bool:
         return self.config.train.train_policy.dataloader_shuffle
 
-    def _load_ledger(self, saved: Saved) -> Ledger:
+    def _load_table(self, saved: Saved) -> GroupTable:
         params = ledger_params(self.config, len(self.prompts))
         header = saved[Table.HEADERS].get("ledger")
         if header is None:
-            return Ledger(params)
-        return Ledger.restore(params, header, saved[Table.GROUPS], saved[Table.SAMPLES], saved[Table.HISTORY])
+            return GroupTable(params)
+        return GroupTable.restore(
+            params, header, saved[Table.GROUPS], saved[Table.SAMPLES], saved[Table.HISTORY]
+        )
 
     def _load_counter(self, headers: Mapping[str, Any]) -> StepCounter:
         total = sft_total_steps(self.config, len(self.prompts))
         header, rows = headers.get("ledger"), len(self.prompts)
         return StepCounter(total, rows) if header is None else StepCounter.restore(total, header, rows)
 
-    def _load_validation(self, saved: Saved) -> tuple[Validation | None, Prompts | None]:
+    def _load_validation(self, saved: Saved) -> tuple[Validation, Prompts | None]:
         if not self.config.validation.enable or not self.config.is_grpo:
-            return None, None
+            return Validation(ValidationParams(n_rows=0)), None
         prompts = Prompts(self.run_dir / VALIDATION_DATA, seed=0, shuffle=False)
         params = validation_params(self.config, len(prompts))
         return Validation.restore(params, saved[Table.VALIDATION]), prompts
@@ -127,23 +139,21 @@ class Job:
     def rewind(self, step: int, timeline: int | None = None) -> None:
         """Go back to the checkpoint after `step` committed steps; a new timeline begins (its number, if known)."""
         self.progress.abandon_step()
-        self.progress.rewind(step, timeline)
+        self.ledger.rewind(step, timeline)
         self.publications.rewind(step)
         self.steps.rewind(step)
-        if self.validation is not None:
-            self.validation.rewind(step)
+        self.validation.rewind(step)
 
     def begin_from(
         self, snapshot: LedgerSnapshot, timeline: int | None = None, began: int | None = None
     ) -> None:
-        """Go on from a checkpoint of which the store knows nothing. Raises `LedgerError`: nothing has changed."""
+        """Go on from a checkpoint of which the store knows nothing. Raises `ApiError`: nothing has changed."""
         before = self.progress.timeline
-        self.progress.begin_from(snapshot, timeline, began)
+        self.ledger.begin_from(snapshot, timeline, began)
         if self.progress.timeline != before:
             self.publications.rewind(-1)
             self.steps.rewind(0)
-        if self.validation is not None:
-            self.validation.begin_from(snapshot.committed_steps)
+        self.validation.begin_from(snapshot.committed_steps)
 
     def forgive_downtime(self, alive_at: float | None) -> None:
         """Nobody could beat or renew while no controller was there.
@@ -152,33 +162,26 @@ class Job:
         """
         now = self.clock()
         self.registry.forgive(now)
-        if self.ledger is not None:
-            self.ledger.extend_leases(math.inf if alive_at is None else now - alive_at, now)
+        self.ledger.extend_leases(math.inf if alive_at is None else now - alive_at, now)
         if alive_at is not None:
             self.rewards.forgive(max(0.0, now - alive_at))
-        if self.validation is not None:
-            self.validation.forgive(now)
+        self.validation.forgive(now)
 
     # ---- saving -------------------------------------------------------------------------------------------
 
     def stage(self, puts: Mapping[PayloadKey, Payload] | None = None) -> None:
         """Hand everything that changed to the store. No await may lie between a change and this."""
         rows: dict[tuple[Table, str], Render | None] = {}
-        deletes: list[PayloadKey] = []
-        header: dict[str, Any] | None = None
-        if self.ledger is not None:
-            changes = self.ledger.take_changes()
-            for name in changes.removed:
-                rows[Table.GROUPS, name] = rows[Table.SAMPLES, name] = None
-            for group in changes.groups:
-                rows[Table.GROUPS, group.id] = group.to_row
-            for group in changes.samples:
-                rows[Table.SAMPLES, group.id] = group.samples_row
-            for name in changes.history:
-                rows[Table.HISTORY, name] = partial(self.ledger.history.row, name)
-            deletes, header = changes.dropped_payloads, changes.header
+        changes = self.progress.take_changes()
+        for name in changes.removed:
+            rows[Table.GROUPS, name] = rows[Table.SAMPLES, name] = None
+        for group in changes.groups:
+            rows[Table.GROUPS, group.id] = group.to_row
+        for group in changes.samples:
+            rows[Table.SAMPLES, group.id] = group.samples_row
+        rows.update({(Table.HISTORY, name): render for name, render in changes.archive.items()})
         self.facts.highest_publication = self.publications.highest_id
-        self._stage_header(rows, "ledger", self.progress.header() if header is None else header)
+        self._stage_header(rows, "ledger", changes.header)
         self._stage_header(rows, "job", self.facts.to_record())
         rows.update({(Table.REPLICAS, name): None for name in self.registry.take_forgotten()})
         for replica in self.registry.take_changes():
@@ -188,12 +191,11 @@ class Job:
             rows[Table.PUBLICATIONS, str(entry.publication.id)] = entry.to_record
         for step, row in self.steps.take_changes().items():
             rows[Table.STEPS, str(step)] = None if row is None else partial(dict, row)
-        if self.validation is not None:
-            changed, removed = self.validation.take_changes()
-            rows.update({(Table.VALIDATION, name): partial(self.validation.row, name) for name in changed})
-            rows.update({(Table.VALIDATION, name): None for name in removed})
-        if rows or puts or deletes:
-            self.store.enqueue(rows, puts, deletes)
+        changed, removed = self.validation.take_changes()
+        rows.update({(Table.VALIDATION, name): partial(self.validation.row, name) for name in changed})
+        rows.update({(Table.VALIDATION, name): None for name in removed})
+        if rows or puts or changes.dropped_payloads:
+            self.store.enqueue(rows, puts, changes.dropped_payloads)
 
     def _stage_header(
         self, rows: dict[tuple[Table, str], Render | None], name: str, value: dict[str, Any]
@@ -232,12 +234,12 @@ class Job:
             return Phase.FINISHING
         if not self.progress.committed and not self._under_way():
             return Phase.STARTING
-        if self.validation is not None and self.validation.pending and not len(self.steps):
+        if self.validation.pending and not len(self.steps):
             return Phase.VALIDATING
         return Phase.TRAINING
 
     def _under_way(self) -> bool:
-        if self.ledger is None:
+        if not self.config.is_grpo:
             return bool(self.registry.present("policy"))
         return self.publications.newest is not None and bool(self.registry.present("rollout"))
 
@@ -246,10 +248,26 @@ class Job:
         return self.facts.ended is not None
 
     def require_ledger(self) -> Ledger:
-        """The ledger of groups. Raises `LedgerError` in a supervised job."""
-        if self.ledger is None:
-            raise LedgerError(ErrorCode.CONFLICT, "this is a supervised job: it has no groups and no batches")
-        return self.ledger
+        """The ledger of groups. Raises `ApiError` in a supervised job."""
+        if isinstance(self.ledger, Ledger):
+            return self.ledger
+        raise ApiError(ErrorCode.CONFLICT, "this is a supervised job: it has no groups and no batches")
+
+    def require_group(self, name: str) -> Group:
+        """One group. Raises `ApiError` if there is none of this id."""
+        group = self.require_ledger().table.find(name)
+        if group is None:
+            raise ApiError(ErrorCode.NOT_FOUND, f"there is no group {name}")
+        return group
+
+    def commit_reply(self, *, publish: bool) -> CommitReply:
+        return CommitReply(
+            committed_steps=self.progress.committed,
+            total_steps=self.progress.total_steps,
+            publish=publish,
+            finished=self.progress.finished or self.ended,
+            epochs=self.progress.epochs,
+        )
 
     def end(self, phase: Phase, error: str | None = None, traceback: str = "") -> None:
         """Enter a terminal phase; the first one counts. traceback: of a user's code that is the reason."""
@@ -290,8 +308,7 @@ class Job:
         if not self.progress.committed:
             self.end(Phase.FAILED, *self._nothing_trained())
             return
-        if self.ledger is not None and self.ledger.closed is None:
-            self.ledger.close()
+        if self.ledger.close():
             self.wake_all()
         waiting = self._awaits_final_validation()
         if self.facts.exported and not waiting:
@@ -301,8 +318,8 @@ class Job:
 
     @property
     def _has_scored(self) -> bool:
-        ledger = self.ledger
-        return ledger is not None and bool(ledger.committed or ledger.ready or ledger.batch(ledger.committed))
+        step = self.progress.committed
+        return bool(step or self.progress.ready or self.ledger.batch(step))
 
     def reset_rewards(self) -> None:
         """What failed may work now: judge rewards by what comes."""
@@ -319,17 +336,15 @@ class Job:
         return f"finished after {done} of {total} steps: the data ran out{self._drops()}"
 
     def _drops(self) -> str:
-        dropped = {} if self.ledger is None else self.ledger.status().dropped
+        dropped = self.progress.status().dropped
         counts = sorted(dropped.items(), key=lambda item: -item[1])
         return "; dropped: " + ", ".join(f"{reason} {count}" for reason, count in counts) if counts else ""
 
     def _nothing_trained(self) -> tuple[str, str]:
         """The error of a job whose data ran out before its first step, and a traceback if there is one."""
-        dropped = {} if self.ledger is None else self.ledger.status().dropped
+        dropped = self.progress.status().dropped
         most = max(dropped, key=lambda reason: dropped[reason], default="")
-        errors = (
-            [] if self.ledger is None else [g.error for g in self.ledger.in_state(State.DROPPED) if g.error]
-        )
+        errors = [group.error for group in self.progress.in_state(State.DROPPED) if group.error]
         failed = most == DropReason.REWARD_ERROR and bool(errors)
         return (
             f"not one of {self.progress.total_steps} steps was trained: the data ran out{self._drops()}. "
@@ -340,7 +355,7 @@ class Job:
 
     def _awaits_final_validation(self) -> bool:
         newest = self.publications.newest
-        if self.validation is None or newest is None or newest.version != self.progress.committed:
+        if newest is None or newest.version != self.progress.committed:
             return False
         self.validation.published(newest.version, final=True)
         if not self.validation.pending or not self.facts.exported:

@@ -1,4 +1,4 @@
-"""What of the config and of the run the controller keeps beside the ledger: parameters and stored facts."""
+"""What of the config and of the run the controller keeps next to the ledger: parameters and stored facts."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
-from controller.ledger.ledger import LedgerParams
-from controller.state.validation_group import ValidationParams
+from controller.ledger.values import LedgerParams
+from controller.state.validation import ValidationParams
 from schema.config import Config
 from schema.wire.messages import Phase
 
@@ -33,7 +33,7 @@ class JobFacts:
     anchor_wanted: int = 0
     """A replica could not read a chain: one is wanted that begins after this publication; 0: none is wanted."""
     anchor_told: int = 0
-    """The publication in whose answer the trainer was told so last."""
+    """The publication in whose answer the trainer was last asked for it."""
     last_score: float | None = None
     """Mean score of the last trained batch."""
 
@@ -64,7 +64,6 @@ def ledger_params(config: Config, n_positions: int) -> LedgerParams:
         on_stale=_on_stale(config),
         straggler_timeout=controller.straggler_timeout,
         filter_metrics=tuple(policy.filter_metrics),
-        sync_interval=config.train.sync_weight_interval,
         keep_payloads=config.train.ckpt.enable_checkpoint,
         order=data_order(config),
     )

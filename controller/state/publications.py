@@ -22,8 +22,8 @@ without rewinds whose replicas keep up, fewer than keep + L.
 Of a long run the oldest are forgotten when all before them are collected and `REMEMBERED` came after: work and memory
 do not grow with the number of versions. Their ids are still known to be of publications that are gone.
 
-Numbers: a trainer knows what it published under the ids that it was told. Where `declare` had to give another id,
-the entry keeps the trainer's as its `number`: `begins` and the list of collectables are in the trainer's numbers.
+Numbers: a trainer knows what it published under the ids of the answers. Where `declare` had to give another id, the
+entry keeps the trainer's as its `number`: `begins` and the list of collectables are in the trainer's numbers.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any, Literal
 
+from controller.errors import ApiError
 from schema.wire.messages import ErrorCode, PublicationInfo, PublishRequest, ReplicaUpdate
 from schema.wire.weights import Publication
 
@@ -42,20 +43,12 @@ FileState = Literal["kept", "listed", "collected"]
 REMEMBERED = 1024
 """Newest publications that are listed to people, whatever became of their files."""
 MAX_LEAP = 1_000_000
-"""What is told of ids far above all that are known is a mistake, and not believed."""
-
-
-class PublicationError(Exception):
-    """A publication that contradicts those before it."""
-
-    def __init__(self, code: ErrorCode, detail: str) -> None:
-        super().__init__(detail)
-        self.code, self.detail = code, detail
+"""An id farther above all that are known is a mistake, and not believed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a publication cost its trainer. at: Unix time; seconds: by stage; all 0 or empty where it was not told."""
+    """What a publication cost its trainer. at: Unix time; seconds: by stage; 0 or empty where not reported."""
 
     at: float = 0.0
     full_bytes: int = 0
@@ -80,8 +73,8 @@ class Entry:
     files: FileState = "kept"
     number: int = 0
     """Its id as its trainer knows it."""
-    told: int = 0
-    """The policy epoch of the trainer that was told to remove its files."""
+    asked: int = 0
+    """The policy epoch of the trainer that was asked to remove its files."""
     cost: Cost = field(default_factory=Cost)
 
     def __post_init__(self) -> None:
@@ -104,7 +97,7 @@ class Entry:
             "valid": self.valid,
             "files": self.files,
             "number": self.number,
-            "told": self.told,
+            "told": self.asked,
             "cost": self.cost.to_record(),
         }
 
@@ -213,9 +206,9 @@ class Publications:
         entries = (entry for entry in reversed(self._entries.values()) if entry.request_id)
         return next((entry.publication for entry in entries if entry.request_id == request_id), None)
 
-    def told(self, policy_epoch: int) -> list[int]:
-        """Numbers of those that the trainer of this epoch was told to remove, and has not shown that it knows."""
-        return list(dict.fromkeys(entry.number for entry in self._listed() if entry.told == policy_epoch))
+    def asked(self, policy_epoch: int) -> list[int]:
+        """Numbers of those that the trainer of this epoch was asked to remove, and has not shown that it knows."""
+        return list(dict.fromkeys(entry.number for entry in self._listed() if entry.asked == policy_epoch))
 
     def can_be_fetched(self, publication_id: int) -> bool:
         """Whether the whole chain of a publication is there."""
@@ -262,25 +255,25 @@ class Publications:
         """Add a publication; the same request again gets the same one. now: Unix time.
 
         Raises:
-            PublicationError: a version of steps that are not committed, or older than the newest one.
+            ApiError: a version of steps that are not committed, or older than the newest one.
         """
         known = self.by_request(request.request_id)
         if known is not None:
             return known
         if request.version > committed:
-            raise PublicationError(
+            raise ApiError(
                 ErrorCode.FUTURE_VERSION,
                 f"version {request.version} cannot be published: only {committed} steps are committed",
             )
         newest = self.newest
         if newest is not None and newest.timeline == timeline and request.version < newest.version:
-            raise PublicationError(
+            raise ApiError(
                 ErrorCode.CONFLICT,
                 f"version {request.version} cannot be published after version {newest.version}",
             )
         self._epoch = request.policy_epoch
         for entry in self._entries.values():
-            if entry.files == "listed" and entry.told == self._epoch:
+            if entry.files == "listed" and entry.asked == self._epoch:
                 self._mark(entry, files="collected")
         self.heard(request.newest_publication)
         publication = Publication(
@@ -340,8 +333,8 @@ class Publications:
                 self._mark(entry, files="listed")
         listed = self._listed()
         for entry in listed:
-            if entry.told != self._epoch:
-                entry.told = self._epoch
+            if entry.asked != self._epoch:
+                entry.asked = self._epoch
                 self._mark(entry)
         return list(dict.fromkeys(entry.number for entry in listed))
 

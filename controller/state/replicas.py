@@ -26,6 +26,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from controller.errors import ApiError
 from schema.wire.messages import ErrorCode, HeartbeatRequest, RegisterRequest, ReplicaInfo, Role
 from schema.wire.messages.recovery import DeclareRequest
 
@@ -37,17 +38,6 @@ _INCARNATION = re.compile("[1-9][0-9]{0,15}")
 """As an id ends; `isdigit` would let in what `int` does not read."""
 REMEMBERED_REQUESTS = 4
 """Request ids kept per name: enough to tell a late duplicate of an old registration from a new one."""
-
-
-class ReplicaError(Exception):
-    """A call that the registry refuses; `code` is for programs, the text for people.
-
-    retry_after: whole seconds after which it may be different; 0: never by itself.
-    """
-
-    def __init__(self, code: ErrorCode, detail: str, retry_after: int = 0) -> None:
-        super().__init__(detail)
-        self.code, self.detail, self.retry_after = code, detail, retry_after
 
 
 @dataclass(slots=True)
@@ -150,14 +140,14 @@ class Registry:
         """Start a new incarnation of a name.
 
         Raises:
-            ReplicaError: the name belongs to the other role, or to a replica that is present and has another secret;
+            ApiError: the name belongs to the other role, or to a replica that is present and has another secret;
                 the request is a late duplicate of an older registration; or another trainer is present (there is
                 one at a time).
         """
         known = self._by_name.get(request.name)
         if known is not None:
             if known.role != request.role:
-                raise ReplicaError(
+                raise ApiError(
                     ErrorCode.CONFLICT,
                     f"the name {request.name!r} belongs to a {known.role} replica: choose another name",
                 )
@@ -168,7 +158,7 @@ class Registry:
                 known.last_seen = now
                 return Registered(known, repeated=True, superseded=None)
             if request.request_id in known.request_ids:
-                raise ReplicaError(
+                raise ApiError(
                     ErrorCode.STALE_INCARNATION,
                     f"the registration of {request.name!r} has ended, or a newer one has taken its place",
                 )
@@ -202,16 +192,16 @@ class Registry:
         parent = 0 if known is None else known.parent_pid
         return Registered(replica, repeated=False, superseded=superseded, parent_pid=parent)
 
-    def _name_taken(self, known: Replica, now: float) -> ReplicaError:
+    def _name_taken(self, known: Replica, now: float) -> ApiError:
         left = max(1, math.ceil(known.last_seen + self._timeout - now))
-        return ReplicaError(
+        return ApiError(
             ErrorCode.NAME_TAKEN,
             f"the name {known.name!r} is held by replica {known.replica_id} (host {known.host or 'unknown'}, "
             f"pid {known.pid}), which has another secret: it is free once that one has left or was silent for "
             f"{self._timeout:g} s, in {left} s at the earliest; who is started again with the same "
             "COSMOS_REPLICA_SECRET does not wait, and of two replicas under one name one needs another "
             "(COSMOS_REPLICA_NAME)",
-            left,
+            retry_after=left,
         )
 
     def _forget(self) -> None:
@@ -231,19 +221,19 @@ class Registry:
         The caller has made sure that no later trainer is known (see `controller.ledger.reconcile`).
 
         Raises:
-            ReplicaError: the name has registered again since, or belongs to a rollout replica.
+            ApiError: the name has registered again since, or belongs to a rollout replica.
         """
         known = self._by_name.get(request.name)
         if known is not None:
             if known.role != "policy":
                 detail = f"the name {request.name!r} belongs to a {known.role} replica"
-                raise ReplicaError(ErrorCode.CONFLICT, detail)
+                raise ApiError(ErrorCode.CONFLICT, detail)
             same = request.registration == known.request_ids[-1]
             if known.incarnation > request.incarnation or (
                 known.incarnation == request.incarnation and not same
             ):
                 detail = f"a newer registration of {request.name!r} has taken its place"
-                raise ReplicaError(ErrorCode.STALE_INCARNATION, detail)
+                raise ApiError(ErrorCode.STALE_INCARNATION, detail)
             if known.incarnation == request.incarnation:
                 known.last_seen = now
                 if not known.present:
@@ -276,14 +266,14 @@ class Registry:
     def _check_single_policy(self, name: str) -> None:
         others = [replica.name for replica in self.present("policy") if replica.name != name]
         if others:
-            raise ReplicaError(
+            raise ApiError(
                 ErrorCode.CONFLICT,
                 f"policy replica {others[0]!r} is present: another one can take over when it has left or missed "
                 f"its heartbeats for {self._timeout:g} s",
             )
 
     def find(self, replica_id: str) -> Replica:
-        """The replica with this id. Raises `ReplicaError` if it is unknown or superseded."""
+        """The replica with this id. Raises `ApiError` if it is unknown or superseded."""
         replica = self._by_id.get(replica_id)
         if replica is not None:
             return replica
@@ -291,35 +281,33 @@ class Registry:
         incarnation = int(number) if _INCARNATION.fullmatch(number) else 2**64
         for other in self._by_name.values():
             if _slug(other.name) == slug and incarnation < other.incarnation:
-                raise ReplicaError(
+                raise ApiError(
                     ErrorCode.STALE_INCARNATION,
                     f"replica {replica_id} was replaced by {other.replica_id}: this process must end",
                 )
-        raise ReplicaError(
-            ErrorCode.UNKNOWN_REPLICA, f"replica {replica_id} is not registered: register first"
-        )
+        raise ApiError(ErrorCode.UNKNOWN_REPLICA, f"replica {replica_id} is not registered: register first")
 
     def prove(self, replica_id: str, secret: str) -> Replica:
-        """The replica with this id if `secret` is the one that it registered with. Raises `ReplicaError`."""
+        """The replica with this id if `secret` is the one that it registered with. Raises `ApiError`."""
         replica = self.find(replica_id)
         if not replica.knows(secret):
-            raise ReplicaError(
+            raise ApiError(
                 ErrorCode.NOT_YOURS,
                 f"this call does not carry the secret that {replica_id} registered with: nobody else acts for it",
             )
         return replica
 
     def check(self, replica_id: str, incarnation: int, role: Role | None = None) -> Replica:
-        """The replica if it may act now. Raises `ReplicaError`."""
+        """The replica if it may act now. Raises `ApiError`."""
         replica = self.find(replica_id)
         if incarnation != replica.incarnation:
             detail = f"replica {replica_id} is at incarnation {replica.incarnation}, not {incarnation}"
-            raise ReplicaError(ErrorCode.STALE_INCARNATION, detail)
+            raise ApiError(ErrorCode.STALE_INCARNATION, detail)
         if replica.state == "left":
             detail = f"replica {replica_id} has left: register again"
-            raise ReplicaError(ErrorCode.UNKNOWN_REPLICA, detail)
+            raise ApiError(ErrorCode.UNKNOWN_REPLICA, detail)
         if role is not None and replica.role != role:
-            raise ReplicaError(ErrorCode.FORBIDDEN, f"replica {replica_id} is a {replica.role} replica")
+            raise ApiError(ErrorCode.FORBIDDEN, f"replica {replica_id} is a {replica.role} replica")
         return replica
 
     def beat(self, replica: Replica, now: float, request: HeartbeatRequest) -> None:
@@ -335,7 +323,7 @@ class Registry:
             self._dirty[replica.name] = replica
 
     def hand_out(self, replica: Replica, publication_id: int) -> None:
-        """It is told of a publication. Stored: a successor of this controller must know that it may be read."""
+        """It is handed a publication. Stored: a successor of this controller must know that it may be read."""
         if publication_id not in replica.handed:
             replica.handed = [*replica.handed, publication_id]
             self._dirty[replica.name] = replica

@@ -103,8 +103,8 @@ class Updates:
     def report(self, publication: Publication, report: UpdateReport, wanted: str, now: float) -> bool:
         """Take a report; whether it is a new one. wanted: the transport of the configuration."""
         reports = self._reports.setdefault(publication.id, {})
-        known, told = reports.get(report.replica_id), _hash(report)
-        if known is not None and known[0] == told:
+        known, digest = reports.get(report.replica_id), _hash(report)
+        if known is not None and known[0] == digest:
             return False
         checked = report.served_hash == publication.content_hash if report.served_hash else None
         update = ReplicaUpdate(
@@ -119,7 +119,7 @@ class Updates:
             detail=report.detail[:DETAIL],
         )
         reports.pop(report.replica_id, None)
-        reports[report.replica_id] = told, update
+        reports[report.replica_id] = digest, update
         self._forget(reports)
         self._count(update, wanted)
         return True

@@ -23,13 +23,13 @@ the round), and `take_changes` hands out the rows that must be written.
 from __future__ import annotations
 
 import secrets
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Self
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self
 
-from controller.ledger.ledger import MISSED_BEATS, PushOutcome
+from controller.ledger.ledger import MISSED_BEATS
 from controller.ledger.reward_health import Failure, failure_of
-from controller.state.validation_group import ValidationGroup, ValidationLease, ValidationParams
+from controller.ledger.values import PushOutcome
 from schema.wire.messages import ErrorCode, HeldLease, ValidationRecord
 from schema.wire.sample import SampleHeader
 
@@ -37,6 +37,53 @@ MAX_RESTARTS = 2
 """Restarts of a round before it is handed out whole."""
 PREFIX = "v"
 """First letter of the ids of validation groups and leases; those of training groups begin with "e"."""
+
+
+@dataclass(frozen=True, slots=True)
+class ValidationParams:
+    """What of the config validation depends on."""
+
+    n_rows: int
+    """0: there is no validation, and nothing is ever due."""
+    n_samples: int = 1
+    freq: int = 20
+    before: bool = True
+    max_replicas: int = 1
+    lease_size: int | None = None
+    lease_timeout: float = 120.0
+    max_attempts: int = 5
+
+
+@dataclass(slots=True)
+class ValidationGroup:
+    """One row in one round."""
+
+    position: int
+    state: Literal["waiting", "leased", "done"] = "waiting"
+    attempt: int = 0
+    failures: int = 0
+    lease_id: str | None = None
+    replica_id: str | None = None
+    request_id: str | None = None
+    expires: float = 0.0
+    samples: dict[int, SampleHeader] = field(default_factory=dict)
+    leases: dict[int, str] = field(default_factory=dict)
+    """Which lease delivered each sample: a repeated push is answered even after the group is done."""
+    missed: int = field(default=0, compare=False)
+    """Heartbeats in a row of its holder that did not list its lease; not stored."""
+
+    def to_record(self) -> dict[str, Any]:
+        derived = ("samples", "leases", "missed")
+        fields = {name: getattr(self, name) for name in self.__slots__ if name not in derived}
+        samples = {str(index): header.model_dump() for index, header in self.samples.items()}
+        return {**fields, "samples": samples, "leases": {str(k): v for k, v in self.leases.items()}}
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Self:
+        fields = dict(record)
+        samples = {int(k): SampleHeader.model_validate(v) for k, v in fields.pop("samples").items()}
+        leases = {int(k): v for k, v in fields.pop("leases").items()}
+        return cls(**fields, samples=samples, leases=leases)
 
 
 class Validation:
@@ -53,7 +100,6 @@ class Validation:
         self.groups: list[ValidationGroup] = []
         self._checked = -1
         self._new_lease_id = new_lease_id or (lambda: PREFIX + secrets.token_urlsafe(12))
-        self._missed: Counter[str] = Counter()
         self._dirty: set[str] = set()
         self._removed: set[str] = set()
 
@@ -61,6 +107,8 @@ class Validation:
 
     def published(self, version: int, *, final: bool) -> None:
         """A version can be had now: every version up to it that is due and was not looked at yet is due."""
+        if not self.params.n_rows:
+            return
         versions = [v for v in range(self._checked + 1, version + 1) if self._is_due(v)]
         if final and version not in self.records and version not in (self.pinned, self.due):
             versions.append(version)
@@ -74,7 +122,7 @@ class Validation:
         return self.params.before if version == 0 else version % self.params.freq == 0
 
     def rewind(self, step: int) -> None:
-        """The run goes back to `step` committed steps: what was measured on later versions is no part of it."""
+        """The run goes back to `step` committed steps: what was measured on later versions is not part of it."""
         if self.pinned is not None and self.pinned > step:
             self._cancel()
         if self.due is not None and self.due > step:
@@ -114,13 +162,13 @@ class Validation:
         publication_id: int,
         max_groups: int,
         now: float,
-    ) -> ValidationLease:
+    ) -> list[ValidationGroup]:
         """Up to `max_groups` groups of the round for a replica whose engine holds `version`."""
         repeated = [g for g in self._held() if g.request_id == request_id and g.replica_id == replica_id]
         if repeated:
-            return self._granted(repeated)
+            return repeated
         if not self._may_take_part(replica_id, version, publication_id):
-            return self._granted([])
+            return []
         size = min(max_groups, self.params.lease_size or max_groups)
         if self.restarts >= MAX_RESTARTS:
             size = len(self.groups)
@@ -133,14 +181,11 @@ class Validation:
             group.replica_id, group.request_id = replica_id, request_id
             group.expires = now + self.params.lease_timeout
             self._touch(group)
-        return self._granted(chosen)
+        return chosen
 
     def repeats(self, replica_id: str, request_id: str) -> bool:
         """Whether groups are held that were granted to this very request."""
         return any(g.request_id == request_id and g.replica_id == replica_id for g in self._held())
-
-    def _granted(self, groups: list[ValidationGroup]) -> ValidationLease:
-        return ValidationLease(self.round_id, -1 if self.pinned is None else self.pinned, groups)
 
     def _may_take_part(self, replica_id: str, version: int, publication_id: int) -> bool:
         holders = {group.replica_id for group in self._held()}
@@ -191,15 +236,14 @@ class Validation:
     def renew(self, replica_id: str, lease_ids: Iterable[str], now: float) -> list[str]:
         """As `Ledger.renew`: extend what is listed, release what was forgotten twice, return what is lost."""
         listed = set(lease_ids)
-        held = {group.lease_id: group for group in self._held() if group.replica_id == replica_id}
+        held = {group.lease_id or "": group for group in self._held() if group.replica_id == replica_id}
         for lease_id, group in held.items():
-            assert lease_id is not None
             if lease_id in listed:
                 group.expires = now + self.params.lease_timeout
-                self._missed.pop(lease_id, None)
+                group.missed = 0
             else:
-                self._missed[lease_id] += 1
-                if self._missed[lease_id] >= MISSED_BEATS:
+                group.missed += 1
+                if group.missed >= MISSED_BEATS:
                     self._requeue(group)
         return sorted(listed - held.keys())
 
@@ -244,7 +288,7 @@ class Validation:
             group.expires = now + self.params.lease_timeout
 
     def _requeue(self, group: ValidationGroup) -> None:
-        self._missed.pop(group.lease_id or "", None)
+        group.missed = 0
         group.state, group.lease_id, group.replica_id, group.request_id = "waiting", None, None, None
         self._touch(group)
 
@@ -356,7 +400,7 @@ class Validation:
         kind, _, number = name.partition(":")
         if kind == "group":
             return int(number) < len(self.groups)
-        return kind == "header" or int(number) in self.records
+        return self.params.n_rows > 0 if kind == "header" else int(number) in self.records
 
     def row(self, name: str) -> dict[str, Any]:
         """One row as plain values."""

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 
 from controller.ledger.group import State
-from controller.ledger.ledger import Ledger
+from controller.ledger.group_table import GroupTable
 from controller.store import StoreUnavailable
 from controller.store.lock import elapsed
 from schema.wire.payload_file import FileEntry, FileName, is_there
@@ -51,10 +51,10 @@ class PayloadFiles:
             raise StoreUnavailable(f"the directory {self.root} of payloads does not answer") from None
         return {entry.name for entry, there in zip(entries, found, strict=True) if not there}
 
-    async def sweep(self, ledger: Ledger, saved: Callable[[], Awaitable[None]]) -> int:
+    async def sweep(self, table: GroupTable, saved: Callable[[], Awaitable[None]]) -> int:
         """Remove files that nobody can need any more; how many. `saved` waits until the ledger is stored."""
         listed = await asyncio.to_thread(self._list)
-        useless = [name for name, age in listed if not needed(ledger, name, age)]
+        useless = [name for name, age in listed if not needed(table, name, age)]
         if useless:
             await saved()
             await asyncio.to_thread(self._remove, useless)
@@ -81,12 +81,12 @@ class PayloadFiles:
                 log.warning("payload %s cannot be removed: %s", self.root / name, error)
 
 
-def needed(ledger: Ledger, name: str, age: float) -> bool:
+def needed(table: GroupTable, name: str, age: float) -> bool:
     """Whether a file may still be read. Of files that are no payloads, those half written are removed when old."""
     file = FileName.parse(name)
     if file is None:
         return not name.startswith(".") or age <= GRACE
-    group = ledger.find(file.group_id)
+    group = table.find(file.group_id)
     if group is None:
         return age <= GRACE
     meta = group.samples.get(file.index)

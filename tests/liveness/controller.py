@@ -13,6 +13,7 @@ from typing import Any
 from controller.api.limits import SMALL_BODY
 from controller.client import Client, ControllerError
 from controller.client import calls as api
+from controller.ledger.group_table import GroupTable
 from controller.ledger.ledger import Ledger
 from controller.server import Settings, StartError, open_job
 from controller.state.job_facts import ledger_params
@@ -38,25 +39,25 @@ BUSY = {"train.train_batch_per_replica": 8, "rollout.n_generation": 4}  # two gr
 
 def groups_granted_ahead(config: Config, place: Place) -> int:
     """How many groups are leased before anything is trained."""
-    ledger = Ledger(ledger_params(config, 100))
+    ledger = Ledger(GroupTable(ledger_params(config, 100)))
     return len(ledger.lease("replica", "request", 0, 0, 100, 0.0).groups)
 
 
 def steps_of_the_job(config: Config, place: Place) -> int:
     """How many steps a job of 24 prompts has."""
-    return Ledger(ledger_params(config, 24)).total_steps
+    return GroupTable(ledger_params(config, 24)).total_steps
 
 
 def leases_that_expire(config: Config, place: Place) -> int:
     """How many of two leases have expired after 60 seconds without a heartbeat."""
-    ledger = Ledger(ledger_params(config, 24))
+    ledger = Ledger(GroupTable(ledger_params(config, 24)))
     ledger.lease("replica", "request", 0, 0, 2, 0.0)
     return ledger.expire(60.0)
 
 
 def attempts_at_a_group(config: Config, place: Place) -> int:
     """How often a group is leased whose replica dies each time."""
-    ledger = Ledger(ledger_params(config, 24))
+    ledger = Ledger(GroupTable(ledger_params(config, 24)))
     first, attempts = None, 0
     while attempts < 20:
         (group,) = ledger.lease("replica", f"request-{attempts}", 0, 0, 1, 0.0).groups

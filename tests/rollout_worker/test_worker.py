@@ -180,7 +180,7 @@ def test_a_drained_worker_pushes_what_is_finished_and_gives_back_the_rest(stage:
     trainer = stage.trainer(served)
     trainer.begin()
     worker = stage.worker(served.url)
-    groups = served.job.require_ledger().groups
+    groups = served.job.require_ledger().table.groups
     until(lambda: (group := groups.get("e0-p0")) and len(group.samples) == 1, "half a group")
     times = worker.worker.times  # to push and to say good-bye there would be less than a second
     worker.worker.times = replace(times, push=PATIENCE, goodbye=PATIENCE)
@@ -201,7 +201,7 @@ def test_a_drained_worker_pushes_what_is_finished_and_gives_back_the_rest(stage:
 def test_a_straggler_is_waited_for_while_others_go_on(stage: Stage) -> None:
     """On policy, one reward takes its time: the step waits for its group and nothing is dropped."""
     served, trainer = slow_job(stage, on_stale="wait")
-    until(lambda: served.job.require_ledger().ready == 1, "the other group of the step")
+    until(lambda: served.job.require_ledger().table.ready == 1, "the other group of the step")
     assert trainer.batch(0, wait_s=0.5) is None
     (stage.directory / "marker-go").touch()
     assert len(trainer.step(0)) == 4
@@ -212,7 +212,7 @@ def test_a_straggler_is_dropped_when_that_is_asked_for(stage: Stage) -> None:
     """Time passes by a jump of the clock, in which no lease and no replica expires: else others are late, too."""
     never = {"lease_timeout": 1e6, "heartbeat_timeout": 1e6}
     served, trainer = slow_job(stage, on_stale="drop", straggler_timeout=1000.0, **never)
-    until(lambda: served.job.require_ledger().ready == 1, "the other group of the step")
+    until(lambda: served.job.require_ledger().table.ready == 1, "the other group of the step")
     assert trainer.batch(0) is None
     served.skip(1001.0)
     assert trainer.batch(0) is None  # now the straggler is dropped

@@ -23,7 +23,7 @@ from controller.api import auth
 from controller.api.app import build
 from controller.api.auth import MAX_HEAD_BYTES, MAX_HEADERS, OPEN, Tokens
 from controller.api.connections import MAX_HEAD as MOST_BEFORE_A_REQUEST
-from controller.services.errors import ProblemError
+from controller.errors import ApiError
 from schema.wire import messages as m
 from tests.controller.api.test_auth import RULES
 from tests.support.controller import TOKENS, make_config, make_run_dir, running_controller
@@ -164,7 +164,7 @@ def test_every_token_is_compared_each_time(monkeypatch: pytest.MonkeyPatch) -> N
     tokens = Tokens(TOKENS)  # type: ignore[arg-type]
     for header in ("Bearer " + TOKENS["user"], "Bearer " + TOKENS["policy"], "Bearer no", "Basic x", None):
         compared.clear()
-        with suppress(ProblemError):
+        with suppress(ApiError):
             tokens.caller(header)
         assert compared == [token.encode() for token in TOKENS.values()]
 

@@ -7,7 +7,9 @@ from typing import Any
 
 from pydantic_core import from_json, to_json
 
-from controller.ledger.ledger import Ledger, LedgerParams
+from controller.ledger.group_table import GroupTable
+from controller.ledger.ledger import Ledger
+from controller.ledger.values import LedgerParams
 
 
 class StoredLedger:
@@ -16,13 +18,13 @@ class StoredLedger:
     def __init__(self) -> None:
         self.groups: dict[str, Any] = {}
         self.samples: dict[str, Any] = {}
-        self.history: dict[str, Any] = {}
+        self.archive: dict[str, Any] = {}
         self.payloads: set[tuple[str, str]] = set()
         self.header: dict[str, Any] = {}
 
     def write(self, ledger: Ledger) -> None:
         """Everything that changed since the last time."""
-        changes = ledger.take_changes()
+        changes = ledger.table.take_changes()
         for name in changes.removed:
             self.groups.pop(name, None)
             self.samples.pop(name, None)
@@ -30,17 +32,18 @@ class StoredLedger:
             self.groups[group.id] = _travelled(group.to_row())
         for group in changes.samples:
             self.samples[group.id] = _travelled(group.samples_row())
-        for name in changes.history:
-            row = ledger.history.row(name)
-            self.history.pop(name, None)
+        for name, render in changes.archive.items():
+            row = render()
+            self.archive.pop(name, None)
             if row is not None:
-                self.history[name] = _travelled(row)
+                self.archive[name] = _travelled(row)
         self.payloads -= set(changes.dropped_payloads)
         self.header = _travelled(changes.header)
 
     def restore(self, params: LedgerParams, new_lease_id: Callable[[], str] | None = None) -> Ledger:
         """The ledger of a controller that starts again."""
-        return Ledger.restore(params, self.header, self.groups, self.samples, self.history, new_lease_id)
+        table = GroupTable.restore(params, self.header, self.groups, self.samples, self.archive)
+        return Ledger(table, new_lease_id)
 
 
 def _travelled(value: Any) -> Any:

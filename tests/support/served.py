@@ -112,7 +112,7 @@ class ServedController:
     def skip(self, seconds: float) -> None:
         """Let time pass: the clock jumps, and what happens by itself happens."""
         self._skipped += seconds
-        self.run(self.controller.upkeep.tick())
+        self.run(self.controller.reaper.tick())
 
     @property
     def job(self) -> Job:

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from controller.cancellation import end
-from controller.services.errors import ProblemError
+from controller.errors import ApiError
 from schema.wire.frame import CONTENT_TYPE
 from schema.wire.invalid import describe
 from schema.wire.messages import ErrorCode
@@ -40,12 +40,12 @@ def new_router(concern: str, prefix: str = "") -> APIRouter:
 
 
 async def read(request: Request, kind: type[T]) -> T:
-    """The JSON body as a model, parsed once. Raises `ProblemError` (422) naming field, value and reason."""
+    """The JSON body as a model, parsed once. Raises `ApiError` (422) naming field, value and reason."""
     try:
         return kind.model_validate_json(await request.body())
     except ValidationError as error:
         detail = describe(error.errors(include_url=False))
-        raise ProblemError(ErrorCode.BAD_REQUEST, detail) from None
+        raise ApiError(ErrorCode.BAD_REQUEST, detail) from None
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, R]) -> R | None:

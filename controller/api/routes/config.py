@@ -15,15 +15,14 @@ from pydantic_core import from_json
 from starlette.responses import Response
 
 from controller.api.auth import USER, require
-from controller.api.limits import RETRY_AFTER
 from controller.api.openapi import OBJECT, answers, document, models
 from controller.api.routes.base import new_router, reply
+from controller.errors import ApiError
 from controller.services.controller import Controller
-from controller.services.errors import ProblemError
-from controller.services.redact import redacted
 from schema.config import Config
 from schema.config.loading.load import check_config
 from schema.config.problem import ConfigError
+from schema.config.secrets import cut, masked
 from schema.wire.messages import ErrorCode
 
 MAX_CONFIG_BYTES = 1024 * 1024
@@ -65,7 +64,7 @@ def router(controller: Controller) -> APIRouter:
     @api.get("/config", responses=answers("application/json", "The configuration, secrets left out.", OBJECT))
     async def config(request: Request) -> Response:
         require(request, USER)
-        text = json.dumps(redacted(controller.job.config.to_dict()))
+        text = json.dumps(cut(masked(controller.job.config.to_dict())))
         return Response(text, media_type="application/json")
 
     @api.get(
@@ -95,7 +94,7 @@ class _Validation:
         self._free = asyncio.Semaphore(1)
 
     async def verdict(self, body: bytes) -> ConfigVerdict:
-        """What is wrong with a config. Raises `ProblemError` (422, 503)."""
+        """What is wrong with a config. Raises `ApiError` (422, 503)."""
         try:
             async with asyncio.timeout(VALIDATE_SECONDS):
                 await self._free.acquire()
@@ -107,7 +106,7 @@ class _Validation:
                 f"the config could not be checked within {VALIDATE_SECONDS:g} s: it has too many keys, or "
                 "others are being checked"
             )
-            raise ProblemError(ErrorCode.BUSY, detail, RETRY_AFTER) from None
+            raise ApiError(ErrorCode.BUSY, detail, retry_after=1) from None
 
 
 async def _small_body(request: Request) -> bytes:
@@ -116,7 +115,7 @@ async def _small_body(request: Request) -> bytes:
         body += part
         if len(body) > MAX_CONFIG_BYTES:
             detail = f"a config of more than {MAX_CONFIG_BYTES} bytes is not validated"
-            raise ProblemError(ErrorCode.TOO_LARGE, detail)
+            raise ApiError(ErrorCode.TOO_LARGE, detail)
     return bytes(body)
 
 
@@ -124,9 +123,9 @@ def _verdict(body: bytes) -> ConfigVerdict:
     try:
         data = from_json(body, allow_inf_nan=False)  # at most 200 levels deep
     except ValueError as error:
-        raise ProblemError(ErrorCode.BAD_REQUEST, f"the body is not JSON: {error}") from None
+        raise ApiError(ErrorCode.BAD_REQUEST, f"the body is not JSON: {error}") from None
     if not isinstance(data, dict):
-        raise ProblemError(ErrorCode.BAD_REQUEST, "the body must be a JSON object: sections of the config")
+        raise ApiError(ErrorCode.BAD_REQUEST, "the body must be a JSON object: sections of the config")
     try:
         check_config(data)
     except ConfigError as error:

@@ -41,13 +41,12 @@ def router(controller: Controller) -> APIRouter:
     @api.get("/validations", **models(list[m.ValidationRecord]))
     async def validations(request: Request) -> Response:
         require(request, USER)
-        validation = controller.job.validation
-        return reply_list(m.ValidationRecord, [] if validation is None else list(validation.records.values()))
+        return reply_list(m.ValidationRecord, list(controller.job.validation.records.values()))
 
     @api.get("/ledger", **models(m.LedgerStatus))
     async def ledger(request: Request) -> Response:
         require(request, USER)
-        return reply(operations.ledger())
+        return reply(controller.job.progress.status())
 
     @api.get("/groups", responses=answers("application/json", "One object for each group.", OBJECTS))
     async def groups(
@@ -66,7 +65,7 @@ def router(controller: Controller) -> APIRouter:
     async def group(request: Request, group_id: Identifier) -> Response:
         """One group with the headers of its samples."""
         require(request, USER)
-        found = operations.group(group_id)
+        found = controller.job.require_group(group_id)
         headers = {str(index): meta.header.model_dump() for index, meta in sorted(found.samples.items())}
         row = {"id": found.id, **found.to_record(), "samples": headers}
         return Response(json.dumps(row), media_type="application/json")

@@ -14,23 +14,23 @@ from schema.wire import messages as m
 
 def router(controller: Controller) -> APIRouter:
     api = new_router("leases", "/v1/leases")
-    leasing, registry = controller.leasing, controller.job.registry
+    service, registry = controller.leases, controller.job.registry
 
     @api.post("", **models(m.LeaseReply, m.LeaseRequest))
     async def lease(request: Request) -> Response:
         require(request, ROLLOUT)
         body = await read(request, m.LeaseRequest)
         require_own(request, registry, body.replica_id)
-        first = await leasing.lease_now(body)
-        if not leasing.may_wait(body, first):
+        first = await service.lease_now(body)
+        if not service.may_wait(body, first):
             return reply(first)
-        return reply_or_nothing(await unless_gone(request, leasing.lease_later(body, first)))
+        return reply_or_nothing(await unless_gone(request, service.lease_later(body, first)))
 
     @api.delete("/{lease_id}", **models(m.ReleaseReply))
     async def release(request: Request, lease_id: Identifier) -> Response:
         require(request, ROLLOUT)
-        if (holder := leasing.holder(lease_id)) is not None:
+        if (holder := service.holder(lease_id)) is not None:
             require_own(request, registry, holder)
-        return reply(m.ReleaseReply(released=await leasing.release(lease_id)))
+        return reply(m.ReleaseReply(released=await service.release(lease_id)))
 
     return api

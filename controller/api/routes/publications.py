@@ -32,18 +32,18 @@ PublicationId = Annotated[int, Path(ge=1, lt=2**53)]
 
 def router(controller: Controller) -> APIRouter:
     api = new_router("publications", "/v1/publications")
-    publishing, registry = controller.publishing, controller.job.registry
+    service, registry = controller.publications, controller.job.registry
 
     @api.get("", **models(list[m.PublicationInfo]))
     async def publications(request: Request) -> Response:
         """The newest publications and what replicas reported of them, oldest first."""
         require(request, USER)
-        return reply_list(m.PublicationInfo, publishing.recent())
+        return reply_list(m.PublicationInfo, service.recent())
 
     @api.post("", **models(m.PublishReply, m.PublishRequest))
     async def publish(request: Request) -> Response:
         require(request, POLICY)
-        return reply(await publishing.publish(await read(request, m.PublishRequest)))
+        return reply(await service.publish(await read(request, m.PublishRequest)))
 
     @api.get("/latest", **models(Publication, responses={204: {"description": "nothing newer"}}))
     async def latest(
@@ -56,7 +56,7 @@ def router(controller: Controller) -> APIRouter:
         require(request, ANYBODY)
         if replica_id:
             require_own(request, registry, replica_id)
-        waiting = publishing.latest(newer_than, wait_s, replica_id, incarnation)
+        waiting = service.latest(newer_than, wait_s, replica_id, incarnation)
         return reply_or_nothing(await unless_gone(request, waiting))
 
     @api.post("/{publication_id}/reports", status_code=204, **takes(m.UpdateReport))
@@ -64,7 +64,7 @@ def router(controller: Controller) -> APIRouter:
         require(request, ROLLOUT)
         body = await read(request, m.UpdateReport)
         require_own(request, registry, body.replica_id)
-        await publishing.report(publication_id, body)
+        await service.report(publication_id, body)
         return nothing()
 
     return api

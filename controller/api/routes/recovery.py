@@ -18,18 +18,18 @@ def router(controller: Controller) -> APIRouter:
     @api.post("/replicas/{replica_id}/declare", **models(m.DeclareReply, m.DeclareRequest))
     async def declare(request: Request, replica_id: Identifier) -> Response:
         require(request, POLICY)
-        return reply(await controller.declaring.declare(replica_id, await read(request, m.DeclareRequest)))
+        return reply(await controller.recovery.declare(replica_id, await read(request, m.DeclareRequest)))
 
     @api.post("/replicas/{replica_id}/leases", **models(m.DeclaredLeases, m.DeclareLeases))
     async def leases(request: Request, replica_id: Identifier) -> Response:
         require(request, ROLLOUT)
         require_own(request, controller.job.registry, replica_id)
         body = await read(request, m.DeclareLeases)
-        return reply(await controller.membership.declare_leases(replica_id, body))
+        return reply(await controller.replicas.declare_leases(replica_id, body))
 
     @api.post("/steps/{step}/replay", **models(m.CommitReply, m.ReplayRequest))
     async def replay(request: Request, step: Number) -> Response:
         require(request, POLICY)
-        return reply(await controller.declaring.replay(step, await read(request, m.ReplayRequest)))
+        return reply(await controller.recovery.replay(step, await read(request, m.ReplayRequest)))
 
     return api

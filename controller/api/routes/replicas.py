@@ -8,15 +8,15 @@ from starlette.responses import Response
 from controller.api.auth import ANYBODY, REPLICAS, USER, require, require_own
 from controller.api.openapi import models
 from controller.api.routes.base import Identifier, Reason, Since, new_router, nothing, read, reply, reply_list
+from controller.errors import ApiError
 from controller.services.controller import Controller
-from controller.services.errors import ProblemError
 from schema.wire import messages as m
 from schema.wire.secret import REPLICA_HEADER, fault
 
 
 def router(controller: Controller) -> APIRouter:
     api = new_router("replicas", "/v1/replicas")
-    membership, registry = controller.membership, controller.job.registry
+    service, registry = controller.replicas, controller.job.registry
 
     @api.post("", **models(m.RegisterReply, m.RegisterRequest))
     async def register(request: Request) -> Response:
@@ -24,11 +24,11 @@ def router(controller: Controller) -> APIRouter:
         body = await read(request, m.RegisterRequest)
         if body.role != caller:
             detail = f"the token of {caller} cannot register a {body.role} replica"
-            raise ProblemError(m.ErrorCode.FORBIDDEN, detail)
+            raise ApiError(m.ErrorCode.FORBIDDEN, detail)
         secret = request.headers.get(REPLICA_HEADER, "")
         if secret and (why := fault(secret)):
-            raise ProblemError(m.ErrorCode.BAD_REQUEST, f"the header {REPLICA_HEADER} {why}")
-        return reply(await membership.register(body, secret))
+            raise ApiError(m.ErrorCode.BAD_REQUEST, f"the header {REPLICA_HEADER} {why}")
+        return reply(await service.register(body, secret))
 
     @api.get("", **models(list[m.ReplicaInfo]))
     async def list_replicas(request: Request) -> Response:
@@ -40,20 +40,20 @@ def router(controller: Controller) -> APIRouter:
         request: Request, name: Identifier, reason: Reason = "", crashed: bool = True, parent_pid: Since = 0
     ) -> Response:
         require(request, USER)
-        await membership.exited(name, reason, crashed=crashed, parent_pid=parent_pid)
+        await service.exited(name, reason, crashed=crashed, parent_pid=parent_pid)
         return nothing()
 
     @api.post("/{replica_id}/heartbeat", **models(m.HeartbeatReply, m.HeartbeatRequest))
     async def heartbeat(request: Request, replica_id: Identifier) -> Response:
         require(request, REPLICAS)
         require_own(request, registry, replica_id)
-        return reply(await membership.heartbeat(replica_id, await read(request, m.HeartbeatRequest)))
+        return reply(await service.heartbeat(replica_id, await read(request, m.HeartbeatRequest)))
 
     @api.post("/{replica_id}/drain", **models(m.DrainReply))
     async def drain(request: Request, replica_id: Identifier) -> Response:
         require(request, ANYBODY)
         require_own(request, registry, replica_id)
-        return reply(await membership.drain(replica_id))
+        return reply(await service.drain(replica_id))
 
     @api.delete("/{replica_id}", status_code=204)
     async def leave(
@@ -61,7 +61,7 @@ def router(controller: Controller) -> APIRouter:
     ) -> Response:
         require(request, REPLICAS)
         require_own(request, registry, replica_id)
-        await membership.leave(replica_id, incarnation, reason)
+        await service.leave(replica_id, incarnation, reason)
         return nothing()
 
     return api

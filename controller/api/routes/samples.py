@@ -9,9 +9,9 @@ from starlette.responses import Response
 from controller.api.auth import ROLLOUT, USER, require, require_own
 from controller.api.openapi import FRAME_ANSWER, models, takes_frame
 from controller.api.routes.base import Identifier, Number, frame_reply, new_router, reply
+from controller.errors import ApiError
 from controller.services.controller import Controller
-from controller.services.errors import ProblemError
-from controller.services.payload_parts import Push
+from controller.services.samples import Push
 from schema.wire import messages as m
 from schema.wire.frame import FrameError, bundle_ranges
 from schema.wire.invalid import describe
@@ -21,7 +21,7 @@ BUNDLE = 'a bundle of samples, with a PushList as JSON in the metadata under "pu
 
 def router(controller: Controller) -> APIRouter:
     api = new_router("samples", "/v1")
-    leasing, registry = controller.leasing, controller.job.registry
+    service, registry = controller.samples, controller.job.registry
 
     @api.post(
         "/groups/{group_id}/samples/{index}",
@@ -33,10 +33,10 @@ def router(controller: Controller) -> APIRouter:
         replica_id = request.headers.get("x-replica-id", "")
         if not replica_id or not item.lease_id:
             detail = "the headers x-replica-id and x-lease-id say whose sample this is, and one is missing"
-            raise ProblemError(m.ErrorCode.BAD_REQUEST, detail)
+            raise ApiError(m.ErrorCode.BAD_REQUEST, detail)
         body = await request.body()
         require_own(request, registry, replica_id)
-        return reply(await leasing.push(replica_id, body, [Push(item, body)]))
+        return reply(await service.push(replica_id, body, [Push(item, body)]))
 
     @api.post("/samples", **models(m.PushReply, **takes_frame(BUNDLE)))
     async def push_many(request: Request) -> Response:
@@ -44,12 +44,12 @@ def router(controller: Controller) -> APIRouter:
         body = await request.body()
         replica_id, pushes = _unpack(body)
         require_own(request, registry, replica_id)
-        return reply(await leasing.push(replica_id, body, pushes))
+        return reply(await service.push(replica_id, body, pushes))
 
     @api.get("/samples/{group_id}/{index}", responses=FRAME_ANSWER)
     async def sample(request: Request, group_id: Identifier, index: Number) -> Response:
         require(request, USER)
-        return frame_reply(await controller.operations.sample(group_id, index))
+        return frame_reply(await service.sample(group_id, index))
 
     return api
 
@@ -59,7 +59,7 @@ def _item(group_id: str, lease_id: str, index: int) -> m.PushItem:
         return m.PushItem(group_id=group_id, lease_id=lease_id, index=index)
     except ValidationError as error:
         detail = describe(error.errors(include_url=False))
-        raise ProblemError(m.ErrorCode.BAD_REQUEST, detail) from None
+        raise ApiError(m.ErrorCode.BAD_REQUEST, detail) from None
 
 
 def _unpack(body: bytes) -> tuple[str, list[Push]]:

@@ -19,8 +19,8 @@ from controller.api.routes.base import (
     reply_list,
     unless_gone,
 )  # fmt: skip
+from controller.errors import ApiError
 from controller.services.controller import Controller
-from controller.services.errors import ProblemError
 from schema.wire import messages as m
 
 MOST_ROWS = 65_536
@@ -29,20 +29,20 @@ MOST_ROWS = 65_536
 
 def router(controller: Controller) -> APIRouter:
     api = new_router("steps", "/v1")
-    training, job = controller.training, controller.job
+    service, job = controller.steps, controller.job
 
     @api.get("/steps/{step}/batch", responses={**FRAME_ANSWER, 204: {"description": "not ready yet"}})
     async def batch(
         request: Request, step: Number, policy_epoch: Since, samples: str = "all", wait_s: WaitSeconds = 0.0
     ) -> Response:
         require(request, POLICY)
-        data = await unless_gone(request, training.batch(step, policy_epoch, _rows(samples), wait_s))
+        data = await unless_gone(request, service.batch(step, policy_epoch, _rows(samples), wait_s))
         return nothing() if data is None else frame_reply(data)
 
     @api.post("/steps/{step}/commit", **models(m.CommitReply, m.CommitRequest))
     async def commit(request: Request, step: Number) -> Response:
         require(request, POLICY)
-        return reply(await training.commit(step, await read(request, m.CommitRequest)))
+        return reply(await service.commit(step, await read(request, m.CommitRequest)))
 
     @api.get("/steps", **models(list[m.StepRecord]))
     async def records(request: Request, since: Since = 0) -> Response:
@@ -52,13 +52,13 @@ def router(controller: Controller) -> APIRouter:
     @api.post("/checkpoints", **models(m.CheckpointReply, m.CheckpointRequest))
     async def checkpoint(request: Request) -> Response:
         require(request, POLICY)
-        return reply(await training.checkpoint(await read(request, m.CheckpointRequest)))
+        return reply(await service.checkpoint(await read(request, m.CheckpointRequest)))
 
     @api.get("/checkpoints/{step}/ledger", **models(m.LedgerSnapshot))
     async def snapshot(request: Request, step: Number) -> Response:
         """What a checkpoint that covers `step` committed steps must store of the ledger."""
         require(request, POLICY)
-        return reply(job.progress.snapshot(step))
+        return reply(job.ledger.snapshot(step))
 
     return api
 
@@ -73,4 +73,4 @@ def _rows(text: str) -> list[int] | None:
         return [int(part) for part in text.split(",", MOST_ROWS)]
     except ValueError:
         detail = f"samples={text[:80]!r} is neither all, none, nor rows such as 0,5,9"
-        raise ProblemError(m.ErrorCode.BAD_REQUEST, detail) from None
+        raise ApiError(m.ErrorCode.BAD_REQUEST, detail) from None

@@ -16,7 +16,8 @@ from starlette.types import Receive, Scope, Send
 
 from controller.api.connections import MAX_HEAD, PatientProtocol, connection_limit
 from controller.api.limits import BodyLimit, Budget
-from controller.services.errors import ProblemError, problem
+from controller.errors import ApiError
+from controller.services.errors import problem
 from tests.support.waiting import PATIENCE
 
 GRACE = PATIENCE / 2
@@ -35,7 +36,7 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
     try:
         body = await Request(scope, receive).body()
         answer = Response(b"x" * 64_000_000 if scope["path"] == "/large" else str(len(body)))
-    except ProblemError as error:
+    except ApiError as error:
         answer = problem(error.code, error.detail, headers=error.headers)
     await answer(scope, receive, send)
 

@@ -11,8 +11,8 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp
 
 from controller.api.app import HOT, FastPath
+from controller.errors import ApiError
 from controller.services import errors as problems
-from controller.services.errors import ProblemError
 from schema.wire.messages import ErrorCode
 from tests.controller.conftest import Stage
 
@@ -30,7 +30,7 @@ def make_app() -> FastAPI:
     @app.post("/things/{name}/beat")
     async def beat(request: Request, name: str) -> Response:
         if name == "wrong":
-            raise ProblemError(ErrorCode.CONFLICT, "wrong name", {"x-why": "name"})
+            raise ApiError(ErrorCode.CONFLICT, "wrong name", retry_after=1)
         if name == "bug":
             raise RuntimeError("secret")
         return PlainTextResponse(name)

@@ -16,11 +16,15 @@ import random
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
+from controller.errors import ApiError
 from controller.ledger.admission import schedulable
 from controller.ledger.assembly import Assembled, build_table
 from controller.ledger.group import State
-from controller.ledger.ledger import Ledger, LedgerError, LedgerParams
+from controller.ledger.group_table import GroupTable
+from controller.ledger.ledger import Ledger
 from controller.ledger.reconcile import Claim, FromSnapshot, Known, NeedSnapshot, Refuse, decide
+from controller.ledger.replay import adopt, replay
+from controller.ledger.values import LedgerParams
 from controller.state.publications import Publications
 from policy_worker.replay_log import History
 from schema.wire.batch import StepTable, batch_digest
@@ -86,7 +90,7 @@ class World:
     def __init__(self, seed: int, params: LedgerParams, n_rollouts: int, *, forgetful: bool = False) -> None:
         self.random = random.Random(seed)
         self.params, self.forgetful = params, forgetful
-        self.ledger = Ledger(params, self._lease_id)
+        self.ledger = Ledger(GroupTable(params), self._lease_id)
         self.publications = Publications(keep=3)
         self.epoch = 0
         self.stored = StoredLedger()
@@ -118,19 +122,19 @@ class World:
         step, snapshot = (found.step, found.snapshot) if found else (0, None)
         ledger = self.ledger
         self.epoch = max(self.epoch + 1, self._now())
-        ledger.abandon_step()
+        ledger.table.abandon_step()
         timeline = None if snapshot is None else snapshot.timeline
-        if not ledger.lineage.contains(step, timeline, ledger.committed):
+        if not ledger.table.lineage.contains(step, timeline, ledger.table.committed):
             assert snapshot is not None
-            before = ledger.timeline
+            before = ledger.table.timeline
             ledger.begin_from(snapshot)
-            if ledger.timeline != before:
+            if ledger.table.timeline != before:
                 self.publications.rewind(-1)
-        elif step < ledger.committed:
+        elif step < ledger.table.committed:
             ledger.rewind(step)
             self.publications.rewind(step)
         trained, weights = (found.trained[:], set(found.weights)) if found else ([], {"initial/0"})
-        trainer = Trainer(self._now(), self.epoch, trained, weights, timeline=ledger.timeline)
+        trainer = Trainer(self._now(), self.epoch, trained, weights, timeline=ledger.table.timeline)
         trainer.content = found.content if found else trainer.content
         request = RegisterRequest(
             request_id=f"register-{trainer.uid}", role="policy", name="p", resume_step=step
@@ -144,10 +148,10 @@ class World:
 
     def _register_reply(self) -> RegisterReply:
         return RegisterReply.model_construct(
-            timeline=self.ledger.timeline,
-            timeline_began=self.ledger.began,
-            timeline_since=self.ledger.lineage.since,
-            committed_steps=self.ledger.committed,
+            timeline=self.ledger.table.timeline,
+            timeline_began=self.ledger.table.began,
+            timeline_since=self.ledger.table.lineage.since,
+            committed_steps=self.ledger.table.committed,
             policy_epoch=self.epoch,
             publication=None,
         )
@@ -167,7 +171,7 @@ class World:
         history, claim = trainer.history, trainer.history.claim()
         snapshot: LedgerSnapshot | None = None
         while True:
-            known = Known(self.epoch, self.ledger.timeline, self.ledger.committed)
+            known = Known(self.epoch, self.ledger.table.timeline, self.ledger.table.committed)
             decision = decide(known, _claim(trainer, claim, snapshot))
             if isinstance(decision, Refuse):
                 return False
@@ -179,9 +183,9 @@ class World:
                 return False
         if isinstance(decision, FromSnapshot):
             assert snapshot is not None
-            before = self.ledger.timeline
+            before = self.ledger.table.timeline
             self.ledger.begin_from(snapshot, claim["timeline"], claim["began"])
-            if self.ledger.timeline != before:
+            if self.ledger.table.timeline != before:
                 self.publications.rewind(-1)
             self.seen["from snapshot"] += 1
         elif decision.back_to is not None:
@@ -192,10 +196,10 @@ class World:
         self.publications.declare(claim["publications"], claim["timeline"])
         for trained in history.since(decision.step):
             assert trained.table is not None
-            self.ledger.replay(trained.table)
+            replay(self.ledger.table, trained.table)
             self.seen["replayed"] += 1
             self.check_ledger()
-        assert self.ledger.committed == trainer.steps
+        assert self.ledger.table.committed == trainer.steps
         self.check_history(trainer)
         return True
 
@@ -207,13 +211,13 @@ class World:
     def fetch(self) -> None:
         """Ask for the batch of the next step."""
         trainer = self.trainer
-        if trainer.batch is not None or self.ledger.finished:
+        if trainer.batch is not None or self.ledger.table.finished:
             return
-        if self.epoch != trainer.epoch or self.ledger.committed != trainer.steps:
+        if self.epoch != trainer.epoch or self.ledger.table.committed != trainer.steps:
             return self._must_mend(trainer)
         result = self.ledger.assemble(0.0)
         if isinstance(result, Assembled):
-            trainer.batch = build_table(result.step, self.ledger.timeline, trainer.epoch, result.groups)
+            trainer.batch = build_table(result.step, self.ledger.table.timeline, trainer.epoch, result.groups)
             trainer.history.took(trainer.batch)
             self.check_batch(trainer, result)
 
@@ -235,12 +239,12 @@ class World:
         assert table is not None
         if not self._knows(table, trainer) and not self.mend(trainer):
             return self.crash_trainer()
-        if self.ledger.committed == table.step:
+        if self.ledger.table.committed == table.step:
             self.ledger.commit(table.step)
-        assert self.ledger.commit(table.step).duplicate
-        durable = 0 if self.forgetful else self.ledger.committed
+        assert not self.ledger.commit(table.step)
+        durable = 0 if self.forgetful else self.ledger.table.committed
         reply = CommitReply(
-            committed_steps=self.ledger.committed,
+            committed_steps=self.ledger.table.committed,
             total_steps=1,
             publish=True,
             finished=False,
@@ -252,14 +256,14 @@ class World:
 
     def _knows(self, table: StepTable, trainer: Trainer) -> bool:
         ledger = self.ledger
-        if self.epoch != trainer.epoch or ledger.committed > table.step:
+        if self.epoch != trainer.epoch or ledger.table.committed > table.step:
             return self.epoch == trainer.epoch
         names = [group.id for group in ledger.batch(table.step) or []]
-        return bool(names) and batch_digest(ledger.timeline, table.step, names) == table.digest
+        return bool(names) and batch_digest(ledger.table.timeline, table.step, names) == table.digest
 
     def publish(self) -> None:
         trainer = self.trainer
-        if self.epoch != trainer.epoch or self.ledger.committed < trainer.steps:
+        if self.epoch != trainer.epoch or self.ledger.table.committed < trainer.steps:
             return  # told at the next call
         digest = trainer.content
         request = PublishRequest(
@@ -274,7 +278,9 @@ class World:
             n_bytes=1,
             newest_publication=max(trainer.history.newest_publication, self.highest_id),
         )
-        publication = self.publications.publish(request, self.ledger.timeline, self.ledger.committed)
+        publication = self.publications.publish(
+            request, self.ledger.table.timeline, self.ledger.table.committed
+        )
         self._met(publication)
         loaded = {r.loaded.id for r in self.rollouts if r.loaded is not None}
         collectable = self.publications.collect(loaded)
@@ -287,7 +293,11 @@ class World:
 
     def checkpoint(self) -> None:
         trainer = self.trainer
-        if trainer.batch is not None or self.epoch != trainer.epoch or self.ledger.committed != trainer.steps:
+        if (
+            trainer.batch is not None
+            or self.epoch != trainer.epoch
+            or self.ledger.table.committed != trainer.steps
+        ):
             return
         snapshot = self.ledger.snapshot(trainer.steps)
         self.checkpoints.append(
@@ -302,15 +312,15 @@ class World:
             return
         old = self.random.choice(self.replaced)
         if old.epoch < self.epoch:
-            before = self.ledger.header()
+            before = self.ledger.table.header()
             assert not self.mend(old)
-            assert self.ledger.header() == before
+            assert self.ledger.table.header() == before
             self.seen["zombie"] += 1
 
     def heartbeat(self) -> None:
         """The trainer's: shows that the controller knows less than it did."""
         acknowledged, newest = self.trainer.history.known
-        fewer = self.ledger.committed < acknowledged or self.publications.newest_id < newest
+        fewer = self.ledger.table.committed < acknowledged or self.publications.newest_id < newest
         if fewer or self.epoch != self.trainer.epoch:
             self._must_mend(self.trainer)
 
@@ -392,13 +402,13 @@ class World:
         """A heartbeat; what is called lost is declared, and may be taken back."""
         rollout = self.random.choice(self.rollouts)
         lost = self.ledger.renew(rollout.name, list(rollout.held), 0.0)
-        timeline, told = self.ledger.timeline, []
+        timeline, told = self.ledger.table.timeline, []
         for lease_id in lost:
             lease = rollout.held[lease_id]
             weights = self.publications.valid(lease.publication_id, lease.manifest_hash)
             of_now = weights is not None and (weights.timeline, weights.version) == (timeline, lease.version)
             told.append(lease if of_now else lease.model_copy(update={"version": -1}))
-        gone = self.ledger.adopt(rollout.name, told, 0.0)
+        gone = adopt(self.ledger.table, rollout.name, told, 0.0)
         self.seen["adopted"] += len(told) - len(gone)
         for lease_id in gone:
             self._drop(rollout, lease_id)
@@ -416,7 +426,7 @@ class World:
         self.stored.write(self.ledger)
         records = [entry.to_record() for entry in self.publications._entries.values()]
         state = copy.copy(self.stored)
-        for name in ("groups", "samples", "history"):
+        for name in ("groups", "samples", "archive"):
             setattr(state, name, dict(getattr(state, name)))
         self.past.append((state, records, self.publications.highest_id, self.epoch))
 
@@ -427,7 +437,7 @@ class World:
             self.past.pop()
         state, records, highest, self.epoch = self.past[-1]
         self.stored = copy.copy(state)
-        for name in ("groups", "samples", "history"):
+        for name in ("groups", "samples", "archive"):
             setattr(self.stored, name, dict(getattr(state, name)))
         self.ledger = self.stored.restore(self.params, self._lease_id)
         self.publications = Publications(3, records, highest)
@@ -435,7 +445,7 @@ class World:
 
     def lose_all(self) -> None:
         """Redis comes back empty."""
-        self.ledger = Ledger(self.params, self._lease_id)
+        self.ledger = Ledger(GroupTable(self.params), self._lease_id)
         self.publications, self.epoch = Publications(keep=3), 0
         self.stored = StoredLedger()
         self.past.clear()
@@ -456,18 +466,18 @@ class World:
 
     def check_history(self, trainer: Trainer) -> None:
         """The ledger's committed steps are the trainer's, group by group."""
-        for step, names in enumerate(trainer.trained[: self.ledger.committed]):
+        for step, names in enumerate(trainer.trained[: self.ledger.table.committed]):
             for name in names:
-                group = self.ledger.find(name)
+                group = self.ledger.table.find(name)
                 if group is not None:  # else it was trained before the snapshot that the ledger began from
                     assert (group.state in (State.TRAINED, State.DURABLE), group.step) == (True, step), name
 
     def check_ledger(self) -> None:
         ledger = self.ledger
-        status = ledger.status()
-        assert sum(status.states.values()) == status.created == ledger.frontier
+        status = ledger.table.status()
+        assert sum(status.states.values()) == status.created == ledger.table.frontier
         assert sum(status.dropped.values()) == status.states["dropped"]
-        assert schedulable(ledger.deadlines, ledger.first_step, self.params.groups_per_step)
+        assert schedulable(ledger.table.deadlines, ledger.table.first_step, self.params.groups_per_step)
         assert (status.over_bound, status.max_staleness <= self.params.staleness_bound) == (0, True)
 
     def run(self, chaos: float, max_events: int = 12_000) -> None:
@@ -480,7 +490,7 @@ class World:
             (self.lose, 1.0), (self.lose_all, 0.05), (self.crash_trainer, 0.1), (self.crash_rollout, 0.5),
         ]  # fmt: skip
         events = 0
-        while not (self.ledger.finished and self._agreed()):
+        while not (self.ledger.table.finished and self._agreed()):
             events += 1
             assert events <= max_events, "the job does not come to its end"
             weights = [w for _, w in usual] + [
@@ -494,7 +504,11 @@ class World:
 
     def _agreed(self) -> bool:
         trainer = self.trainer
-        return self.epoch == trainer.epoch and self.ledger.committed == trainer.steps and not trainer.applied
+        return (
+            self.epoch == trainer.epoch
+            and self.ledger.table.committed == trainer.steps
+            and not trainer.applied
+        )
 
     def check_end(self) -> None:
         """Every position was trained exactly once, as its trainer saw it, or dropped with a reason."""
@@ -502,7 +516,7 @@ class World:
         assert len(set(trained)) == len(trained)
         self.check_history(self.trainer)
         self.ledger.close()
-        status = self.ledger.status()
+        status = self.ledger.table.status()
         assert status.states["trained"] + status.states["durable"] == len(trained)
         if self.params.max_steps is None:
             assert len(trained) + status.states["dropped"] == self.params.total_positions
@@ -525,4 +539,4 @@ def _claim(trainer: Trainer, claim: dict[str, int], snapshot: LedgerSnapshot | N
     )
 
 
-__all__ = ["LedgerError", "World"]
+__all__ = ["ApiError", "World"]

@@ -22,7 +22,10 @@ from itertools import count
 from controller.ledger.admission import schedulable
 from controller.ledger.assembly import Assembled
 from controller.ledger.group import Group, State
-from controller.ledger.ledger import Ledger, LedgerParams
+from controller.ledger.group_table import GroupTable
+from controller.ledger.ledger import Ledger
+from controller.ledger.replay import adopt
+from controller.ledger.values import LedgerParams
 from schema.wire.messages import HeldLease, LedgerSnapshot
 from schema.wire.sample import SampleHeader
 from tests.support.ledger import StoredLedger
@@ -65,7 +68,9 @@ class Simulation:
     def __init__(self, seed: int, params: LedgerParams, n_replicas: int) -> None:
         self.random = random.Random(seed)
         self.params = params
-        self.ledger = Ledger(params, self._lease_id)
+        self.sync_interval = 1 + seed % (params.staleness_bound + 1)
+        """Steps from one publication to the next."""
+        self.ledger = Ledger(GroupTable(params), self._lease_id)
         self.replicas = [Replica(f"r{i}", 0) for i in range(n_replicas)]
         self.published = 0
         self.checkpoints = [Checkpoint(0, [])]
@@ -87,7 +92,7 @@ class Simulation:
         """A pre-emption costs no group an attempt."""
 
         def attempts() -> dict[str, tuple[int, int, str | None]]:
-            groups = self.ledger.groups.items()
+            groups = self.ledger.table.groups.items()
             return {name: (group.crashes, group.failures, group.reason) for name, group in groups}
 
         before = attempts()
@@ -124,7 +129,7 @@ class Simulation:
         if not replica.leases:
             return
         name, lease_id = self.random.choice(sorted(replica.leases.items()))
-        group = self.ledger.groups.get(name)
+        group = self.ledger.table.groups.get(name)
         done = set(group.samples) if group is not None and group.lease_id == lease_id else set()
         missing = [i for i in range(self.params.n_samples) if i not in done]
         if not missing:
@@ -180,6 +185,9 @@ class Simulation:
             replica.leases.clear()
         replica.version = self.published
 
+    def adopt(self, replica_id: str, held: list[HeldLease]) -> list[str]:
+        return adopt(self.ledger.table, replica_id, held, self.now)
+
     def supersede(self) -> None:
         """A replica is back under its name before anybody missed it, and holds some of its leases still."""
         replica = self.random.choice(self.replicas)
@@ -187,18 +195,20 @@ class Simulation:
         replica.leases = {name: lease for name, lease in replica.leases.items() if self.random.random() < 0.5}
         held = [HeldLease(group_id=name, lease_id=lease) for name, lease in replica.leases.items()]
         with self.costs_nothing():
-            lost = self.ledger.adopt(replica.name, held, self.now)
-            self.superseded = [group.id for group in self.ledger.held_by(old)]
+            lost = self.adopt(replica.name, held)
+            self.superseded = [group.id for group in self.ledger.table.held_by(old)]
             self.ledger.replica_gone(old, failed=False)
         replica.leases = {name: lease for name, lease in replica.leases.items() if lease not in lost}
 
     def report(self) -> None:
         """Somebody says that the replica which was superseded last had crashed."""
         before = {
-            name: self.ledger.groups[name].crashes for name in self.superseded if name in self.ledger.groups
+            name: self.ledger.table.groups[name].crashes
+            for name in self.superseded
+            if name in self.ledger.table.groups
         }
         self.ledger.blame(self.superseded)
-        costs = {name: self.ledger.groups[name].crashes - crashes for name, crashes in before.items()}
+        costs = {name: self.ledger.table.groups[name].crashes - crashes for name, crashes in before.items()}
         assert set(costs.values()) <= {0, 1}
         self.superseded = []
 
@@ -221,7 +231,7 @@ class Simulation:
             for part in group.parts():
                 assert (group.id, part) in self.stored.payloads, "a batch names a payload that is gone"
         if self.random.random() < 0.1:
-            self.ledger.abandon_step()
+            self.ledger.table.abandon_step()
             return
         if self.random.random() < 0.3:
             return  # still training: other events happen while the step is batched
@@ -233,12 +243,12 @@ class Simulation:
             staleness.update(result.step - meta.oldest_version(result.step) for meta in usable)
         self.history.append(Step(next(self.numbers), tuple(group.id for group in result.groups), staleness))
         self.ledger.commit(result.step)
-        assert self.ledger.commit(result.step).duplicate
-        if self.ledger.committed % self.params.sync_interval == 0 or self.ledger.finished:
-            self.published = self.ledger.committed
+        assert not self.ledger.commit(result.step)
+        if self.ledger.table.committed % self.sync_interval == 0 or self.ledger.table.finished:
+            self.published = self.ledger.table.committed
 
     def checkpoint(self) -> None:
-        step = self.random.randint(self.ledger.durable, self.ledger.committed)
+        step = self.random.randint(self.ledger.table.durable, self.ledger.table.committed)
         snapshot = self.ledger.snapshot(step)
         assert snapshot.staleness == _staleness(self.history[:step])
         self.ledger.checkpoint(step)
@@ -258,20 +268,20 @@ class Simulation:
     def start_trainer(self, found: Checkpoint) -> None:
         """From a checkpoint, as `controller.services.replicas` does."""
         ledger, step = self.ledger, found.step
-        ledger.abandon_step()
-        contained = ledger.lineage.contains(step, found.timeline, ledger.committed)
+        ledger.table.abandon_step()
+        contained = ledger.table.lineage.contains(step, found.timeline, ledger.table.committed)
         assert contained == (
-            self.history[:step] == found.history and (not step or step >= ledger.lineage.floor)
+            self.history[:step] == found.history and (not step or step >= ledger.table.lineage.floor)
         )
         if not contained:
             assert found.snapshot is not None
             self.begun_anew += 1
             ledger.begin_from(found.snapshot)
-        elif step < ledger.committed:
+        elif step < ledger.table.committed:
             ledger.rewind(step)
         self.history = found.history[:]
         self.published = step
-        for name, group in ledger.groups.items():
+        for name, group in ledger.table.groups.items():
             if group.state not in (State.TRAINED, State.DURABLE, State.DROPPED):
                 assert group.newest_version() <= step, f"{name} has tokens of a timeline that is gone"
         for replica in self.replicas:
@@ -282,26 +292,27 @@ class Simulation:
     def restart(self) -> None:
         """The controller dies and rebuilds itself from what it had written, by a clock that is set otherwise."""
         self.stored.write(self.ledger)
-        before = self.ledger.status()
-        left = {group.id: group.expires - self.now for group in self.ledger.in_state(State.LEASED)}
+        before = self.ledger.table.status()
+        left = {group.id: group.expires - self.now for group in self.ledger.table.in_state(State.LEASED)}
         self.ledger = self.stored.restore(self.params, self._lease_id)
         jump = self.random.choice([1.0, 3600.0, -3600.0])
         self.now += jump
         self.ledger.extend_leases(jump, self.now)
         assert self.ledger.expire(self.now) == 0, "a lease expires by the clock"
-        for group in self.ledger.in_state(State.LEASED):
+        for group in self.ledger.table.in_state(State.LEASED):
             assert abs(group.expires - self.now - left[group.id]) < 1e-6
-        assert self.ledger.status() == before
+        assert self.ledger.table.status() == before
         self.check_history()
 
     def resume_from_snapshot(self) -> None:
         """Everything dies; the job goes on from a checkpoint with an empty store."""
-        self.ledger.abandon_step()
-        snapshot = self.ledger.snapshot(self.ledger.committed)
-        self.ledger = Ledger.from_snapshot(self.params, snapshot, self._lease_id)
+        self.ledger.table.abandon_step()
+        snapshot = self.ledger.snapshot(self.ledger.table.committed)
+        self.ledger = Ledger(GroupTable(self.params), self._lease_id)
+        self.ledger.begin_from(snapshot)
         self.stored = StoredLedger()
         self.checkpoints.append(Checkpoint(snapshot.timeline, self.history[:], snapshot))
-        self.published = self.ledger.committed
+        self.published = self.ledger.table.committed
         for replica in self.replicas:
             replica.version = min(replica.version, self.published)
             replica.leases.clear()
@@ -310,14 +321,14 @@ class Simulation:
 
     def check(self) -> None:
         ledger = self.ledger
-        status = ledger.status()
-        assert sum(status.states.values()) == status.created == ledger.frontier
+        status = ledger.table.status()
+        assert sum(status.states.values()) == status.created == ledger.table.frontier
         assert sum(status.dropped.values()) == status.states["dropped"]
-        counted = [*ledger.in_state(State.LEASED), *ledger.in_state(State.READY)]
-        assert ledger.deadlines == Counter(group.deadline for group in counted)
+        counted = [*ledger.table.in_state(State.LEASED), *ledger.table.in_state(State.READY)]
+        assert ledger.table.deadlines == Counter(group.deadline for group in counted)
         if self.params.oversample == 1.0:
-            assert schedulable(ledger.deadlines, ledger.first_step, self.params.groups_per_step)
-            assert ledger.outstanding <= (self.params.staleness_bound + 1) * self.params.groups_per_step
+            assert schedulable(ledger.table.deadlines, ledger.table.first_step, self.params.groups_per_step)
+            assert ledger.table.outstanding <= (self.params.staleness_bound + 1) * self.params.groups_per_step
         assert status.max_staleness <= self.params.staleness_bound
         assert status.over_bound == 0
         assert status.staleness == _staleness(self.history), (
@@ -326,10 +337,10 @@ class Simulation:
 
     def check_history(self) -> None:
         """Every step is in the record, but those that only a snapshot tells of."""
-        assert self.ledger.committed == len(self.history)
+        assert self.ledger.table.committed == len(self.history)
         for name, step in self.trained.items():
-            group = self.ledger.find(name)
-            if step >= self.ledger.lineage.floor:
+            group = self.ledger.table.find(name)
+            if step >= self.ledger.table.lineage.floor:
                 assert group is not None
                 assert (group.state in (State.TRAINED, State.DURABLE), group.step) == (True, step)
 
@@ -341,7 +352,7 @@ class Simulation:
             (self.die, 0.1), (self.restart, 0.5), (self.resume_from_snapshot, 0.05), (self.supersede, 0.3),
             (self.report, 0.1),
         ]  # fmt: skip
-        while not self.ledger.finished:
+        while not self.ledger.table.finished:
             self.events += 1
             assert self.events <= max_events, "the job does not come to its end"
             calm = self.events > max_events // 2  # liveness: once nothing breaks any more, the job must end
@@ -351,7 +362,7 @@ class Simulation:
             self.stored.write(self.ledger)
             self.check()
         self.check_history()
-        status = self.ledger.status()
+        status = self.ledger.table.status()
         done = status.states["trained"] + status.states["durable"] + status.states["dropped"]
         if self.params.max_steps is None:
             assert done == self.params.total_positions, "a position was neither trained nor dropped"

@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 
+from controller.errors import ApiError
 from controller.ledger.assembly import Assembled, Waiting, build_table
 from controller.ledger.group import DropReason, Group, State
-from controller.ledger.ledger import Ledger, LedgerError, LedgerParams
+from controller.ledger.group_table import GroupTable
+from controller.ledger.ledger import Ledger
+from controller.ledger.values import LedgerParams
 from schema.wire.messages import ErrorCode
 from schema.wire.sample import MOST_REWARDS, SampleHeader
 from tests.support.ledger import StoredLedger
@@ -33,11 +36,11 @@ def header(index: int, version: int, **changes: Any) -> SampleHeader:
 
 
 def make(**changes: Any) -> Ledger:
-    return Ledger(replace(PARAMS, **changes))
+    return Ledger(GroupTable(replace(PARAMS, **changes)))
 
 
 def lease(ledger: Ledger, n: int, version: int = 0, replica: str = "r", request: str = "") -> list[Group]:
-    request = request or f"request-{ledger.frontier}-{ledger.committed}-{version}"
+    request = request or f"request-{ledger.table.frontier}-{ledger.table.committed}-{version}"
     return ledger.lease(replica, request, version, max(version, 0), n, now=0.0).groups
 
 
@@ -64,16 +67,16 @@ def test_the_whole_way_of_a_group() -> None:
     assert first.id == "e0-p0"
     fill(ledger, first)
     fill(ledger, second)
-    assert ledger.ready == 2
+    assert ledger.table.ready == 2
     assembled = ledger.assemble(now=0.0)
     assert isinstance(assembled, Assembled)
     assert ledger.assemble(now=1.0) == assembled, "assembling again answers the same"
-    assert ledger.commit(0).committed_steps == 1
-    assert ledger.commit(0).duplicate
+    assert ledger.commit(0)
+    assert not ledger.commit(0)
     assert first.state is State.TRAINED
     assert ledger.checkpoint(1) == 1
     assert first.state is State.DURABLE
-    assert ledger.status().staleness == {0: 4}
+    assert ledger.table.status().staleness == {0: 4}
 
 
 def test_at_most_one_bound_of_groups_is_outstanding() -> None:
@@ -88,7 +91,7 @@ def test_a_repeated_lease_request_gets_the_same_leases() -> None:
     ledger = make()
     once = ledger.lease("r", "request-1", 0, 0, 2, now=0.0).groups
     assert ledger.lease("r", "request-1", 0, 0, 2, now=5.0).groups == once
-    assert ledger.frontier == 2
+    assert ledger.table.frontier == 2
 
 
 def test_pushes_are_counted_once_and_only_under_the_lease() -> None:
@@ -107,7 +110,7 @@ def test_pushes_are_counted_once_and_only_under_the_lease() -> None:
     again = ledger.push(group.id, lease_id, 1, header(1, 0), 10, now=0.0)
     assert again.accepted
     assert again.duplicate
-    assert ledger.status().duplicates == 2
+    assert ledger.table.status().duplicates == 2
 
 
 def test_tokens_older_than_the_lease_are_refused() -> None:
@@ -139,7 +142,7 @@ def test_a_dead_replica_loses_its_leases_and_keeps_its_samples() -> None:
     ledger.push(group.id, old_lease, 0, header(0, 0), 10, now=0.0)
     assert ledger.replica_gone("dead") == 1
     assert group.state is State.WAITING
-    assert ledger.outstanding == 0, "its throttle budget is free again"
+    assert ledger.table.outstanding == 0, "its throttle budget is free again"
     (again,) = lease(ledger, 1, replica="alive", request="request-alive")
     assert again is group
     assert (group.attempt, list(group.samples)) == (2, [0])
@@ -166,8 +169,8 @@ def test_kept_samples_that_became_too_old_are_generated_again() -> None:
     for group in lease(ledger, 4, version=1, request="more-for-step-1"):
         fill(ledger, group, version=1)
     train(ledger)
-    assert ledger.committed == 2
-    assert ledger.status().max_staleness <= 1
+    assert ledger.table.committed == 2
+    assert ledger.table.status().max_staleness <= 1
 
 
 def test_expiry_renewal_and_forgotten_leases() -> None:
@@ -192,7 +195,7 @@ def test_a_poisonous_prompt_is_quarantined_and_preemption_is_not_its_fault() -> 
         ledger.replica_gone("r")
     assert (group.state, group.reason) == (State.DROPPED, DropReason.POISON)
     assert "crashed" in group.error
-    assert ledger.status().dropped == {"poison": 1}
+    assert ledger.table.status().dropped == {"poison": 1}
 
 
 @pytest.mark.parametrize(
@@ -220,7 +223,7 @@ def test_groups_without_signal_are_dropped_and_make_room() -> None:
     (group,) = lease(ledger, 1)
     fill(ledger, group, rewards={"right": 1.0})
     assert (group.state, group.reason) == (State.DROPPED, DropReason.ZERO_VARIANCE)
-    assert ledger.outstanding == 0
+    assert ledger.table.outstanding == 0
 
 
 def test_overlong_samples_stay_out_of_training() -> None:
@@ -291,7 +294,7 @@ def test_no_step_waits_for_stragglers_while_there_is_no_trainer() -> None:
     for group in lease(ledger, 2)[:1]:
         fill(ledger, group)
     assert isinstance(ledger.assemble(now=0.0), Waiting)
-    ledger.abandon_step()  # the next trainer comes an hour later
+    ledger.table.abandon_step()  # the next trainer comes an hour later
     ledger.rewind(0)
     (again,) = lease(ledger, 1)
     assert isinstance(ledger.assemble(now=3600.0), Waiting)
@@ -302,21 +305,21 @@ def test_no_step_waits_for_stragglers_while_there_is_no_trainer() -> None:
 
 def test_the_end_of_the_data_makes_a_short_last_step() -> None:
     ledger = make(n_positions=3)
-    assert ledger.total_steps == 2
+    assert ledger.table.total_steps == 2
     for group in lease(ledger, 3):
         fill(ledger, group)
     assert len(train(ledger)) == 2
     assert len(train(ledger)) == 1
-    assert ledger.finished
-    assert ledger.status().states["trained"] == 3
+    assert ledger.table.finished
+    assert ledger.table.status().states["trained"] == 3
 
 
 def test_no_more_is_leased_than_the_last_steps_need() -> None:
     ledger = make(max_steps=1)
     assert len(lease(ledger, 10)) == 2
-    assert ledger.close() == 2
-    assert ledger.status().dropped == {"surplus": 2}
-    assert ledger.finished
+    assert ledger.close()
+    assert ledger.table.status().dropped == {"surplus": 2}
+    assert ledger.table.finished
 
 
 def test_epochs_follow_each_other_as_one_stream() -> None:
@@ -325,7 +328,7 @@ def test_epochs_follow_each_other_as_one_stream() -> None:
 
 
 def test_committing_what_was_not_assembled_is_refused() -> None:
-    with pytest.raises(LedgerError, match="step 0 is next and not assembled") as error:
+    with pytest.raises(ApiError, match="step 0 is next and not assembled") as error:
         make().commit(0)
     assert error.value.code is ErrorCode.WRONG_STEP
 
@@ -336,8 +339,8 @@ def test_an_abandoned_step_is_assembled_again() -> None:
     for group in groups:
         fill(ledger, group)
     assert isinstance(ledger.assemble(now=0.0), Assembled)
-    assert ledger.abandon_step() == 2
-    assert ledger.ready == 2
+    assert ledger.table.abandon_step() == 2
+    assert ledger.table.ready == 2
     assert train(ledger) == groups
 
 
@@ -353,11 +356,11 @@ def test_rewind_reuses_what_the_checkpoint_can_have_made() -> None:
     for group in new:
         fill(ledger, group, version=1)
     ledger.rewind(0)
-    assert (ledger.committed, ledger.timeline) == (0, 1)
+    assert (ledger.table.committed, ledger.table.timeline) == (0, 1)
     assert {group.state for group in old} == {State.READY}
     assert {group.state for group in new} == {State.WAITING}
-    assert ledger.status().staleness == {}
-    assert ledger.status().created == 8
+    assert ledger.table.status().staleness == {}
+    assert ledger.table.status().created == 8
 
 
 def test_rewind_generates_again_what_lost_its_payload() -> None:
@@ -366,7 +369,7 @@ def test_rewind_generates_again_what_lost_its_payload() -> None:
     for group in groups:
         fill(ledger, group)
     train(ledger)
-    assert {name for name, _ in ledger.take_changes().dropped_payloads} == {"e0-p0", "e0-p1"}
+    assert {name for name, _ in ledger.table.take_changes().dropped_payloads} == {"e0-p0", "e0-p1"}
     ledger.rewind(0)
     assert {group.state for group in groups} == {State.WAITING}
 
@@ -379,9 +382,10 @@ def test_a_snapshot_alone_resumes_the_job() -> None:
     train(ledger)
     snapshot = ledger.snapshot(1)
     assert (snapshot.frontier, snapshot.untrained) == (4, [2, 3])
-    resumed = Ledger.from_snapshot(PARAMS, snapshot)
-    assert resumed.committed == 1
-    status = resumed.status()
+    resumed = make()
+    resumed.begin_from(snapshot)
+    assert resumed.table.committed == 1
+    status = resumed.table.status()
     assert (status.created, status.states["durable"], status.states["waiting"]) == (4, 2, 2)
     assert [group.id for group in lease(resumed, 4, version=1)] == ["e0-p2", "e0-p3", "e0-p4", "e0-p5"]
 
@@ -412,7 +416,7 @@ def test_groups_that_were_held_together_are_not_dropped_for_a_crash() -> None:
     assert len(lease(ledger, 1, request="of another", replica="other")) == 1
     fill(ledger, first, version=0)
     assert first.state is State.READY
-    assert ledger.status().dropped == {}
+    assert ledger.table.status().dropped == {}
 
 
 def test_a_suspect_waits_for_an_idle_replica() -> None:

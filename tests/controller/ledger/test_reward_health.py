@@ -261,7 +261,7 @@ def test_a_request_that_is_held_open_becomes_the_probe_when_it_is_due(stage: Sta
     failing(rollout, 2, OUTAGE, outage=True)
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(rollout.lease, 4, wait_s=60.0)
-        until(lambda: served.call(lambda: len(served.controller.leasing._waiting)), "a request that waits")
+        until(lambda: served.call(lambda: len(served.controller.leases._waiting)), "a request that waits")
         served.skip(1.5)
         assert len(waiting.result(PATIENCE).groups) == 1
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from controller.ledger.ledger import LedgerParams
+from controller.ledger.values import LedgerParams
 from tests.controller.ledger.simulation import Simulation
 from tests.support.effort import examples
 
@@ -27,7 +27,6 @@ def jobs(draw: st.DrawFn) -> LedgerParams:
         "oversample": draw(st.sampled_from([1.0, 1.0, 1.5])),
         "on_reward_error": draw(st.sampled_from(["retry", "mask", "drop"])),
         "filter_metrics": draw(st.sampled_from([(), ("r",)])),
-        "sync_interval": draw(st.integers(1, bound + 1)),
         "keep_payloads": True,
         "keep_recent": draw(st.sampled_from([0, 3, 512])),
     }
@@ -53,4 +52,4 @@ def test_a_long_job_under_constant_failures(bound: int) -> None:
     simulation = Simulation(seed=bound, params=params, n_replicas=3)
     simulation.run(chaos=1.0, max_events=60_000)
     assert len(simulation.trained) > 100
-    assert simulation.ledger.timeline > 3
+    assert simulation.ledger.table.timeline > 3

@@ -13,7 +13,9 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from controller.ledger.assembly import Assembled
-from controller.ledger.ledger import Ledger, LedgerParams
+from controller.ledger.group_table import GroupTable
+from controller.ledger.ledger import Ledger
+from controller.ledger.values import LedgerParams
 from schema.wire.sample import SampleHeader
 from tests.support.effort import examples
 
@@ -59,13 +61,13 @@ class Cluster:
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
-        self.ledger = Ledger(self.params)
+        self.ledger = Ledger(GroupTable(self.params))
         self.replicas = [Replica(f"r{i}") for i in range(3)]
         self.now, self.requests = 0.0, 0
 
     def run(self) -> Counter[tuple[int, int, int]]:
         """Until the job is over; (position, index, length) of every trained sample."""
-        while not self.ledger.finished:
+        while not self.ledger.table.finished:
             self.now += 1.0
             assert self.now < 50_000, "the job does not come to its end"
             for replica in self.replicas:
@@ -83,12 +85,12 @@ class Cluster:
         else:
             self.ledger.replica_gone(replica.name, failed=self.how == "crashed")
         replica.die()
-        replica.version = self.ledger.committed
+        replica.version = self.ledger.table.committed
 
     def _work(self, replica: Replica) -> None:
         self.requests += 1
         if len(replica.leases) < 3:
-            version = replica.version = self.ledger.committed
+            version = replica.version = self.ledger.table.committed
             granted = self.ledger.lease(
                 replica.name, f"request-{self.requests}", version, version, 3 - len(replica.leases), self.now
             )
@@ -107,8 +109,8 @@ class Cluster:
 
     def _push(self, replica: Replica, name: str, index: int) -> None:
         del replica.left[name, index]
-        tokens = length(self.ledger.groups[name].position, index)
-        version = self.ledger.groups[name].lease_version
+        tokens = length(self.ledger.table.groups[name].position, index)
+        version = self.ledger.table.groups[name].lease_version
         header = SampleHeader(
             index=index, prompt_tokens=1, response_tokens=tokens, total_tokens=tokens + 1, oldest_version=version,
             newest_version=replica.version, finish_reason="stop", rewards={}, score=1.0,
@@ -151,8 +153,8 @@ def test_replicas_that_live_shorter_than_the_longest_samples(how: str, seed: int
     """Each long group is begun again and again, far beyond `max_attempts`, and is trained in the end."""
     cluster = Cluster(PARAMS, how, lifetime=LONG / 2, seed=seed)
     assert cluster.run() == EVERYTHING
-    assert cluster.ledger.status().dropped == {}
-    attempts = {group.position: group.attempt for group in cluster.ledger.groups.values()}
+    assert cluster.ledger.table.status().dropped == {}
+    attempts = {group.position: group.attempt for group in cluster.ledger.table.groups.values()}
     assert max(attempts.values()) > PARAMS.max_attempts
     assert cluster.deaths > 10
 
@@ -161,7 +163,7 @@ def test_crashes_that_are_nobodys_fault() -> None:
     """Long groups are there at more crashes than short ones: each alone in the end, so none is blamed."""
     cluster = Cluster(PARAMS, "crashed")
     crashes = 0
-    while not cluster.ledger.finished:
+    while not cluster.ledger.table.finished:
         cluster.now += 1.0
         busy = [replica for replica in cluster.replicas if len(replica.leases) > 1]
         if busy and cluster.now % 15 == 0:
@@ -171,9 +173,9 @@ def test_crashes_that_are_nobodys_fault() -> None:
             cluster._work(replica)
         cluster._train()
     assert crashes >= 6
-    assert max(group.crashes for group in cluster.ledger.groups.values()) >= PARAMS.max_attempts - 1
+    assert max(group.crashes for group in cluster.ledger.table.groups.values()) >= PARAMS.max_attempts - 1
     assert cluster.trained == EVERYTHING
-    assert cluster.ledger.status().dropped == {}
+    assert cluster.ledger.table.status().dropped == {}
 
 
 @pytest.mark.parametrize("how", ["killed", "silent", "drained"])

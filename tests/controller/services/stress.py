@@ -25,14 +25,11 @@ from unittest.mock import patch
 
 from controller.api.routes.samples import _unpack as unpack
 from controller.client import calls as api
+from controller.errors import ApiError
 from controller.ledger.admission import schedulable
 from controller.ledger.group import State
-from controller.ledger.ledger import LedgerError
 from controller.services.controller import Controller
-from controller.services.errors import ProblemError
 from controller.state.job import Job
-from controller.state.publications import PublicationError
-from controller.state.replicas import ReplicaError
 from controller.store import Fenced, Saved, StateStore, StoreUnavailable
 from schema.config import Config
 from schema.wire import messages as m
@@ -164,7 +161,7 @@ class World:
         job.forgive_downtime(store.alive_at)
         await job.save()
         controller = Controller.of(job)
-        host.keep(controller.upkeep.start())
+        host.keep(controller.reaper.start())
         host.serving = controller
         host.keep(asyncio.ensure_future(self._until_fatal(host, store)))
 
@@ -243,7 +240,7 @@ class World:
         result: Any = None
         try:
             result = await self._handle(handler)
-        except (ProblemError, ReplicaError, LedgerError, PublicationError) as refusal:
+        except ApiError as refusal:
             error = Refused(refusal.code, str(refusal))
         except (StoreUnavailable, Lost) as lost:
             error = Lost(str(lost))
@@ -315,34 +312,34 @@ class World:
         self.loop.fail(AssertionError(what))
 
     def check(self, job: Job) -> None:
-        ledger = job.require_ledger()
-        status = ledger.status()
-        assert sum(status.states.values()) == status.created == ledger.frontier
+        table = job.require_ledger().table
+        status = table.status()
+        assert sum(status.states.values()) == status.created == table.frontier
         assert sum(status.dropped.values()) == status.states["dropped"]
-        counted = [*ledger.in_state(State.LEASED), *ledger.in_state(State.READY)]
-        assert ledger.deadlines == Counter(group.deadline for group in counted)
-        assert schedulable(ledger.deadlines, ledger.first_step, ledger.params.groups_per_step)
-        assert status.max_staleness <= ledger.params.staleness_bound
+        counted = [*table.in_state(State.LEASED), *table.in_state(State.READY)]
+        assert table.deadlines == Counter(group.deadline for group in counted)
+        assert schedulable(table.deadlines, table.first_step, table.params.groups_per_step)
+        assert status.max_staleness <= table.params.staleness_bound
         assert status.over_bound == 0
-        held = Counter(group.lease_id for group in ledger.in_state(State.LEASED))
+        held = Counter(group.lease_id for group in table.in_state(State.LEASED))
         assert not held or max(held.values()) == 1, "one lease id for two groups"
         assert len(job.registry.present("policy")) <= 1
-        assert not any(group.crashes for group in ledger.in_state(State.WAITING)), "nobody saw a crash"
-        left = [group.expires - job.clock() for group in ledger.in_state(State.LEASED)]
-        assert max(left, default=0.0) <= ledger.params.lease_timeout + 1e-3, (
+        assert not any(group.crashes for group in table.in_state(State.WAITING)), "nobody saw a crash"
+        left = [group.expires - job.clock() for group in table.in_state(State.LEASED)]
+        assert max(left, default=0.0) <= table.params.lease_timeout + 1e-3, (
             "a clock that is set keeps a lease"
         )
 
     def check_end(self, job: Job) -> None:
         """Every position is in the weights once, or was dropped with a reason."""
-        ledger = job.require_ledger()
+        table = job.require_ledger().table
         trained = Counter(name for step in self.weights for name in step)
         assert not trained or max(trained.values()) == 1, "a group was trained twice"
-        status = ledger.status()
+        status = table.status()
         kept = status.states["trained"] + status.states["durable"]
         assert kept == len(trained), f"{len(trained)} groups in the weights, {kept} in the ledger"
-        assert kept + status.states["dropped"] == ledger.params.total_positions == status.created
-        assert ledger.committed == len(self.weights)
+        assert kept + status.states["dropped"] == table.params.total_positions == status.created
+        assert table.committed == len(self.weights)
 
     # ---- the run ------------------------------------------------------------------------------------------
 
@@ -402,9 +399,8 @@ def bundle(replica: str, group: m.LeasedGroup, indices: list[int], version: int)
 async def push(controller: Controller, body: bytes) -> m.PushReply:
     """What the route does."""
     replica_id, pushes = unpack(body)
-    ledger = controller.job.require_ledger()
-    before = {group.id: group.lease_id for group in ledger.in_state(State.LEASED)}
-    reply = await controller.leasing.push(replica_id, body, pushes)
+    before = {group.id: group.lease_id for group in controller.job.progress.in_state(State.LEASED)}
+    reply = await controller.samples.push(replica_id, body, pushes)
     for item, result in zip(pushes, reply.results, strict=True):
         if result.accepted and not result.duplicate:
             assert before.get(item.item.group_id) == item.item.lease_id, (

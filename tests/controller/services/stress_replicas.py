@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
+from controller.errors import ApiError
 from controller.services.controller import Controller
-from controller.state.replicas import ReplicaError
 from schema.wire import messages as m
 from schema.wire.messages import ErrorCode, LeaseStatus
 from schema.wire.weights import Publication
@@ -92,7 +92,7 @@ class _Trainer:
             await self.publish(len(self.weights))
             reply = self.reply
             world.weights = self.weights  # if it may leave as the one that finished, these are the job's
-            await world.insist(lambda c: c.membership.leave(reply.replica_id, reply.incarnation, "finished"))
+            await world.insist(lambda c: c.replicas.leave(reply.replica_id, reply.incarnation, "finished"))
         finally:
             beats.cancel()
 
@@ -101,7 +101,7 @@ class _Trainer:
         world = self.world
         epoch = self.reply.policy_epoch
         while True:
-            data = await world.insist(lambda c: c.training.batch(step, epoch, None, 5.0), timeout=20.0)
+            data = await world.insist(lambda c: c.steps.batch(step, epoch, None, 5.0), timeout=20.0)
             found = table_of(data)
             if found is not None:
                 break
@@ -117,12 +117,12 @@ class _Trainer:
         if world.happens("trainer killed before its commit", 0.03):
             raise Died
         await world.pause(2.0)
-        again = table_of(await world.insist(lambda c: c.training.batch(step, epoch, [], 0.0)))
+        again = table_of(await world.insist(lambda c: c.steps.batch(step, epoch, [], 0.0)))
         assert again is not None
         assert frozenset(again[0].group_ids) == groups, "another batch of the same step"
         self.weights.append(groups)
         request = m.CommitRequest.model_validate({**self.mine(), "metrics": {}, "batch": table.digest})
-        reply = await world.insist(lambda c: c.training.commit(step, request))
+        reply = await world.insist(lambda c: c.steps.commit(step, request))
         assert reply.committed_steps == step + 1
         if world.happens("trainer killed after its commit", 0.03):
             raise Died
@@ -138,7 +138,7 @@ class _Trainer:
         request = m.PublishRequest.model_validate({**mine, **values, "version": version})
 
         async def ask(controller: Controller) -> m.PublishReply:
-            reply = await controller.publishing.publish(request)
+            reply = await controller.publications.publish(request)
             world.always(request.request_id, reply.publication)
             world.heard(reply.publication)
             return reply
@@ -158,22 +158,22 @@ class _Trainer:
         if world.happens("trainer killed after its checkpoint", 0.03):
             raise Died
         request = m.CheckpointRequest.model_validate({**self.mine(), "step": step, "path": f"c{step}"})
-        await world.insist(lambda c: c.training.checkpoint(request))
+        await world.insist(lambda c: c.steps.checkpoint(request))
 
     async def beat(self) -> None:
         request = m.HeartbeatRequest(incarnation=self.reply.incarnation)
         while True:
             await self.world.pause(2.0)
             try:
-                await self.world.call(lambda c: c.membership.heartbeat(self.reply.replica_id, request))
+                await self.world.call(lambda c: c.replicas.heartbeat(self.reply.replica_id, request))
             except (Lost, Refused):
                 continue
 
 
 async def _register(world: World, controller: Controller, request: m.RegisterRequest) -> m.RegisterReply:
     try:
-        reply = await controller.membership.register(request)
-    except ReplicaError:
+        reply = await controller.replicas.register(request)
+    except ApiError:
         newest = controller.job.registry.by_name(request.name)
         repeated = newest is not None and newest.request_ids[-1] == request.request_id
         assert not repeated or newest.state == "left", "a registration that is repeated is refused"
@@ -194,7 +194,7 @@ async def rollout_process(world: World, name: str) -> None:
             return
         except Died:
             if world.random.random() < 0.5:
-                await world.insist(lambda c: c.membership.exited(name, "killed", crashed=False))
+                await world.insist(lambda c: c.replicas.exited(name, "killed", crashed=False))
         except Refused as error:
             if error.code not in RESTART:
                 raise
@@ -242,15 +242,15 @@ class _Rollout:
             if world.happens("rollout killed", 0.08):
                 raise Died
             if world.happens("rollout drained", 0.05):
-                await world.insist(lambda c: c.membership.drain(self.reply.replica_id))
+                await world.insist(lambda c: c.replicas.drain(self.reply.replica_id))
                 await world.pause(3.0)
                 for group in list(self.held.values()):
-                    await world.insist(lambda c, lease=group.lease_id: c.leasing.release(lease))
+                    await world.insist(lambda c, lease=group.lease_id: c.leases.release(lease))
                 await self.leave()
 
     async def leave(self) -> None:
         reply = self.reply
-        await self.world.insist(lambda c: c.membership.leave(reply.replica_id, reply.incarnation, "drained"))
+        await self.world.insist(lambda c: c.replicas.leave(reply.replica_id, reply.incarnation, "drained"))
         raise Died
 
     async def beat(self) -> None:
@@ -261,7 +261,7 @@ class _Rollout:
             )
             try:
                 reply = await self.world.call(
-                    lambda c, r=request: c.membership.heartbeat(self.reply.replica_id, r)
+                    lambda c, r=request: c.replicas.heartbeat(self.reply.replica_id, r)
                 )
             except Lost:
                 continue
@@ -295,7 +295,7 @@ class _Rollout:
         )  # fmt: skip
 
         async def ask(controller: Controller) -> m.LeaseReply:
-            reply = await controller.leasing.lease(request)
+            reply = await controller.leases.lease(request)
             granted = {group.lease_id for group in reply.groups}
             if granted:
                 key = controller.job.store.holder.epoch, request.request_id  # it remembers while it lives
@@ -308,7 +308,7 @@ class _Rollout:
             await self.leave()
         if reply.status is LeaseStatus.UPDATE or world.random.random() < 0.3:
             newer, mine = self.publication, (self.reply.replica_id, self.reply.incarnation)
-            self.take(await world.insist(lambda c: c.publishing.latest(newer, 1.0, *mine)))
+            self.take(await world.insist(lambda c: c.publications.latest(newer, 1.0, *mine)))
         fresh = [group for group in reply.groups if group.lease_id not in self.held]
         self.held |= {group.lease_id: group for group in fresh}
         return fresh

@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from controller.errors import ApiError
 from controller.notify import Signal
 from controller.services.lease_queue import LeaseQueue
-from controller.state.replicas import ReplicaError
 from schema.wire.messages import ErrorCode, LeaseReply, LeaseRequest, LeaseStatus
 
 THROTTLED = LeaseReply(status=LeaseStatus.THROTTLED)
@@ -40,7 +40,7 @@ class Office:
     def decide(self, request: LeaseRequest) -> LeaseReply:
         self.asked.append(request.replica_id)
         if request.replica_id in self.lost:
-            raise ReplicaError(ErrorCode.UNKNOWN_REPLICA, "gone")
+            raise ApiError(ErrorCode.UNKNOWN_REPLICA, "gone")
         if not self.groups or self.only_version not in (None, request.version):
             return THROTTLED
         self.groups -= 1
@@ -169,7 +169,7 @@ def test_a_lost_replica_is_told_and_holds_up_nobody() -> None:
         await office.change()
         office.lost, office.groups = {"r0"}, 1
         await office.change()
-        with pytest.raises(ReplicaError):
+        with pytest.raises(ApiError):
             await lost
         assert await settled(other) == [LeaseStatus.GRANTED]
 

@@ -17,8 +17,7 @@ from tests.support.served import ServedController, served_controller
 
 
 def leased(served: ServedController) -> int:
-    ledger = served.job.require_ledger()
-    return served.call(lambda: ledger.status().states["leased"])
+    return served.call(lambda: served.job.progress.status().states["leased"])
 
 
 def test_registration_tells_a_replica_all_it_needs(stage: Stage) -> None:
@@ -189,12 +188,12 @@ def test_whoever_is_superseded_was_pre_empted_until_somebody_says_that_it_crashe
     for life in range(1, 8):
         rollout.register(parent_pid=life)
         (group,) = rollout.lease(1).groups
-        assert (group.group_id, ledger.groups[group.group_id].crashes) == ("e0-p0", 0)
+        assert (group.group_id, ledger.table.groups[group.group_id].crashes) == ("e0-p0", 0)
 
     def report(life: int, crashed: bool = True) -> tuple[int, str, int]:
         user.send(api.replica_exited("rollout-0", "exit code 139", crashed=crashed, parent_pid=life))
         (info,) = [info for info in user.send(api.replicas()) if info.role == "rollout"]
-        return ledger.groups["e0-p0"].crashes, info.state, leased(served)
+        return ledger.table.groups["e0-p0"].crashes, info.state, leased(served)
 
     assert report(5) == (0, "live", 1), "of what it held nothing is known any more"
     assert report(6) == report(6) == (1, "live", 1), "once, and its successor goes on"

@@ -10,7 +10,7 @@ import pytest
 from controller.api.routes.samples import _unpack as unpack
 from controller.client import Refused
 from controller.client import calls as api
-from controller.state.replicas import ReplicaError
+from controller.errors import ApiError
 from schema.wire.batch import decode_batch
 from schema.wire.messages import ErrorCode, RegisterRequest
 from schema.wire.sample import decode_sample
@@ -27,7 +27,7 @@ def test_each_table_has_its_own_payloads_whatever_is_assembled_meanwhile(stage: 
     for tokens in (6, 7, 8, 9):
         rollout.finish(rollout.lease(1).groups, tokens=tokens)
     training, ledger, epoch = (
-        served.controller.training,
+        served.controller.steps,
         served.job.require_ledger(),
         trainer.reply.policy_epoch,
     )
@@ -51,14 +51,14 @@ def test_groups_whose_payloads_the_store_has_lost_are_made_again_once(stage: Sta
     rollout.finish(rollout.lease(2).groups)
     assert trainer.batch(0) is not None
     lose_payload(stage, served, "e0-p1")
-    training, epoch = served.controller.training, trainer.reply.policy_epoch
+    training, epoch = served.controller.steps, trainer.reply.policy_epoch
 
     async def ranks() -> list[bytes | None]:
         return await asyncio.gather(*(training.batch(0, epoch, rows, 0.0) for rows in ([0], [2], [3], None)))
 
     answers = served.run(ranks())
     assert [answer is not None for answer in answers] == [True, False, False, False]
-    assert served.job.require_ledger().groups["e0-p0"].attempt == 1
+    assert served.job.require_ledger().table.groups["e0-p0"].attempt == 1
     (again,) = rollout.lease(1).groups
     assert (again.group_id, again.attempt) == ("e0-p1", 2)
     rollout.finish([again])
@@ -101,10 +101,10 @@ def test_a_push_that_looks_for_its_files_while_its_replica_registers_anew_is_ref
         job = served.job
         replica_id, pushes = unpack(body)
         job.registry.gone(job.registry.find(old), "not heard of")
-        pushing = asyncio.create_task(served.controller.leasing.push(replica_id, body, pushes))
+        pushing = asyncio.create_task(served.controller.samples.push(replica_id, body, pushes))
         await asyncio.sleep(0)  # a thread looks for the files
-        await served.controller.membership.register(registration(rollout))
-        with pytest.raises(ReplicaError) as refused:
+        await served.controller.replicas.register(registration(rollout))
+        with pytest.raises(ApiError) as refused:
             await pushing
         assert refused.value.code is ErrorCode.STALE_INCARNATION
         await job.save()

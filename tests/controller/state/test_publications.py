@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.state.publications import PublicationError, Publications
+from controller.errors import ApiError
+from controller.state.publications import Publications
 from schema.wire.messages import ErrorCode, PublishRequest
 
 
@@ -32,10 +33,10 @@ def test_the_same_request_is_one_publication() -> None:
 def test_uncommitted_and_older_versions_are_refused() -> None:
     publications = Publications(keep=2)
     publications.publish(request(3), 0, 3)
-    with pytest.raises(PublicationError) as future:
+    with pytest.raises(ApiError) as future:
         publications.publish(request(5), 0, 4)
     assert future.value.code is ErrorCode.FUTURE_VERSION
-    with pytest.raises(PublicationError) as older:
+    with pytest.raises(ApiError) as older:
         publications.publish(request(2), 0, 4)
     assert older.value.code is ErrorCode.CONFLICT
 

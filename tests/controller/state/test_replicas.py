@@ -5,7 +5,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from controller.state.replicas import MAX_ABSENT, Registry, Replica, ReplicaError
+from controller.errors import ApiError
+from controller.state.replicas import MAX_ABSENT, Registry, Replica
 from schema.wire.messages import ErrorCode, HeartbeatRequest, RegisterRequest, Role
 
 TIMEOUT = 10.0
@@ -17,7 +18,7 @@ def request(name: str = "rollout-0", number: int = 0, role: Role = "rollout") ->
 
 
 def refusal(call: object, *arguments: object, **named: object) -> ErrorCode:
-    with pytest.raises(ReplicaError) as refused:
+    with pytest.raises(ApiError) as refused:
         call(*arguments, **named)  # type: ignore[operator]
     return refused.value.code
 
@@ -136,7 +137,7 @@ class RegistryMachine(RuleBasedStateMachine):
         role: Role = "policy" if name == "c" else "rollout"
         try:
             registered = self.registry.register(request(name, self.number, role), self.now)
-        except ReplicaError as error:
+        except ApiError as error:
             assert error.code is ErrorCode.STALE_INCARNATION  # noqa: PT017
             return
         before = self.newest.get(name)

@@ -4,8 +4,7 @@ import random
 
 import pytest
 
-from controller.state.validation import MAX_RESTARTS, Validation
-from controller.state.validation_group import ValidationGroup, ValidationParams
+from controller.state.validation import MAX_RESTARTS, Validation, ValidationGroup, ValidationParams
 from schema.wire.messages import ErrorCode
 from schema.wire.sample import SampleHeader
 from tests.controller.drivers import make_header
@@ -22,7 +21,7 @@ def lease(
     validation: Validation, version: int, n: int = 8, replica: str = "a", now: float = 0.0, request: str = ""
 ) -> list[ValidationGroup]:
     name = request or f"request-{random.random()}"
-    return validation.lease(replica, name, version, version + 1, n, now).groups
+    return validation.lease(replica, name, version, version + 1, n, now)
 
 
 def finish(validation: Validation, groups: list[ValidationGroup], version: int, **changes: object) -> None:
@@ -263,10 +262,10 @@ def test_random_schedules(seed: int) -> None:
             granted = validation.lease(
                 name, f"r{now}", version_of[name], version_of[name] + 1, chance.choice([1, 2, 5]), now
             )
-            for group in granted.groups:
-                assert granted.version == version_of[name]
+            for group in granted:
+                assert validation.pinned == version_of[name]
                 assert group.lease_id is not None
-                held[name].append((validation.group_name(group), group.lease_id, granted.version))
+                held[name].append((validation.group_name(group), group.lease_id, version_of[name]))
         elif event < 0.9 and held[name]:
             group_name, lease_id, version = held[name].pop(0)
             for index in range(PARAMS.n_samples):

@@ -94,13 +94,13 @@ def test_which_files_may_still_be_read() -> None:
     ids = {group.id: group.lease_id or "" for group in (first, second, third)}
 
     def kept(name: str, age: float = 0.0) -> bool:
-        return needed(ledger, f"{name}.{ids.get(name, 'x')}.0", age)
+        return needed(ledger.table, f"{name}.{ids.get(name, 'x')}.0", age)
 
     assert kept(first.id, 10 * GRACE), "leased: its stub may be on the way"
     fill(ledger, first)
     fill(ledger, second)
     assert kept(first.id, 10 * GRACE)
-    assert not needed(ledger, f"{first.id}.another.0", 0.0), "of a lease that did not deliver"
+    assert not needed(ledger.table, f"{first.id}.another.0", 0.0), "of a lease that did not deliver"
     train(ledger)
     assert not kept(first.id)
     ledger.release(ids[third.id])
@@ -108,9 +108,9 @@ def test_which_files_may_still_be_read() -> None:
     assert not kept(third.id, 2 * GRACE)
     assert kept("e0-p9"), "this ledger may have lost history"
     assert not kept("e0-p9", 2 * GRACE)
-    assert needed(ledger, "somebody's.txt", 1e9), "what is none of ours stays"
-    assert needed(ledger, ".half-written", 1.0)
-    assert not needed(ledger, ".half-written", 2 * GRACE)
+    assert needed(ledger.table, "somebody's.txt", 1e9), "what is none of ours stays"
+    assert needed(ledger.table, ".half-written", 1.0)
+    assert not needed(ledger.table, ".half-written", 2 * GRACE)
 
 
 def test_a_sweep_removes_after_the_ledger_is_stored(tmp_path: Path) -> None:
@@ -126,12 +126,12 @@ def test_a_sweep_removes_after_the_ledger_is_stored(tmp_path: Path) -> None:
     now = [0.0]
     files = PayloadFiles(tmp_path, clock=lambda: now[0])
     os.utime(tmp_path / "e5-p0.x.0", (0, 0))
-    assert asyncio.run(files.sweep(ledger, saved)) == 0, "the clock of its writer says nothing"
+    assert asyncio.run(files.sweep(ledger.table, saved)) == 0, "the clock of its writer says nothing"
     now[0] = 2 * GRACE
-    assert asyncio.run(files.sweep(ledger, saved)) == 1
+    assert asyncio.run(files.sweep(ledger.table, saved)) == 1
     assert seen == [2]
     assert [path.name for path in tmp_path.iterdir()] == [f"{group.id}.{group.lease_id}.0"]
-    assert asyncio.run(PayloadFiles(tmp_path / "none").sweep(ledger, saved)) == 0
+    assert asyncio.run(PayloadFiles(tmp_path / "none").sweep(ledger.table, saved)) == 0
 
 
 def test_a_file_that_vanishes_while_it_is_listed_keeps_no_other(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_a_file_that_vanishes_while_it_is_listed_keeps_no_other(tmp_path: Path) 
         for _ in range(200):
             names = {name for name, _ in files._list()}
             assert names >= {f"e5-p{number}.x.0" for number in range(3)}
-        assert asyncio.run(files.sweep(make(), saved)) == 3
+        assert asyncio.run(files.sweep(make().table, saved)) == 3
     finally:
         over.set()
         writer.join()
@@ -199,7 +199,7 @@ def test_payloads_pass_by_the_controller(stage: Stage, tmp_path: Path) -> None:
     trainer.commit(0)
 
     def swept() -> bool:
-        served.run(served.controller.upkeep.tick())
+        served.run(served.controller.reaper.tick())
         return not list(rollout.root.iterdir())
 
     until(swept, "the sweep of what was trained")

@@ -1,0 +1,154 @@
+"""Committed steps and the timeline they lie on: what jobs of both kinds count, and all that a supervised job has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Self
+
+from controller.errors import ApiError
+from controller.ledger.group import Group, State
+from controller.ledger.reconcile import Lineage
+from controller.ledger.values import Changes, Totals
+from schema.wire.messages import ErrorCode, LedgerSnapshot, LedgerStatus
+
+
+class Progress:
+    """How far a job has come. `header` and `load` are its stored form."""
+
+    def __init__(self) -> None:
+        self.committed = 0
+        self.durable = 0
+        """Steps that a complete checkpoint contains."""
+        self.timeline = 0
+        self.began = 0
+        """Step at which the present timeline began."""
+        self.lineage = Lineage()
+        self.totals = Totals()
+
+    def require(self, step: int, what: str) -> None:
+        """Raise `ApiError` unless `step` steps are committed."""
+        if step > self.committed:
+            raise ApiError(ErrorCode.WRONG_STEP, f"{what} of step {step}, committed are {self.committed}")
+
+    def go_back(self, step: int, timeline: int | None) -> None:
+        """To the checkpoint after `step` steps; a new timeline begins (its number, if it has one already)."""
+        self.committed, self.began, self.durable = step, step, min(self.durable, step)
+        self.timeline = self.timeline + 1 if timeline is None else timeline
+        self.lineage.begin(self.timeline, step)
+
+    def go_on_from(self, snapshot: LedgerSnapshot, timeline: int | None, began: int | None) -> None:
+        """From a checkpoint; a new timeline begins, unless the caller says which one it is and where it began."""
+        self.committed = self.durable = snapshot.committed_steps
+        self.began = snapshot.committed_steps if began is None else began
+        self.timeline = max(self.timeline, snapshot.timeline) + 1 if timeline is None else timeline
+        self.lineage.begin_from(snapshot.timeline, self.committed, self.timeline, self.began)
+
+    def header(self) -> dict[str, Any]:
+        """The job's own numbers, as plain values."""
+        return {
+            "committed": self.committed,
+            "durable": self.durable,
+            "timeline": self.timeline,
+            "began": self.began,
+            "lineage": self.lineage.to_record(),
+        }
+
+    def load(self, header: Mapping[str, Any]) -> None:
+        """Take over what `header` gave."""
+        self.committed, self.durable = header["committed"], header["durable"]
+        self.timeline, self.began = header["timeline"], header["began"]
+        self.lineage = Lineage.from_header(header)
+
+
+class StepCounter(Progress):
+    """The ledger of a supervised job: steps, without groups. It answers as `GroupTable` and `Ledger` do."""
+
+    epochs = 0
+    """Its trainer knows: rows are counted there."""
+    ready = outstanding = 0
+
+    def __init__(self, total_steps: int, n_positions: int | None = None) -> None:
+        super().__init__()
+        self.total_steps, self.n_positions = total_steps, n_positions
+
+    @classmethod
+    def restore(cls, total_steps: int, header: Mapping[str, Any], n_positions: int | None = None) -> Self:
+        counter = cls(total_steps, n_positions)
+        counter.load(header)
+        return counter
+
+    @property
+    def finished(self) -> bool:
+        return self.committed >= self.total_steps
+
+    def commit(self, step: int) -> bool:
+        """Finish a step; False if it was committed before."""
+        if step < self.committed:
+            return False
+        if step > self.committed or self.finished:
+            detail = f"step {step} cannot be committed: {self.committed} of {self.total_steps} steps are done"
+            raise ApiError(ErrorCode.WRONG_STEP, detail)
+        self.committed += 1
+        return True
+
+    def checkpoint(self, step: int) -> int:
+        self.require(step, "checkpoint")
+        self.durable = max(self.durable, step)
+        return self.durable
+
+    def snapshot(self, step: int) -> LedgerSnapshot:
+        self.require(step, "snapshot")
+        return LedgerSnapshot(
+            committed_steps=step,
+            timeline=self.timeline,
+            frontier=0,
+            untrained=[],
+            n_positions=self.n_positions,
+        )
+
+    def rewind(self, step: int, timeline: int | None = None) -> None:
+        self.require(step, "rewind")
+        self.go_back(step, timeline)
+
+    def check_snapshot(self, snapshot: LedgerSnapshot) -> None:
+        """Raises `ApiError` for a checkpoint of other data."""
+        if snapshot.n_positions not in (None, self.n_positions):
+            raise ApiError(
+                ErrorCode.CONFLICT,
+                f"the checkpoint was made with {snapshot.n_positions} prepared rows, this job has "
+                f"{self.n_positions}: its steps would be other rows. Use the same data, or start from the "
+                f"checkpoint's exported weights (policy.model_name_or_path) without resuming",
+            )
+
+    def begin_from(
+        self, snapshot: LedgerSnapshot, timeline: int | None = None, began: int | None = None
+    ) -> None:
+        """Go on from a checkpoint. Raises as `check_snapshot`."""
+        self.check_snapshot(snapshot)
+        self.go_on_from(snapshot, timeline, began)
+
+    # ---- there are no groups ------------------------------------------------------------------------------
+
+    def in_state(self, state: State) -> Iterable[Group]:
+        return ()
+
+    def batch(self, step: int) -> list[Group] | None:
+        return None
+
+    def status(self) -> LedgerStatus:
+        return LedgerStatus(created=0, states={}, dropped={}, staleness={}, max_staleness=0, bound=0)
+
+    def take_changes(self) -> Changes:
+        return Changes([], [], self.header())
+
+    def abandon_step(self) -> int:
+        return 0
+
+    def expire(self, now: float) -> int:
+        return 0
+
+    def extend_leases(self, seconds: float, now: float) -> None:
+        pass
+
+    def close(self) -> bool:
+        return False
