@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from controller.api.connections import MAX_HEAD, PatientProtocol, connection_limit
 from controller.api.limits import BodyLimit, Budget
 from controller.errors import ApiError
-from controller.services.errors import problem
+from controller.services.errors import refusal
 from tests.support.waiting import PATIENCE
 
 GRACE = PATIENCE / 2
@@ -37,7 +37,7 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
         body = await Request(scope, receive).body()
         answer = Response(b"x" * 64_000_000 if scope["path"] == "/large" else str(len(body)))
     except ApiError as error:
-        answer = problem(error.code, error.detail, headers=error.headers)
+        answer = refusal(error)
     await answer(scope, receive, send)
 
 
