@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import counts
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -36,3 +38,20 @@ def test_the_schema_needs_no_server_libraries() -> None:
     code = "import sys, schema.config; sys.exit(', '.join({'fastapi', 'redis', 'httpx'} & set(sys.modules)) or 0)"
     result = run(sys.executable, "-c", code)
     assert result.returncode == 0, result.stderr
+
+
+def test_package_roots_hold_entry_points_and_little_else() -> None:
+    assert len(counts.roots()) <= 45, counts.roots()
+    assert counts.crowded() == {}
+
+
+def test_small_modules_with_one_importer_are_few() -> None:
+    assert len(counts.lonely()) <= 28, counts.lonely()
+
+
+def test_functions_are_not_long() -> None:
+    assert counts.long() == {}
+
+
+def test_phrases_that_an_engineer_would_not_write_are_rare() -> None:
+    assert {phrase: n for phrase, n in counts.english().items() if n > 13} == {}
