@@ -125,26 +125,27 @@ class Ledger:
         self, version: int, published_version: int, probe: bool
     ) -> tuple[Group | None, Refusal | None]:
         """The next waiting or new group if a lease at `version` is admissible."""
+        table, params = self.table, self.params
         admission = Admission(
-            committed=self.table.committed,
-            first_step=self.table.first_step,
-            bound=self.params.staleness_bound,
-            groups_per_step=self.params.groups_per_step,
-            slots=self.params.slots,
-            deadlines=self.table.deadlines,
+            committed=table.committed,
+            first_step=table.first_step,
+            bound=params.staleness_bound,
+            groups_per_step=params.groups_per_step,
+            slots=params.slots,
+            deadlines=table.deadlines,
             lag=self._lag.typical(),
             published_version=published_version,
         )
-        refusal = admission.decide(version + self.params.staleness_bound)
+        refusal = admission.decide(version + params.staleness_bound)
         if refusal is not None:
             return None, refusal
-        group = self._least_tried() if probe else self.table.first_waiting()
+        group = self._least_tried() if probe else table.first_waiting()
         if group is None:
-            return self.table.create(), None
+            return table.create(), None
         if group.samples:
-            kept = min(version, group.oldest_version()) + self.params.staleness_bound
+            kept = min(version, group.oldest_version()) + params.staleness_bound
             if admission.decide(kept) is not None:  # too old to be finished in time: begin again
-                self.table.discard_samples(group)
+                table.discard_samples(group)
         return group, None
 
     def _least_tried(self) -> Group | None:
@@ -161,13 +162,14 @@ class Ledger:
         return None if more and group is not None and group.attempt >= self.params.max_attempts else group
 
     def _grant(self, group: Group, replica_id: str, request_id: str, version: int, now: float) -> None:
+        table, params = self.table, self.params
         oldest = group.oldest_version() if group.samples else version
         group.attempt += 1
         group.lease_id = self._new_lease_id()
         group.replica_id, group.request_id = replica_id, request_id
-        group.lease_version, group.lease_step = version, self.table.committed
-        group.expires = now + self.params.lease_timeout
-        self.table.move(group, State.LEASED, deadline=min(version, oldest) + self.params.staleness_bound)
+        group.lease_version, group.lease_step = version, table.committed
+        group.expires = now + params.lease_timeout
+        table.move(group, State.LEASED, deadline=min(version, oldest) + params.staleness_bound)
 
     def renew(self, replica_id: str, lease_ids: Iterable[str], now: float) -> list[str]:
         """A heartbeat: extend the listed leases, release those that it forgot, return those it lost."""
@@ -260,21 +262,22 @@ class Ledger:
         error is tried again whatever `on_reward_error` says, and costs the group none of its attempts.
         """
         del now  # a push under a valid lease is welcome however late: expiry is decided by `expire` alone
-        group = self.table.groups.get(name)
+        table, n_samples = self.table, self.params.n_samples
+        group = table.groups.get(name)
         if group is None:
             return self._unknown(name, lease_id)
-        if header.index != index or not 0 <= index < self.params.n_samples:
-            detail = f"sample {index} (header says {header.index}) of a group of {self.params.n_samples}"
+        if header.index != index or not 0 <= index < n_samples:
+            detail = f"sample {index} (header says {header.index}) of a group of {n_samples}"
             return PushOutcome(False, code=ErrorCode.BAD_REQUEST, detail=detail)
         known = group.samples.get(index)
         if (known is not None and known.lease_id == lease_id) or lease_id == group.completed_lease:
-            self.table.totals.duplicates += 1
+            table.totals.duplicates += 1
             return PushOutcome(True, duplicate=True)
         if group.state is not State.LEASED or group.lease_id != lease_id:
             detail = f"lease {lease_id} of group {name} has ended; the group is {group.state}"
             return PushOutcome(False, code=ErrorCode.LEASE_LOST, detail=detail)
         if known is not None:  # an earlier holder delivered this very sample (same seed): keep the first
-            self.table.totals.duplicates += 1
+            table.totals.duplicates += 1
             return PushOutcome(True, duplicate=True)
         meta = SampleMeta.of(header, n_bytes, lease_id, first, offset, text)
         if meta.oldest_version(group.lease_version) < group.lease_version:
@@ -282,8 +285,8 @@ class Ledger:
                 f"tokens of version {header.oldest_version} under a lease at version {group.lease_version}"
             )
             return PushOutcome(False, code=ErrorCode.CONFLICT, detail=detail)
-        self.table.add_sample(group, meta)
-        if len(group.samples) == self.params.n_samples:
+        table.add_sample(group, meta)
+        if len(group.samples) == n_samples:
             return PushOutcome(True, complete=True, failure=self._complete(group, outage))
         return ACCEPTED
 
@@ -362,10 +365,11 @@ class Ledger:
 
     def _check_consumption(self, groups: Sequence[Group]) -> bool:
         """The safety net: no chosen group may hold tokens beyond the bound. Admission makes this impossible."""
-        over = [g for g in groups if self.table.committed - g.oldest_version() > self.params.staleness_bound]
+        table, params = self.table, self.params
+        over = [g for g in groups if table.committed - g.oldest_version() > params.staleness_bound]
         for group in over:
-            self.table.totals.over_bound += len(group.samples)
-            self.table.drop(group, DropReason.STALE)
+            table.totals.over_bound += len(group.samples)
+            table.drop(group, DropReason.STALE)
         return bool(over)
 
     def _wait_or_drop(self, waiting: Waiting, now: float) -> Assembled | Waiting:
