@@ -97,14 +97,14 @@ def test_replicas_come_and_go_until_nobody_can_go_on(tmp_path: Path, model: Path
     config.write_text(text + "\n[weight_sync]\nkeep = 50\n")
     with Program(config) as program:
         program.until_step(1)
-        assert "there are: rollout-0, rollout-1" in command("drain", "nobody", program.run_dir).stderr
+        assert "live replicas: rollout-0, rollout-1" in command("drain", "nobody", program.run_dir).stderr
         token = (program.run_dir / ".tokens" / "rollout").read_text().strip()
         guests = Guests(program.client().url, token)
         guests.start()
         drained = command("drain", "rollout-1", program.run_dir)
         assert drained.returncode == 0, drained.stderr
         program.until("it has left", lambda _: replicas(program)["rollout-1"].state == "left")
-        assert "is left already" in command("drain", "rollout-1", program.run_dir).stderr
+        assert "has state left already" in command("drain", "rollout-1", program.run_dir).stderr
         program.until("all guests have come and gone", lambda _: guests.gone, timeout=2 * LONG)
         assert guests.errors == []
         assert len(guests.left) == GUESTS

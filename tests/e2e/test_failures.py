@@ -32,7 +32,7 @@ def test_vllm_survives_a_kill_and_leaves_no_orphan_when_the_launcher_is_killed(
             ledger = client.send(api.ledger())
             found = {info.name: info.incarnation for info in client.send(api.replicas())}
         assert (ledger.over_bound, ledger.max_staleness <= 2) == (0, True)
-        assert found == {"rollout-0": 2}
+        assert found["rollout-0"] == 2
         program.note_processes()
         program.process.kill()
         program.wait()
