@@ -70,7 +70,7 @@ class Guests:
         async with boot:  # models are made in a context that all threads of a process share
             running = asyncio.create_task(worker.run())
             await self._until(lambda: worker._booted or running.done())
-        await self._until(lambda: bool(len(worker._held)) or running.done())
+        await self._until(lambda: bool(len(worker._leases)) or running.done())
         worker.shutdown.ask("stop" if number % 2 else "drain", "the visit is over")
         await running
         self.left.append(f"guest-{number}")
