@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--replace",
         action="store_true",
-        help="take the job over at once from whoever is in charge of it, instead of standing by",
+        help="take the job over at once from the controller in charge of it, instead of waiting as its standby",
     )
     options = parser.parse_args(arguments)
     configure_logging(level=os.environ.get("COSMOS_LOG_LEVEL", "INFO").upper())

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import signal
+from itertools import chain, combinations
+from pathlib import Path
 
 import pytest
+from _pytest.mark.expression import Expression
 
 from tests.support.effort import SOAK
 
@@ -18,12 +22,31 @@ LONGEST_FIRST = (
     "tests/e2e/test_learning",
     "tests/e2e/test_kills",
     "tests/e2e/",
-    "tests/weight_sync/test_collective",
-    "tests/rollout_worker/test_vllm",
+    "tests/rollout_worker/engines/vllm",
     "tests/liveness/test_vllm",
 )
 """Files in the order in which `make e2e` hands them out (`--dist loadfile --no-loadscope-reorder`); then the others.
 A long file that came last would leave two of three processes idle."""
+MARK = re.compile(r"\bmark\.(slow|e2e|soak|scaled)\b")
+OF_ALL = re.compile(r"^pytestmark = .*$", re.MULTILINE)
+BY_HELPERS = {"soak"}
+"""Marks that parameters get without naming them (`tests.support.effort.combinations`)."""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not even import a file of which `-m` can select nothing: torch and vLLM take seconds, in each process."""
+    if not config.option.markexpr or collection_path.suffix != ".py":
+        return None
+    wanted = Expression.compile(config.option.markexpr)
+    text = collection_path.read_text()
+    certain = {mark for line in OF_ALL.findall(text) for mark in MARK.findall(line)}
+    possible = sorted((set(MARK.findall(text)) | BY_HELPERS) - certain)
+    worlds = chain.from_iterable(combinations(possible, n) for n in range(len(possible) + 1))
+
+    def selects(marks: set[str]) -> bool:
+        return wanted.evaluate(lambda name, /, **_: name in marks)
+
+    return None if any(selects({*certain, *some}) for some in worlds) else True
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

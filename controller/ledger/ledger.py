@@ -294,7 +294,7 @@ class Ledger:
         """The answer to a sample of a group that is not kept whole any more, or never was."""
         group = self.table.find(name)
         if group is None:
-            return PushOutcome(False, code=ErrorCode.NOT_FOUND, detail=f"there is no group {name}")
+            return PushOutcome(False, code=ErrorCode.NOT_FOUND, detail=f"group {name} does not exist")
         detail = f"lease {lease_id} of group {name} has ended; the group is {group.state}"
         return PushOutcome(False, code=ErrorCode.LEASE_LOST, detail=detail)
 

@@ -138,7 +138,7 @@ class PublicationService:
         job.registry.seen(replica, job.clock())
         publication = job.publications.find(publication_id)
         if publication is None:
-            raise ApiError(ErrorCode.NOT_FOUND, f"there is no publication {publication_id}")
+            raise ApiError(ErrorCode.NOT_FOUND, f"publication {publication_id} does not exist")
         wanted = job.config.weight_sync.transport
         if job.updates.report(publication, report, wanted, job.wall()):
             self._look_at(publication, report)

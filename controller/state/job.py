@@ -257,7 +257,7 @@ class Job:
         """One group. Raises `ApiError` if there is none of this id."""
         group = self.require_ledger().table.find(name)
         if group is None:
-            raise ApiError(ErrorCode.NOT_FOUND, f"there is no group {name}")
+            raise ApiError(ErrorCode.NOT_FOUND, f"group {name} does not exist")
         return group
 
     def commit_reply(self, *, publish: bool) -> CommitReply:

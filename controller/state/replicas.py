@@ -293,7 +293,7 @@ class Registry:
         if not replica.knows(secret):
             raise ApiError(
                 ErrorCode.NOT_YOURS,
-                f"this call does not carry the secret that {replica_id} registered with: nobody else acts for it",
+                f"this call does not carry the secret that {replica_id} registered with: no other process may act for it",
             )
         return replica
 

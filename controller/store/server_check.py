@@ -61,7 +61,7 @@ class ServerFacts:
         found = []
         if self.append_only and not self.keeps_what_it_acknowledges:
             found.append(
-                "it is older than 7.2 and cannot tell when a commit is on disk, a power cut may lose the last ones: "
+                "it is older than 7.2 and does not report when a commit is on disk, a power cut may lose the last ones: "
                 "set `appendfsync always`"
             )
         if not self.append_only:

@@ -281,7 +281,7 @@ class WeightFollower:
                 f"{'; '.join(problems[:MAX_NAMED])}"
             )
         if checksum.content_hash is None:
-            log.info("the engine cannot tell the hash of the weights it serves")
+            log.info("the engine cannot report the hash of the weights it serves")
         else:
             log.info(
                 "the weights being served are those of version %d (%s)",

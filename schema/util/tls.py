@@ -34,7 +34,7 @@ def load_pair(context: ssl.SSLContext, cert: str, key: str) -> None:
         _require_readable(file)
 
     def no_passphrase() -> str:
-        raise TlsFileError(f"{key} is encrypted, and nobody is there to type its passphrase: decrypt it")
+        raise TlsFileError(f"{key} is encrypted, and its passphrase cannot be entered: decrypt it")
 
     try:
         context.load_cert_chain(cert, key, no_passphrase)

@@ -111,7 +111,7 @@ class PromptFile:
         if not sound:
             raise PromptFileError(f"{self._path} is damaged: its offsets do not divide it into rows")
         if self._loss_mask is not None and self._loss_mask.get_shape()[0] != tokens:
-            raise PromptFileError(f"{self._path} is damaged: there is not one loss mask for each token")
+            raise PromptFileError(f"{self._path} is damaged: it has not one loss mask for each token")
 
     def __len__(self) -> int:
         return len(self._row_ends)

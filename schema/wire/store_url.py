@@ -42,7 +42,7 @@ def parse_url(url: str) -> S3Place:
     prefix = rest.removesuffix("/")
     if "@" in bucket:
         raise ValueError(
-            "the address of a bucket holds no credentials: remove what stands before the '@'; they come from "
+            "the address of a bucket holds no credentials: remove the part before the '@'; they come from "
             "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
         )
     if not _BUCKET.fullmatch(bucket) or ".." in bucket:

@@ -4,7 +4,8 @@
     N runs with kill -9 at random moments ─▶ the same ─────────────────┴─▶ equal, or the first step that differs
 
 What is killed and when is a function of the seed (the moment within a step is the machine's, and that is the point):
-the trainer, a rollout replica, the controller, Redis, or the launcher itself, which is then started with --resume.
+the trainer, a rollout replica, the controller, Redis, or the launcher, alone or with all processes of the job at once
+as in a power cut; the job is then started with --resume.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,9 @@ from examples.quickstart.make_model import make_model
 from tests.e2e.program import Program, write_config
 from tests.support.waiting import until
 
-VICTIMS = ("policy_worker", "rollout_worker", "controller", "redis", "launcher")
+VICTIMS = ("policy_worker", "rollout_worker", "controller", "redis", "launcher", "everything")
+RESUMED = ("launcher", "everything")
+"""Victims after which a job goes on only when it is started again."""
 EXACT = "seed = 3\ndeterministic = true\noptm_warmup_steps = 0"
 CHECKPOINTS = """
 [train.ckpt]
@@ -155,20 +159,23 @@ def run(config: Path, kills: Sequence[Kill] = ()) -> Outcome:
     arguments: tuple[str, ...] = ()
     while True:
         with Program(config, arguments) as program:
-            while pending:
-                kill = pending.pop(0)
-                if not _reached(program, kill):
-                    pending.clear()
-                    break
-                _strike(program, kill.victim)
-                done.append(f"{kill.victim} {kill.after:.2f} s after step {kill.step}")
-                if kill.victim == "launcher":
-                    break
-            else:
-                return _outcome(program.finish(), program.run_dir, done)
-            if not pending and (not done or not done[-1].startswith("launcher")):
+            if _survives(program, pending, done):
                 return _outcome(program.finish(), program.run_dir, done)
         arguments = ("--resume",)
+
+
+def _survives(program: Program, pending: list[Kill], done: list[str]) -> bool:
+    """Move kills from `pending` to `done`, as far as the job goes on by itself: False where it must be resumed."""
+    while pending:
+        kill = pending.pop(0)
+        if not _reached(program, kill):
+            pending.clear()
+            break
+        _strike(program, kill.victim)
+        done.append(f"{kill.victim} {kill.after:.2f} s after step {kill.step}")
+        if kill.victim in RESUMED:
+            return False
+    return True
 
 
 def _reached(program: Program, kill: Kill) -> bool:
@@ -184,9 +191,12 @@ def _reached(program: Program, kill: Kill) -> bool:
 
 
 def _strike(program: Program, victim: str) -> None:
-    program.note_processes()
-    if victim == "launcher":
+    processes = program.note_processes()
+    if victim in RESUMED:
         program.process.kill()
+        for process in processes if victim == "everything" else ():
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
         program.wait()
         program.wait_no_orphans()
     elif victim == "redis":

@@ -182,6 +182,7 @@ def test_verl_grpo(place: Path) -> None:
     assert found["validations"][0]["version"] == 0
 
 
+@pytest.mark.soak
 def test_verl_sft(place: Path) -> None:
     """verl's default is one GPU and more; without one the file needs to be told."""
     found = summary(convert_and_launch(place, "sft.yaml", SFT, "placement.gpus_per_node=0"))

@@ -18,14 +18,18 @@ def folder(root: Path, name: str) -> Path:
 
 
 def test_reinforcement_ends_with_the_same_bits(tmp_path: Path, model: Path) -> None:
-    """The trainer dies between two checkpoints, then a rollout replica at work; then the launcher, and with it all
-    that it has started."""
+    """A rollout replica dies at work, the trainer between two checkpoints; then all processes at once, as in a power
+    cut: the launcher that resumes the run says that all have ended, so no replica waits for its name."""
     calm = run(exact_grpo(folder(tmp_path, "calm"), model, steps=6))
     assert calm.ledger["dropped"].get("zero_variance", 0) > 0, "groups without signal are replaced"
-    kills = [Kill("rollout_worker", 0, 0.1), Kill("policy_worker", 1, 0.2), Kill("launcher", 3, 0.3)]
+    assert set(calm.ledger["staleness"]) == {"0"}, "on-policy"
+    kills = [Kill("rollout_worker", 0, 0.1), Kill("policy_worker", 1, 0.2), Kill("everything", 3, 0.3)]
     disturbed = run(exact_grpo(folder(tmp_path, "disturbed"), model, steps=6), kills)
     assert len(disturbed.kills) == len(kills), "the run was over before"
     check_same(calm, disturbed)
+    log = (tmp_path / "disturbed" / "run" / "logs" / "rollout-0.log").read_text()
+    assert "registered as rollout-0.3" in log
+    assert "waiting for the name" not in log
 
 
 def test_supervised_training_ends_with_the_same_bits(tmp_path: Path, model: Path) -> None:

@@ -1,42 +1,18 @@
-"""How a job ends when it cannot go on, by Ctrl-C, or with its launcher; see test_kills for what it survives."""
+"""How a job ends when it cannot go on, or by Ctrl-C; see test_kills for what it survives."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-from contextlib import suppress
 from pathlib import Path
 
-import psutil
 import pytest
 
-from controller.client import calls as api
-from tests.e2e.held import go_on, hold
-from tests.e2e.program import Program, check_ledger, write_config
+from tests.e2e.program import Program, write_config
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.e2e
-
-
-def test_vllm_survives_a_kill_and_leaves_no_orphan_when_the_launcher_is_killed(
-    tmp_path: Path, model: Path
-) -> None:
-    config = hold(write_config(tmp_path, model, engine="vllm", steps=2000, rows=20_000), step=6, rows=8000)
-    with Program(config) as program:
-        program.until_step(3)
-        program.kill("rollout_worker")
-        go_on(program)
-        program.until_step(10)
-        with program.client() as client:
-            ledger = client.send(api.ledger())
-            found = {info.name: info.incarnation for info in client.send(api.replicas())}
-        assert (ledger.over_bound, ledger.max_staleness <= 2) == (0, True)
-        assert found["rollout-0"] == 2
-        program.note_processes()
-        program.process.kill()
-        program.wait()
-        program.wait_no_orphans()
 
 
 @pytest.mark.soak
@@ -49,26 +25,6 @@ def test_ctrl_c_ends_in_order_and_leaves_nobody(tmp_path: Path, model: Path, eng
         program.process.send_signal(signal.SIGINT)
         assert program.wait() == 130
         program.wait_no_orphans(timeout=1.0)
-
-
-def test_after_a_power_cut_no_replica_waits_for_its_name(tmp_path: Path, model: Path) -> None:
-    """Nobody could leave, and the secrets are gone: the launcher that resumes the run says that all have ended."""
-    config = write_config(tmp_path, model, steps=4, validation=False)
-    config.write_text(config.read_text() + "\n[train.ckpt]\nenable_checkpoint = true\nsave_freq = 1\n")
-    with Program(hold(config, step=2, rows=200)) as program:
-        program.until("a checkpoint", lambda _: list(program.run_dir.glob("checkpoints/latest")))
-        processes = program.note_processes()
-        program.process.kill()
-        for process in processes:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-        program.wait()
-    go_on(program)
-    with Program(config, ("--resume",)) as program:
-        check_ledger(program.finish(), 2, trained=4 * 4)
-        log = (program.run_dir / "logs" / "rollout-0.log").read_text()
-        assert "registered as rollout-0.2" in log
-        assert "waiting for the name" not in log
 
 
 @pytest.mark.soak

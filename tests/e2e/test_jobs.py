@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.e2e.held import go_on, hold
 from tests.e2e.program import Program, check_ledger, write_config
 
 pytestmark = pytest.mark.e2e
@@ -16,16 +17,21 @@ pytestmark = pytest.mark.e2e
 @pytest.mark.parametrize(
     ("engine", "bound"),
     [
-        ("transformers", 0),
         ("vllm", 4),
+        pytest.param("transformers", 0, marks=pytest.mark.soak),
         pytest.param("transformers", 4, marks=pytest.mark.soak),
         pytest.param("vllm", 0, marks=pytest.mark.soak),
     ],
 )
 def test_nothing_is_older_than_the_bound(tmp_path: Path, model: Path, engine: str, bound: int) -> None:
-    config = write_config(tmp_path, model, engine=engine, bound=bound, steps=8)
+    """Nor does it change anything that a replica is killed at work: its successor takes its place."""
+    config = hold(write_config(tmp_path, model, engine=engine, bound=bound, steps=8), step=3, rows=32)
     with Program(config) as program:
+        program.until_step(2)
+        program.kill("rollout_worker")
+        go_on(program)
         summary = program.finish()
+    assert "registered as rollout-0.2" in (program.run_dir / "logs" / "rollout-0.log").read_text()
     ledger = check_ledger(summary, bound, trained=8 * 4)
     assert sum(ledger.staleness.values()) == 8 * 16, "every sample was trained once"
     if bound == 0:

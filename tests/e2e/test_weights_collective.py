@@ -16,37 +16,54 @@ from tests.e2e.versions import job
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2 * LONG)]
 
+HELD, INTERVAL = 14, 5
+KEYS = f"""
+transport = "collective"
+collective_timeout = 10.0
+checksum_interval = 1
+anchor_interval = {INTERVAL}
+keep = 1
+"""
 
-def test_versions_come_from_the_trainer_and_from_the_store_while_it_stands_still(
+
+def test_versions_come_from_the_trainer_and_to_a_late_replica_as_anchor_and_deltas_from_the_store(
     tmp_path: Path, model: Path
 ) -> None:
-    held_at = 4
-    keys = 'transport = "collective"\ncollective_timeout = 10.0\nchecksum_interval = 1'
-    config = job(tmp_path, model, steps=7, keys=keys, held_at=held_at)
+    """The late one joins while the trainer stands still; its host has nothing: the copy went with its predecessor."""
 
-    def served(program: Program, version: int, updates: int) -> PublicationInfo | None:
-        for info in publications(program):
-            if info.publication.version == version and len(info.updates) >= updates:
-                return info
-        return None
+    def newest(program: Program, updates: int) -> list[PublicationInfo] | None:
+        """All publications, oldest first, once so many replicas serve the newest."""
+        found = sorted(publications(program), key=lambda info: info.publication.id)
+        last = found[-1]
+        return found if last.publication.version == HELD and len(last.updates) >= updates else None
 
-    with Program(config) as program:
-        program.until_step(held_at)
-        program.until("the newest version is served", lambda _: served(program, held_at, 1))
-        for info in publications(program):
+    with Program(job(tmp_path, model, steps=HELD + 2, keys=KEYS, held_at=HELD)) as program:
+        program.until_step(HELD)
+        found = program.until("the newest version is served", lambda _: newest(program, 1))
+        for info in found:
             assert info.publication.offer is None, "its token is nobody's business"
             for update in info.updates:
                 assert (update.transport, update.checked) == ("collective", True), update.detail
+        by_id = {info.publication.id: info for info in found}
+        last = found[-1].publication
+        assert last.kind == "delta"
+        begins = by_id[last.begins].publication.version
+        assert begins in range(HELD - INTERVAL, HELD), "an anchor that is not far away"
+        gone = {info.publication.version for info in found if info.files != "kept"}
+        assert set(range(begins)) - gone <= set(range(begins - INTERVAL - 1, begins))
         trainer = program.pid_of("policy_worker")
         os.kill(trainer, signal.SIGSTOP)
         try:
             os.kill(program.pid_of("rollout_worker"), signal.SIGTERM)
-            info = program.until("its successor has weights", lambda _: served(program, held_at, 2))
+            found = program.until("its successor has weights", lambda _: newest(program, 2))
         finally:
             os.kill(trainer, signal.SIGCONT)
-        update = info.updates[-1]
-        assert (update.transport, update.checked) == ("store", True)
-        assert "did not come within 10 s" in update.detail
+        before, late = found[-1].updates
+        assert (before.mode, late.mode) == ("in_place", "full")
+        assert (late.transport, late.checked) == ("store", True)
+        assert "did not come within 10 s" in late.detail
+        deltas = sum(by_id[number].publication.n_bytes for number in range(last.begins + 1, last.id + 1))
+        assert late.n_bytes > deltas, "the deltas, and the anchor"
         go_on(program)
         summary = program.finish()
-    check_ledger(summary, 0, trained=7 * 4)
+    check_ledger(summary, 0, trained=(HELD + 2) * 4)

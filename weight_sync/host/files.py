@@ -266,9 +266,9 @@ def open_copy(
             raise NotReadableError(f"{directory} holds no weights")
         if read_advancing(directory, state) is not None:
             raise NotReadableError(
-                f"{directory} is torn: who changed it died, and nobody has repeated it yet"
+                f"{directory} is torn: the process that changed it died, and the change has not been repeated yet"
             )
         if not state.proven:
-            raise NotReadableError(f"{directory} was left by earlier processes, and nobody has hashed it yet")
+            raise NotReadableError(f"{directory} was left by earlier processes and has not been hashed yet")
         inodes(directory, state)
         yield CopyView(directory, state)

@@ -103,7 +103,7 @@ def explain(error: Exception, client: Any, bucket_key: str) -> str:
     from botocore import exceptions as boto
 
     if isinstance(error, boto.NoCredentialsError | boto.PartialCredentialsError):
-        return "there are no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
+        return "no credentials were found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
     if isinstance(error, _of_the_network()):
         kind = type(error).__name__
         return f"{_endpoint(client)} does not answer ({kind}): check AWS_ENDPOINT_URL and the network"

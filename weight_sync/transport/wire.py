@@ -162,7 +162,7 @@ def ask(
     """
     greeting = receive_exactly(connection, len(MAGIC) + NONCE_BYTES, deadline)
     if not greeting.startswith(MAGIC):
-        raise TransferError("whoever listens there is not a trainer")
+        raise TransferError("the server at that address is not a trainer")
     name = file.encode("ascii")
     nonce, body = (
         secrets.token_bytes(NONCE_BYTES),
@@ -175,7 +175,7 @@ def ask(
     if status != Status.HERE:
         raise TransferError(_WHY.get(status, f"it answers with status {status}"))
     if not hmac.compare_digest(mac, _mac(token, b"trainer", nonces, length)):
-        raise TransferError("whoever listens there does not know the token")
+        raise TransferError("the server at that address does not have the token")
     n_bytes = int.from_bytes(length, "little")
     if n_bytes > most_bytes:
         raise TransferError(

@@ -54,7 +54,7 @@ def devices_are_distinct(config: Config) -> list[Problem]:
     for role in layouts(config):
         twice = sorted(device for device, count in Counter(role.devices).items() if count > 1)
         if twice:
-            message = f"device {_names(twice)} stands more than once in {role.key} = {role.listed}"
+            message = f"device {_names(twice)} is listed more than once in {role.key} = {role.listed}"
             problems.append(Problem(role.key, message, role.listed, "name each device once"))
     return problems
 
@@ -226,7 +226,7 @@ def no_device_is_idle(config: Config) -> list[Problem]:
         if len(roles) > 1
         else (f"device {names} of {total} is not in {lists}")
     )
-    key, hint = "placement.gpus_per_node", "leave it out if these devices are for somebody else"
+    key, hint = "placement.gpus_per_node", "leave it out if these devices are for other jobs"
     if placement.nodes == 1 and used == set(range(len(used))):
         hint = f"write {key} = {len(used)}, or name them"
     return [Problem(key, message, placement.gpus_per_node, hint, related=tuple(role.key for role in roles))]

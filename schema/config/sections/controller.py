@@ -34,10 +34,10 @@ class ControllerConfig(Section):
     )
     lock_timeout: float = key(
         10.0,
-        "Seconds without a sign of life after which a controller that stands by takes the job over.",
+        "Seconds without a sign of life after which a standby controller takes the job over.",
         ge=1.0,
         le=MAX_TIMEOUT,
-        acts="process: When a controller that stands by takes the job over.",
+        acts="process: When a standby controller takes the job over.",
     )
     start_timeout: Seconds = key(
         600.0,

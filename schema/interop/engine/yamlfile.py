@@ -103,7 +103,7 @@ class _Walk:
                 continue
             key = self._key(key_node, line)
             if key in table:
-                raise _error(f"the key `{key}` stands here a second time", self.name, line)
+                raise _error(f"the key `{key}` is repeated here", self.name, line)
             self.lines[(*path, key)] = line
             table[key] = self._value(value_node, (*path, key))
         for source in self._merge_sources(merged):
@@ -206,7 +206,7 @@ def _hint(text: str, line: int | None) -> str:
         if bare.startswith(("•", "- ``")):
             return _PAGE
         if bare.startswith(("```", ".. code", "~~~", "===", "---|")):
-            return "this is markup of a documentation page: keep only what stands inside the code block"
+            return "this is markup of a documentation page: keep only the content of the code block"
     for written in near or lines[:1]:
         if "\t" in written:
             return "YAML indents with blanks, not with tabs"

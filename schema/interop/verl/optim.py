@@ -238,7 +238,7 @@ class Optim:
     def _impl(self, context: ConversionContext, leaf: KeyPath) -> Result:
         if leaf.value in (None, "torch.optim"):
             return implicit("optimizers are torch's own")
-        return unknown(f"there are no optimizers of {shown(leaf.value)} here")
+        return unknown(f"optimizers of {shown(leaf.value)} are not available here")
 
     def _muon(self, context: ConversionContext, leaf: KeyPath) -> Result:
         if "muon" not in context.text(self.key("optimizer")).lower():

@@ -39,7 +39,7 @@ MAX_PUBLICATIONS = 256
 class DeclareRequest(Message):
     """The registration that a trainer was given, and what it has done under it."""
 
-    registration: RequestId = Field(description="Request id of the registration: tells it from others.")
+    registration: RequestId = Field(description="Request id of the registration, which identifies it.")
     name: str = Field(min_length=1, max_length=128, pattern=NAME)
     incarnation: int = Field(ge=1, lt=2**53)
     policy_epoch: Count

@@ -177,7 +177,10 @@ def test_a_copy_that_a_newcomer_disowned_is_proven_again(place: Path, versions: 
         write_model(place / ADVANCING, begun)
     (place / USERS).unlink()
     newcomer = HostCopy(place, versions.store, lock_timeout=PATIENCE)
-    with pytest.raises(NotReadableError, match="torn" if torn else "nobody has hashed it"), open_copy(place):
+    with (
+        pytest.raises(NotReadableError, match="torn" if torn else "has not been hashed yet"),
+        open_copy(place),
+    ):
         pass
     with weights.reading() as publication:
         assert publication == versions.publications[0]

@@ -205,7 +205,7 @@ def test_what_waiting_does_not_mend_is_an_error_at_once(
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    with pytest.raises(StoreError, match="no credentials: set AWS_ACCESS_KEY_ID"):
+    with pytest.raises(StoreError, match="no credentials were found: set AWS_ACCESS_KEY_ID"):
         bucket(prefix, delays=endless).probe(writing=False)
     monkeypatch.setenv("AWS_PROFILE", "nobody")
     with pytest.raises(

@@ -370,7 +370,7 @@ def test_who_does_not_know_the_token_cannot_play_the_trainer() -> None:
 
         thread = threading.Thread(target=pretend)
         thread.start()
-        with pytest.raises(TransferError, match="does not know the token"):
+        with pytest.raises(TransferError, match="does not have the token"):
             said(offer.model_copy(update={"port": listener.getsockname()[1]}), "manifest.json")
         thread.join()
 

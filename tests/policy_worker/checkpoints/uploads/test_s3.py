@@ -494,7 +494,7 @@ def test_a_probe_names_key_and_remedy(
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    with pytest.raises(SettingsError, match="no credentials: set AWS_ACCESS_KEY_ID"):
+    with pytest.raises(SettingsError, match="no credentials were found: set AWS_ACCESS_KEY_ID"):
         S3Target(BUCKET, "", "run", stop, QUICK).probe()
     monkeypatch.setenv("AWS_PROFILE", "nobody")
     with pytest.raises(SettingsError, match="nobody"):

@@ -71,7 +71,7 @@ def test_a_key_is_text_whatever_it_looks_like() -> None:
 
 def test_a_key_that_stands_twice_is_refused_with_its_line() -> None:
     problem = fault("a: 1\nb: 2\na: 3\n")
-    assert "`a` stands here a second time" in problem.message
+    assert "`a` is repeated here" in problem.message
     assert problem.line == 3
 
 
