@@ -71,7 +71,9 @@ def redis_is_verified(config: Config) -> list[Problem]:
         for name, harmless in (("ssl_cert_reqs", "required"), ("ssl_check_hostname", "true"))
         if query.get(name, [harmless])[0].lower() != harmless
     ]
-    message = f"{' and '.join(off)} in the address: any server at that address gets the password and every sample"
+    message = (
+        f"{' and '.join(off)} in the address: any server at that address gets the password and every sample"
+    )
     hint = "take it out of the address and name the server's authority with redis.tls_ca"
     return [Problem("redis.url", message, None, hint)] if off else []
 

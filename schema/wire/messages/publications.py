@@ -41,7 +41,8 @@ class PublishRequest(Message):
 class PublishReply(Message):
     publication: Publication
     collectable: list[int] = Field(
-        default_factory=list, description="Publications that are not needed any more: their files may be deleted."
+        default_factory=list,
+        description="Publications that are not needed any more: their files may be deleted.",
     )
     anchor: bool = Field(
         default=False,
