@@ -23,15 +23,25 @@ def quickstart(out: Path, *arguments: str) -> dict[str, object]:
     return json.loads((out / "grpo" / "summary.json").read_text())  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize(
-    ("engine", "seed"), [("transformers", 1), pytest.param("vllm", 3, marks=pytest.mark.soak)]
-)
-def test_a_model_learns_to_add(tmp_path: Path, engine: str, seed: int) -> None:
-    summary = quickstart(tmp_path / "quickstart", "--engine", engine, "--seed", str(seed))
+def curves(out: Path, *arguments: str) -> tuple[list[float], list[float]]:
+    """Accuracy at each validation, and the mean reward of each step."""
+    summary = quickstart(out, *arguments)
     check_ledger(summary, summary["ledger"]["bound"])  # type: ignore[arg-type, index]
     accuracy = [record["score_mean"] for record in summary["validations"]]  # type: ignore[attr-defined, index]
-    assert accuracy[0] < 0.55, "0.30 to 0.36 were seen"
-    assert accuracy[-1] > 0.7, "0.88 to 0.96 were seen"
-    rewards = [step["metrics"]["reward_mean"] for step in summary["steps"]]  # type: ignore[attr-defined, index]
-    assert mean(rewards[-5:]) > mean(rewards[:5]) + 0.3, "0.70 to 0.76 were seen"
-    assert (tmp_path / "quickstart" / "learning_curve.png").stat().st_size > 10_000
+    assert accuracy[0] < 0.55, "0.27 to 0.36 were seen"
+    assert (out / "learning_curve.png").stat().st_size > 10_000
+    return accuracy, [step["metrics"]["reward_mean"] for step in summary["steps"]]  # type: ignore[attr-defined, index]
+
+
+def test_a_model_begins_to_learn(tmp_path: Path) -> None:
+    accuracy, rewards = curves(tmp_path / "quickstart", "--set", "train.max_num_steps=20")
+    assert accuracy[-1] > accuracy[0] + 0.15, "0.39 to 0.52 more were seen"
+    assert mean(rewards[-5:]) > mean(rewards[:5]) + 0.1, "0.35 to 0.40 were seen"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("engine", "seed"), [("transformers", 1), ("vllm", 3)])
+def test_a_model_learns_to_add(tmp_path: Path, engine: str, seed: int) -> None:
+    accuracy, rewards = curves(tmp_path / "quickstart", "--engine", engine, "--seed", str(seed))
+    assert accuracy[-1] > 0.7, "0.88 to 0.98 were seen"
+    assert mean(rewards[-5:]) > mean(rewards[:5]) + 0.3, "0.55 to 0.76 were seen"

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from safetensors.torch import load_file
 
 from tests.support.fetched import fetch
-from tests.support.ports import free_port
 from tests.weight_sync.helpers import bits, put
 from weight_sync import DirectoryStore, hub_tensors
 
@@ -126,41 +123,3 @@ def test_only_floating_point_values_are_cast() -> None:
 
     found = {n: t.dtype for n, t in hub_tensors(Module(), dtype=torch.bfloat16)}
     assert found == {"weight": torch.bfloat16, "steps": torch.int64, "eighth": torch.float8_e4m3fn}
-
-
-def _rank(rank: int, port: int, root: str, case: str) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2
-    )
-    kind, changes = CASES[case]
-    model = model_of(kind, **changes)
-    mesh = init_device_mesh("cpu", (2,))
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    if rank == 0:
-        publication = put(DirectoryStore(root), hub_tensors(model))
-        (Path(root) / "publication.json").write_text(publication.model_dump_json())
-    else:
-        for _ in hub_tensors(model):
-            pass
-    torch.distributed.barrier()
-    del model, mesh  # they hold groups, whose threads must not outlive the interpreter
-    gc.collect()
-    torch.distributed.destroy_process_group()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", ["tied", "untied", "experts"])
-def test_sharded_models_are_gathered_tensor_by_tensor(case: str, tmp_path: Path) -> None:
-    from schema.wire.weights import Publication
-
-    mp.spawn(_rank, args=(free_port(), str(tmp_path), case), nprocs=2)
-    publication = Publication.model_validate_json((tmp_path / "publication.json").read_text())
-    kind, changes = CASES[case]
-    expected = {n: bits(t) for n, t in hub_tensors(model_of(kind, **changes))}
-    assert {n: bits(t) for n, t in fetch(tmp_path, publication).tensors()} == expected

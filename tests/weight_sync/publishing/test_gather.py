@@ -14,10 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from schema.wire.weights import Publication
+from tests.support.fetched import fetch
 from tests.support.ports import free_port
-from tests.weight_sync.helpers import bits
+from tests.weight_sync.helpers import bits, put
 from tests.weight_sync.test_hf_names import CASES, model_of
-from weight_sync import HubNames, WeightError, hub_tensors
+from weight_sync import DirectoryStore, HubNames, WeightError, hub_tensors
 from weight_sync.publishing.gather import Gathering, owners, shard_rows
 
 
@@ -42,6 +44,9 @@ def test_shards_are_cut_as_torch_cuts(rows: int, world: int) -> None:
     assert shard_rows(rows, world) == chunks + [0] * (world - len(chunks))
 
 
+DTYPES = (torch.bfloat16, None)
+
+
 class Odd(torch.nn.Module):
     """Rows that do not divide, ranks without a row, a replicated scalar, a buffer of integers."""
 
@@ -61,54 +66,85 @@ def build(case: str) -> torch.nn.Module:
     return model_of(kind, **changes)
 
 
-def _rank(rank: int, world: int, port: int, root: str, cases: list[str], dtype: torch.dtype | None) -> None:
+SHARDED = ("odd", "tied", "untied", "fused projections", "experts")
+
+
+def _rank(rank: int, world: int, port: int, root: Path) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard, distribute_tensor
 
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world
     )
-    for case in cases:
+    mesh = init_device_mesh("cpu", (world,))
+    for case in SHARDED:
         model: Any = build(case)
-        mesh = init_device_mesh("cpu", (world,))
         for layer in () if case == "odd" else model.model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
         gathering = Gathering(HubNames(model), rank, world)
-        for _ in range(2):  # and once more
+        for dtype in DTYPES:  # one after the other: a second time must be like the first
             found = {name: tensor.clone() for name, tensor in gathering.tensors(dtype)}
-        save_file(found, Path(root) / f"{case}-{rank}.safetensors")
-        (Path(root) / f"{case}-{rank}.json").write_text(
-            json.dumps(sum(unit.n_bytes for unit in gathering.owned))
-        )
+            save_file(found, root / f"{case}-{dtype}-{rank}.safetensors")
+        n_bytes = sum(unit.n_bytes for unit in gathering.owned)
+        (root / f"{case}-{rank}.json").write_text(json.dumps(n_bytes))
+        if rank == 0:
+            publication = put(DirectoryStore(root / "store"), hub_tensors(model))
+            (root / f"{case}.json").write_text(publication.model_dump_json())
+        else:
+            for _ in hub_tensors(model):
+                pass
         torch.distributed.barrier()
-        del model, mesh, gathering  # they hold groups, whose threads must not outlive the interpreter
+        del model, gathering  # they hold groups, whose threads must not outlive the interpreter
         gc.collect()
+    other = torch.nn.Linear(4, 4, bias=False)
+    other.weight = torch.nn.Parameter(distribute_tensor(other.weight.data, mesh, [Shard(1)]))
+    with pytest.raises(WeightError, match="'weight' is laid out as"):
+        Gathering(HubNames(other), rank, world)
+    del other, mesh
+    gc.collect()
+    torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 
+@pytest.fixture(scope="module", params=[3, pytest.param(2, marks=pytest.mark.soak)])
+def sharded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
+    """World size, and what its ranks have written. A layout that is not ours was refused by all of them."""
+    root = tmp_path_factory.mktemp("sharded")
+    mp.spawn(_rank, args=(request.param, free_port(), root), nprocs=request.param)
+    return request.param, root
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("world", "dtype"), [(2, torch.bfloat16), (3, None)])
+@pytest.mark.parametrize("case", SHARDED)
 def test_owners_get_whole_tensors_and_others_nothing(
-    world: int, dtype: torch.dtype | None, tmp_path: Path
+    case: str, sharded: tuple[int, Path], tmp_path: Path
 ) -> None:
-    cases = ["odd", "tied", "untied", "fused projections", "experts"]
-    mp.spawn(_rank, args=(world, free_port(), str(tmp_path), cases, dtype), nprocs=world)
-    for case in cases:
-        parts = [load_file(tmp_path / f"{case}-{rank}.safetensors") for rank in range(world)]
-        loads = [json.loads((tmp_path / f"{case}-{rank}.json").read_text()) for rank in range(world)]
+    world, root = sharded
+    model: Any = build(case)
+    for dtype in DTYPES:
+        parts = [load_file(root / f"{case}-{dtype}-{rank}.safetensors") for rank in range(world)]
         found = {name: tensor for part in parts for name, tensor in part.items()}
         assert sum(map(len, parts)) == len(found)
-        model: Any = build(case)
-        model.save_pretrained(tmp_path / case) if case != "odd" else None
         expected = {name: bits(tensor) for name, tensor in hub_tensors(model, dtype=dtype)}
         assert {name: bits(tensor) for name, tensor in found.items()} == expected
-        if case != "odd" and dtype is None:
-            saved = load_file(tmp_path / case / "model.safetensors")
-            assert {name: bits(tensor) for name, tensor in saved.items()} == expected
-        largest = max(unit.n_bytes for unit in HubNames(model).units)
-        assert max(loads) - min(loads) <= largest
+    if case != "odd":
+        model.save_pretrained(tmp_path)
+        saved = load_file(tmp_path / "model.safetensors")
+        assert {name: bits(tensor) for name, tensor in saved.items()} == expected
+    loads = [json.loads((root / f"{case}-{rank}.json").read_text()) for rank in range(world)]
+    assert max(loads) - min(loads) <= max(unit.n_bytes for unit in HubNames(model).units)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SHARDED)
+def test_a_sharded_model_is_published_tensor_by_tensor(case: str, sharded: tuple[int, Path]) -> None:
+    _, root = sharded
+    publication = Publication.model_validate_json((root / f"{case}.json").read_text())
+    expected = {name: bits(tensor) for name, tensor in hub_tensors(build(case))}
+    assert {name: bits(tensor) for name, tensor in fetch(root / "store", publication).tensors()} == expected
 
 
 def test_a_model_that_is_not_sharded_needs_no_group() -> None:
@@ -124,24 +160,3 @@ def test_replicas_of_a_model_share_the_work() -> None:
     parts = [dict(Gathering(HubNames(model), rank, 2).tensors()) for rank in range(2)]
     assert not parts[0].keys() & parts[1].keys()
     assert parts[0].keys() | parts[1].keys() == dict(hub_tensors(model)).keys()
-
-
-def _other_layout(rank: int, port: int) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2
-    )
-    mesh = init_device_mesh("cpu", (2,))
-    model = torch.nn.Linear(4, 4, bias=False)
-    model.weight = torch.nn.Parameter(distribute_tensor(model.weight.data, mesh, [Shard(1)]))
-    with pytest.raises(WeightError, match="'weight' is laid out as"):
-        Gathering(HubNames(model), rank, 2)
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
-
-
-@pytest.mark.slow
-def test_another_layout_is_refused() -> None:
-    mp.spawn(_other_layout, args=(free_port(),), nprocs=2)

@@ -15,6 +15,7 @@ class TestVllm(EngineContract):
     backend = "vllm"
 
 
+@pytest.mark.soak
 class TestKeepKv(KeepKvContract):
     """With a cache that outlives updates; the rest of the contract is the same engine's above."""
 

@@ -420,30 +420,6 @@ class TestRefusals:
         )
 
 
-def test_our_transfer_engine_is_one_of_the_installed_vllm() -> None:
-    """Everything that vLLM calls is there with its arguments, and our extension hides nothing of its worker."""
-    program = (
-        "import inspect\n"
-        "from vllm.distributed.weight_transfer.base import WeightTransferEngine as Base\n"
-        "from vllm.v1.engine.async_llm import AsyncLLM\n"
-        "from vllm.v1.worker.gpu_worker import Worker\n"
-        "from rollout_worker.engines.vllm.transfer import StoreWeightTransferEngine as Ours, WorkerExtension\n"
-        "assert issubclass(Ours, Base) and not inspect.isabstract(Ours)\n"
-        "for name in ('init_transfer_engine', 'start_weight_update', 'update_weights', 'receive_weights',\n"
-        "             'finish_weight_update', 'shutdown'):\n"
-        "    ours, theirs = (list(inspect.signature(getattr(c, name)).parameters) for c in (Ours, Base))\n"
-        "    assert ours == theirs, (name, ours, theirs)\n"
-        "assert Ours.defers_processing and Base.defers_processing is False\n"
-        "for name in ('start_weight_update', 'update_weights', 'finish_weight_update'):\n"
-        "    assert callable(getattr(Worker, name))\n"
-        "own = {name for name in vars(WorkerExtension) if not name.startswith('__')}\n"
-        "assert own and all(name.startswith('cosmos_') for name in own), own\n"
-        "for name in ('collective_rpc', 'update_weight_version', 'resume_generation'):\n"
-        "    assert inspect.iscoroutinefunction(getattr(AsyncLLM, name))\n"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=PATIENCE)
-
-
 def test_our_names_are_those_of_the_installed_vllm() -> None:
     from vllm import SamplingParams
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -484,6 +460,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.soak
 def test_nothing_outlives_a_killed_worker(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     (tmp_path / "config.json").write_text(config_of(tmp_path).model_dump_json())
@@ -518,26 +495,56 @@ def test_closing_while_it_boots(tmp_path: Path) -> None:
     until(lambda: not children(), "the end of all processes")
 
 
+INSTALLED = """
+import inspect
+import torch
+from vllm.distributed.weight_transfer import WeightTransferEngineFactory as factory
+from vllm.distributed.weight_transfer.base import WeightTransferEngine as Base
+from vllm.model_executor.layers import utils
+from vllm.plugins import load_general_plugins
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.worker.gpu_worker import Worker
+
+layer = torch.nn.Linear(64, 32, bias=False).requires_grad_(False)
+utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+assert layer.weight.numel() == 0, "vLLM keeps the weights of its layers now: our replacement can go"
+
+before = utils.dispatch_cpu_unquantized_gemm
+load_general_plugins()
+from rollout_worker.engines.vllm.plugin import register
+register()
+assert utils.dispatch_cpu_unquantized_gemm is before, "others who run vLLM keep its function"
+Ours = factory._registry["cosmos_store"]()
+
+from rollout_worker.engines.vllm import transfer
+assert Ours is transfer.StoreWeightTransferEngine and issubclass(Ours, Base) and not inspect.isabstract(Ours)
+for name in ("init_transfer_engine", "start_weight_update", "update_weights", "receive_weights",
+             "finish_weight_update", "shutdown"):
+    ours, theirs = (list(inspect.signature(getattr(c, name)).parameters) for c in (Ours, Base))
+    assert ours == theirs, (name, ours, theirs)
+assert Ours.defers_processing and Base.defers_processing is False
+for name in ("start_weight_update", "update_weights", "finish_weight_update"):
+    assert callable(getattr(Worker, name))
+own = {name for name in vars(transfer.WorkerExtension) if not name.startswith("__")}
+assert own and all(name.startswith("cosmos_") for name in own), own
+for name in ("collective_rpc", "update_weight_version", "resume_generation"):
+    assert inspect.iscoroutinefunction(getattr(AsyncLLM, name))
+"""
+
+
 class TestPlugin:
     """vLLM's entry point: its one replacement, for CPUs, and its silence where somebody else runs vLLM."""
+
+    def test_the_installed_vllm_takes_our_parts_and_still_needs_them(self) -> None:
+        """Everything that vLLM calls is there with its arguments, and our extension hides nothing of its worker.
+
+        In a process of its own: an engine that ran in this one may have replaced the function already.
+        """
+        subprocess.run([sys.executable, "-c", INSTALLED], check=True, timeout=PATIENCE)
 
     @pytest.fixture
     def layer(self) -> torch.nn.Module:
         return torch.nn.Linear(64, 32, bias=False).requires_grad_(False)
-
-    def test_the_trap_is_still_there(self) -> None:
-        """Where this fails, vLLM keeps the weights of its layers, and the replacement can go.
-
-        In a process of its own: an engine that ran in this one may have replaced the function already.
-        """
-        program = (
-            "import torch\n"
-            "from vllm.model_executor.layers import utils\n"
-            "layer = torch.nn.Linear(64, 32, bias=False).requires_grad_(False)\n"
-            "utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)\n"
-            "assert layer.weight.numel() == 0\n"
-        )
-        subprocess.run([sys.executable, "-c", program], check=True, timeout=PATIENCE)
 
     def test_layers_compute_from_their_weights(
         self, layer: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
@@ -553,18 +560,3 @@ class TestPlugin:
         layer.weight.data.fill_(2.0)
         found = utils.cpu_unquantized_gemm(layer, torch.ones(1, 64), layer.weight)
         assert found.tolist() == [[128.0] * 32]
-
-    def test_it_is_registered_and_changes_nothing_for_others(self) -> None:
-        program = (
-            "from vllm.plugins import load_general_plugins\n"
-            "from vllm.model_executor.layers import utils\n"
-            "before = utils.dispatch_cpu_unquantized_gemm\n"
-            "load_general_plugins()\n"
-            "from vllm.distributed.weight_transfer import WeightTransferEngineFactory as factory\n"
-            "from rollout_worker.engines.vllm.plugin import register\n"
-            "register()\n"
-            "assert 'cosmos_store' in factory._registry\n"
-            "assert factory._registry['cosmos_store']().__name__ == 'StoreWeightTransferEngine'\n"
-            "assert utils.dispatch_cpu_unquantized_gemm is before\n"
-        )
-        subprocess.run([sys.executable, "-c", program], check=True, timeout=PATIENCE)
