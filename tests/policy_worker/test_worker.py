@@ -20,8 +20,9 @@ from schema.wire.messages import JobStatus
 from schema.wire.prompts import write_prompts
 from tests.policy_worker.material import make_config, sft_config, write_model
 from tests.policy_worker.player import Player
-from tests.policy_worker.ranks import Rank, start_ranks, wait_ranks
+from tests.policy_worker.ranks import start_ranks, wait_ranks
 from tests.support.controller import TOKENS, ControllerProcess, make_run_dir
+from tests.support.forked import Forked
 from tests.support.objects import running_objects
 from tests.support.proxy import FaultyProxy, faulty_proxy
 from tests.support.valkey import ValkeyServer, running_valkey
@@ -42,10 +43,10 @@ class Job:
         if not config.is_grpo:
             _write_conversations(self.run_dir / "data" / "train.safetensors")
         self.controller = ControllerProcess(self.run_dir, redis_url)
-        self._ranks: list[Rank] = []
-        self._started: list[Rank] = []
+        self._ranks: list[Forked] = []
+        self._started: list[Forked] = []
 
-    def start_policy(self, world: int = 1, **environment: str) -> list[Rank]:
+    def start_policy(self, world: int = 1, **environment: str) -> list[Forked]:
         settings = {
             "COSMOS_CONTROLLER_URL": self.controller.url, "COSMOS_TOKEN": TOKENS["policy"],
             "COSMOS_REPLICA_NAME": "policy-0", "COSMOS_CPU_THREADS": "1", **environment,
@@ -60,7 +61,7 @@ class Job:
         self.controller.stop()
 
     @contextmanager
-    def stopped_before(self, step: int) -> Iterator[tuple[list[Rank], FaultyProxy]]:
+    def stopped_before(self, step: int) -> Iterator[tuple[list[Forked], FaultyProxy]]:
         """A trainer that is about to commit this step (counted from 1); it may when the proxy holds nothing."""
         with faulty_proxy(self.controller.url, seed=0, rate=0.0) as proxy:
             proxy.hold = f"POST /v1/steps/{step - 1}/commit ".encode()

@@ -6,8 +6,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
-import sys
 import threading
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -28,6 +26,7 @@ from schema.wire.sample import Sample, decode_sample
 from tests.controller.drivers import Trainer, request_id
 from tests.rollout_worker.tiny import publish_model, random_model, save_model, tokenizer
 from tests.support.controller import TOKENS, ControllerProcess, running_controller
+from tests.support.forked import Forked
 from tests.support.served import ServedController, served_controller
 from tests.support.valkey import ValkeyServer
 from tests.support.waiting import PATIENCE, until
@@ -155,9 +154,7 @@ class WorkerProcess:
             "COSMOS_CPU_THREADS": "1",
             "OMP_NUM_THREADS": "1",
         }
-        command = [sys.executable, "-m", "rollout_worker"]
-        with log.open("ab") as out:
-            self.process = subprocess.Popen(command, env={**os.environ, **fixed, **environment}, stderr=out)
+        self.process = Forked(["rollout_worker"], {**os.environ, **fixed, **environment}, log)
 
     def wait(self) -> int:
         return self.process.wait(PATIENCE)
