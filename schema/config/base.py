@@ -61,6 +61,8 @@ def _plain(value: Any) -> Any:
 
 FreeTable = Annotated[dict[str, Any], AfterValidator(_plain)]
 """A table whose keys are somebody else's; values are what TOML and JSON have in common."""
+FREE_TABLES = frozenset({"custom", "options", "extra", "engine_kwargs", "override_config"})
+"""The names of these tables."""
 
 
 def _not_zero(value: int) -> int:

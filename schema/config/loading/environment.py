@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from schema.config.loading.explain import all_fields, annotation_of, section_classes
+from schema.config.loading.explain import all_fields, annotation_of, section_classes, suggest_key
 from schema.config.problem import MOST_SHOWN, KeyPath, Problem, format_key
 from schema.config.root import Config
 
@@ -86,8 +86,6 @@ def _schema_path(parts: list[str]) -> KeyPath:
 
 
 def _no_section(name: str, path: KeyPath, text: str, suggests: bool) -> Problem:
-    from schema.config.loading.explain import suggest_key
-
     hint = suggest_key(path[:1], {}) if suggests else ""
     if not hint.startswith("did you mean"):
         hint = (

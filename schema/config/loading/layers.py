@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from schema.config.loading.environment import written_in
 from schema.config.loading.explain import Finding
+from schema.config.loading.positions import nearest
 from schema.config.loading.tomlread import (
     MAX_DEPTH,
     NAMED,
@@ -69,7 +70,7 @@ class Layers:
 
     def placed(self, findings: Sequence[Finding]) -> list[Problem]:
         """The first MOST_SHOWN with their place, in the order of the layers and of the lines within a file."""
-        ranked = [(self._nearest(path), problem) for path, problem in findings]
+        ranked = [(nearest(self.origins, path), problem) for path, problem in findings]
         ranked.sort(key=lambda pair: _rank(pair[0]))
         last = self.files[-1] if self.files else None
         return [
@@ -86,11 +87,6 @@ class Layers:
             value = value[part]
         found = (self.origins[inner] for inner in (*_inside(value, path), path) if inner in self.origins)
         return list({(origin.layer, origin.name): origin for origin in found}.values())
-
-    def _nearest(self, path: KeyPath) -> Origin | None:
-        """The origin of a key, or of the nearest table around it that somebody wrote."""
-        around = (path[:end] for end in range(len(path), 0, -1))
-        return next((self.origins[part] for part in around if part in self.origins), None)
 
     def merge(self, file: TomlFile, layer: int) -> None:
         """Lay a file over what is there."""

@@ -21,6 +21,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from schema.config.availability import check_available
+from schema.config.base import FREE_TABLES
 from schema.config.loading.environment import without_effect
 from schema.config.loading.explain import Finding, findings_of
 from schema.config.loading.layers import Layers, read_layers, without_port
@@ -36,7 +37,6 @@ _MOST_BITS = 63
 """What TOML promises to carry, and what engines, optimizers and stores can take."""
 _MOST_BITS_OF_OTHERS = 1023
 """In tables whose keys are somebody else's. As large as a floating-point number can be, and messages readable."""
-_OTHERS = frozenset({"custom", "options", "extra", "engine_kwargs", "override_config"})
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def _too_large(data: Any) -> Iterator[Finding]:
         elif isinstance(value, list):
             waiting += [((*path, index), item) for index, item in enumerate(value)]
         elif isinstance(value, int) and value.bit_length() > _MOST_BITS:
-            most = _MOST_BITS if _OTHERS.isdisjoint(path) else _MOST_BITS_OF_OTHERS
+            most = _MOST_BITS if FREE_TABLES.isdisjoint(path) else _MOST_BITS_OF_OTHERS
             if value.bit_length() > most:
                 message = f"an integer of {value.bit_length()} bits is too large for any purpose"
                 yield (
@@ -135,7 +135,7 @@ def _too_large(data: Any) -> Iterator[Finding]:
 
 
 def _finding(problem: Problem) -> Finding:
-    return _path_of(problem.key), lambda: problem
+    return dotted_path(problem.key) or (), lambda: problem
 
 
 def _removable(path: KeyPath) -> KeyPath:
@@ -159,7 +159,3 @@ def _around(key: str) -> Iterator[str]:
     """A dotted key and every table and list around it."""
     yield key
     yield from (key[: match.start()] for match in re.finditer(r"[.\[]", key))
-
-
-def _path_of(key: str) -> KeyPath:
-    return dotted_path(key) or ()

@@ -10,9 +10,12 @@ from __future__ import annotations
 import re
 import tomllib
 from bisect import bisect_right
+from collections.abc import Mapping
+from typing import TypeVar
 
 from schema.config.problem import KeyPath
 
+T = TypeVar("T")
 Position = tuple[int, int]
 
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
@@ -33,12 +36,10 @@ def locate(text: str) -> dict[KeyPath, Position]:
     return _Scanner(text).scan()
 
 
-def nearest(positions: dict[KeyPath, Position], path: KeyPath) -> Position | None:
-    """The position of a key, or of the nearest table around it that is written; None for the whole file."""
-    for length in range(len(path), 0, -1):
-        if path[:length] in positions:
-            return positions[path[:length]]
-    return None
+def nearest(written: Mapping[KeyPath, T], path: KeyPath) -> T | None:
+    """What is known of a key, or of the nearest table around it that is written; None for the whole file."""
+    around = (path[:end] for end in range(len(path), 0, -1))
+    return next((written[part] for part in around if part in written), None)
 
 
 class _Scanner:

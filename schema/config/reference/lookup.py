@@ -168,7 +168,7 @@ def _unknown(question: str, name: str) -> Problem:
     parts = name.split(".")
     for end in range(len(parts) - 1, 0, -1):
         table = ".".join(parts[:end])
-        if table in leaf_keys() and "table" in _variants_first(table).type:
+        if table in leaf_keys() and "table" in next(_variants(table)).type:
             hint = f"the keys of {table} are not ours: cosmos-launch explain {table}"
             return Problem(question, "no such key", hint=hint)
     last = {key.rpartition(".")[2]: key for key in reversed(known)}
@@ -191,10 +191,6 @@ def _describing(words: str) -> list[str]:
         key for key in leaf_keys() for _, info in fields_of(key) if words in (info.description or "").lower()
     )
     return list(dict.fromkeys(found))[:5] if words.strip() else []
-
-
-def _variants_first(key: str) -> KeyInfo:
-    return next(_variants(key))
 
 
 def _section(key: str) -> SectionInfo:
