@@ -1,4 +1,4 @@
-"""The configuration of a job: one module per TOML section, all re-exported here."""
+"""The configuration of a job: one module per TOML section; what other packages import is re-exported here."""
 
 from __future__ import annotations
 
@@ -10,24 +10,11 @@ from schema.config.root import Config
 from schema.config.rules import check_rules, check_warnings
 from schema.config.sections.dataset import DatasetConfig
 from schema.config.sections.evaluation import EvaluationConfig
-from schema.config.sections.logging import LoggingConfig
-from schema.config.sections.policy import LoraConfig, ParallelismConfig, PolicyConfig
-from schema.config.sections.profiler import ProfilerConfig, SubProfilerConfig
+from schema.config.sections.policy import PolicyConfig
 from schema.config.sections.redis import RedisConfig
 from schema.config.sections.reward import BUILTIN_REWARDS, SOURCE_SCORERS
-from schema.config.sections.rollout import (
-    MultiTurnRolloutConfig,
-    RolloutConfig,
-    RolloutParallelismConfig,
-    SamplingConfig,
-)
-from schema.config.sections.train import CheckpointConfig, FP4Config, FP8Config, TrainingConfig
-from schema.config.sections.train_policy import (
-    GrpoConfig,
-    OverlongRewardConfig,
-    SFTDataConfig,
-)
-from schema.config.sections.validation import ValidationConfig
+from schema.config.sections.train import CheckpointConfig, TrainingConfig
+from schema.config.sections.train_policy import GrpoConfig, OverlongRewardConfig, SFTDataConfig
 
 __all__ = [
     "BUILTIN_REWARDS",
@@ -38,25 +25,13 @@ __all__ = [
     "ConfigError",
     "DatasetConfig",
     "EvaluationConfig",
-    "FP4Config",
-    "FP8Config",
     "GrpoConfig",
-    "LoggingConfig",
-    "LoraConfig",
-    "MultiTurnRolloutConfig",
     "OverlongRewardConfig",
-    "ParallelismConfig",
     "PolicyConfig",
     "Problem",
-    "ProfilerConfig",
     "RedisConfig",
-    "RolloutConfig",
-    "RolloutParallelismConfig",
     "SFTDataConfig",
-    "SamplingConfig",
-    "SubProfilerConfig",
     "TrainingConfig",
-    "ValidationConfig",
     "check_available",
     "check_config",
     "check_rules",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import get_args
 
 from rollout_worker.engines import ENGINES
-from schema.config import RolloutConfig
 from schema.config.backends import BACKENDS, NOT_BUILT, RolloutBackend
+from schema.config.sections.rollout import RolloutConfig
 
 
 def test_every_engine_has_a_row_and_a_module() -> None:

@@ -3,60 +3,21 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, get_args
+from typing import Any
 
 import pytest
-from pydantic import Discriminator, Tag
 
-from schema.config import (
-    CheckpointConfig,
-    Config,
-    DatasetConfig,
-    FP4Config,
-    FP8Config,
-    GrpoConfig,
-    LoggingConfig,
-    LoraConfig,
-    MultiTurnRolloutConfig,
-    OverlongRewardConfig,
-    ParallelismConfig,
-    PolicyConfig,
-    ProfilerConfig,
-    RolloutConfig,
-    RolloutParallelismConfig,
-    SamplingConfig,
-    SFTDataConfig,
-    SubProfilerConfig,
-    TrainingConfig,
-    ValidationConfig,
-)
+from schema.config import Config
 from schema.config.base import Section
 from schema.config.keys import deviation_of, published_keys
-from schema.config.loading.explain import all_fields, annotation_of
+from schema.config.loading.explain import all_fields, annotation_of, section_classes
 from tests.schema.published import PLACES, PUBLISHED
 from tests.support.each import check_each
 
 SECTIONS: dict[str, type[Section]] = {
-    "CheckpointConfig": CheckpointConfig,
-    "Config": Config,
-    "DatasetConfig": DatasetConfig,
-    "FP4Config": FP4Config,
-    "FP8Config": FP8Config,
-    "GrpoConfig": GrpoConfig,
-    "LoggingConfig": LoggingConfig,
-    "LoraConfig": LoraConfig,
-    "MultiTurnRolloutConfig": MultiTurnRolloutConfig,
-    "OverlongRewardConfig": OverlongRewardConfig,
-    "ParallelismConfig": ParallelismConfig,
-    "PolicyConfig": PolicyConfig,
-    "ProfilerConfig": ProfilerConfig,
-    "RolloutConfig": RolloutConfig,
-    "RolloutParallelismConfig": RolloutParallelismConfig,
-    "SFTDataConfig": SFTDataConfig,
-    "SamplingConfig": SamplingConfig,
-    "SubProfilerConfig": SubProfilerConfig,
-    "TrainingConfig": TrainingConfig,
-    "ValidationConfig": ValidationConfig,
+    model.__name__: model
+    for model in (Config, *(part for path in all_fields() for part in section_classes(annotation_of(path))))
+    if model.__name__ in PUBLISHED
 }
 PROPERTIES = [(section, name) for section, properties in PUBLISHED.items() for name in properties]
 
@@ -95,7 +56,7 @@ def _check_default(case: tuple[str, str]) -> None:
     if published.is_section:
         classes = {SECTIONS[part] for part in published.type.split(" | ") if part != "null"}
         field = ours.model_fields[name].annotation
-        assert classes <= set(_section_classes(field))
+        assert classes <= set(section_classes(field))
         return
     made = ours.model_validate({"type": "sft"}) if section == "SFTDataConfig" else ours()
     expected = published.default
@@ -129,13 +90,6 @@ def _check_type(case: tuple[str, str]) -> None:
     if "array" not in " ".join(ours):
         assert not any(kind.startswith("array") for kind in theirs)
     assert theirs <= ours | ({"integer"} if "number" in ours else set()), (theirs, ours)
-
-
-def _section_classes(annotation: Any) -> list[type]:
-    if isinstance(annotation, type):
-        return [annotation]
-    arguments = [part for part in get_args(annotation) if not isinstance(part, (Discriminator, Tag))]
-    return [found for part in arguments for found in _section_classes(part)]
 
 
 def _json_types(node: dict[str, Any], defs: dict[str, Any]) -> set[str]:
