@@ -37,6 +37,15 @@ Version = Annotated[int, Field(strict=True, ge=-1, lt=2**31)]
 MOST_REWARDS = 256
 """Reward functions of a sample, and of a batch."""
 FinishReason = Literal["stop", "length", "overlong", "abort"]
+_DTYPES: dict[str, type[np.generic]] = {
+    "token_ids": np.int32,
+    "loss_mask": np.uint8,
+    "logprobs": np.float32,
+    "segment_starts": np.int32,
+    "version_starts": np.int32,
+    "version_values": np.int32,
+}
+"""Of the tensors that every frame has; they are fields of `Sample`, too."""
 
 
 class SampleHeader(BaseModel):
@@ -88,12 +97,7 @@ class Sample:
 def encode_sample(sample: Sample) -> bytes:
     """Serialise one sample as a frame."""
     tensors: dict[str, npt.NDArray[np.generic]] = {
-        "token_ids": sample.token_ids.astype(np.int32, copy=False),
-        "loss_mask": sample.loss_mask.astype(np.uint8, copy=False),
-        "logprobs": sample.logprobs.astype(np.float32, copy=False),
-        "segment_starts": sample.segment_starts.astype(np.int32, copy=False),
-        "version_starts": sample.version_starts.astype(np.int32, copy=False),
-        "version_values": sample.version_values.astype(np.int32, copy=False),
+        name: getattr(sample, name).astype(dtype, copy=False) for name, dtype in _DTYPES.items()
     }
     if sample.text is not None:
         tensors["text"] = np.frombuffer(sample.text.encode(), np.uint8)
@@ -124,21 +128,13 @@ def decode_sample(data: bytes | memoryview) -> Sample:
     """Inverse of `encode_sample`, checked. Raises `FrameError`."""
     tensors, metadata = decode_frame(data)
     header = _parse_header(metadata)
-    expected = {
-        "token_ids": np.int32,
-        "loss_mask": np.uint8,
-        "logprobs": np.float32,
-        "segment_starts": np.int32,
-        "version_starts": np.int32,
-        "version_values": np.int32,
-    }
-    for name, dtype in expected.items():
+    for name, dtype in _DTYPES.items():
         if name not in tensors or tensors[name].dtype != dtype or tensors[name].ndim != 1:
             raise FrameError(f"sample tensor {name} must be a vector of {np.dtype(dtype).name}")
     text = tensors.get("text")
     if text is not None and text.dtype != np.uint8:
         raise FrameError("sample tensor text must be a vector of uint8")
-    fields: dict[str, Any] = {name: tensors[name] for name in expected}
+    fields: dict[str, Any] = {name: tensors[name] for name in _DTYPES}
     sample = Sample(
         header=header, text=None if text is None else text.tobytes().decode(errors="replace"), **fields
     )

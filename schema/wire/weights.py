@@ -32,13 +32,17 @@ StoreKey = Annotated[
 ]
 
 
-class Offer(BaseModel):
+class _Record(BaseModel):
+    """Unknown fields are refused, and nothing changes."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Offer(_Record):
     """Where the trainer hands a publication out itself, for some seconds after it was announced.
 
     Whoever has the token may take part; what is received is believed only where it has the publication's hashes.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     address: str = Field(min_length=1, max_length=255, pattern=r"^[A-Za-z0-9][A-Za-z0-9.:-]*$|^::1$")
     port: int = Field(ge=1, le=65535)
@@ -51,10 +55,8 @@ class Offer(BaseModel):
     )
 
 
-class Publication(BaseModel):
+class Publication(_Record):
     """One published version. Ids rise by one per publication, over all timelines of a job; the first is 1."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     id: int = Field(ge=1)
     version: int = Field(ge=0, description="Committed steps contained in the weights.")
@@ -77,9 +79,7 @@ class Publication(BaseModel):
     )
 
 
-class FileEntry(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
+class FileEntry(_Record):
     name: str = Field(
         max_length=255,
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
@@ -89,10 +89,8 @@ class FileEntry(BaseModel):
     hash: str
 
 
-class TensorEntry(BaseModel):
+class TensorEntry(_Record):
     """One tensor of a version. In the manifest of a delta: one that changed."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     dtype: str = Field(description="As safetensors writes it: F32, BF16, F16, …")
     shape: list[int]
@@ -108,20 +106,16 @@ class TensorEntry(BaseModel):
     )
 
 
-class Piece(BaseModel):
+class Piece(_Record):
     """A manifest in the store, and the bytes of the data files that it names."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     uri: StoreKey
     manifest_hash: str = Field(max_length=256)
     n_bytes: int = Field(ge=0)
 
 
-class Link(BaseModel):
+class Link(_Record):
     """One version of a chain: how to come to it from the link before, and from nothing."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     version: int = Field(ge=0)
     content_hash: str = Field(max_length=256)
@@ -129,10 +123,8 @@ class Link(BaseModel):
     full: Piece | None = None
 
 
-class WeightManifest(BaseModel):
+class WeightManifest(_Record):
     """The index of one stored form of one version."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     format: Literal[2] = MANIFEST_FORMAT
     kind: Literal["full", "delta"] = "full"
