@@ -47,19 +47,23 @@ TRAIN = """\
 [train]
 output_dir = "outputs"
 epoch = $epochs
-train_batch_per_replica = $batch # samples of a step: $batch_words
+train_batch_per_replica = $batch # $batch_words
 optm_lr = $lr
 optm_warmup_steps = $warmup
 param_dtype = "$dtype" # $dtype_note
 sequence_packing = true # no padding, the same numbers
 compile = false
+"""
 
+CHECKPOINTS = """\
 [train.ckpt]
 enable_checkpoint = true # a trainer that dies goes on from the newest
 save_mode = "sync"
-save_freq = 20
+save_freq = $save_freq
 max_keep = 2
 """
+
+NO_EXPORT = "export_safetensors = false # the trained model is exported at the end\n"
 
 GRPO = """\
 [train.train_policy]
@@ -128,35 +132,13 @@ split = "train"
 """
 
 DECAY = """\
-[train]
-output_dir = "outputs"
-epoch = $epochs
-train_batch_per_replica = $batch # $batch_words
-optm_lr = $lr
-optm_warmup_steps = 0.03 # a float is a share of all steps
+0.03 # a float is a share of all steps
 optm_decay_type = "cosine"
 optm_decay_ratio = 0.97
-optm_min_lr_factor = 0.1
-param_dtype = "$dtype" # $dtype_note
-sequence_packing = true # no padding, the same numbers
-compile = false
+optm_min_lr_factor = 0.1"""
+"""The warm-up, and what follows it."""
 
-[train.ckpt]
-enable_checkpoint = true # a trainer that dies goes on from the newest
-save_mode = "sync"
-save_freq = 100
-max_keep = 2
-"""
-
-TINY_HEAD = """\
-#:schema ./config.schema.json
-# $title
-$note
-#
-$commands
-#
-# Written for $fit.
-
+TINY_POLICY = """\
 [policy]
 model_name_or_path = "$model"
 model_max_length = 256
@@ -178,14 +160,9 @@ optm_betas = [0.9, 0.98]
 optm_warmup_steps = 20
 optm_decay_type = "linear"
 optm_decay_ratio = 0.4
+"""
 
-[train.ckpt]
-enable_checkpoint = true # a trainer that dies goes on from the newest
-save_mode = "sync"
-save_freq = 200
-max_keep = 2
-export_safetensors = false # the trained model is exported at the end
-
+TINY_SFT_DATA = """\
 [train.train_policy]
 type = "sft"
 conversation_column_name = "conversations"
@@ -219,14 +196,9 @@ compile = false
 optm_lr = 3e-4
 optm_betas = [0.9, 0.95]
 optm_warmup_steps = 5
+"""
 
-[train.ckpt]
-enable_checkpoint = true # a trainer that dies goes on from the newest
-save_mode = "sync"
-save_freq = 20
-max_keep = 2
-export_safetensors = false # the trained model is exported at the end
-
+TINY_GRPO_DATA = """\
 [train.train_policy]
 type = "grpo"
 prompt_column_name = "prompt"

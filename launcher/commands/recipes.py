@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from string import Template
 
 from launcher.commands.recipe_texts import (
+    CHECKPOINTS,
     DAPO,
     DATA,
     DECAY,
@@ -18,14 +19,17 @@ from launcher.commands.recipe_texts import (
     GSPO,
     HEAD,
     MEMORY,
+    NO_EXPORT,
     OVERSAMPLE,
     POLICY,
     ROLLOUT,
     SFT,
     SHARED,
     TINY_GRPO,
-    TINY_HEAD,
+    TINY_GRPO_DATA,
+    TINY_POLICY,
     TINY_SFT,
+    TINY_SFT_DATA,
     TRAIN,
 )
 
@@ -123,23 +127,24 @@ def commands(file: str) -> str:
     return "\n".join(f"#   {command:<{size}}{words}" for command, words in rows)
 
 
+_SMALL = "samples of a step: 4 groups of 4: small, for the sake of the CPU"
 _SHORT = {
     "max_length": "3072", "response": "2048", "checkpointing": "true", "group": "16", "lease": "8",
-    "concurrent": "256", "batch": "256", "batch_words": "16 groups of 16", "lr": "1e-6", "warmup": "10",
-    "epochs": "1", "stale": "2", "tokens": "16384",
+    "concurrent": "256", "batch": "256", "batch_words": "samples of a step: 16 groups of 16", "lr": "1e-6",
+    "warmup": "10", "epochs": "1", "stale": "2", "tokens": "16384", "save_freq": "20",
 }  # fmt: skip
 _SHORT_CPU = {
     "max_length": "768", "response": "256", "group": "4", "lease": "2", "concurrent": "16", "batch": "16",
-    "batch_words": "4 groups of 4: small, for the sake of the CPU", "tokens": "1536",
+    "batch_words": _SMALL, "tokens": "1536",
 }  # fmt: skip
 _LONG = {
     "max_length": "18432", "response": "16384", "checkpointing": "true", "group": "16", "lease": "4",
-    "concurrent": "128", "batch": "512", "batch_words": "32 groups of 16", "lr": "1e-6", "warmup": "10",
-    "epochs": "1", "stale": "2", "tokens": "18432", "piece": "128",
+    "concurrent": "128", "batch": "512", "batch_words": "samples of a step: 32 groups of 16", "lr": "1e-6",
+    "warmup": "10", "epochs": "1", "stale": "2", "tokens": "18432", "save_freq": "20", "piece": "128",
 }  # fmt: skip
 _LONG_CPU = {
     "max_length": "2048", "response": "1024", "group": "4", "lease": "2", "concurrent": "16", "batch": "16",
-    "batch_words": "4 groups of 4: small, for the sake of the CPU", "tokens": "2048", "piece": "4",
+    "batch_words": _SMALL, "tokens": "2048", "piece": "4",
 }  # fmt: skip
 
 RECIPES: dict[str, Recipe] = {
@@ -149,7 +154,7 @@ RECIPES: dict[str, Recipe] = {
             "grpo",
             "Reinforcement learning on checkable answers with GRPO (arXiv 2402.03300).",
             "The place to start: grade-school mathematics, the reward is a right \\boxed{} answer.",
-            (HEAD, POLICY, ROLLOUT, TRAIN, GRPO, DATA),
+            (HEAD, POLICY, ROLLOUT, TRAIN, CHECKPOINTS, GRPO, DATA),
             _SHORT,
             _SHORT_CPU,
         ),
@@ -157,7 +162,7 @@ RECIPES: dict[str, Recipe] = {
             "dapo",
             "Reinforcement learning with DAPO (arXiv 2503.14476).",
             "Clip-higher, token-level loss, dynamic sampling, a soft penalty on answers that run out of room.",
-            (HEAD, POLICY, ROLLOUT, TRAIN, GRPO + DAPO, DATA, OVERSAMPLE),
+            (HEAD, POLICY, ROLLOUT, TRAIN, CHECKPOINTS, GRPO + DAPO, DATA, OVERSAMPLE),
             {**_SHORT, "buffer": "512"},
             {**_SHORT_CPU, "buffer": "64"},
         ),
@@ -165,7 +170,7 @@ RECIPES: dict[str, Recipe] = {
             "gspo",
             "Reinforcement learning on long answers with GSPO (arXiv 2507.18071).",
             "Ratios of whole answers, up to 16k tokens, several optimizer steps per batch.",
-            (HEAD, POLICY, ROLLOUT, TRAIN, GRPO + GSPO, DATA),
+            (HEAD, POLICY, ROLLOUT, TRAIN, CHECKPOINTS, GRPO + GSPO, DATA),
             _LONG,
             _LONG_CPU,
         ),
@@ -173,9 +178,9 @@ RECIPES: dict[str, Recipe] = {
             "sft",
             "Supervised fine-tuning on conversations.",
             "Only the assistant's turns are learned.",
-            (HEAD, POLICY, DECAY, SFT),
+            (HEAD, POLICY, TRAIN, CHECKPOINTS, SFT),
             {
-                **_SHORT, "max_length": "4096", "lr": "1e-5", "batch": "64", "tokens": "16384",
+                **_SHORT, "max_length": "4096", "lr": "1e-5", "warmup": DECAY, "batch": "64", "save_freq": "100",
                 "batch_words": "conversations of a step",
             },
             {"max_length": "1024", "batch": "8", "tokens": "2048"},
@@ -186,8 +191,8 @@ RECIPES: dict[str, Recipe] = {
             "A small model learns to add, without a GPU, in half a minute on two cores. Part one: imitation.",
             "A model of 0.33M random parameters (made next to this file) imitates a sloppy demonstrator. It ends\n"
             "with about a third of the sums right. Part two: cosmos-launch init addition-grpo -o grpo.toml",
-            (TINY_HEAD, TINY_SFT),
-            {},
+            (HEAD, TINY_POLICY, TINY_SFT, CHECKPOINTS + NO_EXPORT, TINY_SFT_DATA),
+            {"save_freq": "200"},
             {},
             supervised=True,
             is_tiny=True,
@@ -198,8 +203,8 @@ RECIPES: dict[str, Recipe] = {
             "A small model learns to add, without a GPU, in a minute on two cores. Part two: reinforcement.",
             "Right answers are rewarded, and so is the format. The model stops blurting, reasons column by column\n"
             "and learns to carry: about 95 % of the sums it has never seen.",
-            (TINY_HEAD, TINY_GRPO),
-            {},
+            (HEAD, TINY_POLICY, TINY_GRPO, CHECKPOINTS + NO_EXPORT, TINY_GRPO_DATA),
+            {"save_freq": "20"},
             {},
             is_tiny=True,
             needs_model=True,
