@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import Any, cast
 
 from schema.config import BUILTIN_REWARDS, Config, local_path
@@ -39,24 +38,16 @@ def resolved(config: Config) -> dict[str, Any]:
         train["resume"] = absolute(train["resume"])
     if data["weight_sync"]["store"] and not is_url(data["weight_sync"]["store"]):
         data["weight_sync"]["store"] = absolute(data["weight_sync"]["store"])
-    if data["controller"]["payload_store"]:
-        data["controller"]["payload_store"] = absolute(data["controller"]["payload_store"])
-    template = data["rollout"]["multi_turn_config"]["custom_chat_template_path"]
-    if template:
-        data["rollout"]["multi_turn_config"]["custom_chat_template_path"] = absolute(template)
+    conversations = data["rollout"]["multi_turn_config"]
+    named = [(data[section], name) for section, name in (*TLS_FILES, ("controller", "payload_store"))]
+    for table, name in (*named, (conversations, "custom_chat_template_path")):
+        if table[name]:
+            table[name] = absolute(table[name])
     for section in (policy, data["validation"], data["evaluation"]):
         for key in ("reward_function", "filter_reward_metric"):
             if key in section:
                 section[key] = _rewards(section[key])
-    for section, name in TLS_FILES:
-        if data[section][name]:
-            data[section][name] = absolute(data[section][name])
     return cast("dict[str, Any]", cut(data))
-
-
-def without_password(url: str) -> str:
-    """A Redis address that may be written to a file: user and password left out."""
-    return str(cut(url))
 
 
 def _source(name: str | None) -> str | None:
@@ -71,9 +62,8 @@ def _reward(name: str) -> str:
 
 def _rewards(spec: Any) -> Any:
     """One of the three ways to write rewards, with absolute files."""
-    change: Callable[[str], str] = _reward
     if isinstance(spec, str):
-        return change(spec) if spec else spec
+        return _reward(spec)
     if isinstance(spec, list):
-        return [change(name) for name in spec]
-    return {change(name): weight for name, weight in spec.items()}
+        return [_reward(name) for name in spec]
+    return {_reward(name): weight for name, weight in spec.items()}

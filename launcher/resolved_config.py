@@ -10,14 +10,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from launcher.paths import resolved
-from schema.config import secrets
 from schema.config.keys import leaf_keys, section_keys
 from schema.config.loading.layers import Origin
 from schema.config.loading.load import Loaded
 from schema.config.loading.tomlwrite import toml_value
 from schema.config.problem import KeyPath, format_key
+from schema.config.secrets import masked
 
-MASK = secrets.MASK
 _STANDS_IN = {
     "train.train_policy.allowed_outdated_steps": "train.train_policy.on_policy",
     "train.train_policy.temperature": "rollout.sampling_config.temperature",
@@ -63,15 +62,10 @@ def values(loaded: Loaded, *, changed_only: bool = False) -> list[Value]:
         origins = _origins(loaded, path)
         if origins:
             where = ", ".join(dict.fromkeys(filter(None, map(_where, origins))))
-            found.append(Value(key, masked(path, value), origins[-1].kind, where))
+            found.append(Value(key, masked(value, path[-1]), origins[-1].kind, where))
         elif not changed_only:
-            found.append(Value(key, masked(path, value), "default"))
+            found.append(Value(key, masked(value, path[-1]), "default"))
     return found
-
-
-def masked(path: KeyPath, value: Any) -> Any:
-    """The same value without secrets: keys that sound like one, and credentials in addresses."""
-    return secrets.masked(value, str(path[-1]) if path else "")
 
 
 def lines(found: list[Value]) -> list[str]:

@@ -16,8 +16,8 @@ from launcher.commands.options import (
     print_json,
     print_problems,
     printable,
+    write_file,
 )
-from launcher.errors import LaunchError
 from launcher.restarts import EXIT_CONFIG
 
 Output = Annotated[
@@ -106,8 +106,5 @@ def schema(output: Output = None) -> None:
 
     if output is None:
         typer.echo(schema_text(), nl=False)
-        return
-    try:
-        output.write_text(schema_text(), encoding="utf-8")
-    except OSError as error:
-        raise LaunchError(f"{output} cannot be written: {error.strerror}") from None
+    else:
+        write_file(output, schema_text())

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from launcher.commands.options import AsJson, as_dicts, print_json, print_problems, printable
+from launcher.commands.options import AsJson, as_dicts, print_json, print_problems, printable, write_file
 from launcher.errors import LaunchError
 from launcher.restarts import EXIT_CONFIG
 
@@ -70,7 +70,7 @@ def convert(
     conversion = convert_file(file, _system(system), os.environ)
     text = to_toml(conversion)
     if output is not None:
-        _write(output, text)
+        write_file(output, text)
     problems, more = _problems(conversion, output)
     if as_json:
         print_json(_account(conversion, text, problems, more))
@@ -92,13 +92,6 @@ def _system(name: str | None) -> str | None:
     if chosen not in SYSTEMS:
         raise LaunchError(f"--system {name}: no such system", f"one of {', '.join(SYSTEMS)}")
     return chosen
-
-
-def _write(output: Path, text: str) -> None:
-    try:
-        output.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise LaunchError(f"{output} cannot be written: {error.strerror}") from None
 
 
 def _problems(conversion: Conversion, output: Path | None) -> tuple[tuple[Problem, ...], int]:

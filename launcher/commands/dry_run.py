@@ -21,9 +21,9 @@ from launcher.plan.tls import controller_url
 from launcher.preflight import memory
 from launcher.preflight.memory import Cache, Part, size_text
 from launcher.preflight.models import LocalModel, UnknownModelError, find_model
-from launcher.resolved_config import MASK, masked
 from launcher.restarts import Role
 from schema.config import Config, Problem
+from schema.config.secrets import MASK, masked
 
 HOST = "host"
 SECRETS = Tokens(MASK, MASK, MASK)
@@ -180,7 +180,7 @@ def _process(
     config: Config, spec: ProcessSpec, run: RunDir, env: Mapping[str, str], needs: _Memory
 ) -> PlannedProcess:
     url = controller_url(config, config.controller.port or FREE_PORT)
-    store = str(masked((), config.redis.url)) or f"unix://{FREE_SOCKET}"
+    store = str(masked(config.redis.url)) or f"unix://{FREE_SOCKET}"
     password = MASK if config.redis.url and env.get("COSMOS_REDIS_PASSWORD") else ""
     own = environment(spec.role, SECRETS, url, store, password, config.controller.tls_ca)
     if spec.role is Role.POLICY:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from launcher.errors import LaunchError
 from schema.util.text import visible
 
 if TYPE_CHECKING:
@@ -48,6 +49,14 @@ def print_problems(kind: str, problems: Iterable[Problem], more: int = 0) -> Non
 def printable(text: str) -> str:
     """Text of files and arguments for a terminal; bytes of the environment that are no text are escaped."""
     return visible(text.encode("utf-8", "backslashreplace").decode())
+
+
+def write_file(output: Path, text: str) -> None:
+    """Write what the user asked for. Raises LaunchError."""
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise LaunchError(f"{output} cannot be written: {error.strerror}") from None
 
 
 def as_dicts(problems: Iterable[Problem]) -> list[dict[str, Any]]:

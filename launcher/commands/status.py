@@ -111,6 +111,17 @@ def _alive(target: Target, ending: bool) -> dict[str, Any]:
 
 # ---- what to do -------------------------------------------------------------------------------------------
 
+_PATIENCE = {
+    "starting": "wait; its logs are in {where}/logs",
+    "waiting": "wait until its reason is over; see {where}/logs/controller.log",
+    "unreachable": (
+        "wait: the launcher restarts the controller, the others keep trying; see {where}/logs/controller.log"
+    ),
+    "ending": "wait until its processes have left, or `cosmos-launch stop {where} --now`",
+    "leaving": "wait until they have left, or `cosmos-launch stop {where} --now`; then --resume goes on",
+}
+"""By state, where there is nothing to do but wait."""
+
 
 def advice(found: Mapping[str, Any]) -> str:
     """What the user should do next; empty where nothing is to be done."""
@@ -121,16 +132,8 @@ def advice(found: Mapping[str, Any]) -> str:
         return f"bring back the server of redis.url ({redis}); the job waits for it, nothing is lost"
     if state == "running":
         return _while_running(found)
-    if state == "starting":
-        return f"wait; its logs are in {where}/logs"
-    if state == "waiting":
-        return f"wait until its reason is over; see {where}/logs/controller.log"
-    if state == "unreachable":
-        return f"wait: the launcher restarts the controller, the others keep trying; see {where}/logs/controller.log"
-    if state == "ending":
-        return f"wait until its processes have left, or `cosmos-launch stop {where} --now`"
-    if state == "leaving":
-        return f"wait until they have left, or `cosmos-launch stop {where} --now`; then --resume goes on"
+    if state in _PATIENCE:
+        return _PATIENCE[state].format(where=where)
     if state == "finished":
         model = (found["summary"] or {}).get("final_model")
         return f"nothing: the trained model is in {model}" if model else "nothing: it has reached its end"
@@ -281,6 +284,8 @@ def _weights(weights: WeightsStatus, rollouts: int) -> str:
 
 def _process_lines(found: Mapping[str, Any], now: float) -> list[str]:
     """What died, when and why; and how often it was restarted."""
+    from launcher.display import duration
+
     launcher = found["launcher"] or {}
     text = []
     restarts = [
@@ -292,7 +297,7 @@ def _process_lines(found: Mapping[str, Any], now: float) -> list[str]:
         text.append(f"  restarts: {', '.join(restarts)}")
     deaths = [end for end in launcher.get("ends") or [] if end["code"]]  # the others left in order
     for end in deaths[-3:]:
-        ago = f" ({_ago(now - end['at'])} ago)" if found["alive"] else ""
+        ago = f" ({duration(now - end['at'])} ago)" if found["alive"] else ""
         text.append(
             f"  died: {_clock(end['at'])}{ago} {end['process']}: {end['what']}; its log: {end['log']}"
         )
@@ -302,9 +307,3 @@ def _process_lines(found: Mapping[str, Any], now: float) -> list[str]:
 
 def _clock(at: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
-
-
-def _ago(seconds: float) -> str:
-    from launcher.display import duration
-
-    return duration(seconds)

@@ -166,7 +166,7 @@ class Job:
     # ---- start --------------------------------------------------------------------------------------------
 
     async def _drive(self) -> Outcome:
-        plan, config = self.plan, self.plan.config
+        plan, config, logs = self.plan, self.plan.config, self.plan.run.logs
         if plan.redis.replica is not None:
             self.supervisor.launch(plan.redis.replica, after="controller", remove=plan.redis.directory)
         if not plan.continued:
@@ -178,11 +178,7 @@ class Job:
         if plan.redis.replica is not None:
             self.view.stage = "waiting for redis"
             if not await redis_server.wait_ready(plan.redis.url, config.controller.start_timeout):
-                return blame(
-                    self.plan.run.logs,
-                    "redis",
-                    "the embedded Valkey does not answer (controller.start_timeout)",
-                )
+                return blame(logs, "redis", "the embedded Valkey does not answer (controller.start_timeout)")
         self._send(self.redis.look_forever)
         self.view.stage = "starting the controller"
         self.supervisor.launch(
@@ -190,11 +186,7 @@ class Job:
         )
         self.link.started.set()
         if not await self.link.wait_ready(config.controller.start_timeout):
-            return blame(
-                self.plan.run.logs,
-                "controller",
-                "the controller did not get ready (controller.start_timeout)",
-            )
+            return blame(logs, "controller", "the controller did not get ready (controller.start_timeout)")
         self.view.stage = "waiting for replicas"
         if plan.continued and not await self._reopen():
             return Outcome("finished", EXIT_OK, "it was finished before")

@@ -147,9 +147,9 @@ def check(server: RedisServer, require_durable: bool) -> list[str]:
     from redis.backoff import NoBackoff
     from redis.retry import Retry
 
-    from launcher.paths import without_password
+    from schema.config.secrets import cut
 
-    shown = without_password(server.url).partition("?")[0]
+    shown = cut(server.url).partition("?")[0]
     # A password in the address counts before this one.
     extra = {"password": server.password} if server.password else {}
     try:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from launcher.paths import resolved, without_password
+from launcher.paths import resolved
 from schema.config import Config, check_config
+from schema.config.secrets import cut
 from tests.launcher.samples import config
 
 
@@ -78,7 +79,7 @@ def test_supervised_training_has_fewer_paths():
     ],
 )
 def test_passwords_are_not_written_down(url: str, shown: str):
-    assert without_password(url) == shown
+    assert cut(url) == shown
 
 
 def test_files_and_the_tokenizer_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

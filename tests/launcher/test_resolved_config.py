@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from launcher.paths import resolved
-from launcher.resolved_config import Value, lines, masked, values
+from launcher.resolved_config import Value, lines, values
 from schema.config import check_config
 from schema.config.loading.load import Loaded, load
+from schema.config.secrets import masked
 from tests.launcher.samples import write_job
 
 
@@ -89,7 +90,7 @@ def test_a_key_that_follows_another_names_that_writer(tmp_path: Path) -> None:
     ],
 )
 def test_secrets_are_masked(path: tuple[str, ...], value: Any, expected: Any) -> None:
-    assert masked(path, value) == expected
+    assert masked(value, path[-1]) == expected
 
 
 def test_no_secret_is_printed(tmp_path: Path) -> None:
