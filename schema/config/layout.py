@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from schema.config.root import Config
-from schema.config.sections.placement import Devices
+from schema.config.sections.placement import Devices, flat
 from schema.config.sections.policy import ParallelismConfig
 
 
@@ -44,10 +44,7 @@ class RoleLayout:
     @property
     def devices(self) -> list[int]:
         """Every listed device, in order."""
-        flat: list[int] = []
-        for item in self.listed:
-            flat += item if isinstance(item, list) else [item]
-        return flat
+        return flat(self.listed)
 
     def dealt(self, devices: Sequence[int]) -> list[tuple[int, ...]]:
         """Devices by replica: equal parts in order. Their number has been checked."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 from schema.config import Config, Problem, check_rules
 from tests.schema.config_samples import write
 
-Rule = Callable[[Config], list[Problem]]
+Rule = Callable[[Config], Iterable[Problem]]
 
 _ASSIGNMENT = re.compile(
     r"(?P<key>[a-z_][a-z0-9_]*(?:\.[a-z_][a-z0-9_]*)+) = (?P<value>\[[^\]]*\]|\"[^\"]*\"|-?[\w.]*\w)"
@@ -71,7 +71,7 @@ def without(data: dict[str, Any], key: str) -> dict[str, Any]:
 def check_case(case: Case, base: dict[str, Any]) -> Problem:
     """Hold one rule to what it owes. Returns its problem."""
     data = written(case.base or base, case.values)
-    found = case.rule(Config.model_validate(data))
+    found = list(case.rule(Config.model_validate(data)))
     assert [problem.key for problem in found] == [case.key]
     (problem,) = found
     text = problem.message

@@ -1,4 +1,4 @@
-"""What the sections must agree on: pure functions `Config -> list[Problem]`, each one rule.
+"""What the sections must agree on: pure functions from a `Config` to its problems, each one rule.
 
 Every rule refuses a configuration that would fail, deadlock or silently do something else than it says; none
 changes anything. They are grouped by what they speak of:
@@ -21,7 +21,7 @@ to a build that has the part meets no second surprise. `check_warnings` names wh
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 from schema.config.availability import check_left_out
 from schema.config.problem import Problem
@@ -43,7 +43,7 @@ from schema.config.rules.tls import TLS_RULES, TLS_WARNINGS
 from schema.config.rules.training import TRAINING_RULES, TRAINING_WARNINGS
 from schema.config.rules.weights import WEIGHT_RULES
 
-Rule = Callable[[Config], list[Problem]]
+Rule = Callable[[Config], Iterable[Problem]]
 
 
 def check_rules(config: Config) -> list[Problem]:
@@ -74,23 +74,23 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def master_weights_are_wide(config: Config) -> list[Problem]:
+def master_weights_are_wide(config: Config) -> Iterator[Problem]:
     """Warning: bfloat16 has 8 bits of precision."""
     if config.train.master_dtype != "bfloat16":
-        return []
+        return
     key = "train.master_dtype"
     message = "updates smaller than 1/256 of a weight are lost in bfloat16 master weights"
-    return [Problem(key, message, "bfloat16", f'write {key} = "float32"')]
+    yield Problem(key, message, "bfloat16", f'write {key} = "float32"')
 
 
-def losses_can_be_made_good(config: Config) -> list[Problem]:
+def losses_can_be_made_good(config: Config) -> Iterator[Problem]:
     """Warning: without checkpoints there is nothing to restart from."""
     if config.train.ckpt.enable_checkpoint:
-        return []
+        return
     key = "train.ckpt.enable_checkpoint"
     message = "without checkpoints the loss of all policy replicas ends the job"
     hint = f"write {key} = true"
-    return [Problem(key, message, False, hint)]
+    yield Problem(key, message, False, hint)
 
 
 WARNINGS: tuple[Rule, ...] = (

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+from schema.config.loading.tomlwrite import toml_value
 from schema.config.problem import Problem
 from schema.config.root import Config
+from schema.config.rules.idle import written
+from schema.config.sections.reference import ReferenceConfig
 
 _POLICY = "train.train_policy"
 _VARIANT = f"{_POLICY}.variant"
@@ -23,33 +27,32 @@ def has_kl(config: Config) -> bool:
     return config.is_grpo and (config.grpo.kl_beta > 0.0 or config.grpo.kl_in_reward.beta > 0.0)
 
 
-def averages_agree(config: Config) -> list[Problem]:
+def averages_agree(config: Config) -> Iterator[Problem]:
     """How token losses become one number, and what only one of these ways knows."""
     if not config.is_grpo:
-        return []
-    policy, problems = config.grpo, []
+        return
+    policy = config.grpo
     key, tokens = f"{_POLICY}.unbiased_loss_max_tokens", policy.unbiased_loss_max_tokens
     if tokens is not None and policy.loss_type != "seq-mean-token-mean":
         message = (
             f'{tokens} works with {_POLICY}.loss_type = "seq-mean-token-mean" only, not "{policy.loss_type}"'
         )
         hint = f'write {_POLICY}.loss_type = "seq-mean-token-mean", or leave it out'
-        problems.append(Problem(key, message, tokens, hint, related=(f"{_POLICY}.loss_type",)))
+        yield Problem(key, message, tokens, hint, related=(f"{_POLICY}.loss_type",))
     if policy.variant == "gspo" and policy.loss_type == "seq-mean-token-sum":
         message = (
             f'{_VARIANT} = "gspo" averages over each sequence; "{policy.loss_type}", a sum over its tokens, is '
             "another loss"
         )
         hint = f'write {_POLICY}.loss_type = "seq-mean-token-mean", or leave it out'
-        problems.append(Problem(f"{_POLICY}.loss_type", message, policy.loss_type, hint, related=(_VARIANT,)))
-    return problems
+        yield Problem(f"{_POLICY}.loss_type", message, policy.loss_type, hint, related=(_VARIANT,))
 
 
-def clips_belong_to_their_loss(config: Config) -> list[Problem]:
+def clips_belong_to_their_loss(config: Config) -> Iterator[Problem]:
     """Bounds of the ratio in losses that do not clip it so."""
     if not config.is_grpo:
-        return []
-    policy, problems = config.grpo, []
+        return
+    policy = config.grpo
     truncated = f"{_POLICY}.aipo_rho = {policy.aipo_rho} truncates the ratio instead of clipping it"
     plain = policy.aipo_rho is not None
     reason = truncated if plain else _NO_DUAL_CLIP.get(policy.variant)
@@ -57,39 +60,36 @@ def clips_belong_to_their_loss(config: Config) -> list[Problem]:
         key, value = f"{_POLICY}.lower_bound_ratio", policy.lower_bound_ratio
         message = f"{value} has no effect: {reason} ({_VARIANT} = {policy.variant})"
         hint = "leave it out, or choose the variant grpo or dapo"
-        problems.append(Problem(key, message, value, hint, related=(_VARIANT, f"{_POLICY}.aipo_rho")))
+        yield Problem(key, message, value, hint, related=(_VARIANT, f"{_POLICY}.aipo_rho"))
     reason = truncated if plain else _UNCLIPPED.get(policy.variant)
-    for name in ("epsilon_low", "epsilon_high"):
-        value = getattr(policy, name)
-        if reason and value != 0.2:
-            message = f"{value} has no effect: {reason} ({_VARIANT} = {policy.variant})"
-            hint, related = "leave it out, or choose another loss", (_VARIANT, f"{_POLICY}.aipo_rho")
-            problems.append(Problem(f"{_POLICY}.{name}", message, value, hint, related=related))
-    return problems
+    for name, value in written(policy, "epsilon_low", "epsilon_high") if reason else ():
+        message = f"{value} has no effect: {reason} ({_VARIANT} = {policy.variant})"
+        hint, related = "leave it out, or choose another loss", (_VARIANT, f"{_POLICY}.aipo_rho")
+        yield Problem(f"{_POLICY}.{name}", message, value, hint, related=related)
 
 
-def truncation_fits_the_loss(config: Config) -> list[Problem]:
+def truncation_fits_the_loss(config: Config) -> Iterator[Problem]:
     """AIPO replaces the clip of a token's ratio; losses without such a clip have nothing to replace."""
     if not config.is_grpo or config.grpo.aipo_rho is None or config.grpo.variant in ("grpo", "dapo"):
-        return []
+        return
     key, rho = f"{_POLICY}.aipo_rho", config.grpo.aipo_rho
     message = (
         f'{rho} replaces the clip of each token\'s ratio, which {_VARIANT} = "{config.grpo.variant}" lacks'
     )
     hint = f'leave it out, or write {_VARIANT} = "grpo"'
-    return [Problem(key, message, rho, hint, related=(_VARIANT,))]
+    yield Problem(key, message, rho, hint, related=(_VARIANT,))
 
 
-def decoupling_is_on(config: Config) -> list[Problem]:
+def decoupling_is_on(config: Config) -> Iterator[Problem]:
     """The cap is of weights that only the decoupled loss has, and no weight is taken twice."""
     if not config.is_grpo:
-        return []
-    policy, problems, other = config.grpo, [], f"{_POLICY}.use_decoupled_loss"
+        return
+    policy, other = config.grpo, f"{_POLICY}.use_decoupled_loss"
     cap = policy.behav_imp_weight_cap
     if cap is not None and not policy.use_decoupled_loss:
         message = f"{cap} caps weights that {other} = false does not have"
         hint = f"write {other} = true, or leave it out"
-        problems.append(Problem(f"{_POLICY}.behav_imp_weight_cap", message, cap, hint, related=(other,)))
+        yield Problem(f"{_POLICY}.behav_imp_weight_cap", message, cap, hint, related=(other,))
     weights = policy.rollout_correction.weights
     if policy.use_decoupled_loss and weights != "none":
         key = f"{_CORRECTION}.weights"
@@ -97,44 +97,38 @@ def decoupling_is_on(config: Config) -> list[Problem]:
             f'"{weights}" weighs each sample by old over behaviour policy, as {other} = true already does'
         )
         hint = f'write {key} = "none", or {other} = false'
-        problems.append(Problem(key, message, weights, hint, related=(other,)))
-    return problems
+        yield Problem(key, message, weights, hint, related=(other,))
 
 
-def correction_is_complete(config: Config) -> list[Problem]:
+def correction_is_complete(config: Config) -> Iterator[Problem]:
     """Rejection has bounds, in order; a cap has weights."""
     if not config.is_grpo:
-        return []
-    correction, problems = config.grpo.rollout_correction, []
+        return
+    correction = config.grpo.rollout_correction
     below, above, reject = correction.reject_below, correction.reject_above, correction.reject
     keys = {"reject_below": below, "reject_above": above}
-    written = {f"{_CORRECTION}.{name}": value for name, value in keys.items() if value is not None}
+    bounds = {f"{_CORRECTION}.{name}": value for name, value in keys.items() if value is not None}
     key = f"{_CORRECTION}.reject"
-    if reject != "none" and not written:
+    if reject != "none" and not bounds:
         message = (
             f'"{reject}" has no bounds: {_CORRECTION}.reject_below and {_CORRECTION}.reject_above are unset'
         )
         hint = f'write {_CORRECTION}.reject_above = 2.0, or {key} = "none"'
-        problems.append(
-            Problem(key, message, reject, hint, related=tuple(f"{_CORRECTION}.{n}" for n in keys))
-        )
+        yield Problem(key, message, reject, hint, related=tuple(f"{_CORRECTION}.{n}" for n in keys))
     if reject == "none":
-        for name, value in written.items():
+        for name, value in bounds.items():
             hint = f'write {key} = "token", "sequence" or "geometric", or leave it out'
-            problems.append(
-                Problem(name, f'{value} has no effect: {key} = "none"', value, hint, related=(key,))
-            )
+            yield Problem(name, f'{value} has no effect: {key} = "none"', value, hint, related=(key,))
     if below is not None and above is not None and below >= above:
         name, upper = f"{_CORRECTION}.reject_below", f"{_CORRECTION}.reject_above"
         message = f"{below} is not below {upper} = {above}: everything would be rejected"
         hint = f"write {name} = {above / 2}, or a larger {upper}"
-        problems.append(Problem(name, message, below, hint, related=(upper,)))
+        yield Problem(name, message, below, hint, related=(upper,))
     if correction.weights == "none" and correction.cap != 2.0:
         name, other = f"{_CORRECTION}.cap", f"{_CORRECTION}.weights"
         message = f'{correction.cap} has no effect: {other} = "none"'
         hint = f'write {other} = "token" or "sequence", or leave it out'
-        problems.append(Problem(name, message, correction.cap, hint, related=(other,)))
-    return problems
+        yield Problem(name, message, correction.cap, hint, related=(other,))
 
 
 _ESTIMATOR = f"{_POLICY}.advantage_estimator"
@@ -150,43 +144,40 @@ _GROUPED = {  # estimator -> what one sample alone gets from it (NUMERICS, Advan
 _SCALED = ("grpo", "pass_at_k")  # those that divide by the group's standard deviation
 
 
-def critic_agrees(config: Config) -> list[Problem]:
+def critic_agrees(config: Config) -> Iterator[Problem]:
     """`gae` needs values, and values serve `gae` alone."""
     key = "critic.enable"
     if not config.is_grpo:
-        if not config.critic.enable:
-            return []
-        message = f'supervised training ({_POLICY}.type = "sft") has no critic'
-        return [Problem(key, message, True, f"write {key} = false", related=(f"{_POLICY}.type",))]
+        if config.critic.enable:
+            message = f'supervised training ({_POLICY}.type = "sft") has no critic'
+            yield Problem(key, message, True, f"write {key} = false", related=(f"{_POLICY}.type",))
+        return
     estimator = config.grpo.advantage_estimator
     if estimator == "gae" and not config.critic.enable:
         message = f'"gae" needs the values of a critic, and {key} = false'
         hint = f'write {key} = true, or {_ESTIMATOR} = "grpo"'
-        return [Problem(_ESTIMATOR, message, estimator, hint, related=(key,))]
+        yield Problem(_ESTIMATOR, message, estimator, hint, related=(key,))
     if config.critic.enable and estimator != "gae" and ":" not in estimator:
         message = f'true trains values that {_ESTIMATOR} = "{estimator}" does not read'
         hint = f'write {_ESTIMATOR} = "gae", or {key} = false'
-        return [Problem(key, message, True, hint, related=(_ESTIMATOR,))]
-    return []
+        yield Problem(key, message, True, hint, related=(_ESTIMATOR,))
 
 
-def critic_warms_up_in_time(config: Config) -> list[Problem]:
+def critic_warms_up_in_time(config: Config) -> Iterator[Problem]:
     """The policy learns after the critic's warm-up, so the run is longer than it."""
     steps, total = config.critic.warmup_steps, config.train.max_num_steps
     if not config.is_grpo or not config.critic.enable or total is None or steps < total:
-        return []
+        return
     key, other = "critic.warmup_steps", "train.max_num_steps"
     message = f"{steps} steps before the policy learns are all of {other} = {total}"
-    return [
-        Problem(key, message, steps, f"write {key} = {total // 10}, or a larger {other}", related=(other,))
-    ]
+    yield Problem(key, message, steps, f"write {key} = {total // 10}, or a larger {other}", related=(other,))
 
 
-def groups_are_large_enough(config: Config) -> list[Problem]:
+def groups_are_large_enough(config: Config) -> Iterator[Problem]:
     """Estimators and filters that compare the samples of a prompt need more than one."""
     if not config.is_grpo or config.rollout.n_generation > 1:
-        return []
-    policy, problems = config.grpo, []
+        return
+    policy = config.grpo
     estimator = policy.advantage_estimator
     if estimator in _GROUPED:
         message = (
@@ -194,7 +185,7 @@ def groups_are_large_enough(config: Config) -> list[Problem]:
             f"would be {_GROUPED[estimator]}"
         )
         hint = f'write {_GROUP} = 8, or {_ESTIMATOR} = "reinforce_plus_plus"'
-        problems.append(Problem(_GROUP, message, 1, hint, related=(_ESTIMATOR,)))
+        yield Problem(_GROUP, message, 1, hint, related=(_ESTIMATOR,))
     idle = {
         "filter_reward_metric": policy.filter_metrics,
         "min_filter_prefix_tokens": policy.min_filter_prefix_tokens,
@@ -208,31 +199,27 @@ def groups_are_large_enough(config: Config) -> list[Problem]:
             if name != "filter_reward_metric":
                 message = f"{value} compares the samples of a prompt, and {_GROUP} = 1"
             hint = f"leave it out, or write {_GROUP} = 8"
-            problems.append(Problem(key, message, value, hint, related=(_GROUP,)))
-    return problems
+            yield Problem(key, message, value, hint, related=(_GROUP,))
 
 
-def options_belong_to_their_estimator(config: Config) -> list[Problem]:
+def options_belong_to_their_estimator(config: Config) -> Iterator[Problem]:
     """Discounts and divisions that an estimator does not have."""
     if not config.is_grpo:
-        return []
-    policy, problems = config.grpo, []
+        return
+    policy = config.grpo
     estimator = policy.advantage_estimator
     if ":" in estimator:  # the user's own may read any of them
-        return []
+        return
     owners = {
-        "gamma": (1.0, ("gae", "reinforce_plus_plus")),
-        "gae_lambda": (1.0, ("gae",)),
-        "unbiased_advantage": (False, _SCALED),
+        "gamma": ("gae", "reinforce_plus_plus"),
+        "gae_lambda": ("gae",),
+        "unbiased_advantage": _SCALED,
     }
-    for name, (neutral, estimators) in owners.items():
-        value = getattr(policy, name)
-        if value != neutral and estimator not in estimators:
-            shown = "true" if value is True else value
-            message = f'{shown} has no effect: {_ESTIMATOR} = "{estimator}" does not read it'
-            hint = f"leave it out; it belongs to {' and '.join(estimators)}"
-            problems.append(Problem(f"{_POLICY}.{name}", message, value, hint, related=(_ESTIMATOR,)))
-    return problems
+    for name, value in written(policy, *owners):
+        if estimator not in owners[name]:
+            message = f'{toml_value(value)} has no effect: {_ESTIMATOR} = "{estimator}" does not read it'
+            hint = f"leave it out; it belongs to {' and '.join(owners[name])}"
+            yield Problem(f"{_POLICY}.{name}", message, value, hint, related=(_ESTIMATOR,))
 
 
 _BETA = f"{_POLICY}.kl_beta"
@@ -240,11 +227,11 @@ _REWARD = f"{_POLICY}.kl_in_reward"
 _EITHER = f"{_BETA} = 0.0 and {_REWARD}.beta = 0.0"
 
 
-def loss_term_is_on(config: Config) -> list[Problem]:
+def loss_term_is_on(config: Config) -> Iterator[Problem]:
     """How the KL in the loss is estimated matters when there is one."""
     if not config.is_grpo or config.grpo.kl_beta > 0.0:
-        return []
-    policy, problems = config.grpo, []
+        return
+    policy = config.grpo
     idle: list[tuple[str, Any, str]] = []
     if policy.kl_type != "k3":
         idle.append(("kl_type", policy.kl_type, f'"{policy.kl_type}" estimates a term'))
@@ -252,15 +239,14 @@ def loss_term_is_on(config: Config) -> list[Problem]:
         idle.append(("unbiased_kl_estimate", True, "weighs a term"))
     for name, value, does in idle:
         message, hint = f"{does} that {_BETA} = 0.0 leaves out", f"write {_BETA} = 0.001, or leave it out"
-        problems.append(Problem(f"{_POLICY}.{name}", message, value, hint, related=(_BETA,)))
-    return problems
+        yield Problem(f"{_POLICY}.{name}", message, value, hint, related=(_BETA,))
 
 
-def reference_is_used(config: Config) -> list[Problem]:
+def reference_is_used(config: Config) -> Iterator[Problem]:
     """The reference model exists when a KL term does."""
     if has_kl(config):
-        return []
-    hint, problems = f"write {_BETA} = 0.001, or leave it out", []
+        return
+    hint = f"write {_BETA} = 0.001, or leave it out"
     related: tuple[str, ...] = (_BETA, f"{_REWARD}.beta")
     without = _EITHER if config.is_grpo else f'{_POLICY}.type = "sft"'
     if not config.is_grpo:
@@ -268,54 +254,41 @@ def reference_is_used(config: Config) -> list[Problem]:
     elif config.grpo.reference_reset_interval:
         interval = config.grpo.reference_reset_interval
         message = f"{interval} is the time between resets of a model that this job does not have ({without})"
-        problems.append(
-            Problem(f"{_POLICY}.reference_reset_interval", message, interval, hint, related=related)
-        )
-    reference = config.reference
-    for name, info in type(reference).model_fields.items():
-        value = getattr(reference, name)
-        if value != info.get_default(call_default_factory=True):
-            message = f"this job has no reference model: {without}"
-            problems.append(Problem(f"reference.{name}", message, value, hint, related=related))
-    return problems
+        yield Problem(f"{_POLICY}.reference_reset_interval", message, interval, hint, related=related)
+    message = f"this job has no reference model: {without}"
+    for name, value in written(config.reference, *ReferenceConfig.model_fields):
+        yield Problem(f"reference.{name}", message, value, hint, related=related)
 
 
-def resets_agree(config: Config) -> list[Problem]:
+def resets_agree(config: Config) -> Iterator[Problem]:
     """What happens to the optimizer at a reset needs resets."""
     if (
         not config.is_grpo
         or config.grpo.reset_optimizer_with_reference
         or config.grpo.reference_reset_interval
     ):
-        return []
+        return
     key, other = f"{_POLICY}.reset_optimizer_with_reference", f"{_POLICY}.reference_reset_interval"
     message = f"false has no effect: {other} is unset, so the reference model is never reset"
     hint = f"leave it out, or write {other} = 100" if has_kl(config) else "leave it out"
-    return [Problem(key, message, False, hint, related=(other,))]
+    yield Problem(key, message, False, hint, related=(other,))
 
 
-def reward_term_is_complete(config: Config) -> list[Problem]:
+def reward_term_is_complete(config: Config) -> Iterator[Problem]:
     """Options of the KL in the reward need a coefficient; those of its controller need it to be adaptive."""
     if not config.is_grpo:
-        return []
-    term, problems = config.grpo.kl_in_reward, []
+        return
+    term = config.grpo.kl_in_reward
     if term.beta == 0.0:
-        for name, neutral in (("type", "k1"), ("controller", "fixed")):
-            value = getattr(term, name)
-            if value != neutral:
-                message = f'"{value}" has no effect: {_REWARD}.beta = 0.0'
-                hint = f"write {_REWARD}.beta = 0.001, or leave it out"
-                key, related = f"{_REWARD}.{name}", (f"{_REWARD}.beta",)
-                problems.append(Problem(key, message, value, hint, related=related))
+        for name, value in written(term, "type", "controller"):
+            message = f'"{value}" has no effect: {_REWARD}.beta = 0.0'
+            hint = f"write {_REWARD}.beta = 0.001, or leave it out"
+            yield Problem(f"{_REWARD}.{name}", message, value, hint, related=(f"{_REWARD}.beta",))
     if term.controller == "fixed":
-        for name in ("target", "horizon"):
-            value = getattr(term, name)
-            if value != type(term).model_fields[name].default:
-                message = f'{value} has no effect: {_REWARD}.controller = "fixed" keeps the coefficient'
-                hint = f'write {_REWARD}.controller = "adaptive", or leave it out'
-                key, related = f"{_REWARD}.{name}", (f"{_REWARD}.controller",)
-                problems.append(Problem(key, message, value, hint, related=related))
-    return problems
+        for name, value in written(term, "target", "horizon"):
+            message = f'{value} has no effect: {_REWARD}.controller = "fixed" keeps the coefficient'
+            hint = f'write {_REWARD}.controller = "adaptive", or leave it out'
+            yield Problem(f"{_REWARD}.{name}", message, value, hint, related=(f"{_REWARD}.controller",))
 
 
 ALGORITHM_RULES = (

@@ -33,10 +33,10 @@ def nearest_divisor(number: int, value: int) -> int:
     return below if value - below <= above - value or above < value else above
 
 
-def batch_is_whole_groups(config: Config) -> list[Problem]:
+def batch_is_whole_groups(config: Config) -> Iterator[Problem]:
     """B = train_batch_per_replica * n_init_replicas / n_generation is a whole number (NUMERICS, Batches)."""
     if not config.is_grpo or config.samples_per_step % config.rollout.n_generation == 0:
-        return []
+        return
     batch, replicas = config.train.train_batch_per_replica, config.policy.parallelism.n_init_replicas
     generation = config.rollout.n_generation
     unit = generation // math.gcd(generation, replicas)
@@ -50,7 +50,7 @@ def batch_is_whole_groups(config: Config) -> list[Problem]:
     if near > 1:  # a group of one would have nothing to be compared with
         hint += f", or rollout.n_generation = {near}"
     related = ("rollout.n_generation", "policy.parallelism.n_init_replicas")
-    return [Problem(_BATCH, message, batch, hint, related=related)]
+    yield Problem(_BATCH, message, batch, hint, related=related)
 
 
 def _learners(config: Config) -> Iterator[tuple[str, GrpoConfig | CriticConfig]]:
@@ -61,9 +61,9 @@ def _learners(config: Config) -> Iterator[tuple[str, GrpoConfig | CriticConfig]]
             yield "critic", config.critic
 
 
-def optimizer_steps_divide_batch(config: Config) -> list[Problem]:
+def optimizer_steps_divide_batch(config: Config) -> Iterator[Problem]:
     """The batch is cut into whole optimizer steps, the policy's and the critic's."""
-    problems, batch = [], config.train.train_batch_per_replica
+    batch = config.train.train_batch_per_replica
     for section, learner in _learners(config):
         piece = learner.batch_size_per_optimize
         if piece is None or batch % piece == 0:
@@ -72,13 +72,12 @@ def optimizer_steps_divide_batch(config: Config) -> list[Problem]:
         key = f"{section}.batch_size_per_optimize"
         message = f"{_BATCH} = {batch} cannot be cut into optimizer steps of {piece} samples"
         hint = f"write {key} = {' or '.join(map(str, sorted(near)))}"
-        problems.append(Problem(key, message, piece, hint, related=(_BATCH,)))
-    return problems
+        yield Problem(key, message, piece, hint, related=(_BATCH,))
 
 
-def shuffling_has_pieces(config: Config) -> list[Problem]:
+def shuffling_has_pieces(config: Config) -> Iterator[Problem]:
     """A shuffle of samples before each pass changes something only if a pass has several optimizer steps."""
-    problems, batch = [], config.train.train_batch_per_replica
+    batch = config.train.train_batch_per_replica
     for section, learner in _learners(config):
         key, piece = f"{section}.mini_batch_shuffle", learner.batch_size_per_optimize
         if learner.mini_batch_shuffle and learner.mu_iterations == 1 and (piece is None or piece >= batch):
@@ -89,7 +88,7 @@ def shuffling_has_pieces(config: Config) -> list[Problem]:
             )
             hint = f"write {section}.mu_iterations = 2, or leave it out"
             related = (f"{section}.mu_iterations", f"{section}.batch_size_per_optimize")
-            problems.append(Problem(key, message, True, hint, related=related))
+            yield Problem(key, message, True, hint, related=related)
     if config.is_grpo and config.grpo.mini_batch_shuffle_seed is not None:
         shuffled = config.grpo.mini_batch_shuffle or (
             config.critic.enable and config.critic.mini_batch_shuffle
@@ -100,25 +99,23 @@ def shuffling_has_pieces(config: Config) -> list[Problem]:
             hint, seed = f"leave it out, or write {other} = true", config.grpo.mini_batch_shuffle_seed
             if config.grpo.mu_iterations == 1 and config.grpo.batch_size_per_optimize is None:
                 hint += f" and {_POLICY}.mu_iterations = 2"
-            problems.append(Problem(key, message, seed, hint, related=(other,)))
-    return problems
+            yield Problem(key, message, seed, hint, related=(other,))
 
 
 _LONGEST = "policy.model_max_length"
 _BUDGET = "max_token_len_per_mini_batch"
 
 
-def longest_sample_fits(config: Config) -> list[Problem]:
+def longest_sample_fits(config: Config) -> Iterator[Problem]:
     """The hard cap on a micro-batch's tokens holds at least one sample of the longest kind, in every pass."""
-    problems, longest = [], config.policy.model_max_length
+    longest = config.policy.model_max_length
     for key, cap in _caps(config):
         if cap is not None and cap < longest:
             message = f"a sample of {_LONGEST} = {longest} tokens does not fit into a micro-batch of {cap}"
             hint = f"write {key} = {longest} or more"
             if not config.is_grpo or cap > config.rollout.max_response_length:
                 hint += f", or {_LONGEST} = {cap}"
-            problems.append(Problem(key, message, cap, hint, related=(_LONGEST,)))
-    return problems
+            yield Problem(key, message, cap, hint, related=(_LONGEST,))
 
 
 def _caps(config: Config) -> Iterator[tuple[str, int | None]]:
@@ -130,47 +127,45 @@ def _caps(config: Config) -> Iterator[tuple[str, int | None]]:
             yield f"critic.{_BUDGET}", config.critic.max_token_len_per_mini_batch
 
 
-def responses_leave_room(config: Config) -> list[Problem]:
+def responses_leave_room(config: Config) -> Iterator[Problem]:
     """A response leaves room for a prompt, in the trainer and in the engine."""
     if not config.is_grpo:
-        return []
+        return
     responses = {"rollout.max_response_length": config.rollout.max_response_length}
     if config.validation.enable and config.validation.max_response_length is not None:
         responses["validation.max_response_length"] = config.validation.max_response_length
     limits = {_LONGEST: config.policy.model_max_length}
     if config.rollout.max_model_len is not None:
         limits["rollout.max_model_len"] = config.rollout.max_model_len
-    problems = []
     for key, response in responses.items():
         for limit_key, limit in limits.items():
             if response >= limit:
                 message = f"{response} tokens leave no room for a prompt within {limit_key} = {limit}"
                 hint = f"write {key} = {max(min(limits.values()) // 2, 1)}, or a larger {limit_key}"
-                problems.append(Problem(key, message, response, hint, related=(limit_key,)))
-    return problems
+                yield Problem(key, message, response, hint, related=(limit_key,))
 
 
-def overlong_buffer_fits(config: Config) -> list[Problem]:
+def overlong_buffer_fits(config: Config) -> Iterator[Problem]:
     """The buffer in which the penalty grows is a part of the response."""
     if not config.is_grpo or not config.grpo.overlong_reward.enable_overlong_penalty:
-        return []
+        return
     longest, buffer = config.rollout.max_response_length, config.grpo.overlong_reward.buffer_length
     if buffer <= longest:
-        return []
+        return
     key = f"{_POLICY}.overlong_reward.buffer_length"
     message = f"{buffer} is longer than rollout.max_response_length = {longest}"
     hint = f"write {key} = {max(longest // 4, 1)}, or any value up to {longest}"
     related = ("rollout.max_response_length", f"{_POLICY}.overlong_reward.enable_overlong_penalty")
-    return [Problem(key, message, buffer, hint, related=related)]
+    yield Problem(key, message, buffer, hint, related=related)
 
 
-def engine_steps_hold_enough(config: Config) -> list[Problem]:
+def engine_steps_hold_enough(config: Config) -> Iterator[Problem]:
     """vLLM: an engine step holds a whole prompt unless prompts come in chunks, and a token of each sequence."""
     rollout, key = config.rollout, "rollout.max_num_batched_tokens"
     budget = rollout.max_num_batched_tokens
     if not config.is_grpo or not rollout.engine.bounds_steps or budget is None:
-        return []
-    problems, longest = [], config.engine_max_len
+        return
+    longest = config.engine_max_len
     length_key = "rollout.max_model_len" if rollout.max_model_len is not None else _LONGEST
     if not rollout.enable_chunked_prefill and budget < longest:
         message = (
@@ -179,14 +174,13 @@ def engine_steps_hold_enough(config: Config) -> list[Problem]:
         )
         hint = f"write {key} = {longest}, or rollout.enable_chunked_prefill = true"
         related = (length_key, "rollout.enable_chunked_prefill")
-        problems.append(Problem(key, message, budget, hint, related=related))
+        yield Problem(key, message, budget, hint, related=related)
     elif rollout.max_num_seqs is not None and budget < rollout.max_num_seqs:
         message = (
             f"{budget} tokens per engine step are fewer than rollout.max_num_seqs = {rollout.max_num_seqs}"
         )
         hint = f"write {key} = {rollout.max_num_seqs} or more, or rollout.max_num_seqs = {budget}"
-        problems.append(Problem(key, message, budget, hint, related=("rollout.max_num_seqs",)))
-    return problems
+        yield Problem(key, message, budget, hint, related=("rollout.max_num_seqs",))
 
 
 BATCH_RULES = (

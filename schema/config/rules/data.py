@@ -13,6 +13,7 @@ from schema.config.loading.explain import closest
 from schema.config.paths import DATA_SUFFIXES, exists, home_hint, is_file, local_path
 from schema.config.problem import Problem
 from schema.config.root import Config
+from schema.config.rules.idle import written
 from schema.config.sections.dataset import DatasetConfig
 from schema.config.sections.evaluation import EvaluationConfig
 
@@ -40,116 +41,108 @@ def _validates(config: Config) -> bool:
 # ---- what is read -----------------------------------------------------------------------------------------
 
 
-def dataset_is_named(config: Config) -> list[Problem]:
+def dataset_is_named(config: Config) -> Iterator[Problem]:
     """There is something to train on, and to validate on."""
-    problems, dataset = [], config.train.train_policy.dataset
+    dataset = config.train.train_policy.dataset
     if not dataset.is_named:
         key = f"{_TRAIN}.name"
         hint = f'write {key} = "path/to/data.parquet", or "synthetic:addition" to try it out'
-        problems.append(Problem(key, "no dataset is named", "", hint, related=(f"{_TRAIN}.files",)))
+        yield Problem(key, "no dataset is named", "", hint, related=(f"{_TRAIN}.files",))
     if dataset.test_size is not None and isinstance(dataset.test_size, float) and dataset.test_size >= 1.0:
         key = f"{_TRAIN}.test_size"
         hint = f"write {key} = {int(dataset.test_size)} for rows, or a share below 1.0"
         message = f"a float is a share of the dataset, below 1.0, got {dataset.test_size}"
-        problems.append(Problem(key, message, dataset.test_size, hint))
+        yield Problem(key, message, dataset.test_size, hint)
     validation = config.validation.dataset
     if validation.test_size is not None:
         key = f"{_VALIDATION}.test_size"
         hint = f"write {_TRAIN}.test_size to hold out training rows"
-        problems.append(Problem(key, "has no effect here", validation.test_size, hint))
+        yield Problem(key, "has no effect here", validation.test_size, hint)
     if _validates(config) and not validation.is_named and dataset.is_named:
-        problems += _nothing_held_out(dataset)
-    return problems
+        yield from _nothing_held_out(dataset)
 
 
-def _nothing_held_out(dataset: DatasetConfig) -> list[Problem]:
+def _nothing_held_out(dataset: DatasetConfig) -> Iterator[Problem]:
     """Validation without data of its own takes what training holds out."""
     if dataset.test_size:
-        return []
+        return
     own = f'"{_SYNTHETIC}" for its held-out pairs' if dataset.is_synthetic else '"path/to/heldout.parquet"'
     hint = f"write {_VALIDATION}.name = {own}, or {_TRAIN}.test_size = 0.1"
     related = (_TRAIN, "validation.enable", f"{_VALIDATION}.files")
     message = "no dataset is named and the training data holds nothing out"
-    return [Problem(f"{_VALIDATION}.name", message, "", hint, related=related)]
+    yield Problem(f"{_VALIDATION}.name", message, "", hint, related=related)
 
 
-def dataset_can_be_read(config: Config) -> list[Problem]:
+def dataset_can_be_read(config: Config) -> Iterator[Problem]:
     """Local data exists and has the named columns; the built-in generator knows its options."""
-    problems = dataset_problems(config, _TRAIN, config.train.train_policy.dataset, _TRAIN_SPLITS)
+    yield from dataset_problems(config, _TRAIN, config.train.train_policy.dataset, _TRAIN_SPLITS)
     if _validates(config):
-        problems += dataset_problems(config, _VALIDATION, config.validation.dataset, _VALIDATION_SPLITS)
-    return problems
+        yield from dataset_problems(config, _VALIDATION, config.validation.dataset, _VALIDATION_SPLITS)
 
 
 def dataset_problems(
     config: Config, key: str, dataset: DatasetConfig, default_splits: tuple[str, ...]
-) -> list[Problem]:
+) -> Iterator[Problem]:
     """What is wrong with one dataset: `key` is its section."""
-    problems = _idle_keys(key, dataset)
+    yield from _idle_keys(key, dataset)
     if dataset.files:
-        return problems + _file_problems(config, key, dataset)
+        yield from _file_problems(config, key, dataset)
+        return
     if dataset.is_synthetic:
         demonstrated = ["conversations"] if dataset.options.get("demonstrations") is True else []
         columns = flat([*sorted(_SYNTHETIC_COLUMNS), *demonstrated])
-        problems += _synthetic_problems(key, dataset)
-        return problems + _column_problems(config, key, dataset, dataset.name, columns)
+        yield from _synthetic_problems(key, dataset)
+        yield from _column_problems(config, key, dataset, dataset.name, columns)
+        return
     path = local_path(dataset.name) if dataset.name else None
     if path is None:
-        return problems
+        return
     try:
         found = columns_of(path, dataset.splits, default_splits)
         if found is not None:
-            problems += _column_problems(config, key, dataset, dataset.name, found)
+            yield from _column_problems(config, key, dataset, dataset.name, found)
     except UnreadableDataError as error:
         hint = error.hint or _PATH_HINT
-        problems.append(Problem(f"{key}.name", str(error), dataset.name, hint, related=(f"{key}.split",)))
+        yield Problem(f"{key}.name", str(error), dataset.name, hint, related=(f"{key}.split",))
     if is_file(path) and default_splits == _TRAIN_SPLITS and dataset.splits not in ([], ["train"]):
         message = f"{path} is one file and has no splits"
-        problems.append(Problem(f"{key}.split", message, dataset.split, "leave it out"))
-    return problems
+        yield Problem(f"{key}.split", message, dataset.split, "leave it out")
 
 
 _PATH_HINT = f"paths are relative to the current directory; files end in {', '.join(DATA_SUFFIXES)}"
 
 
-def _file_problems(config: Config, key: str, dataset: DatasetConfig) -> list[Problem]:
+def _file_problems(config: Config, key: str, dataset: DatasetConfig) -> Iterator[Problem]:
     """Each of the files is there and has the columns."""
-    problems = []
     for file in dict.fromkeys(dataset.files):
         path = Path(file)
         if exists(path) and path.is_dir():
             hint = f'name its files, or the directory alone: {key}.name = "{file}"'
-            problems.append(Problem(f"{key}.files", f"{file} is a directory", file, hint))
+            yield Problem(f"{key}.files", f"{file} is a directory", file, hint)
             continue
         try:
             columns = columns_of(path, (), ())
         except UnreadableDataError as error:
-            problems.append(Problem(f"{key}.files", str(error), file, error.hint or _PATH_HINT))
+            yield Problem(f"{key}.files", str(error), file, error.hint or _PATH_HINT)
             continue
         if columns is not None:
-            problems += _column_problems(config, key, dataset, file, columns)
-    return problems
+            yield from _column_problems(config, key, dataset, file, columns)
 
 
-def _idle_keys(key: str, dataset: DatasetConfig) -> list[Problem]:
+def _idle_keys(key: str, dataset: DatasetConfig) -> Iterator[Problem]:
     """Keys that mean nothing for this kind of dataset."""
-    problems = []
-
-    def idle(name: str, message: str, *related: str) -> None:
-        value = getattr(dataset, name)
-        if value:
-            others = tuple(f"{key}.{other}" for other in related)
-            problems.append(Problem(f"{key}.{name}", message, value, "leave it out", related=others))
-
+    idle: list[tuple[str, str, tuple[str, ...]]] = []
+    names = (f"{key}.name", f"{key}.files")
     if dataset.files:
-        idle("name", "the data is named twice: by its name and by its files", "files")
-        idle("split", "files have no splits", "files")
+        idle.append(("name", "the data is named twice: by its name and by its files", names[1:]))
+        idle.append(("split", "files have no splits", names[1:]))
     if dataset.files or (dataset.name and not dataset.is_synthetic):
-        idle("options", f"only the built-in generator ({_SYNTHETIC}) takes options", "name", "files")
+        idle.append(("options", f"only the built-in generator ({_SYNTHETIC}) takes options", names))
     if dataset.files or dataset.is_synthetic or (dataset.name and local_path(dataset.name) is not None):
-        for name in ("subset", "revision"):
-            idle(name, f"only a dataset on the hub has a {name}", "name", "files")
-    return problems
+        idle += [(name, f"only a dataset on the hub has a {name}", names) for name in ("subset", "revision")]
+    for name, message, related in idle:
+        if value := getattr(dataset, name):
+            yield Problem(f"{key}.{name}", message, value, "leave it out", related=related)
 
 
 # ---- columns ----------------------------------------------------------------------------------------------
@@ -157,8 +150,7 @@ def _idle_keys(key: str, dataset: DatasetConfig) -> list[Problem]:
 
 def _column_problems(
     config: Config, key: str, dataset: DatasetConfig, source: str, columns: Columns
-) -> list[Problem]:
-    problems = []
+) -> Iterator[Problem]:
     for column_key, column, is_default in _wanted_columns(config, key):
         if columns.has(column):
             continue
@@ -172,8 +164,7 @@ def _column_problems(
         if dataset.is_synthetic and column == "conversations":
             hint = f"write {key}.options.demonstrations = true"
         related = (f"{key}.name", f"{key}.files", f"{key}.options")
-        problems.append(Problem(column_key, message, column, hint, related=related))
-    return problems
+        yield Problem(column_key, message, column, hint, related=related)
 
 
 def _wanted_columns(config: Config, dataset_key: str) -> Iterator[tuple[str, str, bool]]:
@@ -220,11 +211,11 @@ def _scored_by_source(config: Config, dataset_key: str) -> bool:
     return any("by_source" in weights for weights in roles)
 
 
-def pairs_are_whole(config: Config) -> list[Problem]:
+def pairs_are_whole(config: Config) -> Iterator[Problem]:
     """Supervised rows are conversations, or a prompt and a response; not half of it, not both."""
     if config.is_grpo:
-        return []
-    sft, problems = config.sft, []
+        return
+    sft = config.sft
     prompt, response = f"{_POLICY}.prompt_column_name", f"{_POLICY}.response_column_name"
     for key, value, other, missing in (
         (prompt, sft.prompt_column_name, response, sft.response_column_name),
@@ -232,99 +223,90 @@ def pairs_are_whole(config: Config) -> list[Problem]:
     ):
         if value and not missing:
             hint = f"write {other} too, or {_POLICY}.conversation_column_name in place of both"
-            problems.append(Problem(key, f"needs {other}", value, hint, related=(other,)))
+            yield Problem(key, f"needs {other}", value, hint, related=(other,))
     if sft.has_pairs and "conversation_column_name" in sft.model_fields_set:
         key, name = f"{_POLICY}.conversation_column_name", sft.conversation_column_name
         message = f"{prompt} and {response} are read in place of a conversation"
-        problems.append(Problem(key, message, name, "leave it out, or those two", related=(prompt, response)))
-    return problems
+        yield Problem(key, message, name, "leave it out, or those two", related=(prompt, response))
 
 
 # ---- lengths ----------------------------------------------------------------------------------------------
 
 
-def prompts_fit(config: Config) -> list[Problem]:
+def prompts_fit(config: Config) -> Iterator[Problem]:
     """The longest prompt and the longest answer fit into a sequence."""
     dataset = config.train.train_policy.dataset
     if not config.is_grpo:
-        if dataset.max_prompt_length is None:
-            return []
-        key = f"{_TRAIN}.max_prompt_length"
-        message = "supervised training reads whole conversations"
-        hint = "write policy.model_max_length for the longest of them"
-        return [Problem(key, message, dataset.max_prompt_length, hint, related=(f"{_POLICY}.type",))]
+        if dataset.max_prompt_length is not None:
+            key = f"{_TRAIN}.max_prompt_length"
+            message = "supervised training reads whole conversations"
+            hint = "write policy.model_max_length for the longest of them"
+            yield Problem(key, message, dataset.max_prompt_length, hint, related=(f"{_POLICY}.type",))
+        return
     answer = ("rollout.max_response_length", config.rollout.max_response_length)
-    problems = _prompt_problem(config, _TRAIN, dataset, *answer)
+    yield from _prompt_problem(config, _TRAIN, dataset, *answer)
     if _validates(config):
         own, validation = config.validation.max_response_length, config.validation.dataset
         if own is not None:
             answer = ("validation.max_response_length", own)
         if validation.is_named:
-            problems += _prompt_problem(config, _VALIDATION, validation, *answer)
+            yield from _prompt_problem(config, _VALIDATION, validation, *answer)
         elif own is not None:
-            problems += _prompt_problem(config, _TRAIN, dataset, *answer)
-        problems += _idle_validation(validation)
-    return problems
+            yield from _prompt_problem(config, _TRAIN, dataset, *answer)
+        yield from _idle_validation(validation)
 
 
 def _prompt_problem(
     config: Config, section: str, dataset: DatasetConfig, answer_key: str, answer: int
-) -> list[Problem]:
+) -> Iterator[Problem]:
     key, longest = f"{section}.max_prompt_length", dataset.max_prompt_length
     limits = [("policy.model_max_length", config.policy.model_max_length)]
     if config.rollout.max_model_len is not None:
         limits.append(("rollout.max_model_len", config.rollout.max_model_len))
     limit_key, limit = min(limits, key=lambda item: item[1])
     if longest is None or answer >= limit or longest + answer <= limit:  # no room at all: said elsewhere
-        return []
+        return
     message = f"{longest} tokens and {answer_key} = {answer} are more than {limit_key} = {limit}"
     hint = f"write {key} = {limit - answer}, or {limit_key} = {longest + answer}"
-    return [Problem(key, message, longest, hint, related=(answer_key, limit_key))]
+    yield Problem(key, message, longest, hint, related=(answer_key, limit_key))
 
 
-def _idle_validation(dataset: DatasetConfig) -> list[Problem]:
+def _idle_validation(dataset: DatasetConfig) -> Iterator[Problem]:
     """Without data of its own, validation takes held-out training rows, prepared as those are."""
     if dataset.is_named:
-        return []
-    problems, default = [], DatasetConfig()
-    for name in ("subset", "revision", "split", "options", "max_prompt_length", "overlong_prompts"):
-        value = getattr(dataset, name)
-        if value != getattr(default, name):
-            message = "has no effect on rows that the training data holds out"
-            hint = f"write {_TRAIN}.{name}, or name the data: {_VALIDATION}.name"
-            problems.append(
-                Problem(f"{_VALIDATION}.{name}", message, value, hint, related=(f"{_VALIDATION}.name",))
-            )
-    return problems
+        return
+    keys = ("subset", "revision", "split", "options", "max_prompt_length", "overlong_prompts")
+    for name, value in written(dataset, *keys):
+        message = "has no effect on rows that the training data holds out"
+        hint = f"write {_TRAIN}.{name}, or name the data: {_VALIDATION}.name"
+        yield Problem(f"{_VALIDATION}.{name}", message, value, hint, related=(f"{_VALIDATION}.name",))
 
 
 # ---- the built-in generator -------------------------------------------------------------------------------
 
 
-def _synthetic_problems(key: str, dataset: DatasetConfig) -> list[Problem]:
-    problems = []
+def _synthetic_problems(key: str, dataset: DatasetConfig) -> Iterator[Problem]:
     if dataset.name != _SYNTHETIC:
         message = f'unknown generator "{dataset.name}"'
-        problems.append(Problem(f"{key}.name", message, dataset.name, f'write {key}.name = "{_SYNTHETIC}"'))
+        yield Problem(f"{key}.name", message, dataset.name, f'write {key}.name = "{_SYNTHETIC}"')
     for split in dataset.splits:
         if split not in _SYNTHETIC_SPLITS:
             hint = f"its splits: {', '.join(_SYNTHETIC_SPLITS)}"
-            problems.append(Problem(f"{key}.split", f"{_SYNTHETIC} has no split `{split}`", split, hint))
+            yield Problem(f"{key}.split", f"{_SYNTHETIC} has no split `{split}`", split, hint)
     for name, value in dataset.options.items():
         option = f"{key}.options.{name}"
         if name not in _SYNTHETIC_OPTIONS:
             close = closest(name, _SYNTHETIC_OPTIONS)
             hint = f"did you mean `{close}`?" if close else f"known here: {', '.join(_SYNTHETIC_OPTIONS)}"
-            problems.append(Problem(option, f"unknown option of {_SYNTHETIC}", value, hint))
+            yield Problem(option, f"unknown option of {_SYNTHETIC}", value, hint)
             continue
         kind, least, most = _SYNTHETIC_OPTIONS[name]
         if kind is bool and not isinstance(value, bool):
-            problems.append(Problem(option, "expected true or false", value, f"write {option} = true"))
+            yield Problem(option, "expected true or false", value, f"write {option} = true")
         elif kind is not bool and not (_is_number(value, kind) and least <= value <= most):
             words = "an integer" if kind is int else "a number"
             message = f"expected {words} from {least} to {most}, got {value!r}"
-            problems.append(Problem(option, message, value, f"write {option} = {least}"))
-    return problems
+            yield Problem(option, message, value, f"write {option} = {least}")
 
 
 def _is_number(value: Any, kind: type) -> bool:
@@ -334,22 +316,21 @@ def _is_number(value: Any, kind: type) -> bool:
 # ---- places -----------------------------------------------------------------------------------------------
 
 
-def places_can_be_used(config: Config) -> list[Problem]:
+def places_can_be_used(config: Config) -> Iterator[Problem]:
     """Directories that will be written are not files, and what is resumed from exists."""
-    problems, key, name = [], "train.output_dir", config.train.output_dir
+    key, name = "train.output_dir", config.train.output_dir
     if "://" in name:
         hint = "write the path of a directory that all machines of the job see"
-        problems.append(Problem(key, f"{name} is not a directory", name, hint))
+        yield Problem(key, f"{name} is not a directory", name, hint)
     elif name.startswith("~"):
-        problems.append(Problem(key, f"{name} is not a path", name, home_hint(name)))
+        yield Problem(key, f"{name} is not a path", name, home_hint(name))
     elif is_file(Path(name)):
-        problems.append(Problem(key, f"{name} is a file, not a directory", name, "name a directory"))
+        yield Problem(key, f"{name} is a file, not a directory", name, "name a directory")
     resume = config.train.resume
     if isinstance(resume, str) and not (resume and exists(Path(resume))):
         newest = "name a checkpoint's directory, or write train.resume = true for the newest of output_dir"
         hint = home_hint(resume) or newest
-        problems.append(Problem("train.resume", f"checkpoint '{resume}' does not exist", resume, hint))
-    return problems
+        yield Problem("train.resume", f"checkpoint '{resume}' does not exist", resume, hint)
 
 
 DATA_RULES = (dataset_is_named, dataset_can_be_read, pairs_are_whole, prompts_fit, places_can_be_used)

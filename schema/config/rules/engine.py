@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from schema.config.problem import Problem
@@ -104,60 +105,55 @@ def temperatures_can_be_computed(config: Config) -> list[Problem]:
     ]
 
 
-def temperatures_agree(config: Config) -> list[Problem]:
+def temperatures_agree(config: Config) -> Iterator[Problem]:
     """The training temperature has two names; two written values must be equal."""
     if not config.is_grpo:
-        return []
+        return
     policy, sampling = config.grpo, config.rollout.sampling_config
     both = "temperature" in policy.model_fields_set and "temperature" in sampling.model_fields_set
     if not both or policy.temperature == sampling.temperature:
-        return []
+        return
     key, other = f"{_SAMPLING}.temperature", "train.train_policy.temperature"
     message = f"{sampling.temperature} contradicts {other} = {policy.temperature}, the same temperature"
-    return [Problem(key, message, sampling.temperature, "leave one of the two out", related=(other,))]
+    yield Problem(key, message, sampling.temperature, "leave one of the two out", related=(other,))
 
 
-def training_samples_the_policy(config: Config) -> list[Problem]:
+def training_samples_the_policy(config: Config) -> Iterator[Problem]:
     """Training rollouts are drawn from the policy's own distribution (DESIGN, policy replica)."""
     if not config.is_grpo:
-        return []
-    sampling, problems = config.rollout.sampling_config, []
+        return
+    sampling = config.rollout.sampling_config
     if config.sampling_temperature <= 0.0:
         in_policy = "temperature" in config.grpo.model_fields_set
         key = "train.train_policy.temperature" if in_policy else f"{_SAMPLING}.temperature"
         message = "training needs samples that differ: the temperature must be more than 0"
-        problems.append(Problem(key, message, config.sampling_temperature, f"write {key} = 1.0"))
+        yield Problem(key, message, config.sampling_temperature, f"write {key} = 1.0")
     if not sampling.do_sample:
         message = "training needs samples that differ, not always the likeliest token"
-        problems.append(
-            Problem(f"{_SAMPLING}.do_sample", message, False, f"write {_SAMPLING}.do_sample = true")
-        )
+        yield Problem(f"{_SAMPLING}.do_sample", message, False, f"write {_SAMPLING}.do_sample = true")
     reason = _RESHAPES
     for name, neutral in _RESHAPING.items():
         value = getattr(sampling, name)
         if value not in neutral:
             hint = f"write {_SAMPLING}.{name} = {neutral[0]}, or leave it out"
-            problems.append(Problem(f"{_SAMPLING}.{name}", f"{value} {reason}", value, hint))
+            yield Problem(f"{_SAMPLING}.{name}", f"{value} {reason}", value, hint)
     for name in sorted(_RESHAPING_EXTRA & sampling.extra.keys()):
         key = f"{_SAMPLING}.extra.{name}"
-        problems.append(Problem(key, reason, sampling.extra[name], "leave it out"))
-    return problems
+        yield Problem(key, reason, sampling.extra[name], "leave it out")
 
 
-def pass_through_is_not_a_detour(config: Config) -> list[Problem]:
+def pass_through_is_not_a_detour(config: Config) -> Iterator[Problem]:
     """A setting that has a key of its own, or that the worker needs for itself, is not passed through."""
-    problems = []
     for name, value in config.rollout.sampling_config.extra.items():
         if name in _KEYS_OF_EXTRA:
             hint = f"write it as {_SAMPLING}.{name}"
-            problems.append(Problem(f"{_SAMPLING}.extra.{name}", "has a key of its own", value, hint))
+            yield Problem(f"{_SAMPLING}.extra.{name}", "has a key of its own", value, hint)
         elif name in _SET_BY_WORKER:
             message = "is set by the rollout worker"
-            problems.append(Problem(f"{_SAMPLING}.extra.{name}", message, value, "leave it out"))
+            yield Problem(f"{_SAMPLING}.extra.{name}", message, value, "leave it out")
     for name, value in config.rollout.engine_kwargs.items():
         if found := why_not_passed(name, value):
-            problems.append(Problem(f"rollout.engine_kwargs.{name}", found[0], value, found[1]))
-    return problems
+            yield Problem(f"rollout.engine_kwargs.{name}", found[0], value, found[1])
 
 
 def why_not_passed(name: str, value: Any) -> tuple[str, str] | None:
@@ -203,15 +199,15 @@ def engine_can_do_it(config: Config) -> list[Problem]:
     return problems
 
 
-def group_fits_replica(config: Config) -> list[Problem]:
+def group_fits_replica(config: Config) -> Iterator[Problem]:
     """A replica leases whole groups: one must fit into what it may have in flight."""
     rollout = config.rollout
     if not config.is_grpo or rollout.max_concurrent_samples >= rollout.n_generation:
-        return []
+        return
     key = "rollout.max_concurrent_samples"
     held, group = rollout.max_concurrent_samples, rollout.n_generation
     message = f"{held} is less than one group of rollout.n_generation = {group}"
-    return [Problem(key, message, held, f"write {key} = {group} or more", related=("rollout.n_generation",))]
+    yield Problem(key, message, held, f"write {key} = {group} or more", related=("rollout.n_generation",))
 
 
 ENGINE_RULES = (

@@ -146,6 +146,14 @@ BESIDE_AN_EVALUATION = tuple(
 """Shown as a warning in an evaluation, which looks at none of it."""
 
 
+def written(section: Section, *names: str) -> Iterator[tuple[str, Any]]:
+    """Those of these keys that are not at their default, with their values."""
+    for name in names:
+        value = getattr(section, name)
+        if value != type(section).model_fields[name].get_default(call_default_factory=True):
+            yield name, value
+
+
 def keys_belong_to_this_job(config: Config) -> list[Problem]:
     """Keys of the other type of job."""
     return [problem for row in OF_ANOTHER_JOB for problem in _problems(config, row)]

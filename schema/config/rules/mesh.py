@@ -11,14 +11,16 @@ from collections.abc import Iterator
 
 from schema.config.base import MOST_RANKS
 from schema.config.layout import layouts, mesh_text
+from schema.config.loading.tomlwrite import toml_value
 from schema.config.problem import Problem
 from schema.config.root import Config
+from schema.config.rules.idle import written
 from schema.config.sections.policy import ParallelismConfig
 
 _POLICY = "train.train_policy"
 
 
-def _trainer_meshes(config: Config) -> Iterator[tuple[str, ParallelismConfig, str, int]]:
+def trainer_meshes(config: Config) -> Iterator[tuple[str, ParallelismConfig, str, int]]:
     """Each training mesh that is written: section, mesh, key and size of its micro-batch."""
     data = config.train.train_policy
     yield "policy.parallelism", config.policy.parallelism, f"{_POLICY}.mini_batch", data.mini_batch
@@ -26,61 +28,49 @@ def _trainer_meshes(config: Config) -> Iterator[tuple[str, ParallelismConfig, st
         yield "critic.parallelism", config.critic.parallelism, "critic.mini_batch", config.critic.mini_batch
 
 
-def stages_have_a_pipeline(config: Config) -> list[Problem]:
+def stages_have_a_pipeline(config: Config) -> Iterator[Problem]:
     """Options of the pipeline need one, and its micro-batches come out whole."""
-    problems = []
-    for section, mesh, batch_key, batch in _trainer_meshes(config):
+    for section, mesh, batch_key, batch in trainer_meshes(config):
         size_key = f"{section}.pp_size"
         if mesh.pp_size == 1:
-            for name, neutral in (
-                ("virtual_pp_size", 1),
-                ("pp_micro_batch_size", 1),
-                ("pp_dynamic_shape", False),
-            ):
-                value = getattr(mesh, name)
-                if value != neutral:
-                    shown = "true" if value is True else value
-                    message = f"{shown} belongs to a pipeline, and {size_key} = 1 has none"
-                    hint = f"leave it out, or choose a larger {size_key}"
-                    problems.append(Problem(f"{section}.{name}", message, value, hint, related=(size_key,)))
+            for name, value in written(mesh, "virtual_pp_size", "pp_micro_batch_size", "pp_dynamic_shape"):
+                message = f"{toml_value(value)} belongs to a pipeline, and {size_key} = 1 has none"
+                hint = f"leave it out, or choose a larger {size_key}"
+                yield Problem(f"{section}.{name}", message, value, hint, related=(size_key,))
         elif config.train.train_policy.max_token_len_per_mini_batch is None:
-            problems += _pipeline_batches(section, mesh, batch_key, batch)
-    return problems
+            yield from _pipeline_batches(section, mesh, batch_key, batch)
 
 
-def _pipeline_batches(section: str, mesh: ParallelismConfig, batch_key: str, batch: int) -> list[Problem]:
+def _pipeline_batches(section: str, mesh: ParallelismConfig, batch_key: str, batch: int) -> Iterator[Problem]:
     piece_key, size_key, piece = (
         f"{section}.pp_micro_batch_size",
         f"{section}.pp_size",
         mesh.pp_micro_batch_size,
     )
     if batch % piece == 0 and (batch // piece) % mesh.pp_size == 0:
-        return []
+        return
     unit = piece * mesh.pp_size
     message = (
         f"{batch_key} = {batch} samples cannot be cut into pieces of {piece}, a multiple of {size_key} = "
         f"{mesh.pp_size} in number"
     )
     hint = f"write {batch_key} = {max(batch // unit, 1) * unit}, or a smaller {piece_key}"
-    return [Problem(piece_key, message, piece, hint, related=(batch_key, size_key))]
+    yield Problem(piece_key, message, piece, hint, related=(batch_key, size_key))
 
 
-def sequences_are_split_by_tensors(config: Config) -> list[Problem]:
+def sequences_are_split_by_tensors(config: Config) -> Iterator[Problem]:
     """Sequence parallelism is a part of tensor parallelism."""
-    problems = []
-    for section, mesh, _, _ in _trainer_meshes(config):
+    for section, mesh, _, _ in trainer_meshes(config):
         if mesh.sequence_parallel and mesh.tp_size == 1:
             key, size_key = f"{section}.sequence_parallel", f"{section}.tp_size"
             message = f"true splits sequences over tensor-parallel ranks, and {size_key} = 1 has one"
             hint = f"write {key} = false, or {size_key} = 2"
-            problems.append(Problem(key, message, True, hint, related=(size_key,)))
-    return problems
+            yield Problem(key, message, True, hint, related=(size_key,))
 
 
-def experts_fill_a_stage(config: Config) -> list[Problem]:
+def experts_fill_a_stage(config: Config) -> Iterator[Problem]:
     """Experts are spread over ranks of a stage: their number divides the ranks."""
-    problems = []
-    for section, mesh, _, _ in _trainer_meshes(config):
+    for section, mesh, _, _ in trainer_meshes(config):
         if mesh.ep_size == 1 or mesh.dp_shard_size == -1:
             continue
         ranks = mesh.tp_size * mesh.cp_size * mesh.dp_replicate_size * mesh.dp_shard_size
@@ -93,52 +83,42 @@ def experts_fill_a_stage(config: Config) -> list[Problem]:
             )
             hint = f"write {key} = {ranks}, or {section}.dp_shard_size = {mesh.ep_size}"
             related = tuple(f"{section}.{name}" for name in ("tp_size", "dp_shard_size"))
-            problems.append(Problem(key, message, mesh.ep_size, hint, related=related))
-    return problems
+            yield Problem(key, message, mesh.ep_size, hint, related=related)
 
 
-def dispatch_has_ranks(config: Config) -> list[Problem]:
+def dispatch_has_ranks(config: Config) -> Iterator[Problem]:
     """How tokens travel between experts matters when experts are on several ranks."""
-    policy, size_key, problems = config.policy, "policy.parallelism.ep_size", []
+    policy, size_key = config.policy, "policy.parallelism.ep_size"
     dispatcher = policy.moe_token_dispatcher
     if policy.parallelism.ep_size > 1:
         if policy.moe_shared_expert_overlap and dispatcher == "allgather":
             key, other = "policy.moe_shared_expert_overlap", "policy.moe_token_dispatcher"
             message = f'true overlaps with an all-to-all, and {other} = "{dispatcher}"'
             hint = f'write {other} = "alltoall", or {key} = false'
-            problems.append(Problem(key, message, True, hint, related=(other,)))
-        return problems
-    for name, neutral in (("moe_token_dispatcher", "alltoall"), ("moe_shared_expert_overlap", False)):
-        value = getattr(policy, name)
-        if value != neutral:
-            shown = "true" if value is True else f'"{value}"'
-            message = f"{shown} has no effect: {size_key} = 1 keeps all experts on each rank"
-            hint = f"leave it out, or choose a larger {size_key}"
-            problems.append(Problem(f"policy.{name}", message, value, hint, related=(size_key,)))
-    return problems
+            yield Problem(key, message, True, hint, related=(other,))
+        return
+    for name, value in written(policy, "moe_token_dispatcher", "moe_shared_expert_overlap"):
+        message = f"{toml_value(value)} has no effect: {size_key} = 1 keeps all experts on each rank"
+        hint = f"leave it out, or choose a larger {size_key}"
+        yield Problem(f"policy.{name}", message, value, hint, related=(size_key,))
 
 
-def engines_have_such_a_mesh(config: Config) -> list[Problem]:
+def engines_have_such_a_mesh(config: Config) -> Iterator[Problem]:
     """Sizes that an inference engine does not have, whatever a trainer can do."""
     if not config.is_grpo:
-        return []
-    mesh, section, problems = config.rollout.parallelism, "rollout.parallelism", []
+        return
+    mesh, section = config.rollout.parallelism, "rollout.parallelism"
     never = {
-        "dp_replicate_size": (1, f"copies of an engine are replicas of their own: {section}.n_init_replicas"),
-        "cp_size": (1, "an inference engine is not split along the sequence"),
-        "pp_micro_batch_size": (1, "an inference engine cuts its own micro-batches"),
-        "virtual_pp_size": (1, "an inference engine has one stage per rank"),
-        "pp_dynamic_shape": (False, "an inference engine takes any shape"),
-        "sequence_parallel": (False, "an inference engine splits what it can by itself"),
+        "dp_replicate_size": f"copies of an engine are replicas of their own: {section}.n_init_replicas",
+        "cp_size": "an inference engine is not split along the sequence",
+        "pp_micro_batch_size": "an inference engine cuts its own micro-batches",
+        "virtual_pp_size": "an inference engine has one stage per rank",
+        "pp_dynamic_shape": "an inference engine takes any shape",
+        "sequence_parallel": "an inference engine splits what it can by itself",
     }
-    for name, (neutral, reason) in never.items():
-        value = getattr(mesh, name)
-        if value != neutral:
-            key, shown = f"{section}.{name}", "true" if value is True else value
-            wanted = "false" if neutral is False else neutral
-            problems.append(
-                Problem(key, f"{shown} is not possible: {reason}", value, f"write {key} = {wanted}")
-            )
+    for name, value in written(mesh, *never):
+        key, hint = f"{section}.{name}", f"write {section}.{name} = {'false' if value is True else 1}"
+        yield Problem(key, f"{toml_value(value)} is not possible: {never[name]}", value, hint)
     ranks = mesh.tp_size * max(1, mesh.dp_shard_size)
     if mesh.ep_size not in (1, ranks):
         key, sizes = f"{section}.ep_size", (f"{section}.tp_size", f"{section}.dp_shard_size")
@@ -147,13 +127,11 @@ def engines_have_such_a_mesh(config: Config) -> list[Problem]:
             f"({sizes[0]} = {mesh.tp_size} * {sizes[1]} = {max(1, mesh.dp_shard_size)}) or not at all"
         )
         hint = f"write {key} = {ranks}" + ("" if ranks == 1 else ", or 1")
-        problems.append(Problem(key, message, mesh.ep_size, hint, related=sizes))
-    return problems
+        yield Problem(key, message, mesh.ep_size, hint, related=sizes)
 
 
-def ranks_are_countable(config: Config) -> list[Problem]:
+def ranks_are_countable(config: Config) -> Iterator[Problem]:
     """Replicas times their ranks: each factor is bounded by its field, the product here."""
-    problems = []
     for role in layouts(config):
         total, section = role.replicas * role.unit * (role.shards or 1), f"{role.name}.parallelism"
         if total > MOST_RANKS:
@@ -165,8 +143,7 @@ def ranks_are_countable(config: Config) -> list[Problem]:
             key = f"{section}.n_init_replicas"
             fitting = MOST_RANKS * role.replicas // total
             hint = f"write {key} = {fitting}" if fitting else f"write smaller sizes in [{section}]"
-            problems.append(Problem(key, message, role.replicas, hint, related=(section,)))
-    return problems
+            yield Problem(key, message, role.replicas, hint, related=(section,))
 
 
 MESH_RULES = (

@@ -13,35 +13,37 @@ from schema.config.modules import is_importable
 from schema.config.paths import exists, home_hint, local_path
 from schema.config.problem import Problem
 from schema.config.root import Config
+from schema.config.rules.mesh import trainer_meshes
 from schema.config.sections.policy import ParallelismConfig
 
 _MODEL = "policy.model_name_or_path"
 _LONGEST = "policy.model_max_length"
 
 
-def model_agrees(config: Config) -> list[Problem]:
+def model_agrees(config: Config) -> Iterator[Problem]:
     """Everything that the policy's model has against its meshes, its length and its options."""
     facts, problems = _facts(config)
     if facts is None:
-        return problems
+        yield from problems
+        return
     for section, mesh in _trainer_meshes(config):
-        problems += heads_are_divided(section, mesh, facts)
-        problems += layers_fill_stages(section, mesh, facts)
-        problems += experts_are_divided(section, mesh, facts)
+        yield from heads_are_divided(section, mesh, facts)
+        yield from layers_fill_stages(section, mesh, facts)
+        yield from experts_are_divided(section, mesh, facts)
     if config.is_grpo:
-        problems += engine_divides(config.rollout.parallelism, facts)
-    return problems + experts_are_there(config, facts) + lengths_are_possible(config, facts)
+        yield from engine_divides(config.rollout.parallelism, facts)
+    yield from experts_are_there(config, facts)
+    yield from lengths_are_possible(config, facts)
 
 
-def model_warnings(config: Config) -> list[Problem]:
+def model_warnings(config: Config) -> Iterator[Problem]:
     """Warnings: sequences longer than the model was made for, stages of unequal length."""
     facts, _ = _facts(config)
     if facts is None:
-        return []
-    warnings = [
-        found for section, mesh in _trainer_meshes(config) for found in uneven_stages(section, mesh, facts)
-    ]
-    return warnings + long_sequences(config, facts)
+        return
+    for section, mesh in _trainer_meshes(config):
+        yield from uneven_stages(section, mesh, facts)
+    yield from long_sequences(config, facts)
 
 
 def engine_replaces_weights(config: Config) -> list[Problem]:
@@ -80,15 +82,9 @@ def _facts(config: Config) -> tuple[ModelFacts | None, list[Problem]]:
 
 def _trainer_meshes(config: Config) -> Iterator[tuple[str, ParallelismConfig]]:
     """Meshes over which this model is trained: the critic's, if it is the same model."""
-    yield "policy.parallelism", config.policy.parallelism
-    critic = config.critic
-    if (
-        config.is_grpo
-        and critic.enable
-        and critic.parallelism is not None
-        and critic.model_name_or_path is None
-    ):
-        yield "critic.parallelism", critic.parallelism
+    for section, mesh, _, _ in trainer_meshes(config):
+        if section == "policy.parallelism" or config.critic.model_name_or_path is None:
+            yield section, mesh
 
 
 def _divisors(*counts: int | None) -> str:
@@ -114,7 +110,7 @@ def heads_are_divided(section: str, mesh: ParallelismConfig, facts: ModelFacts) 
     return []
 
 
-def layers_fill_stages(section: str, mesh: ParallelismConfig, facts: ModelFacts) -> list[Problem]:
+def layers_fill_stages(section: str, mesh: ParallelismConfig, facts: ModelFacts) -> Iterator[Problem]:
     """Every pipeline stage has a layer."""
     key, other, stages = (
         f"{section}.pp_size",
@@ -122,42 +118,42 @@ def layers_fill_stages(section: str, mesh: ParallelismConfig, facts: ModelFacts)
         mesh.pp_size * mesh.virtual_pp_size,
     )
     if facts.layers is None or mesh.pp_size == 1 or stages <= facts.layers:
-        return []
+        return
     times = f" * {other} = {mesh.virtual_pp_size}" if mesh.virtual_pp_size > 1 else ""
     message = (
         f"{mesh.pp_size}{times} are {stages} stages for the {facts.layers} layers of {_MODEL} = {facts.name}"
     )
     hint = f"write {key} = {max(facts.layers // mesh.virtual_pp_size, 1)}"
-    return [Problem(key, message, mesh.pp_size, hint, related=(_MODEL, other))]
+    yield Problem(key, message, mesh.pp_size, hint, related=(_MODEL, other))
 
 
-def uneven_stages(section: str, mesh: ParallelismConfig, facts: ModelFacts) -> list[Problem]:
+def uneven_stages(section: str, mesh: ParallelismConfig, facts: ModelFacts) -> Iterator[Problem]:
     """Stages of unequal length wait for the longest."""
     stages = mesh.pp_size * mesh.virtual_pp_size
     if facts.layers is None or mesh.pp_size == 1 or stages > facts.layers or facts.layers % stages == 0:
-        return []
+        return
     key = f"{section}.pp_size"
     model = f"{_MODEL} = {facts.name}"
     message = f"{facts.layers} layers of {model} make {stages} unequal stages: all wait for the longest"
     hint = f"write {key} = {_divisors(facts.layers)}"
-    return [Problem(key, message, mesh.pp_size, hint, related=(_MODEL,))]
+    yield Problem(key, message, mesh.pp_size, hint, related=(_MODEL,))
 
 
-def experts_are_divided(section: str, mesh: ParallelismConfig, facts: ModelFacts) -> list[Problem]:
+def experts_are_divided(section: str, mesh: ParallelismConfig, facts: ModelFacts) -> Iterator[Problem]:
     """Expert parallelism gives each rank whole experts."""
     key, size = f"{section}.ep_size", mesh.ep_size
     if facts.experts is None or size == 1 or (facts.experts and facts.experts % size == 0):
-        return []
+        return
     message = f"{size} does not divide the {facts.experts} experts of {_MODEL} = {facts.name}"
     hint = f"write {key} = {_divisors(facts.experts)}"
     if not facts.experts:
         message, hint = f"{size} is for experts, and {_MODEL} = {facts.name} has none", f"write {key} = 1"
-    return [Problem(key, message, size, hint, related=(_MODEL,))]
+    yield Problem(key, message, size, hint, related=(_MODEL,))
 
 
-def engine_divides(mesh: ParallelismConfig, facts: ModelFacts) -> list[Problem]:
+def engine_divides(mesh: ParallelismConfig, facts: ModelFacts) -> Iterator[Problem]:
     """vLLM: heads are divided by tp_size; key/value heads too, or each is repeated on as many ranks as another."""
-    section, size, problems = "rollout.parallelism", mesh.tp_size, []
+    section, size = "rollout.parallelism", mesh.tp_size
     key, model = f"{section}.tp_size", f"{_MODEL} = {facts.name}"
     heads, kv = facts.heads, facts.kv_heads
     fitting = [
@@ -168,17 +164,15 @@ def engine_divides(mesh: ParallelismConfig, facts: ModelFacts) -> list[Problem]:
     hint = f"write {key} = {fitting[-1] if len(fitting) == 1 else ', '.join(fitting[:-1]) + ' or ' + fitting[-1]}"
     if heads is not None and heads % size:
         message = f"{size} does not divide the {heads} attention heads of {model}"
-        problems.append(Problem(key, message, size, hint, related=(_MODEL,)))
+        yield Problem(key, message, size, hint, related=(_MODEL,))
     elif kv is not None and kv % size and size % kv:
         message = f"{size} neither divides the {kv} key/value heads of {model} nor is a multiple of them"
-        problems.append(Problem(key, message, size, hint, related=(_MODEL,)))
+        yield Problem(key, message, size, hint, related=(_MODEL,))
     if facts.layers is not None and mesh.pp_size > facts.layers:
         pp = f"{section}.pp_size"
         message = f"{mesh.pp_size} are more stages than the {facts.layers} layers of {model}"
-        problems.append(
-            Problem(pp, message, mesh.pp_size, f"write {pp} = {facts.layers} or less", related=(_MODEL,))
-        )
-    return problems + experts_are_divided(section, mesh, facts)
+        yield Problem(pp, message, mesh.pp_size, f"write {pp} = {facts.layers} or less", related=(_MODEL,))
+    yield from experts_are_divided(section, mesh, facts)
 
 
 def experts_are_there(config: Config, facts: ModelFacts) -> list[Problem]:
@@ -198,12 +192,12 @@ def experts_are_there(config: Config, facts: ModelFacts) -> list[Problem]:
     ]
 
 
-def lengths_are_possible(config: Config, facts: ModelFacts) -> list[Problem]:
+def lengths_are_possible(config: Config, facts: ModelFacts) -> Iterator[Problem]:
     """vLLM takes no sequence beyond the model's positions; where positions are learned, nobody can."""
     longest = facts.longest
     if longest is None:
-        return []
-    where, problems = f"{longest} positions ({facts.length_key}) of {_MODEL} = {facts.name}", []
+        return
+    where = f"{longest} positions ({facts.length_key}) of {_MODEL} = {facts.name}"
     asked = {_LONGEST: config.policy.model_max_length}
     if config.is_grpo and config.rollout.max_model_len is not None:
         asked["rollout.max_model_len"] = config.rollout.max_model_len
@@ -218,21 +212,20 @@ def lengths_are_possible(config: Config, facts: ModelFacts) -> list[Problem]:
         else:
             continue
         message = f"{length} tokens are more than the {where}, {reason}"
-        problems.append(Problem(key, message, length, _shorter(config, key, longest), related=(_MODEL,)))
-    return problems
+        yield Problem(key, message, length, _shorter(config, key, longest), related=(_MODEL,))
 
 
-def long_sequences(config: Config, facts: ModelFacts) -> list[Problem]:
+def long_sequences(config: Config, facts: ModelFacts) -> Iterator[Problem]:
     """Rotary positions go on beyond those that were trained, and answers get worse there."""
     length, longest = config.policy.model_max_length, facts.longest
     refused = {problem.key for problem in lengths_are_possible(config, facts)}
     if longest is None or length <= longest or _LONGEST in refused:
-        return []
+        return
     message = (
         f"{length} tokens are more than the {longest} positions ({facts.length_key}) that {_MODEL} = {facts.name} "
         "was made for"
     )
-    return [Problem(_LONGEST, message, length, _shorter(config, _LONGEST, longest), related=(_MODEL,))]
+    yield Problem(_LONGEST, message, length, _shorter(config, _LONGEST, longest), related=(_MODEL,))
 
 
 def _shorter(config: Config, key: str, longest: int) -> str:
@@ -243,32 +236,27 @@ def _shorter(config: Config, key: str, longest: int) -> str:
     return hint
 
 
-def model_is_there(config: Config) -> list[Problem]:
+def model_is_there(config: Config) -> Iterator[Problem]:
     """A local model is a directory with a config.json; anything else is a name on the hub."""
-    key, name = "policy.model_name_or_path", config.policy.model_name_or_path
-    path = local_path(name)
-    if path is None:
-        return []
-    problems = _directory_problems(key, name, "model", ("config.json",))
-    revision = config.policy.model_revision
-    if not problems and revision:
-        key, message = "policy.model_revision", "a local model has no revisions"
-        related = ("policy.model_name_or_path",)
-        problems.append(Problem(key, message, revision, "leave it out", related=related))
-    return problems
+    name, revision = config.policy.model_name_or_path, config.policy.model_revision
+    problems = _directory_problems(_MODEL, name, "model", ("config.json",))
+    yield from problems
+    if revision and not problems and local_path(name) is not None:
+        message = "a local model has no revisions"
+        yield Problem("policy.model_revision", message, revision, "leave it out", related=(_MODEL,))
 
 
 def tokenizer_is_there(config: Config) -> list[Problem]:
     """A local tokenizer is a directory with the files of one."""
     name = config.policy.tokenizer_name_or_path
-    if name is None or local_path(name) is None:
+    if name is None:
         return []
     files = ("tokenizer_config.json", "tokenizer.json")
     return _directory_problems("policy.tokenizer_name_or_path", name, "tokenizer", files)
 
 
 def _directory_problems(key: str, name: str, kind: str, files: tuple[str, ...]) -> list[Problem]:
-    """What is wrong with a local directory that must hold one of some files."""
+    """What is wrong with a local directory that must hold one of some files; nothing with a name on the hub."""
     path = local_path(name)
     if path is None:
         return []
@@ -284,9 +272,8 @@ def _directory_problems(key: str, name: str, kind: str, files: tuple[str, ...]) 
     return []
 
 
-def modules_can_be_imported(config: Config) -> list[Problem]:
+def modules_can_be_imported(config: Config) -> Iterator[Problem]:
     """External modules are found where Python looks. They are not imported: that runs their code."""
-    problems = []
     for name in config.policy.external_modules:
         if not all(part.isidentifier() for part in name.split(".")):
             message, hint = f"`{name}` is not the name of a module", "write it with dots: package.module"
@@ -295,17 +282,16 @@ def modules_can_be_imported(config: Config) -> list[Problem]:
             hint = "install it in this environment, or put its directory into PYTHONPATH"
         else:
             continue
-        problems.append(Problem("policy.external_modules", message, name, hint))
-    return problems
+        yield Problem("policy.external_modules", message, name, hint)
 
 
-def code_is_trusted(config: Config) -> list[Problem]:
+def code_is_trusted(config: Config) -> Iterator[Problem]:
     """Warning: a model's own code does what it likes."""
     if not config.policy.trust_remote_code:
-        return []
+        return
     key, name = "policy.trust_remote_code", config.policy.model_name_or_path
     message = f"Python code that comes with {name} or its tokenizer runs on these machines"
-    return [Problem(key, message, True, "leave it out unless the model needs it and you trust its authors")]
+    yield Problem(key, message, True, "leave it out unless the model needs it and you trust its authors")
 
 
 MODEL_RULES = (

@@ -5,13 +5,14 @@ than its replicas take. What the machine itself has is another matter (`launcher
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from itertools import islice
 
 from schema.config.layout import RoleLayout, layouts, mesh_text
 from schema.config.problem import Problem
 from schema.config.root import Config
 from schema.config.rules.algorithm import has_kl
-from schema.config.sections.placement import Devices
+from schema.config.sections.placement import flat
 
 SHARE_KEY = "rollout.gpu_memory_utilization"
 MOST_SHARE = 0.9
@@ -21,11 +22,12 @@ COMFORTABLE_SHARE = 0.6
 _ESTIMATOR = 'train.train_policy.advantage_estimator = "gae"'
 _SCORER = 'reward_model.enable = true and reward_model.model_name_or_path = "owner/name"'
 _SHOWN = 8  # devices named in a message
+_ROLES = ("policy", "rollout", "reference", "critic", "reward_model")
 
 
-def roles_exist(config: Config) -> list[Problem]:
+def roles_exist(config: Config) -> Iterator[Problem]:
     """Devices are for roles that this job has."""
-    placement, problems = config.placement, []
+    placement = config.placement
     absent: list[tuple[str, str, str, str]] = []
     if not config.is_grpo:
         other = ("train.train_policy.type", '"sft"', 'train.train_policy.type = "grpo"')
@@ -44,19 +46,16 @@ def roles_exist(config: Config) -> list[Problem]:
             name = f"placement.{role}"
             message = f"{devices} are devices of a role that this job does not have ({key} = {value})"
             hint = f"write {name} = [], or {remedy}"
-            problems.append(Problem(name, message, devices, hint, related=(key,)))
-    return problems
+            yield Problem(name, message, devices, hint, related=(key,))
 
 
-def devices_are_distinct(config: Config) -> list[Problem]:
+def devices_are_distinct(config: Config) -> Iterator[Problem]:
     """A device stands once in a role: two replicas or two ranks of one role cannot have the same GPU."""
-    problems = []
     for role in layouts(config):
         twice = sorted(device for device, count in Counter(role.devices).items() if count > 1)
         if twice:
             message = f"device {_names(twice)} is listed more than once in {role.key} = {role.listed}"
-            problems.append(Problem(role.key, message, role.listed, "name each device once"))
-    return problems
+            yield Problem(role.key, message, role.listed, "name each device once")
 
 
 def sharing_is_asked_for(config: Config) -> list[Problem]:
@@ -85,11 +84,11 @@ def sharing_is_asked_for(config: Config) -> list[Problem]:
     return []
 
 
-def other_roles_share_too(config: Config) -> list[Problem]:
+def other_roles_share_too(config: Config) -> Iterator[Problem]:
     """Critic and reference may live with the policy, which they train with; any other company is sharing."""
-    placement, problems = config.placement, []
+    placement = config.placement
     if placement.share != "none":
-        return []
+        return
     pairs = [
         ("critic", "rollout"),
         ("reference", "rollout"),
@@ -97,7 +96,7 @@ def other_roles_share_too(config: Config) -> list[Problem]:
         ("reward_model", "rollout"),
     ]
     for role, other in pairs:
-        mine, theirs = _flat(getattr(placement, role)), _flat(getattr(placement, other))
+        mine, theirs = flat(getattr(placement, role)), flat(getattr(placement, other))
         both = sorted(set(mine) & set(theirs))
         if both:
             key, lists = f"placement.{role}", (getattr(placement, role), getattr(placement, other))
@@ -107,22 +106,21 @@ def other_roles_share_too(config: Config) -> list[Problem]:
             )
             hint = 'write placement.share = "memory", or lists without common devices'
             related = (f"placement.{other}", "placement.share")
-            problems.append(Problem(key, message, lists[0], hint, related=related))
-    return problems
+            yield Problem(key, message, lists[0], hint, related=related)
 
 
-def devices_are_there(config: Config) -> list[Problem]:
+def devices_are_there(config: Config) -> Iterator[Problem]:
     """A device number is below nodes * gpus_per_node, where that is stated."""
-    placement, problems = config.placement, []
+    placement = config.placement
     per_node, nodes = placement.gpus_per_node, placement.nodes
     related = ("placement.gpus_per_node", "placement.nodes")
-    for name in ("policy", "rollout", "reference", "critic", "reward_model"):
+    for name in _ROLES:
         key, devices = f"placement.{name}", getattr(placement, name)
         if per_node is None and nodes > 1 and devices:
             message = f"device numbers over placement.nodes = {nodes} need to know the GPUs of each"
             hint = "write placement.gpus_per_node = 8, or as many as each node has"
-            problems.append(Problem(key, message, devices, hint, related=related))
-        beyond = sorted({d for d in _flat(devices) if per_node is not None and d >= nodes * per_node})
+            yield Problem(key, message, devices, hint, related=related)
+        beyond = sorted({d for d in flat(devices) if per_node is not None and d >= nodes * per_node})
         if beyond:
             message = (
                 f"names device {_names(beyond)}, but placement.nodes = {nodes} * placement.gpus_per_node = "
@@ -131,8 +129,7 @@ def devices_are_there(config: Config) -> list[Problem]:
             hint = "write smaller numbers, or leave placement.gpus_per_node out to use what is found"
             if nodes > 1:
                 hint = f"write smaller numbers, or a placement.gpus_per_node above {beyond[-1] // nodes}"
-            problems.append(Problem(key, message, devices, hint, related=related))
-    return problems
+            yield Problem(key, message, devices, hint, related=related)
 
 
 def lists_fit_replicas(config: Config) -> list[Problem]:
@@ -186,16 +183,16 @@ def _fitting(config: Config, role: RoleLayout, given: int) -> str:
     return hint
 
 
-def devices_suffice(config: Config) -> list[Problem]:
+def devices_suffice(config: Config) -> Iterator[Problem]:
     """Where the machines' GPUs are stated, the roles fit upon them together."""
     placement, roles = config.placement, layouts(config)
     if not placement.gpus_per_node or all(role.listed for role in roles):
-        return []
+        return
     total = placement.nodes * placement.gpus_per_node
     takes = {role.name: len(role.devices) or role.replicas * role.unit * (role.shards or 1) for role in roles}
     needed = max(takes.values()) if placement.share != "none" else sum(takes.values())
     if needed <= total:
-        return []
+        return
     key = "placement.gpus_per_node"
     parts = ", ".join(f"{name} {count}" for name, count in takes.items())
     nodes = (
@@ -206,18 +203,18 @@ def devices_suffice(config: Config) -> list[Problem]:
     if len(roles) > 1 and placement.share == "none" and max(takes.values()) <= total:
         hint += ', or placement.share = "memory"'
     related = tuple(f"{role.name}.parallelism" for role in roles)
-    return [Problem(key, message, placement.gpus_per_node, hint, related=related)]
+    yield Problem(key, message, placement.gpus_per_node, hint, related=related)
 
 
-def no_device_is_idle(config: Config) -> list[Problem]:
+def no_device_is_idle(config: Config) -> Iterator[Problem]:
     """Where all devices are stated and all roles are listed, a device that nobody has is a mistake."""
     placement, roles = config.placement, layouts(config)
     if placement.gpus_per_node is None or not all(role.listed for role in roles):
-        return []
+        return
     total, used = placement.nodes * placement.gpus_per_node, _named(config)
     count = total - sum(1 for device in used if device < total)
     if count <= 0:
-        return []
+        return
     idle = list(islice((device for device in range(total) if device not in used), _SHOWN))
     names = _names(idle) + (f" and {count - len(idle)} more" if count > len(idle) else "")
     lists = " nor ".join(f"{role.key} = {role.listed}" for role in roles)
@@ -229,46 +226,34 @@ def no_device_is_idle(config: Config) -> list[Problem]:
     key, hint = "placement.gpus_per_node", "leave it out if these devices are for other jobs"
     if placement.nodes == 1 and used == set(range(len(used))):
         hint = f"write {key} = {len(used)}, or name them"
-    return [Problem(key, message, placement.gpus_per_node, hint, related=tuple(role.key for role in roles))]
+    yield Problem(key, message, placement.gpus_per_node, hint, related=tuple(role.key for role in roles))
 
 
 def _named(config: Config) -> set[int]:
     """Devices that any role names, also those of roles other than policy and rollout."""
-    placement = config.placement
-    lists = (
-        placement.policy,
-        placement.rollout,
-        placement.reference,
-        placement.critic,
-        placement.reward_model,
-    )
-    return {device for devices in lists for device in _flat(devices)}
+    return {device for role in _ROLES for device in flat(getattr(config.placement, role))}
 
 
-def _flat(devices: Devices) -> list[int]:
-    return [device for item in devices for device in (item if isinstance(item, list) else [item])]
-
-
-def memory_is_divided(config: Config) -> list[Problem]:
+def memory_is_divided(config: Config) -> Iterator[Problem]:
     """An engine next to a trainer leaves it a part of the memory."""
     share = config.rollout.gpu_memory_utilization
     if not _engine_shares_gpu(config) or share <= MOST_SHARE:
-        return []
+        return
     message = f'{share} leaves no memory to the trainer on the same GPU (placement.share = "memory")'
     hint = f"write {SHARE_KEY} = 0.5"
-    return [Problem(SHARE_KEY, message, share, hint, related=("placement.share",))]
+    yield Problem(SHARE_KEY, message, share, hint, related=("placement.share",))
 
 
-def memory_is_tight(config: Config) -> list[Problem]:
+def memory_is_tight(config: Config) -> Iterator[Problem]:
     """Warning: an engine next to a trainer that takes more than most trainers can spare."""
     share = config.rollout.gpu_memory_utilization
     if not _engine_shares_gpu(config) or not COMFORTABLE_SHARE < share <= MOST_SHARE:
-        return []
+        return
     message = (
         f'the engine takes {share:.0%} of GPUs that it shares with the trainer (placement.share = "memory")'
     )
     hint = f"write {SHARE_KEY} = 0.5 if the trainer runs out of memory"
-    return [Problem(SHARE_KEY, message, share, hint, related=("placement.share",))]
+    yield Problem(SHARE_KEY, message, share, hint, related=("placement.share",))
 
 
 def _engine_shares_gpu(config: Config) -> bool:

@@ -6,7 +6,7 @@ An evaluation scores what a file holds and uses nothing of a training job: its r
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from schema.config.base import RewardSpec
@@ -15,41 +15,38 @@ from schema.config.paths import NotAFileError, home_hint, read_regular
 from schema.config.problem import Problem
 from schema.config.root import Config
 from schema.config.rules.data import dataset_problems
-from schema.config.sections.dataset import DatasetConfig
+from schema.config.rules.idle import written
 from schema.config.sections.reward import BUILTIN_REWARDS
 
 _POLICY = "train.train_policy"
 MAX_CODE_BYTES = 4 * 1024 * 1024  # of a file of reward functions, which is parsed whole
 
 
-def rewards_are_known(config: Config) -> list[Problem]:
+def rewards_are_known(config: Config) -> Iterator[Problem]:
     """Every reward function is built in, or a function in a file that exists."""
     if not config.is_grpo:
-        return []
+        return
     key, weights = f"{_POLICY}.reward_function", config.grpo.reward_weights
-    problems = reward_problems(key, config.grpo.reward_function, weights)
+    yield from reward_problems(key, config.grpo.reward_function, weights)
     for name in config.grpo.filter_metrics:
         if name not in weights:
             hint = f"write one of {', '.join(weights)}"
             message = f"`{name}` is not among the reward functions"
-            problems.append(Problem(f"{_POLICY}.filter_reward_metric", message, name, hint, related=(key,)))
-    own = config.validation.reward_weights
-    return problems + (
-        reward_problems("validation.reward_function", config.validation.reward_function, own) if own else []
-    )
+            yield Problem(f"{_POLICY}.filter_reward_metric", message, name, hint, related=(key,))
+    if own := config.validation.reward_weights:
+        yield from reward_problems("validation.reward_function", config.validation.reward_function, own)
 
 
-def reward_problems(key: str, written: RewardSpec, weights: Mapping[str, float]) -> list[Problem]:
+def reward_problems(key: str, spec: RewardSpec, weights: Mapping[str, float]) -> Iterator[Problem]:
     """What is wrong with the reward functions that a key names."""
     if not weights:
         hint = f'write {key} = "boxed_math", or another of {", ".join(BUILTIN_REWARDS)}'
-        return [Problem(key, "no reward function is named", written, hint)]
-    found = [_reward_problem(key, name) for name in weights]
-    problems = [problem for problem in found if problem is not None]
+        yield Problem(key, "no reward function is named", spec, hint)
+        return
+    yield from filter(None, (_reward_problem(key, name) for name in weights))
     if not any(weights.values()):
         message, hint = "all weights are 0: no answer is better than another", "give one of them a weight"
-        problems.append(Problem(key, message, dict(weights), hint))
-    return problems
+        yield Problem(key, message, dict(weights), hint)
 
 
 def _reward_problem(key: str, name: str) -> Problem | None:
@@ -91,13 +88,13 @@ def _bound_names(tree: ast.Module) -> set[str]:
     return names
 
 
-def prompt_forms_are_used(config: Config) -> list[Problem]:
+def prompt_forms_are_used(config: Config) -> Iterator[Problem]:
     """Supervised training has no rewards to hand a prompt to."""
     forms = config.reward.prompt_forms
     if config.is_grpo or not forms:
-        return []
+        return
     message, related = "supervised training has no rewards", (f"{_POLICY}.type",)
-    return [Problem("reward.prompt_forms", message, list(forms), "leave it out", related=related)]
+    yield Problem("reward.prompt_forms", message, list(forms), "leave it out", related=related)
 
 
 REWARD_RULES = (rewards_are_known, prompt_forms_are_used)
@@ -110,33 +107,27 @@ _IDLE = ("test_size", "max_prompt_length", "overlong_prompts")
 _SPLITS = ("test", "validation", "valid", "val", "dev", "train")
 
 
-def one_job(config: Config) -> list[Problem]:
+def one_job(config: Config) -> Iterator[Problem]:
     """A configuration trains or evaluates, not both."""
     dataset = config.train.train_policy.dataset
     if not dataset.is_named:
-        return []
+        return
     key = f"{_DATASET}.files" if config.evaluation.dataset.files else f"{_DATASET}.name"
     message = "an evaluation scores answers and trains nothing, and train.train_policy.dataset is named too"
     hint = "leave one of the two out: for scores while training goes on there is [validation]"
     related = ("train.train_policy.dataset",)
-    return [Problem(key, message, config.evaluation.dataset.name, hint, related=related)]
+    yield Problem(key, message, config.evaluation.dataset.name, hint, related=related)
 
 
-def answers_can_be_read(config: Config) -> list[Problem]:
+def answers_can_be_read(config: Config) -> Iterator[Problem]:
     """The file is there and has the columns."""
-    problems, default = (
-        dataset_problems(config, _DATASET, config.evaluation.dataset, _SPLITS),
-        DatasetConfig(),
-    )
-    for name in _IDLE:
-        value = getattr(config.evaluation.dataset, name)
-        if value != getattr(default, name):
-            message = "has no effect: all answers of the file are scored"
-            problems.append(Problem(f"{_DATASET}.{name}", message, value, "leave it out"))
-    return problems
+    yield from dataset_problems(config, _DATASET, config.evaluation.dataset, _SPLITS)
+    message = "has no effect: all answers of the file are scored"
+    for name, value in written(config.evaluation.dataset, *_IDLE):
+        yield Problem(f"{_DATASET}.{name}", message, value, "leave it out")
 
 
-def evaluation_rewards_are_known(config: Config) -> list[Problem]:
+def evaluation_rewards_are_known(config: Config) -> Iterator[Problem]:
     """Every reward function is built in, or a function in a file that exists."""
     section = config.evaluation
     return reward_problems("evaluation.reward_function", section.reward_function, section.reward_weights)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 from schema.config.problem import Problem
 from schema.config.root import Config
@@ -12,108 +13,105 @@ _ROLLOUTS = "rollout.parallelism.n_init_replicas"
 _SHARES_ADD_UP = 1e-6  # shares are written by hand: 0.333 + 0.667 is meant to be 1
 
 
-def autoscaling_has_room(config: Config) -> list[Problem]:
+def autoscaling_has_room(config: Config) -> Iterator[Problem]:
     """min_replicas <= n_init_replicas <= max_replicas, where the number may change."""
     scale = config.autoscale
     if not scale.enable:
-        return []
+        return
     key = "autoscale.enable"
     if not config.is_grpo:
         message = f'supervised training ({_POLICY}.type = "sft") has no rollout replicas to scale'
-        return [Problem(key, message, True, f"write {key} = false", related=(f"{_POLICY}.type",))]
+        yield Problem(key, message, True, f"write {key} = false", related=(f"{_POLICY}.type",))
+        return
     low, high, first = scale.min_replicas, scale.max_replicas, config.rollout.parallelism.n_init_replicas
     least, most = "autoscale.min_replicas", "autoscale.max_replicas"
     if low > high:
         message = f"{low} is more than {most} = {high}"
         hint = f"write {least} = {min(first, high)}, or a larger {most}"
-        return [Problem(least, message, low, hint, related=(most,))]
-    if first < low:
+        yield Problem(least, message, low, hint, related=(most,))
+    elif first < low:
         message = f"{low} is more than {_ROLLOUTS} = {first}, the replicas at the start"
         hint = f"write {least} = {first}, or {_ROLLOUTS} = {low}"
-        return [Problem(least, message, low, hint, related=(_ROLLOUTS,))]
-    if first > high:
+        yield Problem(least, message, low, hint, related=(_ROLLOUTS,))
+    elif first > high:
         message = f"{high} is less than {_ROLLOUTS} = {first}, the replicas at the start"
         hint = f"write {most} = {first}, or {_ROLLOUTS} = {high}"
-        return [Problem(most, message, high, hint, related=(_ROLLOUTS,))]
-    return []
+        yield Problem(most, message, high, hint, related=(_ROLLOUTS,))
 
 
-def validation_leaves_replicas(config: Config) -> list[Problem]:
+def validation_leaves_replicas(config: Config) -> Iterator[Problem]:
     """No more rollout replicas can validate than there can be."""
     validation, key = config.validation, "validation.max_replicas"
     if not config.is_grpo or not validation.enable:
-        return []
+        return
     most_key, most = _ROLLOUTS, config.rollout.parallelism.n_init_replicas
     if config.autoscale.enable:
         most_key, most = "autoscale.max_replicas", config.autoscale.max_replicas
     if validation.max_replicas <= most:
-        return []
+        return
     message = f"{validation.max_replicas} is more than {most_key} = {most}"
     hint = f"write {key} = {most}"
-    return [Problem(key, message, validation.max_replicas, hint, related=(most_key,))]
+    yield Problem(key, message, validation.max_replicas, hint, related=(most_key,))
 
 
-def reward_model_is_named(config: Config) -> list[Problem]:
+def reward_model_is_named(config: Config) -> Iterator[Problem]:
     """A reward model is a model or a class of the user's."""
     role, key = config.reward_model, "reward_model.enable"
     if not role.enable:
-        return []
+        return
     if not config.is_grpo:
         message = f'supervised training ({_POLICY}.type = "sft") has no answers to score'
-        return [Problem(key, message, True, f"write {key} = false", related=(f"{_POLICY}.type",))]
-    if role.model_name_or_path or role.custom_class:
-        return []
-    model, custom = "reward_model.model_name_or_path", "reward_model.custom_class"
-    message = f"true has no model: {model} and {custom} are unset"
-    hint = f'write {model} = "owner/name", or {key} = false'
-    return [Problem(key, message, True, hint, related=(model, custom))]
+        yield Problem(key, message, True, f"write {key} = false", related=(f"{_POLICY}.type",))
+    elif not role.model_name_or_path and not role.custom_class:
+        model, custom = "reward_model.model_name_or_path", "reward_model.custom_class"
+        message = f"true has no model: {model} and {custom} are unset"
+        hint = f'write {model} = "owner/name", or {key} = false'
+        yield Problem(key, message, True, hint, related=(model, custom))
 
 
-def domains_are_shared(config: Config) -> list[Problem]:
+def domains_are_shared(config: Config) -> Iterator[Problem]:
     """Shares of domains have a column that names the domain; they are positive and add up to one."""
     if not config.is_grpo:
-        return []
-    policy, problems = config.grpo, []
+        return
+    policy = config.grpo
     key, column = f"{_POLICY}.domain_shares", f"{_POLICY}.domain_column_name"
     shares = policy.domain_shares
     if shares and not policy.domain_column_name:
         message = f'{_table(shares)} are shares of domains, and {column} = "" names none'
         hint = f'write {column} = "domain", or leave it out'
-        problems.append(Problem(key, message, shares, hint, related=(column,)))
+        yield Problem(key, message, shares, hint, related=(column,))
     if policy.domain_column_name and not shares:
         message = f'"{policy.domain_column_name}" has no effect: {key} is empty'
         hint = "leave it out, or give each domain its share"
-        problems.append(Problem(column, message, policy.domain_column_name, hint, related=(key,)))
+        yield Problem(column, message, policy.domain_column_name, hint, related=(key,))
     low = [name for name, share in shares.items() if share <= 0.0]
     total = math.fsum(shares.values()) if all(abs(share) <= 1e9 for share in shares.values()) else math.inf
     if low:
         message = f"{', '.join(low)} has no positive share in {_table(shares)}"
-        problems.append(Problem(key, message, shares, "give it a share, or filter the data"))
+        yield Problem(key, message, shares, "give it a share, or filter the data")
     elif shares and abs(total - 1.0) > _SHARES_ADD_UP:
         message = f"{_table(shares)} add up to {total:g}, not to 1"
         scaled = {name: round(share / total, 4) for name, share in shares.items()}
         hint = f"in these proportions: {_table(scaled)}"
-        problems.append(Problem(key, message, shares, hint))
-    return problems
+        yield Problem(key, message, shares, hint)
 
 
-def validation_samples_differ(config: Config) -> list[Problem]:
+def validation_samples_differ(config: Config) -> Iterator[Problem]:
     """Warning: several greedy answers to one prompt are the same answer, and one likeliest token is greedy."""
-    validation, warnings = config.validation, []
+    validation = config.validation
     if not config.is_grpo or not validation.enable:
-        return []
+        return
     temperature, top_k, several = "validation.temperature", "validation.top_k", "validation.n_generation"
     if validation.temperature > 0.0 and validation.top_k == 1:
         message = f"{validation.temperature} has no effect: {top_k} = 1 always takes the likeliest token"
         hint = f"write {top_k} = -1, or {temperature} = 0.0"
-        warnings.append(Problem(temperature, message, validation.temperature, hint, related=(top_k,)))
+        yield Problem(temperature, message, validation.temperature, hint, related=(top_k,))
     elif validation.temperature == 0.0 and validation.n_generation > 1:
         message = (
             f"{validation.n_generation} greedy answers ({temperature} = 0.0) to a prompt are all the same"
         )
         hint = f"write {temperature} = 1.0 and {top_k} = -1, or {several} = 1"
-        warnings.append(Problem(several, message, validation.n_generation, hint, related=(temperature,)))
-    return warnings
+        yield Problem(several, message, validation.n_generation, hint, related=(temperature,))
 
 
 def _table(shares: dict[str, float]) -> str:

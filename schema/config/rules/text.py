@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from schema.config.base import Section
+from schema.config.base import FREE_TABLES, Section
 from schema.config.problem import KeyPath, Problem, format_key
 from schema.config.root import Config
 from schema.config.secrets import SECRET_KEY, found_in
@@ -17,35 +17,29 @@ from schema.util.text import CONTROL
 _STOP = ("rollout", "sampling_config", "stop")
 _WRITTEN_OUT = frozenset({_STOP, ("train", "train_policy", "system_prompt")})
 """Texts for the model, where line breaks and tabs have a meaning."""
-_OTHERS = frozenset({"custom", "options", "extra", "engine_kwargs", "override_config"})
-"""Tables whose keys are somebody else's."""
 
 
-def texts_are_printable(config: Config) -> list[Problem]:
+def texts_are_printable(config: Config) -> Iterator[Problem]:
     """A control character in a name or path forges lines of logs and displays, and is never meant."""
-    problems = []
     for path, text in _texts(config):
         found = CONTROL.search(text)
         if found is None or path[:3] in _WRITTEN_OUT:
             continue
         message = f"holds the control character U+{ord(found.group()):04X} at position {found.start() + 1}"
         hint = "take it out; between single quotes a backslash stays a backslash"
-        problems.append(Problem(format_key(path), message, text, hint))
-    return problems
+        yield Problem(format_key(path), message, text, hint)
 
 
-def texts_are_not_blank(config: Config) -> list[Problem]:
+def texts_are_not_blank(config: Config) -> Iterator[Problem]:
     """An empty text means "none" where a key takes one text; blanks, and an empty item of a list, mean nothing."""
-    problems = []
     for path, text in _texts(config):
         key = format_key(path)
         if path[:3] == _STOP:
             if not text:
                 message = "an empty text ends every answer before its first token"
-                problems.append(Problem(key, message, text, "leave it out"))
+                yield Problem(key, message, text, "leave it out")
         elif not text.strip() and path[:3] not in _WRITTEN_OUT and (text or not _is_scalar(config, path)):
-            problems.append(Problem(key, f"{text!r} is blank: it names nothing", text, "leave it out"))
-    return problems
+            yield Problem(key, f"{text!r} is blank: it names nothing", text, "leave it out")
 
 
 def _is_scalar(config: Config, path: KeyPath) -> bool:
@@ -62,7 +56,7 @@ def _texts(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
         yield path, value
     elif isinstance(value, Section):
         for name in type(value).model_fields:
-            if name not in _OTHERS:
+            if name not in FREE_TABLES:
                 yield from _texts(getattr(value, name), (*path, name))
     elif isinstance(value, list):
         for index, item in enumerate(value):
@@ -77,20 +71,18 @@ _OF_ITS_OWN = frozenset({("redis", "url")})
 """Handed to the controller by its environment, and cut everywhere else."""
 
 
-def secrets_stay_out(config: Config) -> list[Problem]:
+def secrets_stay_out(config: Config) -> Iterator[Problem]:
     """Credentials in addresses are left out for the processes; keys of `custom` that sound secret are not."""
-    problems = []
     for path, text in _all_texts(config.model_dump(mode="json"), ()):
         key = format_key(path)
         if path not in _OF_ITS_OWN and "://" in text and found_in(text):
             message = "holds credentials in its address: they are left out of what the processes get"
             hint = "write the address without them, and keep them in a file that you alone may read"
-            problems.append(Problem(key, message, None, hint))
+            yield Problem(key, message, None, hint)
         elif path[0] == "custom" and any(SECRET_KEY.search(str(part)) for part in path):
             message = "sounds like a secret, and is written to the run's directory and sent to every worker"
             hint = "write the path of a file that holds it and that you alone may read; the function opens it"
-            problems.append(Problem(key, message, None, hint))
-    return problems
+            yield Problem(key, message, None, hint)
 
 
 def _all_texts(value: Any, path: KeyPath) -> list[tuple[KeyPath, str]]:

@@ -5,66 +5,61 @@ What stands in the files is looked at on the machine that runs the job (`launche
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from urllib.parse import parse_qs, urlsplit
 
 from schema.config.problem import Problem
 from schema.config.root import Config
+from schema.config.rules.idle import written
 from schema.config.sections.controller import ControllerConfig
 
-_REDIS_TLS = ("tls_ca", "tls_cert", "tls_key")
 
-
-def redis_address_is_one(config: Config) -> list[Problem]:
+def redis_address_is_one(config: Config) -> Iterator[Problem]:
     """The address of Redis can be taken apart: a host that is closed, a port that is a number."""
-    url = config.redis.url
     try:
-        parts = urlsplit(url)
-        _ = parts.port
+        _ = urlsplit(config.redis.url).port
     except ValueError as error:
         hint = 'write redis.url = "rediss://host:6379/0", with COSMOS_REDIS_PASSWORD in the environment'
-        return [Problem("redis.url", f"cannot be read: {error}", None, hint)]
-    return []
+        yield Problem("redis.url", f"cannot be read: {error}", None, hint)
 
 
-def redis_files_act(config: Config) -> list[Problem]:
+def redis_files_act(config: Config) -> Iterator[Problem]:
     """Certificates are used by rediss:// alone, a certificate only with its key."""
-    redis, problems = config.redis, []
-    for name in _REDIS_TLS:
-        value = getattr(redis, name)
-        if value and not redis.url.startswith("rediss://"):
+    redis = config.redis
+    if not redis.url.startswith("rediss://"):
+        for name, value in written(redis, "tls_ca", "tls_cert", "tls_key"):
             message = "has no effect: only a rediss:// address is encrypted"
             hint = f"write redis.url with rediss://, or leave redis.{name} out"
-            problems.append(Problem(f"redis.{name}", message, value, hint, related=("redis.url",)))
-    return problems + _pair("redis", redis.tls_cert, redis.tls_key)
+            yield Problem(f"redis.{name}", message, value, hint, related=("redis.url",))
+    yield from _pair("redis", redis.tls_cert, redis.tls_key)
 
 
-def controller_files_act(config: Config) -> list[Problem]:
+def controller_files_act(config: Config) -> Iterator[Problem]:
     """A certificate comes with its key, an authority is of use only where there is a certificate."""
     controller = config.controller
-    problems = _pair("controller", controller.tls_cert, controller.tls_key)
+    yield from _pair("controller", controller.tls_cert, controller.tls_key)
     if controller.tls_ca and not controller.tls_cert and not controller.tls_key:
         message = "has no effect: without controller.tls_cert the API is served over http"
         hint = "write controller.tls_cert and controller.tls_key, or leave controller.tls_ca out"
         related = ("controller.tls_cert",)
-        problems.append(Problem("controller.tls_ca", message, controller.tls_ca, hint, related=related))
-    return problems
+        yield Problem("controller.tls_ca", message, controller.tls_ca, hint, related=related)
 
 
-def _pair(section: str, cert: str, key: str) -> list[Problem]:
+def _pair(section: str, cert: str, key: str) -> Iterator[Problem]:
     """A certificate without its key proves nothing, a key without its certificate is never shown."""
     if bool(cert) == bool(key):
-        return []
+        return
     there, missing = ("tls_cert", "tls_key") if cert else ("tls_key", "tls_cert")
     message = f"needs {section}.{missing} as well: a certificate is of use only with its private key"
     hint = f"write {section}.{missing} too, or leave {section}.{there} out"
     key_path = f"{section}.{there}"
-    return [Problem(key_path, message, cert or key, hint, related=(f"{section}.{missing}",))]
+    yield Problem(key_path, message, cert or key, hint, related=(f"{section}.{missing}",))
 
 
-def redis_is_verified(config: Config) -> list[Problem]:
+def redis_is_verified(config: Config) -> Iterator[Problem]:
     """Warning: an encrypted connection to whoever answers."""
     if not config.redis.url.startswith("rediss://"):
-        return []
+        return
     query = parse_qs(urlsplit(config.redis.url).query)
     off = [
         f"{name}={query[name][0]}"
@@ -75,21 +70,22 @@ def redis_is_verified(config: Config) -> list[Problem]:
         f"{' and '.join(off)} in the address: any server at that address gets the password and every sample"
     )
     hint = "take it out of the address and name the server's authority with redis.tls_ca"
-    return [Problem("redis.url", message, None, hint)] if off else []
+    if off:
+        yield Problem("redis.url", message, None, hint)
 
 
-def tokens_are_not_overheard(config: Config) -> list[Problem]:
+def tokens_are_not_overheard(config: Config) -> Iterator[Problem]:
     """Warning: an address that others can reach, and no encryption."""
     host = config.controller.host
     if config.controller.tls_cert or host == "localhost" or _is_loopback(host):
-        return []
+        return
     message = (
         f"{host} can be reached from other machines, and without TLS tokens and samples travel in the clear"
     )
     hint = (
         "write controller.tls_cert, controller.tls_key and controller.tls_ca, unless the network is trusted"
     )
-    return [Problem("controller.host", message, host, hint, related=("controller.tls_cert",))]
+    yield Problem("controller.host", message, host, hint, related=("controller.tls_cert",))
 
 
 def _is_loopback(host: str) -> bool:

@@ -6,8 +6,10 @@ import re
 import warnings
 from collections.abc import Iterator
 
+from schema.config.loading.tomlwrite import toml_value
 from schema.config.problem import Problem
 from schema.config.root import Config
+from schema.config.rules.idle import written
 from schema.config.sections.model_keys import CheckpointingKeys
 from schema.config.sections.optimizer import OptimizerKeys, PrecisionKeys
 from schema.config.sections.policy import LoraConfig
@@ -25,70 +27,59 @@ def _decays(keys: OptimizerKeys) -> bool:
     return keys.optm_decay_type not in (None, "none")
 
 
-def warmup_is_a_share_or_steps(config: Config) -> list[Problem]:
+def warmup_is_a_share_or_steps(config: Config) -> Iterator[Problem]:
     """A float is a share of all steps, and shares add up to at most all of them."""
-    return [problem for section, keys in _optimizers(config) for problem in _warmup(section, keys)]
+    for section, keys in _optimizers(config):
+        key, warmup = f"{section}.optm_warmup_steps", keys.optm_warmup_steps
+        ratio, decay = f"{section}.optm_decay_ratio", keys.optm_decay_ratio or 0.0
+        if not isinstance(warmup, float):
+            continue
+        if warmup > 1.0:
+            message = f"a float is a share of all steps, at most 1.0, got {warmup}"
+            whole = warmup.is_integer()
+            hint = f"write {key} = {int(warmup)} for steps" if whole else "for steps write an integer"
+            yield Problem(key, message, warmup, hint)
+        elif warmup + decay > 1.0:
+            message = f"decay ({decay}) and {key} = {warmup} together are more than all steps"
+            hint = f"write {ratio} = {int((1.0 - warmup) * 100) / 100}, or less of both"
+            yield Problem(ratio, message, decay, hint, related=(key,))
 
 
-def _warmup(section: str, keys: OptimizerKeys) -> list[Problem]:
-    key, warmup, decay = f"{section}.optm_warmup_steps", keys.optm_warmup_steps, keys.optm_decay_ratio or 0.0
-    if not isinstance(warmup, float):
-        return []
-    if warmup > 1.0:
-        hint = (
-            f"write {key} = {int(warmup)} for steps" if warmup.is_integer() else "for steps write an integer"
-        )
-        return [Problem(key, f"a float is a share of all steps, at most 1.0, got {warmup}", warmup, hint)]
-    if warmup + decay > 1.0:
-        ratio = f"{section}.optm_decay_ratio"
-        message = f"decay ({decay}) and {key} = {warmup} together are more than all steps"
-        hint = f"write {ratio} = {int((1.0 - warmup) * 100) / 100}, or less of both"
-        return [Problem(ratio, message, decay, hint, related=(key,))]
-    return []
-
-
-def decay_is_complete(config: Config) -> list[Problem]:
+def decay_is_complete(config: Config) -> Iterator[Problem]:
     """A decay has a shape and a length; without both, keys of the decay would do nothing."""
-    return [problem for section, keys in _optimizers(config) for problem in _decay(section, keys)]
-
-
-def _decay(section: str, keys: OptimizerKeys) -> list[Problem]:
-    problems, shape = [], keys.optm_decay_type
-    ratio_key, steps_key = f"{section}.optm_decay_ratio", f"{section}.optm_decay_steps"
-    type_key, factor_key = f"{section}.optm_decay_type", f"{section}.optm_min_lr_factor"
-    ratio, steps, related = keys.optm_decay_ratio or 0.0, keys.optm_decay_steps, (type_key, ratio_key)
-    lengths = [(key, value) for key, value in ((ratio_key, ratio), (steps_key, steps)) if value]
-    if len(lengths) == 2:
-        message = f"{steps} contradicts {ratio_key} = {ratio}: both are the length of the decay"
-        hint = f"leave it out, or write {ratio_key} = 0.0"
-        problems.append(Problem(steps_key, message, steps, hint, related=(ratio_key,)))
-    if shape == "inverse_sqrt":
-        for key, value in lengths:
-            message = (
-                f'has no effect with {type_key} = "inverse_sqrt", which decays from the end of warm-up on'
-            )
-            problems.append(Problem(key, message, value, "leave it out", related=(type_key,)))
-    elif _decays(keys) and not lengths:
-        message = f"a {shape} decay needs the share of steps over which it happens ({ratio_key})"
-        hint = f"write {ratio_key} = 0.2, or another share in (0.0, 1.0]"
-        problems.append(Problem(type_key, message, shape, hint, related=related))
-    if not _decays(keys):
-        for key, value in lengths:
-            hint = f'write {type_key} = "linear", "cosine", "sqrt" or "wsd", or leave it out'
+    for section, keys in _optimizers(config):
+        shape = keys.optm_decay_type
+        ratio_key, steps_key = f"{section}.optm_decay_ratio", f"{section}.optm_decay_steps"
+        type_key, factor_key = f"{section}.optm_decay_type", f"{section}.optm_min_lr_factor"
+        ratio, steps, related = keys.optm_decay_ratio or 0.0, keys.optm_decay_steps, (type_key, ratio_key)
+        lengths = [(key, value) for key, value in ((ratio_key, ratio), (steps_key, steps)) if value]
+        if len(lengths) == 2:
+            message = f"{steps} contradicts {ratio_key} = {ratio}: both are the length of the decay"
+            hint = f"leave it out, or write {ratio_key} = 0.0"
+            yield Problem(steps_key, message, steps, hint, related=(ratio_key,))
+        if shape == "inverse_sqrt":
+            for key, value in lengths:
+                message = (
+                    f'has no effect with {type_key} = "inverse_sqrt", which decays from the end of warm-up on'
+                )
+                yield Problem(key, message, value, "leave it out", related=(type_key,))
+        elif _decays(keys) and not lengths:
+            message = f"a {shape} decay needs the share of steps over which it happens ({ratio_key})"
+            hint = f"write {ratio_key} = 0.2, or another share in (0.0, 1.0]"
+            yield Problem(type_key, message, shape, hint, related=related)
+        if not _decays(keys):
             message = f"has no effect without a decay ({type_key})"
-            problems.append(Problem(key, message, value, hint, related=related))
-        if keys.optm_min_lr_factor:
-            message, hint = (
-                f"has no effect without a decay ({type_key})",
-                "leave it out, or write a decay too",
-            )
-            problems.append(Problem(factor_key, message, keys.optm_min_lr_factor, hint, related=related))
-    return problems
+            for key, value in lengths:
+                hint = f'write {type_key} = "linear", "cosine", "sqrt" or "wsd", or leave it out'
+                yield Problem(key, message, value, hint, related=related)
+            if keys.optm_min_lr_factor:
+                hint = "leave it out, or write a decay too"
+                yield Problem(factor_key, message, keys.optm_min_lr_factor, hint, related=related)
 
 
-def decay_fits_the_run(config: Config) -> list[Problem]:
+def decay_fits_the_run(config: Config) -> Iterator[Problem]:
     """Where the length of the run is stated, the steps of warm-up and decay are not more."""
-    problems, total = [], config.train.max_num_steps
+    total = config.train.max_num_steps
     for section, keys in _optimizers(config):
         warmup, steps = keys.optm_warmup_steps, keys.optm_decay_steps
         if total is None or steps is None or isinstance(warmup, float) or warmup + steps <= total:
@@ -98,37 +89,31 @@ def decay_fits_the_run(config: Config) -> list[Problem]:
         hint = f"write {_STEPS} = {warmup + steps}, or fewer steps of warm-up and decay"
         if warmup < total:
             hint = f"write {key} = {total - warmup}, or {_STEPS} = {warmup + steps}"
-        problems.append(Problem(key, message, steps, hint, related=(warmup_key, _STEPS)))
-    return problems
+        yield Problem(key, message, steps, hint, related=(warmup_key, _STEPS))
 
 
-def options_belong_to_their_shape(config: Config) -> list[Problem]:
+def options_belong_to_their_shape(config: Config) -> Iterator[Problem]:
     """Options of one schedule that another does not have."""
-    return [problem for section, keys in _optimizers(config) for problem in _options(section, keys)]
+    for section, keys in _optimizers(config):
+        type_key = f"{section}.optm_decay_type"
+        shape = "none" if keys.optm_decay_type is None else keys.optm_decay_type
+        length = (
+            "" if keys.optm_decay_ratio or keys.optm_decay_steps else f" and {section}.optm_decay_ratio = 0.2"
+        )
+        end = keys.optm_wsd_decay_type
+        if end != "cosine" and shape != "wsd":
+            key, hint = f"{section}.optm_wsd_decay_type", f'leave it out, or write {type_key} = "wsd"{length}'
+            message = f'"{end}" is the last part of a wsd schedule, but {type_key} = "{shape}"'
+            yield Problem(key, message, end, hint, related=(type_key,))
+        waves = keys.optm_num_cycles
+        if waves != 0.5 and shape != "cosine" and not (shape == "wsd" and end == "cosine"):
+            key, hint = f"{section}.optm_num_cycles", f'leave it out, or write {type_key} = "cosine"{length}'
+            message = f'{waves} counts the waves of a cosine, but {type_key} = "{shape}"'
+            yield Problem(key, message, waves, hint, related=(type_key,))
 
 
-def _options(section: str, keys: OptimizerKeys) -> list[Problem]:
-    problems, type_key = [], f"{section}.optm_decay_type"
-    shape = "none" if keys.optm_decay_type is None else keys.optm_decay_type
-    length = (
-        "" if keys.optm_decay_ratio or keys.optm_decay_steps else f" and {section}.optm_decay_ratio = 0.2"
-    )
-    end = keys.optm_wsd_decay_type
-    if end != "cosine" and shape != "wsd":
-        key, hint = f"{section}.optm_wsd_decay_type", f'leave it out, or write {type_key} = "wsd"{length}'
-        message = f'"{end}" is the last part of a wsd schedule, but {type_key} = "{shape}"'
-        problems.append(Problem(key, message, end, hint, related=(type_key,)))
-    waves = keys.optm_num_cycles
-    if waves != 0.5 and shape != "cosine" and not (shape == "wsd" and end == "cosine"):
-        key, hint = f"{section}.optm_num_cycles", f'leave it out, or write {type_key} = "cosine"{length}'
-        message = f'{waves} counts the waves of a cosine, but {type_key} = "{shape}"'
-        problems.append(Problem(key, message, waves, hint, related=(type_key,)))
-    return problems
-
-
-def weight_decay_ramp_agrees(config: Config) -> list[Problem]:
+def weight_decay_ramp_agrees(config: Config) -> Iterator[Problem]:
     """A ramp has two ends; a start without a ramp, or a ramp from a value to itself, would do nothing."""
-    problems = []
     for section, keys in _optimizers(config):
         key, ramp_key = f"{section}.optm_weight_decay_start", f"{section}.optm_weight_decay_ramp"
         end_key, start = f"{section}.optm_weight_decay", keys.optm_weight_decay_start
@@ -136,29 +121,26 @@ def weight_decay_ramp_agrees(config: Config) -> list[Problem]:
         if ramp == "constant" and start is not None:
             message = f'{start} is where a ramp starts, but {ramp_key} = "constant"'
             hint = f'write {ramp_key} = "linear" or "cosine", or leave it out'
-            problems.append(Problem(key, message, start, hint, related=(ramp_key,)))
+            yield Problem(key, message, start, hint, related=(ramp_key,))
         elif ramp != "constant" and (start or 0.0) == end:
             message = f'"{ramp}" goes from {key} = {start or 0.0} to {end_key} = {end}, which is not a ramp'
             hint = f'write {ramp_key} = "constant", or another start'
-            problems.append(Problem(ramp_key, message, ramp, hint, related=(key, end_key)))
-    return problems
+            yield Problem(ramp_key, message, ramp, hint, related=(key, end_key))
 
 
-def one_optimizer(config: Config) -> list[Problem]:
+def one_optimizer(config: Config) -> Iterator[Problem]:
     """Lists are for several optimizers; there is one."""
-    problems = []
     for section, keys in _optimizers(config):
         for name, value in (("optm_lr", keys.optm_lr), ("optm_impl", keys.optm_impl)):
             if isinstance(value, list) and len(value) != 1:
                 message = f"a list of {len(value)} is for {len(value)} optimizers, and there is one"
                 hint = "write one value"
-                problems.append(Problem(f"{section}.{name}", message, value, hint))
-    return problems
+                yield Problem(f"{section}.{name}", message, value, hint)
 
 
-def warmup_ends_in_time(config: Config) -> list[Problem]:
+def warmup_ends_in_time(config: Config) -> Iterator[Problem]:
     """Warning: a run that is shorter than its warm-up never reaches the learning rate that is written."""
-    warnings, total = [], config.train.max_num_steps
+    total = config.train.max_num_steps
     for section, keys in _optimizers(config):
         key, warmup = f"{section}.optm_warmup_steps", keys.optm_warmup_steps
         if total is not None and not isinstance(warmup, float) and warmup >= total:
@@ -166,34 +148,32 @@ def warmup_ends_in_time(config: Config) -> list[Problem]:
                 f"{warmup} steps of warm-up do not end within {_STEPS} = {total}: the peak is never reached"
             )
             hint = f"write {key} = {total // 10}, or a share of all steps as a float"
-            warnings.append(Problem(key, message, warmup, hint, related=(_STEPS,)))
-    return warnings
+            yield Problem(key, message, warmup, hint, related=(_STEPS,))
 
 
-def one_narrow_format(config: Config) -> list[Problem]:
+def one_narrow_format(config: Config) -> Iterator[Problem]:
     """Linear layers compute in fp8 or in fp4."""
     if not (config.train.fp8.enable_fp8 and config.train.fp4.enable_fp4):
-        return []
+        return
     key, other = "train.fp4.enable_fp4", "train.fp8.enable_fp8"
     message = f"true contradicts {other} = true: a linear layer computes in one of the two"
-    return [Problem(key, message, True, f"write {key} = false, or {other} = false", related=(other,))]
+    yield Problem(key, message, True, f"write {key} = false, or {other} = false", related=(other,))
 
 
-def overlap_is_possible(config: Config) -> list[Problem]:
+def overlap_is_possible(config: Config) -> Iterator[Problem]:
     """Asynchronous tensor parallelism overlaps the communication of a mesh, by rewriting the compiled graph."""
     if not config.train.async_tp_enabled:
-        return []
+        return
     key, compiled, size_key = "train.async_tp_enabled", "train.compile", "policy.parallelism.tp_size"
-    size, problems = config.policy.parallelism.tp_size, []
+    size = config.policy.parallelism.tp_size
     if size == 1:
         message = f"true overlaps the communication of tensor parallelism, and {size_key} = 1 has none"
         hint = f"write {size_key} = 2, or {key} = false"
-        problems.append(Problem(key, message, True, hint, related=(size_key,)))
+        yield Problem(key, message, True, hint, related=(size_key,))
     elif not config.train.compile:
         message = f"true rewrites the compiled graph, and {compiled} = false compiles none"
         hint = f"write {compiled} = true, or {key} = false"
-        problems.append(Problem(key, message, True, hint, related=(compiled,)))
-    return problems
+        yield Problem(key, message, True, hint, related=(compiled,))
 
 
 def _trained(config: Config) -> Iterator[tuple[str, PrecisionKeys, str, CheckpointingKeys]]:
@@ -203,26 +183,20 @@ def _trained(config: Config) -> Iterator[tuple[str, PrecisionKeys, str, Checkpoi
         yield "critic", config.critic, "critic", config.critic
 
 
-def recomputation_is_on(config: Config) -> list[Problem]:
+def recomputation_is_on(config: Config) -> Iterator[Problem]:
     """What is recomputed in backward matters when something is."""
-    problems = []
     for section, keys, owner, model in _trained(config):
         switch = f"{owner}.model_gradient_checkpointing"
         if model.model_gradient_checkpointing:
             continue
-        for name, neutral in (("recompute_granularity", "full"), ("recompute_moe_layers", False)):
-            value = getattr(keys, name)
-            if value != neutral:
-                shown = "true" if value is True else f'"{value}"'
-                message = f"{shown} has no effect: {switch} = false recomputes nothing"
-                hint = f"write {switch} = true, or leave it out"
-                problems.append(Problem(f"{section}.{name}", message, value, hint, related=(switch,)))
-    return problems
+        for name, value in written(keys, "recompute_granularity", "recompute_moe_layers"):
+            message = f"{toml_value(value)} has no effect: {switch} = false recomputes nothing"
+            hint = f"write {switch} = true, or leave it out"
+            yield Problem(f"{section}.{name}", message, value, hint, related=(switch,))
 
 
-def wrapping_is_one_way(config: Config) -> list[Problem]:
+def wrapping_is_one_way(config: Config) -> Iterator[Problem]:
     """FSDP shards modules by class or by size."""
-    problems = []
     choices = [
         (section, keys.fsdp_wrap_layers, keys.fsdp_wrap_min_params)
         for section, keys, _, _ in _trained(config)
@@ -234,21 +208,18 @@ def wrapping_is_one_way(config: Config) -> list[Problem]:
             key, other = f"{section}.fsdp_wrap_min_params", f"{section}.fsdp_wrap_layers"
             message = f"{size} chooses modules by size, and {other} = {layers} by class"
             hint = f"write {key} = 0, or {other} = []"
-            problems.append(Problem(key, message, size, hint, related=(other,)))
-    return problems
+            yield Problem(key, message, size, hint, related=(other,))
 
 
-def casts_are_fused(config: Config) -> list[Problem]:
+def casts_are_fused(config: Config) -> Iterator[Problem]:
     """Warning: scaling and casting cost more than a narrow product saves, unless the compiler fuses them."""
     if config.train.compile:
-        return []
+        return
     enabled = {"fp8": config.train.fp8.enable_fp8, "fp4": config.train.fp4.enable_fp4}
-    warnings = []
     for name in (name for name, on in enabled.items() if on):
         key, other = f"train.{name}.enable_{name}", "train.compile"
         message = f"true casts in steps of their own while {other} = false: slower than bfloat16 as a rule"
-        warnings.append(Problem(key, message, True, f"write {other} = true", related=(other,)))
-    return warnings
+        yield Problem(key, message, True, f"write {other} = true", related=(other,))
 
 
 _MAP = "policy.trainable_map"
@@ -261,51 +232,47 @@ def _adapters(config: Config) -> Iterator[tuple[str, LoraConfig]]:
         yield "critic.lora", config.critic.lora
 
 
-def adapters_train_alone(config: Config) -> list[Problem]:
+def adapters_train_alone(config: Config) -> Iterator[Problem]:
     """LoRA freezes the model, so nothing else can choose what trains."""
-    problems, chosen = [], config.policy.trainable_map
+    chosen = config.policy.trainable_map
     if config.policy.lora is not None and chosen is not None:
         message = "policy.lora freezes all parameters of the model, and this map chooses among them"
         hint = "leave it out, or name the modules in policy.lora.modules_to_save"
-        problems.append(Problem(_MAP, message, chosen, hint, related=("policy.lora",)))
+        yield Problem(_MAP, message, chosen, hint, related=("policy.lora",))
     for section, _ in _adapters(config):
         owner = section.partition(".")[0]
         frozen = config.policy.freeze_moe_router if owner == "policy" else config.critic.freeze_moe_router
         if frozen:
             key = f"{owner}.freeze_moe_router"
             message = f"true has no effect: {section} freezes the routers with the rest of the model"
-            problems.append(Problem(key, message, True, f"write {key} = false", related=(section,)))
-    return problems
+            yield Problem(key, message, True, f"write {key} = false", related=(section,))
 
 
-def something_trains(config: Config) -> list[Problem]:
+def something_trains(config: Config) -> Iterator[Problem]:
     """A map in which everything is false leaves nothing to learn."""
     chosen = config.policy.trainable_map
     if chosen is None or config.policy.lora is not None or (chosen and any(chosen.values())):
-        return []
+        return
     message = (
         "no parameter is true in it: nothing would be trained" if chosen else "is empty: what does train?"
     )
     hint = "leave it out to train all, or name what trains: policy.trainable_map.lm_head = true"
-    return [Problem(_MAP, message, chosen, hint)]
+    yield Problem(_MAP, message, chosen, hint)
 
 
-def base_is_not_narrow(config: Config) -> list[Problem]:
+def base_is_not_narrow(config: Config) -> Iterator[Problem]:
     """Adapters wrap linear layers of the parameters' type; fp8 and fp4 would replace these layers."""
-    problems = []
     formats = {"fp8": config.train.fp8.enable_fp8, "fp4": config.train.fp4.enable_fp4}
     for name, enabled in formats.items():
         if enabled and config.policy.lora is not None:
             key = f"train.{name}.enable_{name}"
             message = f"true replaces the linear layers that policy.lora (r = {config.policy.lora.r}) wraps"
             hint = f"write {key} = false, or train without LoRA"
-            problems.append(Problem(key, message, True, hint, related=("policy.lora",)))
-    return problems
+            yield Problem(key, message, True, hint, related=("policy.lora",))
 
 
-def initialisers_have_what_they_need(config: Config) -> list[Problem]:
+def initialisers_have_what_they_need(config: Config) -> Iterator[Problem]:
     """LoftQ makes up for the error of a quantised base, and the base that is trained here is not quantised."""
-    problems = []
     for section, lora in _adapters(config):
         if lora.init_lora_weights == "loftq":
             key = f"{section}.init_lora_weights"
@@ -314,35 +281,31 @@ def initialisers_have_what_they_need(config: Config) -> list[Problem]:
                 f"{section.partition('.')[0]}.model_name_or_path is held in full precision"
             )
             hint = f'write {key} = true, or "pissa", which also starts at the singular vectors'
-            problems.append(Problem(key, message, "loftq", hint))
-    return problems
+            yield Problem(key, message, "loftq", hint)
 
 
-def modules_are_named_once(config: Config) -> list[Problem]:
+def modules_are_named_once(config: Config) -> Iterator[Problem]:
     """A module is trained whole or gets an adapter, and an adapter has somewhere to be."""
-    problems = []
     for section, lora in _adapters(config):
         key, targets = f"{section}.target_modules", lora.target_modules
         if targets in ([], ""):
             hint = "leave it out for the model's own choice"
-            problems.append(Problem(key, "names no module: there would be no adapter", targets, hint))
+            yield Problem(key, "names no module: there would be no adapter", targets, hint)
         both = sorted(set(lora.modules_to_save or ()) & set(targets)) if isinstance(targets, list) else []
         if both:
             saved = f"{section}.modules_to_save"
             message = f"{', '.join(both)} stands in {key} = {targets} too: trained whole and by an adapter"
             hint, related = "name each module in one of the two lists", (key,)
-            problems.append(Problem(saved, message, lora.modules_to_save, hint, related=related))
-    return problems
+            yield Problem(saved, message, lora.modules_to_save, hint, related=related)
 
 
-def patterns_are_sound(config: Config) -> list[Problem]:
+def patterns_are_sound(config: Config) -> Iterator[Problem]:
     """Keys of r_pattern and alpha_pattern are regular expressions, their values positive."""
-    problems = []
     for section, lora in _adapters(config):
-        named: list[tuple[str, str, float | None]] = []
-        named += [(f"{section}.r_pattern", text, rank) for text, rank in (lora.r_pattern or {}).items()]
-        named += [
-            (f"{section}.alpha_pattern", text, alpha) for text, alpha in (lora.alpha_pattern or {}).items()
+        named: list[tuple[str, str, float | None]] = [
+            (f"{section}.{name}", text, value)
+            for name, table in (("r_pattern", lora.r_pattern), ("alpha_pattern", lora.alpha_pattern))
+            for text, value in (table or {}).items()
         ]
         if isinstance(lora.target_modules, str) and lora.target_modules != "all-linear":
             named.append((f"{section}.target_modules", lora.target_modules, None))
@@ -353,11 +316,10 @@ def patterns_are_sound(config: Config) -> list[Problem]:
                 hint = (
                     "write the end of a module's name, with a backslash before what should be taken literally"
                 )
-                problems.append(Problem(key, message, text, hint))
+                yield Problem(key, message, text, hint)
             elif value is not None and value <= 0:
                 hint = f"give `{text}` a value of at least 1, or leave it out of the table"
-                problems.append(Problem(key, f"`{text}` = {value} is not an adapter", value, hint))
-    return problems
+                yield Problem(key, f"`{text}` = {value} is not an adapter", value, hint)
 
 
 def _fault(pattern: str) -> str:
@@ -370,16 +332,16 @@ def _fault(pattern: str) -> str:
     return ""
 
 
-def dropout_is_meant(config: Config) -> list[Problem]:
+def dropout_is_meant(config: Config) -> Iterator[Problem]:
     """Warning: with dropout the trainer computes log-probs of another model than the one that sampled."""
     lora = config.policy.lora
     if lora is None or not config.is_grpo or lora.lora_dropout == 0.0:
-        return []
+        return
     key = "policy.lora.lora_dropout"
     message = (
         f"{lora.lora_dropout} drops parts of the adapter in training that generation has: ratios begin off 1"
     )
-    return [Problem(key, message, lora.lora_dropout, f"write {key} = 0.0")]
+    yield Problem(key, message, lora.lora_dropout, f"write {key} = 0.0")
 
 
 TRAINING_RULES = (

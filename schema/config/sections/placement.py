@@ -13,6 +13,11 @@ Device = Annotated[int, Field(ge=0, lt=MOST_RANKS)]
 Devices = list[Device] | list[list[Device]]
 
 
+def flat(devices: Devices) -> list[int]:
+    """The devices of all replicas, in order."""
+    return [device for item in devices for device in (item if isinstance(item, list) else [item])]
+
+
 class PlacementConfig(Section):
     """`[placement]`: devices by role. Device i is GPU i % gpus_per_node of node i // gpus_per_node.
 

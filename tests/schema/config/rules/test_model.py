@@ -136,7 +136,7 @@ def test_faults(
 )
 def test_what_fits(tmp_path: Path, architecture: dict[str, Any], values: dict[str, Any]) -> None:
     config = Config.model_validate(written(GRPO, named(tmp_path, architecture, values)))
-    assert model_agrees(config) == []
+    assert list(model_agrees(config)) == []
 
 
 @pytest.mark.parametrize("base", [GRPO, SFT], ids=["grpo", "sft"])
@@ -146,7 +146,7 @@ def test_longer_than_trained_is_a_warning(tmp_path: Path, base: dict[str, Any]) 
     )
     config = Config.model_validate(written(base, named(tmp_path, SMALL, {})))
     assert problem.message in [warning.message for warning in check_warnings(config)]
-    assert model_agrees(config) == []
+    assert list(model_agrees(config)) == []
 
 
 def test_stages_of_unequal_length_are_a_warning(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_the_critics_mesh_is_of_the_same_model(tmp_path: Path) -> None:
     )
     check_case(case, GRPO)
     other = written(GRPO, case.values | {"critic.model_name_or_path": "owner/other"})
-    assert model_agrees(Config.model_validate(other)) == []
+    assert list(model_agrees(Config.model_validate(other))) == []
 
 
 def test_a_broken_model_is_a_problem(tmp_path: Path) -> None:

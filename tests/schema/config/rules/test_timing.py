@@ -19,11 +19,10 @@ EXACT = {
 
 
 def related(base: dict[str, Any], values: dict[str, Any]) -> set[str]:
-    found = the_same_bits_are_possible(
-        Config.model_validate(
-            changed(base, **{key.replace(".", "__"): value for key, value in values.items()})
-        )
+    config = Config.model_validate(
+        changed(base, **{key.replace(".", "__"): value for key, value in values.items()})
     )
+    found = list(the_same_bits_are_possible(config))
     assert all(problem.key == "train.deterministic" and problem.hint for problem in found)
     return {key for problem in found for key in problem.related}
 
