@@ -35,6 +35,15 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
+class TrainerRequest(Message):
+    """What each request of a trainer that changes something begins with."""
+
+    request_id: RequestId
+    replica_id: Text
+    incarnation: Count
+    policy_epoch: Count
+
+
 class ErrorCode(StrEnum):
     """Stable codes of `application/problem+json` answers."""
 

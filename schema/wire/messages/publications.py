@@ -7,15 +7,11 @@ from typing import Literal
 from pydantic import Field
 
 from schema.util.text import PLAIN, Prose
-from schema.wire.messages.base import Count, Message, RequestId, Seconds, Text
+from schema.wire.messages.base import Count, Message, Seconds, Text, TrainerRequest
 from schema.wire.weights import Offer, Publication, StoreKey
 
 
-class PublishRequest(Message):
-    request_id: RequestId
-    replica_id: Text
-    incarnation: Count
-    policy_epoch: Count
+class PublishRequest(TrainerRequest):
     version: Count = Field(description="Committed steps contained in the weights.")
     uri: StoreKey
     manifest_hash: Text

@@ -7,14 +7,10 @@ from typing import Annotated
 from pydantic import FailFast, Field
 
 from schema.util.text import PLAIN
-from schema.wire.messages.base import MOST_METRICS, Count, Message, MetricName, RequestId, Text
+from schema.wire.messages.base import MOST_METRICS, Count, Message, MetricName, Text, TrainerRequest
 
 
-class CommitRequest(Message):
-    request_id: RequestId
-    replica_id: Text
-    incarnation: Count
-    policy_epoch: Count
+class CommitRequest(TrainerRequest):
     metrics: dict[MetricName, float] = Field(
         default_factory=dict, max_length=MOST_METRICS, description="Finite numbers of this step."
     )
@@ -38,11 +34,7 @@ class CommitReply(Message):
     )
 
 
-class CheckpointRequest(Message):
-    request_id: RequestId
-    replica_id: Text
-    incarnation: Count
-    policy_epoch: Count
+class CheckpointRequest(TrainerRequest):
     step: Count = Field(description="Committed steps that the checkpoint covers.")
     path: str = Field(min_length=1, max_length=4096, pattern=PLAIN)
 
