@@ -73,7 +73,7 @@ class Config(Section):
     @property
     def is_evaluation(self) -> bool:
         """Whether the job scores answers of a file (`[evaluation]` names one) and trains nothing."""
-        return self.evaluation.is_wanted
+        return self.evaluation.dataset.is_named
 
     @property
     def is_grpo(self) -> bool:

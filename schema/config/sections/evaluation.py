@@ -45,11 +45,6 @@ class EvaluationConfig(Section):
     )
 
     @property
-    def is_wanted(self) -> bool:
-        """Whether this configuration is an evaluation: a file with answers is named."""
-        return bool(self.dataset.name or self.dataset.files)
-
-    @property
     def reward_weights(self) -> dict[str, float]:
         """Reward function -> weight, however it was written."""
         return reward_weights(self.reward_function)
