@@ -5,7 +5,7 @@ torch's own file format keeps its metadata as a pickle, so this is a storage of 
     model-00001.safetensors   header: __metadata__.chunks = {name: [key, offsets, global shape]}
                               "model.lm.x@4096,0"       the piece of tensor `model.lm.x` at row 4096, column 0
 
-Each rank plans, writes and reads alone (`no_dist`): which piece a rank holds is known to it without asking, and
+Each rank plans, writes and reads alone: which piece a rank holds is known to it without asking, and
 which pieces a checkpoint holds stands in the headers. So saving needs no collective, which lets it run in the
 background, and any number of ranks can read what any number wrote.
 """
@@ -14,22 +14,18 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
 import math
 import os
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -37,35 +33,16 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    LoadPlanner,
-    SavePlan,
-    SavePlanner,
-    WriteItem,
-    WriteItemType,
-)
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
-from torch.futures import Future
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from policy_worker.checkpoints.layout import FileFacts
 from policy_worker.errors import DamagedCheckpointError
 from weight_sync.layout import dtype_name, tensor_bytes, torch_dtype
 
-log = logging.getLogger(__name__)
-
 State = dict[str, Tensor]
 """Tensors by key: whole ones, or DTensors of which each rank holds a piece."""
 
 CHUNKS = "chunks"
-
-
-@contextmanager
-def _alone() -> Iterator[None]:
-    """torch warns of `no_dist`, which is meant here. Main thread only: filters of warnings are everybody's."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninit")
-        yield
 
 
 @dataclass(frozen=True)
@@ -91,45 +68,13 @@ def piece_name(key: str, offsets: tuple[int, ...]) -> str:
 
 def pieces_of(state: State) -> list[Piece]:
     """What this rank has to write, by torch's plan. Nothing is copied, and nobody is asked."""
-    collector = _Collector()
-    with _alone():
-        dcp.save(dict(state), storage_writer=collector, no_dist=True)
-    return collector.pieces
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(dict(state), is_coordinator=True)
+    pieces = (_piece(item, planner) for item in planner.create_local_plan().items)
+    return [piece for piece in pieces if piece.data.numel()]
 
 
-class _Collector(StorageWriter):
-    """Takes the planner's items for what they are; the file is written afterwards."""
-
-    def __init__(self) -> None:
-        self.pieces: list[Piece] = []
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        self.pieces.clear()
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        return plans
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        self.pieces = [piece for item in plan.items if (piece := _piece(item, planner)).data.numel()]
-        done: Future[list[WriteResult]] = Future()
-        done.set_result([])
-        return done
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        pass
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return True
-
-
-def _piece(item: WriteItem, planner: SavePlanner) -> Piece:
+def _piece(item: WriteItem, planner: DefaultSavePlanner) -> Piece:
     if item.type is WriteItemType.BYTE_IO or item.tensor_data is None:
         raise TypeError(f"{item.index.fqn} is not a tensor: only tensors are kept in a checkpoint")
     data = planner.resolve_data(item)
@@ -251,13 +196,15 @@ class StateFiles:
 
     def load(self, state: State) -> None:
         """Fill the tensors of `state` in place, each rank its pieces. Raises `DamagedCheckpointError`."""
+        planner = DefaultLoadPlanner()
         try:
-            with _alone():
-                dcp.load(dict(state), storage_reader=_Reader(self), no_dist=True)
-        except CheckpointException as error:
-            causes = "; ".join(str(cause) for cause, _ in error.failures.values())
+            planner.set_up_planner(dict(state), Metadata(dict(self.tensors)), is_coordinator=True)
+            for item in planner.create_local_plan().items:
+                part = self.read(item.storage_index, item.storage_offsets, item.lengths)
+                planner.resolve_tensor(item).detach().copy_(part)
+        except Exception as error:  # of the files, and whatever the planner makes of them
             raise DamagedCheckpointError(
-                f"{', '.join(map(str, self._open))} cannot be read: {causes}"
+                f"{', '.join(map(str, self._open))} cannot be read: {error}"
             ) from error
 
     def close(self) -> None:
@@ -268,41 +215,6 @@ class StateFiles:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class _Reader(StorageReader):
-    def __init__(self, files: StateFiles) -> None:
-        self._files = files
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        pass
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return Metadata(dict(self._files.tensors))
-
-    def set_up_storage_reader(
-        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
-    ) -> None:
-        pass
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        for item in plan.items:
-            target = planner.resolve_tensor(item).detach()
-            target.copy_(self._files.read(item.storage_index, item.storage_offsets, item.lengths))
-            planner.commit_tensor(item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return True
 
 
 def differences(saved: Mapping[str, TensorStorageMetadata], state: State) -> list[str]:
