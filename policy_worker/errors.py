@@ -6,6 +6,7 @@ PolicyError                 exit code 1: a crash; restarting may help
 ├── ReplacedError                another incarnation of this replica has registered
 ├── CheckpointSaveError          a checkpoint could not be written; older ones are untouched
 ├── ExportError                  the trained model could not be written
+├── UploadFailedError            the final upload failed: tried again with the next start
 ├── PublishError                 a version could not be written to the weight store for too long
 ├── JobFinishedError        exit code 0: there is nothing left to train
 ├── SettingsError           exit code 2: these settings cannot work, restarting will not help
@@ -42,6 +43,18 @@ class CheckpointSaveError(PolicyError):
 
 class ExportError(PolicyError):
     """The trained model could not be written. Nothing was deleted."""
+
+
+class UploadError(Exception):
+    """An upload failed for good, and the run goes on: says what, why and what to do. Nothing was deleted."""
+
+
+class UploadStoppedError(Exception):
+    """The process leaves; the upload goes on at its next start."""
+
+
+class UploadFailedError(PolicyError):
+    """The final upload failed, or did not end in time. Nothing was deleted."""
 
 
 class PublishError(PolicyError):

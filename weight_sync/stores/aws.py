@@ -6,6 +6,7 @@ AWS_ENDPOINT_URL, AWS_PROFILE, …), never from the configuration.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -70,6 +71,35 @@ def _misset(error: Exception) -> str:
 def code_of(error: Any) -> str:
     """The code of a `ClientError`."""
     return str(error.response.get("Error", {}).get("Code", ""))
+
+
+def head(client: Any, bucket: str, key: str) -> Any | None:
+    """What the store says of an object; None: there is none."""
+    try:
+        return client.head_object(Bucket=bucket, Key=key)
+    except client.exceptions.ClientError as error:
+        if code_of(error) in MISSING:
+            return None
+        raise
+
+
+def complete(
+    client: Any,
+    bucket: str,
+    key: str,
+    upload_id: str,
+    parts: list[dict[str, Any]],
+    is_complete: Callable[[Any | None], bool],
+) -> None:
+    """Make an object of its parts. is_complete: whether what `head` finds is that object."""
+    try:
+        client.complete_multipart_upload(
+            Bucket=bucket, Key=key, UploadId=upload_id, MultipartUpload={"Parts": parts}
+        )
+    except client.exceptions.ClientError as error:
+        # Asked again after an answer that was lost: the upload is gone because it is complete.
+        if code_of(error) != "NoSuchUpload" or not is_complete(head(client, bucket, key)):
+            raise
 
 
 def _status(error: Any) -> int:

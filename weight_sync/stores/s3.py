@@ -32,7 +32,7 @@ from typing import IO, Any, TypeVar, cast
 from schema.util.atomic_file import replacing
 from schema.wire.store_url import S3Place, parse_url
 from weight_sync.errors import NotReadableError, StoppedError, StoreError, WeightError
-from weight_sync.stores.aws import MISSING, READ_S, CutError, code_of, explain, is_passing, make_client
+from weight_sync.stores.aws import MISSING, READ_S, CutError, code_of, explain, head, is_passing, make_client
 from weight_sync.stores.base import FILE_NAME, MANIFEST, check_name, check_size, owner_of, split_key
 from weight_sync.stores.patience import Delays, Patience
 from weight_sync.stores.upload import PART_BYTES, Upload
@@ -172,11 +172,8 @@ class S3Store:
                 self._throw_away(version)
 
     def _throw_away(self, version: str) -> None:
-        def listed() -> list[_Found]:
-            return self._list(version, self._brief).get(version, [])
-
         try:
-            self._remove(version, self.pool.run(listed), self._brief)
+            self._remove(version, self._files(version, self._brief), self._brief)
             self._abort(lambda name, _: name == version, self._brief)
         except StoppedError:
             log.info("version %s was not finished: the process leaves", version)
@@ -291,16 +288,16 @@ class S3Store:
         key = self.key_of(version, MANIFEST)
 
         def look() -> float:
-            try:
-                answer = self.client.head_object(Bucket=self.bucket, Key=key)
-            except self.client.exceptions.ClientError as error:
-                if code_of(error) in MISSING:
-                    return float("inf")
-                raise
+            answer = head(self.client, self.bucket, key)
+            if answer is None:
+                return float("inf")
             age: float = (_clock(answer) - answer["LastModified"]).total_seconds()
             return max(0.0, age)
 
         return self.request(f"looking at {key}", look)
+
+    def _files(self, version: str, patience: Patience) -> list[_Found]:
+        return self.pool.run(lambda: self._list(version, patience)).get(version, [])
 
     def _list(self, beginning: str, patience: Patience) -> dict[str, list[_Found]]:
         """All files by version, of versions whose names begin so (or with a whole name). In the calling thread."""
@@ -344,7 +341,7 @@ class S3Store:
 
     def delete(self, version: str) -> bool:
         check_name(version, "version")
-        files = self.pool.run(lambda: self._list(version, self._patience)).get(version, [])
+        files = self._files(version, self._patience)
         if not any(file.file == MANIFEST for file in files):
             return False
         self._remove(version, files, self._patience)

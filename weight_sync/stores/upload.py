@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from weight_sync.errors import StoreError
-from weight_sync.stores.aws import MISSING, code_of
+from weight_sync.stores.aws import complete
 from weight_sync.stores.base import HEAD_BYTES
 from weight_sync.stores.worker_pool import WorkerPool
 
@@ -48,7 +48,8 @@ class Upload(io.RawIOBase):
         self._store, self.key = store, key
         self._head, self._filling = bytearray(), bytearray()
         self._at = self._size = 0
-        self._upload_id = ""
+        self.upload_id = ""
+        """Of the multipart upload; "" when there is none."""
         self._parts: list[Future[str]] = []
         """From part 2 on."""
 
@@ -112,7 +113,15 @@ class Upload(io.RawIOBase):
             self._send_filled()
         first = self._send(1, self._head)
         etags = store.pool.gather([first, *self._parts])
-        self._finish([{"PartNumber": number, "ETag": etag} for number, etag in enumerate(etags, start=1)])
+        parts = [{"PartNumber": number, "ETag": etag} for number, etag in enumerate(etags, start=1)]
+
+        def is_complete(found: Any | None) -> bool:
+            return found is not None and int(found["ContentLength"]) == self._size
+
+        store.request(
+            f"completing {self.key}",
+            lambda: complete(store.client, store.bucket, self.key, self.upload_id, parts, is_complete),
+        )
 
     def _send_filled(self) -> None:
         for part in self._parts:
@@ -125,49 +134,17 @@ class Upload(io.RawIOBase):
         store, key = self._store, self.key
         if number > MAX_PARTS:
             raise StoreError(f"{key} is larger than {MAX_PARTS} parts of {PART_BYTES} bytes, S3's limit")
-        if not self._upload_id:
+        if not self.upload_id:
             begun = store.request(
                 f"beginning {key}",
                 lambda: store.client.create_multipart_upload(Bucket=store.bucket, Key=key),
             )
-            self._upload_id = begun["UploadId"]
+            self.upload_id = begun["UploadId"]
 
         def send() -> str:
             answer = store.client.upload_part(
-                Bucket=store.bucket, Key=key, UploadId=self._upload_id, PartNumber=number, Body=body
+                Bucket=store.bucket, Key=key, UploadId=self.upload_id, PartNumber=number, Body=body
             )
             return str(answer["ETag"])
 
         return store.pool.submit(lambda: str(store.patiently(f"writing part {number} of {key}", send)))
-
-    def _finish(self, parts: list[dict[str, Any]]) -> None:
-        store = self._store
-
-        def finish() -> None:
-            try:
-                store.client.complete_multipart_upload(
-                    Bucket=store.bucket,
-                    Key=self.key,
-                    UploadId=self._upload_id,
-                    MultipartUpload={"Parts": parts},
-                )
-            except store.client.exceptions.ClientError as error:
-                # Asked again after an answer that was lost: the upload is gone because it is complete.
-                if code_of(error) != "NoSuchUpload" or not self._is_there():
-                    raise
-
-        store.request(f"completing {self.key}", finish)
-
-    def _is_there(self) -> bool:
-        try:
-            found = self._store.client.head_object(Bucket=self._store.bucket, Key=self.key)
-        except self._store.client.exceptions.ClientError as error:
-            if code_of(error) in MISSING:
-                return False
-            raise
-        return int(found["ContentLength"]) == self._size
-
-    @property
-    def upload_id(self) -> str:
-        """Of the multipart upload; "" when there is none."""
-        return self._upload_id

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from policy_worker.checkpoints.uploads.record import Record
-from policy_worker.checkpoints.uploads.retry import USUAL, Delays, Patience
-from policy_worker.errors import SettingsError
+from policy_worker.errors import SettingsError, UploadError, UploadStoppedError
 from schema.config.secrets import masked
+from weight_sync.stores.patience import USUAL, Delays, Patience
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class HubTarget:
         disable_progress_bars()
         self.repository, self._run = repository, run
         self._api = HfApi(library_name="cosmos-launch")
-        self._patience = Patience(_is_passing, self._explain, stop, delays)
+        self._patience = Patience(_is_passing, self._explain, stop, delays, UploadError, UploadStoppedError)
 
     def place(self, name: str) -> str:
         """Where a directory of this name goes, for people."""

@@ -13,18 +13,20 @@ import hashlib
 import json
 import logging
 import os
-import queue
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from policy_worker.checkpoints.uploads.plan import MARKER, PART_BYTES, Part, object_prefix, part_bytes, parts
 from policy_worker.checkpoints.uploads.record import FileProgress, Record, files_in
-from policy_worker.checkpoints.uploads.retry import USUAL, Delays, Patience, UploadError
-from policy_worker.errors import SettingsError
+from policy_worker.errors import SettingsError, UploadError, UploadStoppedError
 from weight_sync.errors import StoreError
-from weight_sync.stores.aws import MISSING, code_of, explain, is_passing, make_client
+from weight_sync.stores.aws import code_of, complete, explain, head, is_passing, make_client
+from weight_sync.stores.patience import USUAL, Delays, Patience
+from weight_sync.stores.worker_pool import WorkerPool
 
 log = logging.getLogger(__name__)
 
@@ -54,9 +56,14 @@ class S3Target:
             self._client = make_client(PARALLEL)
         except StoreError as error:
             raise SettingsError(f"train.ckpt.upload_s3: {error}") from error
-        self._patience = Patience(is_passing, self._explain, stop, delays)
-        brief = Delays(min(delays.give_up, START_SECONDS), delays.first, delays.most)
-        self._at_start = Patience(is_passing, self._explain, stop, brief)
+        # Parts on their way are waited for when the process leaves, too: `Patience` sees to it that they end.
+        self._pool = WorkerPool(PARALLEL, threading.Event())
+        self._patience = self._patience_of(stop, delays)
+        brief = replace(delays, give_up=min(delays.give_up, START_SECONDS))
+        self._at_start = self._patience_of(stop, brief)
+
+    def _patience_of(self, stop: threading.Event, delays: Delays) -> Patience:
+        return Patience(is_passing, self._explain, stop, delays, UploadError, UploadStoppedError)
 
     def place(self, name: str) -> str:
         """Where a directory of this name goes, for people."""
@@ -104,7 +111,7 @@ class S3Target:
     def _remove_other_marker(self, prefix: str, stamp: str) -> None:
         """What lies there may be of a timeline that was left: until all is replaced it is not complete."""
         key = f"{prefix}/{MARKER}"
-        found = self._call(f"reading {key}", lambda: self._head(key))
+        found = self._head(key)
         if found is not None and found.get("Metadata", {}).get("stamp") != stamp:
             self._call(f"removing {key}", lambda: self._client.delete_object(Bucket=self.bucket, Key=key))
 
@@ -160,7 +167,8 @@ class S3Target:
             record.finished_part(name, part.number, etag)
             return etag
 
-        sent |= _in_parallel(send, missing)
+        etags = self._pool.each(send, missing)
+        sent |= {part.number: etag for part, etag in zip(missing, etags, strict=True)}
         self._complete(key, size, record.progress.stamp, progress.upload_id, sent)
 
     def _begin(self, key: str, stamp: str) -> Any:
@@ -178,18 +186,11 @@ class S3Target:
 
     def _complete(self, key: str, size: int, stamp: str, upload_id: str, sent: dict[int, str]) -> None:
         listed = [{"PartNumber": number, "ETag": etag} for number, etag in sorted(sent.items())]
-
-        def complete() -> None:
-            try:
-                self._client.complete_multipart_upload(
-                    Bucket=self.bucket, Key=key, UploadId=upload_id, MultipartUpload={"Parts": listed}
-                )
-            except self._client.exceptions.ClientError as error:
-                # Asked again after an answer that was lost: the upload is gone because it is complete.
-                if code_of(error) != "NoSuchUpload" or not _is(self._head(key), size, stamp):
-                    raise
-
-        self._call(f"completing {key}", complete)
+        is_complete = partial(_is, size=size, stamp=stamp)
+        self._call(
+            f"completing {key}",
+            lambda: complete(self._client, self.bucket, key, upload_id, listed, is_complete),
+        )
         if not self._is_there(key, size, stamp):
             raise UploadError(f"{key}: {size} bytes were sent, and the store does not show them")
 
@@ -233,15 +234,10 @@ class S3Target:
             log.warning("left-overs of earlier uploads could not be looked for: %s", error)
 
     def _head(self, key: str) -> Any | None:
-        try:
-            return self._client.head_object(Bucket=self.bucket, Key=key)
-        except self._client.exceptions.ClientError as error:
-            if code_of(error) in MISSING:
-                return None
-            raise
+        return self._call(f"reading {key}", lambda: head(self._client, self.bucket, key))
 
     def _is_there(self, key: str, size: int, stamp: str) -> bool:
-        return _is(self._call(f"reading {key}", lambda: self._head(key)), size, stamp)
+        return _is(self._head(key), size, stamp)
 
     # ---- calls and their failures -------------------------------------------------------------------------
 
@@ -253,39 +249,8 @@ class S3Target:
 
 
 def _is(found: Any | None, size: int, stamp: str) -> bool:
-    """Whether an object, as `_head` finds it, is a file of this size of the directory with this stamp."""
+    """Whether an object, as `head` finds it, is a file of this size of the directory with this stamp."""
     return found is not None and found["ContentLength"] == size and found["Metadata"].get("stamp") == stamp
-
-
-def _in_parallel(send: Callable[[Part], str], missing: Iterable[Part]) -> dict[int, str]:
-    """What `send` returns for each part, by number; the first error ends it.
-
-    The threads are daemons: a request that hangs does not keep the process from leaving.
-    """
-    waiting: queue.SimpleQueue[Part] = queue.SimpleQueue()
-    sent: dict[int, str] = {}
-    errors: list[Exception] = []
-
-    def work() -> None:
-        while not errors:
-            try:
-                part = waiting.get_nowait()
-                sent[part.number] = send(part)
-            except queue.Empty:
-                return
-            except Exception as error:  # handed to the thread that waits
-                errors.append(error)
-
-    for part in missing:
-        waiting.put(part)
-    threads = [threading.Thread(target=work, name="upload-part", daemon=True) for _ in range(PARALLEL)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return sent
 
 
 def _same(file: Path, part: Part, arrived: dict[int, tuple[int, str]], progress: FileProgress) -> str | None:

@@ -15,16 +15,16 @@ from policy_worker.checkpoints.layout import STEP, checkpoints_of, named_in
 from policy_worker.checkpoints.uploads.hub import HubTarget
 from policy_worker.checkpoints.uploads.plan import is_wanted
 from policy_worker.checkpoints.uploads.record import Record, check_whole, file_of, open_record
-from policy_worker.checkpoints.uploads.retry import (
-    USUAL,
-    Delays,
+from policy_worker.checkpoints.uploads.s3 import S3Target
+from policy_worker.errors import (
+    CheckpointError,
+    SettingsError,
     UploadError,
     UploadFailedError,
     UploadStoppedError,
 )
-from policy_worker.checkpoints.uploads.s3 import S3Target
-from policy_worker.errors import CheckpointError, SettingsError
 from schema.config import Config
+from weight_sync.stores.patience import USUAL, Delays
 
 log = logging.getLogger(__name__)
 

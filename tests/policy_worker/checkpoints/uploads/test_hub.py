@@ -19,9 +19,9 @@ PROGRAM = """
 import logging, sys, threading
 from pathlib import Path
 from policy_worker.errors import SettingsError
-from policy_worker.checkpoints.uploads.retry import UploadFailedError
+from policy_worker.errors import UploadFailedError
 from policy_worker.checkpoints.uploads.hub import HubTarget
-from policy_worker.checkpoints.uploads.retry import Delays
+from weight_sync.stores.patience import Delays
 from policy_worker.checkpoints.uploads.uploader import Uploader
 
 logging.basicConfig(level=logging.INFO, stream=sys.stderr)

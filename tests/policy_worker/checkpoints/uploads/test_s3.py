@@ -22,14 +22,14 @@ import pytest
 
 from policy_worker.checkpoints.layout import Manifest, hash_of_file, write_manifest
 from policy_worker.checkpoints.uploads.plan import MARKER, is_wanted
-from policy_worker.checkpoints.uploads.retry import Delays, UploadFailedError
 from policy_worker.checkpoints.uploads.s3 import S3Target
 from policy_worker.checkpoints.uploads.uploader import Uploader
-from policy_worker.errors import SettingsError
+from policy_worker.errors import SettingsError, UploadFailedError
 from tests.support.objects import CREDENTIALS, LEAST_PART, Gate, ObjectStore
 from tests.support.ports import free_port
 from tests.support.uploaded import check_uploaded
 from tests.support.waiting import PATIENCE, until
+from weight_sync.stores.patience import Delays
 
 BUCKET = "cosmos-tests"
 PART = 4 * LEAST_PART
@@ -301,7 +301,8 @@ def test_a_store_that_hangs_keeps_nobody_from_leaving(
         one = uploader(run_dir, PATIENT)
         one.offer(path, 20, final=True)
         until(lambda: gate.full, "half of the upload")
-        uploading = [thread for thread in threading.enumerate() if thread.name.startswith("upload")]
+        names = ("uploads", "store-worker")
+        uploading = [thread for thread in threading.enumerate() if thread.name in names]
         assert len(uploading) > 1
         assert all(thread.daemon for thread in uploading), "the interpreter would wait for them"
         gate.shut()
