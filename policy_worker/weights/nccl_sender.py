@@ -11,15 +11,14 @@ from __future__ import annotations
 import importlib.util
 import logging
 import socket
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import torch
 
 from schema.config import Config
 from weight_sync.stores import Store
+from weight_sync.stores.worker_pool import in_daemon
 from weight_sync.transport import Sender, TransferError, own_address
 from weight_sync.transport.group import Chunk, Line
 
@@ -84,16 +83,7 @@ class NcclSender:
 
     def _in_time(self, lines: Sequence[Line], work: Callable[[], None]) -> None:
         """Raises `TimeoutError` when the work, which goes on in a thread, has not ended by the deadline."""
-        done: Future[None] = Future()
-
-        def run() -> None:
-            try:
-                work()
-                done.set_result(None)
-            except BaseException as error:
-                done.set_exception(error)
-
-        threading.Thread(target=run, name="nccl-send", daemon=True).start()
+        done = in_daemon(work, "nccl-send")
         left = min(line.deadline.left() for line in lines)
         try:
             done.result(left)

@@ -12,8 +12,9 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rollout_worker.engines.vllm.nccl import nccl_receiver
 from rollout_worker.errors import StoreSettingsError
@@ -24,6 +25,7 @@ from weight_sync.errors import StoreError, WeightError
 from weight_sync.host.host_copy import HostCopy, Weights, whole_bytes
 from weight_sync.host.users import copy_directory
 from weight_sync.stores import ReadableStore, open_store
+from weight_sync.stores.worker_pool import in_daemon
 from weight_sync.transport import DirectStore
 
 T = TypeVar("T")
@@ -67,7 +69,7 @@ class HostWeights:
                 self._store, config.weight_sync.collective_timeout, nccl_receiver(config)
             )
         self._copy: HostCopy | None = None
-        self._thread: threading.Thread | None = None
+        self._running: Future[Any] | None = None
 
     @property
     def trouble(self) -> str:
@@ -114,9 +116,9 @@ class HostWeights:
     async def close(self) -> None:
         """End a fetch under way, and give the share back. After the engine has closed."""
         self._stop.set()
-        if self._thread is not None:
-            await asyncio.to_thread(self._thread.join, CLOSE_S)
-            if self._thread.is_alive():
+        if self._running is not None:
+            _, late = await asyncio.to_thread(wait, [self._running], CLOSE_S)
+            if late:
                 log.warning("a fetch of weights does not end: it ends with the process")
                 return
         if self._copy is not None:
@@ -124,23 +126,5 @@ class HostWeights:
             self._copy = None
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
-        loop, done = asyncio.get_running_loop(), asyncio.Event()
-        results: list[T] = []
-        errors: list[BaseException] = []
-
-        def run() -> None:
-            try:
-                results.append(work())
-            except BaseException as error:  # handed on to the caller
-                errors.append(error)
-            try:
-                loop.call_soon_threadsafe(done.set)
-            except RuntimeError:  # the loop has ended meanwhile: nobody waits
-                log.debug("a fetch ended after the loop")
-
-        self._thread = threading.Thread(target=run, name="weights", daemon=True)
-        self._thread.start()
-        await done.wait()
-        if errors:
-            raise errors[0]
-        return results[0]
+        running = self._running = in_daemon(work, "weights")
+        return await asyncio.wrap_future(running)

@@ -19,6 +19,24 @@ LOOK_S = 0.1
 """Seconds between two looks at `stop`."""
 
 
+def in_daemon(work: Callable[[], T], name: str) -> Future[T]:
+    """What a work returns or raises, done in a daemon thread of its own. It cannot be cancelled.
+
+    Raises `RuntimeError` when no thread can be started.
+    """
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # handed to whoever waits
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
+
+
 class WorkerPool:
     """At most `n` works at once, of all threads that use it. Works must not wait for pool themselves."""
 
@@ -32,21 +50,12 @@ class WorkerPool:
         """
         while not self._free.acquire(timeout=LOOK_S):
             self._check()
-        future: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(work())
-            except BaseException as error:  # handed to the thread that waits
-                future.set_exception(error)
-            finally:
-                self._free.release()
-
         try:
-            threading.Thread(target=run, name="store-worker", daemon=True).start()
+            future = in_daemon(work, "store-worker")
         except RuntimeError as error:
-            self._free.release()
+            future = Future()
             future.set_exception(StoreError(f"no thread can be started for a request to the store: {error}"))
+        future.add_done_callback(lambda _: self._free.release())
         return future
 
     def wait(self, future: Future[T]) -> T:

@@ -11,14 +11,13 @@ the fabric.
 from __future__ import annotations
 
 import secrets
-import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import torch
 
 from schema.config import Config
+from weight_sync.stores.worker_pool import in_daemon
 from weight_sync.transport import TransferError
 from weight_sync.transport.group import Chunk, Line
 
@@ -48,16 +47,7 @@ class NcclReceiver:
         self, line: Line, chunks: Sequence[Chunk], write: Callable[[Chunk, memoryview], object]
     ) -> None:
         """As `ReceivingCarrier.receive`. Whatever vLLM raises becomes a `TransferError`."""
-        done: Future[None] = Future()
-
-        def run() -> None:
-            try:
-                self._receive(line, chunks, write)
-                done.set_result(None)
-            except BaseException as error:
-                done.set_exception(error)
-
-        threading.Thread(target=run, name="nccl-receive", daemon=True).start()
+        done = in_daemon(lambda: self._receive(line, chunks, write), "nccl-receive")
         try:
             done.result(line.deadline.left())
         except BaseException as error:
