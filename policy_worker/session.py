@@ -69,13 +69,18 @@ def request_id() -> str:
 class Caller:
     """Sends calls from one thread. Every rank has one, since each fetches its own payloads.
 
-    patience: seconds for which a lost controller is waited for.
+    patience: seconds for which a lost controller is waited for. session: rank 0's, where this is for another thread
+    of it.
     """
 
     def __init__(
-        self, environment: Environment, shutdown: ShutdownRequest, patience: float = START_PATIENCE
+        self,
+        environment: Environment,
+        shutdown: ShutdownRequest,
+        patience: float = START_PATIENCE,
+        session: Session | None = None,
     ) -> None:
-        self.shutdown, self.patience = shutdown, patience
+        self.shutdown, self.patience, self._session = shutdown, patience, session
         self.url = environment.url
         self._client = Client(environment.url, environment.token)
 
@@ -114,30 +119,17 @@ class Caller:
     @property
     def mends(self) -> int:
         """How often the controller was given what it had lost."""
-        return 0
+        return 0 if self._session is None else self._session.mends
 
     def mend(self, seen: int, client: Client) -> None:
         """The controller does not know what it should: rank 0 declares it, the others wait for that."""
-        del seen, client
-        self.shutdown.pause(LEADER_SECONDS / MENDS)
+        if self._session is None:
+            self.shutdown.pause(LEADER_SECONDS / MENDS)
+        else:
+            self._session.mend(seen, client)
 
     def close(self) -> None:
         self._client.close()
-
-
-class Companion(Caller):
-    """For another thread of rank 0: a client serves one."""
-
-    def __init__(self, session: Session, environment: Environment) -> None:
-        super().__init__(environment, session.shutdown, session.patience)
-        self._session = session
-
-    @property
-    def mends(self) -> int:
-        return self._session.mends
-
-    def mend(self, seen: int, client: Client) -> None:
-        self._session.mend(seen, client)
 
 
 class Session(Caller):
@@ -285,7 +277,7 @@ class Session(Caller):
 
     def another(self) -> Caller:
         """For another thread: a client serves one."""
-        return Companion(self, self._environment)
+        return Caller(self._environment, self.shutdown, self.patience, self)
 
     def leave(self, reason: str) -> None:
         """End the heartbeats and deregister; a controller that does not answer is not waited for."""
