@@ -73,6 +73,10 @@ class DataFacts(_Facts):
     batch: int
     position: int
 
+    def at(self, step: int) -> DataFacts:
+        """The same stream where a run is in it after `step` committed steps."""
+        return self.model_copy(update={"position": step * self.batch})
+
 
 def _below(name: str) -> str:
     """A name of a file of a checkpoint: nothing that leads out of it."""

@@ -109,23 +109,7 @@ def check_data(saved: DataFacts | None, now: DataFacts | None) -> None:
 # ---- reading ----
 
 
-@dataclass(frozen=True)
-class Rows:
-    """The stream of rows of a supervised job."""
-
-    rows: int
-    seed: int
-    shuffle: bool
-    batch: int
-
-    def at(self, step: int) -> DataFacts:
-        """Where in it a run is after `step` committed steps."""
-        return DataFacts(
-            rows=self.rows, seed=self.seed, shuffle=self.shuffle, batch=self.batch, position=step * self.batch
-        )
-
-
-def data_facts(config: Config, reply: m.RegisterReply) -> Rows | None:
+def data_facts(config: Config, reply: m.RegisterReply) -> DataFacts | None:
     """None for reinforcement, whose ledger knows. A file that cannot be read is the algorithm's to complain of."""
     if reply.mode != "sft":
         return None
@@ -133,7 +117,13 @@ def data_facts(config: Config, reply: m.RegisterReply) -> Rows | None:
         rows = len(PromptFile(Path(reply.data_file)))
     except PromptFileError:
         return None
-    return Rows(rows, config.effective_seed, config.sft.dataloader_shuffle, config.samples_per_step)
+    return DataFacts(
+        rows=rows,
+        seed=config.effective_seed,
+        shuffle=config.sft.dataloader_shuffle,
+        batch=config.samples_per_step,
+        position=0,
+    )
 
 
 def parts_of(resumption: Resumption, config: Config) -> Parts:
@@ -156,7 +146,7 @@ def weights_directory(resumption: Resumption | None, config: Config) -> str | No
     return str(resumption.path / EXPORT)
 
 
-def load(resumption: Resumption, trainer: Trainer, config: Config, rows: Rows | None) -> None:
+def load(resumption: Resumption, trainer: Trainer, config: Config, rows: DataFacts | None) -> None:
     """Weights, optimizer, schedule and random states, as far as they are asked for. A collective.
 
     Raises:

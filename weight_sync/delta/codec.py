@@ -21,11 +21,11 @@ from __future__ import annotations
 import struct
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Executor, Future, wait
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -37,8 +37,6 @@ from weight_sync.layout import BLOCK, digest
 
 Array = npt.NDArray[Any]
 Positions = npt.NDArray[np.int64]
-_T = TypeVar("_T")
-_R = TypeVar("_R")
 
 _PARAMETERS = zstandard.ZstdCompressionParameters(
     window_log=20, hash_log=6, chain_log=6, search_log=1, min_match=7, strategy=zstandard.STRATEGY_FAST
@@ -264,19 +262,14 @@ def apply(payload: memoryview, target: Array, pool: Executor | None = None) -> b
 
     assert target.dtype == _unsigned(target.itemsize)
     assert target.ndim == 1
-    state = xxhash.xxh3_128()
-    for value in _each(one, list(_blocks(payload, target.itemsize, len(target))), pool):
+    state, blocks = xxhash.xxh3_128(), list(_blocks(payload, target.itemsize, len(target)))
+    for value in map(one, blocks) if pool is None else pool.map(one, blocks):
         state.update(value)
     return state.digest()
 
 
 def _unsigned(itemsize: int) -> np.dtype[Any]:
     return np.dtype(f"<u{itemsize}")
-
-
-def _each(work: Callable[[_T], _R], items: Iterable[_T], pool: Executor | None) -> Iterator[_R]:
-    """`map` in order, by threads where there are some."""
-    return map(work, items) if pool is None else pool.map(work, items)
 
 
 def _changed(old: Array, new: Array) -> Positions:

@@ -55,11 +55,8 @@ class Delta:
         assert opened.manifest.base is not None, "open_piece opens no delta without a base"
         self.manifest: WeightManifest = opened.manifest
         self.base: str = opened.manifest.base
+        self.content_hash = opened.manifest.content_hash
         self._uri, self._data = uri, opened.data
-
-    @property
-    def content_hash(self) -> str:
-        return self.manifest.content_hash
 
     def changes(self) -> Iterator[Change]:
         """One change for each tensor that changed, decoded as it is asked for.

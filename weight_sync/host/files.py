@@ -230,14 +230,7 @@ class CopyView:
 
     def __init__(self, directory: Path, state: CopyState) -> None:
         self._directory, self._state = directory, state
-
-    @property
-    def content_hash(self) -> str:
-        return self._state.content_hash
-
-    @property
-    def publication(self) -> Publication | None:
-        return self._state.publication
+        self.content_hash, self.publication = state.content_hash, state.publication
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """All names and tensors: views of mapped files, valid until the lock is released."""

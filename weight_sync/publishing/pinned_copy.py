@@ -26,12 +26,8 @@ class PinnedCopy:
         self.keeps = keeps
         self.taken: Tensors = {}
         """The snapshot; whose it is while it is published is for the caller to say."""
-        self._announced: Tensors | None = None
-
-    @property
-    def announced(self) -> Tensors | None:
+        self.announced: Tensors | None = None
         """The newest version that was announced; None: there is none, or none is kept."""
-        return self._announced
 
     def take(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy the tensors as they are now, each dropped before the next is asked for. Complete when it returns."""
@@ -53,10 +49,10 @@ class PinnedCopy:
     def announce(self) -> None:
         """What was taken has been announced."""
         if self.keeps:
-            self.taken, self._announced = self._announced or {}, self.taken
+            self.taken, self.announced = self.announced or {}, self.taken
 
     def pairs(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         """Name, announced and taken tensor of each."""
-        assert self._announced is not None
+        assert self.announced is not None
         for name, tensor in self.taken.items():
-            yield name, self._announced[name], tensor
+            yield name, self.announced[name], tensor
