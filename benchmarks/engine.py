@@ -110,7 +110,7 @@ def _begin(decoder: Decoder, rng: np.random.Generator, first: int, count: int, l
         batch.append((GenerationRequest(str(number), prompt, seeds, settings), range(GROUP)))
         limits += lengths(rng)
     computed = decoder.admit(batch)
-    decoder.columns.limit[-len(limits) :] = limits
+    decoder.columns["limit"][-len(limits) :] = limits
     return computed
 
 

@@ -11,7 +11,7 @@ token. So sampling happens in `step` alone, and filling the cache never needs lo
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -37,29 +37,8 @@ class Row:
     """(first response token, weight version) of each run."""
 
 
-@dataclass(slots=True)
-class Columns:
-    """Numbers of every row, vectorised: entry i belongs to row i of the window."""
-
-    prompt: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
-    limit: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
-    rules: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
-    seed: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))
-
-    def append(self, prompt: int, limit: int, rules: int, seeds: Sequence[int]) -> None:
-        n = len(seeds)
-        self.prompt = np.concatenate([self.prompt, np.full(n, prompt, np.int64)])
-        self.limit = np.concatenate([self.limit, np.full(n, limit, np.int64)])
-        self.rules = np.concatenate([self.rules, np.full(n, rules, np.int64)])
-        self.seed = np.concatenate([self.seed, np.array(seeds, np.uint64)])
-
-    def remove(self, moves: Sequence[tuple[int, int]], n: int) -> None:
-        source, target = [move[0] for move in moves], [move[1] for move in moves]
-        for name in ("prompt", "limit", "rules", "seed"):
-            values = getattr(self, name)
-            if moves:
-                values[target] = values[source]
-            setattr(self, name, values[:n])
+COLUMNS = np.dtype([("prompt", np.int64), ("limit", np.int64), ("rules", np.int64), ("seed", np.uint64)])
+"""Numbers of every row, vectorised: entry i belongs to row i of the window."""
 
 
 class Decoder:
@@ -82,7 +61,7 @@ class Decoder:
         self.window = Window(model.device, model.dtype)
         self.version = -1
         self.rows: list[Row] = []
-        self.columns = Columns()
+        self.columns = np.zeros(0, COLUMNS)
         self.rules: list[StopRules] = []
         self._batches = 0
         self.tokens_generated = 0
@@ -111,7 +90,8 @@ class Decoder:
             self._batches += 1
             rules = self._rules(request.settings)
             limit = self.longest(request) - len(prompt)
-            self.columns.append(len(prompt), limit, rules, [request.seeds[index] for index in indices])
+            columns = np.array([(len(prompt), limit, rules, request.seeds[i]) for i in indices], COLUMNS)
+            self.columns = np.concatenate([self.columns, columns])
             self.rows += [Row(request, index, self._batches, [(0, self.version)]) for index in indices]
         self.window.append(prompts)
         self._fill_prompts(range(first, self.window.n))
@@ -130,12 +110,14 @@ class Decoder:
 
     def tokens_to_recompute(self) -> int:
         """What `recompute` would compute: each prompt once, all response tokens."""
-        prompts = {row.batch: int(tokens) for row, tokens in zip(self.rows, self.columns.prompt, strict=True)}
+        prompts = {
+            row.batch: int(tokens) for row, tokens in zip(self.rows, self.columns["prompt"], strict=True)
+        }
         return sum(prompts.values()) + int(self._generated().sum())
 
     def steps_left(self) -> int:
         """The most tokens that any running sample can still get."""
-        return int((self.columns.limit - self._generated()).max()) if self.rows else 0
+        return int((self.columns["limit"] - self._generated()).max()) if self.rows else 0
 
     def recompute(self) -> None:
         """Compute the cache of all rows with the model's present weights."""
@@ -149,14 +131,14 @@ class Decoder:
         groups: dict[int, list[int]] = {}
         for row in rows:
             groups.setdefault(self.rows[row].batch, []).append(row)
-        leaders = [members for members in groups.values() if self.columns.prompt[members[0]] > 1]
-        leaders.sort(key=lambda members: self.columns.prompt[members[0]])
-        for chunk in _chunks([int(self.columns.prompt[m[0]]) - 1 for m in leaders], self.fill_tokens):
+        leaders = [members for members in groups.values() if self.columns["prompt"][members[0]] > 1]
+        leaders.sort(key=lambda members: self.columns["prompt"][members[0]])
+        for chunk in _chunks([int(self.columns["prompt"][m[0]]) - 1 for m in leaders], self.fill_tokens):
             self._fill_prompt_chunk([leaders[i] for i in chunk])
 
     def _fill_prompt_chunk(self, groups: list[list[int]]) -> None:
         window, device = self.window, self.window.device
-        lengths = np.array([self.columns.prompt[members[0]] - 1 for members in groups])
+        lengths = np.array([self.columns["prompt"][members[0]] - 1 for members in groups])
         width = int(lengths.max())
         ids = torch.zeros(len(groups), width, dtype=torch.int64, device=device)
         for i, members in enumerate(groups):
@@ -207,7 +189,7 @@ class Decoder:
 
     def _generated(self) -> IntArray:
         """Response tokens of each row so far."""
-        return self.window.column + 1 - self.window.start - self.columns.prompt
+        return self.window.column + 1 - self.window.start - self.columns["prompt"]
 
     def step(self) -> list[Generation]:
         """One token for every row; returns the samples that ended with it. There must be rows."""
@@ -233,14 +215,14 @@ class Decoder:
 
     def _draw(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         generated = self._generated()
-        uniform = sampler.uniforms(self.columns.seed, generated)
-        used = np.unique(self.columns.rules)
+        uniform = sampler.uniforms(self.columns["seed"], generated)
+        used = np.unique(self.columns["rules"])
         if len(used) == 1:
             return self._draw_rows(logits, int(used[0]), uniform, generated, None)
         tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
         logprobs = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
         for number in used:
-            rows = np.flatnonzero(self.columns.rules == number)
+            rows = np.flatnonzero(self.columns["rules"] == number)
             index = torch.from_numpy(rows).to(logits.device)
             drawn = self._draw_rows(logits[index], int(number), uniform[rows], generated[rows], rows)
             tokens[index], logprobs[index] = drawn
@@ -263,7 +245,7 @@ class Decoder:
         chosen = np.arange(window.n) if rows is None else rows
         columns = torch.arange(window.low, window.column + 1, device=window.device)
         start = torch.from_numpy(window.start[chosen]).to(window.device)[:, None]
-        prompt = torch.from_numpy(self.columns.prompt[chosen]).to(window.device)[:, None]
+        prompt = torch.from_numpy(self.columns["prompt"][chosen]).to(window.device)[:, None]
         tokens = window.tokens[torch.from_numpy(chosen).to(window.device), window.low : window.column + 1]
         return sampler.History(tokens, columns >= start, columns >= start + prompt)
 
@@ -271,11 +253,11 @@ class Decoder:
 
     def _finish(self, tokens: IntArray) -> list[Generation]:
         generated = self._generated()
-        at_limit = generated >= self.columns.limit
+        at_limit = generated >= self.columns["limit"]
         ended: dict[int, int | str | None] = dict.fromkeys(np.flatnonzero(at_limit).tolist())
-        for number in np.unique(self.columns.rules):
+        for number in np.unique(self.columns["rules"]):
             rules = self.rules[number]
-            rows = np.flatnonzero(self.columns.rules == number)
+            rows = np.flatnonzero(self.columns["rules"] == number)
             for row in rows[rules.ends(tokens[rows])].tolist():
                 ended[row] = int(tokens[row])
             if rules.strings:
@@ -289,13 +271,13 @@ class Decoder:
         return finished
 
     def _response(self, row: int) -> npt.NDArray[np.int32]:
-        begin = int(self.window.start[row] + self.columns.prompt[row])
+        begin = int(self.window.start[row] + self.columns["prompt"][row])
         tokens = self.window.tokens[row, begin : self.window.column + 1]
         return np.asarray(tokens.cpu().numpy(), np.int32)
 
     def _generation(self, row: int, reason: int | str | None) -> Generation:
         entry = self.rows[row]
-        begin = int(self.window.start[row] + self.columns.prompt[row])
+        begin = int(self.window.start[row] + self.columns["prompt"][row])
         logprobs = self.window.logprobs[row, begin : self.window.column + 1].cpu().numpy().copy()
         versions = np.array(entry.versions, np.int32)
         return Generation(
@@ -313,10 +295,10 @@ class Decoder:
         if not rows:
             return
         moves = self.window.remove(rows)
-        self.columns.remove(moves, self.window.n)
         for source, target in moves:
-            self.rows[target] = self.rows[source]
+            self.rows[target], self.columns[target] = self.rows[source], self.columns[source]
         del self.rows[self.window.n :]
+        self.columns = self.columns[: self.window.n]
 
     def drop(self, request_ids: Collection[str]) -> None:
         """Forget all running samples of these requests."""
