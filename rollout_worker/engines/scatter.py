@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -80,11 +80,8 @@ def region_of(tensor: torch.Tensor) -> Region:
 
 def whole(shape: Sequence[int]) -> Region:
     """All of a tensor in C order."""
-    strides, step = [], 1
-    for length in reversed(shape):
-        strides.append(step)
-        step *= length
-    return 0, tuple(shape), tuple(reversed(strides))
+    strides = (math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    return 0, tuple(shape), tuple(strides)
 
 
 class _Affine:
@@ -180,7 +177,7 @@ class _Write:
         if self.index is None or self.storage.device.type != "cpu":
             return [self]
         return [
-            _Write(self.parameter, self.storage, index, self.region, values)
+            replace(self, index=index, values=values)
             for index, values in zip(self.index.split(_CUT), self.values.split(_CUT), strict=True)
         ]
 
@@ -286,10 +283,8 @@ class WeightMap:
                 if write.index is not None and needed <= device_bytes:
                     device_bytes -= 0 if write.storage.device.type == "cpu" else needed
                     device = write.storage.device
-                    write = _Write(  # noqa: PLW2901
-                        write.parameter, write.storage, write.index.to(device), write.region,
-                        write.values.to(device),
-                    )  # fmt: skip
+                    index, values = write.index.to(device), write.values.to(device)
+                    write = replace(write, index=index, values=values)  # noqa: PLW2901
                 cuts = write.cuts()
                 writes += cuts
                 shared += cuts if change.name in self._sharing else []
@@ -339,10 +334,10 @@ class WeightMap:
             Whether all places that hold the same element agree.
         """
         pairs = [
-            (_first_of_repeats(_bits(out), place.source, place.source), place) for place in self.places[name]
+            (first_of_repeats(_bits(out), place.source, place.source), place) for place in self.places[name]
         ]
         for target, place in pairs:
-            target.copy_(_first_of_repeats(_bits(place.storage), place.target, place.source))
+            target.copy_(first_of_repeats(_bits(place.storage), place.target, place.source))
         if sum(place.elements for place in self.places[name]) <= self.published[name].elements:
             return True
         agree = True
@@ -415,7 +410,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(BITS[tensor.itemsize])
 
 
-def _first_of_repeats(storage: torch.Tensor, region: Region, source: Region) -> torch.Tensor:
+def first_of_repeats(storage: torch.Tensor, region: Region, source: Region) -> torch.Tensor:
     """A view of a region, with one element where the source repeats one."""
     offset, shape, strides = region
     lengths = [1 if stride == 0 and n else n for n, stride in zip(shape, source[2], strict=True)]

@@ -161,7 +161,7 @@ class VllmAdapter:
         segments = await asyncio.to_thread(processes.shared_segments, self._processes)
         await asyncio.to_thread(llm.shutdown, processes.LEAVE_SECONDS)
         # Its __del__ shuts down once more, at the interpreter's end, when half of its modules are gone.
-        llm.shutdown = _nothing
+        llm.shutdown = lambda timeout=None: None
         await asyncio.to_thread(processes.end, self._processes)
         for segment in segments:
             segment.unlink(missing_ok=True)
@@ -225,16 +225,8 @@ class VllmAdapter:
             "deltas": [[str(root), piece.model_dump_json()] for root, piece in deltas],
         }
         await self._llm.collective_rpc("cosmos_update", args=(info,))
-        pause = FIRST_LOOK_S
-        while True:
-            states = await self._llm.collective_rpc("cosmos_prepared")
-            problems = [state["problem"] for state in states if state["problem"] is not None]
-            if problems:
-                return str(problems[0])
-            if all(state["done"] for state in states):
-                return None
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, LOOK_S)
+        problem, _ = await self._until_done("cosmos_prepared")
+        return problem
 
     async def apply(self, version: int) -> Update:
         """Write what was prepared, and read it back. Pause before."""
@@ -264,14 +256,19 @@ class VllmAdapter:
             What is wrong with them. Raises `EngineFailed` when a file cannot be written.
         """
         await self._llm.collective_rpc("cosmos_read", args=(str(directory), n_bytes, list(rows)))
+        failed, states = await self._until_done("cosmos_reading")
+        if failed is not None:
+            raise EngineFailed(f"the weights inside of vLLM cannot be read: {failed}")
+        return [problem for state in states for problem in state["problems"]]
+
+    async def _until_done(self, question: str) -> tuple[str | None, list[dict[str, Any]]]:
+        """Why the work of some rank has failed, if it has, and what each rank answers when all are done."""
         pause = FIRST_LOOK_S
         while True:
-            states = await self._llm.collective_rpc("cosmos_reading")
-            failed = [state["problem"] for state in states if state["problem"] is not None]
-            if failed:
-                raise EngineFailed(f"the weights inside of vLLM cannot be read: {failed[0]}")
-            if all(state["done"] for state in states):
-                return [problem for state in states for problem in state["problems"]]
+            states = await self._llm.collective_rpc(question)
+            problem = next((str(state["problem"]) for state in states if state["problem"] is not None), None)
+            if problem is not None or all(state["done"] for state in states):
+                return problem, states
             await asyncio.sleep(pause)
             pause = min(2 * pause, LOOK_S)
 
@@ -349,7 +346,3 @@ def _in_short(error: Exception) -> str:
     if isinstance(error, ValidationError):
         return "; ".join(problem["msg"].removeprefix("Value error, ") for problem in error.errors())
     return str(error) or type(error).__name__
-
-
-def _nothing(timeout: float | None = None) -> None:
-    return None

@@ -103,7 +103,7 @@ class VllmEngine:
                 'vLLM: use a dense model without quantisation, or set rollout.backend = "transformers"'
             )
         self._adapter = adapter
-        self._idle.start()
+        self._idle.end()
 
     async def close(self) -> None:
         """End vLLM's processes. Idempotent; also right while `start` is still running."""
@@ -223,8 +223,8 @@ class VllmEngine:
             try:
                 await self._prepare(adapter, weights, version, update, stack)
                 self._gate.clear()
-                self._idle.suspend()
-                stack.callback(self._idle.go_on)
+                self._idle.begin()
+                stack.callback(self._idle.end)
                 update.asked = time.monotonic()
                 await adapter.pause(forget_cache=not self._keep_kv)
                 update.paused = time.monotonic()
@@ -369,34 +369,24 @@ class _IdleClock:
     """Seconds during which nothing was to be generated; pure but for reading the clock."""
 
     def __init__(self) -> None:
-        self._busy, self._suspended = 0, 0
+        self._reasons = 1
+        """Not to be idle: samples to generate, updates under way; one until vLLM has booted."""
         self._total = 0.0
         self._since: float | None = None
 
-    def start(self) -> None:
-        self._settle()
-
     def begin(self) -> None:
-        self._busy += 1
+        self._reasons += 1
         self._settle()
 
     def end(self) -> None:
-        self._busy -= 1
-        self._settle()
-
-    def suspend(self) -> None:
-        self._suspended += 1
-        self._settle()
-
-    def go_on(self) -> None:
-        self._suspended -= 1
+        self._reasons -= 1
         self._settle()
 
     def seconds(self) -> float:
         return self._total + (0.0 if self._since is None else time.monotonic() - self._since)
 
     def _settle(self) -> None:
-        now, idle = time.monotonic(), not self._busy and not self._suspended
+        now, idle = time.monotonic(), not self._reasons
         if self._since is not None and not idle:
             self._total += now - self._since
             self._since = None
@@ -437,7 +427,7 @@ async def _copied(weights: WeightSource, version: int) -> AsyncIterator[dict[str
 
     Raises `WeightMismatch` where published ones are not as they were.
     """
-    root = await asyncio.to_thread(_temporary_directory)
+    root = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="cosmos-weights-"))
     try:
         store = DirectoryStore(root)
         done = await asyncio.to_thread(
@@ -450,7 +440,3 @@ async def _copied(weights: WeightSource, version: int) -> AsyncIterator[dict[str
         yield {"root": str(root), "piece": piece.model_dump_json(), "content_hash": done.content_hash}
     finally:
         await asyncio.to_thread(shutil.rmtree, root, ignore_errors=True)
-
-
-def _temporary_directory() -> Path:
-    return Path(tempfile.mkdtemp(prefix="cosmos-weights-"))

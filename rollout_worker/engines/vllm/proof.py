@@ -16,6 +16,7 @@ which deltas find their elements afterwards (`engines.scatter`).
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -186,7 +187,11 @@ def unread(reports: Iterable[ProofReport]) -> list[str]:
         sizes |= report.sizes
         for name, regions in report.read.items():
             parts.setdefault(name, set()).update(regions)
-    return [name for name, size in sizes.items() if sum(map(_elements, parts.get(name, ()))) < size]
+    return [
+        name
+        for name, size in sizes.items()
+        if sum(math.prod(shape) for _, shape, _ in parts.get(name, ())) < size
+    ]
 
 
 def report_from_dict(data: dict[str, Any]) -> ProofReport:
@@ -201,13 +206,6 @@ def report_from_dict(data: dict[str, Any]) -> ProofReport:
 def _address(tensor: torch.Tensor) -> int:
     address: int = tensor.untyped_storage().data_ptr()
     return address
-
-
-def _elements(region: Region) -> int:
-    count = 1
-    for length in region[1]:
-        count *= length
-    return count
 
 
 def _same_bits(target: torch.Tensor, source: torch.Tensor) -> bool:

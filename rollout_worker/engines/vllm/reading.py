@@ -23,7 +23,7 @@ import torch
 
 from rollout_worker.engines.base import Checksum, SharedWeights
 from rollout_worker.engines.checksum import Tally, loses_bits
-from rollout_worker.engines.scatter import BITS, Published, Region
+from rollout_worker.engines.scatter import BITS, Published, Region, first_of_repeats
 from rollout_worker.engines.vllm.adapter import VllmAdapter
 from weight_sync.layout import torch_dtype
 
@@ -164,15 +164,8 @@ def _join(tensor: _Tensor, copies: Sequence[torch.Tensor]) -> bool:
     for copy, parts in zip(copies, tensor.parts, strict=True):
         bits = copy.view(BITS[tensor.kept.itemsize])
         for region in parts:
-            target, source, seen = (_part(flat, region) for flat in (into, bits, written))
+            target, source, seen = (first_of_repeats(flat, region, region) for flat in (into, bits, written))
             equal = equal and bool(((target == source) | ~seen).all())
             target.copy_(source)
             seen.fill_(True)
     return equal
-
-
-def _part(flat: torch.Tensor, region: Region) -> torch.Tensor:
-    """A view of a region, each element once."""
-    offset, shape, strides = region
-    lengths = [1 if stride == 0 and length else length for length, stride in zip(shape, strides, strict=True)]
-    return flat.as_strided(lengths, strides, flat.storage_offset() + offset)
