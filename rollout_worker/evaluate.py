@@ -125,7 +125,7 @@ async def _score_all(run_dir: Path, pool: RewardPool, weights: Mapping[str, floa
         "sources": {name: tallies[name].summary() for name in sorted(tallies)},
         "error_examples": errors,
     }
-    _write(run_dir / "evaluation.json", found)
+    write_text(run_dir / "evaluation.json", json.dumps(found, indent=2, ensure_ascii=False) + "\n")
     return found
 
 
@@ -158,10 +158,6 @@ async def _settle(
     }
     file.write(json.dumps(line, ensure_ascii=False) + "\n")
     return len(results)
-
-
-def _write(path: Path, found: dict[str, Any]) -> None:
-    write_text(path, json.dumps(found, indent=2, ensure_ascii=False) + "\n")
 
 
 def main(argv: list[str] | None = None) -> int:

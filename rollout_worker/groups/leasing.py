@@ -16,6 +16,7 @@ import itertools
 import logging
 import secrets
 import time
+from dataclasses import replace
 
 from controller.client import calls as api
 from rollout_worker.engines.base import Engine, GenerationRequest, SamplingSettings
@@ -279,19 +280,17 @@ def validation_settings(config: Config) -> SamplingSettings:
 
     A temperature of 0 is greedy decoding, where filters mean nothing.
     """
-    rollout, sampling, validation = config.rollout, config.rollout.sampling_config, config.validation
+    validation = config.validation
     greedy = validation.temperature == 0.0
-    return SamplingSettings(
-        max_tokens=validation.max_response_length or rollout.max_response_length,
+    return replace(
+        training_settings(config),
+        max_tokens=validation.max_response_length or config.rollout.max_response_length,
         temperature=validation.temperature,
         do_sample=True,
         top_p=1.0 if greedy or validation.top_p is None else validation.top_p,
         top_k=0 if greedy or validation.top_k is None else max(validation.top_k, 0),
+        min_p=0.0,
         repetition_penalty=validation.repetition_penalty,
-        min_tokens=sampling.min_tokens,
-        ignore_eos=sampling.ignore_eos,
-        stop=tuple(sampling.stop),
-        stop_token_ids=tuple(sampling.stop_token_ids),
-        include_stop_str_in_output=rollout.include_stop_str_in_output,
-        extra=dict(sampling.extra),
+        presence_penalty=0.0,
+        frequency_penalty=0.0,
     )

@@ -7,18 +7,16 @@ from asyncio import Future
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from rollout_worker.engines.base import Engine, Generation
 from rollout_worker.groups.leasing import Leasing
-from rollout_worker.groups.pushing import MAX_ERROR, Pusher
+from rollout_worker.groups.pushing import Pusher, to_sample
 from rollout_worker.groups.tokens import texts
 from rollout_worker.lease_table import HeldGroup, LeaseTable
 from rollout_worker.rewards.pool import Result, RewardPool, Task
 from rollout_worker.rewards.scoring import OVERLONG, overlong_penalty, score_of
 from schema.config import Config
 from schema.wire.messages import LeasedGroup
-from schema.wire.sample import FinishReason, Sample, SampleHeader
+from schema.wire.sample import FinishReason, Sample
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +88,8 @@ class GenerationPipeline:
         score, error = score_of(rewards, self._weights[lease.kind], result.error)
         reason = finish_reason(sample, len(lease.prompt_token_ids), limit, config.policy.model_max_length)
         sent = None if config.grpo.rollout_as_token_ids else text
-        return scored(lease, index, sample, reason, rewards, score, error, sent, result.outage)
+        judged = {"rewards": rewards, "score": score, "outage": result.outage}
+        return to_sample(lease, index, sample, reason, error=error, text=sent, **judged)
 
 
 def finish_reason(
@@ -103,41 +102,3 @@ def finish_reason(
     if ended_early or prompt_tokens + tokens > model_max_length:
         return "overlong"
     return sample.finish_reason
-
-
-def scored(
-    group: LeasedGroup,
-    index: int,
-    generated: Generation,
-    reason: FinishReason,
-    rewards: dict[str, float],
-    score: float | None,
-    error: str | None,
-    text: str | None,
-    outage: bool = False,
-) -> Sample:
-    """A generated sample with its rewards, or with the error that took their place."""
-    prompt = np.asarray(group.prompt_token_ids, np.int32)
-    n, r = len(prompt), len(generated.token_ids)
-    header = SampleHeader(
-        index=index,
-        prompt_tokens=n,
-        response_tokens=r,
-        total_tokens=n + r,
-        oldest_version=int(generated.version_values.min()),
-        newest_version=int(generated.version_values.max()),
-        finish_reason=reason,
-        rewards=rewards,
-        score=score,
-        error=None if error is None else error[:MAX_ERROR],
-        outage=outage,
-    )
-    return Sample(
-        header=header,
-        token_ids=np.concatenate([prompt, generated.token_ids]),
-        loss_mask=np.concatenate([np.zeros(n, np.uint8), np.ones(r, np.uint8)]),
-        logprobs=np.concatenate([np.zeros(n, np.float32), np.minimum(generated.logprobs, 0.0)]),
-        version_starts=np.concatenate([np.zeros(1, np.int32), generated.version_starts + np.int32(n)]),
-        version_values=np.concatenate([np.full(1, -1, np.int32), generated.version_values]),
-        text=text,
-    )

@@ -16,18 +16,20 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from controller.client import Refused
 from controller.client import calls as api
+from rollout_worker.engines.base import Generation
 from rollout_worker.lease_table import LeaseTable
 from rollout_worker.session import Session
 from schema.config import Config
 from schema.wire import payload_file
 from schema.wire.messages import ErrorCode, LeasedGroup, PushItem, PushList, PushReply, PushResult
 from schema.wire.payload_file import FileName
-from schema.wire.sample import Sample, SampleHeader, encode_sample
+from schema.wire.sample import FinishReason, Sample, SampleHeader, encode_sample
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +40,9 @@ SHARE_OF_LIMIT = 0.5
 """A request stays well below `controller.max_request_bytes`: the bundle's header comes on top."""
 MAX_ERROR = 8192
 """Characters of an error that travel."""
+_NO_TOKENS = np.zeros(0, np.int32)
+NOTHING = Generation("", 0, _NO_TOKENS, np.zeros(0, np.float32), _NO_TOKENS, _NO_TOKENS, "stop")
+"""What was generated where that was not possible."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,23 +207,42 @@ def cut_batch(sizes: Sequence[int], max_bytes: int, max_items: int) -> int:
 
 def failed(group: LeasedGroup, index: int, error: str) -> Sample:
     """A sample that could not be generated: its prompt, and why."""
+    return to_sample(group, index, NOTHING, "abort", error=error)
+
+
+def to_sample(
+    group: LeasedGroup,
+    index: int,
+    generated: Generation,
+    reason: FinishReason,
+    *,
+    error: str | None,
+    text: str | None = None,
+    **judged: Any,
+) -> Sample:
+    """A sample as it travels: the prompt, what was generated, and its rewards or the error that took their place.
+
+    judged: `rewards`, `score` and `outage` of its header.
+    """
     prompt = np.asarray(group.prompt_token_ids, np.int32)
-    n = len(prompt)
+    n, r = len(prompt), len(generated.token_ids)
     header = SampleHeader(
         index=index,
         prompt_tokens=n,
-        response_tokens=0,
-        total_tokens=n,
-        oldest_version=-1,
-        newest_version=-1,
-        finish_reason="abort",
-        error=error[:MAX_ERROR],
+        response_tokens=r,
+        total_tokens=n + r,
+        oldest_version=min(generated.version_values.tolist(), default=-1),
+        newest_version=max(generated.version_values.tolist(), default=-1),
+        finish_reason=reason,
+        error=None if error is None else error[:MAX_ERROR],
+        **judged,
     )
     return Sample(
         header=header,
-        token_ids=prompt,
-        loss_mask=np.zeros(n, np.uint8),
-        logprobs=np.zeros(n, np.float32),
-        version_starts=np.zeros(1, np.int32),
-        version_values=np.full(1, -1, np.int32),
+        token_ids=np.concatenate([prompt, generated.token_ids]),
+        loss_mask=np.concatenate([np.zeros(n, np.uint8), np.ones(r, np.uint8)]),
+        logprobs=np.concatenate([np.zeros(n, np.float32), np.minimum(generated.logprobs, 0.0)]),
+        version_starts=np.concatenate([np.zeros(1, np.int32), generated.version_starts + np.int32(n)]),
+        version_values=np.concatenate([np.full(1, -1, np.int32), generated.version_values]),
+        text=text,
     )

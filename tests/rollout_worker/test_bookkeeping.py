@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_worker.engines.base import EngineStats, Generation
-from rollout_worker.groups.pipeline import finish_reason, scored
-from rollout_worker.groups.pushing import failed
+from rollout_worker.groups.pipeline import finish_reason
+from rollout_worker.groups.pushing import failed, to_sample
 from rollout_worker.lease_table import LeaseTable
 from rollout_worker.metrics import Metrics
 from rollout_worker.shutdown import ShutdownRequest
@@ -134,9 +134,9 @@ def test_a_scored_sample_is_what_the_wire_checks(n: int, versions: list[int], da
     starts = sorted({0, *data.draw(st.sets(st.integers(0, n - 1), max_size=len(runs) - 1))})
     runs = runs[: len(starts)]
     starts = starts[: len(runs)]
-    made = scored(
-        lease(), 2, generation(n, "stop", tuple(starts), tuple(runs)), "stop", {"f": 1.0}, 0.5, None, "text ü"
-    )
+    answer = generation(n, "stop", tuple(starts), tuple(runs))
+    judged = {"rewards": {"f": 1.0}, "score": 0.5}
+    made = to_sample(lease(), 2, answer, "stop", error=None, text="text ü", **judged)
     sample = decode_sample(encode_sample(made))
     assert sample.token_ids.tolist() == [5, 6, 7, *range(n)]
     assert sample.loss_mask.tolist() == [0, 0, 0] + [1] * n
@@ -146,7 +146,7 @@ def test_a_scored_sample_is_what_the_wire_checks(n: int, versions: list[int], da
 
 
 def test_an_error_takes_the_place_of_a_score() -> None:
-    made = scored(lease(), 0, generation(), "stop", {}, None, "X: " + "y" * 10_000, None)
+    made = to_sample(lease(), 0, generation(), "stop", error="X: " + "y" * 10_000)
     header = decode_sample(encode_sample(made)).header
     assert header.score is None
     assert header.error is not None

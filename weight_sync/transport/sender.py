@@ -79,9 +79,9 @@ def _is_loopback(host: str) -> bool:
 class Served:
     """Totals of one sender."""
 
-    files: int
-    n_bytes: int
-    failed: int
+    files: int = 0
+    n_bytes: int = 0
+    failed: int = 0
     """Transfers that broke off: who did not get a file by the deadline fetches it from the store."""
 
 
@@ -122,7 +122,7 @@ class Sender:
         self._number = 0
         self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
         self._lock = threading.Lock()
-        self._files = self._n_bytes = self._failed = 0
+        self.served = Served()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._accept, name="weights-sender", daemon=True)
         self._thread.start()
@@ -149,10 +149,10 @@ class Sender:
         """Hand out nothing until the next offer."""
         self._round = None
 
-    @property
-    def served(self) -> Served:
+    def _count(self, files: int = 0, n_bytes: int = 0, failed: int = 0) -> None:
         with self._lock:
-            return Served(self._files, self._n_bytes, self._failed)
+            known = self.served
+            self.served = Served(known.files + files, known.n_bytes + n_bytes, known.failed + failed)
 
     def close(self) -> None:
         """Listen no more; transfers that are under way end by themselves. Idempotent."""
@@ -235,12 +235,9 @@ class Sender:
         try:
             carrier.send(lines, chunks, lambda file: self._read(present, file, deadline))
         except Exception:
-            with self._lock:
-                self._failed += len(lines)
+            self._count(failed=len(lines))
             raise
-        with self._lock:
-            self._files += len(manifest.files) * len(lines)
-            self._n_bytes += present.piece.n_bytes * len(lines)
+        self._count(len(manifest.files) * len(lines), present.piece.n_bytes * len(lines))
 
     def _send(self, connection: socket.socket, present: _Round, request: Request, deadline: Deadline) -> None:
         try:
@@ -253,8 +250,7 @@ class Sender:
         try:
             answer(connection, request, present.token, data, deadline)
         except OSError as error:
-            with self._lock:
-                self._failed += 1
+            self._count(failed=1)
             log.warning(
                 "sending %s/%s broke off, its receiver has the store: %s",
                 present.version,
@@ -262,9 +258,7 @@ class Sender:
                 error,
             )
         else:
-            with self._lock:
-                self._files += 1
-                self._n_bytes += len(data)
+            self._count(1, len(data))
 
     def _read(self, present: _Round, file: str, deadline: Deadline) -> memoryview:
         # A distant store is asked once, however many replicas ask; while it fails they do not wait for it.
