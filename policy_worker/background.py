@@ -5,8 +5,10 @@ A daemon thread: a process that has to end does not wait for it. Its error is ke
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
+from concurrent.futures import Future, wait
+
+from weight_sync.stores.worker_pool import in_daemon
 
 
 class Background:
@@ -14,46 +16,35 @@ class Background:
 
     def __init__(self, name: str = "checkpoint") -> None:
         self._name = name
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._work: Future[None] | None = None
 
     @property
     def busy(self) -> bool:
         """Whether work was started that nobody has awaited yet."""
-        return self._thread is not None
+        return self._work is not None
 
     @property
     def running(self) -> bool:
         """Whether work is under way at this moment."""
-        return self._thread is not None and self._thread.is_alive()
+        return self._work is not None and not self._work.done()
 
     @property
     def failed(self) -> bool:
         """Whether it has ended with an error, as far as is known now."""
-        return self._error is not None
+        return self._work is not None and self._work.done() and self._work.exception() is not None
 
     def start(self, work: Callable[[], None]) -> None:
         """Begin; the work before must have been awaited."""
-        assert self._thread is None, "two at once"
-
-        def run() -> None:
-            try:
-                work()
-            except BaseException as error:  # handed to whoever awaits
-                self._error = error
-
-        self._thread = threading.Thread(target=run, name=self._name, daemon=True)
-        self._thread.start()
+        assert self._work is None, "two at once"
+        self._work = in_daemon(work, self._name)
 
     def wait(self, seconds: float | None = None) -> bool:
         """Wait for the end of the work; False when `seconds` were not enough. Raises what it has raised."""
-        if self._thread is None:
+        work = self._work
+        if work is None:
             return True
-        self._thread.join(seconds)
-        if self._thread.is_alive():
+        if not wait([work], seconds).done:
             return False
-        self._thread = None
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+        self._work = None
+        work.result()
         return True

@@ -308,7 +308,7 @@ def test_an_error_beside_the_training_is_kept_until_it_is_asked_for():
         raise OSError("full")
 
     background.start(fail)
-    background._thread.join(PATIENCE)  # type: ignore[union-attr]
+    background._work.exception(PATIENCE)  # type: ignore[union-attr]
     assert background.failed
     with pytest.raises(OSError, match="full"):
         background.wait()
