@@ -12,8 +12,6 @@ from dataclasses import dataclass
 MARKER = "complete.json"
 PART_BYTES = 16 * 1024 * 1024
 """A part: large enough that requests do not count, small enough that a lost one is soon sent again."""
-SINGLE_BYTES = PART_BYTES
-"""Files up to this go in one request."""
 MAX_PARTS = 10_000
 """S3's limit; larger files get larger parts."""
 MEBIBYTE = 1024 * 1024

@@ -30,7 +30,6 @@ log = logging.getLogger(__name__)
 
 LOOK_S = 0.1
 """How often `finish` looks whether it should leave."""
-FINAL = "final"
 
 
 class Target(Protocol):
