@@ -23,7 +23,7 @@ from pydantic import ValidationError
 from starlette.types import ASGIApp
 
 from controller.api.app import create_app
-from controller.api.auth import Tokens
+from controller.api.auth import CALLERS, Tokens
 from controller.api.connections import PatientProtocol, connection_limit
 from controller.api.leadership import FrontDoor
 from controller.cancellation import end
@@ -94,22 +94,12 @@ class Settings:
             raise StartError(
                 "no Redis server is configured: set COSMOS_REDIS_URL (unix://…, redis://…) or redis.url"
             )
-        names = {
-            "user": "COSMOS_TOKEN_USER",
-            "rollout": "COSMOS_TOKEN_ROLLOUT",
-            "policy": "COSMOS_TOKEN_POLICY",
-        }
+        names = {caller: f"COSMOS_TOKEN_{caller.upper()}" for caller in CALLERS}
         missing = [name for name in names.values() if not environ.get(name)]
         if missing:
             raise StartError(f"no token: set {', '.join(missing)}")
         try:
-            tokens = Tokens(
-                {
-                    "user": environ[names["user"]],
-                    "rollout": environ[names["rollout"]],
-                    "policy": environ[names["policy"]],
-                }
-            )
+            tokens = Tokens({caller: environ[name] for caller, name in names.items()})
         except ValueError as error:
             raise StartError(str(error)) from None
         parent = environ.get("COSMOS_PARENT_PID", "")

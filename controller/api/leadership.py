@@ -46,11 +46,10 @@ class FrontDoor:
         if self._app is not None:
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
-            answer = _healthy() if scope["path"] == "/healthz" else self._not_here()
+            answer = Response("ok\n", media_type="text/plain")
+            if scope["path"] != "/healthz":
+                answer = problem(ErrorCode.STANDBY, self._why, headers=RETRY_AFTER if self._seen else None)
             await answer(scope, receive, send)
-
-    def _not_here(self) -> Response:
-        return problem(ErrorCode.STANDBY, self._why, headers=RETRY_AFTER if self._seen else None)
 
 
 class LeaderGate:
@@ -71,7 +70,3 @@ class LeaderGate:
             + (self._store.outage or "it waits for an answer of Redis")
         )
         await problem(ErrorCode.STANDBY, detail, headers=RETRY_AFTER)(scope, receive, send)
-
-
-def _healthy() -> Response:
-    return Response("ok\n", media_type="text/plain")

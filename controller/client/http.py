@@ -93,9 +93,6 @@ class _Base:
         if url == self.url:
             self._current = (self._current + 1) % len(self.urls)
 
-    def _timeout(self, call: Call[T]) -> httpx.Timeout:
-        return httpx.Timeout(CALL_TIMEOUT + call.wait_s, connect=10.0)
-
     def _build(self, http: httpx.Client | httpx.AsyncClient, call: Call[T]) -> httpx.Request:
         return http.build_request(
             call.method,
@@ -103,7 +100,7 @@ class _Base:
             params=call.params,
             content=call.body,
             headers={"content-type": call.content_type, **(call.headers or {})},
-            timeout=self._timeout(call),
+            timeout=httpx.Timeout(CALL_TIMEOUT + call.wait_s, connect=10.0),
         )
 
     def _read(self, call: Call[T], response: httpx.Response) -> T:

@@ -244,13 +244,6 @@ class GroupTable(Progress):
         self._enter(group)
         return group
 
-    def count_staleness(self, group: Group) -> None:
-        """A group was trained in `group.step`."""
-        step, staleness = group.step or 0, self.totals.staleness
-        for meta in group.samples.values():
-            if meta.usable:
-                staleness[step - meta.oldest_version(step)] += 1
-
     def touch(self, group: Group) -> None:
         """A field of it changed that no index depends on."""
         self._dirty[group.id] = group

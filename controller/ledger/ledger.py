@@ -40,7 +40,7 @@ from controller.ledger import checkpoint
 from controller.ledger.admission import Admission, Lag, Refusal
 from controller.ledger.assembly import Assembled, Waiting, choose
 from controller.ledger.group import DropReason, Group, SampleMeta, State
-from controller.ledger.group_table import GroupTable
+from controller.ledger.group_table import GroupTable, staleness_of
 from controller.ledger.reward_health import Failure, failure_of
 from controller.ledger.values import LeaseDecision, PushOutcome
 from schema.wire.messages import ErrorCode, LedgerSnapshot
@@ -403,7 +403,7 @@ class Ledger:
             detail = f"step {step} cannot be committed: step {table.committed} is next and not assembled"
             raise ApiError(ErrorCode.WRONG_STEP, detail)
         for group in batch:
-            table.count_staleness(group)
+            table.totals.staleness.update(staleness_of(group))
             table.move(group, State.TRAINED)
             if not self.params.keep_payloads or group.newest_version() > table.durable:
                 table.drop_payloads(group)

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from controller.errors import ApiError
 from controller.ledger.admission import tightest_prefix
 from controller.ledger.group import DONE, Group, SampleMeta, State, group_id, parse_group_id
-from controller.ledger.group_table import GroupTable
+from controller.ledger.group_table import GroupTable, staleness_of
 from controller.ledger.reconcile import overdue
 from schema.wire.batch import StepTable
 from schema.wire.messages import ErrorCode, HeldLease
@@ -108,7 +108,7 @@ def _train(table: GroupTable, group: Group, step: int, samples: dict[int, Sample
     table.put_samples(group, samples)
     group.payload_kept = False
     group.reason, group.step = None, step
-    table.count_staleness(group)
+    table.totals.staleness.update(staleness_of(group))
     table.move(group, State.TRAINED)
 
 

@@ -47,9 +47,7 @@ class LeaseService:
     async def lease_now(self, request: LeaseRequest) -> LeaseReply:
         """The answer of this moment. Raises as `lease`."""
         job = self._job
-        job.store.require()
-        replica = job.registry.check(request.replica_id, request.incarnation, "rollout")
-        job.registry.seen(replica, job.clock())
+        job.acting(request.replica_id, request.incarnation, "rollout")
         self._waiting.withdraw(request.request_id)
         self._waiting.catch_up()
         reply = self._decide(request)

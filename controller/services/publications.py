@@ -124,18 +124,14 @@ class PublicationService:
         job = self._job
         if not replica_id:
             return None
-        job.store.require()
-        replica = job.registry.check(replica_id, incarnation, "rollout")
-        job.registry.seen(replica, job.clock())
+        replica = job.acting(replica_id, incarnation, "rollout")
         job.registry.asks(replica)
         return replica
 
     async def report(self, publication_id: int, report: m.UpdateReport) -> None:
         """Take what a replica says of a publication. Raises `ApiError`."""
         job = self._job
-        job.store.require()
-        replica = job.registry.check(report.replica_id, report.incarnation, "rollout")
-        job.registry.seen(replica, job.clock())
+        job.acting(report.replica_id, report.incarnation, "rollout")
         publication = job.publications.find(publication_id)
         if publication is None:
             raise ApiError(ErrorCode.NOT_FOUND, f"publication {publication_id} does not exist")

@@ -88,8 +88,7 @@ class RecoveryService:
         if request.policy_epoch != job.facts.policy_epoch:
             detail = f"policy epoch {request.policy_epoch} is not the current one, {job.facts.policy_epoch}"
             raise ApiError(ErrorCode.STALE_EPOCH, detail)
-        replica = job.registry.check(request.replica_id, request.incarnation, "policy")
-        job.registry.seen(replica, job.clock())
+        job.acting(request.replica_id, request.incarnation, "policy")
         work = self._replay(step, request)
         if work is not None:
             job.trained(m.StepRecord(step=step, at=request.at, metrics=request.metrics), *work)

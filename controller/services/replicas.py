@@ -148,9 +148,7 @@ class ReplicaService:
     async def declare_leases(self, replica_id: str, request: DeclareLeases) -> DeclaredLeases:
         """Leases that a heartbeat called lost, as their holder knows them. Raises `ApiError`."""
         job = self._job
-        job.store.require()
-        replica = job.registry.check(replica_id, request.incarnation, "rollout")
-        job.registry.seen(replica, job.clock())
+        job.acting(replica_id, request.incarnation, "rollout")
         lost = self.adopt(replica_id, request.leases, job.clock())
         if len(lost) < len(request.leases):
             log.info("replica %s keeps %d leases", replica_id, len(request.leases) - len(lost))

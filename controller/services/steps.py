@@ -59,9 +59,7 @@ class StepService:
         if job.facts.ended is Phase.FAILED:
             raise ApiError(ErrorCode.JOB_FAILED, f"the job has failed: {job.facts.last_error}")
         self.check_epoch(epoch)
-        replica = job.registry.check(replica_id, incarnation, "policy")
-        job.registry.seen(replica, job.clock())
-        return replica
+        return job.acting(replica_id, incarnation, "policy")
 
     # ---- batch --------------------------------------------------------------------------------------------
 

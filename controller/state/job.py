@@ -27,7 +27,7 @@ from controller.notify import Signal
 from controller.state.job_facts import JobFacts, ledger_params, sft_total_steps, validation_params
 from controller.state.prompts import Prompts
 from controller.state.publications import Publications
-from controller.state.replicas import Registry
+from controller.state.replicas import Registry, Replica
 from controller.state.step_log import StepLog
 from controller.state.update_reports import Updates
 from controller.state.validation import Validation, ValidationParams
@@ -38,7 +38,7 @@ from controller.store.payloads import Payload
 from controller.store.redis_state import Render
 from schema.config import Config
 from schema.wire import payload_file
-from schema.wire.messages import CommitReply, ErrorCode, LedgerSnapshot, Phase, StepRecord
+from schema.wire.messages import CommitReply, ErrorCode, LedgerSnapshot, Phase, Role, StepRecord
 
 log = logging.getLogger(__name__)
 
@@ -259,6 +259,13 @@ class Job:
         if group is None:
             raise ApiError(ErrorCode.NOT_FOUND, f"group {name} does not exist")
         return group
+
+    def acting(self, replica_id: str, incarnation: int, role: Role) -> Replica:
+        """The replica that makes this call, which is a sign of its life. Raises `ApiError`, `StoreUnavailable`."""
+        self.store.require()
+        replica = self.registry.check(replica_id, incarnation, role)
+        self.registry.seen(replica, self.clock())
+        return replica
 
     def commit_reply(self, *, publish: bool) -> CommitReply:
         return CommitReply(

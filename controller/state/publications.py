@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import chain, islice
 from typing import Any, Literal
 
@@ -60,9 +60,6 @@ class Cost:
     def density(self) -> float | None:
         """Elements that changed, of all."""
         return self.changed / self.elements if self.elements else None
-
-    def to_record(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__slots__}
 
 
 @dataclass(slots=True)
@@ -98,7 +95,7 @@ class Entry:
             "files": self.files,
             "number": self.number,
             "told": self.asked,
-            "cost": self.cost.to_record(),
+            "cost": asdict(self.cost),
         }
 
     @classmethod

@@ -293,7 +293,8 @@ class Registry:
         if not replica.knows(secret):
             raise ApiError(
                 ErrorCode.NOT_YOURS,
-                f"this call does not carry the secret that {replica_id} registered with: no other process may act for it",
+                f"this call does not carry the secret that {replica_id} registered with: no other process may act "
+                f"for it",
             )
         return replica
 

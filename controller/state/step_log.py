@@ -128,7 +128,7 @@ def _speed(entries: list[_Entry]) -> Speed:
 
 
 def mean_score(scores: Iterable[float | None]) -> float | None:
-    """Of those that were scored; None if none was."""
+    """The mean of those that are there, of scores or other numbers; None if none is."""
     scored = [score for score in scores if score is not None]
     return sum(scored) / len(scored) if scored else None
 

@@ -30,6 +30,7 @@ from typing import Any, Literal, Self
 from controller.ledger.ledger import MISSED_BEATS
 from controller.ledger.reward_health import Failure, failure_of
 from controller.ledger.values import PushOutcome
+from controller.state.step_log import mean_score
 from schema.wire.messages import ErrorCode, HeldLease, ValidationRecord
 from schema.wire.sample import SampleHeader
 
@@ -376,11 +377,11 @@ class Validation:
             version=version,
             at=at,
             samples=len(scored),
-            score_mean=_mean([header.score for header in scored if header.score is not None]),
+            score_mean=mean_score(header.score for header in scored),
             rewards_mean={
-                name: _mean([h.rewards[name] for h in scored if name in h.rewards]) or 0.0 for name in names
+                name: mean_score(header.rewards.get(name) for header in scored) or 0.0 for name in names
             },
-            response_tokens_mean=_mean([header.response_tokens for header in headers]) or 0.0,
+            response_tokens_mean=mean_score(header.response_tokens for header in headers) or 0.0,
             errors=expected - len(scored),
         )
 
@@ -444,7 +445,3 @@ class Validation:
             for record in sorted(records, key=lambda record: record["version"])
         }
         return validation
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None

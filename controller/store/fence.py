@@ -34,7 +34,7 @@ class FencedConnection:
 
     def __init__(self, pool: ConnectionPool, epoch_key: str, seq_key: str) -> None:
         self._pool = pool
-        self._epoch_key, self._seq_key = epoch_key, seq_key
+        self._seq_key = seq_key
         self._connection: AbstractConnection | None = None
         self._tail: list[Command] = [("WATCH", epoch_key), ("GET", epoch_key), ("GET", seq_key)]
         self.epoch = 0

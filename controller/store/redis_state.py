@@ -312,7 +312,8 @@ class StateStore:
         if batch.lock == "release":
             commands.append(("DEL", self._key("lock")))
         elif batch.lock == "renew":
-            commands.append(self._lock_command())
+            life = round(self._term.seconds * 1000)
+            commands.append(("SET", self._key("lock"), self.holder.render(), "PX", life))
             commands.append(("SET", self._key("alive"), self.stamp()))
         return commands
 
@@ -391,9 +392,6 @@ class StateStore:
 
     def _key(self, name: str) -> str:
         return self.namespace + name
-
-    def _lock_command(self) -> Command:
-        return ("SET", self._key("lock"), self.holder.render(), "PX", round(self._term.seconds * 1000))
 
 
 def _dump(value: Any) -> bytes:

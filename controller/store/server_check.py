@@ -61,8 +61,8 @@ class ServerFacts:
         found = []
         if self.append_only and not self.keeps_what_it_acknowledges:
             found.append(
-                "it is older than 7.2 and does not report when a commit is on disk, a power cut may lose the last ones: "
-                "set `appendfsync always`"
+                "it is older than 7.2 and does not report when a commit is on disk, a power cut may lose the last "
+                "ones: set `appendfsync always`"
             )
         if not self.append_only:
             found.append("its append-only file is off, a restart loses the job: set `appendonly yes`")
