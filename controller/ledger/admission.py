@@ -66,11 +66,6 @@ def tightest_prefix(
     return None
 
 
-def schedulable(deadlines: Mapping[int, int], first_step: int, slots: int) -> bool:
-    """Whether every group can be trained by its deadline (see the module's docstring)."""
-    return tightest_prefix(deadlines, first_step, slots) is None
-
-
 @dataclass(frozen=True, slots=True)
 class Refusal:
     """Why a lease was not granted. `update`: a newer publication would change the answer."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from pydantic_core import from_json, to_json
 
+from controller.ledger.admission import tightest_prefix
 from controller.ledger.group_table import GroupTable
 from controller.ledger.ledger import Ledger
 from controller.ledger.values import LedgerParams
@@ -48,3 +49,8 @@ class StoredLedger:
 
 def _travelled(value: Any) -> Any:
     return from_json(to_json(value))
+
+
+def schedulable(deadlines: Mapping[int, int], first_step: int, slots: int) -> bool:
+    """Whether every group can be trained by its deadline (see `controller.ledger.admission`)."""
+    return tightest_prefix(deadlines, first_step, slots) is None

@@ -17,7 +17,6 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from controller.errors import ApiError
-from controller.ledger.admission import schedulable
 from controller.ledger.assembly import Assembled, build_table
 from controller.ledger.group import State
 from controller.ledger.group_table import GroupTable
@@ -39,7 +38,7 @@ from schema.wire.messages import (
 )
 from schema.wire.sample import SampleHeader
 from schema.wire.weights import Publication
-from tests.support.ledger import StoredLedger
+from tests.support.ledger import StoredLedger, schedulable
 
 KEPT_STATES = 400
 

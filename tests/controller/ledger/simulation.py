@@ -19,7 +19,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 
-from controller.ledger.admission import schedulable
 from controller.ledger.assembly import Assembled
 from controller.ledger.group import Group, State
 from controller.ledger.group_table import GroupTable
@@ -28,7 +27,7 @@ from controller.ledger.replay import adopt
 from controller.ledger.values import LedgerParams
 from schema.wire.messages import HeldLease, LedgerSnapshot
 from schema.wire.sample import SampleHeader
-from tests.support.ledger import StoredLedger
+from tests.support.ledger import StoredLedger, schedulable
 
 
 @dataclass

@@ -8,7 +8,8 @@ from itertools import product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.ledger.admission import Admission, Lag, schedulable, tightest_prefix
+from controller.ledger.admission import Admission, Lag, tightest_prefix
+from tests.support.ledger import schedulable
 
 
 def exists_assignment(deadlines: list[int], first_step: int, slots: int) -> bool:

@@ -12,7 +12,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from controller.errors import ApiError
-from controller.ledger.admission import schedulable
 from controller.ledger.group_table import GroupTable
 from controller.ledger.ledger import Ledger
 from controller.ledger.reconcile import (
@@ -36,6 +35,7 @@ from schema.wire.weights import Publication
 from tests.controller.drivers import make_header
 from tests.controller.ledger.lost_history import World
 from tests.support.effort import examples
+from tests.support.ledger import schedulable
 
 PARAMS = LedgerParams(groups_per_step=2, n_samples=2, staleness_bound=1, n_positions=10)
 

@@ -26,7 +26,6 @@ from unittest.mock import patch
 from controller.api.routes.samples import _unpack as unpack
 from controller.client import calls as api
 from controller.errors import ApiError
-from controller.ledger.admission import schedulable
 from controller.ledger.group import State
 from controller.services.controller import Controller
 from controller.state.job import Job
@@ -37,6 +36,7 @@ from schema.wire.batch import StepTable, decode_batch
 from schema.wire.messages import ErrorCode, LeaseStatus
 from schema.wire.weights import Publication
 from tests.controller.drivers import make_frame, make_header
+from tests.support.ledger import schedulable
 from tests.support.virtual import Redis, VirtualLoop
 
 T = TypeVar("T")
