@@ -12,9 +12,8 @@ import logging
 import os
 from collections.abc import Callable
 from copy import copy
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,17 +24,10 @@ from policy_worker.parallel.fsdp import DP_SHARD
 from policy_worker.process import RankEnvironment
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 """Of training's collectives: far longer than any micro-batch, so its end means that a rank is gone."""
 CONTROL_MARGIN = timedelta(minutes=2)
-
-
-@dataclass
-class _Outcome(Generic[T]):
-    value: T | None = None
-    error: BaseException | None = None
 
 
 class Group:
@@ -72,17 +64,14 @@ class Group:
         """
         if self.world == 1:
             return decide()
-        outcome: _Outcome[Any] = _Outcome()
+        value, cause, failed = None, None, None
         if self.leads:
             try:
-                outcome.value = decide()
+                value = decide()
             except Exception as error:
-                outcome.error = error
-        cause = outcome.error
-        failed = (
-            None if cause is None else [f"{type(cause).__name__}: {cause}", getattr(cause, "exit_code", 1)]
-        )
-        failed, value = json.loads(self._broadcast(json.dumps([failed, outcome.value]).encode()))
+                cause = error
+                failed = [f"{type(error).__name__}: {error}", getattr(error, "exit_code", 1)]
+        failed, value = json.loads(self._broadcast(json.dumps([failed, value]).encode()))
         if cause is not None:
             raise cause
         if failed is not None:
