@@ -168,7 +168,8 @@ class StepService:
         if job.ledger.commit(step):
             job.trained(m.StepRecord(step=step, at=job.wall(), metrics=request.metrics), *work)
         finished = job.progress.finished or job.ended
-        reply = job.commit_reply(publish=finished or self._publication_due(step + 1))
+        due = (step + 1) % job.config.train.sync_weight_interval == 0
+        reply = job.commit_reply(publish=finished or due)
         await job.save_durably()
         durable = (
             reply.committed_steps if job.store.facts.keeps_what_it_acknowledges else job.progress.durable
@@ -193,9 +194,6 @@ class StepService:
         headers = [meta.header for group in batch for meta in group.samples.values()]
         tokens = sum(header.response_tokens for header in headers)
         return len(headers), tokens, mean_score([header.score for header in headers])
-
-    def _publication_due(self, version: int) -> bool:
-        return version % self._job.config.train.sync_weight_interval == 0
 
     async def checkpoint(self, request: m.CheckpointRequest) -> m.CheckpointReply:
         """A complete checkpoint covers `step` committed steps: they are durable now."""

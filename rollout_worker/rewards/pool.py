@@ -130,7 +130,8 @@ class RewardPool:
                 except _Lost as lost:
                     log.warning("a reward process is replaced: %s", lost)
                     await process.stop()
-                    process = await self._replace()
+                    # In the place of one that was lost: once the functions were there, nothing is final.
+                    process = await self._started(_UnreadyError, RewardConfigError, OSError)
         except RewardPoolError as failure:
             self._fail(failure)
             raise
@@ -160,10 +161,6 @@ class RewardPool:
         self._jobs.extendleft(reversed(jobs))
         if jobs:
             self._work.set()
-
-    async def _replace(self) -> _Process:
-        """A process in the place of one that was lost: once the functions were there, nothing is final."""
-        return await self._started(_UnreadyError, RewardConfigError, OSError)
 
     async def _started(self, *passing: type[Exception]) -> _Process:
         """A new process; failures of the `passing` kinds may pass and are tried again."""
