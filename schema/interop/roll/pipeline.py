@@ -191,7 +191,7 @@ def _gpus_per_node(context: ConversionContext, leaf: KeyPath) -> Result:
     nodes = max(used) // each + 1 if used else 1
     if nodes > 1:
         return mapped(("placement.gpus_per_node", each), ("placement.nodes", nodes))
-    if used and used != set(range(each)):
+    if used and len(used) < each:
         return implicit("the roles name their devices; the machine's other GPUs are left alone")
     return mapped(("placement.gpus_per_node", each))
 
