@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from schema.interop.engine import values
 from schema.interop.engine.model import Addition, Result, implicit
@@ -47,11 +47,16 @@ class KeyPath:
     line: int | None = None
 
 
+Run: TypeAlias = "Callable[[ConversionContext, KeyPath], Result]"
+When: TypeAlias = "Callable[[ConversionContext], str]"
+"""Why a key has no effect in a file; "" if it has one."""
+
+
 @dataclass(frozen=True)
 class Converter:
     """What happens to a value. ours: keys that it may write. words: how the value changes, for the docs."""
 
-    run: Callable[[ConversionContext, KeyPath], Result]
+    run: Run
     ours: tuple[str, ...] = ()
     words: str = ""
 
@@ -71,7 +76,7 @@ class Rule:
     converter: Converter
     default: Any = ABSENT
     also: tuple[str, ...] = ()
-    when: Callable[[ConversionContext], str] | None = None
+    when: When | None = None
     words: str = ""
     wins: tuple[str, ...] = ()
 
@@ -84,7 +89,7 @@ class Rule:
 def rules_below(
     prefix: str,
     table: Mapping[str, Converter],
-    when: Callable[[ConversionContext], str] | None = None,
+    when: When | None = None,
     defaults: Mapping[str, Any] | None = None,
     also: Mapping[str, tuple[str, ...]] | None = None,
 ) -> tuple[Rule, ...]:
@@ -104,6 +109,11 @@ def rules_below(
         for names, converter in table.items()
         for name in names.split()
     )
+
+
+def needs(switch: str, otherwise: str) -> When:
+    """A `when`: the key has no effect, for this reason, unless that switch of the file is true."""
+    return lambda context: "" if context.flag(switch) else otherwise
 
 
 class ConversionContext:
@@ -187,15 +197,13 @@ class ConversionContext:
             return None if own is None else read(own)
 
 
-def computed(
-    *ours: str, words: str, null: str = ""
-) -> Callable[[Callable[[ConversionContext, KeyPath], Result]], Converter]:
+def computed(*ours: str, words: str, null: str = "") -> Callable[[Run], Converter]:
     """Make a `Converter` of a function; `words` say for the docs how the value changes.
 
     null: why a null needs nothing here; the function then never sees one.
     """
 
-    def make(function: Callable[[ConversionContext, KeyPath], Result]) -> Converter:
+    def make(function: Run) -> Converter:
         def run(context: ConversionContext, leaf: KeyPath) -> Result:
             return implicit(null) if leaf.value is None else function(context, leaf)
 

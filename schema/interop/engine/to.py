@@ -3,75 +3,69 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from schema.interop.engine import values
-from schema.interop.engine.model import Result, implicit, mapped
-from schema.interop.engine.rules import ConversionContext, Converter, KeyPath
-from schema.interop.engine.values import BadValue, shown
+from schema.interop.engine.model import Result, Target, implicit, mapped
+from schema.interop.engine.rules import ConversionContext, Converter, KeyPath, computed
+
+_DEFAULT = "null: the default"
 
 
-def _converted(ours: str, read: Callable[[Any], Any], words: str, null: str) -> Converter:
-    def run(context: ConversionContext, leaf: KeyPath) -> Result:
-        if leaf.value is None:
-            return implicit(null)
-        return mapped((ours, read(leaf.value)))
-
-    return Converter(run, (ours,), words)
+def converted(ours: str, read: Callable[[Any], Any], words: str = "", null: str = _DEFAULT) -> Converter:
+    """What `read` makes of a value. null: why a null needs nothing here; "": `read` judges it too."""
+    return computed(ours, words=words, null=null)(lambda context, leaf: mapped((ours, read(leaf.value))))
 
 
-def number(ours: str, words: str = "") -> Converter:
+def number(ours: str, words: str = "", null: str = _DEFAULT) -> Converter:
     """The number as it is."""
-    return _converted(ours, values.number, words, "null: the default")
+    return converted(ours, values.number, words, null)
 
 
-def integer(ours: str, words: str = "") -> Converter:
+def integer(ours: str, words: str = "", null: str = _DEFAULT) -> Converter:
     """The whole number as it is."""
-    return _converted(ours, values.integer, words, "null: the default")
+    return converted(ours, values.integer, words, null)
 
 
-def flag(ours: str, words: str = "") -> Converter:
+def flag(ours: str, words: str = "", null: str = _DEFAULT) -> Converter:
     """True or false as it is."""
-    return _converted(ours, values.flag, words, "null: the default")
+    return converted(ours, values.flag, words, null)
 
 
-def text(ours: str, words: str = "") -> Converter:
+def text(ours: str, words: str = "", null: str = _DEFAULT) -> Converter:
     """The text as it is."""
-    return _converted(ours, values.text, words, "null: the default")
+    return converted(ours, values.text, words, null)
 
 
-def texts(ours: str, words: str = "a single value becomes a list of one") -> Converter:
-    """A list of texts."""
-    return _converted(ours, values.texts, words, "null: none")
-
-
-def path(ours: str, words: str = "") -> Converter:
+def path(ours: str) -> Converter:
     """A path or a name on the hub; `~` is written out, and the note says so."""
 
-    def run(context: ConversionContext, leaf: KeyPath) -> Result:
-        if leaf.value is None:
-            return implicit("null: the default")
+    @computed(ours, words="`~` is written out", null=_DEFAULT)
+    def convert(context: ConversionContext, leaf: KeyPath) -> Result:
         value = values.path(leaf.value)
         note = "`~` is written out, which only a shell would expand" if value != leaf.value else ""
         return mapped((ours, value), note=note)
 
-    return Converter(run, (ours,), words or "`~` is written out")
+    return convert
 
 
-def choice(ours: str, table: Mapping[Any, Any], words: str = "", note: str = "") -> Converter:
+def choice(ours: str, table: Mapping[Any, Any], words: str = "", null: str = "") -> Converter:
     """One of a closed set of names, in our spelling."""
-
-    def run(context: ConversionContext, leaf: KeyPath) -> Result:
-        value = leaf.value
-        if isinstance(value, list | dict) or value not in table:
-            known = ", ".join(str(name) for name in table)
-            raise BadValue(f"expected one of {known}, got {shown(value)}")
-        return mapped((ours, table[value]), note=note)
-
     changes = ", ".join(
         f"`{theirs}` → `{our}`" for theirs, our in table.items() if theirs != our and our is not None
     )
-    return Converter(run, (ours,), words or changes)
+    return converted(ours, lambda value: table[values.one_of(value, table)], words or changes, null)
+
+
+def switch(*targets: Target, words: str, off: str = "false: off") -> Converter:
+    """True writes these; for false and null nothing needs to be written."""
+
+    @computed(*(key for key, _ in targets), words=words, null=off)
+    def convert(context: ConversionContext, leaf: KeyPath) -> Result:
+        return mapped(*targets) if values.flag(leaf.value) else implicit(off)
+
+    return convert
 
 
 def always(reason: str) -> Converter:
@@ -86,4 +80,14 @@ def unless(neutral: Sequence[Any], reason: str, converter: Converter) -> Convert
         same = any(leaf.value == value and type(leaf.value) is type(value) for value in neutral)
         return implicit(reason) if same else converter.run(context, leaf)
 
-    return Converter(run, converter.ours, converter.words or reason)
+    return replace(converter, run=run, words=converter.words or reason)
+
+
+def given(condition: Callable[[ConversionContext], bool], otherwise: str, converter: Converter) -> Converter:
+    """The converter where a condition holds; `implicit` elsewhere, and for null, which asks for nothing."""
+
+    def run(context: ConversionContext, leaf: KeyPath) -> Result:
+        has_effect = leaf.value is not None and condition(context)
+        return converter.run(context, leaf) if has_effect else implicit(otherwise)
+
+    return replace(converter, run=run)

@@ -3,7 +3,20 @@
 from __future__ import annotations
 
 import os.path
+from collections.abc import Collection
 from typing import Any
+
+DTYPES = {
+    "fp32": "float32",
+    "float32": "float32",
+    "float": "float32",
+    "bf16": "bfloat16",
+    "bfloat16": "bfloat16",
+    "fp16": "float16",
+    "float16": "float16",
+    "half": "float16",
+}
+"""What others call a type -> its name in torch."""
 
 
 class BadValue(ValueError):
@@ -19,6 +32,14 @@ def integer(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or abs(value) >= 2**63:
         raise BadValue(f"expected a whole number, got {shown(value)}")
     return value
+
+
+def count(value: Any) -> int:
+    """A whole number of at least 1. Raises BadValue."""
+    found = integer(value)
+    if found < 1:
+        raise BadValue(f"expected at least 1, got {found}")
+    return found
 
 
 def number(value: Any) -> float:
@@ -63,6 +84,13 @@ def texts(value: Any) -> list[str]:
     if isinstance(value, list):
         return [text(item) for item in value]
     return [text(value)]
+
+
+def one_of(value: Any, names: Collection[Any]) -> Any:
+    """A value that is one of these. Raises BadValue."""
+    if isinstance(value, list | dict) or value not in names:
+        raise BadValue(f"expected one of {', '.join(map(str, names))}, got {shown(value)}")
+    return value
 
 
 def path(value: Any) -> str:

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from schema.interop.engine import to, values
+from schema.interop.engine.keys import words
 from schema.interop.engine.model import Result, implicit, mapped
 from schema.interop.engine.rules import ConversionContext, Converter, KeyPath, Rule, computed
-from schema.interop.engine.values import BadValue, shown
+from schema.interop.engine.values import BadValue
 from schema.interop.roll.actor_train import model_name
 from schema.interop.roll.converters import (
-    DTYPES,
+    LORA_KEYS,
     asks,
     count,
-    is_one_of,
     lost,
     named_devices,
     repeats,
     under,
     wins,
 )
+from schema.interop.roll.data import paths
 from schema.interop.roll.facts import (
     ENGINES,
     devices,
@@ -60,16 +62,11 @@ def _new_tokens(context: ConversionContext, leaf: KeyPath) -> Result:
 def _top_k(ours: str) -> Converter:
     """Top-k where -1, 0 and null are off."""
 
-    def run(context: ConversionContext, leaf: KeyPath) -> Result:
-        k = -1 if leaf.value is None else values.integer(leaf.value)
-        return mapped((ours, k if k > 0 else -1))
+    def read(value: Any) -> int:
+        k = -1 if value is None else values.integer(value)
+        return k if k > 0 else -1
 
-    return Converter(run, (ours,), "0 → -1: off")
-
-
-@computed(f"{_SAMPLING}.stop", words="strings that end an answer", null="null: none")
-def _stop(context: ConversionContext, leaf: KeyPath) -> Result:
-    return mapped((f"{_SAMPLING}.stop", values.texts(leaf.value)))
+    return to.converted(ours, read, "0 → -1: off", null="")
 
 
 _REPEATED_GROUP = repeats(
@@ -89,7 +86,10 @@ _GENERATING_ARGS: tuple[Rule, ...] = (
     Rule("top_k", _top_k(f"{_SAMPLING}.top_k"), default=50),
     Rule("repetition_penalty", to.number(f"{_SAMPLING}.repetition_penalty")),
     Rule("do_sample", to.flag(f"{_SAMPLING}.do_sample")),
-    Rule("stop_strings", _stop),
+    Rule(
+        "stop_strings",
+        to.converted(f"{_SAMPLING}.stop", values.texts, "strings that end an answer", "null: none"),
+    ),
     Rule("include_stop_str_in_output", to.flag("rollout.include_stop_str_in_output")),
     Rule("num_beams", _beams(ROLE)),
     Rule(
@@ -139,11 +139,12 @@ def _devices(context: ConversionContext, leaf: KeyPath) -> Result:
     return mapped(*targets, note=note)
 
 
-def _engine_dimension(index: int, ours: str, words: str = "") -> Converter:
-    def run(context: ConversionContext, leaf: KeyPath) -> Result:
+def _engine_dimension(index: int, ours: str, said: str = "") -> Converter:
+    @computed(f"{_MESH}.{ours}", words=said)
+    def convert(context: ConversionContext, leaf: KeyPath) -> Result:
         return mapped((f"{_MESH}.{ours}", engine_size(context)[index]))
 
-    return Converter(run, (f"{_MESH}.{ours}",), words)
+    return convert
 
 
 @computed("rollout.backend", words="`hf_infer` → `transformers`, `sglang` → `vllm`")
@@ -153,22 +154,15 @@ def _engine(context: ConversionContext, leaf: KeyPath) -> Result:
             "this build has no SGLang engine: the rollouts run in vLLM, which samples the same distribution"
         )
         return mapped(("rollout.backend", "vllm"), note="vLLM takes the place of SGLang")
-    if leaf.value == "hf_infer":
-        return mapped(("rollout.backend", "transformers"))
-    if leaf.value == "vllm":
-        return mapped(("rollout.backend", "vllm"))
-    raise BadValue(f"expected one of {', '.join(ENGINES)}, got {shown(leaf.value)}")
+    name = values.one_of(leaf.value, ENGINES)
+    return mapped(("rollout.backend", "transformers" if name == "hf_infer" else name))
 
 
-@computed("rollout.dtype", words="`bf16` → `bfloat16`, …")
-def _dtype(context: ConversionContext, leaf: KeyPath) -> Result:
-    if leaf.value in (None, "auto"):
-        return implicit("the type of the published weights")
-    if not is_one_of(leaf.value, DTYPES):
-        raise BadValue(f"expected one of {', '.join(DTYPES)}, got {shown(leaf.value)}")
-    return mapped(("rollout.dtype", DTYPES[leaf.value]))
-
-
+_DTYPE = to.unless(
+    (None, "auto"),
+    "the type of the published weights",
+    to.choice("rollout.dtype", values.DTYPES, "`bf16` → `bfloat16`, …"),
+)
 _WEIGHTS = {"dummy": "dummy", "auto": "auto", "safetensors": "auto"}
 
 
@@ -181,9 +175,7 @@ def _engine_argument(context: ConversionContext, leaf: KeyPath) -> Result:
     return mapped((f"rollout.engine_kwargs.{leaf.rest}", leaf.value))
 
 
-@computed("rollout.enforce_eager", words="CUDA graphs or not")
-def _no_graphs(context: ConversionContext, leaf: KeyPath) -> Result:
-    return mapped(("rollout.enforce_eager", values.flag(leaf.value)))
+_NO_GRAPHS = to.flag("rollout.enforce_eager", "CUDA graphs or not", null="")
 
 
 def _only(name: str, converter: Converter) -> Converter:
@@ -194,7 +186,7 @@ def _only(name: str, converter: Converter) -> Converter:
             raise BadValue(f"an argument of {name}, and the strategy is {strategy(context, ROLE)}")
         return converter.run(context, leaf)
 
-    return Converter(run, converter.ours, converter.words)
+    return replace(converter, run=run)
 
 
 @computed("rollout.parallelism.ep_size", words="true → over the ranks of one engine")
@@ -226,15 +218,15 @@ _ENGINE_RULES: tuple[Rule, ...] = (
     Rule("max_running_requests", _only("sglang", to.integer("rollout.max_num_seqs"))),
     Rule("max_num_batched_tokens", to.integer("rollout.max_num_batched_tokens")),
     Rule("chunked_prefill_size", _only("sglang", to.integer("rollout.max_num_batched_tokens"))),
-    Rule("enforce_eager", _no_graphs),
-    Rule("disable_cuda_graph", _only("sglang", _no_graphs)),
+    Rule("enforce_eager", _NO_GRAPHS),
+    Rule("disable_cuda_graph", _only("sglang", _NO_GRAPHS)),
     Rule(
         "enable_chunked_prefill",
         to.flag("rollout.enable_chunked_prefill"),
         default=True,
         when=_without_engine,
     ),
-    Rule("dtype", _dtype),
+    Rule("dtype", _DTYPE),
     Rule("quantization", asks((None,), "not quantised", to.text("rollout.quantization"))),
     Rule("sleep_level", to.always("an engine that shares its GPU sleeps by placement.share")),
     Rule("enable_expert_parallel", _only("vllm", _experts)),
@@ -248,34 +240,26 @@ _ENGINE_RULES: tuple[Rule, ...] = (
 
 _MODEL_ARGS: tuple[Rule, ...] = (
     Rule("model_name_or_path", model_name),
-    Rule("dtype", _dtype),
+    Rule("dtype", _DTYPE),
     Rule("disable_gradient_checkpointing", to.always("inference keeps no activations")),
     Rule("attn_implementation", to.always("the engine chooses its attention"), also=("flash_attn",)),
     Rule("model_type", to.always("a language model")),
     Rule("device_map", to.always("the engine places the model")),
     Rule("ulysses_size", to.always("applies to training only")),
-    *(
-        Rule(key, to.always("adapters are those of actor_train"))
-        for key in ("lora_target", "lora_rank", "lora_alpha", "lora_dropout", "additional_target")
-    ),
+    *(Rule(key, to.always("adapters are those of actor_train")) for key in LORA_KEYS),
     Rule("freeze_module_prefix", to.always("inference trains nothing")),
 )
 
-_DATA_ARGS: tuple[Rule, ...] = (
-    Rule(
-        "template",
-        repeats(
-            lambda context: context.get("actor_train.data_args.template", None),
-            "the same as actor_train's",
-            wins("actor_train's template"),
-        ),
-    ),
+_TEMPLATE = repeats(
+    lambda context: context.get("actor_train.data_args.template", None),
+    "the same as actor_train's",
+    wins("actor_train's template"),
 )
 
 ACTOR_INFER_RULES: tuple[Rule, ...] = (
     *under(f"{ROLE}.model_args", _MODEL_ARGS),
     *under(f"{ROLE}.generating_args", _GENERATING_ARGS),
-    *under(f"{ROLE}.data_args", _DATA_ARGS),
+    Rule(f"{ROLE}.data_args.template", _TEMPLATE),
     Rule(f"{ROLE}.strategy_args.strategy_name", _engine, default="vllm"),
     *under(_SETTINGS, _ENGINE_RULES),
     Rule(f"{ROLE}.num_gpus_per_worker", _engine_dimension(0, "tp_size", "devices of one engine: tp · pp")),
@@ -294,11 +278,6 @@ def _no_validation(context: ConversionContext) -> str:
     return "" if has_validation(context) else "no data to validate on is named, or eval_steps is 0"
 
 
-@computed("validation.dataset.files", words="read one after the other", null="null: none")
-def _validation_files(context: ConversionContext, leaf: KeyPath) -> Result:
-    return mapped(("validation.dataset.files", [values.path(item) for item in values.texts(leaf.value)]))
-
-
 @computed("validation.max_response_length", words="where val_sequence_length is silent")
 def _validation_tokens(context: ConversionContext, leaf: KeyPath) -> Result:
     if context.integer("val_sequence_length") is not None:
@@ -306,63 +285,37 @@ def _validation_tokens(context: ConversionContext, leaf: KeyPath) -> Result:
     return implicit("ROLL takes the length of training instead")
 
 
-@computed("validation.temperature", words="")
-def _validation_temperature(context: ConversionContext, leaf: KeyPath) -> Result:
-    if context.flag("val_greedy"):
-        return implicit("val_greedy is taken instead")
-    return to.number("validation.temperature").run(context, leaf)
+def _greedy(converter: Converter) -> Converter:
+    """Without an effect where val_greedy is on."""
+
+    def run(context: ConversionContext, leaf: KeyPath) -> Result:
+        if context.flag("val_greedy"):
+            return implicit("val_greedy is taken instead")
+        return converter.run(context, leaf)
+
+    return replace(converter, run=run)
 
 
-def _validation_top_k(context: ConversionContext, leaf: KeyPath) -> Result:
-    if context.flag("val_greedy"):
-        return implicit("val_greedy is taken instead")
-    return _top_k("validation.top_k").run(context, leaf)
-
-
+_VALIDATION_ARGS: tuple[Rule, ...] = (
+    Rule("max_new_tokens", _validation_tokens, when=_no_validation),
+    Rule("max_length", to.always("max_new_tokens bounds the answer")),
+    Rule("temperature", _greedy(to.number("validation.temperature")), default=0.95, when=_no_validation),
+    Rule("top_p", to.number("validation.top_p"), default=0.7, when=_no_validation),
+    Rule("top_k", _greedy(_top_k("validation.top_k")), default=50, when=_no_validation),
+    Rule("repetition_penalty", to.number("validation.repetition_penalty"), when=_no_validation),
+    Rule("num_return_sequences", to.integer("validation.n_generation"), when=_no_validation),
+    Rule("num_beams", _beams("validation")),
+    Rule("do_sample", to.always("temperature decides")),
+)
 VALIDATION_RULES: tuple[Rule, ...] = (
-    Rule("validation.data_args.file_name", _validation_files),
     Rule(
-        "validation.data_args.template",
-        repeats(
-            lambda context: context.get("actor_train.data_args.template", None),
-            "the same as actor_train's",
-            wins("actor_train's template"),
-        ),
+        "validation.data_args.file_name",
+        to.converted("validation.dataset.files", paths, "read one after the other", "null: none"),
     ),
+    Rule("validation.data_args.template", _TEMPLATE),
     *(
         Rule(f"validation.data_args.{key}", to.always("rows are read by actor_train's columns"))
-        for key in (
-            "prompt",
-            "messages",
-            "response",
-            "tag",
-            "dataset_dir",
-            "dataset_type",
-            "preprocessing_num_workers",
-        )
+        for key in words("prompt messages response tag dataset_dir dataset_type preprocessing_num_workers")
     ),
-    Rule("validation.generating_args.max_new_tokens", _validation_tokens, when=_no_validation),
-    Rule("validation.generating_args.max_length", to.always("max_new_tokens bounds the answer")),
-    Rule(
-        "validation.generating_args.temperature", _validation_temperature, default=0.95, when=_no_validation
-    ),
-    Rule("validation.generating_args.top_p", to.number("validation.top_p"), default=0.7, when=_no_validation),
-    Rule(
-        "validation.generating_args.top_k",
-        Converter(_validation_top_k, ("validation.top_k",), "0 → -1: off"),
-        default=50,
-        when=_no_validation,
-    ),
-    Rule(
-        "validation.generating_args.repetition_penalty",
-        to.number("validation.repetition_penalty"),
-        when=_no_validation,
-    ),
-    Rule(
-        "validation.generating_args.num_return_sequences",
-        to.integer("validation.n_generation"),
-        when=_no_validation,
-    ),
-    Rule("validation.generating_args.num_beams", _beams("validation")),
-    Rule("validation.generating_args.do_sample", to.always("temperature decides")),
+    *under("validation.generating_args", _VALIDATION_ARGS),
 )

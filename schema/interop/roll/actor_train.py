@@ -6,7 +6,7 @@ from typing import Any
 
 from schema.interop.engine import to, values
 from schema.interop.engine.model import Result, implicit, mapped
-from schema.interop.engine.rules import ConversionContext, Converter, KeyPath, Rule, computed
+from schema.interop.engine.rules import ConversionContext, Converter, KeyPath, Rule, computed, needs
 from schema.interop.engine.values import BadValue, shown
 from schema.interop.roll.converters import (
     POLICY,
@@ -15,12 +15,13 @@ from schema.interop.roll.converters import (
     dtype,
     is_one_of,
     lost,
+    model_dtype,
     named_devices,
-    stored_dtype,
+    reshard,
     under,
 )
 from schema.interop.roll.data import DATA_ARGS
-from schema.interop.roll.facts import TRAINING_STRATEGIES, config_key, mesh, strategy
+from schema.interop.roll.facts import SIZES, TRAINING_STRATEGIES, config_key, mesh, strategy
 from schema.interop.roll.training import TRAINING_ARGS
 
 ROLE = "actor_train"
@@ -48,15 +49,15 @@ def _devices(context: ConversionContext, leaf: KeyPath) -> Result:
     return mapped(*targets, note=count(len(found), "device"))
 
 
-def _dimension(name: str, ours: str) -> Converter:
+def _dimension(name: str) -> Converter:
     """One size of the mesh, checked against the others."""
+    ours = f"{_MESH}.{name}_size"
 
-    def run(context: ConversionContext, leaf: KeyPath) -> Result:
-        if leaf.value is None:
-            return implicit("null: 1")
-        return mapped((f"{_MESH}.{ours}", getattr(mesh(context), name)))
+    @computed(ours, words="", null="null: 1")
+    def convert(context: ConversionContext, leaf: KeyPath) -> Result:
+        return mapped((ours, getattr(mesh(context), name)))
 
-    return Converter(run, (f"{_MESH}.{ours}",), "")
+    return convert
 
 
 @computed(
@@ -66,11 +67,9 @@ def _dimension(name: str, ours: str) -> Converter:
 )
 def _fsdp_size(context: ConversionContext, leaf: KeyPath) -> Result:
     shape = mesh(context)
-    note = (
-        "pure FSDP2"
-        if shape.dp_replicate == 1
-        else f"HSDP: {shape.world} / {values.integer(leaf.value)} replicas"
-    )
+    note = "pure FSDP2"
+    if shape.dp_replicate != 1:
+        note = f"HSDP: {shape.world} / {values.integer(leaf.value)} replicas"
     return mapped(
         (f"{_MESH}.dp_shard_size", shape.dp_shard),
         (f"{_MESH}.dp_replicate_size", shape.dp_replicate),
@@ -92,12 +91,8 @@ def model_name(context: ConversionContext, leaf: KeyPath) -> Result:
     if any(context.get(f"{role}.model_args.model_name_or_path", None) is None for role in roles):
         pretrain = context.get("pretrain", None)
         if pretrain is not None:
-            same = (
-                "the same as pretrain"
-                if pretrain == leaf.value
-                else f"ROLL takes pretrain = {pretrain} instead"
-            )
-            return implicit(same)
+            same = pretrain == leaf.value
+            return implicit("the same as pretrain" if same else f"ROLL takes pretrain = {pretrain} instead")
     return mapped(("policy.model_name_or_path", values.path(leaf.value)))
 
 
@@ -124,9 +119,14 @@ def _attention(context: ConversionContext, leaf: KeyPath) -> Result:
     raise BadValue(f"expected sdpa, auto, fa2 or fa3, got {shown(leaf.value)}")
 
 
+def _parts(value: Any) -> list[str]:
+    """Names of a list, or of a text with commas between them."""
+    return [part.strip() for text in values.texts(value) for part in text.split(",")]
+
+
 @computed("policy.trainable_map", words="each prefix → false", null="null: everything is trained")
 def _freeze(context: ConversionContext, leaf: KeyPath) -> Result:
-    prefixes = [part.strip() for text in values.texts(leaf.value) for part in text.split(",") if part.strip()]
+    prefixes = list(filter(None, _parts(leaf.value)))
     context.warn(
         f"freeze_module_prefix = {shown(leaf.value)} freezes every parameter whose name begins so; "
         "policy.trainable_map takes the exact names of the hub's checkpoint: see that these are such names"
@@ -140,7 +140,7 @@ def _freeze(context: ConversionContext, leaf: KeyPath) -> Result:
     null="null: no adapters",
 )
 def _lora_target(context: ConversionContext, leaf: KeyPath) -> Result:
-    names = [part.strip() for text in values.texts(leaf.value) for part in text.split(",") if part.strip()]
+    names = list(filter(None, _parts(leaf.value)))
     if names in (["all"], ["all-linear"]):
         return mapped(("policy.lora.target_modules", "all-linear"))
     return mapped(("policy.lora.target_modules", names))
@@ -158,16 +158,6 @@ def _lora_alpha(context: ConversionContext, leaf: KeyPath) -> Result:
     return mapped(("policy.lora.lora_alpha", alpha))
 
 
-@computed("policy.lora.modules_to_save", words="comma-separated names become a list", null="null: none")
-def _lora_more(context: ConversionContext, leaf: KeyPath) -> Result:
-    return mapped(
-        (
-            "policy.lora.modules_to_save",
-            [part.strip() for text in values.texts(leaf.value) for part in text.split(",")],
-        )
-    )
-
-
 @computed("policy.override_config", words="keys of the model's own configuration")
 def _override(context: ConversionContext, leaf: KeyPath) -> Result:
     if leaf.value in (None, {}):
@@ -177,26 +167,15 @@ def _override(context: ConversionContext, leaf: KeyPath) -> Result:
     return mapped((f"policy.override_config.{leaf.rest}", leaf.value))
 
 
-@computed(
-    "train.param_dtype", "train.master_dtype", words="with a param_dtype of the strategy: the master weights"
-)
-def _model_dtype(context: ConversionContext, leaf: KeyPath) -> Result:
-    plain = dtype("train.param_dtype").run(context, leaf)
-    computing = context.get(config_key(ROLE, "param_dtype"), None)
-    if not plain.targets or computing is None:
-        return plain
-    return stored_dtype("train", plain.targets[0][1], computing)
-
-
 _MODEL_ARGS: tuple[Rule, ...] = (
     Rule("model_name_or_path", model_name),
-    Rule("dtype", _model_dtype, default="bf16"),
+    Rule("dtype", model_dtype(ROLE, "train"), default="bf16"),
     Rule("disable_gradient_checkpointing", _no_checkpointing),
     Rule(
         "gradient_checkpointing_use_reentrant",
         to.always("recomputation is never reentrant, which changes nothing"),
     ),
-    Rule("ulysses_size", _dimension("cp", "cp_size")),
+    Rule("ulysses_size", _dimension("cp")),
     Rule("attn_implementation", _attention, also=("flash_attn",)),
     Rule(
         "model_type",
@@ -209,7 +188,13 @@ _MODEL_ARGS: tuple[Rule, ...] = (
     Rule("lora_rank", to.integer("policy.lora.r"), default=8, when=_without_lora),
     Rule("lora_alpha", _lora_alpha, default=None, when=_without_lora),
     Rule("lora_dropout", to.number("policy.lora.lora_dropout"), when=_without_lora),
-    Rule("additional_target", _lora_more, when=_without_lora),
+    Rule(
+        "additional_target",
+        to.converted(
+            "policy.lora.modules_to_save", _parts, "comma-separated names become a list", "null: none"
+        ),
+        when=_without_lora,
+    ),
     Rule(
         "autocast_adapter_dtype",
         to.unless((True,), "adapters are float32", lost(f"{ROLE}.model_args.autocast_adapter_dtype")),
@@ -226,11 +211,10 @@ _MODEL_ARGS: tuple[Rule, ...] = (
 
 @computed(words="all training strategies become FSDP2")
 def _strategy(context: ConversionContext, leaf: KeyPath) -> Result:
-    if leaf.value in TRAINING_STRATEGIES:
-        return implicit(
-            "training is sharded by FSDP2 with the sizes of the strategy_config; the numbers are the same"
-        )
-    raise BadValue(f"expected one of {', '.join(TRAINING_STRATEGIES)}, got {shown(leaf.value)}")
+    values.one_of(leaf.value, TRAINING_STRATEGIES)
+    return implicit(
+        "training is sharded by FSDP2 with the sizes of the strategy_config; the numbers are the same"
+    )
 
 
 @computed(
@@ -244,13 +228,6 @@ def _recompute(context: ConversionContext, leaf: KeyPath) -> Result:
     return mapped(("policy.model_gradient_checkpointing", True), ("train.recompute_granularity", leaf.value))
 
 
-@computed(
-    "train.fsdp_reshard_after_forward", words="true → `always`, false → `never`", null="null: the default"
-)
-def _reshard(context: ConversionContext, leaf: KeyPath) -> Result:
-    return mapped(("train.fsdp_reshard_after_forward", "always" if values.flag(leaf.value) else "never"))
-
-
 @computed("train.ckpt.save_contents", words="true → only the model")
 def _model_only(context: ConversionContext, leaf: KeyPath) -> Result:
     if not values.flag(leaf.value):
@@ -259,11 +236,7 @@ def _model_only(context: ConversionContext, leaf: KeyPath) -> Result:
 
 
 _STRATEGY_RULES: tuple[Rule, ...] = (
-    Rule("tensor_model_parallel_size", _dimension("tp", "tp_size")),
-    Rule("pipeline_model_parallel_size", _dimension("pp", "pp_size")),
-    Rule("context_parallel_size", _dimension("cp", "cp_size")),
-    Rule("expert_model_parallel_size", _dimension("ep", "ep_size")),
-    Rule("virtual_pipeline_model_parallel_size", _dimension("virtual_pp", "virtual_pp_size")),
+    *(Rule(key, _dimension(name)) for key, name in SIZES.items()),
     Rule("sequence_parallel", to.flag(f"{_MESH}.sequence_parallel")),
     Rule("recompute_granularity", _recompute),
     Rule("moe_layer_recompute", to.flag("train.recompute_moe_layers")),
@@ -280,10 +253,11 @@ _STRATEGY_RULES: tuple[Rule, ...] = (
     Rule("fsdp_size", _fsdp_size),
     Rule("param_dtype", dtype("train.param_dtype")),
     Rule("reduce_dtype", dtype("train.fsdp_reduce_dtype")),
-    Rule("reshard_after_forward", _reshard),
+    Rule("reshard_after_forward", reshard("train", "null: the default")),
     Rule("offload_policy", to.flag("train.fsdp_offload")),
 )
 
+_unpacked = needs(f"{ROLE}.use_sequence_packing", "packing is off")
 _SINGLE_RULES: tuple[Rule, ...] = (
     Rule("device_mapping", _devices),
     Rule("world_size", to.always("follows from device_mapping")),
@@ -297,28 +271,24 @@ _SINGLE_RULES: tuple[Rule, ...] = (
     Rule(
         "max_tokens_per_microbatch_in_train",
         asks((0, None), "no cap", to.integer(f"{POLICY}.max_token_len_per_mini_batch")),
-        when=lambda context: (
-            "" if context.flag(f"{ROLE}.use_dynamic_batching_in_train") else "dynamic batching is off"
-        ),
+        when=needs(f"{ROLE}.use_dynamic_batching_in_train", "dynamic batching is off"),
     ),
     Rule("use_dynamic_batching_in_infer", to.always("max_tokens_per_microbatch_in_infer says how large")),
     Rule(
         "max_tokens_per_microbatch_in_infer",
         asks((0, None), "no cap", to.integer(f"{POLICY}.old_log_prob.max_token_len_per_mini_batch")),
-        when=lambda context: (
-            "" if context.flag(f"{ROLE}.use_dynamic_batching_in_infer") else "dynamic batching is off"
-        ),
+        when=needs(f"{ROLE}.use_dynamic_batching_in_infer", "dynamic batching is off"),
     ),
     Rule("use_sequence_packing", to.flag("train.sequence_packing")),
     Rule(
         "sequence_packing_args.max_packed_sequence_length_train",
         asks((None,), "no cap", to.integer(f"{POLICY}.max_token_len_per_mini_batch")),
-        when=lambda context: "" if context.flag(f"{ROLE}.use_sequence_packing") else "packing is off",
+        when=_unpacked,
     ),
     Rule(
         "sequence_packing_args.max_packed_sequence_length_forward",
         asks((None,), "no cap", to.integer(f"{POLICY}.old_log_prob.max_token_len_per_mini_batch")),
-        when=lambda context: "" if context.flag(f"{ROLE}.use_sequence_packing") else "packing is off",
+        when=_unpacked,
     ),
     Rule("logits_in_fp32", to.always("log-probs are computed in float32")),
     Rule("apply_loss_scale", to.always("the loss is normalised over the whole step, however it is cut")),

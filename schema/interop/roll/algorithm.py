@@ -20,15 +20,15 @@ from typing import Any
 from schema.interop.engine import to, values
 from schema.interop.engine.keys import words
 from schema.interop.engine.model import Result, implicit, mapped, no_counterpart, unsupported
-from schema.interop.engine.rules import ConversionContext, Converter, KeyPath, Rule, computed
+from schema.interop.engine.rules import ConversionContext, Converter, KeyPath, Rule, computed, needs
 from schema.interop.engine.values import BadValue, shown
 from schema.interop.roll.converters import POLICY, asks, lost, reason
 from schema.interop.roll.facts import (
     has_advantages,
-    has_critic,
     has_loss_kl,
     has_reference,
     has_reward_kl,
+    no_critic,
     response_length,
 )
 
@@ -127,10 +127,6 @@ def _gamma(context: ConversionContext, leaf: KeyPath) -> Result:
     if name in _ESTIMATORS and _choose(context)[0] in ("gae", "reinforce_plus_plus"):
         return mapped((f"{POLICY}.gamma", discount))
     return implicit("1: nothing is discounted") if discount == 1 else unsupported(reason("gamma"))
-
-
-def _no_critic(context: ConversionContext) -> str:
-    return "" if has_critic(context) else "only gae has a critic"
 
 
 @computed(f"{POLICY}.kl_in_reward.beta", words="true: with init_kl_coef")
@@ -262,8 +258,7 @@ def _is_weights(context: ConversionContext, leaf: KeyPath) -> Result:
     return mapped((f"{_CORRECTION}.weights", kind))
 
 
-def _no_weights(context: ConversionContext) -> str:
-    return "" if context.flag("train_infer_correction.is_weight.enabled") else "the weights are off"
+_no_weights = needs("train_infer_correction.is_weight.enabled", "the weights are off")
 
 
 @computed(f"{_CORRECTION}.weights", words="`token`, `sequence`")
@@ -319,7 +314,7 @@ ALGORITHM_RULES: tuple[Rule, ...] = (
     Rule("norm_mean_type", to.unless(_OFF, "none", _part_of_estimator("norm_mean_type", 3))),
     Rule("norm_std_type", to.unless(_OFF, "none", _part_of_estimator("norm_std_type", 3))),
     Rule("gamma", _gamma),
-    Rule("lambd", to.number(f"{POLICY}.gae_lambda"), default=0.95, when=_no_critic),
+    Rule("lambd", to.number(f"{POLICY}.gae_lambda"), default=0.95, when=no_critic),
     Rule("add_token_level_kl", _token_kl),
     Rule("init_kl_coef", to.number(f"{POLICY}.kl_in_reward.beta"), default=0.2, when=_no_reward_kl),
     Rule("kl_penalty", to.choice(f"{POLICY}.kl_in_reward.type", _KL_TYPES), default="kl", when=_no_reward_kl),
@@ -341,8 +336,8 @@ ALGORITHM_RULES: tuple[Rule, ...] = (
     Rule("entropy_loss_coef", to.number(f"{POLICY}.entropy_coeff")),
     Rule("postive_loss_coef", _positive, also=("positive_loss_coef",)),
     Rule("max_grad_norm", to.number("train.optm_grad_norm_clip"), default=1.0),
-    Rule("value_clip", asks((None,), "no clip of values", to.number("critic.value_clip")), when=_no_critic),
-    Rule("critic_warmup", to.integer("critic.warmup_steps"), when=_no_critic),
+    Rule("value_clip", asks((None,), "no clip of values", to.number("critic.value_clip")), when=no_critic),
+    Rule("critic_warmup", to.integer("critic.warmup_steps"), when=no_critic),
     Rule("balance_length", to.flag(f"{POLICY}.balance_dp_token")),
     Rule("train_infer_correction.is_weight.enabled", _is_weights),
     Rule("train_infer_correction.is_weight.weight_type", _weight_type, when=_no_weights),
@@ -382,13 +377,13 @@ ALGORITHM_RULES: tuple[Rule, ...] = (
         Rule(
             key,
             lost(key),
-            when=lambda context: "" if context.flag("difficulty_mask") else "difficulty_mask is off",
+            when=needs("difficulty_mask", "difficulty_mask is off"),
         )
         for key in ("difficulty_low_threshold", "difficulty_high_threshold")
     ),
     Rule(
         "error_max_len_threshold",
         lost("error_max_len_threshold"),
-        when=lambda context: "" if context.flag("error_max_len_clip") else "error_max_len_clip is off",
+        when=needs("error_max_len_clip", "error_max_len_clip is off"),
     ),
 )

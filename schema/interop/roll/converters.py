@@ -7,11 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from schema.config.problem import ConfigError, Problem
-from schema.interop.engine import to
+from schema.interop.engine import to, values
 from schema.interop.engine.model import Result, implicit, mapped, no_counterpart
-from schema.interop.engine.rules import ConversionContext, Converter, KeyPath, Rule
-from schema.interop.engine.values import BadValue, shown
+from schema.interop.engine.rules import ConversionContext, Converter, KeyPath, Rule, computed
+from schema.interop.engine.values import shown
 from schema.interop.roll.device_mapping import DeviceMappingError, parse_device_mapping
+from schema.interop.roll.facts import config_key
 from schema.interop.roll.unsupported import ROLL
 
 reason = ROLL.known_reason
@@ -20,16 +21,7 @@ reason = ROLL.known_reason
 POLICY = "train.train_policy"
 NEUTRAL = (None, False, 0, 0.0, "", "null")
 
-DTYPES = {
-    "fp32": "float32",
-    "float32": "float32",
-    "float": "float32",
-    "bf16": "bfloat16",
-    "bfloat16": "bfloat16",
-    "fp16": "float16",
-    "float16": "float16",
-    "half": "float16",
-}
+LORA_KEYS = ("lora_target", "lora_rank", "lora_alpha", "lora_dropout", "additional_target")
 
 
 def count(number: int, noun: str) -> str:
@@ -74,23 +66,36 @@ def is_one_of(value: Any, names: Iterable[str]) -> bool:
 
 def dtype(ours: str) -> Converter:
     """A type by any of its names; null is the default."""
-
-    def run(context: ConversionContext, leaf: KeyPath) -> Result:
-        if leaf.value is None:
-            return implicit("null: the default")
-        if not is_one_of(leaf.value, DTYPES):
-            raise BadValue(f"expected one of {', '.join(DTYPES)}, got {shown(leaf.value)}")
-        return mapped((ours, DTYPES[leaf.value]))
-
-    return Converter(run, (ours,), "`bf16` → `bfloat16`, `fp16` → `float16`, `fp32` → `float32`")
+    words = "`bf16` → `bfloat16`, `fp16` → `float16`, `fp32` → `float32`"
+    return to.choice(ours, values.DTYPES, words, "null: the default")
 
 
-def stored_dtype(name: str, stored: Any, strategy: Any) -> Result:
-    """A model's type next to the strategy's param_dtype: then it is the type of the master weights."""
-    computing = DTYPES[strategy] if is_one_of(strategy, DTYPES) else None
-    if computing == stored:
-        return implicit("the same as the strategy's param_dtype")
-    return mapped((f"{name}.master_dtype", stored), note="param_dtype of the strategy computes")
+def model_dtype(role: str, section: str) -> Converter:
+    """A model's type; next to the strategy's param_dtype it is the type of the master weights."""
+    words = "with a param_dtype of the strategy: the master weights"
+
+    @computed(f"{section}.param_dtype", f"{section}.master_dtype", words=words)
+    def convert(context: ConversionContext, leaf: KeyPath) -> Result:
+        plain = dtype(f"{section}.param_dtype").run(context, leaf)
+        computing = context.get(config_key(role, "param_dtype"), None)
+        if not plain.targets or computing is None:
+            return plain
+        stored = values.DTYPES[leaf.value]
+        if is_one_of(computing, values.DTYPES) and values.DTYPES[computing] == stored:
+            return implicit("the same as the strategy's param_dtype")
+        return mapped((f"{section}.master_dtype", stored), note="param_dtype of the strategy computes")
+
+    return convert
+
+
+def reshard(section: str, null: str) -> Converter:
+    """Whether parameters are sharded again after forward."""
+    return to.converted(
+        f"{section}.fsdp_reshard_after_forward",
+        lambda value: "always" if values.flag(value) else "never",
+        "true → `always`, false → `never`",
+        null,
+    )
 
 
 def repeats(
@@ -117,13 +122,6 @@ def wins(what: str) -> Callable[[KeyPath, Any], Result]:
 def under(prefix: str, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
     """The same rules below a table."""
     return tuple(
-        Rule(
-            f"{prefix}.{rule.key}",
-            rule.converter,
-            rule.default,
-            tuple(f"{prefix}.{name}" for name in rule.also),
-            rule.when,
-            rule.words,
-        )
+        replace(rule, key=f"{prefix}.{rule.key}", also=tuple(f"{prefix}.{name}" for name in rule.also))
         for rule in rules
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from schema.interop.engine import to, values
 from schema.interop.engine.model import Result, implicit, mapped
@@ -13,25 +14,16 @@ from schema.interop.roll.converters import POLICY, lost
 ROLE = "actor_train"
 
 
-@computed(f"{POLICY}.dataset.files", words="read one after the other", null="null: no data")
-def _files(context: ConversionContext, leaf: KeyPath) -> Result:
-    return mapped((f"{POLICY}.dataset.files", [values.path(item) for item in values.texts(leaf.value)]))
+def paths(value: Any) -> list[str]:
+    """A path or a list of them; a leading `~` is written out."""
+    return [values.path(item) for item in values.texts(value)]
 
 
 @computed("validation.dataset.files", words="data to validate on", null="null: none")
 def _eval_files(context: ConversionContext, leaf: KeyPath) -> Result:
     if context.get("validation.data_args.file_name", None):
         return implicit("validation.data_args.file_name is taken instead")
-    return mapped(("validation.dataset.files", [values.path(item) for item in values.texts(leaf.value)]))
-
-
-@computed(
-    f"{POLICY}.prompt_column_name",
-    words="the column of the question, a text",
-    null="null: messages is the column",
-)
-def _prompt(context: ConversionContext, leaf: KeyPath) -> Result:
-    return mapped((f"{POLICY}.prompt_column_name", values.text(leaf.value)))
+    return mapped(("validation.dataset.files", paths(leaf.value)))
 
 
 @computed(
@@ -46,22 +38,6 @@ def _messages(context: ConversionContext, leaf: KeyPath) -> Result:
         )
         return implicit("data_args.prompt is taken; ROLL refuses both")
     return mapped((f"{POLICY}.prompt_column_name", values.text(leaf.value)))
-
-
-@computed(
-    f"{POLICY}.response_column_name",
-    words="the column of the reference answer",
-    null="null: ground_truth is the column",
-)
-def _response(context: ConversionContext, leaf: KeyPath) -> Result:
-    return mapped((f"{POLICY}.response_column_name", values.text(leaf.value)))
-
-
-@computed(f"{POLICY}.enable_dataset_cache", words="set → true")
-def _cache(context: ConversionContext, leaf: KeyPath) -> Result:
-    return (
-        implicit("null: no cache") if leaf.value is None else mapped((f"{POLICY}.enable_dataset_cache", True))
-    )
 
 
 @computed(
@@ -105,11 +81,28 @@ DATA_ARGS: tuple[Rule, ...] = (
         "template",
         to.unless((None, "native"), "the model's own chat template", lost(f"{ROLE}.data_args.template")),
     ),
-    Rule("file_name", _files),
+    Rule(
+        "file_name",
+        to.converted(f"{POLICY}.dataset.files", paths, "read one after the other", "null: no data"),
+    ),
     Rule("eval_file_name", _eval_files),
-    Rule("prompt", _prompt),
+    Rule(
+        "prompt",
+        to.text(
+            f"{POLICY}.prompt_column_name",
+            "the column of the question, a text",
+            "null: messages is the column",
+        ),
+    ),
     Rule("messages", _messages),
-    Rule("response", _response),
+    Rule(
+        "response",
+        to.text(
+            f"{POLICY}.response_column_name",
+            "the column of the reference answer",
+            "null: ground_truth is the column",
+        ),
+    ),
     Rule("tag", _tag, default="tag"),
     Rule("id", to.always("a row is known by its position in the dataset")),
     Rule("domain_interleave_probs.*", _shares),
@@ -118,7 +111,10 @@ DATA_ARGS: tuple[Rule, ...] = (
         to.unless((None, "1.0", 1.0, 1), "one dataset", lost(f"{ROLE}.data_args.interleave_probs")),
     ),
     Rule("preprocessing_num_workers", to.integer(f"{POLICY}.dataloader_num_workers")),
-    Rule("cache_path", _cache),
+    Rule(
+        "cache_path",
+        to.converted(f"{POLICY}.enable_dataset_cache", lambda value: True, "set → true", "null: no cache"),
+    ),
     Rule("dataset_type", to.always("the format follows from the ending of the file")),
     Rule("dataset_dir", to.always("ROLL's file_name holds the whole path")),
 )

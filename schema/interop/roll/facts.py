@@ -22,6 +22,16 @@ STRATEGIES = (*TRAINING_STRATEGIES, "fsdp2_infer", "megatron_infer", "deepspeed_
 ENGINES = ("vllm", "sglang", "hf_infer")
 
 
+SIZES = {
+    "tensor_model_parallel_size": "tp",
+    "pipeline_model_parallel_size": "pp",
+    "context_parallel_size": "cp",
+    "expert_model_parallel_size": "ep",
+    "virtual_pipeline_model_parallel_size": "virtual_pp",
+}
+"""A size in Megatron's strategy_config -> its name in `Mesh`; ours is that with `_size`."""
+
+
 @dataclass(frozen=True)
 class Mesh:
     """The mesh of one training role: sizes by dimension; `world` is their product without `ep`."""
@@ -100,15 +110,11 @@ def mesh(context: ConversionContext, role: str = "actor_train") -> Mesh:
 
 
 def _megatron(context: ConversionContext, role: str, world: int) -> Mesh:
-    tp, pp, cp, ep = (
-        _size(context, config_key(role, f"{name}_parallel_size"))
-        for name in ("tensor_model", "pipeline_model", "context", "expert_model")
-    )
+    *sizes, virtual = (config_key(role, name) for name in SIZES)
+    tp, pp, cp, ep = (_size(context, key) for key in sizes)
     if world % (tp * pp * cp):
         raise BadValue(f"{role} has {world} devices, which tp·pp·cp = {tp}·{pp}·{cp} does not divide")
-    dp = world // (tp * pp * cp)
-    virtual = _size(context, config_key(role, "virtual_pipeline_model_parallel_size"))
-    return Mesh(world, tp, pp, cp, ep, virtual_pp=virtual, dp_shard=dp)
+    return Mesh(world, tp, pp, cp, ep, _size(context, virtual), dp_shard=world // (tp * pp * cp))
 
 
 def _fsdp(context: ConversionContext, role: str, world: int) -> Mesh:
@@ -204,6 +210,11 @@ def engines(context: ConversionContext) -> list[list[int]] | None:
 def has_critic(context: ConversionContext) -> bool:
     """Whether a value model is trained: only for gae, ROLL's default estimator."""
     return has_advantages(context) and bool(context.get("adv_estimator", "gae") == "gae")
+
+
+def no_critic(context: ConversionContext) -> str:
+    """Why keys of the critic have no effect; "" if they have."""
+    return "" if has_critic(context) else "only gae has a critic"
 
 
 def has_advantages(context: ConversionContext) -> bool:

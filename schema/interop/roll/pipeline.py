@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from schema.interop.engine import to, values
 from schema.interop.engine.model import Result, implicit, mapped, no_counterpart
@@ -26,9 +27,7 @@ _BATCH = "train.train_batch_per_replica"
 
 @computed(_BATCH, words="prompts · num_return_sequences_in_group samples make one training step")
 def _rollout_batch(context: ConversionContext, leaf: KeyPath) -> Result:
-    prompts = values.integer(leaf.value)
-    if prompts < 1:
-        raise BadValue(f"expected at least 1, got {prompts}")
+    prompts = values.count(leaf.value)
     samples = samples_per_step(context)
     if is_agentic(context):
         return mapped((_BATCH, samples), note="trajectories of one step")
@@ -37,15 +36,7 @@ def _rollout_batch(context: ConversionContext, leaf: KeyPath) -> Result:
 
 @computed("rollout.n_generation", _BATCH, words="the size of a group")
 def _group(context: ConversionContext, leaf: KeyPath) -> Result:
-    size = values.integer(leaf.value)
-    if size < 1:
-        raise BadValue(f"expected at least 1, got {size}")
-    return mapped(("rollout.n_generation", size))
-
-
-@computed(f"{POLICY}.dataset.max_prompt_length", words="longer prompts are left out, as in ROLL")
-def _prompt_length(context: ConversionContext, leaf: KeyPath) -> Result:
-    return mapped((f"{POLICY}.dataset.max_prompt_length", values.integer(leaf.value)))
+    return mapped(("rollout.n_generation", values.count(leaf.value)))
 
 
 @computed(
@@ -121,10 +112,9 @@ def _save_steps(context: ConversionContext, leaf: KeyPath) -> Result:
     )
 
 
-@computed("train.ckpt.max_keep", words="0 → -1: all are kept")
-def _max_keep(context: ConversionContext, leaf: KeyPath) -> Result:
-    kept = values.integer(leaf.value)
-    return mapped(("train.ckpt.max_keep", kept if kept > 0 else -1))
+def _kept(value: Any) -> int:
+    kept = values.integer(value)
+    return kept if kept > 0 else -1
 
 
 @computed(
@@ -173,20 +163,13 @@ def _use_additional(context: ConversionContext, leaf: KeyPath) -> Result:
     return mapped(("controller.oversample", round(1 + max(more, 0) / batch, 4)))
 
 
-@computed("rollout.n_generation_to_batch", words="the samples of a group as requests of their own")
-def _expand(context: ConversionContext, leaf: KeyPath) -> Result:
-    return mapped(("rollout.n_generation_to_batch", values.flag(leaf.value)))
-
-
 @computed(
     "placement.gpus_per_node",
     "placement.nodes",
     words="GPUs of each machine; the machines are as many as the devices need",
 )
 def _gpus_per_node(context: ConversionContext, leaf: KeyPath) -> Result:
-    each = values.integer(leaf.value)
-    if each < 1:
-        raise BadValue(f"expected at least 1, got {each}")
+    each = values.count(leaf.value)
     used = used_devices(context)
     nodes = max(used) // each + 1 if used else 1
     if nodes > 1:
@@ -209,19 +192,11 @@ def _reward_pretrain(context: ConversionContext, leaf: KeyPath) -> Result:
     return mapped(("critic.model_name_or_path", values.path(leaf.value)))
 
 
-@computed("logging.project_name", words="the tracker's project")
-def _project(context: ConversionContext, leaf: KeyPath) -> Result:
-    return mapped(("logging.project_name", str(leaf.value)))
-
-
 @computed("logging.experiment_name", words="the tracker's name of the run, where exp_name is silent")
 def _run_name(context: ConversionContext, leaf: KeyPath) -> Result:
     if context.has("exp_name"):
-        return (
-            implicit("exp_name names the run")
-            if context.get("exp_name") == leaf.value
-            else no_counterpart(reason("tracker_kwargs.name"))
-        )
+        same = context.get("exp_name") == leaf.value
+        return implicit("exp_name names the run") if same else no_counterpart(reason("tracker_kwargs.name"))
     return mapped(("logging.experiment_name", str(leaf.value)))
 
 
@@ -273,7 +248,11 @@ PIPELINE_RULES: tuple[Rule, ...] = (
             "an agent pipeline takes train_env_manager.group_size" if is_agentic(context) else ""
         ),
     ),
-    Rule("prompt_length", _prompt_length, default=1024),
+    Rule(
+        "prompt_length",
+        to.integer(f"{POLICY}.dataset.max_prompt_length", "longer prompts are left out, as in ROLL", null=""),
+        default=1024,
+    ),
     Rule("response_length", _response_length),
     Rule("sequence_length", _sequence_length),
     Rule(
@@ -289,16 +268,23 @@ PIPELINE_RULES: tuple[Rule, ...] = (
         to.choice("logging.logger", _LOGGERS, words="as well as the console; `stdout`: the console alone"),
         default="tensorboard",
     ),
-    Rule("tracker_kwargs.project", _project),
+    Rule("tracker_kwargs.project", to.converted("logging.project_name", str, "the tracker's project", "")),
     Rule("tracker_kwargs.name", _run_name),
     Rule("max_steps", _max_steps, default=500),
     Rule("save_steps", _save_steps, default=50),
-    Rule("max_ckpt_to_keep", _max_keep, default=0),
+    Rule(
+        "max_ckpt_to_keep",
+        to.converted("train.ckpt.max_keep", _kept, "0 → -1: all are kept", null=""),
+        default=0,
+    ),
     Rule("logging_steps", lost("logging_steps", 1)),
     Rule("eval_steps", _eval_steps, default=10),
     Rule("resume_from_checkpoint", _resume),
     Rule("async_generation_ratio", _async_ratio, default=0),
-    Rule("is_num_return_sequences_expand", _expand),
+    Rule(
+        "is_num_return_sequences_expand",
+        to.flag("rollout.n_generation_to_batch", "the samples of a group as requests of their own", null=""),
+    ),
     Rule("is_use_additional_prompts", _use_additional, also=("use_additional_prompts",)),
     Rule("max_additional_running_prompts", _additional_prompts),
     Rule("max_running_requests", to.integer("rollout.max_concurrent_samples"), default=128),
@@ -323,10 +309,10 @@ PIPELINE_RULES: tuple[Rule, ...] = (
         "global_template",
         to.unless((None, "native"), "the model's own chat template", lost("global_template")),
     ),
-    Rule("rollout_dump_dir", lost("rollout_dump_dir")),
-    Rule("save_logging_board_dir", lost("save_logging_board_dir")),
-    Rule("render_save_dir", lost("render_save_dir")),
-    Rule("model_download_type", lost("model_download_type")),
+    *(
+        Rule(key, lost(key))
+        for key in ("rollout_dump_dir", "save_logging_board_dir", "render_save_dir", "model_download_type")
+    ),
     Rule("val_greedy", to.unless(_FLAGS_OFF, "validation samples", _val_greedy)),
     Rule("val_n_sample", to.integer("validation.n_generation")),
 )

@@ -37,10 +37,10 @@ def scorers(context: ConversionContext) -> dict[str, str | None]:
 )
 def _reward(context: ConversionContext, leaf: KeyPath) -> Result:
     domain, _, key = leaf.rest.partition(".")
+    if not key and leaf.value in (None, {}):
+        return implicit("an empty table: nothing is set")
     if not key:
-        return (
-            implicit("an empty table: nothing is set") if leaf.value in (None, {}) else _unknown_reward(leaf)
-        )
+        return _unknown_reward(leaf)
     if key == "worker_cls":
         return _worker(context, leaf, domain)
     if key == "tag_included":
@@ -59,17 +59,13 @@ def _reward(context: ConversionContext, leaf: KeyPath) -> Result:
         return _model_of_reward(context, leaf, domain)
     if head == "system_envs":
         return no_counterpart(reason("rewards.<domain>.system_envs"))
-    if not _is_listed(head):
+    if ROLL.reason(f"rewards.<domain>.{head}") is None:
         return _unknown_reward(leaf)
     result = lost(f"rewards.<domain>.{head}").run(context, leaf)
     shapes = scorers(context)[domain] is not None and ROLL.decides_method(
         f"rewards.<domain>.{head}", leaf.value
     )
     return unsupported(result.note) if shapes and result.outcome is Outcome.NONE else result
-
-
-def _is_listed(head: str) -> bool:
-    return ROLL.reason(f"rewards.<domain>.{head}") is not None
 
 
 def _unknown_reward(leaf: KeyPath) -> Result:
@@ -130,11 +126,6 @@ def _model_of_reward(context: ConversionContext, leaf: KeyPath, domain: str) -> 
 # --- agents -------------------------------------------------------------------------------------------------
 
 
-@computed("rollout.n_generation", words="environments that share a seed: the size of a group")
-def _env_group(context: ConversionContext, leaf: KeyPath) -> Result:
-    return to.integer("rollout.n_generation").run(context, leaf)
-
-
 @computed(
     "rollout.multi_turn_config.enable",
     "rollout.multi_turn_config.max_assistant_turns",
@@ -156,7 +147,10 @@ def _turn_tokens(context: ConversionContext, leaf: KeyPath) -> Result:
 
 REWARD_RULES: tuple[Rule, ...] = (
     Rule("rewards.*", _reward),
-    Rule("train_env_manager.group_size", _env_group),
+    Rule(
+        "train_env_manager.group_size",
+        to.integer("rollout.n_generation", "environments that share a seed: the size of a group"),
+    ),
     Rule("max_actions_per_traj", _turns),
     Rule("max_tokens_per_step", _turn_tokens),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from schema.interop.engine import to, values
 from schema.interop.engine.model import Result, implicit, mapped, no_counterpart
-from schema.interop.engine.rules import ConversionContext, Converter, KeyPath, Rule, computed
+from schema.interop.engine.rules import ConversionContext, KeyPath, Rule, computed, rules_below
 from schema.interop.engine.values import BadValue, shown
 from schema.interop.verl.facts import (
     ACTOR,
@@ -35,6 +35,8 @@ KL_TYPES = {
 }
 _LOSSES = {"vanilla": "grpo", "gspo": "gspo", "cispo": "cispo", "gpg": "reinforce"}
 _STRATEGY = "how a model is sharded follows from policy.parallelism"
+_CHUNKED = "entropy_from_logits_with_chunking entropy_from_logits_chunk_size"
+_PADDING = "padding never changes a number here"
 
 
 def actor_rules() -> tuple[Rule, ...]:
@@ -61,28 +63,25 @@ def reference_rules() -> tuple[Rule, ...]:
         when=no_reference,
     )
     same = to.always("the reference model is loaded and compiled like the policy")
+    chunks, padding = to.always("log-probs are always computed in chunks"), to.always(_PADDING)
+    copied = {
+        "sync_actor": to.always("see sync_steps"),
+        "sync_steps": to.given(
+            lambda context: context.flag(f"{REF}.sync_actor"),
+            "no effect while sync_actor = false",
+            to.integer(f"{POLICY}.reference_reset_interval", "with sync_actor only"),
+        ),
+        "sync_actor_alpha": lacking(1.0, 1),
+    }
     return (
         *budget.rules(),
         *Mesh(REF, "reference", "reference", when=no_reference).rules(),
-        Rule(
-            f"{REF}.model.path",
-            Converter(_reference_path, ("reference.model_name_or_path",), "where it is not the policy's"),
-            when=no_reference,
-        ),
-        Rule(f"{REF}.strategy", to.always(_STRATEGY)),
-        Rule(f"{REF}.use_torch_compile", same),
-        Rule(f"{REF}.load_weight", same),
+        Rule(f"{REF}.model.path", _reference_path, when=no_reference),
+        *rules_below(REF, {"strategy": to.always(_STRATEGY), "use_torch_compile load_weight": same}),
         Rule(f"{REF}.param_offload", to.flag("reference.offload"), when=no_reference),
         Rule(f"{REF}.rollout_n", to.always("repeats actor_rollout_ref.rollout.n")),
-        Rule(f"{REF}.sync_actor", to.always("see sync_steps"), when=no_reference),
-        Rule(f"{REF}.sync_steps", _sync_steps, when=no_reference),
-        Rule(f"{REF}.sync_actor_alpha", lacking(1.0, 1), when=no_reference),
-        Rule(
-            f"{REF}.entropy_from_logits_with_chunking", to.always("log-probs are always computed in chunks")
-        ),
-        Rule(f"{REF}.entropy_from_logits_chunk_size", to.always("log-probs are always computed in chunks")),
-        Rule(f"{REF}.entropy_checkpointing", to.always("log-probs are always computed in chunks")),
-        Rule(f"{REF}.pad_to_length", to.always("padding never changes a number here")),
+        *rules_below(REF, copied, no_reference),
+        *rules_below(REF, {f"{_CHUNKED} entropy_checkpointing": chunks, "pad_to_length": padding}),
         *profiler_rules(REF),
         switched(f"{REF}.router_replay", f"{REF}.router_replay.enable"),
     )
@@ -119,49 +118,59 @@ def _batches() -> tuple[Rule, ...]:
         *budget.rules(),
         Rule(f"{ACTOR}.ppo_epochs", to.integer(f"{POLICY}.mu_iterations"), default=1),
         Rule(f"{ACTOR}.shuffle", to.flag(f"{POLICY}.mini_batch_shuffle"), default=False),
-        Rule(f"{ACTOR}.data_loader_seed", _shuffle_seed),
+        Rule(
+            f"{ACTOR}.data_loader_seed",
+            to.given(
+                lambda context: context.flag(f"{ACTOR}.shuffle"),
+                "no effect while actor.shuffle = false",
+                to.integer(f"{POLICY}.mini_batch_shuffle_seed", "with actor.shuffle only"),
+            ),
+        ),
     )
-
-
-@computed(f"{POLICY}.mini_batch_shuffle_seed", words="with actor.shuffle only")
-def _shuffle_seed(context: ConversionContext, leaf: KeyPath) -> Result:
-    if leaf.value is None or not context.flag(f"{ACTOR}.shuffle"):
-        return implicit("no effect while actor.shuffle = false")
-    return mapped((f"{POLICY}.mini_batch_shuffle_seed", values.integer(leaf.value)))
 
 
 # --- the loss -----------------------------------------------------------------------------------------------
 
 
 def _loss() -> tuple[Rule, ...]:
-    low, high = f"{POLICY}.epsilon_low", f"{POLICY}.epsilon_high"
-    return (
-        Rule(
-            f"{ACTOR}.clip_ratio",
-            Converter(_clip_ratio, (low, high), "for each side without a key of its own"),
-            default=0.2,
+    side, written = "as it is; null: clip_ratio", "null: clip_ratio counts"
+    table = {
+        "clip_ratio": _clip_ratio,
+        "clip_ratio_low": to.number(f"{POLICY}.epsilon_low", side, written),
+        "clip_ratio_high": to.number(f"{POLICY}.epsilon_high", side, written),
+        "clip_ratio_c": _dual_clip,
+        "loss_agg_mode": _aggregation,
+        "loss_scale_factor": to.given(
+            lambda context: context.text(f"{ACTOR}.loss_agg_mode") == "seq-mean-token-sum-norm",
+            "no effect without loss_agg_mode = seq-mean-token-sum-norm",
+            to.integer(f"{POLICY}.unbiased_loss_max_tokens", "with `seq-mean-token-sum-norm` only"),
         ),
-        Rule(f"{ACTOR}.clip_ratio_low", _clip_side(low)),
-        Rule(f"{ACTOR}.clip_ratio_high", _clip_side(high)),
-        Rule(f"{ACTOR}.clip_ratio_c", _dual_clip, default=3.0),
-        Rule(f"{ACTOR}.loss_agg_mode", _aggregation, default="token-mean"),
-        Rule(f"{ACTOR}.loss_scale_factor", _scale_factor),
-        Rule(f"{ACTOR}.entropy_coeff", to.number(f"{POLICY}.entropy_coeff"), default=0.0),
-        Rule(
-            f"{ACTOR}.use_kl_loss",
-            Converter(_use_kl_loss, (f"{POLICY}.kl_beta",), "false: kl_beta stays 0"),
-            default=False,
+        "entropy_coeff": to.number(f"{POLICY}.entropy_coeff"),
+        "use_kl_loss": _use_kl_loss,
+        "kl_loss_coef": to.given(
+            lambda context: context.flag(f"{ACTOR}.use_kl_loss"),
+            "no effect while use_kl_loss = false",
+            to.number(f"{POLICY}.kl_beta", "with use_kl_loss only"),
         ),
-        Rule(f"{ACTOR}.kl_loss_coef", _kl_coef, default=0.001),
-        Rule(f"{ACTOR}.kl_loss_type", _kl_type, default="low_var_kl"),
-        Rule(f"{ACTOR}.policy_loss.loss_mode", _loss_mode, default="vanilla"),
-        Rule(f"{ACTOR}.policy_loss.*", _loss_option),
-        Rule(f"{ACTOR}.tau_pos", _loss_option),
-        Rule(f"{ACTOR}.tau_neg", _loss_option),
-        Rule(f"{ACTOR}.tis_imp_ratio_cap", _tis_cap),
-    )
+        "kl_loss_type": _kl_type,
+        "policy_loss.loss_mode": _loss_mode,
+        "policy_loss.* tau_pos tau_neg": _loss_option,
+        "tis_imp_ratio_cap": _tis_cap,
+    }
+    defaults = {
+        "clip_ratio": 0.2,
+        "clip_ratio_c": 3.0,
+        "loss_agg_mode": "token-mean",
+        "entropy_coeff": 0.0,
+        "use_kl_loss": False,
+        "kl_loss_coef": 0.001,
+        "kl_loss_type": "low_var_kl",
+        "policy_loss.loss_mode": "vanilla",
+    }
+    return rules_below(ACTOR, table, defaults=defaults)
 
 
+@computed(f"{POLICY}.epsilon_low", f"{POLICY}.epsilon_high", words="for each side without a key of its own")
 def _clip_ratio(context: ConversionContext, leaf: KeyPath) -> Result:
     value = values.number(leaf.value)
     targets = tuple(
@@ -170,17 +179,6 @@ def _clip_ratio(context: ConversionContext, leaf: KeyPath) -> Result:
         if context.number(f"{ACTOR}.clip_ratio_{side}", None) is None
     )
     return mapped(*targets) if targets else implicit("clip_ratio_low and clip_ratio_high are both set")
-
-
-def _clip_side(ours: str) -> Converter:
-    def run(context: ConversionContext, leaf: KeyPath) -> Result:
-        return (
-            implicit("null: clip_ratio counts")
-            if leaf.value is None
-            else mapped((ours, values.number(leaf.value)))
-        )
-
-    return Converter(run, (ours,), "as it is; null: clip_ratio")
 
 
 @computed(f"{POLICY}.lower_bound_ratio", words="as it is; gspo has no dual clip")
@@ -220,25 +218,12 @@ def _aggregation(context: ConversionContext, leaf: KeyPath) -> Result:
     raise BadValue(f"expected token-mean, seq-mean-token-sum, -mean or -sum-norm, got {shown(mode)}")
 
 
-@computed(f"{POLICY}.unbiased_loss_max_tokens", words="with `seq-mean-token-sum-norm` only")
-def _scale_factor(context: ConversionContext, leaf: KeyPath) -> Result:
-    if leaf.value is None or context.text(f"{ACTOR}.loss_agg_mode") != "seq-mean-token-sum-norm":
-        return implicit("no effect without loss_agg_mode = seq-mean-token-sum-norm")
-    return mapped((f"{POLICY}.unbiased_loss_max_tokens", values.integer(leaf.value)))
-
-
+@computed(f"{POLICY}.kl_beta", words="false: kl_beta stays 0")
 def _use_kl_loss(context: ConversionContext, leaf: KeyPath) -> Result:
     if leaf.value is None or not values.flag(leaf.value):
         return implicit("false: no KL in the loss, kl_beta stays 0")
     coefficient = context.number(f"{ACTOR}.kl_loss_coef", 0.001) or 0.0
     return mapped((f"{POLICY}.kl_beta", coefficient), note="kl_loss_coef")
-
-
-@computed(f"{POLICY}.kl_beta", words="with use_kl_loss only")
-def _kl_coef(context: ConversionContext, leaf: KeyPath) -> Result:
-    if leaf.value is None or not context.flag(f"{ACTOR}.use_kl_loss"):
-        return implicit("no effect while use_kl_loss = false")
-    return mapped((f"{POLICY}.kl_beta", values.number(leaf.value)))
 
 
 @computed(f"{POLICY}.kl_type", words="`kl` → `k1`, `mse` → `k2`, `low_var_kl` → `k3`; with use_kl_loss only")
@@ -289,37 +274,32 @@ def _tis_cap(context: ConversionContext, leaf: KeyPath) -> Result:
 
 def _small() -> tuple[Rule, ...]:
     chunks = to.always("log-probs and entropy are always computed in chunks")
-    return (
-        Rule(f"{ACTOR}.strategy", to.always(_STRATEGY)),
-        Rule(f"{ACTOR}.use_torch_compile", to.flag("train.compile"), default=True),
-        Rule(f"{ACTOR}.rollout_n", to.always("repeats actor_rollout_ref.rollout.n")),
-        Rule(f"{ACTOR}.load_weight", to.always("the policy's weights are always loaded")),
-        Rule(f"{ACTOR}.calculate_entropy", to.always("entropy is always a metric")),
-        Rule(f"{ACTOR}.calculate_sum_pi_squared", lacking(False)),
-        Rule(
-            f"{ACTOR}.use_prefix_grouper",
-            to.always("changes speed only; prompts are shared by the engine's prefix cache"),
+    table = {
+        "strategy": to.always(_STRATEGY),
+        "use_torch_compile": to.flag("train.compile"),
+        "rollout_n": to.always("repeats actor_rollout_ref.rollout.n"),
+        "load_weight": to.always("the policy's weights are always loaded"),
+        "calculate_entropy": to.always("entropy is always a metric"),
+        "calculate_sum_pi_squared": lacking(False),
+        "use_prefix_grouper": to.always(
+            "changes speed only; prompts are shared by the engine's prefix cache"
         ),
-        Rule(f"{ACTOR}.use_fused_kernels", chunks),
-        Rule(f"{ACTOR}.use_remove_padding", to.flag("train.sequence_packing")),
-        Rule(f"{ACTOR}.entropy_from_logits_with_chunking", chunks),
-        Rule(f"{ACTOR}.entropy_from_logits_chunk_size", chunks),
-        Rule(f"{ACTOR}.entropy_checkpointing", to.always("entropy is always recomputed in backward")),
-        Rule(f"{ACTOR}.pad_to_length", to.always("padding never changes a number here")),
-        Rule(f"{ACTOR}.freeze_vision_tower", lacking(False)),
-        Rule(f"{ACTOR}.router_replay.mode", lacking("disabled")),
-        Rule(f"{ACTOR}.router_replay.*", lacking()),
+        "use_fused_kernels": chunks,
+        "use_remove_padding": to.flag("train.sequence_packing"),
+        _CHUNKED: chunks,
+        "entropy_checkpointing": to.always("entropy is always recomputed in backward"),
+        "pad_to_length": to.always(_PADDING),
+        "freeze_vision_tower": lacking(False),
+        "router_replay.mode": lacking("disabled"),
+        "router_replay.*": lacking(),
+    }
+    return (
+        *rules_below(ACTOR, table, defaults={"use_torch_compile": True}),
         switched(f"{ACTOR}.qat", f"{ACTOR}.qat.enable"),
     )
 
 
-@computed(f"{POLICY}.reference_reset_interval", words="with sync_actor only")
-def _sync_steps(context: ConversionContext, leaf: KeyPath) -> Result:
-    if leaf.value is None or not context.flag(f"{REF}.sync_actor"):
-        return implicit("no effect while sync_actor = false")
-    return mapped((f"{POLICY}.reference_reset_interval", values.integer(leaf.value)))
-
-
+@computed("reference.model_name_or_path", words="where it is not the policy's")
 def _reference_path(context: ConversionContext, leaf: KeyPath) -> Result:
     if leaf.value is None or leaf.value == context.get("actor_rollout_ref.model.path", None):
         return implicit("the policy's own model")

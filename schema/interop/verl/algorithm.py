@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from schema.interop.engine import to, values
 from schema.interop.engine.model import Result, implicit, mapped
-from schema.interop.engine.rules import ConversionContext, Converter, KeyPath, Rule, computed
+from schema.interop.engine.rules import (
+    ConversionContext,
+    KeyPath,
+    Rule,
+    computed,
+    needs,
+    rules_below,
+)
+from schema.interop.engine.unsupported import below
 from schema.interop.engine.values import BadValue, shown
 from schema.interop.verl.actor import KL_TYPES
 from schema.interop.verl.facts import (
@@ -43,57 +51,50 @@ _CORRECTION = f"{POLICY}.rollout_correction"
 def algorithm_rules() -> tuple[Rule, ...]:
     """All rules of `algorithm`."""
     kl = f"{POLICY}.kl_in_reward"
-    old = "algorithm"
+    controllers = {"fixed": "fixed", "adaptive": "adaptive"}
+    divergence = {
+        "kl_penalty": to.choice(f"{kl}.type", KL_TYPES),
+        "kl_ctrl.kl_coef": to.number(f"{kl}.beta"),
+        "kl_ctrl.type": to.choice(f"{kl}.controller", controllers),
+    }
+    penalties = {"kl_penalty": "kl", "kl_ctrl.kl_coef": 0.001, "kl_ctrl.type": "fixed"}
+    adaptive = {"horizon": to.integer(f"{kl}.horizon"), "target_kl": to.number(f"{kl}.target")}
+    filters = {
+        "metric": _filter_groups,
+        "max_num_gen_batches": _refills,
+        "max_inflight_gen_batches": to.always("groups in flight are bounded by allowed_outdated_steps"),
+    }
+    weights = {"token": "token", "sequence": "sequence"}
+    ratios = {
+        "rollout_is": to.choice(f"{_CORRECTION}.weights", weights, "null → `none`", "null: no weights"),
+        "rollout_is_threshold": _cap,
+        "rollout_rs": _reject,
+        "rollout_rs_threshold": _bounds,
+        "bypass_mode": to.always("the rollout's own log-probs are always the old policy's"),
+        "loss_type": lacking("ppo_clip"),
+        "rollout_is_batch_normalize": lacking(False),
+        "debug_rollout_actor_probs": to.always("the mismatch is always a metric"),
+        "rollout_rs_threshold_lower": _lower_bound,
+        "rollout_token_veto_threshold": lacking(),
+    }
+    older = {
+        "rollout_is": ("rollout_is_level",),
+        "rollout_is_threshold": ("rollout_is_threshold",),
+        "rollout_rs": ("rollout_rs",),
+        "rollout_rs_threshold": ("rollout_rs_threshold",),
+    }
+    new = "rollout_correction"
     return (
         Rule("algorithm.adv_estimator", _estimator, default="gae"),
         Rule("algorithm.gamma", to.number(f"{POLICY}.gamma"), 1.0, ("algorithm.gemma",), no_discount),
         Rule("algorithm.lam", to.number(f"{POLICY}.gae_lambda"), default=1.0, when=not_gae),
         Rule("algorithm.norm_adv_by_std_in_grpo", _norm_by_std),
-        Rule(
-            "algorithm.use_kl_in_reward",
-            Converter(_use_kl, (f"{kl}.beta",), "false: beta stays 0"),
-            default=False,
-        ),
-        Rule("algorithm.kl_penalty", to.choice(f"{kl}.type", KL_TYPES), default="kl", when=_no_kl),
-        Rule("algorithm.kl_ctrl.kl_coef", to.number(f"{kl}.beta"), default=0.001, when=_no_kl),
-        Rule(
-            "algorithm.kl_ctrl.type",
-            to.choice(f"{kl}.controller", {"fixed": "fixed", "adaptive": "adaptive"}),
-            default="fixed",
-            when=_no_kl,
-        ),
-        Rule("algorithm.kl_ctrl.horizon", to.integer(f"{kl}.horizon"), default=10000, when=_fixed_kl),
-        Rule("algorithm.kl_ctrl.target_kl", to.number(f"{kl}.target"), default=0.1, when=_fixed_kl),
+        Rule("algorithm.use_kl_in_reward", _use_kl, default=False),
+        *rules_below("algorithm", divergence, _no_kl, penalties),
+        *rules_below("algorithm.kl_ctrl", adaptive, _fixed_kl, {"horizon": 10000, "target_kl": 0.1}),
         Rule("algorithm.filter_groups.enable", _filter_groups),
-        Rule("algorithm.filter_groups.metric", _filter_groups, when=_no_filter),
-        Rule("algorithm.filter_groups.max_num_gen_batches", _refills, when=_no_filter),
-        Rule(
-            "algorithm.filter_groups.max_inflight_gen_batches",
-            to.always("groups in flight are bounded by allowed_outdated_steps"),
-            when=_no_filter,
-        ),
-        Rule("algorithm.rollout_correction.rollout_is", _weights, also=(f"{old}.rollout_is_level",)),
-        Rule(
-            "algorithm.rollout_correction.rollout_is_threshold", _cap, also=(f"{old}.rollout_is_threshold",)
-        ),
-        Rule("algorithm.rollout_correction.rollout_rs", _reject, also=(f"{old}.rollout_rs",)),
-        Rule(
-            "algorithm.rollout_correction.rollout_rs_threshold",
-            _bounds,
-            also=(f"{old}.rollout_rs_threshold",),
-        ),
-        Rule(
-            "algorithm.rollout_correction.bypass_mode",
-            to.always("the rollout's own log-probs are always the old policy's"),
-        ),
-        Rule("algorithm.rollout_correction.loss_type", lacking("ppo_clip")),
-        Rule("algorithm.rollout_correction.rollout_is_batch_normalize", lacking(False)),
-        Rule(
-            "algorithm.rollout_correction.debug_rollout_actor_probs",
-            to.always("the mismatch is always a metric"),
-        ),
-        Rule("algorithm.rollout_correction.rollout_rs_threshold_lower", _lower_bound),
-        Rule("algorithm.rollout_correction.rollout_token_veto_threshold", lacking()),
+        *rules_below("algorithm.filter_groups", filters, _no_filter),
+        *rules_below("algorithm", below(new, ratios), also=below(new, older)),
         Rule("algorithm.use_pf_ppo", lacking(False)),
         Rule("algorithm.pf_ppo.*", to.always("no effect while use_pf_ppo = false")),
     )
@@ -119,9 +120,29 @@ def critic_rules() -> tuple[Rule, ...]:
         when=no_critic,
     )
     loss = {name: name for name in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")}
+    table = {
+        "forward_max_token_len_per_gpu": to.always(
+            "the budget of training counts for the pass for values too"
+        ),
+        "ppo_mini_batch_size": _critic_mini_batch,
+        "ppo_epochs": to.integer("critic.mu_iterations"),
+        "shuffle": to.flag("critic.mini_batch_shuffle"),
+        "data_loader_seed": to.always("shuffles of all models follow the policy's seed"),
+        "cliprange_value": to.number("critic.value_clip"),
+        "loss_agg_mode": to.choice("critic.loss_type", loss),
+        "loss_scale_factor": lacking(),
+    }
+    unread = {
+        "strategy": to.always("how a model is sharded follows from its parallelism"),
+        "rollout_n": to.always("repeats actor_rollout_ref.rollout.n"),
+        "nccl_timeout": to.always("collectives end with the process that is missing"),
+        "load_weight": to.always("weights are always loaded"),
+        "kl_ctrl.*": to.always("verl reads algorithm.kl_ctrl"),
+    }
     return (
         Rule(
-            "critic.enable", Converter(_critic_enable, ("critic.enable",), "null: as the estimator needs it")
+            "critic.enable",
+            to.flag("critic.enable", "null: as the estimator needs it", "null: the estimator decides"),
         ),
         *Model("critic.model", "critic", no_critic).rules(),
         *Optim("critic", "critic", 1e-5, no_critic).rules(),
@@ -129,27 +150,8 @@ def critic_rules() -> tuple[Rule, ...]:
         *checkpoint_rules("critic", no_critic),
         *train.rules(),
         *forward.rules(),
-        Rule(
-            "critic.forward_max_token_len_per_gpu",
-            to.always("the budget of training counts for the pass for values too"),
-            when=no_critic,
-        ),
-        Rule("critic.ppo_mini_batch_size", _critic_mini_batch, when=no_critic),
-        Rule("critic.ppo_epochs", to.integer("critic.mu_iterations"), when=no_critic),
-        Rule("critic.shuffle", to.flag("critic.mini_batch_shuffle"), when=no_critic),
-        Rule(
-            "critic.data_loader_seed",
-            to.always("shuffles of all models follow the policy's seed"),
-            when=no_critic,
-        ),
-        Rule("critic.cliprange_value", to.number("critic.value_clip"), default=0.5, when=no_critic),
-        Rule("critic.loss_agg_mode", to.choice("critic.loss_type", loss), when=no_critic),
-        Rule("critic.loss_scale_factor", lacking(), when=no_critic),
-        Rule("critic.strategy", to.always("how a model is sharded follows from its parallelism")),
-        Rule("critic.rollout_n", to.always("repeats actor_rollout_ref.rollout.n")),
-        Rule("critic.nccl_timeout", to.always("collectives end with the process that is missing")),
-        Rule("critic.load_weight", to.always("weights are always loaded")),
-        Rule("critic.kl_ctrl.*", to.always("verl reads algorithm.kl_ctrl")),
+        *rules_below("critic", table, no_critic, {"cliprange_value": 0.5}),
+        *rules_below("critic", unread),
         *profiler_rules("critic"),
     )
 
@@ -177,9 +179,7 @@ def _norm_by_std(context: ConversionContext, leaf: KeyPath) -> Result:
     return mapped((f"{POLICY}.unbiased_advantage", not divides), note="Dr. GRPO" if not divides else "")
 
 
-def _no_kl(context: ConversionContext) -> str:
-    used = context.flag("algorithm.use_kl_in_reward")
-    return "" if used else "no effect while use_kl_in_reward is not true"
+_no_kl = needs("algorithm.use_kl_in_reward", "no effect while use_kl_in_reward is not true")
 
 
 def _fixed_kl(context: ConversionContext) -> str:
@@ -187,6 +187,7 @@ def _fixed_kl(context: ConversionContext) -> str:
     return _no_kl(context) or ("no effect with kl_ctrl.type = fixed" if fixed else "")
 
 
+@computed(f"{POLICY}.kl_in_reward.beta", words="false: beta stays 0")
 def _use_kl(context: ConversionContext, leaf: KeyPath) -> Result:
     if leaf.value is None or not values.flag(leaf.value):
         return implicit("false: no KL in the reward, kl_in_reward.beta stays 0")
@@ -194,12 +195,7 @@ def _use_kl(context: ConversionContext, leaf: KeyPath) -> Result:
     return mapped((f"{POLICY}.kl_in_reward.beta", coefficient), note="kl_ctrl.kl_coef")
 
 
-def _no_filter(context: ConversionContext) -> str:
-    return (
-        ""
-        if context.flag("algorithm.filter_groups.enable")
-        else "no effect while filter_groups.enable = false"
-    )
+_no_filter = needs("algorithm.filter_groups.enable", "no effect while filter_groups.enable = false")
 
 
 @computed(
@@ -218,11 +214,6 @@ def _filter_groups(context: ConversionContext, leaf: KeyPath) -> Result:
 def _refills(context: ConversionContext, leaf: KeyPath) -> Result:
     batches = values.integer(0 if leaf.value is None else leaf.value)
     return mapped((f"{POLICY}.max_retry_for_on_policy", max(batches, 0)))
-
-
-@computed(f"{_CORRECTION}.weights", words="null → `none`", null="null: no weights")
-def _weights(context: ConversionContext, leaf: KeyPath) -> Result:
-    return to.choice(f"{_CORRECTION}.weights", {"token": "token", "sequence": "sequence"}).run(context, leaf)
 
 
 @computed(f"{_CORRECTION}.cap", words="one number: the cap; a pair: rejection by bounds")
@@ -291,12 +282,6 @@ def _pair(value: object) -> tuple[float | None, float]:
 
 
 # --- critic -------------------------------------------------------------------------------------------------
-
-
-def _critic_enable(context: ConversionContext, leaf: KeyPath) -> Result:
-    if leaf.value is None:
-        return implicit("null: the estimator decides")
-    return mapped(("critic.enable", values.flag(leaf.value)))
 
 
 @computed("critic.batch_size_per_optimize", words="prompts × rollout.n; unset where it is the whole batch")

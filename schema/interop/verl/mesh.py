@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from schema.interop.engine import to, values
 from schema.interop.engine.model import Result, implicit, mapped
-from schema.interop.engine.rules import ABSENT, ConversionContext, Converter, KeyPath, Rule, rules_below
+from schema.interop.engine.rules import (
+    ABSENT,
+    ConversionContext,
+    Converter,
+    KeyPath,
+    Rule,
+    When,
+    computed,
+    rules_below,
+)
 from schema.interop.verl.facts import ACTOR, is_megatron, lacking, sharding, widths
-
-DTYPES = {
-    "fp32": "float32",
-    "float32": "float32",
-    "float": "float32",
-    "bf16": "bfloat16",
-    "bfloat16": "bfloat16",
-    "fp16": "float16",
-    "float16": "float16",
-    "half": "float16",
-}
 
 _PADDING = "padding never changes a number here"
 _FORWARD_ONLY = "the reference model never trains, the others always do"
-_TABLES = ("fsdp", "model.fsdp_config")  # what newer and older versions call the critic's `fsdp_config`
+_TABLES = ("fsdp_config", "fsdp", "model.fsdp_config")  # the last two: of the critic, newer and older
 _SIZES = {"tp": "tp_size", "pp": "pp_size", "cp": "cp_size", "ep": "ep_size"}
 _MEGATRON_SIZES = {
     "tensor_model_parallel_size": "tp",
@@ -50,36 +46,28 @@ class Mesh:
     than the policy have a mesh of their own only where it differs from the policy's.
     """
 
-    def __init__(
-        self, role: str, ours: str, speed: str, when: Callable[[ConversionContext], str] | None = None
-    ) -> None:
+    def __init__(self, role: str, ours: str, speed: str, when: When | None = None) -> None:
         self.role, self.ours, self.speed, self.when = role, ours, speed, when
 
     def rules(self) -> tuple[Rule, ...]:
         """All rules of the role."""
-        return (*self._sizes(), *self._fsdp("fsdp_config", _TABLES), *self._megatron())
+        return (*self._sizes(), *self._fsdp(), *self._megatron())
 
     # --- sizes --------------------------------------------------------------------------------------------
 
     def _sizes(self) -> tuple[Rule, ...]:
-        ulysses = Converter(
-            self._width("cp", megatron=False),
-            self._ours("cp_size"),
-            "the ring of ranks that share a sequence",
-        )
-        rule = Rule(f"{self.role}.ulysses_sequence_parallel_size", ulysses, self._default(1), when=self.when)
+        ulysses = self._width("cp", megatron=False, words="the ring of ranks that share a sequence")
         words = "< 0 or ≥ world: shard over all ranks; 1: replicate; else replicate × shard"
         size = Converter(self._fsdp_size, self._ours("dp_shard_size", "dp_replicate_size"), words)
         return (
-            rule,
-            Rule(
-                f"{self.role}.fsdp_config.fsdp_size",
-                size,
-                self._default(-1),
-                tuple(f"{self.role}.{table}.fsdp_size" for table in _TABLES),
-                self.when,
-            ),
+            Rule(f"{self.role}.ulysses_sequence_parallel_size", ulysses, self._default(1), when=self.when),
+            self._fsdp_rule("fsdp_size", size, self._default(-1)),
         )
+
+    def _fsdp_rule(self, name: str, converter: Converter, default: Any = ABSENT) -> Rule:
+        """A key of `fsdp_config`, and where other versions have it."""
+        key, *others = (f"{self.role}.{table}.{name}" for table in _TABLES)
+        return Rule(key, converter, default, tuple(others), self.when)
 
     def _default(self, value: Any) -> Any:
         return value if self.ours == "policy" else ABSENT
@@ -87,14 +75,16 @@ class Mesh:
     def _ours(self, *names: str) -> tuple[str, ...]:
         return tuple(f"{self.ours}.parallelism.{name}" for name in names)
 
-    def _own_mesh(self, context: ConversionContext) -> tuple[tuple[str, Any], ...] | None:
-        """The mesh of another role than the policy; None where it is the policy's."""
+    def _own_mesh(self, context: ConversionContext) -> Result:
+        """The mesh of another role than the policy, written where it is not the policy's."""
         own = parallelism(context, self.role, self.ours)
-        policy = parallelism(context, ACTOR, "policy")
-        return None if list(own.values()) == list(policy.values()) else tuple(own.items())
+        if list(own.values()) == list(parallelism(context, ACTOR, "policy").values()):
+            return implicit("the same mesh as the policy's")
+        return mapped(*own.items())
 
-    def _width(self, short: str, megatron: bool) -> Callable[[ConversionContext, KeyPath], Result]:
-        def run(context: ConversionContext, leaf: KeyPath) -> Result:
+    def _width(self, short: str, megatron: bool, words: str = "") -> Converter:
+        @computed(*self._ours(_SIZES[short]), words=words)
+        def convert(context: ConversionContext, leaf: KeyPath) -> Result:
             size = 1 if leaf.value is None else values.integer(leaf.value)
             if is_megatron(context, self.role) is not megatron:
                 return implicit("no effect with this strategy")
@@ -103,29 +93,24 @@ class Mesh:
                 if taken != max(size, 1) and context.has(leaf.key):
                     return implicit(f"{taken} is taken: {self.role}'s own size counts where it is above 1")
                 return mapped((f"policy.parallelism.{_SIZES[short]}", taken))
-            own = self._own_mesh(context)
-            return implicit("the same mesh as the policy's") if own is None else mapped(*own)
+            return self._own_mesh(context)
 
-        return run
+        return convert
 
     def _fsdp_size(self, context: ConversionContext, leaf: KeyPath) -> Result:
         if leaf.value is not None:
             values.integer(leaf.value)
+        replicate, shard = sharding(context, self.role)
         if is_megatron(context, self.role):
-            replicate, shard = sharding(context, self.role)
             if self.ours != "policy":
                 return implicit("no effect with Megatron")
             note = "Megatron's distributed optimizer shards over all data-parallel ranks"
             return mapped(("policy.parallelism.dp_shard_size", shard), note=note)
         if self.ours != "policy":
-            own = self._own_mesh(context)
-            return implicit("the same mesh as the policy's") if own is None else mapped(*own)
-        replicate, shard = sharding(context, self.role)
-        note = (
-            f"{replicate} copies, each over {shard} ranks"
-            if replicate > 1
-            else f"sharded over all {shard} ranks"
-        )
+            return self._own_mesh(context)
+        note = f"sharded over all {shard} ranks"
+        if replicate > 1:
+            note = f"{replicate} copies, each over {shard} ranks"
         return mapped(
             ("policy.parallelism.dp_shard_size", shard),
             ("policy.parallelism.dp_replicate_size", replicate),
@@ -134,15 +119,12 @@ class Mesh:
 
     # --- FSDP ---------------------------------------------------------------------------------------------
 
-    def _fsdp(self, table: str, also: tuple[str, ...]) -> tuple[Rule, ...]:
+    def _fsdp(self) -> tuple[Rule, ...]:
         """Rules of `fsdp_config` and of its other names."""
-        speed, wrapped = self.speed, f"{self.speed}.fsdp_wrap_layers"
-        layers = Converter(_wrapped(wrapped), (wrapped,), "one name becomes a list")
-        least = to.unless([0], "0: by layer, as always", to.integer(f"{speed}.fsdp_wrap_min_params"))
-        ring = Converter(self._width("cp", megatron=False), self._ours("cp_size"), "")
+        least = to.unless([0], "0: by layer, as always", to.integer(f"{self.speed}.fsdp_wrap_min_params"))
         own = {
             "wrap_policy.min_num_params": least,
-            "wrap_policy.transformer_layer_cls_to_wrap": layers,
+            "wrap_policy.transformer_layer_cls_to_wrap": _wrapped(f"{self.speed}.fsdp_wrap_layers"),
             "wrap_policy.disable": lacking(False),
             "forward_prefetch": to.always("FSDP2 prefetches by itself"),
             "use_orig_params": to.always("FSDP2 always keeps the model's own parameters"),
@@ -156,30 +138,22 @@ class Mesh:
                 "gradients are reduced once per optimizer step"
             ),
             "pad_to_length pad_to_length_bucket": to.always(_PADDING),
-            "ulysses_sequence_parallel_size": ring,
+            "ulysses_sequence_parallel_size": self._width("cp", megatron=False),
             "full_determinism": to.unless([False], "false: off", to.flag("train.deterministic")),
-            "seed": Converter(_seed, ("train.seed",), "where data.seed is not written"),
+            "seed": _seed,
+            "param_offload offload_policy": self._param_offload("either of the two switches"),
             **(self._fsdp_reference() if self.ours == "reference" else self._fsdp_trained()),
         }
-        names = [name for some in own for name in some.split()]
-        others = {name: tuple(f"{self.role}.{other}.{name}" for other in also) for name in names}
-        rules = [
-            replace(rule, also=others[rule.key.removeprefix(f"{self.role}.{table}.")])
-            for rule in rules_below(f"{self.role}.{table}", own, self.when)
-        ]
-        for prefix in (f"{self.role}.{name}" for name in (table, *also)):
-            qat = Converter(_qat(f"{prefix}.qat.enable"), (), "with `enable: true` only")
+        rules = [self._fsdp_rule(name, how) for names, how in own.items() for name in names.split()]
+        for prefix in (f"{self.role}.{table}" for table in _TABLES):
             other = to.always("settings of another sharding library")
-            rules += rules_below(prefix, {"qat.*": qat, "turbo_config.*": other}, self.when)
+            tables = {"qat.*": _qat(f"{prefix}.qat.enable"), "turbo_config.*": other}
+            rules += rules_below(prefix, tables, self.when)
         return tuple(rules)
 
     def _fsdp_reference(self) -> dict[str, Converter]:
         """What differs for a model that is not trained."""
-        offload = f"{self.speed}.offload"
         return {
-            "param_offload offload_policy": Converter(
-                self._param_offload(offload), (offload,), "either of the two switches"
-            ),
             "grad_offload": to.always("the reference model has no gradients"),
             "optimizer_offload": to.always("the reference model has no optimizer"),
             "reshard_after_forward": to.always("sharded again after forward, unless pipelined"),
@@ -191,41 +165,30 @@ class Mesh:
 
     def _fsdp_trained(self) -> dict[str, Converter]:
         """Keys of a model that is trained."""
-        speed, offload = self.speed, f"{self.speed}.fsdp_offload"
+        speed = self.speed
         reshard = to.choice(f"{speed}.fsdp_reshard_after_forward", {True: "always", False: "never"})
         return {
-            "param_offload offload_policy": Converter(
-                self._param_offload(offload), (offload,), "either of the two switches"
-            ),
             "grad_offload": to.unless([False], "false: off", to.flag(f"{speed}.fsdp_gradient_offload")),
             "optimizer_offload": to.unless([False], "false: off", to.flag(f"{speed}.optimizer_offload")),
             "reshard_after_forward": to.unless([True], "true: the default, unless pipelined", reshard),
             "use_torch_compile": to.flag(f"{speed}.compile"),
-            "model_dtype": to.choice(f"{speed}.master_dtype", DTYPES),
-            "dtype mixed_precision.param_dtype": to.choice(f"{speed}.param_dtype", DTYPES),
-            "mixed_precision.reduce_dtype": to.choice(f"{speed}.fsdp_reduce_dtype", DTYPES),
+            "model_dtype": to.choice(f"{speed}.master_dtype", values.DTYPES),
+            "dtype mixed_precision.param_dtype": to.choice(f"{speed}.param_dtype", values.DTYPES),
+            "mixed_precision.reduce_dtype": to.choice(f"{speed}.fsdp_reduce_dtype", values.DTYPES),
             "mixed_precision.buffer_dtype": to.always("buffers keep the model's own type"),
         }
 
-    def _param_offload(self, ours: str) -> Callable[[ConversionContext, KeyPath], Result]:
-        def run(context: ConversionContext, leaf: KeyPath) -> Result:
-            if leaf.value is None or not values.flag(leaf.value):
-                return implicit("false: off")
-            return mapped((ours, True))
-
-        return run
+    def _param_offload(self, words: str) -> Converter:
+        name = "offload" if self.ours == "reference" else "fsdp_offload"
+        return to.switch((f"{self.speed}.{name}", True), words=words)
 
     # --- Megatron -----------------------------------------------------------------------------------------
 
     def _megatron(self) -> tuple[Rule, ...]:
         prefix, size = f"{self.role}.megatron", self._ours("virtual_pp_size")[0]
-        sequence = Converter(
-            self._sequence_parallel, self._ours("sequence_parallel"), "with tensor parallelism only"
-        )
-        sizes = {
-            name: Converter(self._width(short, megatron=True), self._ours(_SIZES[short]), "")
-            for name, short in _MEGATRON_SIZES.items()
-        }
+        words = "with tensor parallelism only"
+        sequence = Converter(self._sequence_parallel, self._ours("sequence_parallel"), words)
+        sizes = {name: self._width(short, megatron=True) for name, short in _MEGATRON_SIZES.items()}
         table = {
             **sizes,
             "virtual_pipeline_model_parallel_size": to.unless(
@@ -241,19 +204,19 @@ class Mesh:
                 "checkpoints can always be resharded"
             ),
             "use_mbridge vanilla_mbridge": to.always("models are always loaded from the hub's format"),
-            "use_remove_padding": Converter(_packing, ("train.sequence_packing",), "as it is"),
+            "use_remove_padding": _packing,
             "entropy_from_logits_with_chunking entropy_from_logits_chunk_size": to.always(
                 "entropy is always computed in chunks"
             ),
             "pad_bshd_to_minibatch_max pad_to_length pad_to_length_bucket": to.always(_PADDING),
             "forward_only": to.always(_FORWARD_ONLY),
-            "seed": Converter(_seed, ("train.seed",), "where data.seed is not written"),
+            "seed": _seed,
             "use_megatron_fsdp": to.always("sharding follows from parallelism.dp_shard_size"),
             "override_mcore_model_config": lacking({}),
             "dynamic_context_parallel": lacking(False),
             "max_seqlen_per_dp_cp_rank": to.always("no effect while dynamic_context_parallel = false"),
             "router_replay.mode": lacking("disabled"),
-            "qat.*": Converter(_qat(f"{prefix}.qat.enable"), (), "with `enable: true` only"),
+            "qat.*": _qat(f"{prefix}.qat.enable"),
             "override_transformer_config.recompute_method override_transformer_config.recompute_num_layers": (
                 to.always("recomputation goes layer by layer")
             ),
@@ -264,14 +227,13 @@ class Mesh:
             "num_layers_per_virtual_pipeline_stage router_replay.* override_mcore_model_config.* "
             "override_ddp_config.*": lacking(),
         }
+        table["param_offload"] = self._param_offload("as it is")
         own = self._megatron_reference() if self.ours == "reference" else self._megatron_trained()
         return rules_below(prefix, table | own, self.when)
 
     def _megatron_reference(self) -> dict[str, Converter]:
         """What differs for a model that is not trained."""
-        offload = f"{self.speed}.offload"
         return {
-            "param_offload": Converter(self._param_offload(offload), (offload,), "as it is"),
             "dtype": to.always("the policy's type"),
             "grad_offload optimizer_offload override_ddp_config.overlap_grad_reduce "
             "override_transformer_config.recompute_granularity override_transformer_config.recompute_modules": (
@@ -282,20 +244,20 @@ class Mesh:
     def _megatron_trained(self) -> dict[str, Converter]:
         """Keys of a model that is trained; those of its experts for the policy only."""
         speed, transformer = self.speed, "override_transformer_config"
-        offload, layers = f"{speed}.fsdp_offload", f"{speed}.recompute_moe_layers"
-        modules = _recompute_modules(f"{self.role}.megatron.{transformer}.recompute_granularity", layers)
+        granularity = f"{self.role}.megatron.{transformer}.recompute_granularity"
         table = {
-            "param_offload": Converter(self._param_offload(offload), (offload,), "as it is"),
             "grad_offload": to.unless([False, None], "off", to.flag(f"{speed}.fsdp_gradient_offload")),
             "optimizer_offload": to.unless([False, None], "off", to.flag(f"{speed}.optimizer_offload")),
-            "dtype": to.choice(f"{speed}.param_dtype", DTYPES),
+            "dtype": to.choice(f"{speed}.param_dtype", values.DTYPES),
             "override_ddp_config.overlap_grad_reduce": to.flag(f"{speed}.overlap_grad_reduce"),
             f"{transformer}.recompute_granularity": to.unless(
                 [None],
                 "null: as model.enable_gradient_checkpointing says",
                 to.choice(f"{speed}.recompute_granularity", {"full": "full", "selective": "selective"}),
             ),
-            f"{transformer}.recompute_modules": Converter(modules, (layers,), "`moe` among them → true"),
+            f"{transformer}.recompute_modules": _recompute_modules(
+                granularity, f"{speed}.recompute_moe_layers"
+            ),
         }
         if self.ours != "policy":
             return table
@@ -313,40 +275,43 @@ class Mesh:
         return mapped(("policy.parallelism.sequence_parallel", value))
 
 
-def _wrapped(ours: str) -> Callable[[ConversionContext, KeyPath], Result]:
-    def run(context: ConversionContext, leaf: KeyPath) -> Result:
+def _wrapped(ours: str) -> Converter:
+    @computed(ours, words="one name becomes a list")
+    def convert(context: ConversionContext, leaf: KeyPath) -> Result:
         if leaf.value in (None, [], "None"):
             return implicit("null: the model's layers, as always")
         return mapped((ours, values.texts(leaf.value)))
 
-    return run
+    return convert
 
 
-def _qat(switch: str) -> Callable[[ConversionContext, KeyPath], Result]:
-    converter = lacking()
+def _qat(switch: str) -> Converter:
+    @computed(words="with `enable: true` only")
+    def convert(context: ConversionContext, leaf: KeyPath) -> Result:
+        if not context.flag(switch):
+            return implicit(f"off: {switch} is not true")
+        return lacking().run(context, leaf)
 
-    def run(context: ConversionContext, leaf: KeyPath) -> Result:
-        return (
-            converter.run(context, leaf) if context.flag(switch) else implicit(f"off: {switch} is not true")
-        )
-
-    return run
+    return convert
 
 
+@computed("train.sequence_packing", words="as it is")
 def _packing(context: ConversionContext, leaf: KeyPath) -> Result:
     return mapped(("train.sequence_packing", True if leaf.value is None else values.flag(leaf.value)))
 
 
-def _recompute_modules(granularity: str, ours: str) -> Callable[[ConversionContext, KeyPath], Result]:
-    def run(context: ConversionContext, leaf: KeyPath) -> Result:
+def _recompute_modules(granularity: str, ours: str) -> Converter:
+    @computed(ours, words="`moe` among them → true")
+    def convert(context: ConversionContext, leaf: KeyPath) -> Result:
         if leaf.value is None or context.text(granularity) != "selective":
             return implicit("no effect without recompute_granularity = selective")
         modules = values.texts(leaf.value)
         return mapped((ours, "moe" in modules), note="attention is always among them")
 
-    return run
+    return convert
 
 
+@computed("train.seed", words="where data.seed is not written")
 def _seed(context: ConversionContext, leaf: KeyPath) -> Result:
     """The job has one seed: data.seed names it, else the model's."""
     if leaf.value is None or leaf.value == 42:

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 from schema.interop.engine import to, values
 from schema.interop.engine.model import Result, implicit, mapped
-from schema.interop.engine.rules import ConversionContext, Converter, KeyPath, Rule, rules_below
+from schema.interop.engine.rules import (
+    ConversionContext,
+    Converter,
+    KeyPath,
+    Rule,
+    When,
+    computed,
+    rules_below,
+)
 from schema.interop.verl.facts import ACTOR, MODEL, is_megatron, lacking, switched
 
 _DEFAULTS = {"lora_alpha": 16, "target_modules": "all-linear"}
@@ -16,20 +24,14 @@ _MEGATRON_LINEAR = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 class Model:
     """The rules of one model. prefix: its table in verl. ours: `policy` or `critic`."""
 
-    def __init__(
-        self,
-        prefix: str,
-        ours: str,
-        when: Callable[[ConversionContext], str] | None = None,
-        old_path: str = "",
-    ) -> None:
+    def __init__(self, prefix: str, ours: str, when: When | None = None, old_path: str = "") -> None:
         self.prefix, self.ours, self.when, self.old_path = prefix, ours, when, old_path
         self.train = "train" if ours == "policy" else ours
 
     def rules(self) -> tuple[Rule, ...]:
         """One rule per key."""
-        ours, lora = self.ours, f"{self.ours}.lora"
-        modules = f"{ours}.external_modules"
+        ours, lora, words = self.ours, f"{self.ours}.lora", "with lora_rank > 0 only"
+        flat, nested = "no effect without adapters (lora_rank = 0)", "no effect without lora.rank > 0"
         table = {
             "path": to.path(f"{ours}.model_name_or_path"),
             "tokenizer_path": Converter(
@@ -37,9 +39,7 @@ class Model:
             ),
             "use_shm": to.always("weights are mapped into memory, not copied to shared memory"),
             "hf_config_path custom_chat_template lora_adapter_path": lacking(),
-            "external_lib": Converter(
-                _modules(modules), (modules,), "one name, or several with commas, become a list"
-            ),
+            "external_lib": _modules(f"{ours}.external_modules"),
             "trust_remote_code": Converter(
                 self._trust, (f"{ours}.trust_remote_code",), "true where model's or data's is"
             ),
@@ -50,18 +50,22 @@ class Model:
                 self._override, (f"{ours}.override_config",), "as they are"
             ),
             "lora_rank": Converter(self._rank, (f"{lora}.r",), "0: no adapters"),
-            "lora_alpha": Converter(self._alpha, (f"{lora}.lora_alpha",), "with lora_rank > 0 only"),
-            "target_modules": Converter(
-                self._targets, (f"{lora}.target_modules",), "with lora_rank > 0 only"
+            "lora_alpha": to.given(self._lora, flat, to.number(f"{lora}.lora_alpha", words)),
+            "target_modules": to.given(
+                self._lora, flat, to.converted(f"{lora}.target_modules", _targets, words)
             ),
-            "lora.dropout": Converter(self._dropout, (f"{lora}.lora_dropout",), "with a rank > 0 only"),
+            "lora.dropout": to.given(
+                self._megatron_lora,
+                "no effect without adapters (lora.rank = 0)",
+                to.number(f"{lora}.lora_dropout", "with a rank > 0 only"),
+            ),
             "exclude_modules": lacking([]),
             "lora.rank": Converter(self._nested_rank, (f"{lora}.r",), "Megatron's adapters; 0: none"),
-            "lora.alpha": Converter(self._nested_alpha, (f"{lora}.lora_alpha",), "with lora.rank > 0 only"),
-            "lora.target_modules": Converter(
-                self._nested_targets,
-                (f"{lora}.target_modules",),
-                "Megatron's four linear layers → `all-linear`",
+            "lora.alpha": to.given(
+                self._only_megatron_lora, nested, to.number(f"{lora}.lora_alpha", "with lora.rank > 0 only")
+            ),
+            "lora.target_modules": to.given(
+                self._only_megatron_lora, nested, _megatron_targets(f"{lora}.target_modules")
             ),
             "lora.merge": to.always("rollouts always get merged weights"),
             "lora.*": Converter(self._other_lora, (), "details of Megatron's adapters"),
@@ -103,9 +107,16 @@ class Model:
             "use_liger": to.flag("policy.enable_liger_kernel"),
         }
 
-    def lora(self, context: ConversionContext, key: str = "lora_rank") -> bool:
-        """Whether the model gets adapters: `lora_rank` of FSDP, or `lora.rank` of Megatron."""
-        return (context.integer(f"{self.prefix}.{key}", 0) or 0) > 0
+    def _lora(self, context: ConversionContext) -> bool:
+        """Whether the model gets adapters by FSDP's key."""
+        return (context.integer(f"{self.prefix}.lora_rank", 0) or 0) > 0
+
+    def _megatron_lora(self, context: ConversionContext) -> bool:
+        """Whether it gets them by Megatron's."""
+        return (context.integer(f"{self.prefix}.lora.rank", 0) or 0) > 0
+
+    def _only_megatron_lora(self, context: ConversionContext) -> bool:
+        return self._megatron_lora(context) and not self._lora(context)
 
     def _tokenizer(self, context: ConversionContext, leaf: KeyPath) -> Result:
         own = f"{self.ours}.tokenizer_name_or_path"
@@ -129,36 +140,10 @@ class Model:
             return implicit("rank 0: all weights are trained")
         return mapped((f"{self.ours}.lora.r", values.integer(leaf.value)))
 
-    def _alpha(self, context: ConversionContext, leaf: KeyPath) -> Result:
-        if leaf.value is None or not self.lora(context):
-            return implicit("no effect without adapters (lora_rank = 0)")
-        return mapped((f"{self.ours}.lora.lora_alpha", values.number(leaf.value)))
-
-    def _targets(self, context: ConversionContext, leaf: KeyPath) -> Result:
-        if leaf.value is None or not self.lora(context):
-            return implicit("no effect without adapters (lora_rank = 0)")
-        value = leaf.value if leaf.value == "all-linear" else values.texts(leaf.value)
-        return mapped((f"{self.ours}.lora.target_modules", value))
-
     def _nested_rank(self, context: ConversionContext, leaf: KeyPath) -> Result:
-        if self.lora(context):
+        if self._lora(context):
             return implicit("lora_rank is set and counts")
         return self._rank(context, leaf)
-
-    def _nested_alpha(self, context: ConversionContext, leaf: KeyPath) -> Result:
-        if leaf.value is None or self.lora(context) or not self.lora(context, "lora.rank"):
-            return implicit("no effect without lora.rank > 0")
-        return mapped((f"{self.ours}.lora.lora_alpha", values.number(leaf.value)))
-
-    def _nested_targets(self, context: ConversionContext, leaf: KeyPath) -> Result:
-        if leaf.value is None or self.lora(context) or not self.lora(context, "lora.rank"):
-            return implicit("no effect without lora.rank > 0")
-        names = values.texts(leaf.value)
-        if sorted(names) == sorted(_MEGATRON_LINEAR):
-            return mapped((f"{self.ours}.lora.target_modules", "all-linear"), note="every linear layer")
-        return mapped(
-            (f"{self.ours}.lora.target_modules", names), note="names of Megatron's modules: write the hub's"
-        )
 
     def _packing(self, context: ConversionContext, leaf: KeyPath) -> Result:
         own = f"{ACTOR}.megatron.use_remove_padding"
@@ -166,22 +151,33 @@ class Model:
             return implicit(f"`{own}` counts with Megatron")
         return to.flag("train.sequence_packing").run(context, leaf)
 
-    def _dropout(self, context: ConversionContext, leaf: KeyPath) -> Result:
-        if leaf.value is None or not self.lora(context, "lora.rank"):
-            return implicit("no effect without adapters (lora.rank = 0)")
-        return mapped((f"{self.ours}.lora.lora_dropout", values.number(leaf.value)))
-
     def _other_lora(self, context: ConversionContext, leaf: KeyPath) -> Result:
-        if not self.lora(context, "lora.rank"):
+        if not self._megatron_lora(context):
             return implicit("no effect without adapters (lora.rank = 0)")
         return lacking("lora", False, "pre", "xavier", "zero").run(context, leaf)
 
 
-def _modules(ours: str) -> Callable[[ConversionContext, KeyPath], Result]:
-    def run(context: ConversionContext, leaf: KeyPath) -> Result:
+def _targets(value: Any) -> str | list[str]:
+    return "all-linear" if value == "all-linear" else values.texts(value)
+
+
+def _megatron_targets(ours: str) -> Converter:
+    @computed(ours, words="Megatron's four linear layers → `all-linear`")
+    def convert(context: ConversionContext, leaf: KeyPath) -> Result:
+        names = values.texts(leaf.value)
+        if sorted(names) == sorted(_MEGATRON_LINEAR):
+            return mapped((ours, "all-linear"), note="every linear layer")
+        return mapped((ours, names), note="names of Megatron's modules: write the hub's")
+
+    return convert
+
+
+def _modules(ours: str) -> Converter:
+    @computed(ours, words="one name, or several with commas, become a list")
+    def convert(context: ConversionContext, leaf: KeyPath) -> Result:
         if leaf.value in (None, "", []):
             return implicit("null: none")
         names = [part.strip() for text in values.texts(leaf.value) for part in text.split(",")]
         return mapped((ours, [name for name in names if name]))
 
-    return run
+    return convert

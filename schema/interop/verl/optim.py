@@ -7,13 +7,21 @@ Megatron:  the same keys with lr_decay_style, lr_decay_steps, min_lr (absolute),
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from schema.interop.engine import to, values
 from schema.interop.engine.model import Result, implicit, mapped, unknown
-from schema.interop.engine.rules import WARMUP_NOTE, ConversionContext, Converter, KeyPath, Rule, rules_below
+from schema.interop.engine.rules import (
+    WARMUP_NOTE,
+    ConversionContext,
+    Converter,
+    KeyPath,
+    Rule,
+    Run,
+    When,
+    rules_below,
+)
 from schema.interop.engine.values import BadValue, shown
 from schema.interop.verl.facts import is_megatron, lacking
 from schema.interop.verl.unsupported import MUON_OPTIONS
@@ -50,7 +58,7 @@ class Optim:
         prefix: str,
         ours: str,
         lr: float,
-        when: Callable[[ConversionContext], str] | None = None,
+        when: When | None = None,
         betas: tuple[float, float] = (0.9, 0.999),
         scheduler: str = "constant",
         warmup: float = 0.0,
@@ -85,7 +93,7 @@ class Optim:
         clip = self._to(self._clip, "as it is", "grad_norm_clip")
         return (*rules, Rule(f"{self.prefix}.grad_clip", clip, 1.0, when=self.when))
 
-    def _to(self, run: Callable[[ConversionContext, KeyPath], Result], words: str, *names: str) -> Converter:
+    def _to(self, run: Run, words: str, *names: str) -> Converter:
         return Converter(run, tuple(f"{self.ours}.optm_{name}" for name in names), words)
 
     def _rates(self) -> dict[str, Converter]:
@@ -108,7 +116,6 @@ class Optim:
 
     def _decay(self) -> dict[str, Converter]:
         own, decay, only = self._to, ("decay_type", "decay_ratio"), "with lr_decay_style = WSD only"
-        wsd = {"exponential": "exponential", "cosine": "cosine", "linear": "linear"}
         return {
             "lr_scheduler_type": own(
                 self._style, "`constant` → unset; `cosine` over all steps after warm-up", *decay
@@ -129,8 +136,12 @@ class Optim:
                 "warmup_start_factor",
             ),
             "min_lr": own(self._min_lr, "divided by lr; without a decay it has no effect", "min_lr_factor"),
-            "num_cycles": own(self._cycles, "with a cosine only", "num_cycles"),
-            "lr_wsd_decay_style": own(self._wsd(wsd), only, "wsd_decay_type"),
+            "num_cycles": to.given(
+                lambda context: self.style(context) == "cosine",
+                "no effect without a cosine decay",
+                to.number(f"{self.ours}.optm_num_cycles", "with a cosine only"),
+            ),
+            "lr_wsd_decay_style": own(self._wsd_style, only, "wsd_decay_type"),
             "lr_wsd_decay_steps": own(self._wsd_steps, only, "decay_steps"),
         }
 
@@ -140,9 +151,7 @@ class Optim:
             "weight_decay_incr_style": to.always(
                 "verl ramps from weight_decay to weight_decay: it stays constant"
             ),
-            "use_checkpoint_opt_param_scheduler": Converter(
-                self._load_schedule, ("train.ckpt.load_schedule",), "as it is"
-            ),
+            "use_checkpoint_opt_param_scheduler": to.flag("train.ckpt.load_schedule", "as it is"),
             "total_training_steps": to.always("verl overwrites it with the number of steps it computes"),
             "zero_indexed_step": to.always("the first step has the rate of step 0 here"),
             "use_precision_aware_optimizer": lacking(False),
@@ -276,14 +285,12 @@ class Optim:
         )
 
     def _warmup_init(self, context: ConversionContext, leaf: KeyPath) -> Result:
-        return self._share_of_lr(context, leaf, "optm_warmup_start_factor", "lr_warmup_init")
+        return self._share_of_lr(context, leaf, "warmup_start_factor")
 
     def _style(self, context: ConversionContext, leaf: KeyPath) -> Result:
         if leaf.value is None:
             return implicit("null: constant")
-        if not isinstance(leaf.value, str) or leaf.value not in _STYLES:
-            raise BadValue(f"expected one of {', '.join(_STYLES)}, got {shown(leaf.value)}")
-        if _STYLES[leaf.value] != self.style(context):
+        if _STYLES[values.one_of(leaf.value, _STYLES)] != self.style(context):
             return implicit("another key names the decay for this strategy")
         targets = self.decay(context)
         note = "over all steps after warm-up" if len(targets) == 2 else ""
@@ -318,37 +325,25 @@ class Optim:
     def _min_lr(self, context: ConversionContext, leaf: KeyPath) -> Result:
         if self.style(context) is None:
             return implicit("no effect without a decay")
-        return self._share_of_lr(context, leaf, "optm_min_lr_factor", "min_lr")
+        return self._share_of_lr(context, leaf, "min_lr_factor")
 
-    def _share_of_lr(self, context: ConversionContext, leaf: KeyPath, key: str, name: str) -> Result:
+    def _share_of_lr(self, context: ConversionContext, leaf: KeyPath, factor: str) -> Result:
         if leaf.value is None:
             return implicit("null: 0")
         rate, peak = values.number(leaf.value), context.number(self.key("lr"), self.lr) or 0.0
         if peak <= 0.0:
             return implicit("no effect with a learning rate of 0")
-        note = f"{name} / lr = {rate} / {peak}" if rate else ""
-        return mapped((f"{self.ours}.{key}", round(rate / peak, 12)), note=note)
+        note = f"{leaf.key.rpartition('.')[2]} / lr = {rate} / {peak}" if rate else ""
+        return mapped((f"{self.ours}.optm_{factor}", round(rate / peak, 12)), note=note)
 
-    def _cycles(self, context: ConversionContext, leaf: KeyPath) -> Result:
-        if leaf.value is None or self.style(context) != "cosine":
-            return implicit("no effect without a cosine decay")
-        return mapped((f"{self.ours}.optm_num_cycles", values.number(leaf.value)))
-
-    def _wsd(self, table: dict[str, str]) -> Callable[[ConversionContext, KeyPath], Result]:
-        def run(context: ConversionContext, leaf: KeyPath) -> Result:
-            if self.style(context) != "wsd":
-                return implicit("no effect without lr_decay_style = WSD")
-            return to.choice(f"{self.ours}.optm_wsd_decay_type", table).run(context, leaf)
-
-        return run
+    def _wsd_style(self, context: ConversionContext, leaf: KeyPath) -> Result:
+        if self.style(context) != "wsd":
+            return implicit("no effect without lr_decay_style = WSD")
+        same = {name: name for name in ("exponential", "cosine", "linear")}
+        return to.choice(f"{self.ours}.optm_wsd_decay_type", same).run(context, leaf)
 
     def _wsd_steps(self, context: ConversionContext, leaf: KeyPath) -> Result:
         if leaf.value is None or self.style(context) != "wsd":
             return implicit("no effect without lr_decay_style = WSD")
         values.integer(leaf.value)
         return mapped(*self.decay(context))
-
-    def _load_schedule(self, context: ConversionContext, leaf: KeyPath) -> Result:
-        if leaf.value is None:
-            return implicit("null: the default")
-        return mapped(("train.ckpt.load_schedule", values.flag(leaf.value)))

@@ -24,7 +24,6 @@ from schema.interop.verl.facts import (
     switched,
     without_counterpart,
 )
-from schema.interop.verl.mesh import DTYPES
 from schema.interop.verl.shared import Budget, profiler_rules
 from schema.interop.verl.unsupported import VERL
 
@@ -119,7 +118,7 @@ def _hybrid(context: ConversionContext, leaf: KeyPath) -> Result:
 
 def _engine() -> tuple[Rule, ...]:
     sizes, kwargs = "cudagraph_capture_sizes", "rollout.engine_kwargs"
-    dtype = to.choice("rollout.dtype", {**DTYPES, "auto": "auto"})
+    dtype = to.choice("rollout.dtype", {**values.DTYPES, "auto": "auto"})
     seed = to.unless([42], "42: the seed of the job unless another is written", to.integer("rollout.seed"))
     table = {
         "gpu_memory_utilization": to.number("rollout.gpu_memory_utilization"),

@@ -8,7 +8,6 @@ from schema.interop.engine.rules import ConversionContext, Converter, KeyPath, R
 from schema.interop.engine.values import BadValue, shown
 from schema.interop.verl.data import files
 from schema.interop.verl.facts import POLICY, lacking, world_size
-from schema.interop.verl.mesh import DTYPES
 from schema.interop.verl.model import Model
 from schema.interop.verl.optim import Optim
 from schema.interop.verl.shared import Budget, checkpoint_rules
@@ -107,7 +106,12 @@ def _fsdp() -> tuple[Rule, ...]:
         "both true: parameters, gradients and optimizer",
     )
     return (
-        Rule(f"{old}.model_dtype", to.choice("train.master_dtype", DTYPES), "fp32", ("engine.model_dtype",)),
+        Rule(
+            f"{old}.model_dtype",
+            to.choice("train.master_dtype", values.DTYPES),
+            "fp32",
+            ("engine.model_dtype",),
+        ),
         Rule(
             f"{old}.wrap_policy.min_num_params",
             to.unless([0], "0: by layer, as always", to.integer("train.fsdp_wrap_min_params")),
@@ -122,7 +126,7 @@ def _fsdp() -> tuple[Rule, ...]:
         ),
         Rule("engine.param_offload", to.flag("train.fsdp_offload")),
         Rule("engine.optimizer_offload", to.flag("train.optimizer_offload")),
-        Rule("engine.dtype", to.choice("train.param_dtype", DTYPES)),
+        Rule("engine.dtype", to.choice("train.param_dtype", values.DTYPES)),
         Rule("engine.use_torch_compile", to.flag("train.compile")),
         Rule("engine.fsdp_size", _fsdp_size),
     )

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from schema.interop.engine import to, values
 from schema.interop.engine.model import Result, implicit, mapped
-from schema.interop.engine.rules import ABSENT, ConversionContext, Converter, KeyPath, Rule
+from schema.interop.engine.rules import (
+    ABSENT,
+    ConversionContext,
+    Converter,
+    KeyPath,
+    Rule,
+    When,
+    computed,
+    rules_below,
+)
 from schema.interop.engine.values import BadValue, shown
 from schema.interop.verl.facts import ACTOR, data_parallel, lacking, widths
 
 _CONTENTS = ("model", "optimizer", "extra")
 
 
-def checkpoint_rules(prefix: str, when: Any = None) -> tuple[Rule, ...]:
+def checkpoint_rules(prefix: str, when: When | None = None) -> tuple[Rule, ...]:
     """`checkpoint` of a role. `contents` is what older versions call save_contents."""
     ckpt = f"{prefix}.checkpoint" if prefix else "checkpoint"
     save = f"{ckpt}.save_contents"
@@ -26,82 +33,68 @@ def checkpoint_rules(prefix: str, when: Any = None) -> tuple[Rule, ...]:
         except BadValue:
             return list(_CONTENTS)
 
+    def checked(names: list[str]) -> list[str]:
+        for name in names:
+            if name not in (*_CONTENTS, "hf_model"):
+                raise BadValue(f"expected model, optimizer, extra or hf_model, got {shown(name)}")
+        return names
+
+    @computed(
+        "train.ckpt.save_contents", "train.ckpt.export_safetensors", words="`hf_model` → export_safetensors"
+    )
     def saved(context: ConversionContext, leaf: KeyPath) -> Result:
-        names = list(_CONTENTS) if leaf.value is None else values.texts(leaf.value)
-        strange = [name for name in names if name not in (*_CONTENTS, "hf_model")]
-        if strange:
-            raise BadValue(f"expected model, optimizer, extra or hf_model, got {shown(strange[0])}")
+        names = list(_CONTENTS) if leaf.value is None else checked(values.texts(leaf.value))
         kept = [name for name in _CONTENTS if name in names] or ["model"]
         export = ("train.ckpt.export_safetensors", "hf_model" in names)
         return mapped(("train.ckpt.save_contents", kept), export, note="hf_model is export_safetensors")
 
+    @computed(
+        "train.ckpt.load_contents",
+        "train.ckpt.load_schedule",
+        words="unset where it is save_contents; model before hf_model; without extra the config's schedule",
+    )
     def loaded(context: ConversionContext, leaf: KeyPath) -> Result:
         names = values.texts(leaf.value) if leaf.value is not None else contents(context)
         if sorted(names) == sorted(contents(context)):
             return implicit("the same as save_contents: all that was saved")
-        strange = [name for name in names if name not in (*_CONTENTS, "hf_model")]
-        if strange:
-            raise BadValue(f"expected model, optimizer, extra or hf_model, got {shown(strange[0])}")
-        if {"model", "hf_model"} <= set(names):  # the shards are the exact ones
+        if {"model", "hf_model"} <= set(checked(names)):  # the shards are the exact ones
             names = [name for name in names if name != "hf_model"]
         own_schedule = [] if "extra" in names else [("train.ckpt.load_schedule", False)]
         return mapped(("train.ckpt.load_contents", names), *own_schedule)
 
-    def save_mode(context: ConversionContext, leaf: KeyPath) -> Result:
-        return mapped(("train.ckpt.save_mode", "async" if values.flag(leaf.value) else "sync"))
-
-    default: Any = list(_CONTENTS) if when is None else ABSENT
-    return (
-        Rule(
-            save,
-            Converter(
-                saved,
-                ("train.ckpt.save_contents", "train.ckpt.export_safetensors"),
-                "`hf_model` → export_safetensors",
-            ),
-            default,
-            (f"{ckpt}.contents",),
-            when,
-        ),
-        Rule(
-            f"{ckpt}.load_contents",
-            Converter(
-                loaded,
-                ("train.ckpt.load_contents", "train.ckpt.load_schedule"),
-                "unset where it is save_contents; model before hf_model; without extra the config's schedule",
-            ),
-            when=when,
-        ),
-        Rule(
-            f"{ckpt}.async_save",
-            Converter(save_mode, ("train.ckpt.save_mode",), "true → `async`, false → `sync`"),
-            False if when is None else ABSENT,
-            when=when,
-        ),
-        Rule(f"{ckpt}.strict", to.always("every tensor is checked when it is loaded"), when=when),
-        Rule(f"{ckpt}.*", lacking({}, False), when=when),
+    mode = to.converted(
+        "train.ckpt.save_mode",
+        lambda value: "async" if values.flag(value) else "sync",
+        "true → `async`, false → `sync`",
+        null="",
     )
+    table = {
+        "save_contents": saved,
+        "load_contents": loaded,
+        "async_save": mode,
+        "strict": to.always("every tensor is checked when it is loaded"),
+        "*": lacking({}, False),
+    }
+    defaults = {"save_contents": list(_CONTENTS), "async_save": False} if when is None else {}
+    return rules_below(ckpt, table, when, defaults, {"save_contents": ("contents",)})
 
 
 def profiler_rules(prefix: str) -> tuple[Rule, ...]:
     """`profiler` of newer versions and `profile` of older ones."""
     old, new = f"{prefix}.profile", f"{prefix}.profiler"
-    profile = "profiler.sub_profiler_config.do_profile"
 
-    def wanted(context: ConversionContext, leaf: KeyPath) -> Result:
-        if leaf.value is None or not values.flag(leaf.value):
-            return implicit("false: off")
-        return mapped(("profiler.enable_profiler", True), (profile, True))
+    def on(context: ConversionContext) -> bool:
+        return context.flag(f"{new}.enable") or context.flag(f"{old}.use_profile")
 
+    @computed(words="details of verl's profilers")
     def detail(context: ConversionContext, leaf: KeyPath) -> Result:
-        if not (context.flag(f"{new}.enable") or context.flag(f"{old}.use_profile")):
+        if not on(context):
             return implicit("no effect while the profiler is off")
         return lacking(False, [], "").run(context, leaf)
 
+    @computed("profiler.sub_profiler_config.rank_filter", words="as they are")
     def ranks(context: ConversionContext, leaf: KeyPath) -> Result:
-        if leaf.value in (None, []) or not (
-            context.flag(f"{new}.enable") or context.flag(f"{old}.use_profile")
-        ):
+        if leaf.value in (None, []) or not on(context):
             return implicit("no effect while the profiler is off")
         if not isinstance(leaf.value, list):
             raise BadValue(f"expected a list of ranks, got {shown(leaf.value)}")
@@ -109,16 +102,15 @@ def profiler_rules(prefix: str) -> tuple[Rule, ...]:
             ("profiler.sub_profiler_config.rank_filter", [values.integer(rank) for rank in leaf.value])
         )
 
-    switch = Converter(wanted, ("profiler.enable_profiler", profile), "true turns both on")
-    filtered = Converter(ranks, ("profiler.sub_profiler_config.rank_filter",), "as they are")
-    other = Converter(detail, (), "details of verl's profilers")
+    switches = (("profiler.enable_profiler", True), ("profiler.sub_profiler_config.do_profile", True))
+    switch = to.switch(*switches, words="true turns both on")
     return (
         Rule(f"{new}.enable", switch),
         Rule(f"{old}.use_profile", switch),
-        Rule(f"{new}.ranks", filtered),
-        Rule(f"{old}.profile_ranks", filtered),
-        Rule(f"{new}.*", other),
-        Rule(f"{old}.*", other),
+        Rule(f"{new}.ranks", ranks),
+        Rule(f"{old}.profile_ranks", ranks),
+        Rule(f"{new}.*", detail),
+        Rule(f"{old}.*", detail),
     )
 
 
@@ -144,31 +136,25 @@ class Budget:
     shared: str = f"{ACTOR}.use_dynamic_bsz"
     role: str = ACTOR
     default_tokens: int | None = None
-    when: Callable[[ConversionContext], str] | None = None
+    when: When | None = None
 
     def rules(self) -> tuple[Rule, ...]:
         """One rule per key."""
         samples, tokens = self.ours
-        rules = [
-            Rule(
-                self.per_gpu,
-                Converter(self._per_gpu, (samples,), "samples of one micro-batch of one rank"),
-                when=self.when,
-            )
-        ]
-        if self.whole:
-            words = "deprecated twin: divided by the data-parallel ranks, where the newer key is null"
-            rules.append(Rule(self.whole, Converter(self._whole, (samples,), words), when=self.when))
-        if self.switch:
-            words = "chooses between samples and tokens"
-            rules.append(Rule(self.switch, Converter(self._switch, self.ours, words), when=self.when))
-        if self.tokens:
-            words = "times the sequence-parallel size; with dynamic batch sizes only"
-            default = ABSENT if self.default_tokens is None else self.default_tokens
-            rules.append(
-                Rule(self.tokens, Converter(self._tokens, (tokens,), words), default, when=self.when)
-            )
-        return tuple(rules)
+        twin = "deprecated twin: divided by the data-parallel ranks, where the newer key is null"
+        times = "times the sequence-parallel size; with dynamic batch sizes only"
+        converters = {
+            self.per_gpu: Converter(self._per_gpu, (samples,), "samples of one micro-batch of one rank"),
+            self.whole: Converter(self._whole, (samples,), twin),
+            self.switch: Converter(self._switch, self.ours, "chooses between samples and tokens"),
+            self.tokens: Converter(self._tokens, (tokens,), times),
+        }
+        defaults = {} if self.default_tokens is None else {self.tokens: self.default_tokens}
+        return tuple(
+            Rule(key, converter, defaults.get(key, ABSENT), when=self.when)
+            for key, converter in converters.items()
+            if key
+        )
 
     def by_tokens(self, context: ConversionContext) -> bool:
         """Whether this pass cuts by tokens."""
