@@ -83,7 +83,7 @@ def reference_rules() -> tuple[Rule, ...]:
         *rules_below(REF, copied, no_reference),
         *rules_below(REF, {f"{_CHUNKED} entropy_checkpointing": chunks, "pad_to_length": padding}),
         *profiler_rules(REF),
-        switched(f"{REF}.router_replay", f"{REF}.router_replay.enable"),
+        Rule(f"{REF}.router_replay.*", switched(f"{REF}.router_replay.enable")),
     )
 
 
@@ -292,11 +292,9 @@ def _small() -> tuple[Rule, ...]:
         "freeze_vision_tower": lacking(False),
         "router_replay.mode": lacking("disabled"),
         "router_replay.*": lacking(),
+        "qat.*": switched(f"{ACTOR}.qat.enable"),
     }
-    return (
-        *rules_below(ACTOR, table, defaults={"use_torch_compile": True}),
-        switched(f"{ACTOR}.qat", f"{ACTOR}.qat.enable"),
-    )
+    return rules_below(ACTOR, table, defaults={"use_torch_compile": True})
 
 
 @computed("reference.model_name_or_path", words="where it is not the policy's")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from schema.interop.engine import to, values
 from schema.interop.engine.model import Result, implicit, mapped, no_counterpart
 from schema.interop.engine.rules import ConversionContext, Converter, KeyPath, Rule, computed, rules_below
@@ -13,6 +11,7 @@ from schema.interop.verl.facts import (
     group_size,
     is_streamed,
     lacking,
+    path_and_name,
     prompt_length,
     response_length,
     without_counterpart,
@@ -32,7 +31,7 @@ _DEFAULTS = {
 
 def data_rules() -> tuple[Rule, ...]:
     """All rules of `data`."""
-    custom = Converter(_custom_class, (f"{TRAIN}.custom_class",), "`path:name`")
+    custom = path_and_name("data.custom_cls", f"{TRAIN}.custom_class", values.path)
     images = to.unless(
         ["images"],
         "verl's default, which counts for rows that have such a column only; for images write "
@@ -42,43 +41,27 @@ def data_rules() -> tuple[Rule, ...]:
     table = {
         "tokenizer": to.path("policy.tokenizer_name_or_path"),
         "use_shm": to.always("rows are indexed on disk, not copied to shared memory"),
-        **{
-            name: Converter(files(ours), (ours,), "one file becomes a list; `~` is written out")
-            for name, ours in (("train_files", f"{TRAIN}.files"), ("val_files", f"{VALID}.files"))
-        },
+        "train_files": files(f"{TRAIN}.files"),
+        "val_files": files(f"{VALID}.files"),
         "train_max_samples val_max_samples": lacking(-1),
         "prompt_key": to.text(f"{POLICY}.prompt_column_name"),
         "reward_fn_key": to.text(f"{POLICY}.data_source_column_name"),
         "val_batch_size": to.integer("validation.batch_size"),
-        "return_raw_input_ids return_full_prompt": Converter(
-            _prompt_forms, ("reward.prompt_forms",), "true adds this form of the prompt"
-        ),
+        "return_raw_input_ids return_full_prompt": _prompt_forms,
         "return_raw_chat": to.always("rewards always get the raw chat"),
         "return_multi_modal_inputs": to.always("concerns images"),
         "shuffle": to.flag(f"{POLICY}.dataloader_shuffle"),
-        "seed": Converter(_seed, ("train.seed",), "null: the default"),
+        "seed": to.integer("train.seed", "null: the default"),
         "validation_shuffle": to.always("the order of validation changes no result"),
-        "dataloader_num_workers filter_overlong_prompts_workers": Converter(
-            _workers,
-            (f"{POLICY}.dataloader_num_workers",),
-            "the larger of the two; 1 is the reading process itself",
-        ),
-        "filter_overlong_prompts truncation": Converter(
-            _overlong, (f"{TRAIN}.overlong_prompts",), "filter → `drop`, else truncation"
-        ),
+        "dataloader_num_workers filter_overlong_prompts_workers": _workers,
+        "filter_overlong_prompts truncation": _overlong,
         "image_key": images,
         "image_patch_size": to.always("the model's processor knows it"),
         "video_key": lacking("videos"),
         "audio_key": lacking("audios"),
-        "trust_remote_code": Converter(
-            _trust, ("policy.trust_remote_code",), "true where data's or model's is"
-        ),
+        "trust_remote_code": _trust,
         "sampler.class_path sampler.class_name sampler.group_key sampler.group_names sampler.group_ratios": (
-            Converter(
-                _sampler,
-                (f"{POLICY}.domain_column_name", f"{POLICY}.domain_shares"),
-                "GroupRatioSampler: shares by domain",
-            )
+            _sampler
         ),
         "mm_processor_kwargs apply_chat_template_kwargs": lacking({}),
         "apply_chat_template_kwargs.enable_thinking": to.flag("rollout.multi_turn_config.enable_thinking"),
@@ -96,10 +79,11 @@ def data_rules() -> tuple[Rule, ...]:
     )
 
 
-def files(ours: str) -> Callable[[ConversionContext, KeyPath], Result]:
+def files(ours: str, words: str = "one file becomes a list; `~` is written out") -> Converter:
     """A file or a list of files; `~` is written out."""
 
-    def run(context: ConversionContext, leaf: KeyPath) -> Result:
+    @computed(ours, words=words)
+    def convert(context: ConversionContext, leaf: KeyPath) -> Result:
         if leaf.value in (None, "", []):
             return implicit("null: none")
         names = values.texts(leaf.value)
@@ -107,7 +91,7 @@ def files(ours: str) -> Callable[[ConversionContext, KeyPath], Result]:
         note = "`~` is written out, which only a shell would expand" if paths != names else ""
         return mapped((ours, paths), note=note)
 
-    return run
+    return convert
 
 
 @computed(
@@ -131,9 +115,7 @@ def _streamed(context: ConversionContext) -> str:
 
 @computed("train.train_batch_per_replica", words="prompts × rollout.n: ours counts samples")
 def _batch(context: ConversionContext, leaf: KeyPath) -> Result:
-    prompts, n = values.integer(leaf.value), group_size(context)
-    if prompts < 1:
-        raise BadValue(f"expected at least 1, got {prompts}")
+    prompts, n = values.count(leaf.value), group_size(context)
     return mapped(("train.train_batch_per_replica", prompts * n), note=f"{prompts} prompts × {n} samples")
 
 
@@ -147,6 +129,7 @@ def _gen_batch(context: ConversionContext, leaf: KeyPath) -> Result:
     return mapped(("controller.oversample", round(prompts / batch, 6)), note=f"{prompts} / {batch} prompts")
 
 
+@computed("reward.prompt_forms", words="true adds this form of the prompt")
 def _prompt_forms(context: ConversionContext, leaf: KeyPath) -> Result:
     names = {"data.return_raw_input_ids": "raw_prompt_ids", "data.return_full_prompt": "full_prompt"}
     if leaf.value is None or not values.flag(leaf.value):
@@ -154,12 +137,7 @@ def _prompt_forms(context: ConversionContext, leaf: KeyPath) -> Result:
     return mapped(("reward.prompt_forms", [form for key, form in names.items() if context.flag(key)]))
 
 
-def _seed(context: ConversionContext, leaf: KeyPath) -> Result:
-    if leaf.value is None:
-        return implicit("null: the default")
-    return mapped(("train.seed", values.integer(leaf.value)))
-
-
+@computed(f"{POLICY}.dataloader_num_workers", words="the larger of the two; 1 is the reading process itself")
 def _workers(context: ConversionContext, leaf: KeyPath) -> Result:
     if leaf.value is not None:
         values.integer(leaf.value)
@@ -173,6 +151,7 @@ def _workers(context: ConversionContext, leaf: KeyPath) -> Result:
     return mapped((f"{POLICY}.dataloader_num_workers", workers))
 
 
+@computed(f"{TRAIN}.overlong_prompts", words="filter → `drop`, else truncation")
 def _overlong(context: ConversionContext, leaf: KeyPath) -> Result:
     key = f"{TRAIN}.overlong_prompts"
     targets = [key, f"{VALID}.overlong_prompts"] if context.get("data.val_files", None) else [key]
@@ -191,24 +170,21 @@ def _overlong(context: ConversionContext, leaf: KeyPath) -> Result:
     return no_counterpart(reason)
 
 
+@computed("policy.trust_remote_code", words="true where data's or model's is")
 def _trust(context: ConversionContext, leaf: KeyPath) -> Result:
     model = context.flag("actor_rollout_ref.model.trust_remote_code")
     value = leaf.value is not None and values.flag(leaf.value)
-    note = (
-        "actor_rollout_ref.model.trust_remote_code is true, and there is one key per model"
-        if model and not value
-        else ""
-    )
+    note = ""
+    if model and not value:
+        note = "actor_rollout_ref.model.trust_remote_code is true, and there is one key per model"
     return mapped(("policy.trust_remote_code", value or model), note=note)
 
 
-def _custom_class(context: ConversionContext, leaf: KeyPath) -> Result:
-    file, name = context.get("data.custom_cls.path", None), context.get("data.custom_cls.name", None)
-    if not isinstance(file, str) or not isinstance(name, str):
-        return implicit("null: none") if leaf.value is None else implicit("no effect without the other one")
-    return mapped((f"{TRAIN}.custom_class", f"{values.path(file)}:{name}"), note="path:name")
-
-
+@computed(
+    f"{POLICY}.domain_column_name",
+    f"{POLICY}.domain_shares",
+    words="GroupRatioSampler: shares by domain",
+)
 def _sampler(context: ConversionContext, leaf: KeyPath) -> Result:
     prefix = "data.sampler"
     if leaf.value is None:

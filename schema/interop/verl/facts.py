@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
-from schema.interop.engine.model import Result, implicit, no_counterpart, unknown
-from schema.interop.engine.rules import ConversionContext, Converter, KeyPath, Rule
+from schema.interop.engine.model import Result, implicit, mapped, no_counterpart, unknown
+from schema.interop.engine.rules import ConversionContext, Converter, KeyPath, computed, needs
 from schema.interop.verl.unsupported import VERL
 
 ACTOR = "actor_rollout_ref.actor"
@@ -221,9 +222,8 @@ def no_reference(context: ConversionContext) -> str:
     return "verl makes no reference model while use_kl_loss and use_kl_in_reward are false"
 
 
-def no_reward_model(context: ConversionContext) -> str:
-    """Why keys of the reward model have no effect; "" if they have."""
-    return "" if context.flag("reward_model.enable") else "no effect while reward_model.enable = false"
+no_reward_model = needs("reward_model.enable", "no effect while reward_model.enable = false")
+"""Why keys of the reward model have no effect; "" if they have."""
 
 
 def no_discount(context: ConversionContext) -> str:
@@ -242,10 +242,10 @@ def not_vllm(context: ConversionContext) -> str:
     return "HF rollouts have no such option" if is_hf(context) else ""
 
 
-def greedy_validation(context: ConversionContext) -> str:
-    """Why sampling keys of validation have no effect; "" if they have."""
-    sampled = context.flag(f"{ROLLOUT}.val_kwargs.do_sample")
-    return "" if sampled else "validation is greedy while val_kwargs.do_sample = false"
+greedy_validation = needs(
+    f"{ROLLOUT}.val_kwargs.do_sample", "validation is greedy while val_kwargs.do_sample = false"
+)
+"""Why sampling keys of validation have no effect; "" if they have."""
 
 
 def without_counterpart(key: str) -> Result:
@@ -265,12 +265,26 @@ def lacking(*neutral: Any, words: str = "") -> Converter:
     return Converter(run, (), words or "a value that asks for something has no counterpart: see the list")
 
 
-def switched(prefix: str, switch: str) -> Rule:
+def switched(switch: str) -> Converter:
     """A table that one flag turns on: off, all of it is `implicit`; on, it has no counterpart."""
 
-    def run(context: ConversionContext, leaf: KeyPath) -> Result:
+    @computed(words=f"has an effect with `{switch}: true` only")
+    def convert(context: ConversionContext, leaf: KeyPath) -> Result:
         if not context.flag(switch):
             return implicit(f"off: {switch} is not true")
         return without_counterpart(leaf.key)
 
-    return Rule(f"{prefix}.*", Converter(run, (), f"has an effect with `{switch}: true` only"))
+    return convert
+
+
+def path_and_name(table: str, ours: str, read: Callable[[str], str] = str) -> Converter:
+    """The keys `path` and `name` of a table, which together name some code. read: makes ours of the path."""
+
+    @computed(ours, words="`path:name`")
+    def convert(context: ConversionContext, leaf: KeyPath) -> Result:
+        file, name = context.get(f"{table}.path", None), context.get(f"{table}.name", None)
+        if isinstance(file, str) and isinstance(name, str):
+            return mapped((ours, f"{read(file)}:{name}"), note="path:name")
+        return implicit("null: none" if leaf.value is None else "no effect without the other one")
+
+    return convert

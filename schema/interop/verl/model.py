@@ -78,8 +78,8 @@ class Model:
         }
         return (
             *rules_below(self.prefix, table, self.when, _DEFAULTS, also),
-            switched(f"{self.prefix}.tiled_mlp", f"{self.prefix}.tiled_mlp.enabled"),
-            switched(f"{self.prefix}.mtp", f"{self.prefix}.mtp.enable"),
+            Rule(f"{self.prefix}.tiled_mlp.*", switched(f"{self.prefix}.tiled_mlp.enabled")),
+            Rule(f"{self.prefix}.mtp.*", switched(f"{self.prefix}.mtp.enable")),
         )
 
     def _speed(self) -> dict[str, Converter]:

@@ -94,11 +94,11 @@ def _rules(kind: str) -> tuple[Rule, ...]:
         Rule("actor_rollout_ref.nccl_timeout", to.always("collectives end with the process that is missing")),
         *profiler_rules("actor_rollout_ref"),
         *(
-            switched(f"skip.{name}", f"skip.{name}.enable")
+            Rule(f"skip.{name}.*", switched(f"skip.{name}.enable"))
             for name in ("rollout", "rollout_tq", "async_rollout")
         ),
-        switched("distillation", "distillation.enabled"),
-        switched("transfer_queue", "transfer_queue.enable"),
+        Rule("distillation.*", switched("distillation.enabled")),
+        Rule("transfer_queue.*", switched("transfer_queue.enable")),
         *_common(),
     )
 
@@ -115,11 +115,8 @@ def _common() -> tuple[Rule, ...]:
 
 def _artefact(key: str, value: Any) -> Result | None:
     """`_target_` names verl's own class of a table, wherever it stands."""
-    return (
-        implicit("names verl's own class of this table")
-        if key.rsplit(".", maxsplit=1)[-1] == "_target_"
-        else None
-    )
+    is_class = key.rpartition(".")[2] == "_target_"
+    return implicit("names verl's own class of this table") if is_class else None
 
 
 def _finish(context: ConversionContext) -> None:

@@ -156,7 +156,7 @@ def evaluation_rules() -> tuple[Rule, ...]:
     return (
         Rule(
             "data.path",
-            Converter(files(f"{ours}.dataset.files"), (f"{ours}.dataset.files",), "one file becomes a list"),
+            files(f"{ours}.dataset.files", "one file becomes a list"),
         ),
         Rule("data.prompt_key", to.text(f"{ours}.prompt_column_name"), default="prompt"),
         Rule("data.response_key", to.text(f"{ours}.responses_column_name"), default="responses"),

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from schema.interop.engine import to, values
 from schema.interop.engine.model import Result, implicit, mapped, no_counterpart
-from schema.interop.engine.rules import ConversionContext, Converter, KeyPath, Rule, computed, rules_below
+from schema.interop.engine.rules import (
+    ConversionContext,
+    Converter,
+    KeyPath,
+    Rule,
+    computed,
+    needs,
+    rules_below,
+)
 from schema.interop.engine.values import BadValue, shown
 from schema.interop.verl.facts import (
     POLICY,
@@ -16,6 +24,7 @@ from schema.interop.verl.facts import (
     lacking,
     not_vllm,
     on_cpu,
+    path_and_name,
     prompt_length,
     recipe,
     response_length,
@@ -29,6 +38,7 @@ from schema.interop.verl.unsupported import VERL
 
 _SAMPLING = "rollout.sampling_config"
 _REPLICAS = "rollout.parallelism.n_init_replicas"
+_CAPTURE_SIZES = "rollout.engine_kwargs.cudagraph_capture_sizes"
 
 
 def rollout_rules() -> tuple[Rule, ...]:
@@ -66,9 +76,8 @@ def _name(context: ConversionContext, leaf: KeyPath) -> Result:
             f"{name} becomes vllm: this build has no {name} engine. Samples come from the same distribution, "
             "speed and memory differ, and options of its own are not carried over"
         )
-        return mapped(
-            ("rollout.backend", "vllm"), note=f"this build has no {name} engine: vllm takes its place"
-        )
+        note = f"this build has no {name} engine: vllm takes its place"
+        return mapped(("rollout.backend", "vllm"), note=note)
     if name == "???":
         return mapped(("rollout.backend", "vllm"), note="verl leaves it open")
     raise BadValue(f"expected vllm, sglang or hf, got {shown(name)}")
@@ -117,7 +126,7 @@ def _hybrid(context: ConversionContext, leaf: KeyPath) -> Result:
 
 
 def _engine() -> tuple[Rule, ...]:
-    sizes, kwargs = "cudagraph_capture_sizes", "rollout.engine_kwargs"
+    kwargs = "rollout.engine_kwargs"
     dtype = to.choice("rollout.dtype", {**values.DTYPES, "auto": "auto"})
     seed = to.unless([42], "42: the seed of the job unless another is written", to.integer("rollout.seed"))
     table = {
@@ -134,7 +143,7 @@ def _engine() -> tuple[Rule, ...]:
         "scheduling_policy": to.unless(
             ["fcfs"], "fcfs: vLLM's default", to.text(f"{kwargs}.scheduling_policy")
         ),
-        sizes: Converter(_capture_sizes, (f"{kwargs}.{sizes}",), "as it is"),
+        "cudagraph_capture_sizes": _capture_sizes,
         "quantization": to.text("rollout.quantization"),
         "quantization_config_file": lacking(),
     }
@@ -156,14 +165,11 @@ def _engine() -> tuple[Rule, ...]:
     )
 
 
+@computed(_CAPTURE_SIZES, words="as it is", null="null: the engine's default")
 def _capture_sizes(context: ConversionContext, leaf: KeyPath) -> Result:
-    if leaf.value is None:
-        return implicit("null: the engine's default")
     if not isinstance(leaf.value, list):
         raise BadValue(f"expected a list of sizes, got {shown(leaf.value)}")
-    return mapped(
-        ("rollout.engine_kwargs.cudagraph_capture_sizes", [values.integer(size) for size in leaf.value])
-    )
+    return mapped((_CAPTURE_SIZES, [values.integer(size) for size in leaf.value]))
 
 
 # --- sampling -----------------------------------------------------------------------------------------------
@@ -209,10 +215,11 @@ def _sampling() -> tuple[Rule, ...]:
             f"{ROLLOUT}.calculate_log_probs", to.always("the engine's log-probs always come with the samples")
         ),
         Rule(f"{ROLLOUT}.logprobs_mode", lacking("processed_logprobs")),
-        Rule(f"{ROLLOUT}.over_sample_rate", Converter(_oversample, ("controller.oversample",), "plus 1")),
+        Rule(f"{ROLLOUT}.over_sample_rate", _oversample),
     )
 
 
+@computed("controller.oversample", words="plus 1")
 def _oversample(context: ConversionContext, leaf: KeyPath) -> Result:
     rate = values.number(0 if leaf.value is None else leaf.value)
     return mapped(("controller.oversample", 1.0 + rate)) if rate > 0 else implicit("0: no more than needed")
@@ -227,47 +234,45 @@ def replicas(context: ConversionContext) -> tuple[str, int]:
 
 
 def _size(ours: str) -> Converter:
-    def run(context: ConversionContext, leaf: KeyPath) -> Result:
+    key = f"rollout.parallelism.{ours}"
+
+    @computed(key, _REPLICAS, words="engines are GPUs / (tp × dp × pp)")
+    def convert(context: ConversionContext, leaf: KeyPath) -> Result:
         size = 1 if leaf.value is None else values.integer(leaf.value)
         if is_hf(context):
-            return mapped(
-                (f"rollout.parallelism.{ours}", 1), replicas(context), note="HF rollouts run on one GPU each"
-            )
-        return mapped((f"rollout.parallelism.{ours}", max(size, 1)), replicas(context))
+            return mapped((key, 1), replicas(context), note="HF rollouts run on one GPU each")
+        return mapped((key, max(size, 1)), replicas(context))
 
-    return Converter(run, (f"rollout.parallelism.{ours}", _REPLICAS), "engines are GPUs / (tp × dp × pp)")
+    return convert
 
 
 def _sizes() -> tuple[Rule, ...]:
+    recipes = _own_gpus("GPUs of the asynchronous recipes' rollouts")
+    table = {
+        "tensor_model_parallel_size": _size("tp_size"),
+        "data_parallel_size": to.unless([1], "1: none", _size("dp_shard_size")),
+        "pipeline_model_parallel_size": to.unless([1], "1: none", _size("pp_size")),
+        "expert_parallel_size": to.unless([1], "1: none", to.integer("rollout.parallelism.ep_size")),
+    }
     return (
-        Rule(f"{ROLLOUT}.tensor_model_parallel_size", _size("tp_size"), default=2),
-        Rule(f"{ROLLOUT}.data_parallel_size", to.unless([1], "1: none", _size("dp_shard_size"))),
-        Rule(f"{ROLLOUT}.pipeline_model_parallel_size", to.unless([1], "1: none", _size("pp_size"))),
-        Rule(
-            f"{ROLLOUT}.expert_parallel_size",
-            to.unless([1], "1: none", to.integer("rollout.parallelism.ep_size")),
-        ),
-        *(
-            Rule(
-                f"rollout.{name}",
-                Converter(_own_gpus, (_REPLICAS,), "GPUs of the asynchronous recipes' rollouts"),
-            )
-            for name in ("nnodes", "n_gpus_per_node")
-        ),
-        Rule(f"{ROLLOUT}.nnodes", Converter(_own_gpus, (_REPLICAS,), "0: the trainer's GPUs")),
-        Rule(
-            f"{ROLLOUT}.n_gpus_per_node", Converter(_own_gpus, (_REPLICAS,), "with rollout.nnodes > 0 only")
-        ),
+        *rules_below(ROLLOUT, table, defaults={"tensor_model_parallel_size": 2}),
+        *rules_below("rollout", {"nnodes n_gpus_per_node": recipes}),
+        Rule(f"{ROLLOUT}.nnodes", _own_gpus("0: the trainer's GPUs")),
+        Rule(f"{ROLLOUT}.n_gpus_per_node", _own_gpus("with rollout.nnodes > 0 only")),
     )
 
 
-def _own_gpus(context: ConversionContext, leaf: KeyPath) -> Result:
-    if rollout_gpus(context) == (0, 0):
-        return implicit("rollouts have the trainer's GPUs")
-    if recipe(context) and leaf.key.startswith(ROLLOUT):
-        return implicit("the table rollout counts")
-    values.integer(leaf.value)
-    return mapped(replicas(context))
+def _own_gpus(words: str) -> Converter:
+    @computed(_REPLICAS, words=words)
+    def convert(context: ConversionContext, leaf: KeyPath) -> Result:
+        if rollout_gpus(context) == (0, 0):
+            return implicit("rollouts have the trainer's GPUs")
+        if recipe(context) and leaf.key.startswith(ROLLOUT):
+            return implicit("the table rollout counts")
+        values.integer(leaf.value)
+        return mapped(replicas(context))
+
+    return convert
 
 
 # --- validation ---------------------------------------------------------------------------------------------
@@ -281,18 +286,18 @@ def _val_do_sample(context: ConversionContext, leaf: KeyPath) -> Result:
 
 
 def _validation() -> tuple[Rule, ...]:
-    prefix = f"{ROLLOUT}.val_kwargs"
+    sampled = {
+        "temperature": to.number("validation.temperature"),
+        "top_k": to.integer("validation.top_k"),
+        "top_p": to.number("validation.top_p"),
+    }
+    defaults = {"temperature": 0.0, "top_k": -1, "top_p": 1.0}
+    prefix, penalty = f"{ROLLOUT}.val_kwargs", to.number("validation.repetition_penalty")
     return (
         Rule(f"{prefix}.do_sample", _val_do_sample, default=False),
-        Rule(
-            f"{prefix}.temperature", to.number("validation.temperature"), default=0.0, when=greedy_validation
-        ),
-        Rule(f"{prefix}.top_k", to.integer("validation.top_k"), default=-1, when=greedy_validation),
-        Rule(f"{prefix}.top_p", to.number("validation.top_p"), default=1.0, when=greedy_validation),
+        *rules_below(prefix, sampled, greedy_validation, defaults),
         Rule(f"{prefix}.n", to.integer("validation.n_generation"), default=1),
-        Rule(
-            f"{prefix}.repetition_penalty", to.number("validation.repetition_penalty"), when=greedy_validation
-        ),
+        Rule(f"{prefix}.repetition_penalty", penalty, when=greedy_validation),
     )
 
 
@@ -310,12 +315,10 @@ def _small() -> tuple[Rule, ...]:
         "checkpoint_engine.*": to.always("weights travel through weight_sync"),
         "layer_name_map.*": to.always("weights have the names of the hub's checkpoint"),
         "trace.*": to.always("no effect without trace.backend"),
+        **{f"{name}.*": switched(f"{ROLLOUT}.{name}.enable") for name in ("prometheus", "mtp", "qat")},
+        "disaggregation.*": switched(f"{ROLLOUT}.disaggregation.enabled"),
     }
-    return (
-        *rules_below(ROLLOUT, table),
-        *(switched(f"{ROLLOUT}.{name}", f"{ROLLOUT}.{name}.enable") for name in ("prometheus", "mtp", "qat")),
-        switched(f"{ROLLOUT}.disaggregation", f"{ROLLOUT}.disaggregation.enabled"),
-    )
+    return rules_below(ROLLOUT, table)
 
 
 _OWN_KEYS = {
@@ -387,31 +390,25 @@ def engine_kwargs_rules() -> tuple[Rule, ...]:
 # --- agents and several turns -------------------------------------------------------------------------------
 
 
-def _server(context: ConversionContext, leaf: KeyPath) -> Result:
-    prefix = f"{ROLLOUT}.agent.custom_async_server"
-    file, name = context.get(f"{prefix}.path", None), context.get(f"{prefix}.name", None)
-    if not isinstance(file, str) or not isinstance(name, str):
-        return implicit("null: none") if leaf.value is None else implicit("no effect without the other one")
-    return mapped(("rollout.custom_server", f"{file}:{name}"), note="path:name")
-
-
-def _single_turn(context: ConversionContext) -> str:
-    on = context.flag(f"{ROLLOUT}.multi_turn.enable")
-    return "" if on else "no effect while multi_turn.enable = false"
+_single_turn = needs(f"{ROLLOUT}.multi_turn.enable", "no effect while multi_turn.enable = false")
 
 
 def agent_rules() -> tuple[Rule, ...]:
     """All rules of `agent` and `multi_turn`."""
     agent, turns = f"{ROLLOUT}.agent", f"{ROLLOUT}.multi_turn"
-    server = Converter(_server, ("rollout.custom_server",), "`path:name`")
+    server = path_and_name(f"{agent}.custom_async_server", "rollout.custom_server")
     multi = "rollout.multi_turn_config"
-    tools = Converter(
-        lambda context, leaf: (
-            mapped((f"{multi}.enable_tools", True)) if leaf.value else implicit("null: no tools")
-        ),
-        (f"{multi}.enable_tools",),
-        "a file of tools turns them on",
-    )
+
+    @computed(f"{multi}.enable_tools", words="a file of tools turns them on")
+    def tools(context: ConversionContext, leaf: KeyPath) -> Result:
+        return mapped((f"{multi}.enable_tools", True)) if leaf.value else implicit("null: no tools")
+
+    loops = {
+        "custom_async_server.path custom_async_server.name": server,
+        "num_workers": to.always("requests need no worker processes of their own"),
+        "default_agent_loop": lacking("single_turn_agent"),
+        "agent_loop_config_path *": lacking(),
+    }
     table = {
         "max_assistant_turns": to.integer(f"{multi}.max_assistant_turns"),
         "tool_config_path function_tool_path": tools,
@@ -422,12 +419,7 @@ def agent_rules() -> tuple[Rule, ...]:
         "*": lacking(),
     }
     return (
-        Rule(f"{agent}.custom_async_server.path", server),
-        Rule(f"{agent}.custom_async_server.name", server),
-        Rule(f"{agent}.num_workers", to.always("requests need no worker processes of their own")),
-        Rule(f"{agent}.default_agent_loop", lacking("single_turn_agent")),
-        Rule(f"{agent}.agent_loop_config_path", lacking()),
-        Rule(f"{agent}.*", lacking()),
+        *rules_below(agent, loops),
         Rule(f"{turns}.enable", to.unless([False], "false: single turns", to.flag(f"{multi}.enable"))),
         *rules_below(turns, table, _single_turn, also={"max_assistant_turns": ("max_turns",)}),
     )

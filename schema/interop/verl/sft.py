@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from schema.interop.engine import to, values
 from schema.interop.engine.model import Result, implicit, mapped, no_counterpart
-from schema.interop.engine.rules import ConversionContext, Converter, KeyPath, Rule, computed
+from schema.interop.engine.rules import ConversionContext, KeyPath, Rule, computed, rules_below
 from schema.interop.engine.values import BadValue, shown
 from schema.interop.verl.data import files
-from schema.interop.verl.facts import POLICY, lacking, world_size
+from schema.interop.verl.facts import POLICY, lacking, path_and_name, world_size
 from schema.interop.verl.model import Model
 from schema.interop.verl.optim import Optim
 from schema.interop.verl.shared import Budget, checkpoint_rules
@@ -19,6 +19,7 @@ _MESH = "policy.parallelism"
 
 def sft_rules() -> tuple[Rule, ...]:
     """All rules of an SFT file."""
+    custom = path_and_name("custom_cls", f"{POLICY}.dataset.custom_class", values.path)
     return (
         *_data(),
         *Model("model", "policy", old_path="partial_pretrain").rules(),
@@ -29,8 +30,8 @@ def sft_rules() -> tuple[Rule, ...]:
         *trainer_rules("sft"),
         Rule("ulysses_sequence_parallel_size", _ulysses, 1, ("engine.ulysses_sequence_parallel_size",)),
         Rule("use_remove_padding", to.flag("train.sequence_packing")),
-        Rule("custom_cls.path", _custom_class, also=("data.custom_cls.path",)),
-        Rule("custom_cls.name", _custom_class, also=("data.custom_cls.name",)),
+        Rule("custom_cls.path", custom, also=("data.custom_cls.path",)),
+        Rule("custom_cls.name", custom, also=("data.custom_cls.name",)),
     )
 
 
@@ -43,51 +44,32 @@ def _data() -> tuple[Rule, ...]:
         tokens="data.max_token_len_per_gpu",
         role="engine",
     )
-    column = Converter(
-        _column,
-        (f"{POLICY}.prompt_column_name", f"{POLICY}.response_column_name"),
-        "with the key inside a struct: `column.key`",
-    )
-    turns = Converter(
-        _conversation, (f"{POLICY}.conversation_column_name",), "conversations in place of two columns"
-    )
+    table = {
+        "train_files": files(f"{POLICY}.dataset.files"),
+        "val_files": _val_files,
+        "prompt_key response_key prompt_dict_keys response_dict_keys": _column,
+        "multiturn.enable multiturn.messages_key": _conversation,
+        "multiturn.tools_key": lacking("tools"),
+        "multiturn.enable_thinking_key": lacking("enable_thinking"),
+        "enable_thinking_default": lacking("none"),
+        "max_length": to.integer("policy.model_max_length"),
+        "truncation": _truncation,
+        "pad_mode": to.always("padding never changes a number here"),
+        "ignore_input_ids_mismatch": to.always("a conversation is tokenised as a whole"),
+        "balance_dp_token": to.flag(f"{POLICY}.balance_dp_token"),
+        "chat_template": lacking(),
+        "apply_chat_template_kwargs": lacking({}),
+        "apply_chat_template_kwargs.*": lacking(),
+        "use_shm": to.always("rows are indexed on disk, not copied to shared memory"),
+        "num_workers": to.integer(f"{POLICY}.dataloader_num_workers"),
+        "train_max_samples val_max_samples": lacking(-1),
+    }
+    older = {f"multiturn.{name}": (name,) for name in ("messages_key", "tools_key", "enable_thinking_key")}
+    defaults = {"max_length": 1024, "balance_dp_token": False}
     return (
         Rule("data.train_batch_size", to.integer("train.train_batch_per_replica"), default=256),
         *budget.rules(),
-        Rule(
-            "data.train_files",
-            Converter(
-                files(f"{POLICY}.dataset.files"),
-                (f"{POLICY}.dataset.files",),
-                "one file becomes a list; `~` is written out",
-            ),
-        ),
-        Rule("data.val_files", _val_files),
-        Rule("data.prompt_key", column),
-        Rule("data.response_key", column),
-        Rule("data.prompt_dict_keys", column),
-        Rule("data.response_dict_keys", column),
-        Rule("data.multiturn.enable", turns),
-        Rule("data.multiturn.messages_key", turns, also=("data.messages_key",)),
-        Rule("data.multiturn.tools_key", lacking("tools"), also=("data.tools_key",)),
-        Rule(
-            "data.multiturn.enable_thinking_key",
-            lacking("enable_thinking"),
-            also=("data.enable_thinking_key",),
-        ),
-        Rule("data.enable_thinking_default", lacking("none")),
-        Rule("data.max_length", to.integer("policy.model_max_length"), default=1024),
-        Rule("data.truncation", _truncation),
-        Rule("data.pad_mode", to.always("padding never changes a number here")),
-        Rule("data.ignore_input_ids_mismatch", to.always("a conversation is tokenised as a whole")),
-        Rule("data.balance_dp_token", to.flag(f"{POLICY}.balance_dp_token"), default=False),
-        Rule("data.chat_template", lacking()),
-        Rule("data.apply_chat_template_kwargs", lacking({})),
-        Rule("data.apply_chat_template_kwargs.*", lacking()),
-        Rule("data.use_shm", to.always("rows are indexed on disk, not copied to shared memory")),
-        Rule("data.num_workers", to.integer(f"{POLICY}.dataloader_num_workers")),
-        Rule("data.train_max_samples", lacking(-1)),
-        Rule("data.val_max_samples", lacking(-1)),
+        *rules_below("data", table, None, defaults, older),
     )
 
 
@@ -95,16 +77,11 @@ def _data() -> tuple[Rule, ...]:
 def _val_files(context: ConversionContext, leaf: KeyPath) -> Result:
     if not validates(context):
         return implicit("no effect without validation (test_freq = -1)")
-    return files("validation.dataset.files")(context, leaf)
+    return files("validation.dataset.files").run(context, leaf)
 
 
 def _fsdp() -> tuple[Rule, ...]:
     old = "model.fsdp_config"
-    offload = Converter(
-        _offload,
-        ("train.fsdp_offload", "train.fsdp_gradient_offload", "train.optimizer_offload"),
-        "both true: parameters, gradients and optimizer",
-    )
     return (
         Rule(
             f"{old}.model_dtype",
@@ -117,8 +94,8 @@ def _fsdp() -> tuple[Rule, ...]:
             to.unless([0], "0: by layer, as always", to.integer("train.fsdp_wrap_min_params")),
             also=("engine.wrap_policy.min_num_params",),
         ),
-        Rule(f"{old}.cpu_offload", offload),
-        Rule(f"{old}.offload_params", offload),
+        Rule(f"{old}.cpu_offload", _offload),
+        Rule(f"{old}.offload_params", _offload),
         Rule(
             "model.strategy",
             to.always("how a model is sharded follows from policy.parallelism"),
@@ -168,6 +145,10 @@ def _fsdp_size(context: ConversionContext, leaf: KeyPath) -> Result:
     return mapped((f"{_MESH}.dp_shard_size", shard), (f"{_MESH}.dp_replicate_size", replicate))
 
 
+_OFFLOADED = ("train.fsdp_offload", "train.fsdp_gradient_offload", "train.optimizer_offload")
+
+
+@computed(*_OFFLOADED, words="both true: parameters, gradients and optimizer")
 def _offload(context: ConversionContext, leaf: KeyPath) -> Result:
     prefix = "model.fsdp_config"
     if leaf.value is not None:
@@ -175,11 +156,9 @@ def _offload(context: ConversionContext, leaf: KeyPath) -> Result:
     if not context.flag(f"{prefix}.cpu_offload"):
         return implicit("cpu_offload is not true: nothing is offloaded")
     if not context.flag(f"{prefix}.offload_params"):
-        return mapped(
-            ("train.fsdp_offload", False), note="without offload_params nothing is kept on the host"
-        )
-    keys = ("fsdp_offload", "fsdp_gradient_offload", "optimizer_offload")
-    return mapped(*((f"train.{key}", True) for key in keys))
+        note = "without offload_params nothing is kept on the host"
+        return mapped(("train.fsdp_offload", False), note=note)
+    return mapped(*((key, True) for key in _OFFLOADED))
 
 
 # --- columns ------------------------------------------------------------------------------------------------
@@ -192,6 +171,7 @@ def _has_turns(context: ConversionContext) -> bool:
     return not context.has("data.prompt_key")
 
 
+@computed(f"{POLICY}.conversation_column_name", words="conversations in place of two columns")
 def _conversation(context: ConversionContext, leaf: KeyPath) -> Result:
     if not _has_turns(context):
         return implicit("rows are prompt and response, not conversations")
@@ -199,6 +179,11 @@ def _conversation(context: ConversionContext, leaf: KeyPath) -> Result:
     return mapped((f"{POLICY}.conversation_column_name", column))
 
 
+@computed(
+    f"{POLICY}.prompt_column_name",
+    f"{POLICY}.response_column_name",
+    words="with the key inside a struct: `column.key`",
+)
 def _column(context: ConversionContext, leaf: KeyPath) -> Result:
     if _has_turns(context):
         return implicit("no effect: rows are conversations")
@@ -222,11 +207,3 @@ def _truncation(context: ConversionContext, leaf: KeyPath) -> Result:
     if reason is None:
         raise BadValue(f"expected error, left, right or middle, got {shown(name)}")
     return no_counterpart(reason)
-
-
-@computed(f"{POLICY}.dataset.custom_class", words="`path:name`")
-def _custom_class(context: ConversionContext, leaf: KeyPath) -> Result:
-    file, name = context.get("custom_cls.path", None), context.get("custom_cls.name", None)
-    if not isinstance(file, str) or not isinstance(name, str):
-        return implicit("null: none") if leaf.value is None else implicit("no effect without the other one")
-    return mapped((f"{POLICY}.dataset.custom_class", f"{values.path(file)}:{name}"), note="path:name")

@@ -30,15 +30,6 @@ NEVER = 1_000_000_000  # steps; more than any run has
 
 def trainer_rules(kind: str) -> tuple[Rule, ...]:
     """All rules of `trainer`. kind: `rl` or `sft`."""
-    resume = Converter(
-        _resume, ("train.resume",), "`auto` → true, `disable` → false, `resume_path` → the path"
-    )
-    size = Converter(
-        _machines if kind == "rl" else _machines_sft,
-        ("placement.gpus_per_node", "placement.nodes"),
-        "as they are; `device: cpu` → gpus_per_node = 0",
-    )
-    keep = Converter(_keep, ("train.ckpt.max_keep",), "null → −1, all")
     common = (
         Rule("trainer.total_epochs", to.integer("train.epoch"), default=30 if kind == "rl" else 4),
         Rule("trainer.total_training_steps", to.integer("train.max_num_steps"), when=_streamed_steps),
@@ -49,15 +40,15 @@ def trainer_rules(kind: str) -> tuple[Rule, ...]:
         ),
         Rule("trainer.experiment_name", to.text("logging.experiment_name")),
         Rule("trainer.logger", _logger, default=["console", "wandb"]),
-        Rule("trainer.nnodes", size, default=1),
-        Rule("trainer.n_gpus_per_node", size, default=8),
+        Rule("trainer.nnodes", _machines, default=1),
+        Rule("trainer.n_gpus_per_node", _machines, default=8),
         Rule("trainer.device", to.always("the launcher finds out what there is; `cpu` means no GPUs")),
         Rule("trainer.save_freq", _save_freq, default=-1),
         Rule("trainer.test_freq", _test_freq, default=-1),
         Rule("trainer.default_local_dir", to.path("train.output_dir")),
-        Rule("trainer.resume_mode", resume, default="auto"),
-        Rule("trainer.resume_from_path", resume, also=("trainer.resume_path",)),
-        Rule("trainer.max_actor_ckpt_to_keep", keep, None, ("trainer.max_ckpt_to_keep",), _no_checkpoints),
+        Rule("trainer.resume_mode", _resume, default="auto"),
+        Rule("trainer.resume_from_path", _resume, also=("trainer.resume_path",)),
+        Rule("trainer.max_actor_ckpt_to_keep", _keep, None, ("trainer.max_ckpt_to_keep",), _no_checkpoints),
         Rule("trainer.balance_batch", to.flag(f"{POLICY}.balance_dp_token")),
         Rule("trainer.profile_interval", lacking([-1, -1])),
     )
@@ -65,16 +56,18 @@ def trainer_rules(kind: str) -> tuple[Rule, ...]:
         return (*common, Rule("trainer.seed", to.integer("train.seed"), default=1))
     return (
         *common,
-        Rule(
-            "trainer.val_before_train",
-            Converter(_before, ("validation.before", "validation.enable"), "as it is"),
-            default=True,
-        ),
+        Rule("trainer.val_before_train", _before, default=True),
         *_newer_trainer(),
         *_recipes(),
         *rules_below("trainer", _once(), also={"log_val_generations": ("val_generations_to_log_to_wandb",)}),
         Rule("trainer.critic_warmup", to.integer("critic.warmup_steps"), default=0, when=no_critic),
-        Rule("trainer.remove_previous_ckpt_in_save", _remove_previous, when=_no_checkpoints),
+        Rule(
+            "trainer.remove_previous_ckpt_in_save",
+            to.switch(
+                ("train.ckpt.max_keep", 1), words="true → 1", off="false: previous checkpoints are kept"
+            ),
+            when=_no_checkpoints,
+        ),
     )
 
 
@@ -97,62 +90,46 @@ def _once() -> dict[str, Converter]:
 
 def _newer_trainer() -> tuple[Rule, ...]:
     """`trainer.v1`: asynchronous training, where theirs is bounded like ours."""
-    prefix, bound = "trainer.v1", f"{POLICY}.allowed_outdated_steps"
-    mode = Converter(_mode, (f"{POLICY}.on_policy",), "`sync` → true, else false")
     ahead = to.always("groups are leased ahead as far as allowed_outdated_steps lets them")
+    table = {
+        "trainer_mode": _mode,
+        "sampler.max_off_policy_threshold": _bound,
+        "sampler.max_off_policy_strategy": to.always("groups are admitted so that none becomes too old"),
+        "separate_async.parameter_sync_step": _interval,
+        "separate_async.num_warmup_batches colocate_async.num_warmup_batches": ahead,
+        "separate_async.hybrid_rollout.*": switched("trainer.v1.separate_async.hybrid_rollout.enable_switch"),
+        "sampler.sync_refill_failed_groups": to.always("a group that fails is made again"),
+        "sampler.custom_sampler.path sampler.custom_sampler.name": lacking(),
+        "sampler.sampler_kwargs": lacking({}),
+        "sampler.sampler_kwargs.*": lacking(),
+        "*": lacking({}),
+    }
     return (
         Rule("trainer.use_v1", to.always("chooses between two trainers inside verl")),
-        Rule(f"{prefix}.trainer_mode", mode),
-        Rule(
-            f"{prefix}.sampler.max_off_policy_threshold",
-            Converter(_bound, (bound,), "in the asynchronous modes only"),
-        ),
-        Rule(
-            f"{prefix}.sampler.max_off_policy_strategy",
-            to.always("groups are admitted so that none becomes too old"),
-        ),
-        Rule(
-            f"{prefix}.separate_async.parameter_sync_step",
-            Converter(_interval, ("train.sync_weight_interval",), "with separate_async only"),
-        ),
-        Rule(f"{prefix}.separate_async.num_warmup_batches", ahead),
-        Rule(f"{prefix}.colocate_async.num_warmup_batches", ahead),
-        switched(
-            f"{prefix}.separate_async.hybrid_rollout", f"{prefix}.separate_async.hybrid_rollout.enable_switch"
-        ),
-        Rule(f"{prefix}.sampler.sync_refill_failed_groups", to.always("a group that fails is made again")),
-        Rule(f"{prefix}.sampler.custom_sampler.path", lacking()),
-        Rule(f"{prefix}.sampler.custom_sampler.name", lacking()),
-        Rule(f"{prefix}.sampler.sampler_kwargs", lacking({})),
-        Rule(f"{prefix}.sampler.sampler_kwargs.*", lacking()),
-        Rule(f"{prefix}.*", lacking({})),
+        *rules_below("trainer.v1", table),
     )
 
 
 def _recipes() -> tuple[Rule, ...]:
     """`async_training` and `rollout` of fully_async, and what one_step_off adds."""
-    prefix, bound, interval = (
-        "async_training",
-        f"{POLICY}.allowed_outdated_steps",
-        "train.sync_weight_interval",
-    )
     same = to.always("weights travel through weight_sync")
+    going_on = "running answers always go on under new weights, each token with its version"
+    table = {
+        "staleness_threshold": _stale,
+        "trigger_parameter_sync_step": _trigger,
+        "require_batches": _required,
+        "partial_rollout": to.switch(
+            ("weight_sync.update_mode", "recompute"), words="true → `recompute`", off=going_on
+        ),
+        "use_rollout_log_probs": lacking(True),
+        "compute_prox_log_prob": lacking(False),
+        "use_trainer_do_validate": to.always("validation runs on the rollout replicas"),
+        "compute_advantage_in_rollout": to.always("advantages are computed once per batch"),
+        "checkpoint_engine.*": same,
+        "*": lacking(False),
+    }
     return (
-        Rule(
-            f"{prefix}.staleness_threshold", Converter(_stale, (bound,), "⌈(1 + threshold) · sync steps⌉ − 1")
-        ),
-        Rule(f"{prefix}.trigger_parameter_sync_step", Converter(_trigger, (interval, bound), "as it is")),
-        Rule(f"{prefix}.require_batches", _required),
-        Rule(
-            f"{prefix}.partial_rollout",
-            Converter(_partial, ("weight_sync.update_mode",), "true → `recompute`"),
-        ),
-        Rule(f"{prefix}.use_rollout_log_probs", lacking(True)),
-        Rule(f"{prefix}.compute_prox_log_prob", lacking(False)),
-        Rule(f"{prefix}.use_trainer_do_validate", to.always("validation runs on the rollout replicas")),
-        Rule(f"{prefix}.compute_advantage_in_rollout", to.always("advantages are computed once per batch")),
-        Rule(f"{prefix}.checkpoint_engine.*", same),
-        Rule(f"{prefix}.*", lacking(False)),
+        *rules_below("async_training", table),
         Rule("rollout.total_rollout_steps", _rollout_steps),
         Rule("rollout.test_freq", _versions_between_validations),
         Rule("actor_rollout_ref.checkpoint_engine.*", same),
@@ -162,6 +139,7 @@ def _recipes() -> tuple[Rule, ...]:
     )
 
 
+@computed(f"{POLICY}.allowed_outdated_steps", words="⌈(1 + threshold) · sync steps⌉ − 1")
 def _stale(context: ConversionContext, leaf: KeyPath) -> Result:
     if values.number(0 if leaf.value is None else leaf.value) < 0:
         raise BadValue(f"expected at least 0, got {shown(leaf.value)}")
@@ -169,13 +147,10 @@ def _stale(context: ConversionContext, leaf: KeyPath) -> Result:
     return mapped((f"{POLICY}.allowed_outdated_steps", staleness(context)), note=f"{steps} steps per version")
 
 
+@computed("train.sync_weight_interval", f"{POLICY}.allowed_outdated_steps", words="as it is")
 def _trigger(context: ConversionContext, leaf: KeyPath) -> Result:
-    steps = values.integer(leaf.value)
-    if steps < 1:
-        raise BadValue(f"expected at least 1, got {steps}")
-    return mapped(
-        ("train.sync_weight_interval", steps), (f"{POLICY}.allowed_outdated_steps", staleness(context))
-    )
+    steps = ("train.sync_weight_interval", values.count(leaf.value))
+    return mapped(steps, (f"{POLICY}.allowed_outdated_steps", staleness(context)))
 
 
 @computed("train.train_batch_per_replica", words="× ppo_mini_batch_size × rollout.n")
@@ -184,12 +159,6 @@ def _required(context: ConversionContext, leaf: KeyPath) -> Result:
         raise BadValue(f"expected more than 0, got {shown(leaf.value)}")
     prompts, n = prompts_per_step(context), group_size(context)
     return mapped(("train.train_batch_per_replica", prompts * n), note=f"{prompts} prompts × {n} samples")
-
-
-def _partial(context: ConversionContext, leaf: KeyPath) -> Result:
-    if leaf.value is None or not values.flag(leaf.value):
-        return implicit("running answers always go on under new weights, each token with its version")
-    return mapped(("weight_sync.update_mode", "recompute"))
 
 
 def _streamed_steps(context: ConversionContext) -> str:
@@ -215,6 +184,7 @@ def _versions_between_validations(context: ConversionContext, leaf: KeyPath) -> 
     return mapped(("validation.enable", True), ("validation.freq", freq * sync_interval(context)))
 
 
+@computed(f"{POLICY}.on_policy", words="`sync` → true, else false")
 def _mode(context: ConversionContext, leaf: KeyPath) -> Result:
     name = values.text(leaf.value)
     if name not in ("sync", "colocate_async", "separate_async"):
@@ -222,6 +192,7 @@ def _mode(context: ConversionContext, leaf: KeyPath) -> Result:
     return mapped((f"{POLICY}.on_policy", not async_mode(context)))
 
 
+@computed(f"{POLICY}.allowed_outdated_steps", words="in the asynchronous modes only")
 def _bound(context: ConversionContext, leaf: KeyPath) -> Result:
     if async_mode(context) not in ("colocate_async", "separate_async"):
         return implicit("no effect with this trainer")
@@ -232,32 +203,30 @@ def _bound(context: ConversionContext, leaf: KeyPath) -> Result:
     return mapped((f"{POLICY}.allowed_outdated_steps", values.integer(leaf.value)))
 
 
+@computed("train.sync_weight_interval", words="with separate_async only")
 def _interval(context: ConversionContext, leaf: KeyPath) -> Result:
     if async_mode(context) != "separate_async":
         return implicit("no effect without trainer_mode = separate_async")
     return mapped(("train.sync_weight_interval", values.integer(leaf.value)))
 
 
+@computed(
+    "placement.gpus_per_node",
+    "placement.nodes",
+    words="as they are; `device: cpu` → gpus_per_node = 0",
+)
 def _machines(context: ConversionContext, leaf: KeyPath) -> Result:
-    count = values.integer(leaf.value)
-    targets: list[tuple[str, int]] = [
-        replicas(context),
-        ("policy.parallelism.dp_shard_size", sharding(context)[1]),
-    ]
-    return _placed(context, leaf, count, targets)
-
-
-def _machines_sft(context: ConversionContext, leaf: KeyPath) -> Result:
-    return _placed(context, leaf, values.integer(leaf.value), [])
-
-
-def _placed(context: ConversionContext, leaf: KeyPath, count: int, targets: list[tuple[str, int]]) -> Result:
-    nodes, gpus = machines(context) if context.kind == "rl" else (count, count)
-    note = "with the GPUs of the rollouts" if context.kind == "rl" and rollout_gpus(context)[0] else ""
+    nodes = gpus = values.integer(leaf.value)
+    targets: list[tuple[str, int]] = []
+    note = ""
+    if context.kind == "rl":
+        nodes, gpus = machines(context)
+        targets = [replicas(context), ("policy.parallelism.dp_shard_size", sharding(context)[1])]
+        note = "with the GPUs of the rollouts" if rollout_gpus(context)[0] else ""
     if leaf.key == "trainer.nnodes":
         return mapped(("placement.nodes", nodes), *targets, note=note)
-    gpus = 0 if on_cpu(context) else gpus
-    note = "device: cpu" if on_cpu(context) else note
+    if on_cpu(context):
+        gpus, note = 0, "device: cpu"
     return mapped(("placement.gpus_per_node", gpus), *targets, note=note)
 
 
@@ -312,6 +281,7 @@ def _test_freq(context: ConversionContext, leaf: KeyPath) -> Result:
     return mapped(("validation.enable", True), ("validation.freq", steps))
 
 
+@computed("validation.before", "validation.enable", words="as it is")
 def _before(context: ConversionContext, leaf: KeyPath) -> Result:
     before = leaf.value is None or values.flag(leaf.value)
     if not validates(context):
@@ -319,6 +289,7 @@ def _before(context: ConversionContext, leaf: KeyPath) -> Result:
     return mapped(("validation.before", before), ("validation.enable", True))
 
 
+@computed("train.resume", words="`auto` → true, `disable` → false, `resume_path` → the path")
 def _resume(context: ConversionContext, leaf: KeyPath) -> Result:
     mode, place = context.text("trainer.resume_mode", "auto"), context.get("trainer.resume_from_path", None)
     if leaf.key == "trainer.resume_mode":
@@ -335,22 +306,15 @@ def _resume(context: ConversionContext, leaf: KeyPath) -> Result:
         )
     if leaf.value is None:
         return implicit("null: none")
-    if leaf.key == "trainer.resume_path" and not context.has("trainer.resume_mode"):
-        return to.path("train.resume").run(context, leaf)
-    if mode != "resume_path":
+    alone = leaf.key == "trainer.resume_path" and not context.has("trainer.resume_mode")
+    if mode != "resume_path" and not alone:
         return implicit(f"no effect with resume_mode = {mode}")
     return to.path("train.resume").run(context, leaf)
 
 
+@computed("train.ckpt.max_keep", words="null → −1, all")
 def _keep(context: ConversionContext, leaf: KeyPath) -> Result:
     if context.flag("trainer.remove_previous_ckpt_in_save"):
         return mapped(("train.ckpt.max_keep", 1), note="remove_previous_ckpt_in_save")
     count = -1 if leaf.value is None else values.integer(leaf.value)
     return mapped(("train.ckpt.max_keep", count if count > 0 else -1), note="all" if count <= 0 else "")
-
-
-@computed("train.ckpt.max_keep", words="true → 1")
-def _remove_previous(context: ConversionContext, leaf: KeyPath) -> Result:
-    if leaf.value is None or not values.flag(leaf.value):
-        return implicit("false: previous checkpoints are kept")
-    return mapped(("train.ckpt.max_keep", 1))
