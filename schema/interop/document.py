@@ -97,7 +97,7 @@ def _group(key: str) -> str:
 
 
 def _line(rule: Rule, group: str) -> str:
-    name = rule.key.removeprefix(f"{group}.") if group else rule.key
+    name = _short(rule.key, group)
     also = ", ".join(f"`{_short(other, group)}`" for other in rule.also)
     ours = ", ".join(f"`{key}`" for key in rule.converter.ours) or "–"
     default = "" if rule.default is ABSENT else f"`{yaml_value(rule.default)}`"

@@ -8,6 +8,7 @@ from typing import Any
 from schema.config.sections.unsupported import TABLE
 from schema.interop.cosmos.unsupported import COSMOS
 from schema.interop.engine import to, values
+from schema.interop.engine.keys import words
 from schema.interop.engine.model import Outcome, Result, implicit, mapped, no_counterpart
 from schema.interop.engine.rules import ConversionContext, Converter, KeyPath, Rule, computed
 from schema.interop.engine.values import BadValue, shown
@@ -34,26 +35,24 @@ def plain(value: Any) -> Any:
 _reason = COSMOS.known_reason
 
 
-def _lost(key: str) -> Converter:
-    why = _reason(key)
-    return Converter(lambda context, leaf: no_counterpart(why), (), "no counterpart")
-
-
 def _gone(key: str, *neutral: Any) -> Rule:
     """A key without counterpart that may ask for nothing."""
-    return Rule(key, to.unless((*_OFF, *neutral), "asks for nothing", _lost(key)))
+    why = _reason(key)
+    lost = Converter(lambda context, leaf: no_counterpart(why), (), "no counterpart")
+    return Rule(key, to.unless((*_OFF, *neutral), "asks for nothing", lost))
 
 
 def _renamed(theirs: str, ours: str, *more: str) -> Rule:
-    def run(context: ConversionContext, leaf: KeyPath) -> Result:
-        if context.values.get(ours) is not None:
-            same = plain(leaf.value) == context.values[ours]
-            if not same:
-                context.warn(f"`{leaf.key}` and `{ours}` say different things; `{ours}` is taken")
-            return implicit(f"an older name of `{ours}`, which is written too")
-        return mapped((ours, plain(leaf.value)), note="renamed")
+    @computed(ours, words="renamed")
+    def convert(context: ConversionContext, leaf: KeyPath) -> Result:
+        written = context.values.get(ours)
+        if written is None:
+            return mapped((ours, plain(leaf.value)), note="renamed")
+        if plain(leaf.value) != written:
+            context.warn(f"`{leaf.key}` and `{ours}` say different things; `{ours}` is taken")
+        return implicit(f"an older name of `{ours}`, which is written too")
 
-    return Rule(theirs, Converter(run, (ours,), "renamed"), also=more)
+    return Rule(theirs, convert, also=more)
 
 
 @computed("redis.url", words="a port: the embedded server needs none; host:port or an address: that server")
@@ -147,11 +146,9 @@ def _distillation(context: ConversionContext, leaf: KeyPath) -> Result:
 
 @computed(words="the datatype of log-probs")
 def _logprob_dtype(context: ConversionContext, leaf: KeyPath) -> Result:
-    return (
-        implicit("always float32")
-        if leaf.value == "float32"
-        else no_counterpart(_reason("train.logprob_dtype"))
-    )
+    if leaf.value == "float32":
+        return implicit("always float32")
+    return no_counterpart(_reason("train.logprob_dtype"))
 
 
 @computed(words="stays there: a file that was converted before")
@@ -187,12 +184,13 @@ def _no_clip(name: str, bound: float) -> Rule:
     """A side of the clip; negative: that side is not clipped. bound: what no ratio can reach."""
     key = f"{_POLICY}.{name}"
 
-    def run(context: ConversionContext, leaf: KeyPath) -> Result:
+    @computed(key, words=f"negative, no clip → {bound}")
+    def convert(context: ConversionContext, leaf: KeyPath) -> Result:
         if not isinstance(leaf.value, bool) and isinstance(leaf.value, int | float) and leaf.value < 0:
             return mapped((key, bound), note="negative: no clip on this side, where no ratio reaches")
         return mapped((key, plain(leaf.value)))
 
-    return Rule(key, Converter(run, (key,), f"negative, no clip → {bound}"))
+    return Rule(key, convert)
 
 
 def data_ranks(context: ConversionContext) -> int | None:
@@ -216,6 +214,28 @@ def _optimize(context: ConversionContext, leaf: KeyPath) -> Result:
         return mapped((key, samples), note="per data-parallel rank there; their number is open")
     return mapped((key, samples * ranks), note=f"{samples} samples × {ranks} data-parallel ranks")
 
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "train.p2r_sync_groups_per_round": (0,),
+    f"{_POLICY}.trainer_type": ("grpo", "sft"),
+    f"{_POLICY}.algo": ("grpo",),
+    "policy.aux_loss_coeff": (0, 0.0),
+    "rollout.async_r2r_sync": ("disabled",),
+}
+"""Keys without counterpart -> values that ask for nothing, as well as null and false."""
+
+_GONE = words(
+    "train.non_text train.ema_enable train.prefetch_payloads train.p2p_sync_pack_tensors "
+    "train.p2r_sync_groups_per_round train.coalesce_weight_sync train.train_policy.trainer_type "
+    "train.train_policy.algo train.train_policy.use_remote_reward train.train_policy.bypass_reward "
+    "train.train_policy.group_reward_calculation train.train_policy.dpo_reference_policy "
+    "train.train_policy.off_policy_masking_delta train.train_policy.uncentralized_training "
+    "train.train_policy.max_inflight_steps train.train_policy.data_dispatch_as_rank_in_mesh "
+    "train.train_policy.enable_dp_load_balancing policy.is_diffusers policy.aux_loss_coeff "
+    "policy.enable_liger_cross_entropy policy.enable_liger_fused_cross_entropy rollout.completion_admission "
+    "rollout.async_r2r_sync rollout.r2r_sync_pack_tensors rollout.prefetch_rollout "
+    "rollout.broadcast_all_params validation.use_remote_reward logging.report_mfu"
+)
 
 RENAMED_RULES: tuple[Rule, ...] = (
     Rule(f"{TABLE}.*", _unsupported),
@@ -247,32 +267,5 @@ RENAMED_RULES: tuple[Rule, ...] = (
     Rule("train.force_use_hf", to.always("models are always those of transformers")),
     Rule("train.logprob_dtype", _logprob_dtype),
     Rule("distillation.*", _distillation),
-    _gone("train.non_text"),
-    _gone("train.ema_enable"),
-    _gone("train.prefetch_payloads"),
-    _gone("train.p2p_sync_pack_tensors"),
-    _gone("train.p2r_sync_groups_per_round", 0),
-    _gone("train.coalesce_weight_sync"),
-    _gone(f"{_POLICY}.trainer_type", "grpo", "sft"),
-    _gone(f"{_POLICY}.algo", "grpo"),
-    _gone(f"{_POLICY}.use_remote_reward"),
-    _gone(f"{_POLICY}.bypass_reward"),
-    _gone(f"{_POLICY}.group_reward_calculation"),
-    _gone(f"{_POLICY}.dpo_reference_policy"),
-    _gone(f"{_POLICY}.off_policy_masking_delta"),
-    _gone(f"{_POLICY}.uncentralized_training"),
-    _gone(f"{_POLICY}.max_inflight_steps"),
-    _gone(f"{_POLICY}.data_dispatch_as_rank_in_mesh"),
-    _gone(f"{_POLICY}.enable_dp_load_balancing"),
-    _gone("policy.is_diffusers"),
-    _gone("policy.aux_loss_coeff", 0, 0.0),
-    _gone("policy.enable_liger_cross_entropy"),
-    _gone("policy.enable_liger_fused_cross_entropy"),
-    _gone("rollout.completion_admission"),
-    _gone("rollout.async_r2r_sync", "disabled"),
-    _gone("rollout.r2r_sync_pack_tensors"),
-    _gone("rollout.prefetch_rollout"),
-    _gone("rollout.broadcast_all_params"),
-    _gone("validation.use_remote_reward"),
-    _gone("logging.report_mfu"),
+    *(_gone(key, *_NEUTRAL.get(key, ())) for key in _GONE),
 )

@@ -56,7 +56,7 @@ def convert_source(source: Source, reader: Reader, kind: str, env: Mapping[str, 
     if reader.interpolates:
         hint = f"{left_out}; {remedy}" if left_out else ""
         data = resolve(source.data, source.lines, source.name, env, defaults_of(rules), hint)
-        source = source.with_data(data)
+        source = replace(source, data=data)
     context = ConversionContext(reader, kind, source, rules)
     found = [(path, dotted(path), value) for path, value in leaves(source.data)]
     context.values = {key: value for _, key, value in found}
@@ -245,12 +245,9 @@ def _additions(context: ConversionContext, entries: list[Entry]) -> list[Additio
 
 
 def _job_type(entries: list[Entry], chosen: Mapping[str, Addition]) -> str:
-    tag = "train.train_policy.type"
-    for entry in entries:
-        for key, value in entry.targets:
-            if key == tag:
-                return str(value)
-    return str(chosen[tag].value) if tag in chosen else "grpo"
+    written = [target for entry in entries for target in entry.targets]
+    written += [(addition.key, addition.value) for addition in chosen.values()]
+    return next((str(value) for key, value in written if key == "train.train_policy.type"), "grpo")
 
 
 def _is_our_default(key: str, value: Any, job: str) -> bool:

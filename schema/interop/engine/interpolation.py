@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from schema.config.problem import ConfigError, Problem
@@ -57,21 +58,17 @@ class _AbsentError(_Unresolvable):
     """It names a key that is not there."""
 
 
+@dataclass
 class _Resolver:
-    def __init__(
-        self,
-        data: Mapping[str, Any],
-        lines: Mapping[Path, int],
-        name: str,
-        env: Mapping[str, str],
-        defaults: Mapping[str, Any],
-        absent: str,
-    ) -> None:
-        self.absent = absent
-        self.data, self.lines, self.name, self.env, self.defaults = data, lines, name, env, defaults
-        self.problems: list[Problem] = []
-        self._open: list[Path] = []  # keys that are being resolved: one that comes again is a cycle
-        self._budget = MAX_RESOLVED  # references to tables copy them: what that may grow to is bounded
+    data: Mapping[str, Any]
+    lines: Mapping[Path, int]
+    name: str
+    env: Mapping[str, str]
+    defaults: Mapping[str, Any]
+    absent: str
+    problems: list[Problem] = field(default_factory=list)
+    _open: list[Path] = field(default_factory=list)  # keys being resolved: one that comes again is a cycle
+    _budget: int = MAX_RESOLVED  # references to tables copy them: what that may grow to is bounded
 
     def value(self, path: Path, value: Any) -> Any:
         """A value with its interpolations resolved; where one fails, the problem is noted and None stands."""
@@ -118,13 +115,13 @@ class _Resolver:
             end = _closing(text, start)
             if start > position:
                 pieces.append(text[position:start])
-            pieces.append(_One(self._reference(path, text[start + 2 : end], depth)))
+            pieces.append(self._reference(path, text[start + 2 : end], depth))
             position = end + 1
         if position < len(text):
             pieces.append(text[position:])
         if len(pieces) == 1:
-            return pieces[0].value if isinstance(pieces[0], _One) else pieces[0]
-        joined = "".join(_as_text(piece.value) if isinstance(piece, _One) else piece for piece in pieces)
+            return pieces[0]
+        joined = "".join(map(_as_text, pieces))
         if len(joined) > MAX_TEXT:
             raise _Unresolvable("references expand to a text that is too long")
         return joined
@@ -137,11 +134,9 @@ class _Resolver:
                 arguments = _as_text(self._text(path, arguments, depth + 1))
                 name, comma, default = arguments.partition(",")
             fall_back = self._default(path, default, depth) if comma else _ABSENT
-            return (
-                self._env(name.strip(), fall_back)
-                if "env" in resolver
-                else self._maybe(path, name, fall_back)
-            )
+            if "env" in resolver:
+                return self._env(name.strip(), fall_back)
+            return self._maybe(path, name, fall_back)
         if "${" in inner:
             inner = _as_text(self._text(path, inner, depth + 1))
         inner = inner.strip()
@@ -192,13 +187,6 @@ class _Resolver:
             else:
                 return self.defaults.get(dotted(target), _ABSENT)
         return self._resolved(target, value)
-
-
-class _One:
-    """A resolved interpolation, apart from the text around it."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
 
 
 def _absolute(path: Path, key: str) -> Path:

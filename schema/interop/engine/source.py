@@ -17,12 +17,11 @@ from schema.interop.engine.yamlfile import read_yaml
 
 @dataclass(frozen=True)
 class Source:
-    """A file as it was read. lines: the line (from 1) of each key. syntax: `yaml` or `toml`."""
+    """A file as it was read. lines: the line (from 1) of each key."""
 
     name: str
     data: dict[str, Any]
     lines: Mapping[Path, int] = field(default_factory=dict)
-    syntax: str = "yaml"
 
     def line(self, path: Path) -> int | None:
         """The line of a key, or else of the nearest table around it that has one."""
@@ -31,18 +30,10 @@ class Source:
                 return self.lines[path[:end]]
         return None
 
-    def leaf_paths(self) -> list[Path]:
-        """Every leaf key, in the order of the file."""
-        return [path for path, _ in leaves(self.data)]
-
     def has(self, *path: str) -> bool:
         """Whether the file has a key or table at this path (null counts)."""
         absent = object()
         return lookup(self.data, path, absent) is not absent
-
-    def with_data(self, data: dict[str, Any]) -> Source:
-        """The same file with other values, after interpolation."""
-        return Source(self.name, data, self.lines, self.syntax)
 
 
 def read_file(path: FilePath) -> str:
@@ -61,7 +52,7 @@ def read_source(text: str, name: str) -> Source:
     """
     refuse_script(text, name)
     source = _read(text, name)
-    if len(source.leaf_paths()) > MAX_LEAVES:
+    if sum(1 for _ in leaves(source.data)) > MAX_LEAVES:
         message = f"more than {MAX_LEAVES} keys: not a configuration"
         raise ConfigError([Problem("", message, hint="is it the right file?", file=name)])
     return source
@@ -91,4 +82,4 @@ def _toml(text: str, name: str) -> Source:
     except (ValueError, IndexError, RecursionError):
         positions = {}  # a place is a courtesy: without it the key still names the entry
     lines = {tuple(str(part) for part in path): position[0] for path, position in positions.items() if path}
-    return Source(name, data, lines, "toml")
+    return Source(name, data, lines)

@@ -73,14 +73,15 @@ class ClosedList:
     def decides_method(self, key: str, value: Any) -> bool:
         """Whether a key of the list decides what is trained, and its value asks for something."""
         neutral = self._find(self.method, key)
-        return neutral is not None and not any(_same(value, other) for other in (*OFF, *neutral))
+        return neutral is not None and not any(same(value, other) for other in (*OFF, *neutral))
 
     def _find(self, table: Mapping[str, _T], key: str) -> _T | None:
         found = (_listed(table, name) for name in (key, *self.general(key)))
         return next((value for value in found if value is not None), None)
 
 
-def _same(value: Any, other: Any) -> bool:
+def same(value: Any, other: Any) -> bool:
+    """Whether two values are equal, where true is not 1."""
     return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
 
 

@@ -13,7 +13,6 @@ from schema.interop.engine.values import BadValue
 from schema.interop.roll.actor_train import model_name
 from schema.interop.roll.converters import (
     LORA_KEYS,
-    asks,
     count,
     lost,
     named_devices,
@@ -227,7 +226,7 @@ _ENGINE_RULES: tuple[Rule, ...] = (
         when=_without_engine,
     ),
     Rule("dtype", _DTYPE),
-    Rule("quantization", asks((None,), "not quantised", to.text("rollout.quantization"))),
+    Rule("quantization", to.text("rollout.quantization", "as it is", "not quantised")),
     Rule("sleep_level", to.always("an engine that shares its GPU sleeps by placement.share")),
     Rule("enable_expert_parallel", _only("vllm", _experts)),
     Rule("seed", to.integer("rollout.seed")),

@@ -10,7 +10,6 @@ from schema.interop.engine.rules import ConversionContext, Converter, KeyPath, R
 from schema.interop.engine.values import BadValue, shown
 from schema.interop.roll.converters import (
     POLICY,
-    asks,
     count,
     dtype,
     is_one_of,
@@ -27,7 +26,6 @@ from schema.interop.roll.training import TRAINING_ARGS
 ROLE = "actor_train"
 _SETTINGS = f"{ROLE}.strategy_args.strategy_config"
 _MESH = "policy.parallelism"
-_OFF = (None, False)
 
 
 # --- mesh and batches ---------------------------------------------------------------------------------------
@@ -257,6 +255,8 @@ _STRATEGY_RULES: tuple[Rule, ...] = (
     Rule("offload_policy", to.flag("train.fsdp_offload")),
 )
 
+_CAP = to.integer(f"{POLICY}.max_token_len_per_mini_batch", "as it is", "no cap")
+_OLD_CAP = to.integer(f"{POLICY}.old_log_prob.max_token_len_per_mini_batch", "as it is", "no cap")
 _unpacked = needs(f"{ROLE}.use_sequence_packing", "packing is off")
 _SINGLE_RULES: tuple[Rule, ...] = (
     Rule("device_mapping", _devices),
@@ -270,24 +270,24 @@ _SINGLE_RULES: tuple[Rule, ...] = (
     Rule("use_dynamic_batching_in_train", to.always("max_tokens_per_microbatch_in_train says how large")),
     Rule(
         "max_tokens_per_microbatch_in_train",
-        asks((0, None), "no cap", to.integer(f"{POLICY}.max_token_len_per_mini_batch")),
+        to.unless((0,), "no cap", _CAP),
         when=needs(f"{ROLE}.use_dynamic_batching_in_train", "dynamic batching is off"),
     ),
     Rule("use_dynamic_batching_in_infer", to.always("max_tokens_per_microbatch_in_infer says how large")),
     Rule(
         "max_tokens_per_microbatch_in_infer",
-        asks((0, None), "no cap", to.integer(f"{POLICY}.old_log_prob.max_token_len_per_mini_batch")),
+        to.unless((0,), "no cap", _OLD_CAP),
         when=needs(f"{ROLE}.use_dynamic_batching_in_infer", "dynamic batching is off"),
     ),
     Rule("use_sequence_packing", to.flag("train.sequence_packing")),
     Rule(
         "sequence_packing_args.max_packed_sequence_length_train",
-        asks((None,), "no cap", to.integer(f"{POLICY}.max_token_len_per_mini_batch")),
+        _CAP,
         when=_unpacked,
     ),
     Rule(
         "sequence_packing_args.max_packed_sequence_length_forward",
-        asks((None,), "no cap", to.integer(f"{POLICY}.old_log_prob.max_token_len_per_mini_batch")),
+        _OLD_CAP,
         when=_unpacked,
     ),
     Rule("logits_in_fp32", to.always("log-probs are computed in float32")),

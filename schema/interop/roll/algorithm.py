@@ -22,7 +22,7 @@ from schema.interop.engine.keys import words
 from schema.interop.engine.model import Result, implicit, mapped, no_counterpart, unsupported
 from schema.interop.engine.rules import ConversionContext, Converter, KeyPath, Rule, computed, needs
 from schema.interop.engine.values import BadValue, shown
-from schema.interop.roll.converters import POLICY, asks, lost, reason
+from schema.interop.roll.converters import POLICY, lost, reason
 from schema.interop.roll.facts import (
     has_advantages,
     has_loss_kl,
@@ -336,14 +336,14 @@ ALGORITHM_RULES: tuple[Rule, ...] = (
     Rule("entropy_loss_coef", to.number(f"{POLICY}.entropy_coeff")),
     Rule("postive_loss_coef", _positive, also=("positive_loss_coef",)),
     Rule("max_grad_norm", to.number("train.optm_grad_norm_clip"), default=1.0),
-    Rule("value_clip", asks((None,), "no clip of values", to.number("critic.value_clip")), when=no_critic),
+    Rule("value_clip", to.number("critic.value_clip", "as it is", "no clip of values"), when=no_critic),
     Rule("critic_warmup", to.integer("critic.warmup_steps"), when=no_critic),
     Rule("balance_length", to.flag(f"{POLICY}.balance_dp_token")),
     Rule("train_infer_correction.is_weight.enabled", _is_weights),
     Rule("train_infer_correction.is_weight.weight_type", _weight_type, when=_no_weights),
     Rule(
         "train_infer_correction.is_weight.upper_bound",
-        asks((None,), "no bound", to.number(f"{_CORRECTION}.cap")),
+        to.number(f"{_CORRECTION}.cap", "as it is", "no bound"),
         default=1.2,
         when=_no_weights,
     ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +10,7 @@ from schema.config.problem import ConfigError, Problem
 from schema.interop.engine import to, values
 from schema.interop.engine.model import Result, implicit, mapped, no_counterpart
 from schema.interop.engine.rules import ConversionContext, Converter, KeyPath, Rule, computed
+from schema.interop.engine.unsupported import same
 from schema.interop.engine.values import shown
 from schema.interop.roll.device_mapping import DeviceMappingError, parse_device_mapping
 from schema.interop.roll.facts import config_key
@@ -40,23 +41,16 @@ def named_devices(context: ConversionContext, leaf: KeyPath) -> list[int] | None
         raise ConfigError([problem]) from None
 
 
-def asks(neutral: Sequence[Any], why: str, converter: Converter, words: str = "as it is") -> Converter:
-    """`unless` for a key of ours: the docs say how the value changes, not why nothing may be written."""
-    return replace(to.unless(neutral, why, converter), words=converter.words or words)
-
-
 def lost(key: str, *neutral: Any) -> Converter:
     """No counterpart, unless the value asks for nothing (null, false, 0 or one of `neutral`)."""
     why = reason(key)
 
-    def run(context: ConversionContext, leaf: KeyPath) -> Result:
-        asks_nothing = any(
-            leaf.value == value and isinstance(leaf.value, bool) == isinstance(value, bool)
-            for value in (*NEUTRAL, *neutral)
-        )
+    @computed(words="no counterpart")
+    def convert(context: ConversionContext, leaf: KeyPath) -> Result:
+        asks_nothing = any(same(leaf.value, value) for value in (*NEUTRAL, *neutral))
         return implicit("asks for nothing") if asks_nothing else no_counterpart(why)
 
-    return Converter(run, (), "no counterpart")
+    return convert
 
 
 def is_one_of(value: Any, names: Iterable[str]) -> bool:
@@ -99,17 +93,18 @@ def reshard(section: str, null: str) -> Converter:
 
 
 def repeats(
-    other: Callable[[ConversionContext], Any], same: str, differs: Callable[[KeyPath, Any], Result]
+    other: Callable[[ConversionContext], Any], words: str, differs: Callable[[KeyPath, Any], Result]
 ) -> Converter:
     """A key that only repeats another one: implicit where it says the same, else `differs`."""
 
-    def run(context: ConversionContext, leaf: KeyPath) -> Result:
+    @computed(words=words)
+    def convert(context: ConversionContext, leaf: KeyPath) -> Result:
         expected = other(context)
         if leaf.value is None or leaf.value == expected:
-            return implicit(same)
+            return implicit(words)
         return differs(leaf, expected)
 
-    return Converter(run, (), same)
+    return convert
 
 
 def wins(what: str) -> Callable[[KeyPath, Any], Result]:

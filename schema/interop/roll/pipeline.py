@@ -9,7 +9,7 @@ from schema.interop.engine import to, values
 from schema.interop.engine.model import Result, implicit, mapped, no_counterpart
 from schema.interop.engine.rules import ConversionContext, KeyPath, Rule, computed
 from schema.interop.engine.values import BadValue, shown
-from schema.interop.roll.converters import POLICY, asks, lost, reason
+from schema.interop.roll.converters import POLICY, lost, reason
 from schema.interop.roll.facts import (
     group_size,
     has_critic,
@@ -200,18 +200,17 @@ def _run_name(context: ConversionContext, leaf: KeyPath) -> Result:
     return mapped(("logging.experiment_name", str(leaf.value)))
 
 
+_PROFILED = (("profiler.enable_profiler", True), ("profiler.sub_profiler_config.do_profile", True))
+
+
 @computed("profiler.enable_profiler", words="a trace of the trainer")
 def _profile(context: ConversionContext, leaf: KeyPath) -> Result:
-    return mapped(("profiler.enable_profiler", True), ("profiler.sub_profiler_config.do_profile", True))
+    return mapped(*_PROFILED)
 
 
 @computed("profiler.enable_profiler", "profiler.sub_profiler_config.profile_memory", words="with memory")
 def _profile_memory(context: ConversionContext, leaf: KeyPath) -> Result:
-    return mapped(
-        ("profiler.enable_profiler", True),
-        ("profiler.sub_profiler_config.do_profile", True),
-        ("profiler.sub_profiler_config.profile_memory", True),
-    )
+    return mapped(*_PROFILED, ("profiler.sub_profiler_config.profile_memory", True))
 
 
 @computed("validation.temperature", words="true → 0.0")
@@ -257,7 +256,7 @@ PIPELINE_RULES: tuple[Rule, ...] = (
     Rule("sequence_length", _sequence_length),
     Rule(
         "val_prompt_length",
-        asks((None,), "as in training", to.integer("validation.dataset.max_prompt_length")),
+        to.integer("validation.dataset.max_prompt_length", "as it is", "as in training"),
     ),
     Rule("val_sequence_length", _val_sequence),
     Rule("exp_name", to.text("logging.experiment_name")),
@@ -303,7 +302,7 @@ PIPELINE_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "is_offload_optimizer_states_in_train_step",
-        asks(_FLAGS_OFF, "states stay on the GPU", to.flag("train.optimizer_offload")),
+        to.unless(_FLAGS_OFF, "states stay on the GPU", to.flag("train.optimizer_offload", "as it is")),
     ),
     Rule(
         "global_template",

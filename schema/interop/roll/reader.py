@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from schema.interop.engine.keys import unsupported_key
 from schema.interop.engine.rules import ConversionContext, Reader, Rule
 from schema.interop.engine.source import Source
@@ -34,19 +32,15 @@ _RULES: tuple[Rule, ...] = (
 
 
 def _detect(source: Source) -> str | None:
-    if not any(source.has(key) for key in (*_ROLES, *_PIPELINE, *DISTILLATION_ROLES)):
+    if not any(map(source.has, (*_ROLES, *_PIPELINE, *DISTILLATION_ROLES))):
         return None
-    if any(source.has(key) for key in _AGENT):
+    if any(map(source.has, _AGENT)):
         return "agentic"
-    if any(source.has(key) for key in DISTILLATION_ROLES):
+    if any(map(source.has, DISTILLATION_ROLES)):
         return "distillation"
-    rolls_out = any(source.has(key) for key in ("actor_infer", *_PIPELINE))
-    pairs = any(source.has(key) for key in DPO_KEYS)
+    rolls_out = any(map(source.has, ("actor_infer", *_PIPELINE)))
+    pairs = any(map(source.has, DPO_KEYS))
     return "dpo" if pairs or (source.has("train_batch_size") and not rolls_out) else "rlvr"
-
-
-def _rules(kind: str) -> Sequence[Rule]:
-    return _RULES
 
 
 def _finish(context: ConversionContext) -> None:
@@ -144,7 +138,7 @@ READER = Reader(
     unsupported=ROLL,
     detect=_detect,
     signs=(*_ROLES, *_PIPELINE),
-    rules=_rules,
+    rules=lambda kind: _RULES,
     finish=_finish,
     prose=PROSE,
 )

@@ -12,7 +12,6 @@ from schema.interop.engine.unsupported import below
 from schema.interop.engine.values import BadValue, shown
 from schema.interop.roll.converters import (
     LORA_KEYS,
-    asks,
     dtype,
     lost,
     model_dtype,
@@ -161,8 +160,8 @@ _REFERENCE: dict[str, Converter] = {
     "device_mapping": _role_devices("reference"),
     "infer_batch_size": to.integer("reference.mini_batch"),
     "use_dynamic_batching_in_infer": to.always("max_tokens_per_microbatch_in_infer says how large"),
-    "max_tokens_per_microbatch_in_infer": asks(
-        (0, None), "no cap", to.integer("reference.max_token_len_per_mini_batch")
+    "max_tokens_per_microbatch_in_infer": to.unless(
+        (0,), "no cap", to.integer("reference.max_token_len_per_mini_batch", "as it is", "no cap")
     ),
     "use_sequence_packing": to.always("follows actor_train's setting"),
     **_worker("reference"),
@@ -230,7 +229,9 @@ _CRITIC: dict[str, Converter] = {
     "training_args.per_device_train_batch_size": to.integer("critic.mini_batch"),
     "training_args.gradient_accumulation_steps": _critic_accumulation,
     "training_args.warmup_steps": to.integer("critic.optm_warmup_steps"),
-    "training_args.warmup_ratio": asks((0, 0.0), "no warm-up", to.number("critic.optm_warmup_steps")),
+    "training_args.warmup_ratio": to.unless(
+        (0, 0.0), "no warm-up", to.number("critic.optm_warmup_steps", "as it is")
+    ),
     "training_args.lr_scheduler_type": _critic_schedule,
     "training_args.num_train_epochs": to.always("max_steps ends the run"),
     "training_args.max_grad_norm": to.number("critic.optm_grad_norm_clip"),

@@ -74,7 +74,7 @@ def algorithm_rules() -> tuple[Rule, ...]:
         "loss_type": lacking("ppo_clip"),
         "rollout_is_batch_normalize": lacking(False),
         "debug_rollout_actor_probs": to.always("the mismatch is always a metric"),
-        "rollout_rs_threshold_lower": _lower_bound,
+        "rollout_rs_threshold_lower": _LOWER_BOUND,
         "rollout_token_veto_threshold": lacking(),
     }
     older = {
@@ -265,11 +265,11 @@ def _bounds(context: ConversionContext, leaf: KeyPath) -> Result:
     return mapped((f"{_CORRECTION}.reject_below", low), (f"{_CORRECTION}.reject_above", high))
 
 
-@computed(f"{_CORRECTION}.reject_below", words="null: 1 / rollout_rs_threshold")
-def _lower_bound(context: ConversionContext, leaf: KeyPath) -> Result:
-    if leaf.value is None or context.text("algorithm.rollout_correction.rollout_rs") not in _REJECT:
-        return implicit("null, or no effect without rollout_rs by ratios")
-    return mapped((f"{_CORRECTION}.reject_below", values.number(leaf.value)))
+_LOWER_BOUND = to.given(
+    lambda context: context.text("algorithm.rollout_correction.rollout_rs") in _REJECT,
+    "null, or no effect without rollout_rs by ratios",
+    to.number(f"{_CORRECTION}.reject_below", "null: 1 / rollout_rs_threshold"),
+)
 
 
 def _pair(value: object) -> tuple[float | None, float]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 from schema.interop.engine import to
+from schema.interop.engine.keys import words
 from schema.interop.engine.model import Result, implicit
 from schema.interop.engine.rules import ConversionContext, Reader, Rule
 from schema.interop.engine.source import Source
@@ -48,32 +49,23 @@ _SIGNS = (
     "optim with model.partial_pretrain",
     "data.response_key",
 )
-_TRANSLATED = ("数据", "自定义奖励函数", "优化器配置")
 
 
 def _detect(source: Source) -> str | None:
-    has = source.has
-    if has("actor_rollout_ref") or has("algorithm", "adv_estimator") or has("algorithm", "kl_ctrl"):
+    def has(keys: str) -> bool:
+        return any(source.has(*key.split(".")) for key in words(keys))
+
+    if has("actor_rollout_ref algorithm.adv_estimator algorithm.kl_ctrl"):
         return "rl"
-    if has("model", "partial_pretrain") or has("优化器配置"):
+    if has("optim.lr") and has("data.train_files model.path model.fsdp_config"):
         return "sft"
-    if has("optim", "lr") and (
-        has("data", "train_files") or has("model", "path") or has("model", "fsdp_config")
-    ):
+    if has("model.partial_pretrain data.messages_key data.max_length data.multiturn 优化器配置"):
         return "sft"
-    if has("data", "messages_key") or has("data", "max_length") or has("data", "multiturn"):
-        return "sft"
-    if has("data", "response_key") or has("data", "reward_model_key") or has("evaluation", "metrics"):
+    if has("data.response_key data.reward_model_key evaluation.metrics 数据 自定义奖励函数"):
         return "evaluation"
-    if any(has(key) for key in _TRANSLATED):
-        return "evaluation"
-    if (
-        has("data", "train_files")
-        or has("reward_model", "reward_manager")
-        or has("critic", "cliprange_value")
-    ):
+    if has("data.train_files reward_model.reward_manager critic.cliprange_value"):
         return "rl"
-    return "rl" if has("trainer", "default_hdfs_dir") or has("custom_reward_function") else None
+    return "rl" if has("trainer.default_hdfs_dir custom_reward_function") else None
 
 
 def _rules(kind: str) -> tuple[Rule, ...]:

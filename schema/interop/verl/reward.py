@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from schema.interop.engine import to, values
 from schema.interop.engine.model import Result, implicit, mapped
-from schema.interop.engine.rules import ConversionContext, Converter, KeyPath, Rule, computed, rules_below
+from schema.interop.engine.rules import ConversionContext, KeyPath, Rule, computed, rules_below
 from schema.interop.verl.data import files
 from schema.interop.verl.facts import POLICY, lacking, no_reward_model, response_length, without_counterpart
 from schema.interop.verl.shared import Budget
@@ -26,7 +26,7 @@ def reward_rules() -> tuple[Rule, ...]:
     least = "fsdp_config.wrap_policy.min_num_params"
     table = {
         "input_tokenizer": to.always("answers are decoded and templated again where tokenizers differ"),
-        "external_lib": Converter(_modules, ("reward_model.external_modules",), "one name becomes a list"),
+        "external_lib": _modules,
         "trust_remote_code": to.flag("reward_model.trust_remote_code"),
         "fsdp_config.param_offload": to.flag("reward_model.offload"),
         "fsdp_config.min_num_params": to.integer("reward_model.fsdp_wrap_min_params"),
@@ -53,14 +53,13 @@ def reward_rules() -> tuple[Rule, ...]:
 def _function_rules() -> tuple[Rule, ...]:
     """Rules of rewards that are functions, and of the penalty for long answers."""
     overlong, older = "reward_model.reward_kwargs.overlong_buffer_cfg", "reward_model.overlong_buffer"
-    kwargs = Converter(_reward_kwargs, ("custom",), "under [custom], which hands them to your functions")
     metrics = to.always("rewards and penalties are always metrics")
     table = {
         "launch_reward_fn_async": to.always("rewards are always computed in parallel with generation"),
         "strategy": to.always("how a model is sharded follows from its parallelism"),
         "load_weight": to.always("weights are always loaded"),
         "reward_kwargs.max_resp_len": to.always("the penalty counts from rollout.max_response_length"),
-        "reward_kwargs.*": kwargs,
+        "reward_kwargs.*": _reward_kwargs,
     }
     sandbox = ("reward.sandbox_fusion", "reward_model.sandbox_fusion")
     unused = to.always("no effect without sandbox_fusion.url")
@@ -74,10 +73,14 @@ def _function_rules() -> tuple[Rule, ...]:
             for name in ("enable", "len", "penalty_factor", "log")
         ),
         *(
-            Rule(f"custom_reward_function.{name}", REWARD, also=(f"reward.custom_reward_function.{name}",))
+            Rule(
+                f"custom_reward_function.{name}",
+                _custom_reward,
+                also=(f"reward.custom_reward_function.{name}",),
+            )
             for name in ("path", "name")
         ),
-        Rule("custom_reward_function.reward_kwargs.*", kwargs),
+        Rule("custom_reward_function.reward_kwargs.*", _reward_kwargs),
         Rule("reward_manager.name", _manager),
         Rule("reward_manager.*", managers),
         Rule("reward.reward_manager.*", managers),
@@ -95,6 +98,7 @@ def reward_name(context: ConversionContext) -> str:
     return f"{values.path(file)}:{name if isinstance(name, str) and name else 'compute_score'}"
 
 
+@computed(f"{POLICY}.reward_function", words="`path:name`; null: `by_source`")
 def _custom_reward(context: ConversionContext, leaf: KeyPath) -> Result:
     name = reward_name(context)
     if name == "by_source":
@@ -104,9 +108,6 @@ def _custom_reward(context: ConversionContext, leaf: KeyPath) -> Result:
         "here a reward function takes the answer and the row: adapt it, see docs/migrate.md"
     )
     return mapped((f"{POLICY}.reward_function", name), note="path:name")
-
-
-REWARD = Converter(_custom_reward, (f"{POLICY}.reward_function",), "`path:name`; null: `by_source`")
 
 
 @computed(
@@ -135,12 +136,14 @@ def _overlong(context: ConversionContext, leaf: KeyPath) -> Result:
     return mapped((f"{ours}.penalty_factor", values.number(leaf.value)))
 
 
+@computed("custom", words="under [custom], which hands them to your functions")
 def _reward_kwargs(context: ConversionContext, leaf: KeyPath) -> Result:
     if leaf.value is None or leaf.value == {}:
         return implicit("null: none")
     return mapped((f"custom.{leaf.rest}", leaf.value), note="[custom] hands it to your functions")
 
 
+@computed("reward_model.external_modules", words="one name becomes a list")
 def _modules(context: ConversionContext, leaf: KeyPath) -> Result:
     if leaf.value in (None, "", []):
         return implicit("null: none")
