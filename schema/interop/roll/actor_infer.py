@@ -284,23 +284,17 @@ def _validation_tokens(context: ConversionContext, leaf: KeyPath) -> Result:
     return implicit("ROLL takes the length of training instead")
 
 
-def _greedy(converter: Converter) -> Converter:
-    """Without an effect where val_greedy is on."""
-
-    def run(context: ConversionContext, leaf: KeyPath) -> Result:
-        if context.flag("val_greedy"):
-            return implicit("val_greedy is taken instead")
-        return converter.run(context, leaf)
-
-    return replace(converter, run=run)
+def _not_sampled(context: ConversionContext) -> str:
+    greedy = "val_greedy is taken instead" if context.flag("val_greedy") else ""
+    return _no_validation(context) or greedy
 
 
 _VALIDATION_ARGS: tuple[Rule, ...] = (
     Rule("max_new_tokens", _validation_tokens, when=_no_validation),
     Rule("max_length", to.always("max_new_tokens bounds the answer")),
-    Rule("temperature", _greedy(to.number("validation.temperature")), default=0.95, when=_no_validation),
+    Rule("temperature", to.number("validation.temperature"), default=0.95, when=_not_sampled),
     Rule("top_p", to.number("validation.top_p"), default=0.7, when=_no_validation),
-    Rule("top_k", _greedy(_top_k("validation.top_k")), default=50, when=_no_validation),
+    Rule("top_k", _top_k("validation.top_k"), default=50, when=_not_sampled),
     Rule("repetition_penalty", to.number("validation.repetition_penalty"), when=_no_validation),
     Rule("num_return_sequences", to.integer("validation.n_generation"), when=_no_validation),
     Rule("num_beams", _beams("validation")),

@@ -16,7 +16,7 @@ from schema.interop.verl.facts import (
     response_length,
     without_counterpart,
 )
-from schema.interop.verl.rollout import RESPONSE
+from schema.interop.verl.rollout import longest_response
 from schema.interop.verl.unsupported import VERL
 
 TRAIN, VALID = f"{POLICY}.dataset", "validation.dataset"
@@ -68,7 +68,7 @@ def data_rules() -> tuple[Rule, ...]:
         "mm_processor_kwargs.* datagen.* apply_chat_template_kwargs.*": lacking(),
         "tool_config_path function_tool_path": to.always("repeats rollout.multi_turn"),
     }
-    lengths = {"max_prompt_length": _max_prompt, "max_response_length": RESPONSE}
+    lengths = {"max_prompt_length": _max_prompt, "max_response_length": longest_response}
     streamed = {"train_batch_size": _batch, "gen_batch_size": _gen_batch}
     return (
         *rules_below("data", lengths, defaults={"max_prompt_length": 512, "max_response_length": 512}),

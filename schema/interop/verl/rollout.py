@@ -175,19 +175,15 @@ def _capture_sizes(context: ConversionContext, leaf: KeyPath) -> Result:
 # --- sampling -----------------------------------------------------------------------------------------------
 
 
-def _response(context: ConversionContext, leaf: KeyPath) -> Result:
+@computed(
+    "rollout.max_response_length", "policy.model_max_length", words="model_max_length is prompt + answer"
+)
+def longest_response(context: ConversionContext, leaf: KeyPath) -> Result:
     written = values.integer(leaf.value)
     longest = response_length(context)
     note = "" if longest == written else f"rollout.response_length = {longest} is what verl generates up to"
     total = prompt_length(context) + longest
     return mapped(("rollout.max_response_length", longest), ("policy.model_max_length", total), note=note)
-
-
-RESPONSE = Converter(
-    _response,
-    ("rollout.max_response_length", "policy.model_max_length"),
-    "model_max_length is prompt + answer",
-)
 
 
 @computed(words="repeats data.max_prompt_length")
@@ -209,7 +205,7 @@ def _sampling() -> tuple[Rule, ...]:
         Rule(f"{ROLLOUT}.repetition_penalty", to.number(f"{_SAMPLING}.repetition_penalty")),
         Rule(f"{ROLLOUT}.do_sample", to.flag(f"{_SAMPLING}.do_sample"), default=True),
         Rule(f"{ROLLOUT}.ignore_eos", to.flag(f"{_SAMPLING}.ignore_eos"), default=False),
-        Rule(f"{ROLLOUT}.response_length", RESPONSE),
+        Rule(f"{ROLLOUT}.response_length", longest_response),
         Rule(f"{ROLLOUT}.prompt_length", _prompt),
         Rule(
             f"{ROLLOUT}.calculate_log_probs", to.always("the engine's log-probs always come with the samples")
