@@ -88,7 +88,7 @@ def tensor_bytes(name: str, tensor: torch.Tensor) -> memoryview:
     return memoryview(plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy())
 
 
-def as_tensor(name: str, data: memoryview, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+def as_tensor(data: memoryview, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
     """A tensor over `data`; copied only where the bytes are not aligned to the dtype."""
     if len(data) == 0:
         return torch.empty(tuple(shape), dtype=dtype)

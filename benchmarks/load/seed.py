@@ -55,7 +55,7 @@ def _push_some(job: Job, version: int, count: int) -> int:
         assert group.lease_id is not None
         lease_id = group.lease_id
         for header in headers:
-            outcome = ledger.push(group.id, lease_id, header.index, header, 42, now)
+            outcome = ledger.push(group.id, lease_id, header.index, header, 42)
             assert outcome.accepted, outcome
     return len(decision.groups)
 

@@ -248,7 +248,6 @@ class Ledger:
         index: int,
         header: SampleHeader,
         n_bytes: int,
-        now: float,
         *,
         first: int | None = None,
         offset: int = 0,
@@ -257,11 +256,12 @@ class Ledger:
     ) -> PushOutcome:
         """Add one sample under a lease. When the group is complete it becomes ready, waits again or is dropped.
 
+        However late it comes: whether a lease has ended is decided by `expire` alone.
+
         Its bytes are those at `offset` of the part that begins with sample `first` (None: it is a part of its own).
         `text` is the header as JSON. outage: rewards are known to be out of reach, so that a time-out or connection
         error is tried again whatever `on_reward_error` says, and costs the group none of its attempts.
         """
-        del now  # a push under a valid lease is welcome however late: expiry is decided by `expire` alone
         table, n_samples = self.table, self.params.n_samples
         group = table.groups.get(name)
         if group is None:

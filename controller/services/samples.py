@@ -152,7 +152,6 @@ class SampleService:
             item.index,
             header,
             len(push.frame),
-            now,
             first=first,
             offset=offset,
             text=text,

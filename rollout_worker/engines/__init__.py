@@ -3,8 +3,8 @@
 A module that holds an engine has a function `build(config, tokenizer, eos_token_ids) -> Engine`. It is
 imported when its engine is chosen, so that a machine needs only the engine it uses.
 
-Common to them: `scatter` (where published tensors lie in parameters, and writing what changed there), `chain` (the
-deltas that lead from what is served to what is wanted) and `checksum` (the content hash of what is served).
+Common to them: `scatter` (where published tensors lie in parameters, and writing what changed there) and `checksum`
+(the content hash of what is served).
 """
 
 from __future__ import annotations

@@ -104,13 +104,12 @@ def encode_sample(sample: Sample) -> bytes:
     return encode_frame(tensors, {"sample": sample.header.model_dump_json()})
 
 
-def read_sample_header(data: bytes | memoryview) -> SampleHeader:
-    """The header of a sample frame, without decoding a tensor. Raises `FrameError`."""
-    return _parse_header(read_metadata(data))
-
-
 def read_sample_metadata(data: bytes | memoryview) -> tuple[SampleHeader, dict[str, str]]:
-    """As `read_sample_header`, with all metadata of the frame: under "sample" the text of the header."""
+    """The header of a sample frame, without decoding a tensor, and all metadata: under "sample" the header's text.
+
+    Raises:
+        FrameError: the bytes are no frame, or it has no valid header.
+    """
     metadata = read_metadata(data)
     return _parse_header(metadata), metadata
 

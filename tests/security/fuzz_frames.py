@@ -32,7 +32,7 @@ from pydantic import ValidationError
 from schema.wire.batch import StepTable, decode_batch, encode_batch
 from schema.wire.frame import FrameError, decode_frame, pack_bundle, read_header, unpack_bundle
 from schema.wire.prompts import PromptFile, PromptFileError, write_prompts
-from schema.wire.sample import Sample, SampleHeader, decode_sample, encode_sample, read_sample_header
+from schema.wire.sample import Sample, SampleHeader, decode_sample, encode_sample, read_sample_metadata
 from schema.wire.weights import WeightManifest
 
 MOST_MEMORY = 400 * 1024 * 1024
@@ -155,7 +155,7 @@ READERS = {
     "header": Reader(sample, _read_header, FrameError),
     "frame": Reader(sample, decode_frame, FrameError),
     "sample": Reader(sample, _read_sample, FrameError),
-    "sample header": Reader(sample, read_sample_header, FrameError),
+    "sample header": Reader(sample, read_sample_metadata, FrameError),
     "bundle": Reader(bundle, _read_bundle, FrameError),
     "batch": Reader(batch, decode_batch, FrameError),
     "prompts": Reader(prompts, _read_prompts, PromptFileError),

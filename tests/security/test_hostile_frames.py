@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from schema.wire.frame import FrameError, encode_frame, read_header, unpack_bundle
 from schema.wire.prompts import PromptFile, PromptFileError
-from schema.wire.sample import decode_sample, read_sample_header
+from schema.wire.sample import decode_sample, read_sample_metadata
 from schema.wire.weights import Publication
 from tests.security import fuzz_frames
 from tests.support.effort import examples
@@ -70,7 +70,7 @@ HOSTILE: dict[str, bytes] = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_header_is_refused(name: str) -> None:
-    for read in (read_header, unpack_bundle, decode_sample, read_sample_header):
+    for read in (read_header, unpack_bundle, decode_sample, read_sample_metadata):
         with pytest.raises(FrameError):
             read(HOSTILE[name])
 
@@ -117,7 +117,7 @@ def test_a_hostile_sample_header_is_refused(field: str, text: str) -> None:
     header.pop(field, None)
     body = json.dumps(header)[:-1] + f', "{field}": {text}}}'
     with pytest.raises(FrameError):
-        read_sample_header(frame(json.dumps({"__metadata__": {"sample": body}})))
+        read_sample_metadata(frame(json.dumps({"__metadata__": {"sample": body}})))
 
 
 @pytest.mark.scaled

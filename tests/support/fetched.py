@@ -48,7 +48,7 @@ class Weights:
 
     def __getitem__(self, name: str) -> torch.Tensor:
         entry = self.manifest.tensors[name]
-        return as_tensor(name, self._data[name], torch_dtype(entry.dtype, name), entry.shape)
+        return as_tensor(self._data[name], torch_dtype(entry.dtype, name), entry.shape)
 
     def __contains__(self, name: object) -> bool:
         return name in self.manifest.tensors

@@ -66,9 +66,7 @@ class Delta:
         for name, entry in self.manifest.tensors.items():
             dtype, shape = torch_dtype(entry.dtype, name), tuple(entry.shape)
             if entry.changed is None:
-                yield Change(
-                    name, dtype, shape, None, as_tensor(name, self._data[name], dtype, shape).view(-1)
-                )
+                yield Change(name, dtype, shape, None, as_tensor(self._data[name], dtype, shape).view(-1))
             else:
                 positions, values = self._sparse(name, dtype, math.prod(shape), entry.changed)
                 yield Change(name, dtype, shape, positions, values)

@@ -236,7 +236,7 @@ class CopyView:
         """All names and tensors: views of mapped files, valid until the lock is released."""
         data = map_tensors(self._directory, self._state, writable=False)
         for name, entry in self._state.tensors.items():
-            yield name, as_tensor(name, data[name], torch_dtype(entry.dtype, name), entry.shape)
+            yield name, as_tensor(data[name], torch_dtype(entry.dtype, name), entry.shape)
 
 
 @contextmanager

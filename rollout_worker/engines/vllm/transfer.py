@@ -307,7 +307,7 @@ def _opened(info: StoreUpdateInfo) -> Iterator[Iterator[tuple[str, torch.Tensor]
         return
     opened = open_piece(DirectoryStore(info.root), Piece.model_validate_json(info.piece), "full")
     yield (
-        (name, as_tensor(name, opened.data[name], torch_dtype(entry.dtype, name), entry.shape))
+        (name, as_tensor(opened.data[name], torch_dtype(entry.dtype, name), entry.shape))
         for name, entry in opened.manifest.tensors.items()
     )
 

@@ -119,16 +119,6 @@ class OptimizerKeys(Section):
         1e-6, "Epsilon of the optimizer.", acts="number: Epsilon of the optimizer."
     )
 
-    @property
-    def learning_rate(self) -> float:
-        """The peak learning rate of the one optimizer."""
-        return self.optm_lr[0] if isinstance(self.optm_lr, list) else self.optm_lr
-
-    @property
-    def optimizer_impl(self) -> OptimizerImpl:
-        """The implementation of the one optimizer."""
-        return self.optm_impl[0] if isinstance(self.optm_impl, list) else self.optm_impl
-
 
 class PrecisionKeys(Section):
     """Number formats, sharding and what is traded for memory."""

@@ -381,7 +381,7 @@ class World:
             newest_version=version, finish_reason="stop", rewards={"r": float(self.random.randint(0, 3))},
             score=None if failed else 1.0, error="simulated" if failed else None,
         )  # fmt: skip
-        outcome = self.ledger.push(lease.group_id, lease.lease_id, index, header, 100, 0.0)
+        outcome = self.ledger.push(lease.group_id, lease.lease_id, index, header, 100)
         if not outcome.accepted:
             return self._drop(rollout, lease.lease_id)
         if not outcome.duplicate:

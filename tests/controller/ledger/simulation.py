@@ -138,13 +138,13 @@ class Simulation:
         holder = group.lease_id if group is not None and group.state is State.LEASED else None
         header = self._header(index, group, replica)
         outage = self.random.random() < 0.3
-        outcome = self.ledger.push(name, lease_id, index, header, 100, self.now, outage=outage)
+        outcome = self.ledger.push(name, lease_id, index, header, 100, outage=outage)
         if outcome.accepted and not outcome.duplicate:
             assert group is not None
             assert lease_id in (holder, group.completed_lease), "counted under a lease that has ended"
             self.stored.payloads.add((name, f"{lease_id}.{index}"))
         if outcome.accepted and self.random.random() < 0.1:
-            assert self.ledger.push(name, lease_id, index, header, 100, self.now).duplicate
+            assert self.ledger.push(name, lease_id, index, header, 100).duplicate
         if not outcome.accepted:
             replica.leases.pop(name)
 

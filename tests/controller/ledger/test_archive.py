@@ -245,7 +245,7 @@ def test_late_samples_of_a_forgotten_group_are_refused() -> None:
         fill(ledger, group)
     headers = [meta.header for meta in groups[0].samples.values()]
     train(ledger)
-    outcome = ledger.push("e0-p0", ids[0] or "", 0, headers[0], 10, 0.0)
+    outcome = ledger.push("e0-p0", ids[0] or "", 0, headers[0], 10)
     assert (outcome.accepted, outcome.code) == (False, ErrorCode.LEASE_LOST)
     assert "trained" in outcome.detail
-    assert ledger.push("e9-p0", "x", 0, headers[0], 10, 0.0).code is ErrorCode.NOT_FOUND
+    assert ledger.push("e9-p0", "x", 0, headers[0], 10).code is ErrorCode.NOT_FOUND

@@ -49,7 +49,7 @@ def fill(ledger: Ledger, group: Group, version: int = 0, **changes: Any) -> None
     assert lease_id is not None
     for index in range(ledger.params.n_samples):
         if index not in group.samples:
-            outcome = ledger.push(group.id, lease_id, index, header(index, version, **changes), 100, now=0.0)
+            outcome = ledger.push(group.id, lease_id, index, header(index, version, **changes), 100)
             assert outcome.accepted, outcome
 
 
@@ -98,16 +98,16 @@ def test_pushes_are_counted_once_and_only_under_the_lease() -> None:
     ledger = make()
     (group,) = lease(ledger, 1)
     lease_id = group.lease_id or ""
-    assert ledger.push(group.id, lease_id, 0, header(0, 0), 10, now=0.0).accepted
-    assert ledger.push(group.id, lease_id, 0, header(0, 0), 10, now=0.0).duplicate
-    assert ledger.push(group.id, "wrong", 1, header(1, 0), 10, now=0.0).code is ErrorCode.LEASE_LOST
-    assert ledger.push("e0-p9", lease_id, 1, header(1, 0), 10, now=0.0).code is ErrorCode.NOT_FOUND
-    assert ledger.push(group.id, lease_id, 1, header(0, 0), 10, now=0.0).code is ErrorCode.BAD_REQUEST
-    assert ledger.push(group.id, lease_id, 2, header(2, 0), 10, now=0.0).code is ErrorCode.BAD_REQUEST
+    assert ledger.push(group.id, lease_id, 0, header(0, 0), 10).accepted
+    assert ledger.push(group.id, lease_id, 0, header(0, 0), 10).duplicate
+    assert ledger.push(group.id, "wrong", 1, header(1, 0), 10).code is ErrorCode.LEASE_LOST
+    assert ledger.push("e0-p9", lease_id, 1, header(1, 0), 10).code is ErrorCode.NOT_FOUND
+    assert ledger.push(group.id, lease_id, 1, header(0, 0), 10).code is ErrorCode.BAD_REQUEST
+    assert ledger.push(group.id, lease_id, 2, header(2, 0), 10).code is ErrorCode.BAD_REQUEST
     assert group.state is State.LEASED
-    assert ledger.push(group.id, lease_id, 1, header(1, 0), 10, now=0.0).accepted
+    assert ledger.push(group.id, lease_id, 1, header(1, 0), 10).accepted
     assert group.state is State.READY
-    again = ledger.push(group.id, lease_id, 1, header(1, 0), 10, now=0.0)
+    again = ledger.push(group.id, lease_id, 1, header(1, 0), 10)
     assert again.accepted
     assert again.duplicate
     assert ledger.table.status().duplicates == 2
@@ -119,7 +119,7 @@ def test_tokens_older_than_the_lease_are_refused() -> None:
         fill(ledger, group)
     train(ledger)
     (group,) = lease(ledger, 1, version=1)
-    outcome = ledger.push(group.id, group.lease_id or "", 0, header(0, 0), 10, now=0.0)
+    outcome = ledger.push(group.id, group.lease_id or "", 0, header(0, 0), 10)
     assert outcome.code is ErrorCode.CONFLICT
 
 
@@ -139,14 +139,14 @@ def test_a_dead_replica_loses_its_leases_and_keeps_its_samples() -> None:
     ledger = make()
     (group,) = lease(ledger, 1, replica="dead")
     old_lease = group.lease_id or ""
-    ledger.push(group.id, old_lease, 0, header(0, 0), 10, now=0.0)
+    ledger.push(group.id, old_lease, 0, header(0, 0), 10)
     assert ledger.replica_gone("dead") == 1
     assert group.state is State.WAITING
     assert ledger.table.outstanding == 0, "its throttle budget is free again"
     (again,) = lease(ledger, 1, replica="alive", request="request-alive")
     assert again is group
     assert (group.attempt, list(group.samples)) == (2, [0])
-    assert ledger.push(group.id, old_lease, 1, header(1, 0), 10, now=0.0).code is ErrorCode.LEASE_LOST
+    assert ledger.push(group.id, old_lease, 1, header(1, 0), 10).code is ErrorCode.LEASE_LOST
     fill(ledger, group)
     assert group.state is State.READY
 
@@ -154,7 +154,7 @@ def test_a_dead_replica_loses_its_leases_and_keeps_its_samples() -> None:
 def test_kept_samples_that_became_too_old_are_generated_again() -> None:
     ledger = make()
     stale, one, two = lease(ledger, 3)
-    ledger.push(stale.id, stale.lease_id or "", 0, header(0, 0), 10, now=0.0)
+    ledger.push(stale.id, stale.lease_id or "", 0, header(0, 0), 10)
     ledger.release(stale.lease_id or "")
     fill(ledger, one)
     fill(ledger, two)
@@ -210,8 +210,8 @@ def test_a_failed_reward_is_never_a_score(policy: Any, state: State, reason: Dro
     ledger = make(on_reward_error=policy)
     (group,) = lease(ledger, 1)
     lease_id = group.lease_id or ""
-    ledger.push(group.id, lease_id, 0, header(0, 0, score=None, error="ValueError: no"), 10, now=0.0)
-    ledger.push(group.id, lease_id, 1, header(1, 0), 10, now=0.0)
+    ledger.push(group.id, lease_id, 0, header(0, 0, score=None, error="ValueError: no"), 10)
+    ledger.push(group.id, lease_id, 1, header(1, 0), 10)
     assert (group.state, group.reason, group.error) == (state, reason, "ValueError: no")
     assert Group.from_rows(group.to_row()).error == "ValueError: no"
     if policy == "retry":
@@ -232,8 +232,8 @@ def test_overlong_samples_stay_out_of_training() -> None:
     fill(ledger, first, finish_reason="overlong")
     assert first.reason is DropReason.OVERLONG
     lease_id = second.lease_id or ""
-    ledger.push(second.id, lease_id, 0, header(0, 0, finish_reason="overlong"), 10, now=0.0)
-    ledger.push(second.id, lease_id, 1, header(1, 0), 10, now=0.0)
+    ledger.push(second.id, lease_id, 0, header(0, 0, finish_reason="overlong"), 10)
+    ledger.push(second.id, lease_id, 1, header(1, 0), 10)
     (third,) = lease(ledger, 1)
     fill(ledger, third)
     assembled = ledger.assemble(now=0.0)
@@ -250,7 +250,7 @@ def test_a_batch_has_a_bounded_number_of_rewards_whatever_names_a_replica_invent
             rewards = {f"{group.id}.{index}.{i}": 1.0 for i in range(MOST_REWARDS)}
             assert group.lease_id is not None
             made = header(index, 0, rewards=rewards)
-            assert ledger.push(group.id, group.lease_id, index, made, 10, now=0.0).accepted
+            assert ledger.push(group.id, group.lease_id, index, made, 10).accepted
     assembled = ledger.assemble(now=0.0)
     assert isinstance(assembled, Assembled)
     assert len(build_table(0, 0, 1, assembled.groups).rewards) == MOST_REWARDS

@@ -403,7 +403,7 @@ def test_a_forgotten_lease_is_taken_back_and_its_samples_count() -> None:
     assert adopt(ledger.table, "r", [held("e0-p1")], 0.0) == []
     status = ledger.table.status()
     assert (status.states["leased"], status.states["waiting"], status.created) == (1, 1, 2)
-    outcome = ledger.push("e0-p1", "lease-of-e0-p1", 0, make_header(0, 0), 10, 0.0)
+    outcome = ledger.push("e0-p1", "lease-of-e0-p1", 0, make_header(0, 0), 10)
     assert outcome.accepted
     assert ledger.renew("r", ["lease-of-e0-p1"], 1.0) == []
 

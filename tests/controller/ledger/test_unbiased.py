@@ -115,7 +115,7 @@ class Cluster:
             index=index, prompt_tokens=1, response_tokens=tokens, total_tokens=tokens + 1, oldest_version=version,
             newest_version=replica.version, finish_reason="stop", rewards={}, score=1.0,
         )  # fmt: skip
-        assert self.ledger.push(name, replica.leases[name], index, header, 10, self.now).accepted
+        assert self.ledger.push(name, replica.leases[name], index, header, 10).accepted
         if not any(group == name for group, _ in replica.left):
             self._forget(replica, name)
 

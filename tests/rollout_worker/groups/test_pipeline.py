@@ -15,7 +15,7 @@ from rollout_worker.lease_table import LeaseTable
 from rollout_worker.metrics import Metrics
 from rollout_worker.rewards.pool import Result
 from rollout_worker.weights.follower import WeightFollower
-from schema.wire.sample import SampleHeader, read_sample_header
+from schema.wire.sample import SampleHeader, read_sample_metadata
 from tests.launcher.samples import config
 from tests.rollout_worker.test_bookkeeping import generation, lease
 
@@ -39,7 +39,7 @@ def pushed(result: Result, text: Any = "text") -> SampleHeader:
         generating._push(group, 2, generation(), text, scored)  # type: ignore[arg-type]
         (entry,) = pusher._queue
         assert entry.index == 2
-        return read_sample_header(entry.frame)
+        return read_sample_metadata(entry.frame)[0]
 
     return asyncio.run(work())
 

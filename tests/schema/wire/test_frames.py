@@ -26,7 +26,7 @@ from schema.wire.sample import (
     SampleHeader,
     decode_sample,
     encode_sample,
-    read_sample_header,
+    read_sample_metadata,
     sample_seed,
 )
 from tests.support.effort import examples
@@ -56,7 +56,7 @@ def make_sample(**header: Any) -> Sample:
 
 def test_a_sample_survives_the_wire() -> None:
     data = encode_sample(make_sample())
-    assert read_sample_header(data) == make_sample().header
+    assert read_sample_metadata(data)[0] == make_sample().header
     sample = decode_sample(data)
     assert sample.token_versions().tolist() == [-1, -1, 4, 4, 6]
     assert sample.logprobs.tolist() == [0.0, 0.0, -0.5, -1.0, 0.0]
@@ -119,7 +119,7 @@ def test_a_bundle_is_plain_safetensors() -> None:
 
 @given(st.binary(max_size=300))
 def test_garbage_is_a_frame_error(data: bytes) -> None:
-    for read in (read_header, decode_frame, unpack_bundle, read_sample_header, decode_sample, decode_batch):
+    for read in (read_header, decode_frame, unpack_bundle, read_sample_metadata, decode_sample, decode_batch):
         with pytest.raises(FrameError):
             read(data)  # type: ignore[operator]
 
