@@ -232,7 +232,7 @@ def test_one_that_was_stopped_goes_on_if_nobody_took_over(tmp_path: Path) -> Non
         process.send_signal(signal.SIGCONT)
         assert early.status() == 503
         with (
-            process.client("user") as user,
+            process.client("user", patience=1.0) as user,
             pytest.raises(NotServing, match="renew its lock in Redis") as told,
         ):
             user.send(api.job())
