@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 
-from weight_sync.stores.worker_pool import in_daemon
+from schema.util.threads import in_daemon
 
 
 class Background:

@@ -34,7 +34,10 @@ BY_HELPERS = {"soak"}
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Do not even import a file of which `-m` can select nothing: torch and vLLM take seconds, in each process."""
+    """Do not even import a file of which `-m` can select nothing: torch and vLLM take seconds, in each process.
+
+    So a file's marks are written in it: one that it only inherits from another file's class is not seen here.
+    """
     if not config.option.markexpr or collection_path.suffix != ".py":
         return None
     wanted = Expression.compile(config.option.markexpr)

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from schema.config import Config
+from schema.util.threads import in_daemon
 from weight_sync.stores import Store
-from weight_sync.stores.worker_pool import in_daemon
 from weight_sync.transport import Sender, TransferError, own_address
 from weight_sync.transport.group import Chunk, Line
 

@@ -19,13 +19,13 @@ from typing import Any, TypeVar
 from rollout_worker.engines.vllm.nccl import nccl_receiver
 from rollout_worker.errors import StoreSettingsError
 from schema.config import Config
+from schema.util.threads import in_daemon
 from schema.wire.messages import RegisterReply, Transport
 from schema.wire.weights import Publication
 from weight_sync.errors import StoreError, WeightError
 from weight_sync.host.host_copy import HostCopy, Weights, whole_bytes
 from weight_sync.host.users import copy_directory
 from weight_sync.stores import ReadableStore, open_store
-from weight_sync.stores.worker_pool import in_daemon
 from weight_sync.transport import DirectStore
 
 T = TypeVar("T")

@@ -6,5 +6,6 @@ backoff        exponential, with jitter
 exit_watchdog  the end of a process that was asked to leave and hangs
 host           the machine's boot id
 text           control characters in the texts of others
+threads        work in daemon threads, as futures
 tls            contexts and checks of certificates
 """

@@ -11,30 +11,13 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, TimeoutError
 from typing import TypeVar
 
+from schema.util.threads import in_daemon
 from weight_sync.errors import StoppedError, StoreError
 
 T = TypeVar("T")
 A = TypeVar("A")
 LOOK_S = 0.1
 """Seconds between two looks at `stop`."""
-
-
-def in_daemon(work: Callable[[], T], name: str) -> Future[T]:
-    """What a work returns or raises, done in a daemon thread of its own. It cannot be cancelled.
-
-    Raises `RuntimeError` when no thread can be started.
-    """
-    future: Future[T] = Future()
-    future.set_running_or_notify_cancel()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:  # handed to whoever waits
-            future.set_exception(error)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return future
 
 
 class WorkerPool:

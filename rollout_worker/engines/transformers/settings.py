@@ -60,6 +60,6 @@ def settings_of(config: Config) -> Settings:
 
 def _refuse_foreign_keys(config: Config) -> None:
     """Options that only vLLM has must be at their neutral values: a key acts or is refused."""
-    problems = engine_can_do_it(config)
+    problems = [*engine_can_do_it(config)]
     if problems:
         raise EngineConfigError("\n".join(problem.render() for problem in problems))

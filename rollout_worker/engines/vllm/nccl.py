@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from schema.config import Config
-from weight_sync.stores.worker_pool import in_daemon
+from schema.util.threads import in_daemon
 from weight_sync.transport import TransferError
 from weight_sync.transport.group import Chunk, Line
 

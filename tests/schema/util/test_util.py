@@ -1,4 +1,4 @@
-"""Infrastructure: atomic files, locks, back-off, the exit watchdog."""
+"""Infrastructure: atomic files, locks, back-off, daemon threads, the exit watchdog."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import stat
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from schema.util.atomic_file import remove_unfinished, replacing, replacing_dire
 from schema.util.backoff import Backoff
 from schema.util.file_lock import open_lock, release, try_lock
 from schema.util.host import boot_id
+from schema.util.threads import in_daemon
 
 
 @pytest.mark.parametrize("durable", [False, True])
@@ -66,6 +68,13 @@ def test_back_off_doubles_up_to_its_bound_and_respects_a_request() -> None:
         assert all(usual / 2 <= backoff.after(attempt) <= usual for _ in range(50))
     assert all(6.0 <= backoff.after(1, at_least=12.0) <= 12.0 for _ in range(50))
     assert len({backoff.after(3) for _ in range(50)}) > 1
+
+
+def test_work_in_a_daemon_thread_answers_or_raises_where_it_is_awaited() -> None:
+    done = in_daemon(threading.current_thread, "worker")
+    assert (done.result(60).name, done.result(60).daemon) == ("worker", True)
+    with pytest.raises(SystemExit, match="7"):
+        in_daemon(lambda: sys.exit(7), "worker").result(60)
 
 
 def test_the_boot_id_is_that_of_the_kernel() -> None:

@@ -186,6 +186,14 @@ def test_machines_follow_from_the_devices() -> None:
         {"actor_train.device_mapping": "[0]", "actor_infer.device_mapping": "[1]", "num_gpus_per_node": 2}
     )
     assert value_of(found, "placement.gpus_per_node") == 2
+    found = roll_with(  # counted, not listed: a mistyped number would fill the memory
+        {
+            "actor_train.device_mapping": "[0]",
+            "actor_infer.device_mapping": "[1]",
+            "num_gpus_per_node": 10**12,
+        }
+    )
+    assert value_of(found, "placement.gpus_per_node") is None
 
 
 def test_reference_has_its_own_devices() -> None:
