@@ -18,12 +18,13 @@ def folder(root: Path, name: str) -> Path:
 
 
 def test_reinforcement_ends_with_the_same_bits(tmp_path: Path, model: Path) -> None:
-    """A rollout replica dies at work, the trainer between two checkpoints; then all processes at once, as in a power
-    cut: the launcher that resumes the run says that all have ended, so no replica waits for its name."""
+    """A rollout replica dies at work (so after its first step: earlier it may not have registered), the trainer between
+    two checkpoints; then all processes at once, as in a power cut: the launcher that resumes the run says that all have
+    ended, so no replica waits for its name."""
     calm = run(exact_grpo(folder(tmp_path, "calm"), model, steps=6))
     assert calm.ledger["dropped"].get("zero_variance", 0) > 0, "groups without signal are replaced"
     assert set(calm.ledger["staleness"]) == {"0"}, "on-policy"
-    kills = [Kill("rollout_worker", 0, 0.1), Kill("policy_worker", 1, 0.2), Kill("everything", 3, 0.3)]
+    kills = [Kill("rollout_worker", 1, 0.0), Kill("policy_worker", 1, 0.2), Kill("everything", 3, 0.3)]
     disturbed = run(exact_grpo(folder(tmp_path, "disturbed"), model, steps=6), kills)
     assert len(disturbed.kills) == len(kills), "the run was over before"
     check_same(calm, disturbed)
