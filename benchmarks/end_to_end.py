@@ -33,10 +33,7 @@ from controller.data.synthetic import AdditionOptions, AdditionSource
 from schema.config import Config, load_config
 
 # torch first and alone: what follows must be content with its CPU build. math-verify is for our rewards.
-TRL_PACKAGES = (
-    ["torch==2.13.0"],
-    ["trl==1.16.*", "transformers==5.19.*", "math-verify>=0.9,<1"],
-)
+TRL_PACKAGES = (["torch==2.13.0"], ["trl==1.16.*", "transformers==5.19.*", "math-verify>=0.9,<1"])
 JOB_TIMEOUT = 1200.0  # seconds that one job may take: ten times what it takes on two cores
 
 

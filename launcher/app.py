@@ -113,8 +113,7 @@ def run(
         ),
     ] = None,
     dry_run: Annotated[
-        bool,
-        typer.Option("--dry-run", help="Check everything, show processes and memory, start nothing."),
+        bool, typer.Option("--dry-run", help="Check everything, show processes and memory, start nothing.")
     ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="With --dry-run: print JSON, for programs.")

@@ -22,10 +22,7 @@ BAR_WIDTH, SPARK_WIDTH = 30, 40
 _TICKS = "▁▂▃▄▅▆▇█"
 FAILED = "every reward failed"
 """Shown in place of a score where no sample could be scored."""
-REDIS = {
-    "hung": "hung: takes connections and does not answer",
-    "away": "cannot be reached",
-}
+REDIS = {"hung": "hung: takes connections and does not answer", "away": "cannot be reached"}
 """What is wrong with Redis (`launcher.job.redis_pulse`), for people."""
 
 _PHASE_STYLE = {
@@ -104,14 +101,7 @@ class LinePacer:
         status = view.status
         key: tuple[object, ...] = (view.stage.partition(":")[0],)
         if status is not None:
-            key = (
-                status.phase,
-                status.step,
-                status.last_error,
-                status.note,
-                bool(view.notice),
-                view.redis,
-            )
+            key = (status.phase, status.step, status.last_error, status.note, bool(view.notice), view.redis)
         age = now - self._printed_at
         new_phase = self._shown is None or self._shown[0] != key[0]
         if not (new_phase or (key != self._shown and age >= LINE_EVERY) or age >= SIGN_OF_LIFE):

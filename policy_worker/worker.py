@@ -76,12 +76,7 @@ def _train(environment: Environment, group: Group, session: Session | None, shut
             loop.publisher.close()
 
 
-def _algorithm(
-    config: Config,
-    reply: m.RegisterReply,
-    trainer: Trainer,
-    caller: Caller,
-) -> Algorithm:
+def _algorithm(config: Config, reply: m.RegisterReply, trainer: Trainer, caller: Caller) -> Algorithm:
     if reply.mode == "sft":
         return Sft(config, trainer, Path(reply.data_file))
     store = config.controller.payload_store

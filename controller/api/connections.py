@@ -73,11 +73,7 @@ class PatientProtocol(HttpToolsProtocol):
         cls, max_connections: int, head_seconds: float = HEAD_SECONDS, read_stall: float = READ_STALL
     ) -> type[PatientProtocol]:
         """This protocol with these limits."""
-        limits = {
-            "max_connections": max_connections,
-            "head_seconds": head_seconds,
-            "read_stall": read_stall,
-        }
+        limits = {"max_connections": max_connections, "head_seconds": head_seconds, "read_stall": read_stall}
         return type("PatientProtocol", (cls,), limits)
 
     # ---- the head of a request ----------------------------------------------------------------------------

@@ -274,11 +274,7 @@ def _write(path: Path, prepared: Prepared, name: str, role: Role) -> int:
         raise DataError(
             f"{role}: no row of {name} is left" + (f": {reasons}" if reasons else ": it is empty")
         )
-    metadata = {
-        "source": name,
-        "left_out": json.dumps(prepared.left_out),
-        "cut": json.dumps(prepared.cut),
-    }
+    metadata = {"source": name, "left_out": json.dumps(prepared.left_out), "cut": json.dumps(prepared.cut)}
     write_prompts(path, prepared.token_ids, prepared.rows, prepared.masks or None, metadata)  # type: ignore[arg-type]
     tokens = sum(map(len, prepared.token_ids))
     logger.info("%s: %s rows of %s prepared, %s tokens", role, f"{len(prepared.rows):,}", name, f"{tokens:,}")

@@ -135,10 +135,7 @@ class JobService:
         job, now = self._job, self._job.clock()
         leases = Counter([group.replica_id for group in job.progress.in_state(State.LEASED)])
         return [
-            replica.info(
-                leases[replica.replica_id] + job.validation.leases_of(replica.replica_id),
-                now,
-            )
+            replica.info(leases[replica.replica_id] + job.validation.leases_of(replica.replica_id), now)
             for replica in sorted(job.registry, key=lambda replica: replica.name)
         ]
 

@@ -156,13 +156,7 @@ class Validation:
     # ---- leasing ------------------------------------------------------------------------------------------
 
     def lease(
-        self,
-        replica_id: str,
-        request_id: str,
-        version: int,
-        publication_id: int,
-        max_groups: int,
-        now: float,
+        self, replica_id: str, request_id: str, version: int, publication_id: int, max_groups: int, now: float
     ) -> list[ValidationGroup]:
         """Up to `max_groups` groups of the round for a replica whose engine holds `version`."""
         repeated = [g for g in self._held() if g.request_id == request_id and g.replica_id == replica_id]
@@ -421,10 +415,7 @@ class Validation:
 
     @classmethod
     def restore(
-        cls,
-        params: ValidationParams,
-        rows: Mapping[str, Any],
-        new_lease_id: Callable[[], str] | None = None,
+        cls, params: ValidationParams, rows: Mapping[str, Any], new_lease_id: Callable[[], str] | None = None
     ) -> Self:
         """Rebuild from the rows that were written."""
         validation = cls(params, new_lease_id)

@@ -35,10 +35,7 @@ def convert(
     ] = None,
     system: Annotated[
         str | None,
-        typer.Option(
-            metavar="verl|roll|cosmos",
-            help="The file's system. Default: detected from its keys.",
-        ),
+        typer.Option(metavar="verl|roll|cosmos", help="The file's system. Default: detected from its keys."),
     ] = None,
     strict: Annotated[
         bool,

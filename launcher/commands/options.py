@@ -24,8 +24,7 @@ Configs = Annotated[
     list[Path], typer.Argument(metavar="CONFIG", help="The TOML file; of several, later ones win.")
 ]
 Targets = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="RUN_DIR|CONFIG|URL", help="The job. Default: ./outputs."),
+    list[str] | None, typer.Argument(metavar="RUN_DIR|CONFIG|URL", help="The job. Default: ./outputs.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 

@@ -40,15 +40,7 @@ from launcher.plan.tls import url_from_elsewhere
 from launcher.processes.logs import tail
 from launcher.processes.signals import stop_signals
 from launcher.processes.supervisor import Ending, Exit, Setting, Situation, Supervised, Supervisor
-from launcher.restarts import (
-    EXIT_CONFIG,
-    EXIT_NAME_TAKEN,
-    EXIT_OK,
-    Budget,
-    EndJob,
-    Role,
-    is_crash,
-)
+from launcher.restarts import EXIT_CONFIG, EXIT_NAME_TAKEN, EXIT_OK, Budget, EndJob, Role, is_crash
 from schema.wire.messages import TERMINAL_PHASES, JobStatus, Phase
 
 log = logging.getLogger(__name__)

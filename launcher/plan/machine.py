@@ -144,9 +144,7 @@ class Capacity:
 def find_capacity(gpus: tuple[str, ...]) -> Capacity:
     """How much memory there is. gpus: those that the job may use; none needs the driver."""
     total, free = host_memory(
-        Path("/proc/meminfo"),
-        Path("/sys/fs/cgroup/memory.max"),
-        Path("/sys/fs/cgroup/memory.current"),
+        Path("/proc/meminfo"), Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
     )
     return Capacity(total, free, parse_gpus(_query_driver("index,uuid,memory.total")) if gpus else {})
 

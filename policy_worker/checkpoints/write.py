@@ -35,12 +35,7 @@ from policy_worker.checkpoints.layout import (
     state_files,
     write_manifest,
 )
-from policy_worker.checkpoints.state import (
-    MODEL,
-    RngStates,
-    weights_from,
-    write_rng,
-)
+from policy_worker.checkpoints.state import MODEL, RngStates, weights_from, write_rng
 from policy_worker.checkpoints.storage import Piece, StateFiles, write_pieces
 from policy_worker.errors import CheckpointSaveError
 from policy_worker.parallel.group import Group

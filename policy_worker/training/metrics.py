@@ -78,11 +78,7 @@ class StepMetrics:
     """
 
     def __init__(
-        self,
-        table: StepTable,
-        advantages: Sequence[float],
-        samples: Mapping[int, TrainSample],
-        bound: int,
+        self, table: StepTable, advantages: Sequence[float], samples: Mapping[int, TrainSample], bound: int
     ) -> None:
         self._table, self._advantages, self._bound = table, advantages, bound
         self._ages = age_sums(table.step, samples.values(), bound)

@@ -18,10 +18,7 @@ from schema.util.imports import without_collections
 if TYPE_CHECKING:
     from schema.config import Config
 
-ENGINES = {
-    "transformers": "rollout_worker.engines.transformers",
-    "vllm": "rollout_worker.engines.vllm",
-}
+ENGINES = {"transformers": "rollout_worker.engines.transformers", "vllm": "rollout_worker.engines.vllm"}
 
 
 def create_engine(config: Config, tokenizer: Any, eos_token_ids: frozenset[int]) -> Engine:

@@ -36,10 +36,7 @@ class GenerationPipeline:
     ) -> None:
         self._config, self._engine, self._tokenizer, self._leases = config, engine, tokenizer, leases
         self._leasing, self._rewards, self._pusher = leasing, rewards, pusher
-        self._weights = {
-            "train": config.grpo.reward_weights,
-            "validation": config.validation_reward_weights,
-        }
+        self._weights = {"train": config.grpo.reward_weights, "validation": config.validation_reward_weights}
         self._names = {kind: tuple(weights) for kind, weights in self._weights.items()}
 
     async def run(self) -> None:

@@ -74,9 +74,7 @@ def _not_zero(value: int) -> int:
 SizeOrAll = Annotated[int, Field(ge=-1, json_schema_extra={"not": {"const": 0}}), AfterValidator(_not_zero)]
 """A count of at least 1, or -1 for all."""
 RanksOrAll = Annotated[
-    int,
-    Field(ge=-1, le=MOST_RANKS, json_schema_extra={"not": {"const": 0}}),
-    AfterValidator(_not_zero),
+    int, Field(ge=-1, le=MOST_RANKS, json_schema_extra={"not": {"const": 0}}), AfterValidator(_not_zero)
 ]
 """Ranks, or -1 for all that are left."""
 

@@ -20,11 +20,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from schema.interop.engine.model import Conversion
 
-SYSTEMS = {
-    "verl": "schema.interop.verl",
-    "roll": "schema.interop.roll",
-    "cosmos-rl": "schema.interop.cosmos",
-}
+SYSTEMS = {"verl": "schema.interop.verl", "roll": "schema.interop.roll", "cosmos-rl": "schema.interop.cosmos"}
 """The name of a system on the command line -> its folder."""
 
 

@@ -18,8 +18,8 @@ def folder(root: Path, name: str) -> Path:
 
 
 def test_reinforcement_ends_with_the_same_bits(tmp_path: Path, model: Path) -> None:
-    """A rollout replica dies at work (so after its first step: earlier it may not have registered), the trainer between
-    two checkpoints; then all processes at once, as in a power cut: the launcher that resumes the run says that all have
+    """A rollout replica dies at work (after a step: earlier it may not have registered), the trainer between two
+    checkpoints; then all processes at once, as in a power cut: the launcher that resumes the run says that all have
     ended, so no replica waits for its name."""
     calm = run(exact_grpo(folder(tmp_path, "calm"), model, steps=6))
     assert calm.ledger["dropped"].get("zero_variance", 0) > 0, "groups without signal are replaced"

@@ -178,11 +178,7 @@ watch(
         "weight_sync.store": ("", Made(lambda place: str(place.root / "weights"))),
     },
 )
-watch(
-    supervised_registration,
-    changed(sft, {"train.max_num_steps": 2}),
-    {"train.max_num_steps": (1, 2)},
-)
+watch(supervised_registration, changed(sft, {"train.max_num_steps": 2}), {"train.max_num_steps": (1, 2)})
 watch(supervised_registration, sft, {"train.epoch": (1, 2), "train.train_batch_per_replica": (8, 4)})
 watch(
     status,
@@ -277,11 +273,7 @@ watch(
     changed(grpo, {**BUSY, "controller.heartbeat_timeout": 300.0, "controller.lease_timeout": 300.0}),
     {"reward.outage_timeout": (1800.0, 30.0)},
 )
-watch(
-    after_equal_rewards,
-    grpo,
-    {f"{POLICY}.filter_reward_metric": ([], ["boxed_math"])},
-)
+watch(after_equal_rewards, grpo, {f"{POLICY}.filter_reward_metric": ([], ["boxed_math"])})
 synchronous = changed(grpo, {**BUSY, f"{POLICY}.on_policy": True, "controller.heartbeat_timeout": 300.0})
 patient = changed(synchronous, {"controller.lease_timeout": 300.0})
 watch(
@@ -347,11 +339,7 @@ watch(
 watch(
     validation_leases,
     changed(validating, {"validation.batch_size": 1, "rollout.parallelism.n_init_replicas": 2}),
-    {
-        "validation.batch_size": (1, 2),
-        "validation.n_generation": (1, 2),
-        "validation.max_replicas": (1, 2),
-    },
+    {"validation.batch_size": (1, 2), "validation.n_generation": (1, 2), "validation.max_replicas": (1, 2)},
 )
 
 # ---- the process ----------------------------------------------------------------------------------------------

@@ -263,11 +263,7 @@ watch(
     changed(grpo, {f"{OVERLONG}.enable_overlong_penalty": True, f"{OVERLONG}.buffer_length": 8}),
     {f"{OVERLONG}.buffer_length": (8, 6), f"{OVERLONG}.penalty_factor": (1.0, 0.5)},
 )
-watch(
-    pushed_validation,
-    changed(grpo, VALIDATION),
-    {"validation.reward_function": ({}, {"format": 0.3})},
-)
+watch(pushed_validation, changed(grpo, VALIDATION), {"validation.reward_function": ({}, {"format": 0.3})})
 
 # ---- rewards ----------------------------------------------------------------------------------------------------
 

@@ -86,30 +86,15 @@ watch(
         "placement.rollout": ([2], [3]),
     },
 )
-watch(
-    processes,
-    changed(vllm, {"policy.parallelism.dp_shard_size": -1}),
-    {"placement.gpus_per_node": (2, 4)},
-)
+watch(processes, changed(vllm, {"policy.parallelism.dp_shard_size": -1}), {"placement.gpus_per_node": (2, 4)})
 watch(
     processes,
     changed(vllm, {"placement.policy": [0], "placement.rollout": [0]}),
     {"placement.share": ("memory", "none")},
     refused=True,
 )
-watch(
-    run_directory,
-    grpo,
-    {
-        "train.output_dir": ("first", "second"),
-        "train.timestamp": ("first", "second"),
-    },
-)
-watch(
-    run_directory,
-    changed(grpo, {"train.output_dir": Made(_older_run)}),
-    {"train.resume": (False, True)},
-)
+watch(run_directory, grpo, {"train.output_dir": ("first", "second"), "train.timestamp": ("first", "second")})
+watch(run_directory, changed(grpo, {"train.output_dir": Made(_older_run)}), {"train.resume": (False, True)})
 watch(
     restarts,
     grpo,

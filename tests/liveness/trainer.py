@@ -119,11 +119,7 @@ watch(
     changed(unclipped, {f"{POLICY}.mini_batch": 12}),
     {f"{POLICY}.balance_dp_token": (False, True)},
 )
-watch(
-    step_metrics,
-    grpo,
-    {f"{POLICY}.mu_iterations": (1, 2), f"{POLICY}.batch_size_per_optimize": (8, 4)},
-)
+watch(step_metrics, grpo, {f"{POLICY}.mu_iterations": (1, 2), f"{POLICY}.batch_size_per_optimize": (8, 4)})
 
 # ---- micro-batches --------------------------------------------------------------------------------------------
 

@@ -148,11 +148,7 @@ watch(
     changed(grpo, {"weight_sync.transport": "collective"}),
     {"weight_sync.collective_timeout": (30.0, 5.0)},
 )
-watch(
-    copy_of_the_host,
-    grpo,
-    {"weight_sync.host_cache": ("", Made(lambda place: str(place.model.parent)))},
-)
+watch(copy_of_the_host, grpo, {"weight_sync.host_cache": ("", Made(lambda place: str(place.model.parent)))})
 watch(
     patience_with_a_bucket,
     changed(grpo, {"weight_sync.store": "s3://bucket/weights"}),

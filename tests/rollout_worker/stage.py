@@ -260,12 +260,4 @@ def plain_logprobs(model: Any, sample: Sample) -> np.ndarray:
     return np.concatenate([np.zeros(1), found])  # type: ignore[no-any-return]
 
 
-__all__ = [
-    "REWARDS",
-    "Models",
-    "Publisher",
-    "Stage",
-    "WorkerProcess",
-    "plain_logprobs",
-    "request_id",
-]
+__all__ = ["REWARDS", "Models", "Publisher", "Stage", "WorkerProcess", "plain_logprobs", "request_id"]

@@ -173,10 +173,7 @@ def test_every_token_is_compared_each_time(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_large_heads_are_431(http: httpx.Client) -> None:
-    for extra in (
-        {"x-large": "a" * MAX_HEAD_BYTES},
-        {f"x-{i}": "a" for i in range(MAX_HEADERS)},
-    ):
+    for extra in ({"x-large": "a" * MAX_HEAD_BYTES}, {f"x-{i}": "a" for i in range(MAX_HEADERS)}):
         answer = http.get("/v1/job", headers={**bearer("user"), **extra})
         assert answer.status_code == 431
         assert m.Problem.model_validate_json(answer.content).code is m.ErrorCode.TOO_LARGE

@@ -81,9 +81,7 @@ class ControllerProcess:
         self._port = self._port if port is None else port
         with log:
             self._process = subprocess.Popen(
-                [*command, str(self._port), *self._arguments],
-                env=self._environment,
-                stderr=log,
+                [*command, str(self._port), *self._arguments], env=self._environment, stderr=log
             )
 
     def start(self) -> None:

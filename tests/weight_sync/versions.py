@@ -57,12 +57,7 @@ class Versions:
     """Publishes `weights`, then `stepped` ones. Every `anchor_every`-th version has a full form beside its delta."""
 
     def __init__(
-        self,
-        root: Path,
-        *,
-        anchor_every: int = 4,
-        weights: Tensors | None = None,
-        store: Store | None = None,
+        self, root: Path, *, anchor_every: int = 4, weights: Tensors | None = None, store: Store | None = None
     ) -> None:
         self.root, self.anchor_every = root, anchor_every
         self.store: Store = DirectoryStore(root) if store is None else store

@@ -31,14 +31,7 @@ from schema.wire.weights import FileEntry, Link, Piece, TensorEntry, WeightManif
 from weight_sync.delta import codec
 from weight_sync.delta.codec import Encoded, bits_of, encode_each
 from weight_sync.errors import WeightError
-from weight_sync.layout import (
-    DataFile,
-    content_hash,
-    digest,
-    dtype_name,
-    tensor_bytes,
-    tensor_digest,
-)
+from weight_sync.layout import DataFile, content_hash, digest, dtype_name, tensor_bytes, tensor_digest
 from weight_sync.stores import MANIFEST, Stage, Store, version_name
 
 MAX_FILE_BYTES = 1 << 30

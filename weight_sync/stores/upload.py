@@ -136,8 +136,7 @@ class Upload(io.RawIOBase):
             raise StoreError(f"{key} is larger than {MAX_PARTS} parts of {PART_BYTES} bytes, S3's limit")
         if not self.upload_id:
             begun = store.request(
-                f"beginning {key}",
-                lambda: store.client.create_multipart_upload(Bucket=store.bucket, Key=key),
+                f"beginning {key}", lambda: store.client.create_multipart_upload(Bucket=store.bucket, Key=key)
             )
             self.upload_id = begun["UploadId"]
 

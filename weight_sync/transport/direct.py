@@ -166,11 +166,7 @@ class DirectStore:
             return expected
 
     def _received(
-        self,
-        expected: _Expected,
-        key: str,
-        write: Callable[[memoryview], object],
-        n_bytes: int | None = None,
+        self, expected: _Expected, key: str, write: Callable[[memoryview], object], n_bytes: int | None = None
     ) -> bool:
         """Have the trainer send a file, of so many bytes; False when that failed. Raises what `write` raises."""
         received = 0

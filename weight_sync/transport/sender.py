@@ -138,11 +138,7 @@ class Sender:
         self._round = present
         fabric: Literal["tcp", "nccl"] = "tcp" if present.gathering is None else "nccl"
         return Offer(
-            address=self.address,
-            port=self.port,
-            round=self._number,
-            token=present.token.hex(),
-            fabric=fabric,
+            address=self.address, port=self.port, round=self._number, token=present.token.hex(), fabric=fabric
         )
 
     def withdraw(self) -> None:

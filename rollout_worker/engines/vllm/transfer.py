@@ -158,11 +158,7 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateI
         trace = LoadTrace(self.model)
         started = time.monotonic()
         try:
-            with (
-                _opened(info) as tensors,
-                disable_mtp_completeness_check(),
-                torch.no_grad(),
-            ):
+            with _opened(info) as tensors, disable_mtp_completeness_check(), torch.no_grad():
                 with trace:
                     self.model.load_weights(trace.given(tensors))
                 self._wait()

@@ -210,11 +210,7 @@ def options_belong_to_their_estimator(config: Config) -> Iterator[Problem]:
     estimator = policy.advantage_estimator
     if ":" in estimator:  # the user's own may read any of them
         return
-    owners = {
-        "gamma": ("gae", "reinforce_plus_plus"),
-        "gae_lambda": ("gae",),
-        "unbiased_advantage": _SCALED,
-    }
+    owners = {"gamma": ("gae", "reinforce_plus_plus"), "gae_lambda": ("gae",), "unbiased_advantage": _SCALED}
     for name, value in written(policy, *owners):
         if estimator not in owners[name]:
             message = f'{toml_value(value)} has no effect: {_ESTIMATOR} = "{estimator}" does not read it'

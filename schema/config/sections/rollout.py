@@ -33,9 +33,7 @@ class RolloutParallelismConfig(ParallelismConfig):
         1, "Replicas started at the beginning.", acts="process: How many rollout processes are started."
     )
     tp_size: Ranks = cosmos_key(
-        2,
-        "Tensor-parallel size.",
-        acts="engine argument: `tensor_parallel_size`; GPUs of a rollout process.",
+        2, "Tensor-parallel size.", acts="engine argument: `tensor_parallel_size`; GPUs of a rollout process."
     )
     dp_shard_size: RanksOrAll = cosmos_key(
         -1,

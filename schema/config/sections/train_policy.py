@@ -475,6 +475,5 @@ def _tag(value: Any) -> str:
 
 
 TrainPolicy = Annotated[
-    Annotated[GrpoConfig, Tag("grpo")] | Annotated[SFTDataConfig, Tag("sft")],
-    Discriminator(_tag),
+    Annotated[GrpoConfig, Tag("grpo")] | Annotated[SFTDataConfig, Tag("sft")], Discriminator(_tag)
 ]

@@ -11,15 +11,7 @@ from schema.interop.engine.model import Result, implicit, mapped
 from schema.interop.engine.rules import ConversionContext, Converter, KeyPath, Rule, computed
 from schema.interop.engine.values import BadValue
 from schema.interop.roll.actor_train import model_name
-from schema.interop.roll.converters import (
-    LORA_KEYS,
-    count,
-    lost,
-    named_devices,
-    repeats,
-    under,
-    wins,
-)
+from schema.interop.roll.converters import LORA_KEYS, count, lost, named_devices, repeats, under, wins
 from schema.interop.roll.data import paths
 from schema.interop.roll.facts import (
     ENGINES,

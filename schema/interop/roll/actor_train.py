@@ -280,16 +280,8 @@ _SINGLE_RULES: tuple[Rule, ...] = (
         when=needs(f"{ROLE}.use_dynamic_batching_in_infer", "dynamic batching is off"),
     ),
     Rule("use_sequence_packing", to.flag("train.sequence_packing")),
-    Rule(
-        "sequence_packing_args.max_packed_sequence_length_train",
-        _CAP,
-        when=_unpacked,
-    ),
-    Rule(
-        "sequence_packing_args.max_packed_sequence_length_forward",
-        _OLD_CAP,
-        when=_unpacked,
-    ),
+    Rule("sequence_packing_args.max_packed_sequence_length_train", _CAP, when=_unpacked),
+    Rule("sequence_packing_args.max_packed_sequence_length_forward", _OLD_CAP, when=_unpacked),
     Rule("logits_in_fp32", to.always("log-probs are computed in float32")),
     Rule("apply_loss_scale", to.always("the loss is normalised over the whole step, however it is cut")),
     Rule("worker_cls", to.unless((None,), "ROLL's own", lost(f"{ROLE}.worker_cls"))),

@@ -369,16 +369,9 @@ ALGORITHM_RULES: tuple[Rule, ...] = (
     ),
     Rule("rl_loss_coef", lost("rl_loss_coef", 1, 1.0)),
     Rule("minibatch_data_iter_num", lost("minibatch_data_iter_num", 1)),
-    Rule(
-        "mask_type",
-        to.unless(("loss", None), "masks act on the loss alone", lost("mask_type")),
-    ),
+    Rule("mask_type", to.unless(("loss", None), "masks act on the loss alone", lost("mask_type"))),
     *(
-        Rule(
-            key,
-            lost(key),
-            when=needs("difficulty_mask", "difficulty_mask is off"),
-        )
+        Rule(key, lost(key), when=needs("difficulty_mask", "difficulty_mask is off"))
         for key in ("difficulty_low_threshold", "difficulty_high_threshold")
     ),
     Rule(

@@ -255,8 +255,7 @@ PIPELINE_RULES: tuple[Rule, ...] = (
     Rule("response_length", _response_length),
     Rule("sequence_length", _sequence_length),
     Rule(
-        "val_prompt_length",
-        to.integer("validation.dataset.max_prompt_length", "as it is", "as in training"),
+        "val_prompt_length", to.integer("validation.dataset.max_prompt_length", "as it is", "as in training")
     ),
     Rule("val_sequence_length", _val_sequence),
     Rule("exp_name", to.text("logging.experiment_name")),

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 from schema.interop.engine import to, values
 from schema.interop.engine.model import Result, implicit, mapped
-from schema.interop.engine.rules import (
-    ConversionContext,
-    KeyPath,
-    Rule,
-    computed,
-    needs,
-    rules_below,
-)
+from schema.interop.engine.rules import ConversionContext, KeyPath, Rule, computed, needs, rules_below
 from schema.interop.engine.unsupported import below
 from schema.interop.engine.values import BadValue, shown
 from schema.interop.verl.actor import KL_TYPES

@@ -181,9 +181,7 @@ def _trust(context: ConversionContext, leaf: KeyPath) -> Result:
 
 
 @computed(
-    f"{POLICY}.domain_column_name",
-    f"{POLICY}.domain_shares",
-    words="GroupRatioSampler: shares by domain",
+    f"{POLICY}.domain_column_name", f"{POLICY}.domain_shares", words="GroupRatioSampler: shares by domain"
 )
 def _sampler(context: ConversionContext, leaf: KeyPath) -> Result:
     prefix = "data.sampler"

@@ -211,9 +211,7 @@ def _interval(context: ConversionContext, leaf: KeyPath) -> Result:
 
 
 @computed(
-    "placement.gpus_per_node",
-    "placement.nodes",
-    words="as they are; `device: cpu` → gpus_per_node = 0",
+    "placement.gpus_per_node", "placement.nodes", words="as they are; `device: cpu` → gpus_per_node = 0"
 )
 def _machines(context: ConversionContext, leaf: KeyPath) -> Result:
     nodes = gpus = values.integer(leaf.value)

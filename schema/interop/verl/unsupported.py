@@ -38,11 +38,7 @@ MUON_OPTIONS = words(
 )
 
 _MODEL = {
-    **because(
-        {
-            _LORA: "lora_adapter_path exclude_modules lora.*",
-        }
-    ),
+    **because({_LORA: "lora_adapter_path exclude_modules lora.*"}),
     "hf_config_path": "a model's configuration comes with its weights; policy.override_config replaces entries of it",
     "custom_chat_template": _TEMPLATE,
     "tiled_mlp.*": "saves memory in very long sequences by cutting the MLP; context parallelism (cp_size) does here",

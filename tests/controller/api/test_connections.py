@@ -277,8 +277,7 @@ def test_an_answer_that_nobody_reads_is_dropped_and_a_slow_reader_gets_it() -> N
 
 
 @given(
-    limit=st.integers(1, 20),
-    parts=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 12)), max_size=60),
+    limit=st.integers(1, 20), parts=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 12)), max_size=60)
 )
 def test_a_budget_holds_its_limit_or_one_body_and_never_stops_all(
     limit: int, parts: list[tuple[int, int]]

@@ -20,11 +20,7 @@ def exists_assignment(deadlines: list[int], first_step: int, slots: int) -> bool
     return any(max(Counter(steps).values(), default=0) <= slots for steps in product(*choices))
 
 
-@given(
-    st.lists(st.integers(0, 4), max_size=6),
-    st.integers(0, 2),
-    st.integers(1, 3),
-)
+@given(st.lists(st.integers(0, 4), max_size=6), st.integers(0, 2), st.integers(1, 3))
 def test_schedulable_is_exact(deadlines: list[int], first_step: int, slots: int) -> None:
     assert schedulable(Counter(deadlines), first_step, slots) == exists_assignment(
         deadlines, first_step, slots

@@ -96,10 +96,7 @@ class Twins:
     def restart_short(self) -> None:
         """The one that forgets dies and comes back from what it had written."""
         self.stored.write(self.short)
-        before, self.short = (
-            self.short,
-            self.stored.restore(self.short.params, self.short._new_lease_id),
-        )
+        before, self.short = (self.short, self.stored.restore(self.short.params, self.short._new_lease_id))
         # not stored, and only the twin goes on with it
         self.short._lag = before._lag
         self.short.table.waiting_since = before.table.waiting_since

@@ -166,8 +166,7 @@ def job(run_dir: Path) -> Iterator[tuple[ValkeyServer, ControllerProcess]]:
 def test_the_file_is_cut_at_random_places_while_everybody_works(tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
     config = make_config(
-        controller={**PATIENT, "heartbeat_interval": 0.2},
-        validation={"enable": seed == 2, "freq": 5},
+        controller={**PATIENT, "heartbeat_interval": 0.2}, validation={"enable": seed == 2, "freq": 5}
     )
     with job(make_run_dir(tmp_path / "run", config, rows=40)) as (valkey, process):
         trainer = LiveTrainer(process.url)

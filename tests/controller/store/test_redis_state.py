@@ -11,15 +11,7 @@ from functools import partial
 import pytest
 from redis.asyncio import ConnectionPool, Redis
 
-from controller.store import (
-    Fenced,
-    HistoryLost,
-    Saved,
-    StateStore,
-    StoreUnavailable,
-    Table,
-    UnsuitableServer,
-)
+from controller.store import Fenced, HistoryLost, Saved, StateStore, StoreUnavailable, Table, UnsuitableServer
 from controller.store.fence import FencedConnection
 from controller.store.server_check import ServerFacts, sync_always
 from tests.support.valkey import ValkeyServer, running_valkey

@@ -13,15 +13,7 @@ from pathlib import Path
 from launcher.plan.placement import ProcessSpec, Replica
 from launcher.processes.supervisor import Exit, Setting, Situation, Supervisor
 from launcher.restarts import Budget, Role
-from tests.launcher.scripts import (
-    ON_TERM,
-    PYTHON,
-    STUBBORN,
-    WITH_GRANDCHILD,
-    alive,
-    pids,
-    until_gone,
-)
+from tests.launcher.scripts import ON_TERM, PYTHON, STUBBORN, WITH_GRANDCHILD, alive, pids, until_gone
 from tests.support.waiting import PATIENCE, until
 
 BUDGET = Budget(max_restarts=2, backoff=0.01, backoff_max=0.02)

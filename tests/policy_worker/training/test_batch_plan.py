@@ -35,12 +35,7 @@ def cost(rows: list[int], lengths: list[int], packed: bool) -> int:
 
 @pytest.mark.scaled
 @settings(max_examples=examples(40), deadline=None)
-@given(
-    lengths=LENGTHS,
-    data=st.data(),
-    world=st.integers(1, 5),
-    rule=RULES,
-)
+@given(lengths=LENGTHS, data=st.data(), world=st.integers(1, 5), rule=RULES)
 def test_every_cut_keeps_its_promises(lengths, data, world, rule):
     counts = data.draw(st.lists(st.booleans(), min_size=len(lengths), max_size=len(lengths)))
     plan = plan_step(lengths, counts, rule, data_ranks=world)

@@ -121,10 +121,7 @@ def test_vllms_processes_import_external_modules(model: Path, tmp_path: Path) ->
         boot(config(Vllm, model))
     with importable(tmp_path):
         named = config(
-            Vllm,
-            model,
-            external_modules=["cosmos_test_vllm"],
-            tokenizer_name_or_path=str(tmp_path / "words"),
+            Vllm, model, external_modules=["cosmos_test_vllm"], tokenizer_name_or_path=str(tmp_path / "words")
         )
         assert boot(named) == "OwnForCausalLM"
     assert len(list(tmp_path.glob("imported-*"))) >= 2, "in this process and in vLLM's"

@@ -14,11 +14,7 @@ from tests.schema.config_samples import GRPO, SFT, other_value, write
 from tests.support.each import check_each
 
 # Defaults that a bare machine cannot honour: refused until the user writes what fits.
-DEFAULTS_REFUSED = {
-    "policy.parallelism.tp_size",
-    "train.compile",
-    "validation.enable",
-}
+DEFAULTS_REFUSED = {"policy.parallelism.tp_size", "train.compile", "validation.enable"}
 
 EXAMPLES: dict[str, Any] = {
     "logging.logger": ["console", "wandb"],

@@ -12,14 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schema.wire.batch import StepTable, decode_batch, encode_batch
-from schema.wire.frame import (
-    FrameError,
-    decode_frame,
-    encode_frame,
-    pack_bundle,
-    read_header,
-    unpack_bundle,
-)
+from schema.wire.frame import FrameError, decode_frame, encode_frame, pack_bundle, read_header, unpack_bundle
 from schema.wire.prompts import PromptFile, PromptFileError, write_prompts
 from schema.wire.sample import (
     Sample,

@@ -44,10 +44,7 @@ def test_credentials_of_who_holds_a_lock_are_not_told(
         assert process.stdin is not None
         try:
             assert process.stdout.readline()
-            with (
-                pytest.raises(LockTimeoutError) as caught,
-                locked(path, exclusive=True, timeout=0.0),
-            ):
+            with pytest.raises(LockTimeoutError) as caught, locked(path, exclusive=True, timeout=0.0):
                 pass
         finally:
             process.stdin.close()

@@ -347,10 +347,7 @@ def test_kill_9_in_the_middle_sends_no_finished_part_again(
     run_dir = run_of(tmp_path)
     path = checkpoint(run_dir, 20, 6 * PART)
     command = [sys.executable, "-c", PROGRAM, str(run_dir)]
-    with (
-        half_way(objects, monkeypatch),
-        subprocess.Popen(command, stderr=subprocess.DEVNULL) as killed,
-    ):
+    with half_way(objects, monkeypatch), subprocess.Popen(command, stderr=subprocess.DEVNULL) as killed:
         try:
             wait_for_parts(run_dir)
         finally:

@@ -75,10 +75,7 @@ class Bench:
         return self.versions.fetched(self.versions.publish(self.hub, version, full=full))
 
     def full(self, weights: Weights) -> list[str]:
-        info = {
-            "content_hash": weights.publication.content_hash,
-            "copy": str(weights.copy_directory),
-        }
+        info = {"content_hash": weights.publication.content_hash, "copy": str(weights.copy_directory)}
         return self.update(info, weights)
 
     def deltas(self, weights: Weights, **changes: Any) -> dict[str, Any]:

@@ -203,8 +203,7 @@ def test_a_file_over_a_file_looks_at_each_key_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["a." * 300_000 + "a = 1", "x = {" + "a . " * 100 + "a = 1}", "[" + '"a".' * 100 + "a]\nb = 1"],
+    "text", ["a." * 300_000 + "a = 1", "x = {" + "a . " * 100 + "a = 1}", "[" + '"a".' * 100 + "a]\nb = 1"]
 )
 def test_a_key_of_too_many_parts_is_refused_unparsed(tmp_path: Path, text: str) -> None:
     (tmp_path / "run.toml").write_text(text)

@@ -9,16 +9,7 @@ from typing import Any
 import pytest
 
 from schema.config import Config
-from schema.config.rules import (
-    RULES,
-    WARNINGS,
-    algorithm,
-    batch,
-    mesh,
-    role,
-    timing,
-    training,
-)
+from schema.config.rules import RULES, WARNINGS, algorithm, batch, mesh, role, timing, training
 from schema.config.rules import checkpoint as ckpt
 from tests.schema.config_samples import GRPO, SFT
 from tests.schema.remedies import Case, check_case, written

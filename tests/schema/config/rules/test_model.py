@@ -21,12 +21,7 @@ SMALL = QWEN | {"max_position_embeddings": 1024}
 LEARNED = {"model_type": "gpt2", "n_head": 12, "n_layer": 12, "n_positions": 1024, "vocab_size": 50257}
 
 FAULTS: list[tuple[dict[str, Any], dict[str, Any], str, tuple[str, ...]]] = [
-    (
-        QWEN,
-        {f"{M}.tp_size": 32},
-        f"{M}.tp_size",
-        ("32 does not divide the 16 attention heads",),
-    ),
+    (QWEN, {f"{M}.tp_size": 32}, f"{M}.tp_size", ("32 does not divide the 16 attention heads",)),
     (QWEN, {f"{M}.tp_size": 16}, f"{M}.tp_size", ("16 does not divide the 8 key/value heads",)),
     (
         QWEN | {"vocab_size": 151938},

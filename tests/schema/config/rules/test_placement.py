@@ -106,10 +106,7 @@ CASES = [
         ("devices of 2 replicas", "policy.parallelism.n_init_replicas = 1"),
     ),
     Case(
-        lists_fit_replicas,
-        {R: [[0, 1], [2]], "rollout.parallelism.n_init_replicas": 2},
-        R,
-        ("2, 1 devices",),
+        lists_fit_replicas, {R: [[0, 1], [2]], "rollout.parallelism.n_init_replicas": 2}, R, ("2, 1 devices",)
     ),
     Case(lists_fit_replicas, VLLM | {R: [[1, 2]]}, R, ("names 2 devices", "n_init_replicas = 1 of 1")),
     Case(lists_fit_replicas, {R: [1, 2, 3]}, R, ("names 3 devices", "take 1")),

@@ -39,12 +39,7 @@ CASES = [
         STORE,
         ("/dev/shm/weights", "placement.nodes = 2"),
     ),
-    Case(
-        store_is_reached_from_all_hosts,
-        HOSTS | {"train.output_dir": "/tmp/runs"},
-        STORE,
-        ("/tmp/runs",),
-    ),
+    Case(store_is_reached_from_all_hosts, HOSTS | {"train.output_dir": "/tmp/runs"}, STORE, ("/tmp/runs",)),
     Case(host_cache_is_absolute, {CACHE: "weights"}, CACHE, ("weights",)),
     Case(host_cache_is_absolute, {CACHE: "~/weights"}, CACHE, ("~/weights",)),
     Case(host_cache_is_absolute, {CACHE: "s3://bucket/x"}, CACHE, ("s3://bucket/x",)),

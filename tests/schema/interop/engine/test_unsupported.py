@@ -203,12 +203,7 @@ def test_a_default_of_the_source_can_be_unsupported() -> None:
 
 @pytest.mark.parametrize(
     ("value", "written"),
-    [
-        (".nan", "nan"),
-        ("[1, null]", "[1, null]"),
-        ("2026-01-01", "2026-01-01"),
-        ("[2, a]", [2, "a"]),
-    ],
+    [(".nan", "nan"), ("[1, null]", "[1, null]"), ("2026-01-01", "2026-01-01"), ("[2, a]", [2, "a"])],
 )
 def test_a_value_that_toml_cannot_hold_is_written_as_text(value: str, written: object) -> None:
     found = convert_text(f"rollout_batch_size: 8\nadv_estimator: grpo\nreward_clip: {value}\n", "x.yaml")

@@ -130,12 +130,7 @@ _TRANSLATED = [
 
 PAGES: dict[str, list[str]] = {
     "old page": _OLD,
-    "newer page": [
-        *(key for key in _OLD if key != "data.val_batch_size"),
-        *_NEWER_RL,
-        *_SFT,
-        *_EVALUATION,
-    ],
+    "newer page": [*(key for key in _OLD if key != "data.val_batch_size"), *_NEWER_RL, *_SFT, *_EVALUATION],
     "translated page": [
         *(key for key in _OLD if key != "data.val_batch_size"),
         *_NEWER_RL,
