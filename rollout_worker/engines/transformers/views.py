@@ -17,6 +17,7 @@ from transformers import Cache
 from rollout_worker.engines.transformers.window import Window
 
 IntArray = npt.NDArray[np.int64]
+Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class DecodeView(Cache):  # type: ignore[misc]
@@ -27,13 +28,8 @@ class DecodeView(Cache):  # type: ignore[misc]
         self.window, self.low = window, window.low
 
     def update(
-        self,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
-        layer_idx: int,
-        *args: object,
-        **kwargs: object,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: object, **__: object
+    ) -> Pair:
         window = self.window
         layer, n, column = window.layer(layer_idx, key_states, value_states), window.n, window.column
         layer.keys[:n, :, column] = key_states[:, :, 0]
@@ -68,13 +64,8 @@ class PromptView(Cache):  # type: ignore[misc]
         self.from_column = index(np.repeat(width - lengths, lengths) + within)
 
     def update(
-        self,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
-        layer_idx: int,
-        *args: object,
-        **kwargs: object,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: object, **__: object
+    ) -> Pair:
         layer = self.window.layer(layer_idx, key_states, value_states)
         layer.keys[self.to_row, :, self.to_column] = key_states[self.from_row, :, self.from_column]
         layer.values[self.to_row, :, self.to_column] = value_states[self.from_row, :, self.from_column]
@@ -93,13 +84,8 @@ class ResponseView(Cache):  # type: ignore[misc]
         self.rows = torch.from_numpy(rows).to(window.device)
 
     def update(
-        self,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
-        layer_idx: int,
-        *args: object,
-        **kwargs: object,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: object, **__: object
+    ) -> Pair:
         layer = self.window.layer(layer_idx, key_states, value_states)
         written, read = slice(self.first, self.window.column), slice(self.low, self.window.column)
         layer.keys[self.rows, :, written] = key_states

@@ -251,7 +251,7 @@ _STRATEGY_RULES: tuple[Rule, ...] = (
     Rule("fsdp_size", _fsdp_size),
     Rule("param_dtype", dtype("train.param_dtype")),
     Rule("reduce_dtype", dtype("train.fsdp_reduce_dtype")),
-    Rule("reshard_after_forward", reshard("train", "null: the default")),
+    Rule("reshard_after_forward", reshard("train")),
     Rule("offload_policy", to.flag("train.fsdp_offload")),
 )
 

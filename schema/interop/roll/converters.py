@@ -82,13 +82,13 @@ def model_dtype(role: str, section: str) -> Converter:
     return convert
 
 
-def reshard(section: str, null: str) -> Converter:
+def reshard(section: str) -> Converter:
     """Whether parameters are sharded again after forward."""
     return to.converted(
         f"{section}.fsdp_reshard_after_forward",
         lambda value: "always" if values.flag(value) else "never",
         "true → `always`, false → `never`",
-        null,
+        "null: the default",
     )
 
 

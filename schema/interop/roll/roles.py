@@ -247,7 +247,7 @@ _CRITIC: dict[str, Converter] = {
             "optimizer_cpu_offload": to.flag("critic.optimizer_offload"),
             "param_dtype": dtype("critic.param_dtype"),
             "reduce_dtype": dtype("critic.fsdp_reduce_dtype"),
-            "reshard_after_forward": reshard("critic", null=""),
+            "reshard_after_forward": reshard("critic"),
             "offload_policy": to.flag("critic.fsdp_offload"),
             "sequence_parallel": to.flag("critic.parallelism.sequence_parallel"),
             **dict.fromkeys(

@@ -31,7 +31,7 @@ _DEFAULTS = {
 
 def data_rules() -> tuple[Rule, ...]:
     """All rules of `data`."""
-    custom = path_and_name("data.custom_cls", f"{TRAIN}.custom_class", values.path)
+    custom = path_and_name("data.custom_cls", f"{TRAIN}.custom_class")
     images = to.unless(
         ["images"],
         "verl's default, which counts for rows that have such a column only; for images write "

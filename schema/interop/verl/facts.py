@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
+from schema.interop.engine import values
 from schema.interop.engine.model import Result, implicit, mapped, no_counterpart, unknown
 from schema.interop.engine.rules import ConversionContext, Converter, KeyPath, computed, needs
 from schema.interop.verl.unsupported import VERL
@@ -277,14 +277,14 @@ def switched(switch: str) -> Converter:
     return convert
 
 
-def path_and_name(table: str, ours: str, read: Callable[[str], str] = str) -> Converter:
-    """The keys `path` and `name` of a table, which together name some code. read: makes ours of the path."""
+def path_and_name(table: str, ours: str) -> Converter:
+    """The keys `path` and `name` of a table, which together name some code."""
 
     @computed(ours, words="`path:name`")
     def convert(context: ConversionContext, leaf: KeyPath) -> Result:
         file, name = context.get(f"{table}.path", None), context.get(f"{table}.name", None)
         if isinstance(file, str) and isinstance(name, str):
-            return mapped((ours, f"{read(file)}:{name}"), note="path:name")
+            return mapped((ours, f"{values.path(file)}:{name}"), note="path:name")
         return implicit("null: none" if leaf.value is None else "no effect without the other one")
 
     return convert

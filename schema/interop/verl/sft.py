@@ -19,7 +19,7 @@ _MESH = "policy.parallelism"
 
 def sft_rules() -> tuple[Rule, ...]:
     """All rules of an SFT file."""
-    custom = path_and_name("custom_cls", f"{POLICY}.dataset.custom_class", values.path)
+    custom = path_and_name("custom_cls", f"{POLICY}.dataset.custom_class")
     return (
         *_data(),
         *Model("model", "policy", old_path="partial_pretrain").rules(),

@@ -237,6 +237,14 @@ def test_defaults_of_roll_are_written_where_ours_differ() -> None:
     assert {key: value_of(found, key) for key in expected} == expected
 
 
+@pytest.mark.parametrize("role", [_TRAIN, "critic"])
+def test_null_leaves_resharding_at_its_default(role: str) -> None:
+    settings = "{strategy_name: fsdp2_train, strategy_config: {reshard_after_forward: null}}"
+    found = convert_text(f"rollout_batch_size: 8\nadv_estimator: gae\n{role}: {{strategy_args: {settings}}}\n")
+    entry = found.entry(f"{role}.strategy_args.strategy_config.reshard_after_forward")
+    assert entry.outcome is Outcome.IMPLICIT
+
+
 def test_a_missing_model_is_said() -> None:
     assert any("no model is named" in text for text in roll_with({"pretrain": ABSENT}).warnings)
 

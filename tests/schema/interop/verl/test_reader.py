@@ -464,6 +464,7 @@ def test_home_is_written_out_and_said() -> None:
     files = ours(conversion, f"{POLICY}.dataset.files")
     assert files == [f"/home/somebody/corpora/helpful/train-{index}.parquet" for index in (0, 1)]
     assert "`~`" in conversion.entry("data.train_files").note
+    assert ours(conversion, "rollout.custom_server") == "/home/somebody/code/server.py:HouseServer"
 
 
 def test_engine_arguments_pass_through_or_go_to_their_own_key() -> None:
