@@ -22,4 +22,4 @@ async def end(tasks: Collection[asyncio.Future[Any]]) -> None:
         done, left = await asyncio.wait(left, timeout=AGAIN_SECONDS)
         for task in done:
             if not task.cancelled():
-                task.exception()  # else the loop would complain that nobody asked for it
+                task.exception()  # else the loop would complain that it was never retrieved

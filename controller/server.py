@@ -75,7 +75,7 @@ class Settings:
     tokens: Tokens
     parent_pid: int | None = None
     replace: bool = False
-    """Take the job over from whoever is in charge of it, instead of standing by."""
+    """Take the job over from the controller in charge, instead of standing by."""
 
     @classmethod
     def read(

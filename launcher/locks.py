@@ -1,4 +1,4 @@
-"""Which processes of a run are alive: looks at lock files that disturb nobody.
+"""Which processes of a run are alive: looks at lock files that disturb no process.
 
 The launcher holds its lock alone (exclusively); the keepers of a role hold that role's together (shared). Whoever
 only looks has to take a lock for a moment, too. A look at the launcher's is therefore a shared one, so that two who

@@ -131,7 +131,7 @@ class Restarts:
         if code == EXIT_OK and self.role is Role.ROLLOUT:  # it was asked to leave: no failure
             self.total += 1
             return Restart(self.budget.delay(1), 0, limit, "it left in order and is the last one")
-        if code == EXIT_NAME_TAKEN and self.role is Role.ROLLOUT:  # the fault of whoever took it
+        if code == EXIT_NAME_TAKEN and self.role is Role.ROLLOUT:  # the fault of the process that took it
             self.total += 1
             return Restart(self.budget.delay(1), 0, limit, "another replica lives under its name")
         self.streak = self.in_a_row(now)

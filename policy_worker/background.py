@@ -1,6 +1,6 @@
 """One piece of background work at a time, on every rank: started together, looked at each step, awaited.
 
-A daemon thread: a process that has to end does not wait for it. Its error is kept until somebody asks.
+A daemon thread: a process that has to end does not wait for it. Its error is kept until `wait`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Background:
 
     @property
     def busy(self) -> bool:
-        """Whether work was started that nobody has awaited yet."""
+        """Whether work was started that has not been awaited yet."""
         return self._work is not None
 
     @property

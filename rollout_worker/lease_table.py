@@ -59,7 +59,7 @@ class LeaseTable:
         group.requests.add(request_id)
 
     def request(self, request_id: str) -> tuple[HeldGroup, tuple[int, ...]] | None:
-        """Group and sample indices of an engine request; None when nobody waits for it any more."""
+        """Group and sample indices of an engine request; None when its result is no longer needed."""
         return self._requests.get(request_id)
 
     @property

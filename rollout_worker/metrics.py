@@ -17,7 +17,7 @@ class Metrics:
         self._points: deque[tuple[float, EngineStats]] = deque()
         self._first_lease: tuple[float, float] | None = None
         self.extra: dict[str, float] = {}
-        """Further numbers, set by whoever measures them (seconds of the last update, say)."""
+        """Further numbers, set where they are measured (seconds of the last update, say)."""
 
     def training_began(self, now: float, stats: EngineStats) -> None:
         """The first training lease: idle time counts from here. Later calls change nothing."""

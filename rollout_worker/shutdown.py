@@ -40,7 +40,7 @@ class ShutdownRequest:
         self.reason = ""
         self._asked, self._urgent = asyncio.Event(), asyncio.Event()
         self.on_asked: Callable[[], None] = lambda: None
-        """Called whenever somebody asks, the first time and when it becomes more urgent."""
+        """Called on every request to shut down, the first time and when it becomes more urgent."""
 
     def ask(self, kind: Kind, reason: str) -> None:
         if self.kind is not None and _URGENCY[kind] <= _URGENCY[self.kind]:

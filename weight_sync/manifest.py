@@ -4,7 +4,7 @@
 
 Data files are memory-mapped, so what is opened costs page cache and no memory of its own, and stays readable for
 those who opened it when the version is collected. A full form proves its content hash as well; the result of a
-delta is proven by whoever applies it (`weight_sync.host.host_copy`).
+delta is verified where it is applied (`weight_sync.host.host_copy`).
 """
 
 from __future__ import annotations

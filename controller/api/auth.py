@@ -4,8 +4,8 @@
 
 The launcher makes one token per role and hands each process its own. The user's token reads everything and
 operates the job; the replicas' tokens reach the calls of their role. Behind the middleware there is always a caller
-with a role, whatever the path, so nobody without a token learns which paths, parameters or jobs there are. Health is
-for everybody.
+with a role, whatever the path, so a caller without a token never learns which paths, parameters or jobs
+there are. Health is public.
 """
 
 from __future__ import annotations

@@ -99,12 +99,12 @@ class PatientProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        # Where the end of a body comes in one piece with it, nobody knows how much of that is the head: none counts.
+        # Where the end of a body comes in one piece with it, how much of that is the head is unknown: none counts.
         self._in_head, self._in_body = True, False
         self._head_bytes = 0 if self._begins_in_body else self._chunk
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_head:  # else a trailer behind a chunked body: nobody reads it
+        if self._in_head:  # else a trailer behind a chunked body: it is not read
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:

@@ -11,7 +11,7 @@ Every call has a time-out. Lost connections, time-outs, 408 and 503 are retried 
     ControllerError
     ├── ControllerLost      no answer for `patience` seconds
     │   └── NotServing      it answers, and says why it cannot serve now: without Redis, or standing by
-    ├── Untrusted           the certificate of whoever answers is not trusted: nothing was sent
+    ├── Untrusted           the certificate of the server is not trusted: nothing was sent
     ├── Unauthorized        the token is missing, wrong, or of another role
     └── Refused             any other problem answer; `.code` says which, `.detail` what to do
 """

@@ -57,7 +57,7 @@ class NotServing(ControllerLost):
 
 
 class Untrusted(ControllerError):
-    """Whoever answers there cannot prove to be the controller."""
+    """What answers there cannot prove to be the controller."""
 
 
 class Refused(ControllerError):

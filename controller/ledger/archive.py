@@ -1,6 +1,6 @@
 """What the ledger keeps of groups that it no longer keeps whole: the step that trained each, or why it was dropped.
 
-A group that was trained, and whose payload nobody can need again, is but a number in its step; one that was
+A group that was trained, and whose payload cannot be needed again, is but a number in its step; one that was
 dropped is a number next to its reason. That is a few bytes each, so neither memory nor a restart grows much with
 the length of a run, and still a rewind knows which positions were trained since, and the counters add up.
 

@@ -54,7 +54,7 @@ def choose(
         ready: groups by deadline; with `leased` they are schedulable at `step`.
         leased: groups that are being made.
         more_to_come: whether groups that are not outstanding yet can still be leased.
-        drop_surplus: with oversampling: groups left over that are due now are surplus, nobody waits for them.
+        drop_surplus: with oversampling: groups left over that are due now are surplus: no step waits for them.
     """
     n_ready = sum(map(len, ready.values()))
     if n_ready < groups_per_step and (more_to_come or leased):
@@ -114,7 +114,7 @@ def build_table(step: int, timeline: int, policy_epoch: int, groups: Sequence[Gr
     """The table of a step's batch: one row per sample, by group and then by index.
 
     A sample that cannot be trained (failed reward, too long) stays in the table with a null score, so that
-    everybody can see it and nobody trains it. Names of rewards are those of the configuration's functions; should a
+    it is visible and never trained. Names of rewards are those of the configuration's functions; should a
     broken replica invent others, a batch has MOST_REWARDS columns all the same.
     """
     assert all(group.state is State.BATCHED for group in groups)

@@ -42,7 +42,7 @@ class DropReason(StrEnum):
 class SampleMeta:
     """What the ledger knows of one pushed sample. Never changed.
 
-    The header stays the text that it came as, and is parsed when somebody asks for it: a long queue is mostly this.
+    The header stays the text that it came as, and is parsed on first access: a long queue is mostly this.
 
     Samples that arrive side by side are stored side by side, as one *part* of the group's payload: this one takes
     `n_bytes` from `offset` on, in the part that begins with the sample of index `first`. A lease accepts each index

@@ -17,8 +17,8 @@ Invariants, asserted by the simulation in the tests after every event:
 
 No bias against long samples: a lease that ends by pre-emption (drain, kill, silence, expiry, a successor under the
 holder's name) costs a group nothing but time, however often it happens; what was pushed is kept and the rest is made
-again with the same seeds. A crash of the holder's own counts for all that it held, since nobody knows whose fault it
-was; a group whose next crash would be its last attempt is leased alone, and only a group that was alone is ever
+again with the same seeds. A crash of the holder's own counts for all that it held, since the cause is unknown;
+a group whose next crash would be its last attempt is leased alone, and only a group that was alone is ever
 dropped as `poison`.
 
 The ledger has a table (`controller.ledger.group_table`: groups by state and the only ways to change one) and decides
@@ -198,7 +198,7 @@ class Ledger:
         return None if group is None else group.replica_id
 
     def release(self, lease_id: str) -> bool:
-        """Give a lease back; its pushed samples are kept for the next holder. False if nobody holds it."""
+        """Give a lease back; its pushed samples are kept for the next holder. False if no replica holds it."""
         group = self.table.by_lease.get(lease_id)
         if group is None:
             return False
@@ -230,7 +230,7 @@ class Ledger:
         return len(late)
 
     def extend_leases(self, seconds: float, now: float) -> None:
-        """After a downtime of the controller: nobody could renew, so nobody is late.
+        """After a downtime of the controller: no lease could be renewed, so none is late.
 
         A lease has as long as it had, however the clocks of two controllers differ (`seconds` may be negative), but
         not longer than a new one.

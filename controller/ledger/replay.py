@@ -176,7 +176,7 @@ def lost_payloads(table: GroupTable, names: Sequence[str]) -> None:
 def adopt(table: GroupTable, replica_id: str, held: Sequence[HeldLease], now: float) -> list[str]:
     """Leases that a replica says it holds: known ones are its own, forgotten ones too if that is possible.
 
-    A forgotten lease is taken back if its group waits for somebody, all samples that the replica has pushed under
+    A forgotten lease is taken back if its group waits for a replica, all samples that the replica has pushed under
     it are here, and it can be trained in time. Returns the ids of the others: that work is lost.
     """
     lost = []

@@ -109,7 +109,7 @@ class RewardHealth:
         self.reset(scored=scored)
 
     def reset(self, *, scored: bool) -> None:
-        """Begin anew: somebody says that the rewards may work now."""
+        """Begin anew: an operator says that the rewards may work now."""
         self._scored = scored
         self._window: deque[tuple[str, Failure | None]] = deque(maxlen=WINDOW)
         self._end_outage()
@@ -136,7 +136,7 @@ class RewardHealth:
         return self.outage is not None and self.probe is None and now >= self._next_probe
 
     def forgive(self, seconds: float) -> None:
-        """Nobody could be served for a while: that says nothing about rewards."""
+        """No request could be served for a while: that says nothing about rewards."""
         self._since += seconds
 
     def observe(self, name: str, lease_id: str, failure: Failure | None, now: float) -> Stop | None:

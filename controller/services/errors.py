@@ -19,7 +19,7 @@ from schema.wire.messages import ErrorCode, Problem
 log = logging.getLogger(__name__)
 
 HUNG_UP = 499
-"""Nobody reads this answer; web servers' logs know the number."""
+"""No caller reads this answer; web servers' logs know the number."""
 
 STATUS: dict[ErrorCode, int] = {
     ErrorCode.BAD_REQUEST: 422,

@@ -29,7 +29,7 @@ class JobService:
         self._job = job
 
     async def operate(self, action: Action) -> m.JobStatus:
-        """Do it, or refuse it in a job that has ended; durable when answered: nobody else would tell it again.
+        """Do it, or refuse it in a job that has ended; durable when answered: no other caller would repeat it.
 
         Raises `ApiError`, `StoreUnavailable`.
         """

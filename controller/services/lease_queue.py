@@ -1,4 +1,4 @@
-"""Lease requests that are held open: who waits, in which order they are served, and when nobody need be asked.
+"""Lease requests that are held open: who waits, in which order, and when no request needs another look.
 
     request ─ refused for now ─▶ waits ─┬─ something changed, it is its turn ─▶ answered
                                         ├─ time is up, or the job closes ─────▶ its last refusal
@@ -72,12 +72,12 @@ class LeaseQueue:
         return len(self._waiting)
 
     def catch_up(self) -> None:
-        """Serve those who wait before somebody new is served, if anything has changed."""
+        """Serve the waiting requests before a new one, if anything has changed."""
         if self._waiting and self._served != self._changed.generation:
             self._serve()
 
     def withdraw(self, request_id: str) -> None:
-        """It is asked again: nobody listens to the answer of the earlier call, so a grant would lie idle there."""
+        """The request was sent again: a grant in the answer to the earlier call would lie idle."""
         before = self._waiting.get(request_id)
         if before is not None:
             self._settle(before, before.refusal)

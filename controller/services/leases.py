@@ -65,14 +65,14 @@ class LeaseService:
         return reply
 
     def _alike(self) -> bool:
-        """Whether a refusal holds for all replicas with the same weights, whoever they are."""
+        """Whether a refusal holds for every replica with the same weights."""
         job = self._job
         if job.require_ledger().table.suspects or job.ended or job.validation.pending:
             return False
         return not any(replica.state == "draining" for replica in job.registry)
 
     def _decide_later(self, request: LeaseRequest) -> LeaseReply | None:
-        """The answer to a request that waits; None if its replica was lost meanwhile: nobody may be listening."""
+        """The answer to a request that waits; None if its replica was lost meanwhile: the connection may be dead."""
         replica = self._job.registry.check(request.replica_id, request.incarnation, "rollout")
         return None if replica.state == "lost" else self._decide(request)
 

@@ -113,7 +113,7 @@ class PublicationService:
                 if replica is not None:
                     job.registry.check(replica_id, incarnation, "rollout")  # another may have come meanwhile
                     job.registry.hand_out(replica, newest.id)
-                await job.save()  # nobody may load what a successor of this controller would not know
+                await job.save()  # no replica may load what a successor of this controller would not know
                 return newest
             left = give_up - loop.time()
             if left <= 0 or job.closing:

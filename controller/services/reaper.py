@@ -57,7 +57,7 @@ class Reaper:
                 log.debug("no upkeep while the store is away: %s", error)
 
     def forgive(self, gap: float) -> None:
-        """Nobody could beat or renew while Redis was away or this process was suspended: then nobody is late."""
+        """No replica could beat or renew while Redis was away or this process was suspended: then none is late."""
         if gap > FORGIVEN:
             log.warning("no call could be served for %.1f s: leases and heartbeats are extended by it", gap)
             self._job.forgive_downtime(self._job.clock() - gap)
@@ -76,7 +76,7 @@ class Reaper:
         self._begin_sweep()
 
     def _begin_sweep(self) -> None:
-        """Look for files of payloads that nobody can need any more; a directory that hangs holds up nothing else."""
+        """Look for files of payloads that are no longer needed; a directory that hangs holds up nothing else."""
         files, table = self._job.payload_files, self._job.progress
         if files is None or not isinstance(table, GroupTable) or elapsed() < self._next_sweep:
             return

@@ -10,7 +10,7 @@
 |                                         | begins anew from the checkpoint's snapshot                         |
 | heartbeats missed, process exited, left | leases released; of a trainer: nothing until the next one registers|
 
-Only a crash of the replica's own that somebody saw counts for the groups that it held (see
+Only a crash of the replica's own that was observed counts for the groups that it held (see
 `controller.ledger.ledger`): silence, a kill, leaving and being superseded are pre-emptions.
 """
 
@@ -297,7 +297,7 @@ class ReplicaService:
             if replica.role == "policy" and reason == "finished" and job.progress.finished:
                 job.facts.exported = True
             job.settle()
-        if replica.role == "policy":  # nobody would be left who could tell again that it was finished
+        if replica.role == "policy":  # no process would be left to report again that it has finished
             await job.save_durably()
         else:
             await job.save()

@@ -214,7 +214,7 @@ class SampleService:
         return PushOutcome(False, code=ErrorCode.BAD_FRAME, detail=detail)
 
     def _fault(self, header: SampleHeader) -> PushOutcome | None:
-        """What is wrong with a sample whoever holds its lease."""
+        """What is wrong with a sample, whichever replica holds its lease."""
         published = self._job.publications.newest
         newest = -1 if published is None else published.version
         oldest, generated = header.oldest_version, header.response_tokens

@@ -156,7 +156,7 @@ class Job:
         self.validation.begin_from(snapshot.committed_steps)
 
     def forgive_downtime(self, alive_at: float | None) -> None:
-        """Nobody could beat or renew while no controller was there.
+        """No replica could beat or renew while no controller was there.
 
         alive_at: when one was there last, on the clock by which leases expire; None: that is not known.
         """

@@ -1,6 +1,6 @@
 """Published weight versions: ids that only rise, and which of their files may go.
 
-An id is never used for other content, also where the store has forgotten it: whoever has heard of an id says so
+An id is never used for other content, also where the store has forgotten it: a process that has seen an id says so
 (`heard`), and the next one is higher than all of them. What was forgotten is declared again by the trainer that
 published it, under the same ids (`declare`); a replica names its publication by id and hash (`valid`).
 
@@ -13,7 +13,7 @@ timeline from the one that it begins with (`Publication.begins`) up to itself.
 
     begins = 3:   3 (full) ─ 4 ─ 5 ─ 6 ─▶ 7        `newest` is the newest valid one whose whole chain is there
 
-Invariant: the chain of whatever somebody was handed, and has not come back from, stays; so do the chains of what
+Invariant: the chain of whatever a replica was given, and has not come back from, stays; so do the chains of what
 replicas hold, of what validation pins, and of the newest `keep`. Others are *collectable*: each answer to the
 publisher lists them until the same one publishes again, which shows that it got the list. With chains of at most L
 publications, of which others hold, fetch, pin or were handed M, at most (keep + 1 + M) · L are kept; in a run
@@ -153,7 +153,7 @@ class Publications:
         self.heard(highest_id)
 
     def heard(self, publication_id: int) -> None:
-        """Somebody knows this id: it is not handed out again."""
+        """A process knows this id: it is not handed out again."""
         if publication_id <= self.highest_id + MAX_LEAP:
             self.highest_id = max(self.highest_id, publication_id)
 

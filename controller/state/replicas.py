@@ -11,7 +11,8 @@ with an id of its own (`name.3`), and from then on only the newest incarnation i
 there is one trainer at a time, and one that was lost has left for good when another one comes.
 
 A registration may carry a secret, of which the hash is kept. Then every later call of that replica must carry it
-(`prove`), and while the replica is present nobody registers its name without it; with it, its place is taken at once.
+(`prove`), and while the replica is present no other process registers its name without it; with it, its
+place is taken at once.
 
 Pure: time comes in as `now`, and `take_changes` hands out the names whose records must be written.
 """
@@ -361,7 +362,7 @@ class Registry:
         return late
 
     def forgive(self, now: float) -> None:
-        """After a downtime of the controller: nobody could beat, so nobody is late."""
+        """After a downtime of the controller: no replica could beat, so none is late."""
         for replica in self._by_name.values():
             replica.last_seen = now
 

@@ -168,7 +168,7 @@ class Validation:
         if self.restarts >= MAX_RESTARTS:
             size = len(self.groups)
         waiting = [group for group in self.groups if group.state == "waiting"]
-        chosen = sorted(waiting, key=lambda group: group.attempt)[:size]  # a bad one holds up nobody
+        chosen = sorted(waiting, key=lambda group: group.attempt)[:size]  # a bad one holds up no other
         for group in chosen:
             group.state = "leased"
             group.attempt += 1
@@ -205,7 +205,7 @@ class Validation:
         self._dirty.add("header")
 
     def _restart(self) -> None:
-        """Nobody holds the version any more: the round is due again at whatever version comes."""
+        """No replica holds the version any more: the round is due again at whatever version comes."""
         assert self.pinned is not None
         self.due = self.pinned if self.due is None else self.due
         self.restarts += 1
@@ -278,7 +278,7 @@ class Validation:
         return len(late)
 
     def forgive(self, now: float) -> None:
-        """After a downtime of the controller: nobody could renew, so nobody is late."""
+        """After a downtime of the controller: no lease could be renewed, so none is late."""
         for group in self._held():
             group.expires = now + self.params.lease_timeout
 

@@ -103,7 +103,7 @@ class FencedConnection:
         _, epoch, seq = [await _reply(connection) for _ in self._tail]
         if result is None:
             self._check(epoch, seq)
-            raise HistoryLost("the epoch of this job was touched by somebody else")
+            raise HistoryLost("the epoch of this job was changed by another process")
         for item in result:
             if isinstance(item, Exception):
                 raise ExecAbortError(f"a command of the transaction failed: {item}")

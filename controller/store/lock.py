@@ -9,7 +9,7 @@ Taking it is one transaction (WATCH lock, raise the epoch, set the lock), so of 
 What protects the state is the epoch (`controller.store.fence`); the lock keeps two controllers from taking the
 job from each other, and it lets its holder answer from memory:
 
-    `Term.valid` ⇒ the lock cannot have expired yet ⇒ nobody else can have taken over without our knowing
+    `Term.valid` ⇒ the lock cannot have expired yet ⇒ no other process can have taken over without our knowing
 
 unless it was taken by `--replace`, or the clock of Redis jumped: then reads may be stale for at most the life of
 the lock, writes never. The term is measured with a clock that also runs while this process or the whole machine is
@@ -155,7 +155,7 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """What came of an attempt to take the lock: it is `mine` now, or `other`'s. Neither: somebody was quicker."""
+    """What came of an attempt to take the lock: it is `mine` now, or `other`'s. Neither: another was quicker."""
 
     mine: Holder | None = None
     other: Holder | None = None

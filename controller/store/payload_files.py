@@ -52,7 +52,7 @@ class PayloadFiles:
         return {entry.name for entry, there in zip(entries, found, strict=True) if not there}
 
     async def sweep(self, table: GroupTable, saved: Callable[[], Awaitable[None]]) -> int:
-        """Remove files that nobody can need any more; how many. `saved` waits until the ledger is stored."""
+        """Remove files that are no longer needed; how many. `saved` waits until the ledger is stored."""
         listed = await asyncio.to_thread(self._list)
         useless = [name for name, age in listed if not needed(table, name, age)]
         if useless:
@@ -65,7 +65,7 @@ class PayloadFiles:
         now = self._clock()
         try:
             found = os.listdir(self.root)
-        except FileNotFoundError:  # nobody has written yet
+        except FileNotFoundError:  # nothing has been written yet
             return []
         except OSError as error:
             log.warning("payloads in %s cannot be listed: %s", self.root, error)

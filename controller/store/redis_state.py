@@ -110,7 +110,7 @@ class StateStore:
         self._outage: str | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._closing = False
-        """Then the lock is given back, and nobody may take it once more."""
+        """Then the lock is given back and must not be taken again."""
 
     @classmethod
     async def open(

@@ -75,7 +75,7 @@ class Job:
         self.redis = RedisPulse(plan.redis, lambda: self.supervisor.kill("redis"), self.event)
         self._errands: set[asyncio.Task[None]] = set()
         self._secrets: dict[str, str] = {}
-        """Of each rollout replica by name: whoever succeeds it takes its place at once."""
+        """Of each rollout replica by name: its successor takes its place at once."""
 
     # ---- the whole ----------------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ LOOK_EVERY = 5.0
 HUNG_AFTER = 2
 """Looks: with an fsync that takes seconds the server stands still, and goes on."""
 RESTART_AFTER = 12
-"""Looks, a minute: whoever waits for a slow disk loses nothing, a restart costs the time to read the file again."""
+"""Looks, a minute: waiting for a slow disk loses nothing, a restart costs the time to read the file again."""
 
 Answer = Literal["answer", "refused", "silence"]
 State = Literal["ok", "away", "hung"]
@@ -117,7 +117,7 @@ async def _look(connect: Opener) -> Answer:
     except TimeoutError:
         return "silence"
     except OSError as error:
-        # These two: the queue of a unix socket from which nobody accepts is full.
+        # These two: the queue of a unix socket whose server does not accept is full.
         return "silence" if error.errno in (errno.EAGAIN, errno.ENOTCONN) else "refused"
     finally:
         if writer is not None:

@@ -141,7 +141,7 @@ def is_hung(info: ReplicaInfo, up_for: float, heartbeat_timeout: float) -> bool:
     """Whether a replica's process must be killed: a pure decision, so that no silent replica holds a job up for ever.
 
     A replica that misses its heartbeats is `lost` for the controller, which gives its work to others; the process may
-    be stopped, or stuck in a call that never returns, and nobody would start it again. One that stays silent for much
+    be stopped, or stuck in a call that never returns, and it would never be restarted. One that stays silent for much
     longer is killed and restarted like one that crashed.
 
     info: what the controller knows of the newest incarnation. up_for: seconds since its present process was started;

@@ -150,7 +150,7 @@ class RunDir:
         return held_alone(self.locks / "launcher.lock")
 
     def holder(self) -> Holder | None:
-        """The launcher that holds the lock; None if nobody does, or a launcher that has not written its id yet."""
+        """The launcher that holds the lock; None if none does, or it has not written its id yet."""
         found = read_json(self.locks / "launcher.lock")
         if found is None or not self.is_alive():
             return None

@@ -37,7 +37,7 @@ POLL = 1.0
 LEFTOVER_GRACE = 2.0
 """Seconds for the worker's children after its end: enough to notice a closed pipe and release shared memory."""
 HOLD_PATIENCE = 5.0
-"""Seconds to get hold of `hold`: whoever looks whether anybody holds it has it for a moment."""
+"""Seconds to get hold of `hold`: a process that checks whether it is held has it for a moment."""
 KILL_TIMEOUT = 10.0
 """Seconds to wait for killed processes: only one in an uninterruptible system call takes longer."""
 
@@ -135,7 +135,7 @@ class Keeper:
         if self._orphaned():
             return 0
         if not self._hold():
-            say(f"{self.settings.hold} is held by somebody else")
+            say(f"{self.settings.hold} is held by another process")
             return 1
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
             signal.signal(number, self._on_signal)

@@ -61,7 +61,7 @@ def point_at(target: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a directory so that nobody ever sees half of it. Raises `OSError` if it cannot be renamed."""
+    """Delete a directory so that half of it is never visible. Raises `OSError` if it cannot be renamed."""
     trash = path.with_name(f"{TRASH}{secrets.token_hex(4)}")
     os.rename(path, trash)
     shutil.rmtree(trash, ignore_errors=True)

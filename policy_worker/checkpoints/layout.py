@@ -125,7 +125,7 @@ def name_of(step: int) -> str:
 
 
 def named_in(directory: Path) -> list[tuple[int, Path]]:
-    """What has the name of a checkpoint, by step; copies that somebody keeps next to them have other names."""
+    """What has the name of a checkpoint, by step; copies kept next to them have other names."""
     found = ((_NAME.fullmatch(path.name), path) for path in directory.glob(f"{STEP}*"))
     return sorted((int(match[1]), path) for match, path in found if match is not None)
 

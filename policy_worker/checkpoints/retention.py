@@ -42,7 +42,7 @@ def expired(
 
     Args:
         complete: all complete checkpoints. newest: the one that `latest` names. preferred: the best validated one.
-        held: those that somebody reads right now. max_keep: how many stay; -1: all.
+        held: those being read right now. max_keep: how many stay; -1: all.
     """
     if max_keep < 0:
         return []

@@ -237,7 +237,7 @@ class Checkpointer:
             ) from error
 
     def _exporter(self) -> Exporter:
-        """Names are asked for now, while nobody trains; the weights come from the files."""
+        """Names are collected now, while no step runs; the weights come from the files."""
         model, config = self._trainer.model, self._config
         names, dtype = HubNames(model.lm), DTYPES[config.train.effective_transfer_dtype]
         return lambda gather, target: write_export(model, names.tensors(gather, dtype=dtype), config, target)

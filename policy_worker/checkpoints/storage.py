@@ -67,7 +67,7 @@ def piece_name(key: str, offsets: tuple[int, ...]) -> str:
 
 
 def pieces_of(state: State) -> list[Piece]:
-    """What this rank has to write, by torch's plan. Nothing is copied, and nobody is asked."""
+    """What this rank has to write, by torch's plan. Nothing is copied or communicated."""
     planner = DefaultSavePlanner()
     planner.set_up_planner(dict(state), is_coordinator=True)
     pieces = (_piece(item, planner) for item in planner.create_local_plan().items)

@@ -39,7 +39,7 @@ LEAVING_SHARE = 0.3
 POLL = 2.0
 """Seconds that one question for a batch may wait: so often a request to leave is looked at."""
 POLL_OWED = 0.2
-"""The same while a publication is deferred: somebody may be waiting for it."""
+"""The same while a publication is deferred: a replica may be waiting for it."""
 GAUGES = ("idle_fraction", "step_seconds")
 """Metrics that heartbeats carry for the display."""
 
@@ -80,7 +80,7 @@ class Loop:
         self._config, self._reply, self._trainer = config, reply, trainer
         self._session, self._shutdown, self._checkpointer = session, shutdown, checkpointer
         self.publisher: Publisher | None = None
-        if reply.mode != "sft":  # where nobody would fetch
+        if reply.mode != "sft":  # where no replica would fetch
             self.publisher = Publisher(config, trainer, session, reply, shutdown)
         self._commits = Commits(trainer.group, session)
         self._overlaps = reply.mode == "sft"
@@ -243,7 +243,7 @@ class Commits:
 
     Reinforcement waits for the answer: the next batch and the publication depend on it. Supervised training needs
     neither, so there a commit is on its way while the next step is trained; commits stay in order, one at a time, and
-    each is awaited before the next is sent, so a crash loses at most the step whose commit nobody had seen answered.
+    each is awaited before the next is sent, so a crash loses at most the step whose commit had not been answered.
     """
 
     def __init__(self, group: Group, session: Session | None) -> None:

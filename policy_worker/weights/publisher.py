@@ -6,8 +6,8 @@
 
 Each rank gathers, copies and writes the tensors that it owns (`weight_sync.publishing.gather`). Training waits for
 the snapshot alone; a version that falls due while the one before is still on its way is skipped and *owed*, and
-published as soon as possible: between steps, and while no batch is ready, so nobody waits in vain even if every step
-needs new weights.
+published as soon as possible: between steps, and while no batch is ready, so no replica waits in vain even if every
+step needs new weights.
 
 Memory of a rank next to the model, with T the bytes of all tensors in `train.transfer_dtype`: T / ranks in host
 memory for the snapshot, as much again for what was announced last (none of it with `weight_sync.encoding = "full"`);

@@ -1,7 +1,7 @@
 """Which files in the weight store belong to which publication: on disk, for the trainer that comes after this one.
 
     {"id": 7, "uri": "…/manifest.json"}     it has these files: a delta, or an anchor that was written later
-    {"id": 7, "gone": true}                 nobody needs it any more
+    {"id": 7, "gone": true}                 no longer needed
 
 Lines are only added. Invariant: files of the job that no publication has are removed, now or by the next trainer:
 what was begun and never announced, and what could not be removed, or not in time, when it was not needed any more.
@@ -72,7 +72,7 @@ class Record:
                 self._unneeded.append(uri)
 
     def release(self, publications: Collection[int]) -> None:
-        """Nobody needs the files of these publications any more, as far as they are known."""
+        """The files of these publications are no longer needed, as far as they are known."""
         with self._lock:
             for number in publications:
                 if self._uris.get(number):
@@ -81,7 +81,7 @@ class Record:
                     self._append({"id": number, "gone": True})
 
     def remove(self) -> None:
-        """Remove the files that nobody needs; those that cannot be removed stay for the next time."""
+        """Remove the files that are not needed; those that cannot be removed stay for the next time."""
         with self._lock:
             unneeded = list(self._unneeded)
         for uri in unneeded:

@@ -72,7 +72,7 @@ class GenerationPipeline:
             return
         try:
             self._pusher.add(lease, self._made(lease, index, sample, text, future.result()))
-        except Exception as error:  # nobody hears of it in a callback, and the group would be held for ever
+        except Exception as error:  # a callback's error is lost, and the group would be held for ever
             log.exception("sample %d of group %s cannot be made", index, lease.group_id)
             self._pusher.fail(lease, index, f"{type(error).__name__}: {error}")
 

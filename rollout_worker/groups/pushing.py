@@ -4,7 +4,7 @@ A sample waits at most LINGER_S for company, and not at all when nothing else is
 says to each of them:
 
     accepted            done (a duplicate too: it was stored before)
-    lease_lost          the whole group is forgotten: somebody else makes it
+    lease_lost          the whole group is dropped: another replica makes it
     anything else       a fault of this sample: logged, its lease is given back for another attempt
 """
 

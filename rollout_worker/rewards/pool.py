@@ -6,7 +6,7 @@
 
 A sample gets exactly one result: rewards, or an error with a name. Only the sample that a process was busy with
 is charged when the process hangs or dies; those behind it in the message are done by another process. They are also
-handed to others when the sample in front only takes long: one slow reward delays itself and nobody else.
+handed to others when the sample in front only takes long: one slow reward delays no other.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def _plain(value: Any) -> Any:
 
 
 FreeTable = Annotated[dict[str, Any], AfterValidator(_plain)]
-"""A table whose keys are somebody else's; values are what TOML and JSON have in common."""
+"""A table whose keys belong to another system; values are what TOML and JSON have in common."""
 FREE_TABLES = frozenset({"custom", "options", "extra", "engine_kwargs", "override_config"})
 """The names of these tables."""
 

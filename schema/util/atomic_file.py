@@ -74,7 +74,7 @@ def replacing_directory(target: Path) -> Iterator[Path]:
 
 
 def remove_unfinished(target: Path) -> None:
-    """Delete what killed writers of `target` have left. Only where nobody else writes it."""
+    """Delete what killed writers of `target` have left. Only where no other process writes it."""
     for path in target.parent.glob(f".{target.name}.*"):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)

@@ -71,5 +71,5 @@ def configure_logging(
 
 
 Prose = Annotated[str, BeforeValidator(lambda text: visible(text) if isinstance(text, str) else text)]
-"""What went wrong, for people, maybe in several lines: control characters become visible, with whoever sends it, so
-that none is refused for the colours in an error text, and again with whoever receives it."""
+"""What went wrong, for people, maybe in several lines: control characters become visible where it is sent, so
+that none is refused for the colours in an error text, and again where it is received."""

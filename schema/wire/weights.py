@@ -5,8 +5,8 @@ weight store that names every data file and tensor with its hash. The manifest's
 so a replica that trusts the controller can check every byte before it uses one.
 
 A version is stored *full* (all tensors), as a *delta* (what changed against the version before), or both. The
-manifest of a delta lists the versions before it as a *chain* of links, each with its hashes, so whoever holds any
-of them, or nothing, finds a way from there. `docs/weights.md` specifies the bytes.
+manifest of a delta lists the versions before it as a *chain* of links, each with its hashes, so a process that holds
+any of them, or nothing, finds a way from there. `docs/weights.md` specifies the bytes.
 """
 
 from __future__ import annotations

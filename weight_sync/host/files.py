@@ -38,7 +38,7 @@ from weight_sync.layout import as_tensor, size_of, torch_dtype
 USERS, FETCHING, CONTENT = "users.lock", "fetching.lock", "content.lock"
 STATE, ADVANCING, FETCHED = "state.json", "advancing.json", "fetched"
 LOCK_TIMEOUT = 1800.0
-"""Seconds. Whoever holds a lock fetches or loads gigabytes, and the kernel takes it from those who die."""
+"""Seconds. The holder of a lock fetches or loads gigabytes, and the kernel releases the lock of a dead process."""
 
 
 class CacheError(WeightError):
@@ -243,7 +243,7 @@ class CopyView:
 def open_copy(
     directory: Path, *, timeout: float = LOCK_TIMEOUT, stop: threading.Event | None = None
 ) -> Iterator[CopyView]:
-    """Read the copy from any process of this host; nobody changes it meanwhile.
+    """Read the copy from any process of this host; it does not change meanwhile.
 
     Raises:
         StoppedError: `stop` was set.

@@ -1,7 +1,7 @@
-"""The one copy of the weights on a host: all replicas of a job share it, whoever comes first brings it forward.
+"""The one copy of the weights on a host: all replicas of a job share it, the first one brings it forward.
 
     advance(publication)   bring the copy there (`weight_sync.host.advance`), one process at a time
-    reading()              the whole weights that are there, maybe newer ones; nobody changes them meanwhile
+    reading()              the whole weights that are there, maybe newer ones; they do not change meanwhile
     changes_since(hash)    deltas on this host that lead from there to here, for engines that change in place
 
 Invariant: what is handed out was proven by its hashes, and is never older than what was asked for.

@@ -4,11 +4,11 @@
                                                            <host> of what the running kernel drew when it started
 
 Containers of one kernel share a copy. Hosts never do, also where the parent lies on a file system of several: locks
-of one host may mean nothing to another. So nobody touches, nor sweeps, what bears the mark of another host.
+of one host may mean nothing to another. So nothing that bears the mark of another host is touched or swept.
 
 Each process holds `users.lock` shared. Who can have it exclusively is alone: the first one, which believes nothing
 that it finds until it has hashed it; the last one, which removes everything; or a process of another job, which
-removes what nobody uses.
+removes what is not in use.
 """
 
 from __future__ import annotations
@@ -115,14 +115,14 @@ def stay(directory: Path, users: int) -> int | None:
 
 
 def leave(directory: Path, users: int) -> None:
-    """Give the share back; whoever is the last one removes the directory."""
+    """Give the share back; the last process removes the directory."""
     if try_lock(users, exclusive=True) and _is_lock_of(directory, users):
         _remove(directory)
     release(users)
 
 
 def _joined(directory: Path) -> int | None:
-    """One try; None when the directory was taken away meanwhile, or somebody looks whether it is in use."""
+    """One try; None when the directory was taken away meanwhile, or another process checks whether it is in use."""
     try:
         users = open_lock(directory / USERS)
     except FileNotFoundError:
@@ -142,7 +142,7 @@ def _joined(directory: Path) -> int | None:
 
 def _disown(directory: Path) -> None:
     """Take out what was true for the processes before: ids of publications count from the beginning in another life
-    of the job, and nobody knows what happened to the bytes."""
+    of the job, and what happened to the bytes is unknown."""
     state = read_state(directory)
     if state is None:
         return
@@ -173,7 +173,7 @@ def _host() -> str:
 
 
 def _sweep(base: Path, mine: str, host: str) -> None:
-    """Remove what other jobs left on this host and nobody uses."""
+    """Remove what other jobs left on this host and no process uses."""
     for path in base.iterdir():
         if path.name.startswith(_TRASH):
             shutil.rmtree(path, ignore_errors=True)

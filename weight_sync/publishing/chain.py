@@ -4,10 +4,10 @@
                        └ full                   an anchor: the same version once more, written after it was announced
 
 Invariant: every link but the first has a delta that applies to the link before, the first has a full form, and all
-files of all links are there. So whoever holds any of these versions, or nothing, has a way to the next one.
+files of all links are there. So a process that holds any of these versions, or none, has a way to the next one.
 
 A full version is due
-    - at the first publication of a process: nobody else's files are built upon;
+    - at the first publication of a process: no other process's files are built upon;
     - every `interval` publications, as an anchor next to the delta;
     - when a replica could not read what there is: as an anchor next to the delta at once, and if that fails as the
       next publication;

@@ -1,4 +1,4 @@
-"""Collecting: versions that nobody needs any more are removed.
+"""Garbage collection: versions that are no longer needed are removed.
 
 Who still needs a version is the controller's knowledge; this only does what it is asked, and touches nothing that it
 did not write. A reader that opened a version before it went keeps it (files stay while they are mapped); on

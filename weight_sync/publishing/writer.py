@@ -5,7 +5,7 @@
     finish                     manifest.json, commit
 
 The name says which version of which timeline it is and ends in a random suffix, so a rewound timeline, a
-second attempt or another process never overwrites what somebody may be reading.
+second attempt or another process never overwrites what a replica may be reading.
 
 In a delta each tensor that changed is stored as sparse blocks, or whole where those would take more than
 `SPARSE_SHARE` of its bytes. The content hash is over all tensors whatever the form, so a full and a delta form of

@@ -45,7 +45,7 @@ def open_store(
 
     Args:
         timeout: seconds for which each request that fails is tried again, where the store is a remote one.
-        stop: set when the process leaves; whoever waits for a remote store then gets a `StoppedError`.
+        stop: set when the process leaves; a wait for a remote store then raises `StoppedError`.
 
     Raises `StoreError` for another URL, or when the environment's settings make no client.
     """

@@ -55,7 +55,7 @@ class ReadableStore(Protocol):
         """Where the files lie, when they are local ones; None when they must be fetched."""
 
     def read(self, key: str) -> memoryview:
-        """The bytes of a file, mapped where possible; written to, they change for nobody else.
+        """The bytes of a file, mapped where possible; written to, they change in this process only.
 
         Raises `NotReadableError` when it is not there.
         """
@@ -103,7 +103,7 @@ class Store(ReadableStore, Protocol):
     def delete(self, version: str) -> bool:
         """Remove a version. False when it was gone.
 
-        Whoever has mapped files of a local store keeps them.
+        A process that has mapped files of a local store keeps them.
         """
 
     def sweep(self, older_than: float, beginning: str = "") -> None:

@@ -4,8 +4,8 @@
       t0-v00000007-5f0c1d2e/        one version: immutable once it has this name
         manifest.json
         00000.safetensors
-      .tmp-t0-v00000008-1b2c3d4e/   being written, by one process or several; nobody reads it
-      .trash-t0-v00000003-9a8b7c6d/ being deleted; nobody opens it any more
+      .tmp-t0-v00000008-1b2c3d4e/   being written, by one process or several; never read
+      .trash-t0-v00000003-9a8b7c6d/ being deleted; never opened again
 
 A version becomes visible by one rename.
 """
@@ -145,7 +145,7 @@ class DirectoryStore:
         check_name(version, "version")
         trash = self.root / f"{_TRASH}{version}-{secrets.token_hex(4)}"
         try:
-            (self.root / version).rename(trash)  # from here on nobody opens it
+            (self.root / version).rename(trash)  # from here on no process opens it
         except FileNotFoundError:
             return False
         shutil.rmtree(trash, ignore_errors=True)  # what a busy file system keeps is swept later

@@ -4,7 +4,7 @@
                        <version>/manifest.json     written last: without it no version exists
 
 Versions are made visible by their manifest and removed beginning with it. Keys have exactly these two parts below the
-prefix; anything else there is somebody else's and never listed, read or removed, and neither are unfinished
+prefix; anything else there is not ours and never listed, read or removed, and neither are unfinished
 versions whose names are not those of weight versions.
 
 Requests are tried again, with pauses, for as long as the store was opened for; what waiting does not mend is an error
@@ -99,7 +99,7 @@ class S3Store:
     """A `Store` in one bucket, below one prefix.
 
     Args:
-        place: bucket and prefix. stop: set when the process leaves: whoever waits then gets a `StoppedError`.
+        place: bucket and prefix. stop: set when the process leaves: a wait then raises `StoppedError`.
         delays: how long a request is tried again. read_timeout: seconds without a byte that end an attempt.
 
     Raises `StoreError` when the environment's settings make no client.

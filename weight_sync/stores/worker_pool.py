@@ -1,6 +1,6 @@
-"""A few requests at once, in threads that nobody has to wait for.
+"""A few requests at once, in threads that need not be waited for.
 
-The threads are daemons, and whoever waits for a result looks at `stop` meanwhile: a request that hangs in the
+The threads are daemons, and a wait for a result watches `stop`: a request that hangs in the
 network keeps no process from leaving.
 """
 

@@ -53,7 +53,7 @@ class _Expected:
     asked: set[str] = field(default_factory=set)
     joining: threading.Lock = field(default_factory=threading.Lock)
     carried: dict[str, Path] | None = None
-    """Files that came all at once, where they lie until they are asked for; None: nobody has tried yet."""
+    """Files that came all at once, where they lie until they are asked for; None: not tried yet."""
     files: int = 0
     n_bytes: int = 0
 

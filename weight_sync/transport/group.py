@@ -1,11 +1,11 @@
 """A transfer to several hosts at once, where a faster fabric than TCP carries it (NCCL between GPUs).
 
     replica   asks for `JOIN` instead of a file, over the same authenticated connection, which stays open
-    trainer   takes in whoever comes until as many are there as last time, `GATHER_S` at most
+    trainer   takes in replicas until as many are there as last time, `GATHER_S` at most
     both      carrier.send / carrier.receive: messages over the line, bytes over the fabric
 
 What travels are the data files of the version, in chunks that both sides derive from its manifest: they are proven as
-if they came from the store. Whoever comes too late, and everybody when it fails, asks for the files one by one.
+if they came from the store. A replica that is too late, and all of them when it fails, request single files.
 """
 
 from __future__ import annotations

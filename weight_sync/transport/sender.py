@@ -2,7 +2,7 @@
 
 What is sent lies in the store already and is mapped; of a distant store each file is fetched once, into the temporary
 directory, for as long as the version is the newest. Connections are served by threads, `MAX_CONNECTIONS` at most,
-each with a deadline, so that nobody who connects can hold up publishing or other replicas.
+each with a deadline, so that no connection can hold up publishing or other replicas.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class Sender:
         self._thread.start()
 
     def offer(self, piece: Piece) -> Offer:
-        """Hand out this version from now on, and the one before to nobody who asks from now on."""
+        """Hand out this version from now on, and no longer the one before."""
         self._number += 1
         carrier, before = self._carrier, self._round
         present = _Round(self._number, secrets.token_bytes(16), piece)
@@ -201,7 +201,7 @@ class Sender:
                 refuse(connection, request, deadline)
                 return
         except (OSError, EOFError) as error:
-            log.debug("somebody connected and asked for nothing: %s", error)
+            log.debug("a connection without a request: %s", error)
             return
         assert present is not None, "a request of no round is refused"
         if request.file == JOIN:

@@ -5,7 +5,7 @@
     trainer   status, length of the file, MAC, the file                      1 + 8 + 32 + n bytes
 
 Numbers are little-endian. Both MACs are HMAC-SHA256 under the round's token, over who speaks, both nonces and what
-precedes them in the message: neither side talks to somebody who did not get the token from the controller, and no
+precedes them in the message: neither side talks to a peer without the token of the controller, and no
 message can be used twice. The bytes of the file have no MAC: they must have the hashes of the publication. They are
 not encrypted either, as those of NCCL are not: the network between trainer and replicas is to be a private one.
 """
@@ -52,7 +52,7 @@ class TransferError(Exception):
 
 
 class UnreachableError(TransferError):
-    """Nobody answers where the trainer should."""
+    """Nothing answers where the trainer should."""
 
 
 class Deadline:

@@ -70,7 +70,7 @@ def reply(model: BaseModel) -> Response:
 
 
 def reply_or_nothing(model: BaseModel | None) -> Response:
-    """A model as JSON; 204 without one: nothing newer, or nobody left to read it."""
+    """A model as JSON; 204 without one: nothing newer, or the caller has left."""
     return nothing() if model is None else reply(model)
 
 

@@ -28,7 +28,7 @@ from schema.wire.messages import ErrorCode
 MAX_CONFIG_BYTES = 1024 * 1024
 """Of a config to validate: the largest ones have some ten thousand."""
 MOST_PROBLEMS = 50
-"""Faults in one answer: nobody reads more of them."""
+"""Faults in one answer: more would not be read."""
 VALIDATE_SECONDS = 20.0
 """After which a validation is given up: a config takes milliseconds."""
 

@@ -260,7 +260,7 @@ class TransformersEngine:
             return Checksum(tally.content_hash, tally.exact, tally.problems, time.monotonic() - began)
 
     def _tally(self, served: _Served) -> Tally:
-        """In a thread in parallel with the engine's: nobody writes the weights meanwhile."""
+        """In a thread in parallel with the engine's: the weights are not written meanwhile."""
         model, published = self._decoder.model, served.published
         lossy = any(loses_bits(one.dtype, model.dtype) for one in published.values())
         if not lossy or served.weights is None:

@@ -10,7 +10,7 @@ recomputing them, both estimated from measured speeds. Short answers thus never 
 sample with thousands of tokens to go never delays an update by more than it would cost.
 
 Alone.  Kernels sum in an order that depends on the shapes they are given, so the last bits of a log-prob depend on
-who else is in the batch and on where its columns lie. Where the same bits are wanted whoever was killed meanwhile,
+who else is in the batch and on where its columns lie. Where the same bits are wanted whichever process was killed,
 a request is decoded by itself: it begins when nothing runs, in an empty window, and updates wait for its end. Then
 every shape is a function of prompt, seeds, settings and weights alone.
 """

@@ -55,7 +55,7 @@ class _Tensor:
 
 
 async def served_weights(adapter: VllmAdapter, weights: SharedWeights | None, content_hash: str) -> Checksum:
-    """Hash what is served. Nobody updates the weights meanwhile.
+    """Hash what is served. The weights are not updated meanwhile.
 
     Args:
         weights: the host's copy, if there is one. content_hash: of what should be served.

@@ -36,7 +36,7 @@ Paths = Path | str | Sequence[Path | str]
 _MOST_BITS = 63
 """What TOML promises to carry, and what engines, optimizers and stores can take."""
 _MOST_BITS_OF_OTHERS = 1023
-"""In tables whose keys are somebody else's. As large as a floating-point number can be, and messages readable."""
+"""In tables of another system's keys. As large as a floating-point number can be, and messages readable."""
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ def _pair(section: str, cert: str, key: str) -> Iterator[Problem]:
 
 
 def redis_is_verified(config: Config) -> Iterator[Problem]:
-    """Warning: an encrypted connection to whoever answers."""
+    """Warning: an encrypted connection to an unverified peer."""
     if not config.redis.url.startswith("rediss://"):
         return
     query = parse_qs(urlsplit(config.redis.url).query)

@@ -240,7 +240,9 @@ def test_defaults_of_roll_are_written_where_ours_differ() -> None:
 @pytest.mark.parametrize("role", [_TRAIN, "critic"])
 def test_null_leaves_resharding_at_its_default(role: str) -> None:
     settings = "{strategy_name: fsdp2_train, strategy_config: {reshard_after_forward: null}}"
-    found = convert_text(f"rollout_batch_size: 8\nadv_estimator: gae\n{role}: {{strategy_args: {settings}}}\n")
+    found = convert_text(
+        f"rollout_batch_size: 8\nadv_estimator: gae\n{role}: {{strategy_args: {settings}}}\n"
+    )
     entry = found.entry(f"{role}.strategy_args.strategy_config.reshard_after_forward")
     assert entry.outcome is Outcome.IMPLICIT
 
