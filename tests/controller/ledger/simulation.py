@@ -268,10 +268,13 @@ class Simulation:
         """From a checkpoint, as `controller.services.replicas` does."""
         ledger, step = self.ledger, found.step
         ledger.table.abandon_step()
-        contained = ledger.table.lineage.contains(step, found.timeline, ledger.table.committed)
-        assert contained == (
-            self.history[:step] == found.history and (not step or step >= ledger.table.lineage.floor)
+        lineage = ledger.table.lineage
+        contained = lineage.contains(step, found.timeline, ledger.table.committed)
+        # Of what was before its snapshot, a ledger that began from one knows the snapshot's timeline and step alone.
+        known = step >= lineage.floor and (
+            found.timeline == lineage.source or found.timeline >= lineage.first
         )
+        assert contained == (self.history[:step] == found.history and (not step or known))
         if not contained:
             assert found.snapshot is not None
             self.begun_anew += 1
