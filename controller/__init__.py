@@ -38,13 +38,15 @@ All paths below begin with /v1, except those of health and metrics; decisions ar
 | POST /steps/…/replay            | groups: any state → trained               | recovery     | replay                |
 | POST /checkpoints               | groups: trained → durable, payloads go    | steps        | checkpoint            |
 | POST /job/…                     | paused, ended, reopened, checkpoint       | job          | job                   |
-| GET /job, /replicas, /groups    | nothing                                   | job          | group_table           |
+| GET /job, /groups               | nothing                                   | job          | group_table           |
+| GET /replicas                   | nothing                                   | replicas     | replicas              |
 | GET /ledger, /groups/…          | nothing                                   | (routes)     | group_table           |
 | GET /samples/…                  | nothing                                   | samples      |                       |
 | GET /publications               | nothing                                   | publications | publications          |
 | GET /steps, /validations        | nothing                                   | (routes)     | step_log, validation  |
 | GET /checkpoints/…/ledger       | nothing                                   | (routes)     | checkpoint            |
-| /config/…, /openapi.json        | nothing                                   | (routes)     |                       |
-| /healthz, /readyz, /metrics     | nothing                                   | (routes)     |                       |
+| /config, /config/…              | nothing                                   | (routes)     |                       |
+| /openapi.json, /metrics         | nothing                                   | (routes)     |                       |
+| /healthz, /readyz               | nothing                                   | (routes)     |                       |
 | every half second               | leases expire, replicas are lost          | reaper       | ledger, replicas      |
 """

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import controller
 from tests import counts
+from tests.controller.api.test_auth import RULES
 
 ROOT = Path(__file__).parent.parent
 
@@ -55,3 +58,29 @@ def test_functions_are_not_long() -> None:
 
 def test_phrases_that_an_engineer_would_not_write_are_rare() -> None:
     assert {phrase: n for phrase, n in counts.english().items() if n > 13} == {}
+
+
+def calls_of_the_table() -> dict[tuple[str, str], str]:
+    """(method, path as a pattern) -> service, of the table in `controller/__init__.py`."""
+    rows = re.findall(
+        r"^\| (?:(GET|POST|DELETE) )?(/[^|]+?) +\|[^|]*\| (\S+) ", controller.__doc__, re.MULTILINE
+    )
+    return {
+        (method, re.escape(path).replace("…", "[^?]+")): service
+        for method, paths, service in rows
+        for path in paths.split(", ")
+    }
+
+
+def test_the_table_of_the_controller_has_every_call_and_no_other() -> None:
+    calls, missing, used = calls_of_the_table(), [], set()
+    for method, url, _ in RULES:
+        path = url.removeprefix("/v1").partition("?")[0]
+        found = {call for call in calls if call[0] in (method, "") and re.fullmatch(call[1], path)}
+        used |= found
+        if not found:
+            missing.append((method, path))
+    assert missing == []
+    assert {pattern for _, pattern in calls.keys() - used} == {"/healthz", "/readyz"}
+    services = {f"controller.services.{name}" for name in calls.values() if name != "(routes)"}
+    assert services <= counts.modules().keys()

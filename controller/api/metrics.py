@@ -23,7 +23,7 @@ class JobCollector(Collector):
         self._controller = controller
 
     def collect(self) -> Iterator[Metric]:
-        status, ledger = self._controller.operations.status(), self._controller.job.progress.status()
+        status, ledger = self._controller.job_service.status(), self._controller.job.progress.status()
         job = status.job_id
         for name, text, value in (
             ("step", "Committed steps", status.step),

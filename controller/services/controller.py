@@ -26,7 +26,7 @@ class Controller:
     steps: StepService
     publications: PublicationService
     recovery: RecoveryService
-    operations: JobService
+    job_service: JobService
     reaper: Reaper
 
     @classmethod

@@ -9,7 +9,6 @@ fail        ends the job as failed (the launcher does so when a restart budget i
 
 from __future__ import annotations
 
-from collections import Counter
 from statistics import fmean
 from typing import Literal
 
@@ -129,15 +128,6 @@ class JobService:
         if gauges:
             idle["rollout"] = fmean(gauges)
         return idle
-
-    def replicas(self) -> list[m.ReplicaInfo]:
-        """All replicas that ever registered, by name."""
-        job, now = self._job, self._job.clock()
-        leases = Counter([group.replica_id for group in job.progress.in_state(State.LEASED)])
-        return [
-            replica.info(leases[replica.replica_id] + job.validation.leases_of(replica.replica_id), now)
-            for replica in sorted(job.registry, key=lambda replica: replica.name)
-        ]
 
     def groups(self, state: State | None, offset: int, limit: int) -> list[Group]:
         """Groups in the order of the stream."""

@@ -17,10 +17,12 @@ Only a crash of the replica's own that was observed counts for the groups that i
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from typing import Literal
 
 from controller.errors import ApiError
+from controller.ledger.group import State
 from controller.ledger.replay import adopt
 from controller.state.job import TRAIN_DATA, Job
 from controller.state.job_facts import JobFacts
@@ -47,6 +49,15 @@ class ReplicaService:
         self._superseded: dict[str, tuple[int, list[str]]] = {}
         """Of the replica that was superseded last, by name: its parent process, the groups that it held. A report of
         its crash may come later."""
+
+    def infos(self) -> list[m.ReplicaInfo]:
+        """All replicas that ever registered, by name."""
+        job, now = self._job, self._job.clock()
+        leases = Counter([group.replica_id for group in job.progress.in_state(State.LEASED)])
+        return [
+            replica.info(leases[replica.replica_id] + job.validation.leases_of(replica.replica_id), now)
+            for replica in sorted(job.registry, key=lambda replica: replica.name)
+        ]
 
     # ---- register -----------------------------------------------------------------------------------------
 

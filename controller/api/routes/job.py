@@ -21,22 +21,22 @@ MAX_PAGE = 1000
 
 def router(controller: Controller) -> APIRouter:
     api = new_router("job", "/v1")
-    operations = controller.operations
+    service = controller.job_service
 
     @api.get("/job", **models(m.JobStatus))
     async def status(request: Request) -> Response:
         require(request, ANYBODY)
-        return reply(operations.status())
+        return reply(service.status())
 
     @api.post("/job/fail", **models(m.JobStatus))
     async def fail(request: Request, reason: Reason = "") -> Response:
         require(request, USER)
-        return reply(await operations.fail(reason))
+        return reply(await service.fail(reason))
 
     @api.post("/job/{action}", **models(m.JobStatus))
     async def operate(request: Request, action: Action) -> Response:
         require(request, USER)
-        return reply(await operations.operate(action))
+        return reply(await service.operate(action))
 
     @api.get("/validations", **models(list[m.ValidationRecord]))
     async def validations(request: Request) -> Response:
@@ -57,7 +57,7 @@ def router(controller: Controller) -> APIRouter:
     ) -> Response:
         """Groups in the order of the stream, without their samples' headers."""
         require(request, USER)
-        found = operations.groups(state, offset, limit)
+        found = service.groups(state, offset, limit)
         rows = [{"id": g.id, **g.to_record(), "samples": sorted(g.samples)} for g in found]
         return Response(json.dumps(rows), media_type="application/json")
 

@@ -33,7 +33,7 @@ def router(controller: Controller) -> APIRouter:
     @api.get("", **models(list[m.ReplicaInfo]))
     async def list_replicas(request: Request) -> Response:
         require(request, USER)
-        return reply_list(m.ReplicaInfo, controller.operations.replicas())
+        return reply_list(m.ReplicaInfo, service.infos())
 
     @api.post("/by-name/{name:path}/exited", status_code=204)
     async def exited(
