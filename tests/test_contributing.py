@@ -55,37 +55,67 @@ def test_every_extension_point_has_an_example_with_a_test() -> None:
         assert any(file.startswith("tests/") for file in changes(diffs[0])), title
 
 
-@pytest.fixture(scope="module")
-def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the tree with all examples applied."""
-    copy = tmp_path_factory.mktemp("contributing") / "tree"
-    shutil.copytree(ROOT, copy, ignore=NOT_COPIED, symlinks=True)
+def applied() -> dict[str, str]:
+    """File -> its text with all examples applied."""
+    texts: dict[str, str] = {}
     for title, (diff,) in EXAMPLES.items():
         for file, hunks in changes(diff).items():
-            path = copy / file
             for old, new in hunks:
-                text = path.read_text("utf-8") if path.exists() else ""
-                assert not old or text.count(old) == 1, (
-                    f"{title}: {file} has these lines {text.count(old)} times:\n{old}"
-                )
-                text = text.replace(old, new) if old else f"{text}\n\n{new}" if text else new
-                path.write_text(text, "utf-8")
-    return copy
+                if file not in texts:
+                    texts[file] = (ROOT / file).read_text("utf-8") if (ROOT / file).exists() else ""
+                found = texts[file].count(old) if old else 1
+                assert found == 1, f"{title}: {file} has these lines {found} times:\n{old}"
+                if old:
+                    texts[file] = texts[file].replace(old, new)
+                else:
+                    texts[file] += f"\n\n{new}" if texts[file] else new
+    return texts
+
+
+def test_the_worked_examples_can_be_applied() -> None:
+    assert len(applied()) >= 2 * len(EXAMPLES)
+
+
+TRIED = " or ".join(
+    (
+        "added",
+        "advantage_estimator",
+        "capacity_and_name",
+        "in_the_table_of_roles",
+        "controller_has_every_call",
+    )
+)
+"""Tests that an example adds, and those that hold what it must not forget."""
 
 
 @pytest.mark.slow
-def test_the_worked_examples_work(changed: Path) -> None:
-    touched = {file for (diff,) in EXAMPLES.values() for file in changes(diff)}
-    tests = {file for file in touched if file.rpartition("/")[2].startswith("test_")} | {
-        "tests/liveness/test_liveness.py"
-    }
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", "added", *sorted(tests)],
-        cwd=changed, env={**os.environ, "PYTHONPATH": str(changed)},
-        capture_output=True, text=True, timeout=280, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{len(EXAMPLES) + 1} passed" in done.stdout, done.stdout
+def test_the_worked_examples_work(tmp_path: Path) -> None:
+    copy, texts = tmp_path / "tree", applied()
+    shutil.copytree(ROOT, copy, ignore=NOT_COPIED, symlinks=True)
+    for file, text in texts.items():
+        (copy / file).write_text(text, "utf-8")
+    tests = {file for file in texts if file.rpartition("/")[2].startswith("test_")}
+    tests |= {"tests/liveness/test_liveness.py", "tests/security/test_routes.py", "tests/test_house.py"}
+
+    def run(*argv: str) -> str:
+        env = {**os.environ, "PYTHONPATH": str(copy)}
+        done = subprocess.run(
+            [sys.executable, "-m", *argv],
+            cwd=copy,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=280,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    python = sorted(file for file in texts if file.endswith(".py"))
+    run("ruff", "check", *python)
+    run("ruff", "format", "--check", *python)
+    report = run("pytest", "-p", "no:cacheprovider", "-k", TRIED, *sorted(tests))
+    assert f"{len(EXAMPLES) + 5} passed" in report, report
 
 
 def rows(title: str) -> list[list[str]]:

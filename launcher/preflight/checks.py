@@ -13,7 +13,7 @@ import importlib.util
 import os
 import shutil
 import socket
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
@@ -25,7 +25,7 @@ from launcher.plan.machine import Capability, Machine, has_module
 from launcher.plan.placement import PlacementError, needs, place
 from launcher.plan.tls import check_encryption
 from launcher.preflight.memory import size_text
-from schema.config import Config, Problem, local_path
+from schema.config import BUILTIN_REWARDS, Config, Problem, local_path
 from schema.config.backends import BACKENDS
 
 MIN_FREE_BYTES = 64 * 1024 * 1024
@@ -81,18 +81,22 @@ def check_redis(config: Config, env: Mapping[str, str]) -> Findings:
 # ---- packages ---------------------------------------------------------------------------------------------
 
 
+def _reward_packages(names: Iterable[str]) -> list[tuple[str, str]]:
+    """The packages of built-in rewards, and the extra that brings them."""
+    return [
+        (package, "rollout") for package in sorted({BUILTIN_REWARDS.get(name, "") for name in names} - {""})
+    ]
+
+
 def missing_packages(config: Config, installed: Callable[[str], bool]) -> list[Problem]:
     """What the chosen parts need and is not installed, with the extra that brings it."""
     problems = []
     wanted = [("torch", "policy"), ("transformers", "policy")]
     if config.is_evaluation:
-        scorers = {"boxed_math", "by_source"} & config.evaluation.reward_weights.keys()
-        wanted = [("math_verify", "rollout")] if scorers else []
+        wanted = _reward_packages(config.evaluation.reward_weights)
     elif config.is_grpo:
         wanted += [("transformers", "rollout")]
-        rewards = config.grpo.reward_weights.keys() | config.validation.reward_weights.keys()
-        if {"boxed_math", "by_source"} & rewards:
-            wanted.append(("math_verify", "rollout"))
+        wanted += _reward_packages({**config.grpo.reward_weights, **config.validation.reward_weights})
     missing: dict[str, str] = {}
     for module, extra in wanted:
         if not installed(module):

@@ -1,7 +1,7 @@
 """Inference engines behind one contract (`engines.base`), chosen by `rollout.backend`.
 
-A module that holds an engine has a function `build(config, tokenizer, eos_token_ids) -> Engine`. It is
-imported when its engine is chosen, so that a machine needs only the engine it uses.
+The module of an engine is named as in `schema.config.backends` and has a function `build(config, tokenizer,
+eos_token_ids) -> Engine`. It is imported when its engine is chosen, so that a machine needs only the engine it uses.
 
 Common to them: `scatter` (where published tensors lie in parameters, and writing what changed there) and `checksum`
 (the content hash of what is served).
@@ -13,12 +13,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from rollout_worker.engines.base import Engine, EngineConfigError
+from schema.config.backends import BACKENDS
 from schema.util.imports import without_collections
 
 if TYPE_CHECKING:
     from schema.config import Config
-
-ENGINES = {"transformers": "rollout_worker.engines.transformers", "vllm": "rollout_worker.engines.vllm"}
 
 
 def create_engine(config: Config, tokenizer: Any, eos_token_ids: frozenset[int]) -> Engine:
@@ -31,9 +30,9 @@ def create_engine(config: Config, tokenizer: Any, eos_token_ids: frozenset[int])
     backend = config.rollout.backend
     try:
         with without_collections():
-            module = importlib.import_module(ENGINES[backend])
+            module = importlib.import_module(f"{__name__}.{backend}")
     except ImportError as error:
-        other = next(name for name in ENGINES if name != backend)
+        other = next(name for name in BACKENDS if name != backend)
         raise EngineConfigError(
             f'rollout.backend = "{backend}" cannot be imported here ({error}): install the extra that brings '
             f'it, or set rollout.backend = "{other}"'

@@ -23,6 +23,8 @@ from typing import Any
 Builtin = Callable[[str, Mapping[str, Any]], float]
 BUILTIN: dict[str, Builtin] = {}
 """The built-in functions by their names in the configuration."""
+PACKAGES: dict[str, str] = {}
+"""The package that a built-in function needs besides ours; "": none."""
 
 _NUMBER = re.compile(r"[-+]?(?:\d+(?:,\d{3})*|\d+)?(?:\.\d+)?")
 _GSM8K = re.compile(r"####\s*\$?\s*([-+]?[\d,]*\.?\d+)")
@@ -36,11 +38,11 @@ _SAYS = re.compile(
 )
 
 
-def builtin(name: str) -> Callable[[Builtin], Builtin]:
-    """Register a built-in reward function."""
+def builtin(name: str, package: str = "") -> Callable[[Builtin], Builtin]:
+    """Register a built-in reward function, and the package that it imports besides ours."""
 
     def register(function: Builtin) -> Builtin:
-        BUILTIN[name] = function
+        BUILTIN[name], PACKAGES[name] = function, package
         return function
 
     return register
@@ -72,7 +74,7 @@ def format_(completion: str, row: Mapping[str, Any]) -> float:
     return float(last_boxed(rest) is not None or last_tagged(rest) is not None)
 
 
-@builtin("boxed_math")
+@builtin("boxed_math", package="math_verify")
 def boxed_math(completion: str, row: Mapping[str, Any]) -> float:
     """1 if the last `\\boxed{…}` is mathematically equal to the reference (which may be boxed or `####` too)."""
     expected = reference(row)
@@ -118,7 +120,7 @@ def chosen_letter(completion: str) -> str | None:
     return alone[1].upper() if alone else None
 
 
-@builtin("by_source")
+@builtin("by_source", package="math_verify")
 def by_source(completion: str, row: Mapping[str, Any]) -> float:
     """What the built-in function for the row's `data_source` says (`schema.config.SOURCE_SCORERS`)."""
     source = row.get("data_source")

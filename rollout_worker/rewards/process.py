@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import importlib
 import math
 import numbers
 import os
@@ -19,7 +20,7 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from rollout_worker.rewards import functions
-from rollout_worker.rewards.functions import BUILTIN, source_scorers
+from rollout_worker.rewards.functions import BUILTIN, PACKAGES, source_scorers
 from rollout_worker.rewards.protocol import Decoder, encode
 from rollout_worker.rewards.registry import RewardConfigError, RewardFunction, resolve
 
@@ -144,8 +145,8 @@ def _describe(name: str, error: Exception) -> str:
 
 def _warm_up(names: Collection[str]) -> None:
     """Import now what the first sample would otherwise pay for out of its deadline."""
-    if {"boxed_math", "by_source"} & set(names):
-        import math_verify  # noqa: F401
+    for package in {PACKAGES.get(name, "") for name in names} - {""}:
+        importlib.import_module(package)
     if "by_source" in names:
         source_scorers()
 

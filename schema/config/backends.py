@@ -2,8 +2,8 @@
 
     config.rollout.engine.reserves_memory
 
-A new engine is a row here with its name in `RolloutBackend`, its package in `rollout_worker/engines`, and that
-package's entry in the list of engines there. The trainer has one backend (FSDP), which needs no table.
+A new engine is a row here with its name in `RolloutBackend`, and a module of that name in `rollout_worker/engines`.
+The trainer has one backend (FSDP), which needs no table.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from schema.config.algorithms import ESTIMATORS, LOSSES
 from schema.config.loading.tomlwrite import toml_value
 from schema.config.problem import Problem
 from schema.config.root import Config
@@ -14,12 +15,11 @@ from schema.config.sections.reference import ReferenceConfig
 _POLICY = "train.train_policy"
 _VARIANT = f"{_POLICY}.variant"
 _CORRECTION = f"{_POLICY}.rollout_correction"
-_UNCLIPPED = {"reinforce": "reinforce has no ratio to clip"}
-_NO_DUAL_CLIP = {
-    "gspo": "gspo has no dual clip",
-    "cispo": "cispo has no dual clip",
-    "reinforce": "reinforce has no ratio to clip",
-}
+
+
+def _clips(config: Config) -> str:
+    """Whose ratio the policy loss clips; "" for a user's own."""
+    return LOSSES[variant].clips if (variant := config.grpo.variant) in LOSSES else ""
 
 
 def has_kl(config: Config) -> bool:
@@ -39,10 +39,10 @@ def averages_agree(config: Config) -> Iterator[Problem]:
         )
         hint = f'write {_POLICY}.loss_type = "seq-mean-token-mean", or leave it out'
         yield Problem(key, message, tokens, hint, related=(f"{_POLICY}.loss_type",))
-    if policy.variant == "gspo" and policy.loss_type == "seq-mean-token-sum":
+    if _clips(config) == "sequences" and policy.loss_type == "seq-mean-token-sum":
         message = (
-            f'{_VARIANT} = "gspo" averages over each sequence; "{policy.loss_type}", a sum over its tokens, is '
-            "another loss"
+            f'{_VARIANT} = "{policy.variant}" averages over each sequence; "{policy.loss_type}", a sum over its '
+            "tokens, is another loss"
         )
         hint = f'write {_POLICY}.loss_type = "seq-mean-token-mean", or leave it out'
         yield Problem(f"{_POLICY}.loss_type", message, policy.loss_type, hint, related=(_VARIANT,))
@@ -55,13 +55,16 @@ def clips_belong_to_their_loss(config: Config) -> Iterator[Problem]:
     policy = config.grpo
     truncated = f"{_POLICY}.aipo_rho = {policy.aipo_rho} truncates the ratio instead of clipping it"
     plain = policy.aipo_rho is not None
-    reason = truncated if plain else _NO_DUAL_CLIP.get(policy.variant)
+    clips = _clips(config)
+    unclipped = f"{policy.variant} has no ratio to clip" if clips == "nothing" else ""
+    single = f"{policy.variant} has no dual clip" if clips in ("sequences", "weights") else ""
+    reason = truncated if plain else unclipped or single
     if reason and policy.lower_bound_ratio != 3.0:
         key, value = f"{_POLICY}.lower_bound_ratio", policy.lower_bound_ratio
         message = f"{value} has no effect: {reason} ({_VARIANT} = {policy.variant})"
         hint = "leave it out, or choose the variant grpo or dapo"
         yield Problem(key, message, value, hint, related=(_VARIANT, f"{_POLICY}.aipo_rho"))
-    reason = truncated if plain else _UNCLIPPED.get(policy.variant)
+    reason = truncated if plain else unclipped
     for name, value in written(policy, "epsilon_low", "epsilon_high") if reason else ():
         message = f"{value} has no effect: {reason} ({_VARIANT} = {policy.variant})"
         hint, related = "leave it out, or choose another loss", (_VARIANT, f"{_POLICY}.aipo_rho")
@@ -70,7 +73,7 @@ def clips_belong_to_their_loss(config: Config) -> Iterator[Problem]:
 
 def truncation_fits_the_loss(config: Config) -> Iterator[Problem]:
     """AIPO replaces the clip of a token's ratio; losses without such a clip have nothing to replace."""
-    if not config.is_grpo or config.grpo.aipo_rho is None or config.grpo.variant in ("grpo", "dapo"):
+    if not config.is_grpo or config.grpo.aipo_rho is None or _clips(config) == "tokens":
         return
     key, rho = f"{_POLICY}.aipo_rho", config.grpo.aipo_rho
     message = (
@@ -133,15 +136,6 @@ def correction_is_complete(config: Config) -> Iterator[Problem]:
 
 _ESTIMATOR = f"{_POLICY}.advantage_estimator"
 _GROUP = "rollout.n_generation"
-_GROUPED = {  # estimator -> what one sample alone gets from it (NUMERICS, Advantages)
-    "grpo": "its raw score",
-    "rloo": "its raw score",
-    "reinforce_plus_plus_baseline": "its raw score",
-    "opo": "always zero",
-    "gpg": "always zero",
-    "pass_at_k": "a second best that does not exist",
-}
-_SCALED = ("grpo", "pass_at_k")  # those that divide by the group's standard deviation
 
 
 def critic_agrees(config: Config) -> Iterator[Problem]:
@@ -179,10 +173,10 @@ def groups_are_large_enough(config: Config) -> Iterator[Problem]:
         return
     policy = config.grpo
     estimator = policy.advantage_estimator
-    if estimator in _GROUPED:
+    if estimator in ESTIMATORS and (alone := ESTIMATORS[estimator].alone):
         message = (
             f'{_ESTIMATOR} = "{estimator}" compares the samples of a prompt, and with {_GROUP} = 1 the advantage '
-            f"would be {_GROUPED[estimator]}"
+            f"would be {alone}"
         )
         hint = f'write {_GROUP} = 8, or {_ESTIMATOR} = "reinforce_plus_plus"'
         yield Problem(_GROUP, message, 1, hint, related=(_ESTIMATOR,))
@@ -210,7 +204,10 @@ def options_belong_to_their_estimator(config: Config) -> Iterator[Problem]:
     estimator = policy.advantage_estimator
     if ":" in estimator:  # the user's own may read any of them
         return
-    owners = {"gamma": ("gae", "reinforce_plus_plus"), "gae_lambda": ("gae",), "unbiased_advantage": _SCALED}
+    owners: dict[str, list[str]] = {}
+    for owner, row in sorted(ESTIMATORS.items()):
+        for option in row.options:
+            owners.setdefault(option, []).append(owner)
     for name, value in written(policy, *owners):
         if estimator not in owners[name]:
             message = f'{toml_value(value)} has no effect: {_ESTIMATOR} = "{estimator}" does not read it'

@@ -7,7 +7,14 @@ from typing import Literal
 from schema.config.base import MOST_PROCESSES, Seconds, Section
 from schema.config.key import key
 
-BUILTIN_REWARDS = ("boxed_math", "by_source", "format", "gsm8k", "single_choice")
+BUILTIN_REWARDS = {
+    "boxed_math": "math_verify",
+    "by_source": "math_verify",
+    "format": "",
+    "gsm8k": "",
+    "single_choice": "",
+}
+"""The built-in reward functions, each with the package that it needs besides ours; "": none."""
 
 SOURCE_SCORERS = {
     "openai/gsm8k": "gsm8k",

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Tag
 
+from schema.config.algorithms import BUILT_ESTIMATORS, BUILT_LOSSES, EstimatorName, LossName
 from schema.config.base import (
     MAX_TEMPERATURE,
     MOST_PROCESSES,
@@ -25,6 +26,7 @@ from schema.config.base import (
 )
 from schema.config.key import cosmos_key, key
 from schema.config.sections.dataset import DatasetConfig
+from schema.config.sections.reward import BUILTIN_REWARDS
 
 
 class OverlongRewardConfig(Section):
@@ -138,40 +140,26 @@ class GrpoConfig(_DataloaderConfig):
         "The algorithm: reinforcement learning on groups.",
         acts="process: Which roles are started and what is trained.",
     )
-    variant: Literal["grpo", "dapo", "gspo", "cispo", "reinforce"] | CustomCode = cosmos_key(
+    variant: LossName | CustomCode = cosmos_key(
         "grpo",
         "Policy loss: `grpo` and `dapo` clip per token, `gspo` clips the ratio of the whole "
         "sequence, `cispo` clips the weight and keeps every gradient, `reinforce` has no ratio. Your own: "
         '"path/to/file.py:function".',
         acts="number: Loss and gradient.",
         unbuilt="that policy loss",
-        neutral=("grpo", "dapo", "gspo"),
+        neutral=BUILT_LOSSES,
     )
-    advantage_estimator: (
-        Literal[
-            "grpo",
-            "rloo",
-            "reinforce_plus_plus",
-            "reinforce_plus_plus_baseline",
-            "opo",
-            "remax",
-            "gpg",
-            "pass_at_k",
-            "gae",
-        ]
-        | CustomCode
-    ) = key(
+    advantage_estimator: EstimatorName | CustomCode = key(
         "grpo",
         'How rewards become advantages. `gae` needs the critic. Your own: "path/to/file.py:function".',
-        unbuilt="advantage estimators other than grpo's",
+        unbuilt="that advantage estimator",
+        neutral=BUILT_ESTIMATORS,
     )
     gamma: UnitFloat = key(
-        1.0,
-        "Discount of later rewards (gae, reinforce_plus_plus).",
-        unbuilt="advantage estimators other than grpo's",
+        1.0, "Discount of later rewards (gae, reinforce_plus_plus).", unbuilt="discounted rewards"
     )
     gae_lambda: UnitFloat = key(
-        1.0, "gae: trade-off between bias and variance.", unbuilt="advantage estimators other than grpo's"
+        1.0, "gae: trade-off between bias and variance.", unbuilt="generalised advantage estimation"
     )
     dataloader_batch_size: Count | None = cosmos_key(
         1,
@@ -194,7 +182,7 @@ class GrpoConfig(_DataloaderConfig):
     reward_function: RewardSpec = cosmos_key(
         {"single_choice": 1.0},
         "Reward functions: a name, a list of names, or a table name = weight. Built in: "
-        "single_choice, boxed_math, gsm8k, format, and by_source (chosen by the row's data source). Your own: "
+        f"{', '.join(BUILTIN_REWARDS)} (by_source: chosen by the row's data source). Your own: "
         '"path/to/file.py:function" (relative to the current directory).',
         acts="request or reply: Rewards and score of a sample.",
         example={"boxed_math": 1.0, "format": 0.2},

@@ -103,7 +103,7 @@ def test_boxed_math() -> None:
 
 
 def test_the_built_in_functions_are_those_that_the_configuration_knows() -> None:
-    assert sorted(functions.BUILTIN) == sorted(BUILTIN_REWARDS)
+    assert functions.PACKAGES == BUILTIN_REWARDS
     assert set(SOURCE_SCORERS.values()) <= set(functions.BUILTIN) - {"by_source"}
 
 
@@ -111,6 +111,7 @@ def test_the_built_in_functions_are_those_that_the_configuration_knows() -> None
 def test_rows_are_scored_by_their_source(source: str) -> None:
     right = {"gsm8k": "#### 7", "boxed_math": r"\boxed{7}", "single_choice": "<answer>B</answer>"}
     scorer = SOURCE_SCORERS[source]
+    assert scorer in right
     row = {"data_source": source, "answer": "B" if scorer == "single_choice" else "7"}
     for form, completion in right.items():
         assert functions.by_source(completion, row) == float(form == scorer)
