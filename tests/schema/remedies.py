@@ -18,6 +18,8 @@ from schema.config import Config, Problem, check_rules
 from tests.schema.config_samples import write
 
 Rule = Callable[[Config], Iterable[Problem]]
+Row = tuple[Any, ...]
+"""The keys that make a fault, the one to blame before the others, and words that the message must hold."""
 
 _ASSIGNMENT = re.compile(
     r"(?P<key>[a-z_][a-z0-9_]*(?:\.[a-z_][a-z0-9_]*)+) = (?P<value>\[[^\]]*\]|\"[^\"]*\"|-?[\w.]*\w)"
@@ -36,6 +38,15 @@ class Case:
 
     def __str__(self) -> str:
         return f"{self.rule.__name__}-{self.key}"
+
+
+def cases(faults: dict[Rule, list[Row]], base: dict[str, Any] | None = None) -> list[Case]:
+    """The faults of each rule, row by row."""
+    return [
+        Case(rule, values, next(iter(values)), tuple(words), base)
+        for rule, rows in faults.items()
+        for values, *words in rows
+    ]
 
 
 def written(base: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
