@@ -22,168 +22,95 @@ from schema.config.rules.placement import (
     sharing_is_asked_for,
 )
 from tests.schema.config_samples import GRPO, SFT
-from tests.schema.remedies import Case, check_case, written
+from tests.schema.remedies import Case, cases, check_case, written
 
 VLLM = {"rollout.backend": "vllm"}
 SHARED = VLLM | {"placement.share": "memory"}
 P, R = "placement.policy", "placement.rollout"
 
-CASES = [
-    Case(roles_exist, {R: [1]}, R, ("[1]", 'train.train_policy.type = "sft"'), SFT),
-    Case(roles_exist, {"placement.critic": [1]}, "placement.critic", ("critic.enable = false",)),
-    Case(
-        roles_exist,
-        {"placement.reference": [[1]]},
-        "placement.reference",
-        ("[[1]]", "train.train_policy.kl_beta = 0.0"),
-    ),
-    Case(
-        roles_exist,
-        {"placement.reward_model": [1]},
-        "placement.reward_model",
-        ("reward_model.enable = false",),
-    ),
-    Case(devices_are_distinct, {P: [0, 0]}, P, ("device 0", "[0, 0]")),
-    Case(devices_are_distinct, {R: [[1, 2], [2, 3]]}, R, ("device 2", "[[1, 2], [2, 3]]")),
-    Case(
-        sharing_is_asked_for,
-        {P: [0, 1], R: [1, 2]},
-        R,
-        (f"{P} = [0, 1]", f"{R} = [1, 2]", "device 1 in common"),
-    ),
-    Case(
-        sharing_is_asked_for,
-        {P: [0], R: [1], "placement.share": "memory"},
-        "placement.share",
-        ('"memory"', f"{P} = [0]", f"{R} = [1]"),
-    ),
-    Case(sharing_is_asked_for, {"placement.share": "memory"}, "placement.share", ('"memory"', '"sft"'), SFT),
-    Case(
-        other_roles_share_too,
-        {R: [1], "placement.critic": [1, 2], "critic.enable": True},
-        "placement.critic",
-        ("placement.critic = [1, 2]", f"{R} = [1]", "device 1 in common", 'placement.share = "none"'),
-    ),
-    Case(
-        other_roles_share_too,
-        {P: [0], "placement.reward_model": [[0]], "reward_model.enable": True},
-        "placement.reward_model",
-        ("device 0 in common", f"{P} = [0]"),
-    ),
-    Case(
-        devices_are_there,
-        {"placement.critic": [4], "placement.gpus_per_node": 4, "critic.enable": True},
-        "placement.critic",
-        ("device 4",),
-    ),
-    Case(
-        devices_are_there,
-        {P: [0], R: [7], "placement.gpus_per_node": 4},
-        R,
-        ("device 7", "placement.gpus_per_node = 4", "placement.nodes = 1", "4 devices"),
-    ),
-    Case(devices_are_there, {P: [0], "placement.gpus_per_node": 0}, P, ("device 0", "gpus_per_node = 0")),
-    Case(devices_are_there, {P: [9], "placement.nodes": 2}, P, ("placement.nodes = 2",)),
-    Case(
-        devices_are_there, {P: [16], "placement.nodes": 2, "placement.gpus_per_node": 8}, P, ("16 devices",)
-    ),
-    Case(
-        lists_fit_replicas,
-        {P: [0, 1, 2, 3], "policy.parallelism.tp_size": 2},
-        P,
-        ("names 4 devices", "policy.parallelism.n_init_replicas = 1 of 2", "tp_size 2"),
-    ),
-    Case(
-        lists_fit_replicas,
-        {P: [0, 1, 2], "policy.parallelism.tp_size": 2, "policy.parallelism.dp_shard_size": -1},
-        P,
-        ("names 3 devices", "tp_size 2", "2 or a multiple"),
-    ),
-    Case(
-        lists_fit_replicas,
-        {P: [[0], [1]]},
-        P,
-        ("devices of 2 replicas", "policy.parallelism.n_init_replicas = 1"),
-    ),
-    Case(
-        lists_fit_replicas, {R: [[0, 1], [2]], "rollout.parallelism.n_init_replicas": 2}, R, ("2, 1 devices",)
-    ),
-    Case(lists_fit_replicas, VLLM | {R: [[1, 2]]}, R, ("names 2 devices", "n_init_replicas = 1 of 1")),
-    Case(lists_fit_replicas, {R: [1, 2, 3]}, R, ("names 3 devices", "take 1")),
-    Case(lists_fit_replicas, {R: [[]]}, R, ("names 0 devices",)),
-    Case(
-        devices_suffice,
-        {"placement.gpus_per_node": 1},
-        "placement.gpus_per_node",
-        ("1 GPUs are fewer than the 2", "policy 1, rollout 1"),
-    ),
-    Case(
-        devices_suffice,
-        {"placement.gpus_per_node": 2, P: [0, 1], "policy.parallelism.dp_shard_size": 2},
-        "placement.gpus_per_node",
-        ("2 GPUs are fewer than the 3",),
-    ),
-    Case(
-        devices_suffice,
-        {"placement.gpus_per_node": 2, "policy.parallelism.dp_shard_size": 4},
-        "placement.gpus_per_node",
-        ("fewer than the 4", "(policy 4)"),
-        SFT,
-    ),
-    Case(
-        devices_suffice,
-        SHARED | {"placement.gpus_per_node": 2, "policy.parallelism.dp_shard_size": 4},
-        "placement.gpus_per_node",
-        ("fewer than the 4",),
-    ),
-    Case(
-        no_device_is_idle,
-        {"placement.gpus_per_node": 4, P: [0], R: [1]},
-        "placement.gpus_per_node",
-        ("device 2, 3 of 4", f"{P} = [0]", f"{R} = [1]"),
-    ),
-    Case(
-        no_device_is_idle,
-        {"placement.gpus_per_node": 100, P: [0], R: [5]},
-        "placement.gpus_per_node",
-        ("device 1, 2, 3, 4, 6, 7, 8, 9 and 90 more",),
-    ),
-    Case(
-        no_device_is_idle,
-        {"placement.gpus_per_node": 2, P: [1]},
-        "placement.gpus_per_node",
-        ("device 0",),
-        SFT,
-    ),
-    Case(
-        memory_is_divided,
-        SHARED | {"rollout.gpu_memory_utilization": 0.95},
-        "rollout.gpu_memory_utilization",
-        ("0.95", 'placement.share = "memory"'),
-    ),
-]
+GPUS = "placement.gpus_per_node"
+FAULTS = {
+    roles_exist: [
+        ({"placement.critic": [1]}, "critic.enable = false"),
+        ({"placement.reference": [[1]]}, "[[1]]", "train.train_policy.kl_beta = 0.0"),
+        ({"placement.reward_model": [1]}, "reward_model.enable = false"),
+    ],
+    devices_are_distinct: [
+        ({P: [0, 0]}, "device 0", "[0, 0]"),
+        ({R: [[1, 2], [2, 3]]}, "device 2", "[[1, 2], [2, 3]]"),
+    ],
+    sharing_is_asked_for: [
+        ({R: [1, 2], P: [0, 1]}, f"{P} = [0, 1]", f"{R} = [1, 2]", "device 1 in common"),
+        ({"placement.share": "memory", P: [0], R: [1]}, '"memory"', f"{P} = [0]", f"{R} = [1]"),
+    ],
+    other_roles_share_too: [
+        (
+            {"placement.critic": [1, 2], R: [1], "critic.enable": True},
+            *("placement.critic = [1, 2]", f"{R} = [1]", "device 1 in common", 'placement.share = "none"'),
+        ),
+        (
+            {"placement.reward_model": [[0]], P: [0], "reward_model.enable": True},
+            *("device 0 in common", f"{P} = [0]"),
+        ),
+    ],
+    devices_are_there: [
+        ({"placement.critic": [4], GPUS: 4, "critic.enable": True}, "device 4"),
+        ({R: [7], P: [0], GPUS: 4}, "device 7", f"{GPUS} = 4", "placement.nodes = 1", "4 devices"),
+        ({P: [0], GPUS: 0}, "device 0", "gpus_per_node = 0"),
+        ({P: [9], "placement.nodes": 2}, "placement.nodes = 2"),
+        ({P: [16], "placement.nodes": 2, GPUS: 8}, "16 devices"),
+    ],
+    lists_fit_replicas: [
+        (
+            {P: [0, 1, 2, 3], "policy.parallelism.tp_size": 2},
+            *("names 4 devices", "policy.parallelism.n_init_replicas = 1 of 2", "tp_size 2"),
+        ),
+        (
+            {P: [0, 1, 2], "policy.parallelism.tp_size": 2, "policy.parallelism.dp_shard_size": -1},
+            *("names 3 devices", "tp_size 2", "2 or a multiple"),
+        ),
+        ({P: [[0], [1]]}, "devices of 2 replicas", "policy.parallelism.n_init_replicas = 1"),
+        ({R: [[0, 1], [2]], "rollout.parallelism.n_init_replicas": 2}, "2, 1 devices"),
+        ({R: [[1, 2]]} | VLLM, "names 2 devices", "n_init_replicas = 1 of 1"),
+        ({R: [1, 2, 3]}, "names 3 devices", "take 1"),
+        ({R: [[]]}, "names 0 devices"),
+    ],
+    devices_suffice: [
+        ({GPUS: 1}, "1 GPUs are fewer than the 2", "policy 1, rollout 1"),
+        ({GPUS: 2, P: [0, 1], "policy.parallelism.dp_shard_size": 2}, "2 GPUs are fewer than the 3"),
+        ({GPUS: 2, "policy.parallelism.dp_shard_size": 4} | SHARED, "fewer than the 4"),
+    ],
+    no_device_is_idle: [
+        ({GPUS: 4, P: [0], R: [1]}, "device 2, 3 of 4", f"{P} = [0]", f"{R} = [1]"),
+        ({GPUS: 100, P: [0], R: [5]}, "device 1, 2, 3, 4, 6, 7, 8, 9 and 90 more"),
+    ],
+    memory_is_divided: [
+        ({"rollout.gpu_memory_utilization": 0.95} | SHARED, "0.95", 'placement.share = "memory"')
+    ],
+}
+SUPERVISED = {
+    roles_exist: [({R: [1]}, "[1]", 'train.train_policy.type = "sft"')],
+    sharing_is_asked_for: [({"placement.share": "memory"}, '"memory"', '"sft"')],
+    devices_suffice: [({GPUS: 2, "policy.parallelism.dp_shard_size": 4}, "fewer than the 4", "(policy 4)")],
+    no_device_is_idle: [({GPUS: 2, P: [1]}, "device 0")],
+}
+CASES = [*cases(FAULTS), *cases(SUPERVISED, SFT)]
 
 SOUND: list[dict[str, Any]] = [
     {},
     {P: [0], R: [1]},
     {P: [[1]], R: [[0]]},
-    {P: [0], "placement.gpus_per_node": 4},
-    {P: [0, 1, 2, 3], "policy.parallelism.dp_shard_size": -1, R: [4], "placement.gpus_per_node": 5},
+    {P: [0], GPUS: 4},
+    {P: [0, 1, 2, 3], "policy.parallelism.dp_shard_size": -1, R: [4], GPUS: 5},
     {P: [3, 2], "policy.parallelism.tp_size": 2, R: [0, 1], "rollout.parallelism.n_init_replicas": 2},
     VLLM | {R: [[0, 1], [2, 3]], "rollout.parallelism.n_init_replicas": 2, "rollout.parallelism.tp_size": 2},
-    SHARED | {P: [0], R: [0], "placement.gpus_per_node": 1},
-    SHARED | {"placement.gpus_per_node": 1, "rollout.gpu_memory_utilization": 0.9},
-    {"placement.gpus_per_node": 0},
+    SHARED | {P: [0], R: [0], GPUS: 1},
+    SHARED | {GPUS: 1, "rollout.gpu_memory_utilization": 0.9},
+    {GPUS: 0},
     {"placement.reference": [2], "train.train_policy.kl_beta": 0.1},
     {"placement.critic": [2], "critic.enable": True},
     {P: [0], "placement.critic": [0], "critic.enable": True},
-    {
-        P: [0],
-        R: [1],
-        "placement.reward_model": [[2]],
-        "reward_model.enable": True,
-        "placement.gpus_per_node": 3,
-    },
+    {P: [0], R: [1], "placement.reward_model": [[2]], "reward_model.enable": True, GPUS: 3},
     {"placement.share": "memory", "rollout.gpu_memory_utilization": 0.95},  # transformers takes no such part
 ]
 
@@ -241,7 +168,7 @@ def test_what_the_rules_let_pass_has_one_owner_each(
     values = {
         P: policy,
         R: rollout,
-        "placement.gpus_per_node": per_node,
+        GPUS: per_node,
         "placement.share": share,
         "policy.parallelism.dp_shard_size": shards,
         "rollout.parallelism.n_init_replicas": replicas,

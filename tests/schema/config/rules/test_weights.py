@@ -16,52 +16,41 @@ from schema.config.rules.weights import (
     store_is_reached_from_all_hosts,
 )
 from tests.schema.config_samples import GRPO
-from tests.schema.remedies import Case, check_case, written
+from tests.schema.remedies import Case, cases, check_case, written
 
 P, STORE, CACHE = "train.train_policy", "weight_sync.store", "weight_sync.host_cache"
+FIX = f"{P}.rollout_correction"
 KEEP = {"weight_sync.update_mode": "keep_kv"}
 HOSTS = {"placement.nodes": 2}
 
-CASES = [
-    Case(store_is_a_place, {STORE: "gs://bucket/x"}, STORE, ("gs://bucket/x",)),
-    Case(store_is_a_place, {STORE: "s3://"}, STORE, ("bucket",)),
-    Case(store_is_a_place, {STORE: "s3://My_Bucket/x"}, STORE, ("My_Bucket",)),
-    Case(store_is_a_place, {STORE: "s3://bucket/a//b"}, STORE, ("a//b",)),
-    Case(store_is_a_place, {STORE: "s3://bucket/../b"}, STORE, ("../b",)),
-    Case(store_is_a_place, {STORE: "s3://key:secret@bucket/b"}, STORE, ("AWS_SECRET_ACCESS_KEY", "'@'")),
-    Case(store_is_a_place, {STORE: "s3:/bucket/x"}, STORE, ("s3:/bucket/x",)),
-    Case(store_is_a_place, {STORE: "file/in/it"}, STORE, ("file",)),
-    Case(store_is_a_place, {STORE: "~/weights"}, STORE, ("~/weights",)),
-    Case(store_is_a_place, {STORE: "file"}, STORE, ("file",)),
-    Case(
-        store_is_reached_from_all_hosts,
-        HOSTS | {STORE: "/dev/shm/weights"},
-        STORE,
-        ("/dev/shm/weights", "placement.nodes = 2"),
-    ),
-    Case(store_is_reached_from_all_hosts, HOSTS | {"train.output_dir": "/tmp/runs"}, STORE, ("/tmp/runs",)),
-    Case(host_cache_is_absolute, {CACHE: "weights"}, CACHE, ("weights",)),
-    Case(host_cache_is_absolute, {CACHE: "~/weights"}, CACHE, ("~/weights",)),
-    Case(host_cache_is_absolute, {CACHE: "s3://bucket/x"}, CACHE, ("s3://bucket/x",)),
-    Case(
-        a_kept_cache_has_engine_probabilities,
-        KEEP | {f"{P}.use_decoupled_loss": True},
-        "weight_sync.update_mode",
-        ("keep_kv", f"{P}.use_decoupled_loss = true"),
-    ),
-    Case(
-        a_kept_cache_has_engine_probabilities,
-        KEEP | {f"{P}.rollout_correction.weights": "token"},
-        "weight_sync.update_mode",
-        ("keep_kv", f'{P}.rollout_correction.weights = "token"'),
-    ),
-    Case(
-        a_kept_cache_has_engine_probabilities,
-        KEEP | {f"{P}.rollout_correction.reject": "token", f"{P}.rollout_correction.reject_above": 2.0},
-        "weight_sync.update_mode",
-        ("keep_kv", f'{P}.rollout_correction.reject = "token"'),
-    ),
-]
+FAULTS = {
+    store_is_a_place: [
+        ({STORE: "gs://bucket/x"}, "gs://bucket/x"),
+        ({STORE: "s3://"}, "bucket"),
+        ({STORE: "s3://My_Bucket/x"}, "My_Bucket"),
+        ({STORE: "s3://bucket/a//b"}, "a//b"),
+        ({STORE: "s3://bucket/../b"}, "../b"),
+        ({STORE: "s3://key:secret@bucket/b"}, "AWS_SECRET_ACCESS_KEY", "'@'"),
+        ({STORE: "s3:/bucket/x"}, "s3:/bucket/x"),
+        ({STORE: "file/in/it"}, "file"),
+        ({STORE: "~/weights"}, "~/weights"),
+        ({STORE: "file"}, "file"),
+    ],
+    store_is_reached_from_all_hosts: [
+        ({STORE: "/dev/shm/weights"} | HOSTS, "/dev/shm/weights", "placement.nodes = 2")
+    ],
+    host_cache_is_absolute: [({CACHE: value}, value) for value in ("weights", "~/weights", "s3://bucket/x")],
+    a_kept_cache_has_engine_probabilities: [
+        (KEEP | {f"{P}.use_decoupled_loss": True}, "keep_kv", f"{P}.use_decoupled_loss = true"),
+        (KEEP | {f"{FIX}.weights": "token"}, "keep_kv", f'{FIX}.weights = "token"'),
+        (
+            KEEP | {f"{FIX}.reject": "token", f"{FIX}.reject_above": 2.0},
+            *("keep_kv", f'{FIX}.reject = "token"'),
+        ),
+    ],
+}
+BY_OUTPUT = HOSTS | {"train.output_dir": "/tmp/runs"}
+CASES = [*cases(FAULTS), Case(store_is_reached_from_all_hosts, BY_OUTPUT, STORE, ("/tmp/runs",))]
 
 SOUND: list[dict[str, Any]] = [
     {STORE: "elsewhere"},
