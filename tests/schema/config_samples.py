@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from schema.config import Config
+from schema.config import Config, Problem, check_rules
 from schema.config.loading.explain import annotation_of
 
 GRPO: dict[str, Any] = {
@@ -43,6 +43,17 @@ def changed(base: dict[str, Any], **values: Any) -> dict[str, Any]:
     for name, value in values.items():
         write(data, name.split("__"), value)
     return data
+
+
+def problems(base: dict[str, Any] = GRPO, **values: Any) -> list[Problem]:
+    """What the rules alone say of a changed configuration, whatever this build can do."""
+    return check_rules(Config.model_validate(changed(base, **values)))
+
+
+def only(base: dict[str, Any] = GRPO, **values: Any) -> Problem:
+    """Their one problem."""
+    (problem,) = problems(base, **values)
+    return problem
 
 
 def write(data: dict[str, Any], path: list[str] | tuple[str, ...], value: Any) -> None:

@@ -7,20 +7,11 @@ from typing import Any
 
 import pytest
 
-from schema.config import Config, ConfigError, Problem, check_config, check_rules, check_warnings
-from tests.schema.config_samples import GRPO, SFT, changed
+from schema.config import Config, ConfigError, check_config, check_rules, check_warnings
+from tests.schema.config_samples import GRPO, SFT, changed, only, problems
+from tests.schema.remedies import written
 
 P = "train.train_policy"
-
-
-def problems(base: dict[str, Any] = GRPO, **values: Any) -> list[Problem]:
-    """What the rules alone say, whatever this build can do."""
-    return check_rules(Config.model_validate(changed(base, **values)))
-
-
-def only(base: dict[str, Any] = GRPO, **values: Any) -> Problem:
-    (problem,) = problems(base, **values)
-    return problem
 
 
 def test_the_samples_are_sound() -> None:
@@ -60,10 +51,6 @@ def test_batches_hold_whole_groups(batch: int, replicas: int, generation: int, h
     assert problems(train__train_batch_per_replica=batch, **values) == []
 
 
-def test_supervised_batches_need_no_groups() -> None:
-    assert problems(SFT, train__train_batch_per_replica=7) == []
-
-
 def test_optimizer_steps_divide_the_batch() -> None:
     values = {"train__train_batch_per_replica": 48, "train__train_policy__batch_size_per_optimize": 20}
     problem = only(**values)
@@ -95,11 +82,6 @@ def test_publication_interval_fits_the_bound(interval: int, bound: int, sound: b
     if not sound:
         assert f"allowed_outdated_steps = {interval - 1}" in found[0].hint
         assert f"sync_weight_interval = {bound + 1}" in found[0].hint
-
-
-def test_on_policy_publishes_every_step() -> None:
-    problem = only(train__sync_weight_interval=2, train__train_policy__on_policy=True)
-    assert problem.key == "train.sync_weight_interval"
 
 
 def test_the_temperature_has_one_value() -> None:
@@ -224,50 +206,51 @@ def test_the_default_size_of_an_engine_is_refused_by_name() -> None:
     assert problem.hint == "write rollout.parallelism.tp_size = 1"
 
 
-def test_a_replica_holds_a_whole_group() -> None:
-    problem = only(rollout__max_concurrent_samples=8)
-    assert problem.key == "rollout.max_concurrent_samples"
-    assert problems(rollout__max_concurrent_samples=16) == []
+LONG = {"validation.max_response_length": 5000, "validation.dataset.name": "synthetic:addition"}
+BUFFER, PIECE = f"{P}.overlong_reward.buffer_length", f"{P}.max_token_len_per_mini_batch"
+PENALTY = {f"{P}.overlong_reward.enable_overlong_penalty": True}
+TOKENS, GSPO = {f"{P}.unbiased_loss_max_tokens": 512}, {f"{P}.variant": "gspo"}
+DROP, STRAGGLERS = {"controller.on_stale": "drop"}, {"controller.straggler_timeout": 30.0}
+WAIT, LONGEST_WAIT = "launcher.restart_backoff", "launcher.restart_backoff_max"
+ROOM, RESPONSE = "rollout.max_model_len", "rollout.max_response_length"
+NEIGHBOURS = [
+    (GRPO, {"train.sync_weight_interval": 2, f"{P}.on_policy": True}, {f"{P}.on_policy": True}),
+    (GRPO, {"rollout.max_concurrent_samples": 8}, {"rollout.max_concurrent_samples": 16}),
+    (GRPO, TOKENS, TOKENS | {f"{P}.loss_type": "seq-mean-token-mean"}),
+    (GRPO, {f"{P}.loss_type": "seq-mean-token-sum"} | GSPO, GSPO),
+    (GRPO, {f"{P}.lower_bound_ratio": 2.0} | GSPO, GSPO),
+    (GRPO, {BUFFER: 4096} | PENALTY, {BUFFER: 2048} | PENALTY),
+    (GRPO, {BUFFER: 4096} | PENALTY, {BUFFER: 4096}),
+    (GRPO, {RESPONSE: 4096}, {RESPONSE: 4095}),
+    (GRPO, {RESPONSE: 2048, ROOM: 2048}, {RESPONSE: 2048, ROOM: 2049}),
+    (GRPO, LONG | {"validation.enable": True}, LONG | {"validation.enable": False}),
+    (GRPO, {PIECE: 4095}, {PIECE: 4096}),
+    (SFT, {PIECE: 4095}, {PIECE: 4096, "train.train_batch_per_replica": 7}),
+    (GRPO, DROP, DROP | STRAGGLERS),
+    (GRPO, STRAGGLERS, DROP | STRAGGLERS),
+    (GRPO, {LONGEST_WAIT: 60.0, WAIT: 61.0}, {LONGEST_WAIT: 60.0, WAIT: 60.0}),
+]
+"""Values that make one fault, the blamed key first, and values next to them that make none."""
 
 
-def test_loss_options_belong_to_their_loss() -> None:
-    tokens = {"train__train_policy__unbiased_loss_max_tokens": 512}
-    assert only(**tokens).key == f"{P}.unbiased_loss_max_tokens"
-    assert problems(**tokens, train__train_policy__loss_type="seq-mean-token-mean") == []
-    gspo = {"train__train_policy__variant": "gspo"}
-    assert problems(**gspo) == []
-    assert only(**gspo, train__train_policy__loss_type="seq-mean-token-sum").key == f"{P}.loss_type"
-    assert only(**gspo, train__train_policy__lower_bound_ratio=2.0).key == f"{P}.lower_bound_ratio"
+@pytest.mark.parametrize(
+    ("base", "faulty", "sound"), NEIGHBOURS, ids=[next(iter(faulty)) for _, faulty, _ in NEIGHBOURS]
+)
+def test_a_fault_is_the_only_one_and_has_a_sound_neighbour(
+    base: dict[str, Any], faulty: dict[str, Any], sound: dict[str, Any]
+) -> None:
+    (problem,) = check_rules(Config.model_validate(written(base, faulty)))
+    assert problem.key == next(iter(faulty))
+    assert check_rules(Config.model_validate(written(base, sound))) == []
 
 
-def test_the_overlong_buffer_fits_into_a_response() -> None:
-    off = {"train__train_policy__overlong_reward__buffer_length": 4096}
-    assert problems(**off) == []
-    on = off | {"train__train_policy__overlong_reward__enable_overlong_penalty": True}
-    assert only(**on).key == f"{P}.overlong_reward.buffer_length"
-    assert problems(**on | {"train__train_policy__overlong_reward__buffer_length": 2048}) == []
-
-
-def test_a_response_leaves_room_for_a_prompt() -> None:
-    problem = only(rollout__max_response_length=4096)
-    assert problem.key == "rollout.max_response_length"
-    assert "policy.model_max_length = 4096" in problem.message
-    assert problems(rollout__max_response_length=4095) == []
-    assert "rollout.max_model_len" in only(rollout__max_model_len=2048).message
-    validated = {
-        "validation__enable": True,
-        "validation__dataset__name": "synthetic:addition",
-        "validation__max_response_length": 5000,
-    }
-    assert only(**validated).key == "validation.max_response_length"
-    assert problems(**validated | {"validation__enable": False}) == []
-
-
-@pytest.mark.parametrize("base", [GRPO, SFT], ids=["grpo", "sft"])
-def test_the_longest_sample_fits_into_a_micro_batch(base: dict[str, Any]) -> None:
-    problem = only(base, train__train_policy__max_token_len_per_mini_batch=4095)
-    assert problem.key == f"{P}.max_token_len_per_mini_batch"
-    assert problems(base, train__train_policy__max_token_len_per_mini_batch=4096) == []
+@pytest.mark.parametrize("key", ["heartbeat_timeout", "lease_timeout"])
+def test_timeouts_outlive_a_heartbeat(key: str) -> None:
+    values = {"controller__heartbeat_interval": 20.0, "controller__heartbeat_timeout": 30.0}
+    assert problems(**values) == []
+    problem = only(**values | {f"controller__{key}": 20})
+    assert problem.key == f"controller.{key}"
+    assert problem.hint == f"write controller.{key} = 100.0 or more"
 
 
 @pytest.mark.parametrize(
@@ -294,25 +277,6 @@ def test_the_longest_sample_fits_into_a_micro_batch(base: dict[str, Any]) -> Non
 def test_every_key_of_the_schedule_acts(values: dict[str, Any], key: str | None) -> None:
     found = problems(**{f"train__{name}": value for name, value in values.items()})
     assert [problem.key for problem in found] == ([f"train.{key}"] if key else [])
-
-
-def test_dropping_stragglers_needs_a_time() -> None:
-    assert only(controller__on_stale="drop").key == "controller.on_stale"
-    assert problems(controller__on_stale="drop", controller__straggler_timeout=30.0) == []
-    assert only(controller__straggler_timeout=30.0).key == "controller.straggler_timeout"
-
-
-@pytest.mark.parametrize("key", ["heartbeat_timeout", "lease_timeout"])
-def test_timeouts_outlive_a_heartbeat(key: str) -> None:
-    values = {"controller__heartbeat_interval": 20.0, "controller__heartbeat_timeout": 30.0}
-    assert problems(**values) == []
-    problem = only(**values | {f"controller__{key}": 20})
-    assert problem.key == f"controller.{key}"
-    assert problem.hint == f"write controller.{key} = 100.0 or more"
-
-
-def test_the_longest_wait_before_a_restart_is_the_longest() -> None:
-    assert only(launcher__restart_backoff=61.0).key == "launcher.restart_backoff_max"
 
 
 def test_warnings() -> None:

@@ -11,8 +11,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from schema.config import Config, ConfigError, Problem, check_config, check_rules, local_path
-from tests.schema.config_samples import GRPO, SFT, changed
+from schema.config import ConfigError, Problem, check_config, local_path
+from tests.schema.config_samples import GRPO, SFT, changed, only, problems
 
 P = "train.train_policy"
 ROWS = [{"prompt": "1+1", "answer": "2", "reward_model": {"ground_truth": "2"}}]
@@ -21,15 +21,6 @@ ROWS = [{"prompt": "1+1", "answer": "2", "reward_model": {"ground_truth": "2"}}]
 @pytest.fixture(autouse=True)
 def in_a_directory_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-
-
-def problems(base: dict[str, Any] = GRPO, **values: Any) -> list[Problem]:
-    return check_rules(Config.model_validate(changed(base, **values)))
-
-
-def only(base: dict[str, Any] = GRPO, **values: Any) -> Problem:
-    (problem,) = problems(base, **values)
-    return problem
 
 
 def data(name: str, base: dict[str, Any] = GRPO, **values: Any) -> list[Problem]:

@@ -10,8 +10,8 @@ import pytest
 
 from schema.config import Config, Problem, check_config, check_warnings
 from schema.config.modules import ExternalModuleError, import_external
-from tests.schema.config.rules.test_data import P, data, in_a_directory_of_its_own, only, problems, write_rows
-from tests.schema.config_samples import GRPO, SFT, changed
+from tests.schema.config.rules.test_data import P, data, in_a_directory_of_its_own, write_rows
+from tests.schema.config_samples import GRPO, SFT, changed, only, problems
 
 __all__ = ["in_a_directory_of_its_own"]
 ROWS = [{"prompt": "1+1", "answer": "2"}]
