@@ -59,58 +59,15 @@ scalars = st.one_of(
     ),
     st.floats(),
     st.text(max_size=12),
-    st.sampled_from(
-        [
-            *[
-                "",
-                " ",
-                "grpo",
-                "sft",
-                "none",
-                "None",
-                "null",
-                "true",
-                "float32",
-                "auto",
-                "x" * 5000,
-                "\u202e",
-                "🦙",
-            ],
-            *[
-                "x.py:f",
-                "../nope",
-                "~",
-                "~nobody/x",
-                "/",
-                "/dev/null",
-                "nul\0",
-                "synthetic:addition",
-                "synthetic:",
-            ],
-            *[
-                "s3://bucket",
-                "redis://",
-                "redis://:secret@h:1/0",
-                "file.parquet",
-                "a/b",
-                "a/b/c",
-                "${train.epoch}",
-            ],
-            *[
-                "/dev/zero",
-                "/dev/zero.jsonl",
-                ".",
-                "..",
-                "../" * 40,
-                "/" + "d" * 300,
-                "a/" * 3000,
-                "a//b/./c",
-            ],
-            *["\t", "a\nb", "a\x1b]0;title\x07", "\x9b1m", "\u2028", "\0.jsonl", " x", "x\r"],
-            *["list(range(0,8))", "__import__('os').getcwd()", "(a+)+$", "[", "\ud800"],
-        ]
-    ),
-)
+    st.sampled_from([
+        "", " ", "grpo", "sft", "none", "None", "null", "true", "float32", "auto", "x" * 5000, "\u202e", "🦙",
+        "x.py:f", "../nope", "~", "~nobody/x", "/", "/dev/null", "nul\0", "synthetic:addition", "synthetic:",
+        "s3://bucket", "redis://", "redis://:secret@h:1/0", "file.parquet", "a/b", "a/b/c", "${train.epoch}",
+        "/dev/zero", "/dev/zero.jsonl", ".", "..", "../" * 40, "/" + "d" * 300, "a/" * 3000, "a//b/./c",
+        "\t", "a\nb", "a\x1b]0;title\x07", "\x9b1m", "\u2028", "\0.jsonl", " x", "x\r",
+        "list(range(0,8))", "__import__('os').getcwd()", "(a+)+$", "[", "\ud800",
+    ]),
+)  # fmt: skip
 sizes = st.sampled_from([256, 1024, 65_536, 65_537, 2**20, 2**31, 10**18, 2**63, 2**64, 10**300, 1e9, 1e18])
 names = st.one_of(st.text(max_size=6), st.sampled_from(sorted({path[-1] for path in KEYS})))
 values = st.recursive(
@@ -118,25 +75,10 @@ values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=3),
     max_leaves=6,
 )
-operators = st.sampled_from(
-    [
-        "drop",
-        "retype",
-        "retype",
-        "retype",
-        "write",
-        "write",
-        "rename",
-        "typo",
-        "nest",
-        "unnest",
-        "repeat",
-        "deep",
-        "move",
-        "many",
-        "long",
-    ]
-)
+operators = st.sampled_from([
+    "drop", "retype", "retype", "retype", "write", "write", "rename", "typo", "nest", "unnest", "repeat", "deep",
+    "move", "many", "long",
+])  # fmt: skip
 changes = st.lists(st.tuples(operators, st.integers(0, 10**6), names, values | sizes), min_size=1, max_size=4)
 
 
@@ -225,17 +167,8 @@ FILES: dict[str, Spoil] = {
 }
 """What may stand where a configuration is expected: its path, the text that it should hold, any number."""
 ARGUMENTS = [
-    "",
-    ".",
-    "..",
-    "/",
-    "nul\0.toml",
-    "x" * 5000,
-    "a/" * 3000 + "b.toml",
-    "run.toml/x",
-    "\x1b[2J.toml",
-    "~",
-]
+    "", ".", "..", "/", "nul\0.toml", "x" * 5000, "a/" * 3000 + "b.toml", "run.toml/x", "\x1b[2J.toml", "~",
+]  # fmt: skip
 """Paths that name no configuration."""
 
 

@@ -8,17 +8,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
 HEAVY = {
-    "torch",
-    "transformers",
-    "vllm",
-    "datasets",
-    "numpy",
-    "pyarrow",
-    "fastapi",
-    "httpx",
-    "redis",
-    "pydantic_settings",
-}
+    "torch", "transformers", "vllm", "datasets", "numpy", "pyarrow", "fastapi", "httpx", "redis", "pydantic_settings",
+}  # fmt: skip
 
 
 def test_importing_and_loading_takes_no_heavy_module(tmp_path: Path) -> None:
