@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from schema.interop import convert, convert_text
-from schema.interop.engine.keys import split_key, store
+from schema.interop import convert_text
+from schema.interop.engine.keys import lookup, split_key, store
 from schema.interop.engine.model import Conversion
 
 HERE = Path(__file__).parent / "examples"
@@ -59,14 +60,9 @@ def yaml_text(table: dict[str, Any]) -> str:
 
 def value_of(conversion: Conversion, key: str) -> Any:
     """The value of one of our keys; None where it is not written."""
-    value: Any = conversion.config
-    for part in split_key(key):
-        if not isinstance(value, dict) or part not in value:
-            return None
-        value = value[part]
-    return value
+    return lookup(conversion.config, split_key(key))
 
 
-def converted(path: Path) -> Conversion:
-    """One of the complete files, converted in an empty environment."""
-    return convert(path)
+def values_of(conversion: Conversion, keys: Iterable[str]) -> dict[str, Any]:
+    """The values of these keys."""
+    return {key: value_of(conversion, key) for key in keys}

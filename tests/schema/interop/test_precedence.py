@@ -11,10 +11,9 @@ from schema.config import ConfigError, check_config
 from schema.config.loading.load import load
 from schema.config.loading.tomlwrite import dumps
 from schema.interop import convert_text
-from schema.interop.engine.keys import lookup, split_key
 from schema.interop.engine.model import Conversion, Outcome
 from tests.schema.config_samples import GRPO
-from tests.schema.interop.files import nest
+from tests.schema.interop.files import nest, value_of, values_of
 
 POLICY = "train.train_policy"
 CP, SHARD = "policy.parallelism.cp_size", "policy.parallelism.dp_shard_size"
@@ -32,11 +31,6 @@ def sft(text: str) -> Conversion:
     return convert_text(f"model: {{partial_pretrain: m}}\n{text}\n", "run.yaml", "verl")
 
 
-def ours(found: Conversion, keys: dict[str, Any]) -> dict[str, Any]:
-    """What the result has at these keys."""
-    return {key: lookup(found.config, split_key(key)) for key in keys}
-
-
 ULYSSES = "ulysses_sequence_parallel_size"
 ULYSSES_SIZES = {
     "the role's, above the engine's": (f"{ULYSSES}: 2, fsdp_config: {{{ULYSSES}: 4}}", 2),
@@ -50,7 +44,7 @@ ULYSSES_SIZES = {
 @pytest.mark.parametrize(("actor", "size"), ULYSSES_SIZES.values(), ids=ULYSSES_SIZES)
 def test_the_sequence_parallel_size_of_the_role_counts_before_the_engines(actor: str, size: int) -> None:
     found = verl(ACTOR.format(actor))
-    assert ours(found, {CP: size, SHARD: 8 // size}) == {CP: size, SHARD: 8 // size}
+    assert values_of(found, {CP: size, SHARD: 8 // size}) == {CP: size, SHARD: 8 // size}
     assert not found.of(Outcome.UNKNOWN)
     assert not any(CP in warning for warning in found.warnings)
 
@@ -84,7 +78,7 @@ SCHEDULES = {
 @pytest.mark.parametrize(("read", "text", "decay"), SCHEDULES.values(), ids=SCHEDULES)
 def test_the_schedule_that_the_trainer_reads_counts(read: Any, text: str, decay: str | None) -> None:
     found = read(text)
-    assert ours(found, {DECAY: decay}) == {DECAY: decay}
+    assert values_of(found, {DECAY: decay}) == {DECAY: decay}
 
 
 SEPARATE = "actor_rollout_ref: {hybrid_engine: false, actor: {ppo_mini_batch_size: 32}, rollout: {n: 8}}\n"
@@ -160,8 +154,8 @@ RECIPES = {
 @pytest.mark.parametrize(("text", "expected"), RECIPES.values(), ids=RECIPES)
 def test_files_of_the_asynchronous_recipes_are_asynchronous(text: str, expected: dict[str, Any]) -> None:
     found = verl(text)
-    assert ours(found, expected) == expected
-    assert ours(found, {f"{POLICY}.on_policy": None}) == {f"{POLICY}.on_policy": None}
+    assert values_of(found, expected) == expected
+    assert values_of(found, {f"{POLICY}.on_policy": None}) == {f"{POLICY}.on_policy": None}
     assert not found.of(Outcome.UNKNOWN)
 
 
@@ -171,7 +165,7 @@ def test_the_machines_of_a_job_are_those_of_trainer_and_rollouts() -> None:
         "actor_rollout_ref: {rollout: {nnodes: 2, n_gpus_per_node: 8, tensor_model_parallel_size: 4}}"
     )
     expected = {"placement.nodes": 3, "placement.gpus_per_node": 8, "rollout.parallelism.n_init_replicas": 4}
-    assert ours(found, expected) == expected
+    assert values_of(found, expected) == expected
 
 
 def test_a_file_of_the_recipe_as_published_is_understood() -> None:
@@ -195,7 +189,10 @@ trainer: {v1: {trainer_mode: sync, sampler: {max_off_policy_threshold: 8}}}
 """
     found = verl(text)
     assert not found.of(Outcome.UNKNOWN)
-    assert ours(found, {BOUND: 4, f"{POLICY}.on_policy": False}) == {BOUND: 4, f"{POLICY}.on_policy": False}
+    assert values_of(found, {BOUND: 4, f"{POLICY}.on_policy": False}) == {
+        BOUND: 4,
+        f"{POLICY}.on_policy": False,
+    }
 
 
 CHUNKED = "rollout.enable_chunked_prefill"
@@ -209,7 +206,7 @@ PREFILL = {
 
 @pytest.mark.parametrize(("read", "text", "expected"), PREFILL.values(), ids=PREFILL)
 def test_the_default_of_chunked_prefill_is_carried(read: Any, text: str, expected: bool | None) -> None:
-    assert ours(read(text), {CHUNKED: expected}) == {CHUNKED: expected}
+    assert values_of(read(text), {CHUNKED: expected}) == {CHUNKED: expected}
 
 
 # --- cosmos-rl ------------------------------------------------------------------------------------------------
@@ -247,7 +244,7 @@ def test_keys_of_cosmos_rl_that_mean_something_else(
     keys: dict[str, Any], expected: dict[str, Any], is_warned: bool
 ) -> None:
     found = cosmos(keys)
-    assert ours(found, expected) == expected
+    assert values_of(found, expected) == expected
     assert bool(found.warnings) is is_warned
 
 
@@ -259,7 +256,7 @@ def test_a_warm_up_of_cosmos_rl_says_that_its_first_steps_differ(steps: float, d
 
 def test_no_ratio_reaches_the_bounds_that_stand_for_no_clip() -> None:
     """Log ratios are clamped to ±20 (gspo: to at most 10), so the ratio lies within 2e-9 and 5e8."""
-    found = ours(cosmos({LOW: -1, HIGH: -1}), {LOW: 0, HIGH: 0})
+    found = values_of(cosmos({LOW: -1, HIGH: -1}), {LOW: 0, HIGH: 0})
     assert 0.0 <= 1.0 - found[LOW] < 2e-9
     assert 1.0 + found[HIGH] > 5e8
 
@@ -335,7 +332,7 @@ def test_shares_of_domains_are_those_that_roll_deals(
     shares: str, expected: dict[str, float], is_warned: bool
 ) -> None:
     found = roll(f"actor_train: {{data_args: {{domain_interleave_probs: {shares}}}}}")
-    assert lookup(found.config, (*POLICY.split("."), "domain_shares")) == expected
+    assert value_of(found, f"{POLICY}.domain_shares") == expected
     assert any("do not add up" in warning for warning in found.warnings) is is_warned
 
 

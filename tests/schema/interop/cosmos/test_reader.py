@@ -10,18 +10,18 @@ import pytest
 
 from schema.config import ConfigError, check_config
 from schema.config.keys import leaf_keys
-from schema.interop import convert_text
+from schema.interop import convert, convert_text
 from schema.interop.engine.keys import leaves
 from schema.interop.engine.model import Conversion, Outcome
 from schema.interop.engine.registry import reader
 from schema.interop.engine.write import to_report, to_toml
-from tests.schema.interop.files import COSMOS, HERE, converted, nest, value_of
+from tests.schema.interop.files import COSMOS, HERE, nest, value_of
 from tests.schema.published import PLACES, PUBLISHED
 
 
 @pytest.fixture(scope="module")
 def examples() -> dict[str, Conversion]:
-    return {path.name: converted(path) for path in COSMOS}
+    return {path.name: convert(path) for path in COSMOS}
 
 
 def _cosmos(keys: dict[str, Any]) -> Conversion:
@@ -60,7 +60,7 @@ def test_every_leaf_of_the_page_stands_in_an_example_and_passes(examples: dict[s
 
 def test_values_pass_exactly() -> None:
     path = HERE / "cosmos_grpo.toml"
-    found = converted(path)
+    found = convert(path)
     given = dict(leaves(tomllib.loads(path.read_text())))
     exempt = {("redis",), ("train", "transfer_dtype"), ("train", "train_policy", "batch_size_per_optimize")}
     for path_of_key, value in given.items():

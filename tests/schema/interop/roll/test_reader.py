@@ -18,7 +18,7 @@ from schema.interop import convert, convert_text
 from schema.interop.engine.model import Conversion, Outcome
 from schema.interop.engine.registry import reader
 from schema.interop.engine.write import to_report, to_toml
-from tests.schema.interop.files import ABSENT, HERE, ROLL, ROOT, converted, roll_with, value_of
+from tests.schema.interop.files import ABSENT, HERE, ROLL, ROOT, roll_with, value_of
 
 _TRAIN, _INFER = "actor_train", "actor_infer"
 _MEGATRON = f"{_TRAIN}.strategy_args.strategy_config"
@@ -101,7 +101,7 @@ PAGE_STRATEGIES = {
 
 @pytest.fixture(scope="module")
 def examples() -> dict[str, Conversion]:
-    return {path.name: converted(path) for path in ROLL}
+    return {path.name: convert(path) for path in ROLL}
 
 
 def test_every_key_of_the_page_has_an_outcome(examples: dict[str, Conversion]) -> None:
@@ -252,7 +252,7 @@ def test_a_missing_model_is_said() -> None:
 
 
 def test_secrets_are_not_repeated() -> None:
-    found = converted(HERE / "roll_megatron.yaml")
+    found = convert(HERE / "roll_megatron.yaml")
     assert found.entry("tracker_kwargs.api_key").value == "***"
     assert "not-a-real-key" not in to_toml(found) + to_report(found)
 
@@ -338,5 +338,5 @@ def test_availability_table_is_what_the_examples_meet(examples: dict[str, Conver
 
 def test_detected_without_being_told(tmp_path: Path) -> None:
     for path in ROLL:
-        assert converted(path).system == "roll"
-    assert converted(HERE / "roll_agentic.yaml").kind == "agentic"
+        assert convert(path).system == "roll"
+    assert convert(HERE / "roll_agentic.yaml").kind == "agentic"
