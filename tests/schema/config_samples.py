@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from schema.config import Config, Problem, check_rules
+from schema.config import Config, ConfigError, Problem, check_rules
 from schema.config.loading.explain import annotation_of
 
 GRPO: dict[str, Any] = {
@@ -54,6 +54,15 @@ def only(base: dict[str, Any] = GRPO, **values: Any) -> Problem:
     """Their one problem."""
     (problem,) = problems(base, **values)
     return problem
+
+
+def refused(function: Callable[..., object], *arguments: object) -> list[Problem]:
+    """The problems with which a function refuses its arguments."""
+    try:
+        function(*arguments)
+    except ConfigError as error:
+        return list(error.problems)
+    raise AssertionError("it is not refused")
 
 
 def write(data: dict[str, Any], path: list[str] | tuple[str, ...], value: Any) -> None:

@@ -12,7 +12,7 @@ from schema.config.loading.load import load
 from schema.config.loading.tomlwrite import dumps
 from schema.interop import convert_text
 from schema.interop.engine.model import Conversion, Outcome
-from tests.schema.config_samples import GRPO
+from tests.schema.config_samples import GRPO, refused
 from tests.schema.interop.files import nest, value_of, values_of
 
 POLICY = "train.train_policy"
@@ -264,9 +264,7 @@ def test_no_ratio_reaches_the_bounds_that_stand_for_no_clip() -> None:
 @pytest.mark.parametrize(("key", "bound"), [(LOW, "0.9999999999999999"), (HIGH, "1e9")])
 def test_a_negative_epsilon_is_refused_with_the_value_that_means_it(key: str, bound: str) -> None:
     data = nest({**dict(_flat(GRPO)), key: -1})
-    with pytest.raises(ConfigError) as caught:
-        check_config(data)
-    (problem,) = caught.value.problems
+    (problem,) = refused(check_config, data)
     assert problem.key == key
     assert bound in problem.hint
 
@@ -377,9 +375,7 @@ SCRIPTS = {
 def test_a_script_is_refused_with_the_way_to_its_configuration(
     name: str, text: str, words: list[str]
 ) -> None:
-    with pytest.raises(ConfigError) as caught:
-        convert_text(text, name)
-    (problem,) = caught.value.problems
+    (problem,) = refused(convert_text, text, name)
     assert "shell script" in problem.message
     assert all(word in problem.hint for word in words), problem.hint
 
@@ -418,9 +414,7 @@ DEFAULTS = "defaults: [../config/deepspeed_zero3@_here_, _self_]\n"
 def test_a_file_that_hydra_would_complete_is_refused_with_what_is_missing(
     text: str, system: str | None, words: str
 ) -> None:
-    with pytest.raises(ConfigError) as caught:
-        convert_text(text, "run.yaml", system)
-    (problem,) = caught.value.problems
+    (problem,) = refused(convert_text, text, "run.yaml", system)
     assert "files that are not read: ../config/deepspeed_zero3@_here_; " in problem.hint
     assert words in problem.hint
 

@@ -14,7 +14,7 @@ from schema.config.keys import leaf_keys
 from schema.config.loading.environment import variable_of, without_effect, written_in
 from schema.config.loading.load import Loaded, load
 from schema.config.loading.tomlwrite import dumps
-from tests.schema.config_samples import GRPO
+from tests.schema.config_samples import GRPO, refused
 from tests.schema.mutations import changes, mutate
 from tests.support.effort import examples
 
@@ -51,12 +51,6 @@ def write(directory: Path, name: str, text: str) -> Path:
     path = directory / name
     path.write_text(text, encoding="utf-8")
     return path
-
-
-def faults(*arguments: object) -> list[Problem]:
-    with pytest.raises(ConfigError) as caught:
-        load(*arguments)  # type: ignore[arg-type]
-    return list(caught.value.problems)
 
 
 def source(loaded: Loaded, key: str) -> tuple[str, str, int | None] | None:
@@ -125,7 +119,7 @@ def test_the_environment_counts_only_when_it_is_passed(base: Path, monkeypatch: 
 def test_faults_are_placed_where_they_were_written_and_sorted_by_layer(tmp_path: Path, base: Path) -> None:
     over = write(tmp_path, "over.toml", "\n[train]\nepoch = 0\n\n[rollout]\nn_generation = 7\nzzz = 1\n")
     env = {"COSMOS_TRAIN__OPTM_LR": "fast", "COSMOS_TRAIN__MAX_STEPS": "3"}
-    found = faults([base, over], ["train.seed=x"], env)
+    found = refused(load, [base, over], ["train.seed=x"], env)
     assert [(p.key, p.where) for p in found] == [
         ("train.train_batch_per_replica", f"{over}:2:1"),  # is not written: its table was, last there
         ("train.epoch", f"{over}:3:1"),
@@ -142,7 +136,7 @@ def test_faults_are_placed_where_they_were_written_and_sorted_by_layer(tmp_path:
 
 def test_every_broken_file_is_named(tmp_path: Path, base: Path) -> None:
     broken = write(tmp_path, "broken.toml", "[train\n")
-    found = faults([broken, base, tmp_path / "absent.toml"])
+    found = refused(load, [broken, base, tmp_path / "absent.toml"])
     assert [p.where for p in found] == [f"{broken}:1:7", str(tmp_path / "absent.toml")]
 
 
@@ -155,12 +149,12 @@ def test_every_broken_file_is_named(tmp_path: Path, base: Path) -> None:
     ],
 )
 def test_files_of_other_formats_are_recognised(tmp_path: Path, text: str, hint: str) -> None:
-    (problem,) = faults(write(tmp_path, "x.yaml", text))
+    (problem,) = refused(load, write(tmp_path, "x.yaml", text))
     assert hint in problem.hint
 
 
 def test_a_directory_names_a_file_in_it(tmp_path: Path, base: Path) -> None:
-    (problem,) = faults(tmp_path)
+    (problem,) = refused(load, tmp_path)
     assert str(base) in problem.hint
 
 
@@ -177,7 +171,7 @@ def test_bottomless_nesting_is_a_fault_not_a_crash(base: Path) -> None:
         (base, [], variable),
         (base, [lists]),
     ):
-        assert any("nested too deeply" in problem.message for problem in faults(*arguments)), arguments
+        assert any("nested too deeply" in problem.message for problem in refused(load, *arguments)), arguments
     data: dict[str, object] = {}
     for _ in range(3000):
         data = {"custom": data}
@@ -232,7 +226,7 @@ def test_variables(base: Path, name: str, text: str, key: str, value: object) ->
     ],
 )
 def test_variables_that_name_nothing(base: Path, name: str, message: str, hint: str) -> None:
-    (problem,) = faults(base, [], {name: "3"})
+    (problem,) = refused(load, base, [], {name: "3"})
     assert message in problem.message
     assert hint in problem.hint
     assert problem.file == f"environment variable {name}"

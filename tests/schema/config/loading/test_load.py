@@ -9,7 +9,7 @@ import pytest
 
 from schema.config import Config, ConfigError, Problem, check_config, load_config
 from schema.config.problem import format_key
-from tests.schema.config_samples import GRPO, SFT, changed, write
+from tests.schema.config_samples import GRPO, SFT, changed, refused, write
 
 HEAD = """\
 [train]
@@ -46,9 +46,7 @@ def load(tmp_path: Path, content: str, *overrides: str) -> Config:
 
 
 def faults(tmp_path: Path, content: str, *overrides: str) -> dict[str, Problem]:
-    with pytest.raises(ConfigError) as caught:
-        load(tmp_path, content, *overrides)
-    return {problem.key: problem for problem in caught.value.problems}
+    return {problem.key: problem for problem in refused(load, tmp_path, content, *overrides)}
 
 
 def only(tmp_path: Path, content: str, *overrides: str) -> Problem:

@@ -13,7 +13,7 @@ from schema.config.availability import UNAVAILABLE
 from schema.config.keys import deviation_of, leaf_keys, section_keys
 from schema.config.loading.tomlread import dotted_path, parse_value
 from schema.config.reference.lookup import MUST, UNSET, KeyInfo, all_infos, look_up
-from tests.schema.config_samples import write
+from tests.schema.config_samples import refused, write
 from tests.support.each import check_each
 
 INFOS = list(all_infos())
@@ -136,9 +136,7 @@ def test_parts_and_patterns_find_keys() -> None:
     ],
 )
 def test_what_is_not_there_gets_a_suggestion(question: str, hint: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        look_up(question)
-    (problem,) = caught.value.problems
+    (problem,) = refused(look_up, question)
     assert problem.message == "no such key"
     assert problem.hint.startswith(hint)
 

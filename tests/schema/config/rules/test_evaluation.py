@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from schema.config import ConfigError, check_config, check_warnings
-from tests.schema.config_samples import changed
+from schema.config import check_config, check_warnings
+from tests.schema.config_samples import changed, refused
 
 ROW = {"prompt": "2 + 2?", "responses": ["#### 4"], "answer": "4", "data_source": "gsm8k"}
 
@@ -19,13 +19,6 @@ def base(tmp_path: Path) -> dict[str, Any]:
     file = tmp_path / "answers.jsonl"
     file.write_text(json.dumps(ROW) + "\n")
     return {"evaluation": {"dataset": {"name": str(file)}, "reference_column_name": "answer"}}
-
-
-def problem(data: dict[str, Any]) -> Any:
-    with pytest.raises(ConfigError) as caught:
-        check_config(data)
-    (found,) = caught.value.problems
-    return found
 
 
 def test_nothing_of_a_training_job_is_needed(base: dict[str, Any]) -> None:
@@ -51,11 +44,12 @@ def test_nothing_of_a_training_job_is_needed(base: dict[str, Any]) -> None:
     ],
 )
 def test_mistakes(base: dict[str, Any], key: str, value: Any, complaint: str) -> None:
-    found = problem(changed(base, **{key: value}))
+    (found,) = refused(check_config, changed(base, **{key: value}))
     assert complaint in found.message
     assert found.key.replace(".", "__") == key
 
 
 def test_one_job_does_one_thing(base: dict[str, Any]) -> None:
-    found = problem(changed(base, train__train_policy__dataset__name="synthetic:addition"))
+    both = changed(base, train__train_policy__dataset__name="synthetic:addition")
+    (found,) = refused(check_config, both)
     assert "train.train_policy.dataset is named too" in found.message

@@ -23,6 +23,7 @@ from schema.interop.engine.rules import ConversionContext, Converter, Reader, Ru
 from schema.interop.engine.source import Source, read_source
 from schema.interop.engine.unsupported import ClosedList
 from schema.interop.engine.write import to_json, to_report, to_toml
+from tests.schema.config_samples import refused
 
 ROWS = (
     Rule("lr", to.number("train.optm_lr"), default=1e-5, also=("learning_rate",)),
@@ -214,18 +215,14 @@ def test_leaves_and_store() -> None:
 
 
 def test_a_file_that_belongs_to_nobody_says_what_was_looked_for() -> None:
-    with pytest.raises(ConfigError) as caught:
-        convert_text("colour: red\nsize: 3", "paint.yaml")
-    (problem,) = caught.value.problems
+    (problem,) = refused(convert_text, "colour: red\nsize: 3", "paint.yaml")
     assert "colour, size" in problem.message
     assert "actor_rollout_ref" in problem.hint
 
 
 def test_a_file_of_two_systems_asks_which() -> None:
     twin = Reader("twin", "Twin", {}, NOTHING, lambda source: "toy", (), lambda kind: ROWS)
-    with pytest.raises(ConfigError) as caught:
-        detect(Source("f.yaml", {"lr": 1}), [READER, twin])
-    assert "Toy and Twin" in caught.value.problems[0].message
+    assert "Toy and Twin" in refused(detect, Source("f.yaml", {"lr": 1}), [READER, twin])[0].message
 
 
 def test_readers_agree_with_their_names() -> None:

@@ -9,6 +9,7 @@ import pytest
 from schema.config import ConfigError
 from schema.interop.engine.interpolation import resolve
 from schema.interop.engine.yamlfile import read_yaml
+from tests.schema.config_samples import refused
 
 
 def resolved(text: str, env: dict[str, str] | None = None, defaults: dict[str, Any] | None = None) -> Any:
@@ -19,9 +20,7 @@ def resolved(text: str, env: dict[str, str] | None = None, defaults: dict[str, A
 
 def problems(text: str, env: dict[str, str] | None = None) -> list[tuple[int | None, str]]:
     """Line and message of each problem."""
-    with pytest.raises(ConfigError) as caught:
-        resolved(text, env)
-    return [(problem.line, problem.message) for problem in caught.value.problems]
+    return [(problem.line, problem.message) for problem in refused(resolved, text, env)]
 
 
 def test_a_reference_alone_keeps_its_type() -> None:

@@ -11,7 +11,7 @@ from schema.config.keys import leaf_keys
 from schema.config.reference.lookup import look_up
 from schema.interop.engine.names import names_here
 from schema.interop.engine.registry import readers
-from tests.schema.config_samples import GRPO
+from tests.schema.config_samples import GRPO, refused
 from tests.schema.interop.files import nest
 
 PIECE, BATCH = "train.train_policy.batch_size_per_optimize", "train.train_batch_per_replica"
@@ -88,8 +88,6 @@ def test_a_file_with_a_name_of_another_system_is_told_ours(
     data = nest(keys)
     for section, table in GRPO.items():
         data[section] = {**data[section], **table} if section in data else table
-    with pytest.raises(ConfigError) as caught:
-        check_config(data)
-    (problem,) = caught.value.problems
+    (problem,) = refused(check_config, data)
     assert problem.key == key
     assert all(word in problem.hint for word in words), problem.hint

@@ -6,15 +6,14 @@ import math
 
 import pytest
 
-from schema.config import ConfigError, Problem
+from schema.config import Problem
 from schema.interop.engine.yamlfile import MAX_FILE_BYTES, read_yaml, scalar
+from tests.schema.config_samples import refused
 
 
 def fault(text: str) -> Problem:
     """The one problem of a text."""
-    with pytest.raises(ConfigError) as caught:
-        read_yaml(text, "f.yaml")
-    (problem,) = caught.value.problems
+    (problem,) = refused(read_yaml, text, "f.yaml")
     assert problem.file == "f.yaml"
     return problem
 
