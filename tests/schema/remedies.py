@@ -57,6 +57,11 @@ def written(base: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
     return data
 
 
+def config_of(base: dict[str, Any], values: dict[str, Any]) -> Config:
+    """The same as a configuration of which only the types are checked."""
+    return Config.model_validate(written(base, values))
+
+
 def assignments(hint: str) -> list[dict[str, Any]]:
     """Every remedy of a hint: one `key = value`, or several joined by `and`."""
     remedies: list[dict[str, Any]] = []

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from schema.config import Config
 from schema.config.rules import RULES, WARNINGS, algorithm, batch, mesh, role, timing, training
 from schema.config.rules import checkpoint as ckpt
 from tests.schema.config_samples import GRPO, SFT
-from tests.schema.remedies import Case, Row, cases, check_case, written
+from tests.schema.remedies import Case, Row, cases, check_case, config_of
 from tests.support.each import check_each
 
 P, K, L = "train.train_policy", "train.ckpt", "policy.lora"
@@ -546,7 +545,7 @@ SOUND: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 def found(base: dict[str, Any], values: dict[str, Any]) -> list[str]:
     """What the rules of these modules refuse, as it is shown."""
-    config = Config.model_validate(written(base, values))
+    config = config_of(base, values)
     rules = [rule for rule in RULES if rule.__module__ in MODULES]
     return [problem.render() for rule in rules for problem in rule(config)]
 

@@ -9,7 +9,7 @@ import pytest
 
 from schema.config import Config, check_config, check_rules, check_warnings
 from tests.schema.config_samples import GRPO, SFT, changed, only, problems, refused
-from tests.schema.remedies import written
+from tests.schema.remedies import config_of
 
 P = "train.train_policy"
 
@@ -237,9 +237,9 @@ NEIGHBOURS = [
 def test_a_fault_is_the_only_one_and_has_a_sound_neighbour(
     base: dict[str, Any], faulty: dict[str, Any], sound: dict[str, Any]
 ) -> None:
-    (problem,) = check_rules(Config.model_validate(written(base, faulty)))
+    (problem,) = check_rules(config_of(base, faulty))
     assert problem.key == next(iter(faulty))
-    assert check_rules(Config.model_validate(written(base, sound))) == []
+    assert check_rules(config_of(base, sound)) == []
 
 
 @pytest.mark.parametrize("key", ["heartbeat_timeout", "lease_timeout"])

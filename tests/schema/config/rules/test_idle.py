@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from schema.config import Config, check_config, check_rules, check_warnings
+from schema.config import check_config, check_rules, check_warnings
 from schema.config.keys import leaf_keys, section_keys
 from schema.config.rules.idle import (
     OF_ANOTHER_JOB,
@@ -16,7 +15,8 @@ from schema.config.rules.idle import (
     keys_are_switched_on,
     keys_belong_to_this_job,
 )
-from tests.schema.config_samples import GRPO, SFT, write
+from tests.schema.config_samples import GRPO, SFT
+from tests.schema.remedies import config_of
 
 POLICY = "train.train_policy"
 VALUES: dict[str, Any] = {
@@ -33,90 +33,69 @@ VALUES: dict[str, Any] = {
     "controller.straggler_timeout": 60.0,
     "controller.max_attempts": 2,
 }
-OFF: dict[str, tuple[Any, dict[str, Any]]] = {
-    "validation.freq": (5, {}),
-    "validation.dataset.name": ("synthetic:addition", {}),
-    f"{POLICY}.overlong_reward.buffer_length": (8, {}),
-    f"{POLICY}.overlong_reward.penalty_factor": (0.5, {}),
-    "train.ckpt.save_freq": (7, {}),
-    "train.ckpt.save_freq_in_epoch": (1, {}),
-    "train.ckpt.load_contents": (["model", "extra"], {}),
-    f"{POLICY}.mini_batch": (4, {f"{POLICY}.max_token_len_per_mini_batch": 8192}),
-    "train.optm_warmup_start_factor": (0.5, {"train.optm_warmup_steps": 0}),
-    f"{POLICY}.outdated_rollout_fetch_batch_size": (2, {f"{POLICY}.on_policy": True}),
-    "validation.top_p": (0.5, {"validation.enable": True}),
-    "validation.top_k": (5, {"validation.enable": True}),
-    "launcher.restart_backoff": (2.0, {"launcher.max_restarts": 0}),
-    "launcher.restart_backoff_max": (90.0, {"launcher.max_restarts": 0}),
-    "weight_sync.anchor_interval": (5, {"weight_sync.encoding": "full"}),
-    "weight_sync.collective_timeout": (5.0, {}),
+VALIDATED, SAMPLED = {"validation.enable": True}, {"validation.enable": True, "validation.temperature": 0.5}
+PENALTY = {f"{POLICY}.overlong_reward.enable_overlong_penalty": True}
+SAVED, ONCE = {"train.ckpt.enable_checkpoint": True}, {"launcher.max_restarts": 0}
+SWITCHED: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+    "validation.freq": (5, {}, VALIDATED),
+    "validation.dataset.name": ("synthetic:addition", {}, VALIDATED),
+    f"{POLICY}.overlong_reward.buffer_length": (8, {}, PENALTY),
+    f"{POLICY}.overlong_reward.penalty_factor": (0.5, {}, PENALTY),
+    "train.ckpt.save_freq": (7, {}, SAVED),
+    "train.ckpt.save_freq_in_epoch": (1, {}, SAVED),
+    "train.ckpt.load_contents": (["model", "extra"], {}, {"train.resume": True}),
+    f"{POLICY}.mini_batch": (4, {f"{POLICY}.max_token_len_per_mini_batch": 8192}, {}),
+    "train.optm_warmup_start_factor": (0.5, {"train.optm_warmup_steps": 0}, {}),
+    f"{POLICY}.outdated_rollout_fetch_batch_size": (2, {f"{POLICY}.on_policy": True}, {}),
+    "validation.top_p": (0.5, VALIDATED, SAMPLED),
+    "validation.top_k": (5, VALIDATED, SAMPLED),
+    "launcher.restart_backoff": (2.0, ONCE, {}),
+    "launcher.restart_backoff_max": (90.0, ONCE, {}),
+    "weight_sync.anchor_interval": (5, {"weight_sync.encoding": "full"}, {}),
+    "weight_sync.collective_timeout": (5.0, {}, {"weight_sync.transport": "collective"}),
 }
-ON: dict[str, dict[str, Any]] = {
-    "validation.freq": {"validation.enable": True},
-    "validation.dataset.name": {"validation.enable": True},
-    f"{POLICY}.overlong_reward.buffer_length": {f"{POLICY}.overlong_reward.enable_overlong_penalty": True},
-    f"{POLICY}.overlong_reward.penalty_factor": {f"{POLICY}.overlong_reward.enable_overlong_penalty": True},
-    "train.ckpt.save_freq": {"train.ckpt.enable_checkpoint": True},
-    "train.ckpt.save_freq_in_epoch": {"train.ckpt.enable_checkpoint": True},
-    "train.ckpt.load_contents": {"train.resume": True},
-    f"{POLICY}.mini_batch": {},
-    "train.optm_warmup_start_factor": {},
-    f"{POLICY}.outdated_rollout_fetch_batch_size": {},
-    "validation.top_p": {"validation.enable": True, "validation.temperature": 0.5},
-    "validation.top_k": {"validation.enable": True, "validation.temperature": 0.5},
-    "launcher.restart_backoff": {},
-    "launcher.restart_backoff_max": {},
-    "weight_sync.anchor_interval": {},
-    "weight_sync.collective_timeout": {"weight_sync.transport": "collective"},
-}
-
-
-def config(base: dict[str, Any], values: dict[str, Any]) -> Config:
-    data = deepcopy(base)
-    for key, value in values.items():
-        write(data, key.split("."), value)
-    return Config.model_validate(data)
+"""A value of each key, other keys with which it has no effect, and those with which it has one."""
 
 
 @pytest.mark.parametrize("key", VALUES)
 def test_keys_of_reinforcement_are_refused_in_supervised_training(key: str) -> None:
-    written = config(SFT, {key: VALUES[key]})
+    written = config_of(SFT, {key: VALUES[key]})
     (problem,) = keys_belong_to_this_job(written)
     assert problem.key == key
     assert "has no effect here: supervised training" in problem.message
     assert problem in check_rules(written)
-    assert keys_belong_to_this_job(config(GRPO, {key: VALUES[key]})) == []
+    assert keys_belong_to_this_job(config_of(GRPO, {key: VALUES[key]})) == []
 
 
 def test_a_section_of_another_job_is_one_problem() -> None:
-    (problem,) = keys_belong_to_this_job(config(SFT, {"rollout.n_generation": 8, "rollout.seed": 3}))
+    (problem,) = keys_belong_to_this_job(config_of(SFT, {"rollout.n_generation": 8, "rollout.seed": 3}))
     assert problem.key == "rollout"
     assert problem.message.startswith("n_generation, seed have no effect here: ")
     assert problem.related == ("rollout.n_generation", "rollout.seed")
 
 
-@pytest.mark.parametrize("key", OFF)
+@pytest.mark.parametrize("key", SWITCHED)
 def test_what_is_switched_off_is_a_warning(key: str) -> None:
-    value, others = OFF[key]
-    written = config(GRPO, {**others, key: value})
+    value, off, on = SWITCHED[key]
+    written = config_of(GRPO, {**off, key: value})
     (warning,) = keys_are_switched_on(written)
     assert warning.key == key
     assert "has no effect here: " in warning.message
     assert warning.hint
     assert warning in check_warnings(written)
-    assert keys_are_switched_on(config(GRPO, {**ON[key], key: value})) == []
+    assert keys_are_switched_on(config_of(GRPO, {**on, key: value})) == []
 
 
 def test_custom_keys_have_no_reader_in_supervised_training() -> None:
-    (warning,) = keys_are_switched_on(config(SFT, {"custom": {"mine": 1}}))
+    (warning,) = keys_are_switched_on(config_of(SFT, {"custom": {"mine": 1}}))
     assert warning.key == "custom"
-    assert keys_are_switched_on(config(GRPO, {"custom": {"mine": 1}})) == []
+    assert keys_are_switched_on(config_of(GRPO, {"custom": {"mine": 1}})) == []
 
 
 def test_rows_name_keys_and_each_has_a_case() -> None:
     keys = {*leaf_keys(), *section_keys()}
     assert {row.key for row in (*OF_ANOTHER_JOB, *SWITCHED_OFF)} <= keys
-    for rows, cases in ((OF_ANOTHER_JOB, VALUES), (SWITCHED_OFF, {**OFF, "custom": None})):
+    for rows, cases in ((OF_ANOTHER_JOB, VALUES), (SWITCHED_OFF, {**SWITCHED, "custom": None})):
         for row in rows:
             assert any(key == row.key or key.startswith(f"{row.key}.") for key in cases), row.key
 

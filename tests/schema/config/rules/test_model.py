@@ -12,7 +12,7 @@ from schema.config import Config, check_rules, check_warnings
 from schema.config.rules.model import engine_replaces_weights, model_agrees, model_warnings
 from tests.schema.config.test_model_facts import QWEN
 from tests.schema.config_samples import GRPO, SFT
-from tests.schema.remedies import Case, check_case, written
+from tests.schema.remedies import Case, check_case, config_of, written
 
 M, R = "policy.parallelism", "rollout.parallelism"
 VLLM = {"rollout.backend": "vllm"}
@@ -90,11 +90,11 @@ def test_vllm_serves_only_weights_that_can_be_replaced(
 ) -> None:
     """`transfer.unsupported` would find them after vLLM has booted."""
     values = named(tmp_path, architecture, VLLM)
-    (problem,) = engine_replaces_weights(Config.model_validate(written(GRPO, values)))
+    (problem,) = engine_replaces_weights(config_of(GRPO, values))
     assert problem.key == "policy.model_name_or_path"
     assert words in problem.message
     values = named(tmp_path, architecture, {})
-    assert engine_replaces_weights(Config.model_validate(written(GRPO, values))) == []
+    assert engine_replaces_weights(config_of(GRPO, values)) == []
 
 
 def named(directory: Path, architecture: dict[str, Any] | str, values: dict[str, Any]) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def test_faults(
     case = Case(model_agrees, named(tmp_path, architecture, values), key, (*words, str(tmp_path)))
     problem = check_case(case, GRPO)
     assert "policy.model_name_or_path" in problem.message
-    asked = [found.key for found in check_rules(Config.model_validate(written(GRPO, case.values)))]
+    asked = [found.key for found in check_rules(config_of(GRPO, case.values))]
     assert key in asked
 
 
@@ -130,7 +130,7 @@ def test_faults(
     ],
 )
 def test_what_fits(tmp_path: Path, architecture: dict[str, Any], values: dict[str, Any]) -> None:
-    config = Config.model_validate(written(GRPO, named(tmp_path, architecture, values)))
+    config = config_of(GRPO, named(tmp_path, architecture, values))
     assert list(model_agrees(config)) == []
 
 
@@ -139,7 +139,7 @@ def test_longer_than_trained_is_a_warning(tmp_path: Path, base: dict[str, Any]) 
     problem = check_case(
         Case(model_warnings, named(tmp_path, SMALL, {}), "policy.model_max_length", ("1024",)), base
     )
-    config = Config.model_validate(written(base, named(tmp_path, SMALL, {})))
+    config = config_of(base, named(tmp_path, SMALL, {}))
     assert problem.message in [warning.message for warning in check_warnings(config)]
     assert list(model_agrees(config)) == []
 
@@ -164,6 +164,6 @@ def test_the_critics_mesh_is_of_the_same_model(tmp_path: Path) -> None:
 
 
 def test_a_broken_model_is_a_problem(tmp_path: Path) -> None:
-    (problem,) = model_agrees(Config.model_validate(written(GRPO, named(tmp_path, "{", {}))))
+    (problem,) = model_agrees(config_of(GRPO, named(tmp_path, "{", {})))
     assert problem.key == "policy.model_name_or_path"
     assert "config.json is not JSON" in problem.message

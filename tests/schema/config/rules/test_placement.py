@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schema.config import Config, check_config, check_rules, check_warnings
+from schema.config import check_config, check_rules, check_warnings
 from schema.config.rules.placement import (
     PLACEMENT_RULES,
     devices_are_distinct,
@@ -22,7 +22,7 @@ from schema.config.rules.placement import (
     sharing_is_asked_for,
 )
 from tests.schema.config_samples import GRPO, SFT
-from tests.schema.remedies import Case, cases, check_case, written
+from tests.schema.remedies import Case, cases, check_case, config_of, written
 
 VLLM = {"rollout.backend": "vllm"}
 SHARED = VLLM | {"placement.share": "memory"}
@@ -126,12 +126,12 @@ def test_every_rule_is_tried() -> None:
 
 @pytest.mark.parametrize("values", SOUND, ids=str)
 def test_sound_placements(values: dict[str, Any]) -> None:
-    config = Config.model_validate(written(GRPO, values))
+    config = config_of(GRPO, values)
     assert [problem for rule in PLACEMENT_RULES for problem in rule(config)] == []
 
 
 def test_the_rules_are_asked() -> None:
-    found = check_rules(Config.model_validate(written(GRPO, {P: [0, 0]})))
+    found = check_rules(config_of(GRPO, {P: [0, 0]}))
     assert {problem.key for problem in found} == {P}
 
 
@@ -173,7 +173,7 @@ def test_what_the_rules_let_pass_has_one_owner_each(
         "policy.parallelism.dp_shard_size": shards,
         "rollout.parallelism.n_init_replicas": replicas,
     }
-    config = Config.model_validate(written(GRPO, values))
+    config = config_of(GRPO, values)
     if [problem for rule in PLACEMENT_RULES for problem in rule(config)]:
         return
     flat = [

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from schema.config import Config
 from schema.config.rules.weights import (
     WEIGHT_RULES,
     a_kept_cache_has_engine_probabilities,
@@ -16,7 +15,7 @@ from schema.config.rules.weights import (
     store_is_reached_from_all_hosts,
 )
 from tests.schema.config_samples import GRPO
-from tests.schema.remedies import Case, cases, check_case, written
+from tests.schema.remedies import Case, cases, check_case, config_of
 
 P, STORE, CACHE = "train.train_policy", "weight_sync.store", "weight_sync.host_cache"
 FIX = f"{P}.rollout_correction"
@@ -83,10 +82,10 @@ def test_every_rule_is_tried() -> None:
 
 @pytest.mark.parametrize("values", SOUND, ids=str)
 def test_what_stands_next_to_a_fault_is_sound(values: dict[str, Any]) -> None:
-    config = Config.model_validate(written(GRPO, values))
+    config = config_of(GRPO, values)
     assert [problem for rule in WEIGHT_RULES for problem in rule(config)] == []
 
 
 def test_a_file_is_no_cache(tmp_path: Path) -> None:
-    (problem,) = host_cache_is_absolute(Config.model_validate(written(GRPO, {CACHE: str(tmp_path / "file")})))
+    (problem,) = host_cache_is_absolute(config_of(GRPO, {CACHE: str(tmp_path / "file")}))
     assert "is a file" in problem.message
