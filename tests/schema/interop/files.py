@@ -51,6 +51,11 @@ def nest(keys: dict[str, Any]) -> dict[str, Any]:
     return table
 
 
+def under(prefix: str, names: str) -> list[str]:
+    """The dotted keys of names below a prefix."""
+    return [f"{prefix}.{name}" for name in names.split()]
+
+
 def yaml_text(table: dict[str, Any]) -> str:
     """A table as YAML."""
     import yaml

@@ -19,79 +19,42 @@ from schema.interop.engine.model import Conversion, Outcome
 from schema.interop.engine.registry import reader
 from schema.interop.engine.write import to_report, to_toml
 from tests.schema.config_samples import refused
-from tests.schema.interop.files import ABSENT, HERE, ROLL, ROOT, roll_with, value_of
+from tests.schema.interop.files import ABSENT, HERE, ROLL, ROOT, roll_with, under, value_of
 
 _TRAIN, _INFER = "actor_train", "actor_infer"
 _MEGATRON = f"{_TRAIN}.strategy_args.strategy_config"
 _ENGINE = f"{_INFER}.strategy_args.strategy_config"
 
+_TRAINED = (
+    "model_args.dtype model_args.disable_gradient_checkpointing training_args.learning_rate "
+    "training_args.weight_decay training_args.per_device_train_batch_size "
+    "training_args.gradient_accumulation_steps training_args.warmup_steps strategy_args.strategy_name "
+    "device_mapping infer_batch_size"
+)
 PAGE_KEYS = (
-    "rollout_batch_size",
-    "prompt_length",
-    "response_length",
-    "num_return_sequences_in_group",
-    *(
-        f"{role}.{key}"
-        for role in (_TRAIN, "critic")
-        for key in (
-            "model_args.dtype",
-            "model_args.disable_gradient_checkpointing",
-            "training_args.learning_rate",
-            "training_args.weight_decay",
-            "training_args.per_device_train_batch_size",
-            "training_args.gradient_accumulation_steps",
-            "training_args.warmup_steps",
-            "strategy_args.strategy_name",
-            "device_mapping",
-            "infer_batch_size",
-        )
-    ),
+    *("rollout_batch_size", "prompt_length", "response_length", "num_return_sequences_in_group"),
+    *under(_TRAIN, _TRAINED),
+    *under("critic", _TRAINED),
     f"{_TRAIN}.model_args.ulysses_size",
-    *(f"{_TRAIN}.data_args.{key}" for key in ("template", "file_name", "prompt", "messages")),
-    *(
-        f"{_MEGATRON}.{key}"
-        for key in (
-            "tensor_model_parallel_size",
-            "pipeline_model_parallel_size",
-            "expert_model_parallel_size",
-            "context_parallel_size",
-            "virtual_pipeline_model_parallel_size",
-            "sequence_parallel",
-            "recompute_granularity",
-            "moe_layer_recompute",
-            "moe_token_dispatcher_type",
-            "moe_grouped_gemm",
-            "moe_shared_expert_overlap",
-            "overlap_grad_reduce",
-            "fsdp_size",
-            "param_dtype",
-            "reduce_dtype",
-            "reshard_after_forward",
-            "offload_policy",
-        )
+    *under(f"{_TRAIN}.data_args", "template file_name prompt messages"),
+    *under(
+        _MEGATRON,
+        "tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size context_parallel_size "
+        "virtual_pipeline_model_parallel_size sequence_parallel recompute_granularity moe_layer_recompute "
+        "moe_token_dispatcher_type moe_grouped_gemm moe_shared_expert_overlap overlap_grad_reduce fsdp_size "
+        "param_dtype reduce_dtype reshard_after_forward offload_policy",
     ),
-    f"{_INFER}.model_args.dtype",
-    f"{_INFER}.generating_args.max_new_tokens",
-    f"{_INFER}.generating_args.temperature",
-    f"{_INFER}.strategy_args.strategy_name",
-    *(
-        f"{_ENGINE}.{key}"
-        for key in (
-            "gpu_memory_utilization",
-            "block_size",
-            "max_model_len",
-            "load_format",
-            "mem_fraction_static",
-        )
+    *under(
+        _INFER,
+        "model_args.dtype generating_args.max_new_tokens generating_args.temperature strategy_args.strategy_name "
+        "num_gpus_per_worker infer_batch_size device_mapping",
     ),
-    f"{_INFER}.num_gpus_per_worker",
-    f"{_INFER}.infer_batch_size",
-    f"{_INFER}.device_mapping",
-    "reference.model_args.dtype",
-    "reference.strategy_args.strategy_name",
-    "reference.strategy_args.strategy_config.tensor_model_parallel_size",
-    "reference.device_mapping",
-    "reference.infer_batch_size",
+    *under(_ENGINE, "gpu_memory_utilization block_size max_model_len load_format mem_fraction_static"),
+    *under(
+        "reference",
+        "model_args.dtype strategy_args.strategy_name strategy_args.strategy_config.tensor_model_parallel_size "
+        "device_mapping infer_batch_size",
+    ),
 )
 PAGE_STRATEGIES = {
     f"{_TRAIN}.strategy_args.strategy_name": {"megatron_train", "fsdp2_train"},
