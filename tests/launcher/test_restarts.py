@@ -52,21 +52,29 @@ def test_just_short_of_healthy_counts_on():
         assert verdict.attempt == attempt
 
 
-@pytest.mark.parametrize("role", list(Role))
-def test_a_configuration_error_ends_the_job_with_code_2(role: Role):
-    verdict = exited(Restarts("it", role, BUDGET), 0.0, 2)
-    assert isinstance(verdict, EndJob)
-    assert verdict.exit_code == 2
-    assert "configuration" in verdict.reason
+ENDS = [
+    *((role, 2, 2, ("configuration",)) for role in Role),
+    (Role.POLICY, 4, 1, ("no checkpoint", "train.ckpt.enable_checkpoint")),
+    (Role.CONTROLLER, 3, 1, ("another controller",)),
+    (Role.DATA, 1, 1, ()),
+]
 
 
-def test_no_checkpoint_ends_the_job_by_name_and_only_for_a_policy():
-    verdict = exited(Restarts("policy-0", Role.POLICY, BUDGET), 0.0, 4)
+@pytest.mark.parametrize(("role", "code", "exit_code", "words"), ENDS)
+def test_an_end_that_no_restart_can_help_ends_the_job_by_name(
+    role: Role, code: int, exit_code: int, words: tuple[str, ...]
+):
+    verdict = exited(Restarts("it", role, BUDGET), 0.0, code)
     assert isinstance(verdict, EndJob)
-    assert verdict.exit_code == 1
-    assert "no checkpoint" in verdict.reason
-    assert "train.ckpt.enable_checkpoint" in verdict.reason
-    assert isinstance(exited(Restarts("rollout-0", Role.ROLLOUT, BUDGET), 0.0, 4), Restart)
+    assert verdict.exit_code == exit_code
+    assert all(word in verdict.reason for word in words)
+
+
+@pytest.mark.parametrize(
+    ("role", "code"), [(Role.ROLLOUT, 4), (Role.POLICY, 5), (Role.REDIS, 3), (Role.DATA, 128 + 9)]
+)
+def test_what_the_code_means_for_another_role_is_restarted(role: Role, code: int):
+    assert isinstance(exited(Restarts("it", role, BUDGET), 0.0, code), Restart)
 
 
 def test_a_name_that_another_replica_took_costs_no_budget():
@@ -75,25 +83,10 @@ def test_a_name_that_another_replica_took_costs_no_budget():
         restarts.started(0.0)
         verdict = exited(restarts, 1.0, 5)
         assert verdict == Restart(1.0, 0, 3, "another replica lives under its name")
-    assert isinstance(exited(Restarts("policy-0", Role.POLICY, BUDGET), 0.0, 5), Restart)
 
 
-def test_a_fenced_controller_is_not_restarted():
-    verdict = exited(Restarts("controller", Role.CONTROLLER, BUDGET), 0.0, 3)
-    assert isinstance(verdict, EndJob)
-    assert "another controller" in verdict.reason
-    assert isinstance(exited(Restarts("redis", Role.REDIS, BUDGET), 0.0, 3), Restart)
-
-
-def test_failed_data_preparation_is_not_repeated():
-    verdict = exited(Restarts("data", Role.DATA, BUDGET), 0.0, 1)
-    assert isinstance(verdict, EndJob)
-    assert verdict.exit_code == 1
+def test_data_that_is_prepared_has_left():
     assert exited(Restarts("data", Role.DATA, BUDGET), 0.0, 0) == Left()
-
-
-def test_killed_data_preparation_is_repeated():
-    assert isinstance(exited(Restarts("data", Role.DATA, BUDGET), 0.0, 128 + 9), Restart)
 
 
 def test_leaving_in_order():

@@ -24,6 +24,17 @@ class Property(NamedTuple):
         return "Config" in self.type
 
 
+_PARALLELISM = {
+    "n_init_replicas": Property("integer", 1),
+    "tp_size": Property("integer", 2),
+    "cp_size": Property("integer", 1),
+    "ep_size": Property("integer", 1),
+    "dp_shard_size": Property("integer", 1),
+    "pp_size": Property("integer", 1),
+    "pp_dynamic_shape": Property("boolean", False),
+    "pp_micro_batch_size": Property("integer", 1),
+    "dp_replicate_size": Property("integer", 1),
+}
 PUBLISHED: dict[str, dict[str, Property]] = {
     "Config": {
         "custom": Property("object", {}),
@@ -135,17 +146,7 @@ PUBLISHED: dict[str, dict[str, Property]] = {
         "buffer_length": Property("integer", 4096),
         "penalty_factor": Property("number", 1.0),
     },
-    "ParallelismConfig": {
-        "n_init_replicas": Property("integer", 1),
-        "tp_size": Property("integer", 2),
-        "cp_size": Property("integer", 1),
-        "ep_size": Property("integer", 1),
-        "dp_shard_size": Property("integer", 1),
-        "pp_size": Property("integer", 1),
-        "pp_dynamic_shape": Property("boolean", False),
-        "pp_micro_batch_size": Property("integer", 1),
-        "dp_replicate_size": Property("integer", 1),
-    },
+    "ParallelismConfig": _PARALLELISM,
     "PolicyConfig": {
         "parallelism": Property("ParallelismConfig"),
         "model_name_or_path": Property("string", "Qwen/Qwen2.5-VL-7B-Instruct"),
@@ -178,17 +179,7 @@ PUBLISHED: dict[str, dict[str, Property]] = {
         "backend": Property("string", "vllm"),
         "multi_turn_config": Property("MultiTurnRolloutConfig"),
     },
-    "RolloutParallelismConfig": {
-        "n_init_replicas": Property("integer", 1),
-        "tp_size": Property("integer", 2),
-        "cp_size": Property("integer", 1),
-        "ep_size": Property("integer", 1),
-        "dp_shard_size": Property("integer", -1),
-        "pp_size": Property("integer", 1),
-        "pp_dynamic_shape": Property("boolean", False),
-        "pp_micro_batch_size": Property("integer", 1),
-        "dp_replicate_size": Property("integer", 1),
-    },
+    "RolloutParallelismConfig": _PARALLELISM | {"dp_shard_size": Property("integer", -1)},
     "SFTDataConfig": {
         "type": Property("string", "sft"),
         "dataset": Property("DatasetConfig"),

@@ -44,15 +44,8 @@ def on_terminal(command: list[str], press_ctrl_c_at: str) -> tuple[int, str]:
 
 
 def test_the_panel_is_live_and_the_terminal_is_left_as_it_was(tmp_path: Path):
-    command = [
-        sys.executable,
-        "-m",
-        "tests.launcher.drive_job",
-        str(tmp_path / "run"),
-        '{"pause": 0.05}',
-        "3000",
-    ]
-    code, written = on_terminal(command, press_ctrl_c_at="training")
+    job = ("tests.launcher.drive_job", str(tmp_path / "run"), '{"pause": 0.05}', "3000")
+    code, written = on_terminal([sys.executable, "-m", *job], press_ctrl_c_at="training")
     assert code == 130, written
     for part in ("╭", "phase", "╌", "/3000", "policy-0 up", "stopping (by SIGINT)", "outcome"):
         assert part in written, part

@@ -14,22 +14,10 @@ TIMEOUT = 15.0
 
 def info(role: str = "rollout", state: str = "lost", silent: float = 1000.0) -> ReplicaInfo:
     fields: dict[str, Any] = {
-        "replica_id": "r.1",
-        "role": role,
-        "name": "r",
-        "incarnation": 1,
-        "state": state,
-    }
-    fields |= {
-        "version": 0,
-        "leases": 0,
-        "last_seen_s": silent,
-        "host": "h",
-        "pid": 1,
-        "engine": "",
-        "status": "",
-    }
-    return ReplicaInfo(**fields, gauges={})
+        "replica_id": "r.1", "role": role, "name": "r", "incarnation": 1, "state": state, "version": 0, "leases": 0,
+        "last_seen_s": silent, "host": "h", "pid": 1, "engine": "", "status": "", "gauges": {},
+    }  # fmt: skip
+    return ReplicaInfo(**fields)
 
 
 @pytest.mark.parametrize(("role", "patience"), [("rollout", ROLLOUT_PATIENCE), ("policy", POLICY_PATIENCE)])

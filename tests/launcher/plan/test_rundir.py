@@ -212,19 +212,9 @@ def test_each_role_gets_its_own_secrets_only():
 
 
 def test_the_users_environment_is_passed_on_without_secrets_of_jobs():
-    base = base_environment(
-        {
-            "HOME": "/h",
-            "HF_TOKEN": "hub",
-            "COSMOS_TOKEN": "t",
-            "COSMOS_TOKEN_USER": "t",
-            "COSMOS_REDIS_PASSWORD": "t",
-            "COSMOS_CONTROLLER_URL": "t",
-            "COSMOS_PARENT_PID": "1",
-            "COSMOS_REPLICA_NAME": "t",
-            "COSMOS_REPLICA_SECRET": "t",
-        }
-    )
+    secrets = ("TOKEN", "TOKEN_USER", "REDIS_PASSWORD", "CONTROLLER_URL", "REPLICA_NAME", "REPLICA_SECRET")
+    of_jobs = {f"COSMOS_{name}": "t" for name in secrets} | {"COSMOS_PARENT_PID": "1"}
+    base = base_environment({"HOME": "/h", "HF_TOKEN": "hub", **of_jobs})
     assert base["HOME"] == "/h"
     assert base["HF_TOKEN"] == "hub"
     assert base["PYTHONUNBUFFERED"] == "1"

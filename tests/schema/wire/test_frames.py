@@ -27,16 +27,9 @@ from tests.support.effort import examples
 
 def make_sample(**header: Any) -> Sample:
     fields: dict[str, Any] = {
-        "index": 1,
-        "prompt_tokens": 2,
-        "response_tokens": 3,
-        "total_tokens": 5,
-        "oldest_version": 4,
-        "newest_version": 6,
-        "finish_reason": "stop",
-        "rewards": {"right": 1.0},
-        "score": 1.0,
-    }
+        "index": 1, "prompt_tokens": 2, "response_tokens": 3, "total_tokens": 5, "oldest_version": 4,
+        "newest_version": 6, "finish_reason": "stop", "rewards": {"right": 1.0}, "score": 1.0,
+    }  # fmt: skip
     return Sample(
         header=SampleHeader(**{**fields, **header}),
         token_ids=np.arange(5, dtype=np.int32),
