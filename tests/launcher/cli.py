@@ -7,7 +7,7 @@ import io
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
@@ -23,6 +23,19 @@ class Answer:
     returncode: int
     stdout: str
     stderr: str
+
+    def says(self, code: int, *words: str) -> Answer:
+        """Check the exit code, and words on standard output."""
+        return self._holds(code, self.stdout, words)
+
+    def complains(self, code: int, *words: str) -> Answer:
+        """Check the exit code, and words on standard error."""
+        return self._holds(code, self.stderr, words)
+
+    def _holds(self, code: int, text: str, words: Iterable[str]) -> Answer:
+        assert self.returncode == code, self.stdout + self.stderr
+        assert not (missing := [word for word in words if word not in text]), f"{missing} are not in: {text}"
+        return self
 
 
 def cosmos(*arguments: object, cwd: Path | None = None, **env: str) -> Answer:

@@ -106,15 +106,11 @@ def test_the_addition_recipes_follow_each_other(here: Path) -> None:
 
 def test_init_and_what_follows(tmp_path: Path):
     assert "addition-sft" in cosmos("init", cwd=tmp_path).stdout
-    run = cosmos("init", "addition-sft", cwd=tmp_path)
-    assert run.returncode == 0, run.stderr
-    assert "cosmos-launch validate run.toml" in run.stdout
+    cosmos("init", "addition-sft", cwd=tmp_path).says(0, "cosmos-launch validate run.toml")
     assert cosmos("validate", "run.toml", cwd=tmp_path).returncode == 0
     plan = cosmos("--config", "run.toml", "--dry-run", cwd=tmp_path, CUDA_VISIBLE_DEVICES="")
     assert "329,472 parameters" in plan.stdout
-    run = cosmos("init", "addition-sft", cwd=tmp_path)
-    assert run.returncode == 2
-    assert "already exists" in run.stderr
+    cosmos("init", "addition-sft", cwd=tmp_path).complains(2, "already exists")
 
 
 def test_nothing_is_replaced_without_force(here: Path) -> None:

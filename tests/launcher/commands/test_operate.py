@@ -28,53 +28,36 @@ def ended(tmp_path: Path) -> RunDir:
 
 
 def test_a_url_needs_a_token_and_a_controller():
-    run = cosmos("status", "http://127.0.0.1:9")
-    assert run.returncode == 2
-    assert "COSMOS_TOKEN is not set" in run.stderr
-    assert ".tokens/user" in run.stderr
-    run = cosmos("status", "http://127.0.0.1:9", COSMOS_TOKEN="t")
-    assert run.returncode == 1
-    assert "no answer from the controller" in run.stderr
+    cosmos("status", "http://127.0.0.1:9").complains(2, "COSMOS_TOKEN is not set", ".tokens/user")
+    cosmos("status", "http://127.0.0.1:9", COSMOS_TOKEN="t").complains(1, "no answer from the controller")
 
 
 def test_where_nothing_ran(tmp_path: Path):
     for arguments in (["status"], ["--resume"]):
-        run = cosmos(*arguments, cwd=tmp_path)
-        assert (run.returncode, "no ./outputs here" in run.stderr) == (2, True)
+        cosmos(*arguments, cwd=tmp_path).complains(2, "no ./outputs here")
     (tmp_path / "outputs").mkdir()
-    run = cosmos("status", cwd=tmp_path)
-    assert (run.returncode, "holds no run" in run.stderr) == (2, True)
+    cosmos("status", cwd=tmp_path).complains(2, "holds no run")
 
 
 def test_a_run_that_has_ended(tmp_path: Path, ended: RunDir):
     for target in (ended.path, ended.path.parent, tmp_path / "run.toml"):
-        run = cosmos("status", target)
-        assert run.returncode == 0
-        assert "has ended" in run.stdout
-        assert "steps: 12 of 60" in run.stdout
+        cosmos("status", target).says(0, "has ended", "steps: 12 of 60")
     found = json.loads(cosmos("status", ended.path, "--json").stdout)
     assert not found["alive"]
     assert found["summary"]["outcome"] == "finished"
     for command in ("stop", "pause", "resume", "checkpoint"):
-        run = cosmos(command, ended.path)
-        assert run.returncode == 1
-        assert "has finished" in run.stderr
+        run = cosmos(command, ended.path).complains(1, "has finished")
         assert "--resume" not in run.stderr
     for arguments in (["--resume", ended.path], ["--config", tmp_path / "run.toml", "--resume"]):
-        run = cosmos(*arguments)
-        assert run.returncode == 0
-        assert "has finished its 60 steps: nothing to resume" in run.stdout
-    run = cosmos("--config", tmp_path / "run.toml", "--set", "train.timestamp=mine")
-    assert run.returncode == 2
-    assert "holds a run already" in run.stderr
+        cosmos(*arguments).says(0, "has finished its 60 steps: nothing to resume")
+    cosmos("--config", tmp_path / "run.toml", "--set", "train.timestamp=mine").complains(
+        2, "holds a run already"
+    )
 
 
 def test_a_run_that_was_killed(tmp_path: Path, ended: RunDir):
     ended.summary_json.unlink()
-    run = cosmos("status", ended.path)
-    assert run.returncode == 1
-    assert "left no summary" in run.stdout
-    assert f"`cosmos-launch --resume {ended.path}` goes on" in run.stdout
+    cosmos("status", ended.path).says(1, "left no summary", f"`cosmos-launch --resume {ended.path}` goes on")
     found = json.loads(cosmos("status", ended.path, "--json").stdout)
     assert (found["alive"], found["state"], found["summary"]) == (False, "killed", None)
     planned = cosmos("--resume", ended.path, "--set", "train.max_num_steps=7", "--dry-run", "--json")
@@ -97,10 +80,9 @@ def test_a_run_that_is_starting(tmp_path: Path, ended: RunDir):
         again = cosmos("--config", tmp_path / "run.toml", "--resume")
     finally:
         ended.unlock()
-    assert (run.returncode, "is starting" in run.stdout) == (0, True)
-    assert (asked.returncode, "its controller is not there yet" in asked.stderr) == (1, True)
-    assert again.returncode == 2
-    assert f"already (its launcher is pid {os.getpid()})" in again.stderr
+    run.says(0, "is starting")
+    asked.complains(1, "its controller is not there yet")
+    again.complains(2, f"already (its launcher is pid {os.getpid()})")
 
 
 def test_what_cannot_be_exported(tmp_path: Path, ended: RunDir):
@@ -108,8 +90,7 @@ def test_what_cannot_be_exported(tmp_path: Path, ended: RunDir):
         ([ended.path], "has no checkpoint"),
         ([ended.path, "--dtype", "int8"], "--dtype int8 is unknown"),
     ):
-        run = cosmos("export", *arguments, "-o", tmp_path / "model")
-        assert (run.returncode, words in run.stderr) == (2, True), run.stderr
+        cosmos("export", *arguments, "-o", tmp_path / "model").complains(2, words)
     (ended.path / "final").mkdir()
     (ended.path / "final" / "config.json").write_text("{}")
     assert f"its model is in {ended.path}/final" in cosmos("export", ended.path, "-o", "model").stderr
@@ -118,6 +99,4 @@ def test_what_cannot_be_exported(tmp_path: Path, ended: RunDir):
 def test_a_run_of_somebody_else_is_not_taken_for_a_dead_one(ended: RunDir):
     (ended.locks / "launcher.lock").symlink_to("launcher.lock")  # nobody can open it, not even root
     for arguments in (["status"], ["stop"], ["stop", "--now"], ["pause"], ["--resume"]):
-        run = cosmos(*arguments, ended.path)
-        assert run.returncode == 2, run.stderr
-        assert "cannot be determined" in run.stderr
+        cosmos(*arguments, ended.path).complains(2, "cannot be determined")

@@ -28,14 +28,11 @@ def launch(tmp_path: Path, *options: str, rows: list[dict[str, Any]] = ROWS) -> 
 
 
 def test_scores_are_shown_and_written(tmp_path: Path) -> None:
-    done = launch(tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
+    launch(tmp_path).says(0, "gsm8k", "0.7500")
     (run,) = (tmp_path / "outputs").iterdir()
     found = json.loads((run / "evaluation.json").read_text())
     assert (found["score"], found["best"], found["errors"]) == (0.75, 1.0, 0)
     assert found["sources"]["gsm8k"]["score"] == 0.5
-    assert "gsm8k" in done.stdout
-    assert "0.7500" in done.stdout
     assert len((run / "scores.jsonl").read_text().splitlines()) == 2
     shown = find_status(Target(RunDir(run)))
     assert (shown["state"], exit_code(shown), lines(shown)[1]) == ("finished", 0, "  outcome: finished")
@@ -43,9 +40,8 @@ def test_scores_are_shown_and_written(tmp_path: Path) -> None:
 
 def test_a_faulty_row_ends_it_with_its_name(tmp_path: Path) -> None:
     done = launch(tmp_path, rows=[*ROWS, {**ROWS[0], "data_source": "nobody/knows"}])
-    assert done.returncode == 2
+    done.says(2, "nobody/knows")
     assert "line 3" in done.stdout or "row 3" in done.stdout
-    assert "nobody/knows" in done.stdout
 
 
 @pytest.mark.parametrize(("option", "code"), [("--dry-run", 0), ("--resume", 2)])

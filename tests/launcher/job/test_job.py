@@ -290,10 +290,7 @@ def test_kill_minus_9_of_the_launcher_leaves_no_orphan_and_the_run_goes_on(drive
     job.process.kill()
     job.wait()
     until_gone(family)
-    dead = cosmos("status", job.run_dir)
-    assert dead.returncode == 1, "dead, and without a summary"
-    assert "was killed" in dead.stdout
-    assert "alive until" in dead.stdout
+    cosmos("status", job.run_dir).says(1, "was killed", "alive until")  # dead, and without a summary
     again = drive(20)
     assert again.wait() == 0, again.output()
     assert steps_of(again.summary()) == list(range(20)), "Redis had the steps of the first start"
@@ -313,36 +310,27 @@ def test_everything_that_is_asked_from_another_terminal(drive: Drive):
     }  # fmt: skip
     (end,) = found["launcher"]["ends"]
     assert (end["process"], end["code"], end["lines"][-1]) == ("policy-0", 7, "dying at step 2")
-    shown = cosmos("status", job.run_dir)
-    assert shown.returncode == 0, shown.stderr
-    for part in (
-        "phase=training", "policy-0: live", "policy-0 1 (1 of 2 in a row)", "policy-0: exit code 7; its log: ",
+    cosmos("status", job.run_dir).says(
+        0, "phase=training", "policy-0: live", "policy-0 1 (1 of 2 in a row)", "policy-0: exit code 7; its log: ",
         "│ dying at step 2",
-    ):  # fmt: skip
-        assert part in shown.stdout, part
+    )  # fmt: skip
 
-    refused = cosmos("status", found["url"], COSMOS_TOKEN="wrong")
-    assert (refused.returncode, "refuses the token" in refused.stderr) == (2, True), refused.stderr
-    assert "COSMOS_TOKEN" in refused.stderr
+    cosmos("status", found["url"], COSMOS_TOKEN="wrong").complains(2, "refuses the token", "COSMOS_TOKEN")
 
-    run = cosmos("pause", job.run_dir)
-    assert run.returncode == 1, "a supervised trainer reads its own data"
-    assert "stop it and resume later" in run.stderr
+    # a supervised trainer reads its own data
+    cosmos("pause", job.run_dir).complains(1, "stop it and resume later")
     job.process.send_signal(signal.SIGUSR1)
     until(lambda: "SIGUSR1: a checkpoint is saved" in job.output(), "the answer")
-    asked = cosmos("checkpoint", job.run_dir)
-    assert (asked.returncode, "a checkpoint is saved" in asked.stdout) == (0, True), asked.stderr
+    cosmos("checkpoint", job.run_dir).says(0, "a checkpoint is saved")
     assert "unknown rollout replica 'x'" in cosmos("drain", "x", job.run_dir).stderr
     assert job.process.poll() is None
 
     family = job.family()
-    stopped = cosmos("stop", job.run_dir, "--wait", str(PATIENCE))
-    assert (stopped.returncode, "have left" in stopped.stdout) == (0, True), stopped.stderr
+    cosmos("stop", job.run_dir, "--wait", str(PATIENCE)).says(0, "have left")
     assert not any(alive(pid) for pid in family if pid != job.process.pid)
     assert job.wait() == 130, job.output()
     assert "by `cosmos-launch stop`" in job.output()
-    ended = cosmos("status", job.run_dir)
-    assert (ended.returncode, "outcome: stopped" in ended.stdout) == (0, True)
+    cosmos("status", job.run_dir).says(0, "outcome: stopped")
 
 
 def test_stop_without_a_controller_signals_the_launcher(drive: Drive):
@@ -352,18 +340,13 @@ def test_stop_without_a_controller_signals_the_launcher(drive: Drive):
     os.kill(job.pid_of("-m controller"), signal.SIGSTOP)
     address = job.run_dir / "controller.json"
     address.write_text(json.dumps({"url": "http://127.0.0.1:9"}))
-    stuck = cosmos("status", job.run_dir)
-    assert (stuck.returncode, "does not answer" in stuck.stdout) == (0, True), stuck.stdout
-    stopped = cosmos("stop", job.run_dir)
-    assert (stopped.returncode, "was signalled to stop" in stopped.stdout) == (0, True), stopped.stderr
+    cosmos("status", job.run_dir).says(0, "does not answer")
+    cosmos("stop", job.run_dir).says(0, "was signalled to stop")
     until(lambda: job.event_log().get("ending"), "the launcher to end the job")
-    ending = cosmos("status", job.run_dir)
-    assert (ending.returncode, "is ending: stopped: by SIGINT" in ending.stdout) == (0, True), ending.stdout
-    again = cosmos("stop", job.run_dir)
-    assert (again.returncode, "it is ending already" in again.stdout) == (0, True), again.stderr
+    cosmos("status", job.run_dir).says(0, "is ending: stopped: by SIGINT")
+    cosmos("stop", job.run_dir).says(0, "it is ending already")
     assert "killing" not in job.output(), "a second Ctrl-C would have killed what ends in order"
-    killed = cosmos("stop", job.run_dir, "--now")
-    assert killed.returncode == 0, killed.stderr
+    cosmos("stop", job.run_dir, "--now").says(0)
     assert job.wait() == 130
     assert not any(alive(pid) for pid in job.family())
 
@@ -375,9 +358,7 @@ def test_a_hung_redis_is_shown_and_restarted(drive: Drive):
     hung = job.pid_of("valkey-server")
     os.kill(hung, signal.SIGSTOP)
     until(lambda: job.event_log().get("redis") == "hung", "the launcher's notice")
-    shown = cosmos("status", job.run_dir)
-    assert (shown.returncode, "redis: hung" in shown.stdout) == (0, True), shown.stdout
-    assert "the launcher restarts Redis" in shown.stdout
+    cosmos("status", job.run_dir).says(0, "redis: hung", "the launcher restarts Redis")
     until_gone([hung])
     until(lambda: "redis answers again" in job.output(), "another Redis")
     job.go_on()
@@ -394,12 +375,8 @@ def test_what_a_killed_launcher_leaves_can_be_ended(drive: Drive):
     family = job.family()
     job.process.kill()
     job.wait()
-    half_dead = cosmos("status", job.run_dir)
-    assert (half_dead.returncode, "its processes are leaving" in half_dead.stdout) == (1, True), (
-        half_dead.stdout
-    )
+    cosmos("status", job.run_dir).says(1, "its processes are leaving")
     assert "its launcher is gone already" in cosmos("stop", job.run_dir).stdout
-    now = cosmos("stop", job.run_dir, "--now")
-    assert (now.returncode, "killed" in now.stdout) == (0, True), now.stderr
+    cosmos("stop", job.run_dir, "--now").says(0, "killed")
     assert not any(alive(pid) for pid in family)
     assert cosmos("stop", job.run_dir).returncode == 1, "nothing is left to stop"
