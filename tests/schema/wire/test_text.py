@@ -104,16 +104,15 @@ def test_a_field_that_is_refused_is_named() -> None:
         m.RegisterRequest(request_id="12345678", role="rollout", name="r", engine="v\x1b[31m")
 
 
-@pytest.mark.parametrize("most", [4096])
-def test_errors_with_colours_are_taken_and_arrive_visible(most: int) -> None:
+def test_errors_with_colours_are_taken_and_arrive_visible() -> None:
     colours = "\x1b[31mValueError\x1b[0m: \x1b]0;x\x07\n  in f\n"
     beat = m.HeartbeatRequest(incarnation=1, trouble=colours)
     assert beat.trouble == "ValueError: ␛]0;x␇\n  in f\n"
-    long = ("\x07" * most)[:most]
+    long = "\x07" * 4096
     again = m.HeartbeatRequest.model_validate_json(
         m.HeartbeatRequest(incarnation=1, trouble=long).model_dump_json()
     )
-    assert again.trouble == "␇" * most, "nothing gets longer on its way"
+    assert again.trouble == "␇" * 4096, "nothing gets longer on its way"
     raw = '{"incarnation": 1, "trouble": "\\u001b]0;x\\u0007"}'
     assert m.HeartbeatRequest.model_validate_json(raw).trouble == "␛]0;x␇"
 

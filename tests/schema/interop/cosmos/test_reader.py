@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tomllib
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -199,7 +198,7 @@ def test_values_that_no_configuration_holds_are_not_understood(value: str) -> No
     assert tomllib.loads(to_toml(found)) == found.config
 
 
-def test_wrong_values_pass_and_validate_says_so(tmp_path: Path) -> None:
+def test_wrong_values_pass_and_validate_says_so() -> None:
     found = _cosmos({"train.optm_lr": "fast", "train.epoch": 0})
     assert (value_of(found, "train.optm_lr"), value_of(found, "train.epoch")) == ("fast", 0)
     with pytest.raises(ConfigError, match="optm_lr"):
