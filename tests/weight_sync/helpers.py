@@ -13,14 +13,9 @@ from weight_sync import DirectoryStore, Published, publish
 
 def publication_of(published: Published, version: int = 0, timeline: int = 0) -> Publication:
     return Publication(
-        id=version + 1,
-        version=version,
-        timeline=timeline,
-        uri=published.uri,
-        manifest_hash=published.manifest_hash,
-        content_hash=published.content_hash,
-        n_bytes=published.n_bytes,
-    )
+        id=version + 1, version=version, timeline=timeline, uri=published.uri, n_bytes=published.n_bytes,
+        manifest_hash=published.manifest_hash, content_hash=published.content_hash, kind=published.kind,
+    )  # fmt: skip
 
 
 def put(
@@ -38,6 +33,12 @@ def bits(tensor: torch.Tensor) -> bytes:
     """The bytes of a tensor in C order: equality that knows −0.0 and NaN payloads."""
     flat = torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.detach().reshape(-1))
     return b"" if flat.numel() == 0 else flat.view(torch.uint8).numpy().tobytes()
+
+
+def all_bits(tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]) -> dict[str, bytes]:
+    """Name -> `bits`."""
+    pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
+    return {name: bits(tensor) for name, tensor in pairs}
 
 
 def small(seed: int = 0) -> dict[str, torch.Tensor]:

@@ -246,18 +246,13 @@ def test_a_full_version_and_deltas(tmp_path: Path) -> None:
         target = version_name(0, version, "job")
         names = list(now)
         with store.stage(target) as stage:
-            if version == 0:
-                parts = [
-                    write_full(stage, [(n, now[n]) for n in names[i::2]], f"rank{i}-", max_file_bytes=1000)
-                    for i in range(2)
-                ]
-            else:
-                parts = [
-                    write_delta(
-                        stage, [(n, before[n], now[n]) for n in names[i::2]], f"rank{i}-", max_file_bytes=1000
-                    )
-                    for i in range(2)
-                ]
+            parts = []
+            for i in range(2):
+                mine, options = names[i::2], {"prefix": f"rank{i}-", "max_file_bytes": 1000}
+                if version == 0:
+                    parts.append(write_full(stage, [(n, now[n]) for n in mine], **options))
+                else:
+                    parts.append(write_delta(stage, [(n, before[n], now[n]) for n in mine], **options))
             manifest = assemble(parts, version=version, timeline=0, base=table or None, chain=links)
             published = finish(stage, target, manifest)
         table |= manifest.tensors

@@ -9,7 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 
-from tests.weight_sync.helpers import bits
+from tests.weight_sync.helpers import all_bits, bits
 from tests.weight_sync.test_hf_names import model_of
 from weight_sync import HubNames, WeightError
 
@@ -38,9 +38,9 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_merged_weights_are_those_that_peft_merges(case: str) -> None:
     model = adapted(**CASES[case])
-    before = {name: bits(tensor) for name, tensor in model.state_dict().items()}
+    before = all_bits(model.state_dict())
     found = dict(HubNames(model).tensors())
-    assert {name: bits(tensor) for name, tensor in model.state_dict().items()} == before
+    assert all_bits(model.state_dict()) == before
     merged = copy.deepcopy(model).merge_and_unload().state_dict()
     assert found.keys() == merged.keys()
     for name, tensor in found.items():
@@ -68,17 +68,15 @@ def test_the_adapter_alone_is_what_peft_saves(case: str) -> None:
     model = adapted(**CASES[case])
     found = dict(HubNames(model, lora="adapter").tensors())
     saved = get_peft_model_state_dict(model, save_embedding_layers=False)
-    assert {name: bits(tensor) for name, tensor in found.items()} == {
-        name: bits(tensor) for name, tensor in saved.items()
-    }
+    assert all_bits(found) == all_bits(saved)
 
 
 def test_only_active_adapters_count() -> None:
     model = adapted(target_modules=["q_proj"])
     model.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj", "k_proj"], init_lora_weights=False))
-    first = {name: bits(tensor) for name, tensor in HubNames(model).tensors()}
+    first = all_bits(HubNames(model).tensors())
     model.set_adapter("other")
-    second = {name: bits(tensor) for name, tensor in HubNames(model).tensors()}
+    second = all_bits(HubNames(model).tensors())
     name = "model.layers.0.self_attn.q_proj.weight"
     assert first.keys() == second.keys()
     assert first[name] != second[name]

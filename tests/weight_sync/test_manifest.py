@@ -19,7 +19,7 @@ from schema.wire.weights import MAX_MANIFEST_BYTES, Publication, WeightManifest
 from tests.support.effort import examples
 from tests.support.fetched import fetch
 from tests.support.waiting import PATIENCE
-from tests.weight_sync.helpers import bits, put, small
+from tests.weight_sync.helpers import all_bits, bits, put, small
 from weight_sync import DirectoryStore, WeightError
 from weight_sync.layout import digest
 
@@ -43,6 +43,13 @@ def rewritten(root: Path, publication: Publication, change: Callable[[dict], Non
     return publication.model_copy(update={"manifest_hash": digest(text).hex()})
 
 
+def any_file(root: Path, data: st.DataObject) -> tuple[Publication, Path]:
+    """A publication in a new store, and a file of it."""
+    shutil.rmtree(root, ignore_errors=True)
+    publication = put(DirectoryStore(root), small(), max_file_bytes=300)
+    return publication, data.draw(st.sampled_from(sorted(version_of(root, publication).iterdir())))
+
+
 @pytest.mark.scaled
 @settings(
     max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -50,9 +57,7 @@ def rewritten(root: Path, publication: Publication, change: Callable[[dict], Non
 @given(data=st.data())
 def test_any_flipped_bit_of_any_file_is_found(tmp_path: Path, data: st.DataObject) -> None:
     root = tmp_path / "store"
-    shutil.rmtree(root, ignore_errors=True)
-    publication = put(DirectoryStore(root), small(), max_file_bytes=300)
-    file = data.draw(st.sampled_from(sorted(version_of(root, publication).iterdir())))
+    publication, file = any_file(root, data)
     content = bytearray(file.read_bytes())
     place = data.draw(st.integers(0, len(content) * 8 - 1))
     content[place // 8] ^= 1 << place % 8
@@ -68,9 +73,7 @@ def test_any_flipped_bit_of_any_file_is_found(tmp_path: Path, data: st.DataObjec
 @given(data=st.data())
 def test_any_torn_file_is_found(tmp_path: Path, data: st.DataObject) -> None:
     root = tmp_path / "store"
-    shutil.rmtree(root, ignore_errors=True)
-    publication = put(DirectoryStore(root), small(), max_file_bytes=300)
-    file = data.draw(st.sampled_from(sorted(version_of(root, publication).iterdir())))
+    publication, file = any_file(root, data)
     size = file.stat().st_size
     longer = data.draw(st.booleans())
     os.truncate(file, size + 1 if longer else data.draw(st.integers(0, size - 1)))
@@ -241,7 +244,7 @@ def test_files_that_appear_late_are_waited_for(tmp_path: Path) -> None:
     thread.start()
     found = fetch(tmp_path / "here", publication, patience=PATIENCE)
     thread.join()
-    assert {n: bits(t) for n, t in found.tensors()} == {n: bits(t) for n, t in small().items()}
+    assert all_bits(found.tensors()) == all_bits(small())
 
 
 def test_waiting_ends(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -144,47 +144,41 @@ def test_a_fetched_tensor_can_be_changed_without_touching_the_store(tmp_path: Pa
     assert fetch(tmp_path, publication)["w"].tolist() == [0.0] * 4
 
 
-class TestRefusals:
-    """Nothing becomes visible and nothing is left behind when publishing fails."""
+def breaking_off() -> Iterator[tuple[str, torch.Tensor]]:
+    yield "a", torch.ones(1)
+    raise RuntimeError("gathering failed")
 
-    def refused(self, root: Path, pairs: Any, message: str, error: type[Exception] = WeightError) -> None:
-        with pytest.raises(error, match=message):
-            publish(DirectoryStore(root), version=1, timeline=0, tensors=pairs)
-        assert list(root.iterdir()) == []
 
-    def test_names_twice(self, tmp_path: Path) -> None:
-        self.refused(
-            tmp_path, [("a", torch.ones(1)), ("a", torch.ones(1))], "'a' was handed to publish twice"
-        )
+ONE = torch.ones(1)
+REFUSED: dict[str, tuple[Callable[[], Iterable[tuple[str, torch.Tensor]]], str]] = {
+    "a name twice": (lambda: [("a", ONE), ("a", ONE)], "'a' was handed to publish twice"),
+    "no tensors": (lambda: [], "no tensors"),
+    "a reserved name": (lambda: [("__metadata__", ONE)], "__metadata__"),
+    "no values": (lambda: [("m", torch.empty(2, device="meta"))], "'m' is torch.strided on meta"),
+    "sparse": (lambda: [("s", torch.eye(2).to_sparse())], "'s' is torch.sparse_coo"),
+    "a dtype that safetensors does not have": (
+        lambda: [("z", torch.zeros(2, dtype=torch.complex128))],
+        "'z' has dtype torch.complex128",
+    ),
+    "an error of the iterator": (breaking_off, "gathering failed"),
+}
 
-    def test_no_tensors(self, tmp_path: Path) -> None:
-        self.refused(tmp_path, [], "no tensors")
 
-    def test_reserved_names(self, tmp_path: Path) -> None:
-        self.refused(tmp_path, [("__metadata__", torch.ones(1))], "__metadata__")
+@pytest.mark.parametrize("case", REFUSED)
+def test_nothing_is_left_behind_when_publishing_fails(tmp_path: Path, case: str) -> None:
+    pairs, message = REFUSED[case]
+    with pytest.raises(RuntimeError if pairs is breaking_off else WeightError, match=message):
+        publish(DirectoryStore(tmp_path), version=1, timeline=0, tensors=pairs())
+    assert list(tmp_path.iterdir()) == []
 
-    def test_tensors_without_values(self, tmp_path: Path) -> None:
-        self.refused(tmp_path, [("m", torch.empty(2, device="meta"))], "'m' is torch.strided on meta")
-        self.refused(tmp_path, [("s", torch.eye(2).to_sparse())], "'s' is torch.sparse_coo")
 
-    def test_dtypes_that_safetensors_does_not_have(self, tmp_path: Path) -> None:
-        self.refused(
-            tmp_path, [("z", torch.zeros(2, dtype=torch.complex128))], "'z' has dtype torch.complex128"
-        )
+def test_a_store_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(WeightError, match="cannot be written"):
+        put(DirectoryStore(tmp_path / "file" / "store"), small())
 
-    def test_an_error_of_the_iterator(self, tmp_path: Path) -> None:
-        def produce() -> Iterator[tuple[str, torch.Tensor]]:
-            yield "a", torch.ones(1)
-            raise RuntimeError("gathering failed")
 
-        self.refused(tmp_path, produce(), "gathering failed", RuntimeError)
-
-    def test_a_store_that_cannot_be_written(self, tmp_path: Path) -> None:
-        (tmp_path / "file").touch()
-        with pytest.raises(WeightError, match="cannot be written"):
-            put(DirectoryStore(tmp_path / "file" / "store"), small())
-
-    @pytest.mark.parametrize("name", ["../x", "a/b", ".hidden", "a.b", "a b"])
-    def test_names_of_stores_that_are_paths(self, tmp_path: Path, name: str) -> None:
-        with pytest.raises(ValueError, match="may hold only letters"):
-            put(DirectoryStore(tmp_path), small(), name=name)
+@pytest.mark.parametrize("name", ["../x", "a/b", ".hidden", "a.b", "a b"])
+def test_names_of_stores_that_are_paths(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match="may hold only letters"):
+        put(DirectoryStore(tmp_path), small(), name=name)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from schema.wire.weights import Link, Publication, TensorEntry
-from tests.weight_sync.helpers import bits
+from tests.weight_sync.helpers import all_bits, publication_of
 from weight_sync.publishing.writer import (
     Published,
     after,
@@ -113,18 +113,9 @@ class Versions:
         return published
 
     def _announce(self, published: Published) -> Publication:
-        self.publications.append(
-            Publication(
-                id=len(self.publications) + 1,
-                version=len(self.weights) - 1,
-                timeline=0,
-                uri=published.uri,
-                manifest_hash=published.manifest_hash,
-                content_hash=published.content_hash,
-                n_bytes=published.n_bytes,
-                kind=published.kind,
-            )
-        )
+        number = len(self.publications) + 1
+        publication = publication_of(published, len(self.weights) - 1)
+        self.publications.append(publication.model_copy(update={"id": number}))
         return self.newest
 
 
@@ -159,6 +150,4 @@ class RemoteStore(DirectoryStore):
 
 def same(found: Any, weights: Mapping[str, torch.Tensor]) -> bool:
     """Whether pairs of names and tensors are these weights, bit by bit."""
-    return {name: bits(tensor) for name, tensor in found} == {
-        name: bits(tensor) for name, tensor in weights.items()
-    }
+    return all_bits(found) == all_bits(weights)

@@ -15,11 +15,12 @@ from types import FrameType
 from typing import Any
 
 import weight_sync
+from schema.util.file_lock import release
 from schema.wire.weights import Publication
 from tests.support.waiting import PATIENCE
-from tests.weight_sync.versions import RemoteStore
+from tests.weight_sync.versions import RemoteStore, Versions, same
 from weight_sync.host.files import open_copy
-from weight_sync.host.host_copy import HostCopy
+from weight_sync.host.host_copy import HostCopy, Weights
 from weight_sync.stores import DirectoryStore
 
 FOLDER = str(Path(weight_sync.__file__).parent)
@@ -87,6 +88,19 @@ def share(
         told.join_thread()
         os._exit(0)  # leaving would remove the copy
     copy.close()
+
+
+def right(weights: Weights, versions: Versions) -> bool:
+    """Whether a copy holds the newest version, bit by bit."""
+    with weights.reading() as publication:
+        return publication == versions.newest and same(weights.tensors(), versions.weights[-1])
+
+
+def vanish(copy: HostCopy) -> None:
+    """As after kill -9: the kernel releases the locks, nothing is removed."""
+    assert copy._users is not None
+    release(copy._users)
+    copy._users = None
 
 
 def started(*args: Any, **options: Any) -> ForkServerProcess:

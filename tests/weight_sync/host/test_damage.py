@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from schema.util.file_lock import release
 from schema.wire.weights import Piece
 from tests.support.effort import combinations
 from tests.support.waiting import PATIENCE
-from tests.weight_sync.versions import RemoteStore, Versions, same, stepped
+from tests.weight_sync.host.advancer import right, vanish
+from tests.weight_sync.versions import RemoteStore, Versions, stepped
 from weight_sync.errors import StoppedError, WeightError
 from weight_sync.host.advance import CacheFullError
 from weight_sync.host.files import (
@@ -32,7 +32,7 @@ from weight_sync.host.files import (
     read_state,
     write_model,
 )
-from weight_sync.host.host_copy import HostCopy, Weights, whole_bytes
+from weight_sync.host.host_copy import HostCopy, whole_bytes
 from weight_sync.host.locks import LockTimeoutError, locked
 from weight_sync.host.receive import TRIES
 from weight_sync.host.users import copy_directory
@@ -60,11 +60,6 @@ def file_of(versions: Versions, piece: Piece | None, what: str) -> Path:
     return folder / "manifest.json" if what == "manifest" else max(folder.glob("*.safetensors"))
 
 
-def right(weights: Weights, versions: Versions) -> bool:
-    with weights.reading() as publication:
-        return publication == versions.newest and same(weights.tensors(), versions.weights[-1])
-
-
 class FlakyStore(RemoteStore):
     """Each file comes damaged a number of times before it comes as it is."""
 
@@ -80,16 +75,6 @@ class FlakyStore(RemoteStore):
         if self._seen[key] <= self._times:
             damage(to, self._kind)
         return size
-
-
-@pytest.fixture
-def versions(tmp_path: Path) -> Versions:
-    return Versions(tmp_path / "store")
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Path:
-    return tmp_path / "copy"
 
 
 # ---- the store ----------------------------------------------------------------------------------------------
@@ -148,11 +133,12 @@ def test_a_broken_delta_is_planned_around(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_broken_anchor_is_planned_around_too(place: Path, versions: Versions, kind: str) -> None:
+def test_a_broken_anchor_is_planned_around_too(
+    place: Path, copy: HostCopy, versions: Versions, kind: str
+) -> None:
     for _ in range(9):
         versions.next()
     damage(file_of(versions, versions.links[8].full, "data"), kind)
-    copy = HostCopy(place, versions.store)
     assert right(copy.advance(versions.newest, patience=0.0), versions)
     copy.close()
     for link in versions.links:
@@ -166,9 +152,8 @@ def test_a_broken_anchor_is_planned_around_too(place: Path, versions: Versions, 
     copy.close()
 
 
-def test_deltas_that_do_not_lead_where_they_say(place: Path, versions: Versions) -> None:
+def test_deltas_that_do_not_lead_where_they_say(copy: HostCopy, versions: Versions) -> None:
     """Files that are whole and manifests that are vouched for, but of other weights."""
-    copy = HostCopy(place, versions.store)
     copy.advance(versions.newest, patience=0.0)
     other = Versions(versions.root, weights=stepped(versions.weights[0], 77))
     other.next()
@@ -183,7 +168,6 @@ def test_deltas_that_do_not_lead_where_they_say(place: Path, versions: Versions)
     with pytest.raises(WeightError, match="published was"):
         copy.advance(swapped, patience=0.0)
     assert right(copy.advance(versions.newest, patience=0.0), versions)
-    copy.close()
 
 
 # ---- the copy itself ----------------------------------------------------------------------------------------
@@ -199,26 +183,22 @@ def flip(place: Path, name: str) -> None:
     path.write_bytes(content)
 
 
-def test_a_rotten_copy_is_replaced_when_it_shows(place: Path, versions: Versions) -> None:
-    copy = HostCopy(place, versions.store)
+def test_a_rotten_copy_is_replaced_when_it_shows(place: Path, copy: HostCopy, versions: Versions) -> None:
     copy.advance(versions.newest, patience=0.0)
     flip(place, "big.weight")
     versions.next()
     weights = copy.advance(versions.newest, patience=0.0)
     assert right(weights, versions)
     assert weights.n_bytes > versions.publications[0].n_bytes
-    copy.close()
 
 
 @pytest.mark.parametrize("newer", [False, True])
 @pytest.mark.parametrize("name", [None, "frozen", "big.weight"])
 def test_what_the_dead_left_is_proven_before_it_is_used(
-    place: Path, versions: Versions, name: str | None, newer: bool
+    place: Path, copy: HostCopy, versions: Versions, name: str | None, newer: bool
 ) -> None:
-    copy = HostCopy(place, versions.store)
     copy.advance(versions.newest, patience=0.0)
-    assert copy._users is not None
-    release(copy._users)  # as after kill -9
+    vanish(copy)
     if name is not None:
         flip(place, name)
     if newer:
@@ -230,24 +210,23 @@ def test_what_the_dead_left_is_proven_before_it_is_used(
     copy.close()
 
 
-def test_an_earlier_life_of_the_job_had_higher_ids(place: Path, versions: Versions) -> None:
+def test_an_earlier_life_of_the_job_had_higher_ids(place: Path, copy: HostCopy, versions: Versions) -> None:
     for _ in range(3):
         versions.next()
-    copy = HostCopy(place, versions.store)
     copy.advance(versions.newest, patience=0.0)
-    assert copy._users is not None
-    release(copy._users)
+    vanish(copy)
     again = Versions(versions.root, weights=stepped(versions.weights[0], 5))
     copy = HostCopy(place, versions.store)
     assert right(copy.advance(again.newest, patience=0.0), again)
     copy.close()
 
 
-def test_a_change_that_an_earlier_life_of_the_job_began(place: Path, versions: Versions) -> None:
+def test_a_change_that_an_earlier_life_of_the_job_began(
+    place: Path, copy: HostCopy, versions: Versions
+) -> None:
     """It is not what this life asks for, however high the id of what it was to lead to."""
     for _ in range(3):
         versions.next()
-    copy = HostCopy(place, versions.store)
     copy.advance(versions.newest, patience=0.0)
     state, publication = read_state(place), versions.next()
     assert state is not None
@@ -258,21 +237,18 @@ def test_a_change_that_an_earlier_life_of_the_job_began(place: Path, versions: V
         publication=publication,
     )
     write_model(place / ADVANCING, begun)
-    assert copy._users is not None
-    release(copy._users)
+    vanish(copy)
     again = Versions(versions.root, weights=stepped(versions.weights[0], 5))
     copy = HostCopy(place, versions.store)
     assert right(copy.advance(again.newest, patience=0.0), again)
     copy.close()
 
 
-def test_an_id_that_was_given_twice(place: Path, versions: Versions) -> None:
+def test_an_id_that_was_given_twice(copy: HostCopy, versions: Versions) -> None:
     """By a controller that has lost its history: what it says now counts."""
     other = Versions(versions.root, weights=stepped(versions.weights[0], 5))
-    copy = HostCopy(place, versions.store)
     copy.advance(versions.newest, patience=0.0)
     assert right(copy.advance(other.newest, patience=0.0), other)
-    copy.close()
 
 
 def test_a_directory_that_was_removed_is_made_anew(tmp_path: Path, versions: Versions) -> None:
@@ -336,15 +312,13 @@ def test_old_deltas_go_when_they_are_many(tmp_path: Path, place: Path, versions:
 # ---- room, locks, ends --------------------------------------------------------------------------------------
 
 
-def test_no_room(place: Path, versions: Versions, monkeypatch: pytest.MonkeyPatch) -> None:
-    copy = HostCopy(place, versions.store)
+def test_no_room(copy: HostCopy, versions: Versions, monkeypatch: pytest.MonkeyPatch) -> None:
     real = shutil.disk_usage
     monkeypatch.setattr(shutil, "disk_usage", lambda path: real(path)._replace(free=1000))
     with pytest.raises(CacheFullError, match=r"1000 are free.*weight_sync\.host_cache"):
         copy.advance(versions.newest, patience=0.0)
     monkeypatch.undo()
     assert right(copy.advance(versions.newest, patience=0.0), versions)
-    copy.close()
 
 
 def test_the_disk_fills_up_meanwhile(tmp_path: Path, place: Path, versions: Versions) -> None:
@@ -360,7 +334,7 @@ def test_the_disk_fills_up_meanwhile(tmp_path: Path, place: Path, versions: Vers
 
 
 def test_files_that_cannot_be_mapped(
-    place: Path, versions: Versions, monkeypatch: pytest.MonkeyPatch
+    copy: HostCopy, versions: Versions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on file systems without shared mappings: fetching again does not help."""
     real = mmap.mmap
@@ -370,17 +344,15 @@ def test_files_that_cannot_be_mapped(
             raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
         return real(descriptor, size, access=access)
 
-    copy = HostCopy(place, versions.store)
     monkeypatch.setattr(mmap, "mmap", refusing)
     with pytest.raises(CacheError, match=r"cannot be mapped.*No such device.*weight_sync\.host_cache"):
         copy.advance(versions.newest, patience=0.0)
     monkeypatch.undo()
     assert right(copy.advance(versions.newest, patience=0.0), versions)
-    copy.close()
 
 
 def test_a_copy_that_never_stays_is_given_up(
-    place: Path, versions: Versions, monkeypatch: pytest.MonkeyPatch
+    place: Path, copy: HostCopy, versions: Versions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its files are gone whenever they were fetched and proven."""
     real = WritableTensors.of
@@ -390,14 +362,12 @@ def test_a_copy_that_never_stays_is_given_up(
         return real(self, state)
 
     monkeypatch.setattr(WritableTensors, "of", gone)
-    copy = HostCopy(place, versions.store)
     with pytest.raises(WeightError, match=r"no way leads to publication 1 .*No such file"):
         copy.advance(versions.newest, patience=0.0)
-    copy.close()
 
 
 def test_a_file_that_goes_while_it_is_read_is_read_again(
-    place: Path, versions: Versions, monkeypatch: pytest.MonkeyPatch
+    copy: HostCopy, versions: Versions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on NFS, when another machine removes it."""
     real, left = os.read, [2]
@@ -408,13 +378,11 @@ def test_a_file_that_goes_while_it_is_read_is_read_again(
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
         return real(descriptor, size)
 
-    copy = HostCopy(place, versions.store)
     monkeypatch.setattr(os, "read", stale)
     weights = copy.advance(versions.newest, patience=0.0)
     monkeypatch.undo()
     assert left == [0]
     assert right(weights, versions)
-    copy.close()
 
 
 def test_who_holds_a_lock_is_named(place: Path, versions: Versions) -> None:
@@ -501,8 +469,7 @@ def test_what_other_jobs_left_is_swept(tmp_path: Path, versions: Versions) -> No
     dead, live = HostCopy(directory("dead"), versions.store), HostCopy(directory("live"), versions.store)
     for copy in (dead, live):
         copy.advance(versions.newest, patience=0.0)
-    assert dead._users is not None
-    release(dead._users)  # as after kill -9
+    vanish(dead)
     mine = directory("mine")
     assert [path.name for path in mine.parent.iterdir()] == [live.directory.name]
     live.close()

@@ -12,10 +12,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from schema.util.file_lock import release
 from tests.support.effort import examples
 from tests.support.objects import running_objects
 from tests.support.waiting import PATIENCE
+from tests.weight_sync.host.advancer import vanish
 from tests.weight_sync.stores.store_material import use
 from tests.weight_sync.versions import RemoteStore, Tensors, Versions, same, stepped
 from weight_sync.delta.delta import open_delta
@@ -23,16 +23,6 @@ from weight_sync.errors import WeightError
 from weight_sync.host.files import FETCHED, open_copy
 from weight_sync.host.host_copy import HostCopy, Weights
 from weight_sync.stores import DirectoryStore, Store, open_store
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Path:
-    return tmp_path / "copy"
-
-
-@pytest.fixture
-def versions(tmp_path: Path) -> Versions:
-    return Versions(tmp_path / "store")
 
 
 def opened(place: Path, store: Store) -> HostCopy:
@@ -58,8 +48,14 @@ def store(request: pytest.FixtureRequest, tmp_path: Path, versions: Versions) ->
         yield RemoteStore(versions.root, tmp_path / "notes")
 
 
-def test_every_version_in_turn(place: Path, versions: Versions, store: DirectoryStore) -> None:
+@pytest.fixture
+def copy(place: Path, store: DirectoryStore) -> Iterator[HostCopy]:
     copy = opened(place, store)
+    yield copy
+    copy.close()
+
+
+def test_every_version_in_turn(place: Path, copy: HostCopy, versions: Versions) -> None:
     served = dict(versions.weights[0])
     weights = copy.advance(versions.newest, patience=0.0)
     assert holds(weights, versions, 0)
@@ -85,10 +81,9 @@ def test_every_version_in_turn(place: Path, versions: Versions, store: Directory
     assert not place.exists()
 
 
-def test_who_joins_late(place: Path, versions: Versions, store: DirectoryStore) -> None:
+def test_who_joins_late(copy: HostCopy, versions: Versions, store: DirectoryStore) -> None:
     for _ in range(14):
         versions.next()
-    copy = opened(place, store)
     weights = copy.advance(versions.newest, patience=0.0)
     assert holds(weights, versions, 14)
     anchor = versions.links[12].full
@@ -98,11 +93,9 @@ def test_who_joins_late(place: Path, versions: Versions, store: DirectoryStore) 
     if isinstance(store, RemoteStore):
         names = {key.split("/")[0] for key in store.accesses()}
         assert len(names) == 3
-    copy.close()
 
 
-def test_who_lags_takes_deltas_in_one_go(place: Path, versions: Versions, store: DirectoryStore) -> None:
-    copy = opened(place, store)
+def test_who_lags_takes_deltas_in_one_go(copy: HostCopy, versions: Versions) -> None:
     first = copy.advance(versions.newest, patience=0.0)
     for _ in range(3):
         versions.next()
@@ -117,13 +110,9 @@ def test_who_lags_takes_deltas_in_one_go(place: Path, versions: Versions, store:
     assert late.n_bytes == 0
     with first.reading() as publication:
         assert publication == versions.newest
-    copy.close()
 
 
-def test_a_full_version_and_one_without_changes(
-    place: Path, versions: Versions, store: DirectoryStore
-) -> None:
-    copy = opened(place, store)
+def test_a_full_version_and_one_without_changes(copy: HostCopy, versions: Versions) -> None:
     copy.advance(versions.newest, patience=0.0)
     for weights, full in ((stepped(versions.weights[0], 1, 0.9), True), (None, False)):
         versions.next(weights, full=full)
@@ -135,7 +124,6 @@ def test_a_full_version_and_one_without_changes(
     assert holds(same_again, versions, 3)
     versions.next(stepped(versions.weights[-1], 4, 0.9))  # as a delta all the same: tensors stored whole
     assert holds(copy.advance(versions.newest, patience=0.0), versions, 4)
-    copy.close()
 
 
 @pytest.mark.slow
@@ -211,8 +199,7 @@ def test_any_history(tmp_path: Path, steps: list[tuple[str, Any]], remote: bool)
             )
         elif what == "vanish":
             for copy in copies:
-                assert copy._users is not None
-                release(copy._users)
+                vanish(copy)
             copies = [opened(root / "copy", store) for _ in copies]
         else:
             asked = versions.publications[max(0, len(versions.publications) - 1 - how)]

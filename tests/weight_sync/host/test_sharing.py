@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from schema.util.file_lock import release
 from tests.support.effort import combinations
 from tests.support.waiting import PATIENCE
-from tests.weight_sync.host.advancer import ended, processes, started
-from tests.weight_sync.versions import RemoteStore, Versions, same
+from tests.weight_sync.host.advancer import ended, processes, right, started, vanish
+from tests.weight_sync.versions import RemoteStore, Versions
 from weight_sync.errors import NotReadableError
 from weight_sync.host.files import open_copy, read_advancing, read_state
 from weight_sync.host.host_copy import HostCopy
@@ -40,13 +39,6 @@ def test_fetched_once_by_all_processes_together(tmp_path: Path, sharers: int) ->
     go.set()
     assert [ended(process) for process in everyone] == [0] * sharers
     assert not place.exists(), "the last one removes it"
-
-
-def vanish(copy: HostCopy) -> None:
-    """As after kill -9: the kernel releases the locks, nothing is removed."""
-    assert copy._users is not None
-    release(copy._users)
-    copy._users = None
 
 
 @pytest.mark.parametrize(("alone", "remote"), combinations([False, True], [True, False]))
@@ -83,9 +75,7 @@ def test_killed_at_any_line(tmp_path: Path, alone: bool, remote: bool) -> None:
         if alone:
             keeper = HostCopy(place, store, lock_timeout=PATIENCE)
         weights = keeper.advance(versions.newest, patience=0.0)
-        with weights.reading() as publication:
-            assert publication == versions.newest
-            assert same(weights.tensors(), versions.weights[-1])
+        assert right(weights, versions)
         assert {path.name for path in place.iterdir() if path.name.startswith((".", "w-"))} == {
             weights._state.folder
         }
@@ -105,7 +95,5 @@ def test_a_copy_torn_under_a_reader_is_mended(tmp_path: Path) -> None:
         assert ended(process) == -9
         with pytest.raises(NotReadableError, match="torn"), open_copy(place):
             pass
-        with weights.reading() as publication:
-            assert publication == versions.newest
-            assert same(weights.tensors(), versions.weights[-1])
+        assert right(weights, versions)
     mine.close()

@@ -12,6 +12,7 @@ import torch
 
 from tests.support.effort import combinations
 from tests.support.waiting import PATIENCE
+from tests.weight_sync.host.advancer import right
 from tests.weight_sync.versions import RemoteStore, Versions, same
 from weight_sync.errors import NotReadableError
 from weight_sync.host.files import (
@@ -29,18 +30,8 @@ from weight_sync.host.users import copy_directory
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Path:
-    return tmp_path / "copy"
-
-
-@pytest.fixture
 def versions(tmp_path: Path) -> Versions:
     return Versions(tmp_path / "store", anchor_every=1)
-
-
-def right(weights: Weights, versions: Versions) -> bool:
-    with weights.reading() as publication:
-        return publication == versions.newest and same(weights.tensors(), versions.weights[-1])
 
 
 def way(weights: Weights, versions: Versions, version: int) -> list[str] | None:
@@ -72,11 +63,10 @@ def test_a_delta_that_was_found_wrong_is_not_handed_out(
     copy.close()
 
 
-def test_deltas_that_were_not_applied_here_are_not_handed_out(place: Path, versions: Versions) -> None:
+def test_deltas_that_were_not_applied_here_are_not_handed_out(copy: HostCopy, versions: Versions) -> None:
     versions.anchor_every = 2
     for _ in range(3):
         versions.next()
-    copy = HostCopy(place, versions.store, lock_timeout=PATIENCE)
     weights = copy.advance(versions.newest, patience=0.0)  # the anchor of version 2, and one delta
     uris = [publication.uri for publication in versions.publications]
     assert [way(weights, versions, i) for i in range(4)] == [None, None, uris[3:], []]
@@ -88,12 +78,10 @@ def test_deltas_that_were_not_applied_here_are_not_handed_out(place: Path, versi
     found = [way(weights, versions, i) for i in range(6)]
     # Only what both deltas lead to was hashed, so nobody takes the second one alone.
     assert found == [None, None, uris[3:], uris[4:], None, []]
-    copy.close()
 
 
-def test_the_state_that_another_build_wrote(place: Path, versions: Versions) -> None:
+def test_the_state_that_another_build_wrote(place: Path, copy: HostCopy, versions: Versions) -> None:
     """It does not say which deltas were applied: none is believed."""
-    copy = HostCopy(place, versions.store, lock_timeout=PATIENCE)
     copy.advance(versions.newest, patience=0.0)
     copy.advance(versions.next(), patience=0.0)
     state = read_state(place)
@@ -107,7 +95,6 @@ def test_the_state_that_another_build_wrote(place: Path, versions: Versions) -> 
     weights = copy.advance(versions.next(), patience=0.0)
     assert right(weights, versions)
     assert way(weights, versions, 1) == [versions.newest.uri]
-    copy.close()
 
 
 # ---- files that go, marks that are lost ---------------------------------------------------------------------
@@ -121,10 +108,9 @@ def data_files(place: Path) -> list[Path]:
 
 @pytest.mark.parametrize(("replaced", "mapped"), combinations([False, True], [False, True]))
 def test_an_advance_notices_data_files_that_went(
-    place: Path, versions: Versions, mapped: bool, replaced: bool
+    place: Path, copy: HostCopy, versions: Versions, mapped: bool, replaced: bool
 ) -> None:
     """As when a temporary directory is tidied up by age; what is mapped stays writable."""
-    copy = HostCopy(place, versions.store, lock_timeout=PATIENCE)
     copy.advance(versions.newest, patience=0.0)
     if not mapped:
         copy._writable.forget()
@@ -137,7 +123,6 @@ def test_an_advance_notices_data_files_that_went(
     weights = copy.advance(versions.next(), patience=0.0)
     assert right(weights, versions)
     assert same(copy_again(place, versions), versions.weights[-1])
-    copy.close()
 
 
 def copy_again(place: Path, versions: Versions) -> list[tuple[str, torch.Tensor]]:
@@ -151,8 +136,7 @@ def copy_again(place: Path, versions: Versions) -> list[tuple[str, torch.Tensor]
     return found
 
 
-def test_a_reader_has_files_that_went_made_anew(place: Path, versions: Versions) -> None:
-    copy = HostCopy(place, versions.store, lock_timeout=PATIENCE)
+def test_a_reader_has_files_that_went_made_anew(place: Path, copy: HostCopy, versions: Versions) -> None:
     weights = copy.advance(versions.newest, patience=0.0)
     data_files(place)[0].unlink()
     with pytest.raises(NotReadableError, match="No such file"), open_copy(place):
@@ -161,13 +145,13 @@ def test_a_reader_has_files_that_went_made_anew(place: Path, versions: Versions)
     shutil.rmtree(data_files(place)[0].parent)
     assert right(weights, versions)
     assert right(copy.advance(versions.newest, patience=0.0), versions)
-    copy.close()
 
 
 @pytest.mark.parametrize("torn", [False, True])
-def test_a_copy_that_a_newcomer_disowned_is_proven_again(place: Path, versions: Versions, torn: bool) -> None:
+def test_a_copy_that_a_newcomer_disowned_is_proven_again(
+    place: Path, copy: HostCopy, versions: Versions, torn: bool
+) -> None:
     """It believes to be the first one, since the file was removed that all others hold locked."""
-    copy = HostCopy(place, versions.store, lock_timeout=PATIENCE)
     weights = copy.advance(versions.newest, patience=0.0)
     if torn:
         state, publication = read_state(place), versions.next()
@@ -230,11 +214,10 @@ def test_a_system_that_does_not_tell_its_hosts_apart(tmp_path: Path, monkeypatch
 
 @pytest.mark.parametrize(("begun", "held"), combinations(["not", "in part", "all"], [0, 2]))
 def test_a_change_that_was_begun_to_what_is_gone(
-    place: Path, versions: Versions, begun: str, held: int
+    place: Path, copy: HostCopy, versions: Versions, begun: str, held: int
 ) -> None:
     """Its version was taken back with all its files. What is asked for is readable, and nothing torn is kept; what
     others were told that is here is not stepped back from."""
-    copy = HostCopy(place, versions.store, lock_timeout=PATIENCE)
     copy.advance(versions.newest, patience=0.0)
     for _ in range(held):
         copy.advance(versions.next(), patience=0.0)
@@ -256,12 +239,10 @@ def test_a_change_that_was_begun_to_what_is_gone(
     with weights.reading() as publication:
         assert publication == versions.publications[expected]
         assert same(weights.tensors(), versions.weights[expected])
-    copy.close()
 
 
-def test_a_change_that_was_begun_is_finished_first(place: Path, versions: Versions) -> None:
+def test_a_change_that_was_begun_is_finished_first(place: Path, copy: HostCopy, versions: Versions) -> None:
     """Who asks for less gets what the dead one was on its way to."""
-    copy = HostCopy(place, versions.store, lock_timeout=PATIENCE)
     copy.advance(versions.newest, patience=0.0)
     state, publication = read_state(place), versions.next()
     assert state is not None
@@ -271,4 +252,3 @@ def test_a_change_that_was_begun_is_finished_first(place: Path, versions: Versio
         Advancing(base=state.content_hash, target=target, uris=uris, publication=publication),
     )
     assert right(copy.advance(versions.publications[0], patience=0.0), versions)
-    copy.close()

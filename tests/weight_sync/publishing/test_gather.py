@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from schema.wire.weights import Publication
 from tests.support.fetched import fetch
 from tests.support.ports import free_port
-from tests.weight_sync.helpers import bits, put
+from tests.weight_sync.helpers import all_bits, put
 from tests.weight_sync.test_hf_names import CASES, model_of
 from weight_sync import DirectoryStore, HubNames, WeightError, hub_tensors
 from weight_sync.publishing.gather import Gathering, owners, shard_rows
@@ -128,12 +128,12 @@ def test_owners_get_whole_tensors_and_others_nothing(
         parts = [load_file(root / f"{case}-{dtype}-{rank}.safetensors") for rank in range(world)]
         found = {name: tensor for part in parts for name, tensor in part.items()}
         assert sum(map(len, parts)) == len(found)
-        expected = {name: bits(tensor) for name, tensor in hub_tensors(model, dtype=dtype)}
-        assert {name: bits(tensor) for name, tensor in found.items()} == expected
+        expected = all_bits(hub_tensors(model, dtype=dtype))
+        assert all_bits(found) == expected
     if case != "odd":
         model.save_pretrained(tmp_path)
         saved = load_file(tmp_path / "model.safetensors")
-        assert {name: bits(tensor) for name, tensor in saved.items()} == expected
+        assert all_bits(saved) == expected
     loads = [json.loads((root / f"{case}-{rank}.json").read_text()) for rank in range(world)]
     assert max(loads) - min(loads) <= max(unit.n_bytes for unit in HubNames(model).units)
 
@@ -143,16 +143,14 @@ def test_owners_get_whole_tensors_and_others_nothing(
 def test_a_sharded_model_is_published_tensor_by_tensor(case: str, sharded: tuple[int, Path]) -> None:
     _, root = sharded
     publication = Publication.model_validate_json((root / f"{case}.json").read_text())
-    expected = {name: bits(tensor) for name, tensor in hub_tensors(build(case))}
-    assert {name: bits(tensor) for name, tensor in fetch(root / "store", publication).tensors()} == expected
+    expected = all_bits(hub_tensors(build(case)))
+    assert all_bits(fetch(root / "store", publication).tensors()) == expected
 
 
 def test_a_model_that_is_not_sharded_needs_no_group() -> None:
     model = build("experts")
     found = dict(Gathering(HubNames(model), 0, 1).tensors())
-    assert {name: bits(tensor) for name, tensor in found.items()} == {
-        name: bits(tensor) for name, tensor in hub_tensors(model)
-    }
+    assert all_bits(found) == all_bits(hub_tensors(model))
 
 
 def test_replicas_of_a_model_share_the_work() -> None:

@@ -7,22 +7,17 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.weight_sync.helpers import bits, small
+from tests.weight_sync.helpers import all_bits, bits, small
 from weight_sync.publishing.pinned_copy import PinnedCopy
-
-
-def copy_of(tensors: dict[str, torch.Tensor] | None) -> dict[str, bytes]:
-    assert tensors is not None
-    return {name: bits(tensor) for name, tensor in tensors.items()}
 
 
 def test_a_snapshot_does_not_follow_the_model() -> None:
     model, copy = small(), PinnedCopy(keeps=True)
-    before = copy_of(model)
+    before = all_bits(model)
     copy.take(model.items())
     for tensor in model.values():
         tensor.add_(1)
-    assert copy_of(copy.taken) == before
+    assert all_bits(copy.taken) == before
 
 
 def test_announced_moves_only_when_it_is_said() -> None:
@@ -31,12 +26,12 @@ def test_announced_moves_only_when_it_is_said() -> None:
     copy.take(versions[0].items())
     copy.announce()
     copy.take(versions[1].items())  # this one is never announced
-    assert copy_of(copy.announced) == copy_of(versions[0])
+    assert all_bits(copy.announced) == all_bits(versions[0])
     copy.take(versions[2].items())
     pairs = {name: (bits(old), bits(new)) for name, old, new in copy.pairs()}
     assert pairs == {name: (bits(versions[0][name]), bits(versions[2][name])) for name in versions[0]}
     copy.announce()
-    assert copy_of(copy.announced) == copy_of(versions[2])
+    assert all_bits(copy.announced) == all_bits(versions[2])
 
 
 def test_a_snapshot_that_breaks_off_leaves_what_was_announced() -> None:
@@ -51,7 +46,7 @@ def test_a_snapshot_that_breaks_off_leaves_what_was_announced() -> None:
     for _ in range(2):
         with pytest.raises(RuntimeError):
             copy.take(broken())
-        assert copy_of(copy.announced) == copy_of(small(0))
+        assert all_bits(copy.announced) == all_bits(small(0))
 
 
 def test_memory_is_taken_once() -> None:

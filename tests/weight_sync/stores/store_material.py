@@ -11,6 +11,7 @@ import pytest
 
 from schema.wire.store_url import S3Place
 from weight_sync.stores import Store
+from weight_sync.stores.base import Stage
 from weight_sync.stores.patience import Delays
 from weight_sync.stores.s3 import S3Store
 
@@ -46,13 +47,16 @@ def pattern(n_bytes: int, seed: int = 0) -> bytes:
     )[:n_bytes]
 
 
+def put_file(stage: Stage, name: str, data: bytes) -> None:
+    with stage.create(name) as stream:
+        stream.write(data)
+
+
 def write(store: Store, version: str, files: Mapping[str, bytes], *, leads: bool = True) -> None:
     """A version of these files, and a manifest where one leads."""
     with store.stage(version, leads=leads) as stage:
         for file, data in files.items():
-            with stage.create(file) as stream:
-                stream.write(data)
+            put_file(stage, file, data)
         if leads:
-            with stage.create("manifest.json") as stream:
-                stream.write(b"{}")
+            put_file(stage, "manifest.json", b"{}")
             stage.commit()

@@ -17,7 +17,7 @@ from tests.support.fetched import fetch
 from tests.support.objects import CREDENTIALS, ObjectStore, running_objects
 from tests.support.ports import free_port
 from tests.support.waiting import PATIENCE, until
-from tests.weight_sync.helpers import bits, put, small
+from tests.weight_sync.helpers import all_bits, put, small
 from tests.weight_sync.stores.store_material import BUCKET, NAME, OTHER, bucket, pattern, use, write
 from weight_sync import NotReadableError, WeightError, open_store
 from weight_sync.errors import StoppedError, StoreError
@@ -143,8 +143,7 @@ def test_a_version_arrives_through_a_network_that_breaks_everything_at_random(
         for version in range(10):
             publication = put(store, small(version), version=version, max_file_bytes=300)
             found = fetch(store, publication, patience=PATIENCE)
-            for name, tensor in small(version).items():
-                assert bits(found[name]) == bits(tensor)
+            assert all_bits(found.tensors()) == all_bits(small(version))
         assert sum(front.happened.values()) > 20
 
 
@@ -317,28 +316,24 @@ def test_what_is_no_weight_version_is_never_touched(
     front: FaultyStore, objects: ObjectStore, prefix: str
 ) -> None:
     client = objects.client()
-    keys = [
+    names = (
         "data/rows.parquet",
         "outputs/run/final/model.safetensors",
         "readme",
         f"{NAME}/deeper/file",
         "a b/c",
-    ]
+    )
+    keys = [f"{prefix}/{name}" for name in names]
     for key in keys:
-        client.put_object(Bucket=BUCKET, Key=f"{prefix}/{key}", Body=b"precious")
-    upload = client.create_multipart_upload(Bucket=BUCKET, Key=f"{prefix}/data/large.parquet")
+        client.put_object(Bucket=BUCKET, Key=key, Body=b"precious")
+    large = {"Bucket": BUCKET, "Key": f"{prefix}/data/large.parquet"}
+    upload = client.create_multipart_upload(**large)
     store = bucket(prefix)
     store.sweep(0.0)
     assert store.versions() == []
     for key in keys:
-        assert objects.read(BUCKET, f"{prefix}/{key}") == b"precious"
-    client.upload_part(
-        Bucket=BUCKET,
-        Key=f"{prefix}/data/large.parquet",
-        UploadId=upload["UploadId"],
-        PartNumber=1,
-        Body=b"x",
-    )
+        assert objects.read(BUCKET, key) == b"precious"
+    client.upload_part(**large, UploadId=upload["UploadId"], PartNumber=1, Body=b"x")
 
 
 def test_uploads_of_the_dead_are_swept(front: FaultyStore, objects: ObjectStore, prefix: str) -> None:

@@ -15,8 +15,8 @@ from schema.wire.store_url import S3Place, parse_url
 from tests.support.fetched import fetch
 from tests.support.objects import ObjectStore, running_objects
 from tests.support.waiting import until
-from tests.weight_sync.helpers import bits, put, small
-from tests.weight_sync.stores.store_material import BUCKET, NAME, OTHER, bucket, pattern, use, write
+from tests.weight_sync.helpers import all_bits, put, small
+from tests.weight_sync.stores.store_material import BUCKET, NAME, OTHER, bucket, pattern, put_file, use, write
 from weight_sync import DirectoryStore, NotReadableError, Store, WeightError, collect, open_store
 from weight_sync.stores import HEAD_BYTES
 
@@ -47,10 +47,8 @@ def test_a_version_becomes_visible_whole(store: Store) -> None:
     store.probe(writing=True)
     assert store.versions() == []
     with store.stage(NAME) as stage:
-        with stage.create("00000.safetensors") as stream:
-            stream.write(b"data")
-        with stage.create("manifest.json") as stream:
-            stream.write(b"manifest")
+        put_file(stage, "00000.safetensors", b"data")
+        put_file(stage, "manifest.json", b"manifest")
         assert store.versions() == []
         assert store.age(NAME) == float("inf")
         with pytest.raises(NotReadableError):
@@ -68,8 +66,7 @@ def test_a_version_becomes_visible_whole(store: Store) -> None:
 def test_what_is_not_committed_is_thrown_away(store: Store) -> None:
     def fail_while_writing() -> None:
         with store.stage(NAME) as stage:
-            with stage.create("00000.safetensors") as stream:
-                stream.write(pattern(HEAD_BYTES + 100))
+            put_file(stage, "00000.safetensors", pattern(HEAD_BYTES + 100))
             with stage.create("00001.safetensors") as stream:
                 stream.write(pattern(HEAD_BYTES * 2))
                 raise ZeroDivisionError
@@ -91,13 +88,11 @@ def test_several_write_one_version(again: Again, first: str) -> None:
     if first == "follower":
         write(follower, NAME, {"r1-00000": b"one"}, leads=False)
     with leader.stage(NAME) as stage:
-        with stage.create("r0-00000") as stream:
-            stream.write(b"zero")
+        put_file(stage, "r0-00000", b"zero")
         if first == "leader":
             write(follower, NAME, {"r1-00000": b"one"}, leads=False)
         assert follower.versions() == []
-        with stage.create("manifest.json") as stream:
-            stream.write(b"{}")
+        put_file(stage, "manifest.json", b"{}")
         stage.commit()
     assert {bytes(again().read(f"{NAME}/r{rank}-00000")) for rank in (0, 1)} == {b"zero", b"one"}
 
@@ -105,12 +100,10 @@ def test_several_write_one_version(again: Again, first: str) -> None:
 def test_only_the_leader_commits_and_throws_away(again: Again) -> None:
     with again().stage(NAME) as stage:
         with again().stage(NAME, leads=False) as other:
-            with other.create("r1-00000") as stream:
-                stream.write(b"one")
+            put_file(other, "r1-00000", b"one")
             with pytest.raises(WeightError, match="the process that leads"):
                 other.commit()
-        with stage.create("manifest.json") as stream:
-            stream.write(b"{}")
+        put_file(stage, "manifest.json", b"{}")
         stage.commit()
     assert bytes(again().read(f"{NAME}/r1-00000")) == b"one"
 
@@ -148,8 +141,7 @@ def test_a_header_is_written_last(store: Store) -> None:
             stream.write(data[:1000])
             stream.seek(0, io.SEEK_END)
             stream.write(b"end")
-        with stage.create("manifest.json") as stream:
-            stream.write(b"{}")
+        put_file(stage, "manifest.json", b"{}")
         stage.commit()
     assert store.read(f"{NAME}/file") == data + b"end"
 
@@ -209,8 +201,7 @@ def test_sweeping_removes_what_the_dead_left_and_nothing_else(again: Again) -> N
     write(store, NAME, {"more": b"..."}, leads=False)
     store.sweep(0.0, "job.")
     with store.stage(NAME) as stage:
-        with stage.create("manifest.json") as stream:
-            stream.write(b"{}")
+        put_file(stage, "manifest.json", b"{}")
         stage.commit()
     for file in ("left", "more"):
         with pytest.raises(NotReadableError):
@@ -231,9 +222,7 @@ def test_weights_travel_through_it(store: Store) -> None:
     kept, gone = put(store, small(1), version=1, name="job"), put(store, small(2), version=2, name="job")
     others = put(store, small(3), version=3, name="jobs")
     for publication, seed in ((kept, 1), (gone, 2)):
-        found = fetch(store, publication, patience=0.0)
-        for name, tensor in small(seed).items():
-            assert bits(found[name]) == bits(tensor)
+        assert all_bits(fetch(store, publication, patience=0.0).tensors()) == all_bits(small(seed))
     assert collect(store, [kept.uri], name="job") == [gone.uri.split("/")[0]]
     assert len(store.versions()) == 2
     fetch(store, others, patience=0.0)
