@@ -84,15 +84,9 @@ def test_deltas_alone(links: list[Link], base: str) -> None:
 
 
 def manifest(base: str | None, chain: list[Link]) -> WeightManifest:
+    kind = "full" if base is None else "delta"
     return WeightManifest(
-        kind="full" if base is None else "delta",
-        version=9,
-        timeline=0,
-        base=base,
-        files=[],
-        tensors={},
-        content_hash="z",
-        chain=chain,
+        kind=kind, version=9, timeline=0, base=base, files=[], tensors={}, content_hash="z", chain=chain
     )
 
 
@@ -109,19 +103,12 @@ def test_the_manifest_is_the_last_link() -> None:
 def test_who_joins_at_version_30_takes_the_nearest_anchor() -> None:
     links = [Link(version=0, content_hash="h0", full=piece("f0", 1000))]
     for i in range(1, 31):
-        links.append(
-            Link(
-                version=i,
-                content_hash=f"h{i}",
-                delta=piece(f"d{i}", 10),
-                full=piece(f"f{i}", 1000) if i % 8 == 0 else None,
-            )
-        )
+        full = piece(f"f{i}", 1000) if i % 8 == 0 else None
+        links.append(Link(version=i, content_hash=f"h{i}", delta=piece(f"d{i}", 10), full=full))
     plan = cheapest(links, None)
     assert plan is not None
     assert [step.piece.manifest_hash for step in plan.steps] == ["f24", *(f"d{i}" for i in range(25, 31))]
-    plan = cheapest(links, None, {"d27/manifest.json"})
-    assert plan is None
+    assert cheapest(links, None, {"d27/manifest.json"}) is None
     plan = cheapest(links, "h20", {"f24/manifest.json"})
     assert plan is not None
     assert plan.n_bytes == 100

@@ -27,19 +27,8 @@ from weight_sync.publishing.writer import assemble, finish, write_delta, write_f
 from weight_sync.stores import DirectoryStore, version_name
 
 BLOCK = 1 << 20
-ITEMSIZE = {
-    "BOOL": 1,
-    "U8": 1,
-    "I8": 1,
-    "I16": 2,
-    "U16": 2,
-    "F16": 2,
-    "BF16": 2,
-    "I32": 4,
-    "U32": 4,
-    "F32": 4,
-}
-ITEMSIZE |= {"I64": 8, "U64": 8, "F64": 8, "C64": 8}
+ITEMSIZE = {"BOOL": 1, "U8": 1, "I8": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2}
+ITEMSIZE |= {"I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8, "C64": 8}
 ITEMSIZE |= {f"F8_{kind}": 1 for kind in ("E4M3", "E5M2", "E4M3FNUZ", "E5M2FNUZ", "E8M0")}
 KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}/[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
 Bits = npt.NDArray[Any]

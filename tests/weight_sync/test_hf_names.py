@@ -18,16 +18,10 @@ def config(kind: str, **changes: Any) -> Any:
     import transformers
 
     fields: dict[str, Any] = {
-        "vocab_size": 64,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": 64,
+        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
         **changes,
-    }
+    }  # fmt: skip
     return getattr(transformers, f"{kind}Config")(**fields)
 
 

@@ -23,6 +23,9 @@ from tests.weight_sync.helpers import all_bits, bits, put, small
 from weight_sync import DirectoryStore, WeightError
 from weight_sync.layout import digest
 
+SHARED = [HealthCheck.function_scoped_fixture]
+"""All examples of a test have one directory."""
+
 
 def version_of(root: Path, publication: Publication) -> Path:
     return root / publication.uri.split("/")[0]
@@ -51,9 +54,7 @@ def any_file(root: Path, data: st.DataObject) -> tuple[Publication, Path]:
 
 
 @pytest.mark.scaled
-@settings(
-    max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=SHARED)
 @given(data=st.data())
 def test_any_flipped_bit_of_any_file_is_found(tmp_path: Path, data: st.DataObject) -> None:
     root = tmp_path / "store"
@@ -67,9 +68,7 @@ def test_any_flipped_bit_of_any_file_is_found(tmp_path: Path, data: st.DataObjec
 
 
 @pytest.mark.scaled
-@settings(
-    max_examples=examples(20), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=examples(20), deadline=None, suppress_health_check=SHARED)
 @given(data=st.data())
 def test_any_torn_file_is_found(tmp_path: Path, data: st.DataObject) -> None:
     root = tmp_path / "store"

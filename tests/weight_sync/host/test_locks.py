@@ -16,17 +16,12 @@ HOLD = "import fcntl,sys;f=open(sys.argv[1]);fcntl.flock(f,2);print(1,flush=True
 @pytest.mark.parametrize(
     "words",
     [
-        ["redis://user:hunter2@host/0"],
-        ["--url=redis://:hunter2@host"],
-        ["https://host/hook?a=1&token=hunter2"],
-        ["--api-key", "hunter2=="],
-        ["--api-key=hunter2"],
-        ["store.secret=hunter2"],
-        ["sh -c 'X_TOKEN=hunter2 run'"],
-        # What is cut off does not save the rest.
-        ["redis://user:hunter2" + "2" * 100 + "@host"],
+        ["redis://user:hunter2@host/0"], ["--url=redis://:hunter2@host"],
+        ["https://host/hook?a=1&token=hunter2"], ["--api-key", "hunter2=="], ["--api-key=hunter2"],
+        ["store.secret=hunter2"], ["sh -c 'X_TOKEN=hunter2 run'"],
+        ["redis://user:hunter2" + "2" * 100 + "@host"],  # what is cut off does not save the rest
     ],
-)
+)  # fmt: skip
 def test_credentials_of_who_holds_a_lock_are_not_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
 ) -> None:

@@ -216,12 +216,10 @@ def test_what_waiting_does_not_mend_is_an_error_at_once(
 @pytest.mark.parametrize(
     ("variable", "value"),
     [
-        ("AWS_PROFILE", "nobody"),
-        ("AWS_ENDPOINT_URL", "127.0.0.1:9000"),
-        ("AWS_ENDPOINT_URL", "http://user:secret@no host"),
-        ("AWS_DEFAULT_REGION", "no region"),
+        ("AWS_PROFILE", "nobody"), ("AWS_ENDPOINT_URL", "127.0.0.1:9000"),
+        ("AWS_ENDPOINT_URL", "http://user:secret@no host"), ("AWS_DEFAULT_REGION", "no region"),
     ],
-)
+)  # fmt: skip
 def test_a_setting_that_makes_no_client_is_named(
     monkeypatch: pytest.MonkeyPatch, variable: str, value: str
 ) -> None:
