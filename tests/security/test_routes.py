@@ -296,29 +296,22 @@ def test_fields_of_a_registration_have_bounds(http: httpx.Client, field: str, va
         (m.HeartbeatRequest, "gauges", {f"g{i}": 1.0 for i in range(m.MOST_GAUGES + 1)}),
         (m.HeartbeatRequest, "gauges", {"g" * 129: 1.0}),
         (m.HeartbeatRequest, "leases", ["l"] * (m.MOST_LEASES + 1)),
-        (m.HeartbeatRequest, "leases", ["l" * 257]),
-        (m.HeartbeatRequest, "status", "s" * 257),
+        (m.HeartbeatRequest, "leases", ["l" * 257]), (m.HeartbeatRequest, "status", "s" * 257),
         (m.CommitRequest, "metrics", {f"m{i}": 1.0 for i in range(m.MOST_METRICS + 1)}),
-        (m.CommitRequest, "metrics", {"": 1.0}),
-        (m.PublishRequest, "uri", "../../etc/passwd"),
-        (m.PublishRequest, "uri", "/etc/passwd"),
-        (m.PublishRequest, "uri", "a/../b"),
-        (m.PublishRequest, "uri", "a/b/c"),
-        (m.PublishRequest, "uri", "a" * 513),
-        (m.PublishRequest, "n_bytes", 2**53),
-        (m.CheckpointRequest, "path", "/a\n/b"),
-        (m.CheckpointRequest, "path", "/" * 4097),
-        (m.PushList, "pushes", []),
+        (m.CommitRequest, "metrics", {"": 1.0}), (m.PublishRequest, "uri", "../../etc/passwd"),
+        (m.PublishRequest, "uri", "/etc/passwd"), (m.PublishRequest, "uri", "a/../b"),
+        (m.PublishRequest, "uri", "a/b/c"), (m.PublishRequest, "uri", "a" * 513),
+        (m.PublishRequest, "n_bytes", 2**53), (m.CheckpointRequest, "path", "/a\n/b"),
+        (m.CheckpointRequest, "path", "/" * 4097), (m.PushList, "pushes", []),
         (m.PushList, "pushes", [{"group_id": "g", "lease_id": "l", "index": 0}] * 4097),
-        (m.PushItem, "index", -1),
-        (m.PushItem, "group_id", "g" * 257),
-        (m.LeaseRequest, "max_groups", 10**9),
+        (m.PushItem, "index", -1), (m.PushItem, "group_id", "g" * 257), (m.LeaseRequest, "max_groups", 10**9),
         (m.LeaseRequest, "wait_s", 1e9),
     ],
-)
+)  # fmt: skip
 def test_fields_of_messages_have_bounds(message: type[m.Message], field: str, value: object) -> None:
-    with pytest.raises(ValueError, match=field):
+    with pytest.raises(ValidationError) as refused:
         message.model_validate({field: value})
+    assert field in {error["loc"][0] for error in refused.value.errors()}, "others are missing in any case"
 
 
 def test_of_a_long_list_the_first_fault_is_told(http: httpx.Client) -> None:
