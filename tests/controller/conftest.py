@@ -1,18 +1,47 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
-from controller.client import Client
+from controller.client import Client, Refused
+from controller.client import calls as api
 from schema.config import Config
-from tests.controller.drivers import Rollout, Trainer
-from tests.support.controller import ControllerProcess, make_config, make_run_dir, running_controller
+from tests.controller.drivers import Rollout, Trainer, begin
+from tests.support.controller import TOKENS, ControllerProcess, make_config, make_run_dir, running_controller
 from tests.support.served import ServedController, served_controller
 from tests.support.valkey import ValkeyServer, running_valkey
+from tests.support.waiting import PATIENCE
+
+
+def in_event_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """Run an asynchronous test in a loop of its own, for `PATIENCE` at most."""
+
+    @wraps(test)
+    def run(*arguments: Any, **named: Any) -> None:
+        asyncio.run(asyncio.wait_for(test(*arguments, **named), PATIENCE))
+
+    return run
+
+
+def refused(call: Callable[..., object], *arguments: Any, **named: Any) -> Refused:
+    """How the controller refuses a call."""
+    with pytest.raises(Refused) as caught:
+        call(*arguments, **named)
+    return caught.value
+
+
+def asking(url: str, role: str = "user") -> httpx.Client:
+    """A client of plain requests, with the token of a role."""
+    headers = {"authorization": f"Bearer {TOKENS[role]}"}
+    return httpx.Client(base_url=url, headers=headers, trust_env=False, timeout=PATIENCE)
 
 
 @pytest.fixture(scope="session")
@@ -56,16 +85,29 @@ class Stage:
     def rollout(self, served: ServedController | ControllerProcess, name: str = "rollout-0") -> Rollout:
         return Rollout(self.client(served, "rollout"), name)
 
+    def joined(self, served: ServedController | ControllerProcess, name: str = "rollout-0") -> Rollout:
+        """A rollout replica that has registered."""
+        rollout = self.rollout(served, name)
+        rollout.register()
+        return rollout
+
+    def states(self, served: ServedController) -> dict[str, str]:
+        """The state of each replica, by its name."""
+        return {info.name: info.state for info in self.client(served).send(api.replicas())}
+
     def client(self, served: ServedController | ControllerProcess, role: str = "user") -> Client:
         return self.stack.enter_context(served.client(role))
 
     def ready(self, served: ServedController | ControllerProcess) -> tuple[Trainer, Rollout]:
         """A trainer that has published version 0 and a rollout replica that holds it."""
-        trainer, rollout = self.trainer(served), self.rollout(served)
-        trainer.register()
-        trainer.publish(0)
-        rollout.register()
-        return trainer, rollout
+        return begin(self.client(served, "policy"), self.client(served, "rollout"))
+
+    def at_work(
+        self, config: Config | None = None, rows: int = 12, validation_rows: int = 3
+    ) -> tuple[ServedController, Trainer, Rollout]:
+        """A controller in a thread of this process, with the trainer and the replica of `ready`."""
+        served = self.serve(config, rows, validation_rows)
+        return served, *self.ready(served)
 
 
 @pytest.fixture(scope="module")

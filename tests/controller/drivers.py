@@ -25,16 +25,10 @@ def request_id() -> str:
 def make_header(index: int, version: int, *, tokens: int = 6, **changes: object) -> SampleHeader:
     """Header of a sample of `tokens` tokens, 3 of them prompt."""
     fields: dict[str, object] = {
-        "index": index,
-        "prompt_tokens": 3,
-        "response_tokens": tokens - 3,
-        "total_tokens": tokens,
-        "oldest_version": version,
-        "newest_version": version,
-        "finish_reason": "stop",
-        "rewards": {"right": float(index % 2)},
-        "score": float(index % 2),
-    }
+        "index": index, "prompt_tokens": 3, "response_tokens": tokens - 3, "total_tokens": tokens,
+        "oldest_version": version, "newest_version": version, "finish_reason": "stop",
+        "rewards": {"right": float(index % 2)}, "score": float(index % 2),
+    }  # fmt: skip
     return SampleHeader.model_validate({**fields, **changes})
 
 
@@ -133,14 +127,10 @@ class Rollout:
 
     def lease_request(self, max_groups: int = 1, wait_s: float = 0.0) -> m.LeaseRequest:
         return m.LeaseRequest(
-            request_id=request_id(),
-            replica_id=self.reply.replica_id,
-            incarnation=self.reply.incarnation,
-            version=max(self.version, 0),
-            publication_id=self.publication_id,
-            max_groups=max_groups,
+            request_id=request_id(), replica_id=self.reply.replica_id, incarnation=self.reply.incarnation,
+            version=max(self.version, 0), publication_id=self.publication_id, max_groups=max_groups,
             wait_s=wait_s,
-        )
+        )  # fmt: skip
 
     def lease(self, max_groups: int = 1, wait_s: float = 0.0) -> m.LeaseReply:
         reply = self.client.send(api.lease(self.lease_request(max_groups, wait_s)))
@@ -180,6 +170,15 @@ class Rollout:
 
     def leave(self) -> None:
         self.client.send(api.deregister(self.reply.replica_id, self.reply.incarnation, "done"))
+
+
+def begin(policy: Client, rollout: Client) -> tuple[Trainer, Rollout]:
+    """A trainer that has published version 0 and a rollout replica that holds it."""
+    trainer, replica = Trainer(policy), Rollout(rollout)
+    trainer.register()
+    trainer.publish(0)
+    replica.register()
+    return trainer, replica
 
 
 def train_step(trainer: Trainer, rollout: Rollout, step: int, size: int = 8) -> m.CommitReply:

@@ -5,59 +5,51 @@ from __future__ import annotations
 import asyncio
 
 from controller.notify import Signal
+from tests.controller.conftest import in_event_loop
 
 
-def test_a_change_between_looking_and_waiting_is_not_missed() -> None:
-    async def scenario() -> None:
-        signal = Signal()
-        seen = signal.generation
-        signal.notify()
-        await signal.wait(seen, 3600.0)
-
-    asyncio.run(scenario())
+@in_event_loop
+async def test_a_change_between_looking_and_waiting_is_not_missed() -> None:
+    signal = Signal()
+    seen = signal.generation
+    signal.notify()
+    await signal.wait(seen, 3600.0)
 
 
-def test_the_end_of_the_time_is_no_error() -> None:
-    async def scenario() -> None:
-        signal = Signal()
-        await signal.wait(signal.generation, 0.001)
-
-    asyncio.run(scenario())
+@in_event_loop
+async def test_the_end_of_the_time_is_no_error() -> None:
+    signal = Signal()
+    await signal.wait(signal.generation, 0.001)
 
 
-def test_who_is_cancelled_in_the_round_of_a_change_ends() -> None:
+@in_event_loop
+async def test_who_is_cancelled_in_the_round_of_a_change_ends() -> None:
     """A loop around the wait would otherwise go on for ever, and its owner wait for it as long."""
+    signal = Signal()
 
-    async def scenario() -> None:
-        signal = Signal()
-
-        async def forever() -> None:
-            while True:
-                await signal.wait(signal.generation, 3600.0)
-
-        waiting = asyncio.create_task(forever())
-        await asyncio.sleep(0)
-        signal.notify()
-        waiting.cancel()
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        assert waiting.cancelled()
-
-    asyncio.run(scenario())
-
-
-def test_waiters_go_on_in_the_order_in_which_they_came() -> None:
-    async def scenario() -> list[int]:
-        signal, order = Signal(), []
-
-        async def wait(number: int) -> None:
+    async def forever() -> None:
+        while True:
             await signal.wait(signal.generation, 3600.0)
-            order.append(number)
 
-        waiting = [asyncio.create_task(wait(number)) for number in range(20)]
-        await asyncio.sleep(0)
-        signal.notify()
-        await asyncio.gather(*waiting)
-        return order
+    waiting = asyncio.create_task(forever())
+    await asyncio.sleep(0)
+    signal.notify()
+    waiting.cancel()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert waiting.cancelled()
 
-    assert asyncio.run(scenario()) == list(range(20))
+
+@in_event_loop
+async def test_waiters_go_on_in_the_order_in_which_they_came() -> None:
+    signal, order = Signal(), []
+
+    async def wait(number: int) -> None:
+        await signal.wait(signal.generation, 3600.0)
+        order.append(number)
+
+    waiting = [asyncio.create_task(wait(number)) for number in range(20)]
+    await asyncio.sleep(0)
+    signal.notify()
+    await asyncio.gather(*waiting)
+    assert order == list(range(20))

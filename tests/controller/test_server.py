@@ -37,6 +37,11 @@ def picture(user: Client) -> dict[str, Any]:
     }
 
 
+def kill_and_start(process: ControllerProcess) -> None:
+    process.stop(signal.SIGKILL)
+    process.start()
+
+
 def test_a_killed_controller_comes_back_as_it_was(stage: Stage) -> None:
     config = make_config(
         train={"train_policy": {"allowed_outdated_steps": 2}},
@@ -50,21 +55,18 @@ def test_a_killed_controller_comes_back_as_it_was(stage: Stage) -> None:
     train_step(trainer, rollout, 0)
     validating = rollout.lease(1).groups[0]
     assert validating.kind == "validation"
-    other = stage.rollout(process, "rollout-1")
-    other.register()
+    other = stage.joined(process, "rollout-1")
     held, half = other.lease(2).groups
     assert other.push(half, make_header(0, 1)).accepted
     before = picture(user)
-    process.stop(signal.SIGKILL)
-    process.start()
+    kill_and_start(process)
     assert picture(user) == before
     assert other.push(half, make_header(0, 1)).duplicate
     assert other.push(half, make_header(1, 1)).accepted
     assert all(result.accepted for result in other.finish([held]).results)
     assert rollout.push(validating, make_header(0, 1)).accepted
     assert other.beat(set()).lost_leases == []
-    process.stop(signal.SIGKILL)
-    process.start()
+    kill_and_start(process)
     for step in range(1, 10):
         last = train_step(trainer, rollout, step)
     assert last.finished
@@ -79,24 +81,20 @@ def test_every_step_may_be_the_last_of_a_controller(stage: Stage) -> None:
     trainer, rollout = stage.ready(process)
     user = stage.client(process)
 
-    def again() -> None:
-        process.stop(signal.SIGKILL)
-        process.start()
-
     for step in range(4):
         groups = rollout.lease(2).groups
         if step == 0:
-            again()
+            kill_and_start(process)
         rollout.finish(groups)
         if step == 1:
-            again()
+            kill_and_start(process)
         batch = trainer.batch(step)
         if step == 2:
-            again()
+            kill_and_start(process)
             assert trainer.batch(step) == batch
         trainer.commit(step)
         if step == 3:
-            again()
+            kill_and_start(process)
             assert trainer.commit(step).finished
         trainer.publish(step + 1)
         rollout.update()
@@ -104,7 +102,7 @@ def test_every_step_may_be_the_last_of_a_controller(stage: Stage) -> None:
     assert (ledger.created, ledger.states["trained"]) == (8, 8)
     assert ledger.staleness == {0: 16}
     trainer.leave("finished")
-    again()
+    kill_and_start(process)
     assert user.send(api.job()).phase is Phase.FINISHED
     assert rollout.lease().status is LeaseStatus.FINISHED
 

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from controller.server import Settings
 from tests.support.certificates import Certificates, make_certificates
+from tests.support.controller import TOKENS
 from tests.support.tls_proxy import tls_proxy
 from tests.support.valkey import running_valkey
 
@@ -31,6 +33,12 @@ class GuardedRedis:
         files = {"tls_ca": "ca", "tls_cert": "client_cert", "tls_key": "client_key"}
         wanted = names or tuple(files)
         return {name: str(getattr(self.certificates, files[name])) for name in wanted}
+
+
+def read_settings(run_dir: Path) -> Settings:
+    """What a controller of a run directory reads at its start."""
+    tokens = {f"COSMOS_TOKEN_{role.upper()}": token for role, token in TOKENS.items()}
+    return Settings.read(run_dir, None, 0, {**tokens, "COSMOS_REDIS_URL": "unix:///nowhere"})
 
 
 @pytest.fixture(scope="session")

@@ -34,7 +34,7 @@ from schemathesis.specs.openapi.checks import (
 from controller.client import calls as api
 from schema.wire import messages as m
 from schema.wire.frame import pack_bundle
-from tests.controller.drivers import Rollout, Trainer, train_step
+from tests.controller.drivers import begin, train_step
 from tests.support.controller import TOKENS, make_config, make_run_dir
 from tests.support.served import ServedController, served_controller
 from tests.support.valkey import running_valkey
@@ -58,29 +58,24 @@ def target() -> Iterator[ServedController]:
 def put_to_work(served: ServedController) -> dict[str, dict[str, Any]]:
     """One step is trained: there are groups, samples, publications and records. The names of things, by role."""
     with served.client("policy") as policy, served.client("rollout") as rollout:
-        trainer, replica = Trainer(policy), Rollout(rollout)
-        trainer.register()
-        trainer.publish(0)
-        replica.register()
+        trainer, replica = begin(policy, rollout)
         train_step(trainer, replica, 0)
         group = replica.lease(2).groups[0]
         shared = {"group_id": group.group_id, "lease_id": group.lease_id, "step": 1, "index": 0}
         return {
             "user": {**shared, "replica_id": replica.reply.replica_id, "name": "rollout-0"},
-            "rollout": {
-                **shared,
-                "replica_id": replica.reply.replica_id,
-                "incarnation": 1,
-                "role": "rollout",
-            },
+            "rollout": {**shared, **_identity(replica.reply), "role": "rollout"},
             "policy": {
                 **shared,
-                "replica_id": trainer.reply.replica_id,
-                "incarnation": trainer.reply.incarnation,
-                "policy_epoch": trainer.reply.policy_epoch,
+                **_identity(trainer.reply),
                 "role": "policy",
+                "policy_epoch": trainer.reply.policy_epoch,
             },
         }
+
+
+def _identity(reply: m.RegisterReply) -> dict[str, Any]:
+    return {"replica_id": reply.replica_id, "incarnation": reply.incarnation}
 
 
 def document(served: ServedController) -> dict[str, Any]:
@@ -141,12 +136,9 @@ def _fuzz_one(
 ) -> None:
     @seed(number)
     @settings(
-        max_examples=examples,
-        database=None,
-        deadline=None,
-        phases=(Phase.generate,),
+        max_examples=examples, database=None, deadline=None, phases=(Phase.generate,),
         suppress_health_check=list(HealthCheck),
-    )
+    )  # fmt: skip
     @given(
         case=operation.as_strategy()
         | operation.as_strategy(generation_mode=schemathesis.GenerationMode.NEGATIVE),

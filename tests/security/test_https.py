@@ -17,7 +17,7 @@ import pytest
 
 from controller.client import AsyncClient, Client, ControllerLost, Untrusted
 from controller.client import calls as api
-from controller.server import Settings, StartError, serve
+from controller.server import StartError, serve
 from launcher.plan.machine import Machine
 from launcher.plan.rundir import Tokens, environment
 from launcher.plan.tls import check_encryption, controller_url
@@ -26,6 +26,7 @@ from launcher.restarts import Role
 from schema.config import Config, check_warnings
 from schema.config.rules import check_rules
 from schema.util.tls import client_context, faults, server_context
+from tests.security.conftest import read_settings
 from tests.support.certificates import Certificates, make_certificates
 from tests.support.controller import TOKENS, ControllerProcess, make_config, make_run_dir, running_controller
 from tests.support.valkey import running_valkey
@@ -135,10 +136,7 @@ def test_a_controller_does_not_start_with_the_wrong_key(
     tmp_path: Path, certificates: Certificates, other_authority: Certificates
 ) -> None:
     config = encrypted(certificates, tls_key=str(other_authority.key))
-    environ = {f"COSMOS_TOKEN_{role.upper()}": token for role, token in TOKENS.items()}
-    settings = Settings.read(
-        make_run_dir(tmp_path / "run", config), None, 0, {**environ, "COSMOS_REDIS_URL": "unix:///nowhere"}
-    )
+    settings = read_settings(make_run_dir(tmp_path / "run", config))
     with pytest.raises(StartError, match="is not the private key of"):
         asyncio.run(serve(settings))
 

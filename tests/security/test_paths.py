@@ -12,11 +12,12 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
-from controller.server import Settings, StartError
+from controller.server import StartError
 from policy_worker.checkpoints.layout import Manifest
 from schema.config import Config, ConfigError, check_config
 from schema.wire.weights import FileEntry, Publication
-from tests.controller.drivers import Rollout, Trainer
+from tests.controller.drivers import begin
+from tests.security.conftest import read_settings
 from tests.support.controller import TOKENS, make_config, make_run_dir
 from tests.support.fetched import fetch
 from tests.support.served import ServedController, served_controller
@@ -114,14 +115,9 @@ def test_a_prefix_of_keys_is_plain(name: str) -> None:
         Config.model_validate({"redis": {"key_prefix": name}})
 
 
-def _settings(run_dir: Path) -> Settings:
-    environ = {f"COSMOS_TOKEN_{role.upper()}": token for role, token in TOKENS.items()}
-    return Settings.read(run_dir, None, 0, {**environ, "COSMOS_REDIS_URL": "unix:///nowhere"})
-
-
 @pytest.mark.parametrize("name", ["a:b", "two words", "ä", "x" * 150, "a*b", "{tag}"])
 def test_a_job_id_is_plain_whatever_its_directory_is_called(tmp_path: Path, name: str) -> None:
-    found = _settings(make_run_dir(tmp_path / name, make_config())).job_id
+    found = read_settings(make_run_dir(tmp_path / name, make_config())).job_id
     assert set(found) <= set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-")
     assert len(found) < 200
 
@@ -131,7 +127,7 @@ def test_a_job_id_out_of_a_file_is_checked(tmp_path: Path, text: str) -> None:
     run_dir = make_run_dir(tmp_path / "run", make_config())
     (run_dir / "job_id").write_text(text)
     with pytest.raises(StartError, match="not a job id"):
-        _settings(run_dir)
+        read_settings(run_dir)
 
 
 # ---- over the wire --------------------------------------------------------------------------------------------
@@ -148,10 +144,7 @@ def served(valkey: ValkeyServer, tmp_path_factory: pytest.TempPathFactory) -> It
     run_dir = make_run_dir(tmp_path_factory.mktemp("paths") / "run", make_config())
     with served_controller(run_dir, valkey.url) as controller:
         with controller.client("policy") as policy, controller.client("rollout") as rollout:
-            trainer = Trainer(policy)
-            trainer.register()
-            trainer.publish(0)
-            Rollout(rollout).register()
+            begin(policy, rollout)
         yield controller
 
 

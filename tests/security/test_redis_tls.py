@@ -12,7 +12,7 @@ from launcher.plan import redis_server
 from launcher.plan.redis_server import RedisUnusableError, check, named
 from schema.config import RedisConfig
 from tests.controller.conftest import PATIENT
-from tests.controller.drivers import Rollout, Trainer, train_step
+from tests.controller.drivers import begin, train_step
 from tests.security.conftest import PASSWORD, GuardedRedis
 from tests.support.certificates import Certificates
 from tests.support.controller import TOKENS, make_config, make_run_dir, running_controller
@@ -33,10 +33,7 @@ def test_a_controller_works_on_a_server_with_password_and_mutual_tls(
     environment = {"COSMOS_REDIS_PASSWORD": PASSWORD}
     with running_controller(run_dir, guarded_redis.url, **environment) as process:
         with process.client("policy") as policy, process.client("rollout") as rollout:
-            trainer, replica = Trainer(policy), Rollout(rollout)
-            trainer.register()
-            trainer.publish(0)
-            replica.register()
+            trainer, replica = begin(policy, rollout)
             assert train_step(trainer, replica, 0).committed_steps == 1
             process.stop()
             process.start()

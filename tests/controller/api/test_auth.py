@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from itertools import product
 
 import httpx
 import pytest
@@ -15,7 +15,6 @@ from schema.wire import messages as m
 from tests.controller.conftest import Stage
 from tests.controller.drivers import request_id
 from tests.support.controller import TOKENS
-from tests.support.served import ServedController
 from tests.support.waiting import PATIENCE
 
 USER, ROLLOUT, POLICY, ALL = {"user"}, {"rollout"}, {"policy"}, {"user", "rollout", "policy"}
@@ -62,30 +61,18 @@ RULES: list[tuple[str, str, set[str]]] = [
 ]
 
 
-@dataclass
-class Door:
-    served: ServedController
-    http: httpx.Client
-
-
 @pytest.fixture(scope="module")
-def door(shared: Stage) -> Iterator[Door]:
-    served = shared.serve()
-    shared.ready(served)
+def door(shared: Stage) -> Iterator[httpx.Client]:
+    """Plain requests to a controller at work, without a token."""
+    served, _, _ = shared.at_work()
     with httpx.Client(base_url=served.url, trust_env=False, timeout=PATIENCE) as http:
-        yield Door(served, http)
+        yield http
 
 
 def test_every_route_answers_its_callers_and_nobody_else(stage: Stage) -> None:
-    served = stage.serve()
-    stage.ready(served)
+    served, _, _ = stage.at_work()
     with httpx.Client(base_url=served.url, trust_env=False, timeout=PATIENCE) as http:
-        call_every_route(http)
-
-
-def call_every_route(http: httpx.Client) -> None:
-    for method, path, allowed in RULES:
-        for role, token in TOKENS.items():
+        for (method, path, allowed), (role, token) in product(RULES, TOKENS.items()):
             answer = http.request(method, path, headers={"authorization": f"Bearer {token}"})
             refused = answer.status_code == 403
             assert refused == (role not in allowed), f"{method} {path} by {role}: {answer.text}"
@@ -98,21 +85,21 @@ def call_every_route(http: httpx.Client) -> None:
 WRONG = (None, "Bearer wrong", "Basic dXNlcjp4", "Bearer", "user-token", "Bearer \xff")
 
 
-def test_without_a_valid_token_everything_is_shut(door: Door) -> None:
+def test_without_a_valid_token_everything_is_shut(door: httpx.Client) -> None:
     """Every route without a token, and each wrong header at a few of them."""
     asked = [(None, rule) for rule in RULES] + [(header, rule) for header in WRONG for rule in RULES[::9]]
     for header, (method, path, _) in asked:
         headers = {} if header is None else {"authorization": header.encode("latin-1")}
-        answer = door.http.request(method, path, headers=headers)  # type: ignore[arg-type]
+        answer = door.request(method, path, headers=headers)  # type: ignore[arg-type]
         assert answer.status_code == 401, f"{method} {path}: {answer.text}"
         assert answer.headers["content-type"] == "application/problem+json"
         assert answer.headers["www-authenticate"] == "Bearer"
         assert m.Problem.model_validate_json(answer.content).code is m.ErrorCode.UNAUTHORIZED
 
 
-def test_health_needs_no_token(door: Door) -> None:
-    assert door.http.get("/healthz").status_code == 200
-    assert door.http.get("/readyz").status_code == 200
+def test_health_needs_no_token(door: httpx.Client) -> None:
+    assert door.get("/healthz").status_code == 200
+    assert door.get("/readyz").status_code == 200
 
 
 def test_a_role_registers_for_itself_only(stage: Stage) -> None:
@@ -133,14 +120,12 @@ def test_each_role_needs_a_token_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("token", "why"),
     [
-        ("short", "can be guessed"),
-        ("a" * 64, "can be guessed"),
-        ("ababab" * 10, "can be guessed"),
+        ("short", "can be guessed"), ("a" * 64, "can be guessed"), ("ababab" * 10, "can be guessed"),
         ("two words and some more letters", "printable ASCII"),
         ("naïve-token-with-letters-enough", "printable ASCII"),
         ("a-line-that-ends-in-the-middle\n-of-it", "printable ASCII"),
     ],
-)
+)  # fmt: skip
 def test_a_token_that_can_be_guessed_or_not_be_sent_is_refused_and_not_shown(token: str, why: str) -> None:
     with pytest.raises(ValueError, match=why) as caught:
         Tokens({**TOKENS, "rollout": token})

@@ -75,8 +75,7 @@ def test_a_bug_is_a_problem_without_details() -> None:
 
 
 def test_all_hot_routes_exist(stage: Stage) -> None:
-    served = stage.serve()
-    trainer, rollout = stage.ready(served)
+    _, trainer, rollout = stage.at_work()
     assert HOT
     assert rollout.lease(1).groups
     assert rollout.beat().committed_steps == trainer.beat().committed_steps == 0

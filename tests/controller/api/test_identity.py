@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from controller.client import AsyncClient, Client, Refused, Unauthorized
+from controller.client import AsyncClient, Client, Unauthorized
 from controller.client import calls as api
 from controller.state.replicas import Registry
 from rollout_worker import session
@@ -18,7 +18,7 @@ from rollout_worker.session import NameTakenError, Session, SupersededError
 from schema.wire import messages as m
 from schema.wire.messages import ErrorCode
 from schema.wire.messages.recovery import DeclareLeases
-from tests.controller.conftest import Stage
+from tests.controller.conftest import Stage, refused
 from tests.controller.drivers import Rollout, make_frame, make_header, request_id
 from tests.support.controller import TOKENS, make_config
 from tests.support.served import ServedController, served_controller
@@ -26,6 +26,7 @@ from tests.support.waiting import PATIENCE, until
 
 SILENCE = 15.0
 SECRET = secrets.token_urlsafe(32)
+ANOTHER = "another-secret-0123456789"
 
 
 def serve(stage: Stage) -> ServedController:
@@ -47,38 +48,35 @@ def live(stage: Stage, served: ServedController) -> Rollout:
     return holder
 
 
+def held(stage: Stage) -> tuple[ServedController, Rollout]:
+    """A controller, and a replica of it with a secret."""
+    served = serve(stage)
+    return served, live(stage, served)
+
+
 def states(stage: Stage, served: ServedController) -> dict[str, str]:
     return {info.replica_id: info.state for info in stage.client(served).send(api.replicas())}
 
 
-def refused(call: Callable[[], Any]) -> Refused:
-    with pytest.raises(Refused) as caught:
-        call()
-    return caught.value
-
-
-@pytest.mark.parametrize("secret", ["", "another-secret-0123456789"])
+@pytest.mark.parametrize("secret", ["", ANOTHER])
 def test_nobody_acts_for_a_replica_without_its_secret(stage: Stage, secret: str) -> None:
-    served = serve(stage)
-    holder = live(stage, served)
+    served, holder = held(stage)
     group = holder.lease().groups[0]
     thief = rollout(stage, served, secret)
     thief.reply, thief.version, thief.publication_id = holder.reply, holder.version, holder.publication_id
-    mine, number = holder.reply.replica_id, holder.reply.incarnation
+    mine, number, send = holder.reply.replica_id, holder.reply.incarnation, thief.client.send
     frame = make_frame(make_header(0, 0))
     report = m.UpdateReport(replica_id=mine, incarnation=number, status="unreadable", detail="no")
     calls: dict[str, Callable[[], Any]] = {
         "heartbeat": thief.beat,
         "lease": thief.lease,
-        "declare": lambda: thief.client.send(
-            api.declare_leases(mine, DeclareLeases(incarnation=number, leases=[]))
-        ),
-        "release": lambda: thief.client.send(api.release(group.lease_id)),
+        "declare": lambda: send(api.declare_leases(mine, DeclareLeases(incarnation=number, leases=[]))),
+        "release": lambda: send(api.release(group.lease_id)),
         "push": lambda: thief.push(group, make_header(0, 0), frame),
         "push many": lambda: thief.finish([group]),
-        "report": lambda: thief.client.send(api.report_update(holder.publication_id, report)),
-        "poll": lambda: thief.client.send(api.latest_publication(0, 0.0, mine, number)),
-        "drain": lambda: thief.client.send(api.drain(mine)),
+        "report": lambda: send(api.report_update(holder.publication_id, report)),
+        "poll": lambda: send(api.latest_publication(0, 0.0, mine, number)),
+        "drain": lambda: send(api.drain(mine)),
         "leave": thief.leave,
     }
     for name, call in calls.items():
@@ -95,8 +93,7 @@ def test_nobody_acts_for_a_replica_without_its_secret(stage: Stage, secret: str)
 
 
 def test_who_knows_the_secret_takes_the_place_at_once(stage: Stage) -> None:
-    served = serve(stage)
-    old = live(stage, served)
+    served, old = held(stage)
     new = rollout(stage, served, SECRET)
     assert new.register().incarnation == 2
     assert refused(old.beat).code is ErrorCode.STALE_INCARNATION
@@ -104,24 +101,22 @@ def test_who_knows_the_secret_takes_the_place_at_once(stage: Stage) -> None:
 
 
 def test_the_user_drains_without_it_and_the_name_stays_held(stage: Stage) -> None:
-    served = serve(stage)
-    holder = live(stage, served)
+    served, holder = held(stage)
     stage.client(served).send(api.drain(holder.reply.replica_id))
     assert states(stage, served)[holder.reply.replica_id] == "draining"
-    assert refused(rollout(stage, served, "another-secret-0123456789").register).code is ErrorCode.NAME_TAKEN
+    assert refused(rollout(stage, served, ANOTHER).register).code is ErrorCode.NAME_TAKEN
 
 
 @pytest.mark.parametrize("end", ["silent", "left", "exited"])
 def test_a_name_that_nobody_holds_is_anybodys(stage: Stage, end: str) -> None:
-    served = serve(stage)
-    holder = live(stage, served)
+    served, holder = held(stage)
     if end == "silent":
         served.skip(SILENCE + 1)
     elif end == "left":
         holder.leave()
     else:
         stage.client(served).send(api.replica_exited("rollout-0", "killed"))
-    other = rollout(stage, served, "another-secret-0123456789")
+    other = rollout(stage, served, ANOTHER)
     assert other.register().incarnation == 2
     assert refused(holder.beat).code is ErrorCode.STALE_INCARNATION
     assert refused(holder.register).code is ErrorCode.NAME_TAKEN
@@ -135,9 +130,7 @@ def test_another_controller_knows_the_hash_alone(stage: Stage) -> None:
         stored = b"".join(redis.dump(key) or b"" for key in redis.keys("*"))
     assert SECRET.encode() not in stored
     with served_controller(run_dir, stage.valkey.url) as after:
-        assert (
-            refused(rollout(stage, after, "another-secret-0123456789").register).code is ErrorCode.NAME_TAKEN
-        )
+        assert refused(rollout(stage, after, ANOTHER).register).code is ErrorCode.NAME_TAKEN
         assert rollout(stage, after, SECRET).register().incarnation == 2
 
 
@@ -157,7 +150,7 @@ def test_a_repeated_registration_needs_the_secret_too() -> None:
     assert registry.register(request, 1.0, SECRET).repeated
     registry.expire(2 * SILENCE)
     with pytest.raises(Exception, match="has ended") as caught:
-        registry.register(request, 2 * SILENCE, "another-secret-0123456789")
+        registry.register(request, 2 * SILENCE, ANOTHER)
     assert getattr(caught.value, "code", None) is ErrorCode.STALE_INCARNATION
 
 
@@ -191,7 +184,7 @@ def test_a_replica_waits_for_its_name_as_long_as_a_silent_holder_keeps_it(
         await asyncio.to_thread(served.skip, SILENCE + 1)
         return await registering
 
-    assert sessions(served, "another-secret-0123456789", once_silent).incarnation == 2
+    assert sessions(served, ANOTHER, once_silent).incarnation == 2
     monkeypatch.setattr(session, "NAME_MARGIN", -SILENCE)
     with pytest.raises(NameTakenError, match="COSMOS_REPLICA_NAME"):
         sessions(served, "a-third-secret-0123456789", lambda own: own.register())
@@ -199,8 +192,7 @@ def test_a_replica_waits_for_its_name_as_long_as_a_silent_holder_keeps_it(
 
 def test_a_replica_whose_id_is_anothers_ends(stage: Stage) -> None:
     """As when a store lost history and two registrations have been given one id."""
-    served = serve(stage)
-    holder = live(stage, served)
+    served, holder = held(stage)
 
     async def beat(own: Session) -> None:
         own.reply = holder.reply
@@ -209,7 +201,7 @@ def test_a_replica_whose_id_is_anothers_ends(stage: Stage) -> None:
         )
 
     with pytest.raises(SupersededError):
-        sessions(served, "another-secret-0123456789", beat)
+        sessions(served, ANOTHER, beat)
 
 
 def test_the_policy_token_reaches_no_rollout_replica(stage: Stage) -> None:

@@ -19,7 +19,7 @@ from controller.client import calls as api
 from schema.config import Config
 from schema.wire.messages import LeaseRequest
 from tests.controller.conftest import PATIENT, Stage
-from tests.controller.drivers import Rollout, Trainer, make_frame, make_header, train_step
+from tests.controller.drivers import Rollout, Trainer, begin, make_frame, make_header, train_step
 from tests.support.controller import TOKENS, ControllerProcess, make_config, make_run_dir, running_controller
 from tests.support.ports import free_port
 from tests.support.valkey import ValkeyServer, running_valkey
@@ -184,8 +184,7 @@ def test_one_that_was_stopped_and_wakes_writes_nothing_and_tells_nothing(
 ) -> None:
     run_dir = make_run_dir(tmp_path / "run", config(SHORT))
     with running_valkey() as valkey, running_controller(run_dir, valkey.url) as first:
-        trainer, rollout = Trainer(first.client("policy")), Rollout(first.client("rollout"))
-        trainer.register(), trainer.publish(0), rollout.register()
+        trainer, rollout = begin(first.client("policy"), first.client("rollout"))
         groups = rollout.lease(2).groups
         asking = rollout.lease_request(2)
         with standing_by(first, valkey.url) as second:
@@ -220,8 +219,7 @@ def test_one_that_was_stopped_and_wakes_writes_nothing_and_tells_nothing(
 def test_one_that_was_stopped_goes_on_if_nobody_took_over(tmp_path: Path) -> None:
     run_dir = make_run_dir(tmp_path / "run", config(SHORT))
     with running_valkey() as valkey, running_controller(run_dir, valkey.url) as process:
-        trainer, rollout = Trainer(process.client("policy")), Rollout(process.client("rollout"))
-        trainer.register(), trainer.publish(0), rollout.register()
+        trainer, rollout = begin(process.client("policy"), process.client("rollout"))
         rollout.finish(rollout.lease(2).groups)
         process.send_signal(signal.SIGSTOP)
         with valkey.client() as redis:

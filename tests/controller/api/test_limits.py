@@ -11,7 +11,7 @@ import pytest
 
 from controller.api.limits import SMALL_BODY
 from controller.client import ControllerLost
-from tests.controller.conftest import PATIENT, Stage
+from tests.controller.conftest import PATIENT, Stage, asking
 from tests.controller.drivers import make_frame, make_header, train_step
 from tests.support.controller import TOKENS, make_config
 from tests.support.served import ServedController
@@ -35,16 +35,13 @@ def unfinished(served: ServedController, role: str, announced: int, sent: int) -
 
 
 def status(served: ServedController, role: str, size: int) -> int:
-    headers = {"authorization": f"Bearer {TOKENS[role]}"}
     path = "/v1/samples" if role == "rollout" else "/v1/publications"
-    return httpx.post(
-        served.url + path, content=b"x" * size, headers=headers, trust_env=False, timeout=PATIENCE
-    ).status_code
+    with asking(served.url, role) as http:
+        return http.post(path, content=b"x" * size).status_code
 
 
 def test_bodies_that_are_announced_and_do_not_come_cost_nobody_anything(stage: Stage) -> None:
-    served = stage.serve(make_config(controller=PATIENT))
-    trainer, rollout = stage.ready(served)
+    served, trainer, rollout = stage.at_work(make_config(controller=PATIENT))
     most = served.job.config.controller.max_request_bytes
     with ExitStack() as held:
         drips = [held.enter_context(unfinished(served, "rollout", most, 10)) for _ in range(4)]
@@ -61,8 +58,7 @@ def test_rollout_replicas_that_fill_their_share_stop_neither_the_trainer_nor_sma
     stage: Stage,
 ) -> None:
     config = make_config(controller={**PATIENT, "max_buffered_bytes": SHARE // 3 * 4})
-    served = stage.serve(config)
-    trainer, rollout = stage.ready(served)
+    served, trainer, rollout = stage.at_work(config)
     with ExitStack() as held:
         for _ in range(3):
             held.enter_context(unfinished(served, "rollout", 2 * SMALL_BODY, 2 * SMALL_BODY - 1000))
@@ -79,8 +75,7 @@ def test_rollout_replicas_that_fill_their_share_stop_neither_the_trainer_nor_sma
 def test_a_slow_redis_stops_pushes_of_every_size_and_nothing_else(stage: Stage) -> None:
     """Payloads wait for Redis: they are handed to the store as by calls that were given up."""
     config = make_config(controller={**PATIENT, "max_buffered_bytes": SHARE, "lock_timeout": 3600.0})
-    served = stage.serve(config)
-    trainer, rollout = stage.ready(served)
+    served, trainer, rollout = stage.at_work(config)
     (group,) = rollout.lease(1).groups
     store = served.job.store
 

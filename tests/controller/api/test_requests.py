@@ -12,13 +12,12 @@ import httpx
 import pytest
 
 from controller.api.routes import config as route
-from controller.client import Refused
 from controller.client import calls as api
 from schema.config import Config, check_config
 from schema.wire import messages as m
 from schema.wire.frame import encode_frame, pack_bundle
 from schema.wire.messages import ErrorCode, LeaseStatus
-from tests.controller.conftest import Stage
+from tests.controller.conftest import Stage, asking, refused
 from tests.controller.drivers import make_frame, make_header, request_id, train_step
 from tests.support.controller import TOKENS, make_config
 from tests.support.served import ServedController
@@ -26,8 +25,7 @@ from tests.support.waiting import PATIENCE, until
 
 
 def send(url: str, role: str, method: str, path: str, **options: object) -> m.Problem:
-    headers = {"authorization": f"Bearer {TOKENS[role]}"}
-    with httpx.Client(base_url=url, headers=headers, trust_env=False) as http:
+    with asking(url, role) as http:
         answer = http.request(method, path, **options)  # type: ignore[arg-type]
     assert answer.headers["content-type"] == "application/problem+json", answer.text
     problem = m.Problem.model_validate_json(answer.content)
@@ -36,12 +34,10 @@ def send(url: str, role: str, method: str, path: str, **options: object) -> m.Pr
 
 
 def test_unknown_paths_and_methods_are_problems(idle: ServedController) -> None:
-    url = idle.url
-    assert send(url, "user", "GET", "/v1/nothing").code is ErrorCode.NOT_FOUND
-    assert send(url, "user", "PUT", "/v1/job").status == 405
-    assert send(url, "user", "GET", "/v1/groups/e9-p9").code is ErrorCode.NOT_FOUND
-    assert send(url, "user", "GET", "/v1/samples/e9-p9/0").code is ErrorCode.NOT_FOUND
-    assert send(url, "user", "POST", "/v1/job/explode").status == 422
+    for path in ("/v1/nothing", "/v1/groups/e9-p9", "/v1/samples/e9-p9/0"):
+        assert send(idle.url, "user", "GET", path).code is ErrorCode.NOT_FOUND
+    assert send(idle.url, "user", "PUT", "/v1/job").status == 405
+    assert send(idle.url, "user", "POST", "/v1/job/explode").status == 422
 
 
 @pytest.mark.parametrize(
@@ -63,8 +59,7 @@ def test_bodies_that_do_not_fit_name_the_field(idle: ServedController, body: byt
 
 
 def test_numbers_that_are_none_are_refused(stage: Stage) -> None:
-    served = stage.serve()
-    trainer, _ = stage.ready(served)
+    served, trainer, _ = stage.at_work()
     mine = {"replica_id": trainer.reply.replica_id, "incarnation": 1, "policy_epoch": 1}
     body = json.dumps({**mine, "request_id": request_id(), "metrics": {"loss": float("nan")}}).encode()
     problem = send(served.url, "policy", "POST", "/v1/steps/0/commit", content=body)
@@ -110,20 +105,16 @@ def test_bad_frames_are_refused_by_name_and_change_nothing(stage: Stage) -> None
     assert rollout.finish([group]).results[0].accepted
 
 
+ONE_PUSH = m.PushList(replica_id="r", pushes=[m.PushItem(group_id="g", lease_id="l", index=0)])
+
+
 @pytest.mark.parametrize(
     "body",
     [
         b"nothing",
         pack_bundle([b"x"], {}),
         pack_bundle([b"x"], {"pushes": "[]"}),
-        pack_bundle(
-            [],
-            {
-                "pushes": m.PushList(
-                    replica_id="r", pushes=[m.PushItem(group_id="g", lease_id="l", index=0)]
-                ).model_dump_json()
-            },
-        ),
+        pack_bundle([], {"pushes": ONE_PUSH.model_dump_json()}),
     ],
 )
 def test_bad_bundles_are_refused(idle: ServedController, body: bytes) -> None:
@@ -132,8 +123,7 @@ def test_bad_bundles_are_refused(idle: ServedController, body: bytes) -> None:
 
 
 def test_a_future_version_is_a_refusal_of_that_sample_alone(stage: Stage) -> None:
-    served = stage.serve()
-    _, rollout = stage.ready(served)
+    _, _, rollout = stage.at_work()
     group = rollout.lease().groups[0]
     pushes, frames = rollout.bundle([group])
     frames[0] = make_frame(make_header(0, 1))
@@ -143,8 +133,7 @@ def test_a_future_version_is_a_refusal_of_that_sample_alone(stage: Stage) -> Non
 
 
 def test_versions_from_before_the_lease_are_refused(stage: Stage) -> None:
-    served = stage.serve()
-    trainer, rollout = stage.ready(served)
+    _, trainer, rollout = stage.at_work()
     rollout.finish(rollout.lease(2).groups)
     trainer.batch(0)
     trainer.commit(0)
@@ -155,29 +144,23 @@ def test_versions_from_before_the_lease_are_refused(stage: Stage) -> None:
 
 
 def test_samples_of_nobody_and_of_groups_never_leased_are_refused(stage: Stage) -> None:
-    served = stage.serve()
-    _, rollout = stage.ready(served)
+    _, _, rollout = stage.at_work()
     group = rollout.lease().groups[0]
-    frame = make_frame(make_header(0, 0))
-    with pytest.raises(Refused) as refused:
-        rollout.client.send(api.push(group.group_id, group.lease_id, 0, frame, "ghost.1"))
-    assert refused.value.code is ErrorCode.UNKNOWN_REPLICA
-    mine = rollout.reply.replica_id
-    (unknown,) = rollout.client.send(api.push("e0-p11", "invented", 0, frame, mine)).results
-    assert unknown.code is ErrorCode.NOT_FOUND
-    (stolen,) = rollout.client.send(api.push(group.group_id, "invented", 0, frame, mine)).results
-    assert stolen.code is ErrorCode.LEASE_LOST
-    (outside,) = rollout.client.send(
-        api.push(group.group_id, group.lease_id, 2, make_frame(make_header(2, 0)), mine)
-    ).results
-    assert outside.code is ErrorCode.BAD_REQUEST
-    (other,) = rollout.client.send(api.push(group.group_id, group.lease_id, 1, frame, mine)).results
-    assert other.code is ErrorCode.BAD_REQUEST
+    mine, lease = rollout.reply.replica_id, group.lease_id
+
+    def pushed(group_id: str, lease_id: str, index: int, inside: int, replica: str = mine) -> m.PushResult:
+        call = api.push(group_id, lease_id, index, make_frame(make_header(inside, 0)), replica)
+        return rollout.client.send(call).results[0]
+
+    assert refused(pushed, group.group_id, lease, 0, 0, "ghost.1").code is ErrorCode.UNKNOWN_REPLICA
+    assert pushed("e0-p11", "invented", 0, 0).code is ErrorCode.NOT_FOUND
+    assert pushed(group.group_id, "invented", 0, 0).code is ErrorCode.LEASE_LOST
+    assert pushed(group.group_id, lease, 2, 2).code is ErrorCode.BAD_REQUEST, "outside of the group"
+    assert pushed(group.group_id, lease, 1, 0).code is ErrorCode.BAD_REQUEST, "its frame is of another index"
 
 
 def test_pushes_commits_and_leases_can_be_repeated(stage: Stage) -> None:
-    served = stage.serve()
-    trainer, rollout = stage.ready(served)
+    served, trainer, rollout = stage.at_work()
     request = rollout.lease_request(2)
     first = rollout.client.send(api.lease(request))
     assert rollout.client.send(api.lease(request)) == first
@@ -196,8 +179,7 @@ def test_pushes_commits_and_leases_can_be_repeated(stage: Stage) -> None:
 
 
 def test_released_leases_keep_their_samples_for_the_next_holder(stage: Stage) -> None:
-    served = stage.serve()
-    _, rollout = stage.ready(served)
+    _, _, rollout = stage.at_work()
     group = rollout.lease().groups[0]
     assert rollout.push(group, make_header(1, 0)).accepted
     assert rollout.client.send(api.release(group.lease_id)).released
@@ -208,32 +190,18 @@ def test_released_leases_keep_their_samples_for_the_next_holder(stage: Stage) ->
 
 
 def test_samples_longer_than_the_model_takes_are_overlong_and_counted(stage: Stage) -> None:
-    served = stage.serve(make_config(policy={"model_max_length": 64}))
-    _, rollout = stage.ready(served)
+    served, _, rollout = stage.at_work(make_config(policy={"model_max_length": 64}))
     rollout.finish(rollout.lease().groups, tokens=65)
     assert stage.client(served).send(api.ledger()).dropped == {"overlong": 1}
 
 
 def test_steps_out_of_order_are_refused(stage: Stage) -> None:
-    served = stage.serve()
-    trainer, _ = stage.ready(served)
+    served, trainer, _ = stage.at_work()
     for call in (lambda: trainer.batch(1), lambda: trainer.commit(0), lambda: trainer.commit(5)):
-        with pytest.raises(Refused) as refused:
-            call()
-        assert refused.value.code is ErrorCode.WRONG_STEP
-    with pytest.raises(Refused) as future:
-        trainer.publish(1)
-    assert future.value.code is ErrorCode.FUTURE_VERSION
+        assert refused(call).code is ErrorCode.WRONG_STEP
+    assert refused(trainer.publish, 1).code is ErrorCode.FUTURE_VERSION
     path = "/v1/steps/0/batch?policy_epoch=1&samples=1,x"
     assert send(served.url, "policy", "GET", path).code is ErrorCode.BAD_REQUEST
-
-
-def test_rows_outside_of_the_batch_are_refused(stage: Stage) -> None:
-    trainer, rollout = stage.ready(stage.serve())
-    rollout.finish(rollout.lease(2).groups)
-    with pytest.raises(Refused) as refused:
-        trainer.client.send(api.step_batch(0, trainer.reply.policy_epoch, samples=[4]))
-    assert refused.value.code is ErrorCode.BAD_REQUEST
 
 
 def test_weights_of_no_publication_must_be_replaced_before_leasing(stage: Stage) -> None:
@@ -263,8 +231,7 @@ def test_the_config_is_shown_without_secrets(stage: Stage) -> None:
     config = make_config(
         redis={"url": "redis://me:hidden@host:1"}, custom={"wandb_api_key": "hidden", "note": "shown"}
     )
-    served = stage.serve(config)
-    _, rollout = stage.ready(served)
+    served, _, rollout = stage.at_work(config)
     shown = stage.client(served).send(api.config())
     assert "hidden" not in json.dumps(shown)
     assert shown["custom"]["note"] == "shown"
@@ -273,8 +240,7 @@ def test_the_config_is_shown_without_secrets(stage: Stage) -> None:
 
 
 def test_a_config_can_be_validated(idle: ServedController) -> None:
-    headers = {"authorization": f"Bearer {TOKENS['user']}"}
-    with httpx.Client(base_url=idle.url, headers=headers, trust_env=False) as http:
+    with asking(idle.url) as http:
         verdict = http.post("/v1/config/validate", json={"train": {"epoch": 0}, "polcy": {}}).json()
         assert not verdict["valid"]
         assert {"train.epoch", "polcy"} <= {problem["key"] for problem in verdict["problems"]}
@@ -284,8 +250,7 @@ def test_a_config_can_be_validated(idle: ServedController) -> None:
 
 
 def test_of_many_faults_of_a_config_some_are_shown_and_all_are_counted(idle: ServedController) -> None:
-    headers = {"authorization": f"Bearer {TOKENS['user']}"}
-    with httpx.Client(base_url=idle.url, headers=headers, trust_env=False, timeout=PATIENCE) as http:
+    with asking(idle.url) as http:
         verdict = http.post("/v1/config/validate", json={"train": {f"k{i}": 0 for i in range(100)}}).json()
         assert len(verdict["problems"]) == route.MOST_PROBLEMS
         assert verdict["more"] >= 100 - route.MOST_PROBLEMS
@@ -307,15 +272,11 @@ def test_the_job_goes_on_while_a_config_is_checked(stage: Stage, monkeypatch: py
 
     monkeypatch.setattr(route, "check_config", held)
     monkeypatch.setattr(route, "VALIDATE_SECONDS", PATIENCE)
-    served = stage.serve()
-    trainer, rollout = stage.ready(served)
+    served, trainer, rollout = stage.at_work()
 
     def validate() -> int:
-        headers = {"authorization": f"Bearer {TOKENS['user']}"}
-        url = served.url + "/v1/config/validate"
-        return httpx.post(
-            url, json={"train": {}}, headers=headers, trust_env=False, timeout=PATIENCE
-        ).status_code
+        with asking(served.url) as http:
+            return http.post("/v1/config/validate", json={"train": {}}).status_code
 
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(validate)
@@ -329,18 +290,13 @@ def test_the_job_goes_on_while_a_config_is_checked(stage: Stage, monkeypatch: py
 
 
 def test_people_can_look_at_groups_and_samples(stage: Stage) -> None:
-    served = stage.serve()
-    _, rollout = stage.ready(served)
+    served, _, rollout = stage.at_work()
     done, other = rollout.lease(2).groups
     rollout.finish([done])
     frame = make_frame(make_header(0, 0))
-    headers = {"authorization": f"Bearer {TOKENS['user']}"}
-    with httpx.Client(base_url=served.url, headers=headers, trust_env=False) as http:
-        groups = http.get("/v1/groups").json()
-        assert {group["id"]: group["state"] for group in groups} == {
-            done.group_id: "ready",
-            other.group_id: "leased",
-        }
+    with asking(served.url) as http:
+        states = {group["id"]: group["state"] for group in http.get("/v1/groups").json()}
+        assert states == {done.group_id: "ready", other.group_id: "leased"}
         assert [group["id"] for group in http.get("/v1/groups?state=ready").json()] == [done.group_id]
         assert len(http.get("/v1/groups?limit=1&offset=1").json()) == 1
         assert http.get(f"/v1/groups/{done.group_id}").json()["samples"]["1"]["score"] == 1.0

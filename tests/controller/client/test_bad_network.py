@@ -126,8 +126,7 @@ def test_what_arrives_late_changes_nothing(stage: Stage) -> None:
     assert (again.status, again.groups) == (LeaseStatus.THROTTLED, [])
     assert trainer.client.send(api.publish(publish)).publication == published.publication
     assert first.finish(held).results[0].accepted
-    second = stage.rollout(process)
-    second.register()
+    second = stage.joined(process)
     for call in (api.drain(old.replica_id), api.deregister(old.replica_id, old.incarnation)):
         with pytest.raises(Refused, match="stale_incarnation"):
             second.client.send(call)

@@ -6,12 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from controller.data.evaluation import main
 from schema.config import Config
+from tests.controller.data.conftest import write
 
 ROW = {
     "prompt": [{"role": "user", "content": "2 + 2?"}],
@@ -22,8 +21,7 @@ ROW = {
 
 
 def prepare(tmp_path: Path, rows: list[dict[str, Any]], **section: Any) -> int:
-    file = tmp_path / "answers.parquet"
-    pq.write_table(pa.Table.from_pylist(rows), file)
+    file = write(tmp_path / "answers.parquet", rows)
     data = {"evaluation": {"dataset": {"name": str(file)}, **section}}
     (tmp_path / "config.json").write_text(Config.model_validate(data).model_dump_json())
     return main(["--run-dir", str(tmp_path)])

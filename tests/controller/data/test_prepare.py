@@ -11,8 +11,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from controller.data.errors import DataError
@@ -20,17 +18,12 @@ from controller.data.prepare import held_out_rows, jsonable, main, prepare
 from controller.data.tokenizer import PromptTokenizer
 from schema.config import Config
 from schema.wire.prompts import PromptFile
+from tests.controller.data.conftest import write
 from tests.support.waiting import PATIENCE
 
+NOT_JSON = {"image": b"\x00", "nan": math.nan}
 QUESTIONS = [
-    {
-        "question": f"{i} + 1?",
-        "solution": {"value": str(i + 1)},
-        "level": i,
-        "image": b"\x00",
-        "nan": math.nan,
-    }
-    for i in range(20)
+    {"question": f"{i} + 1?", "solution": {"value": str(i + 1)}, "level": i, **NOT_JSON} for i in range(20)
 ]
 
 
@@ -48,9 +41,7 @@ def config(model_dir: Path, dataset: Path | str, policy: dict[str, Any], **secti
 
 @pytest.fixture
 def questions(tmp_path: Path) -> Path:
-    path = tmp_path / "questions.parquet"
-    pq.write_table(pa.Table.from_pylist(QUESTIONS), path)
-    return path
+    return write(tmp_path / "questions.parquet", QUESTIONS)
 
 
 COLUMNS = {"prompt_column_name": "question", "response_column_name": "solution.value"}
@@ -111,11 +102,8 @@ def test_the_synthetic_dataset_validates_on_its_held_out_pairs(model_dir: Path, 
 
 
 def test_conversations_carry_the_loss_mask(model_dir: Path, tmp_path: Path):
-    policy = {
-        "type": "sft",
-        "system_prompt": "Add.",
-        "dataset": {"options": {"n": 30, "demonstrations": True}},
-    }
+    options = {"n": 30, "demonstrations": True}
+    policy = {"type": "sft", "system_prompt": "Add.", "dataset": {"options": options}}
     assert prepare(config(model_dir, "synthetic:addition", policy), tmp_path) == {"train": 30}
     file = PromptFile(tmp_path / "data" / "train.safetensors")
     ids, mask = file.token_ids(0), file.loss_mask(0)
@@ -130,9 +118,8 @@ def test_conversations_carry_the_loss_mask(model_dir: Path, tmp_path: Path):
 def test_rows_too_long_are_left_out_counted_and_reported(
     model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    path = tmp_path / "rows.jsonl"
     texts = ["short", "x" * 70, "", "y" * 300]
-    path.write_text("".join(json.dumps({"prompt": t, "conversations": _talk(t)}) + "\n" for t in texts))
+    path = write(tmp_path / "rows.jsonl", [{"prompt": t, "conversations": _talk(t)} for t in texts])
     with caplog.at_level(logging.WARNING):
         assert prepare(config(model_dir, path, {}), tmp_path) == {"train": 1}
     assert "2 of" in caplog.text
@@ -157,24 +144,16 @@ def _talk(text: str) -> list[dict[str, str]]:
     ("policy", "sections", "message"),
     [
         ({"prompt_column_name": "q"}, {}, "it has question, solution, level, image, nan"),
-        (
-            {**COLUMNS, "response_column_name": "truth"},
-            {},
-            "train.train_policy.response_column_name = 'truth'",
-        ),
+        ({**COLUMNS, "response_column_name": "truth"}, {}, "train_policy.response_column_name = 'truth'"),
         ({**COLUMNS, "response_column_name": "solution.truth"}, {}, "row 1 has no `solution.truth`"),
         ({"type": "sft", "conversation_column_name": "talk"}, {}, "conversation_column_name = 'talk'"),
         (COLUMNS, {"validation": {"enable": True}}, "validation has no rows"),
         (
             COLUMNS,
             {"rollout": {"max_response_length": 127}},
-            "no row of .* is left: 20 with a prompt of more than 1 tokens",
+            "is left: 20 with a prompt of more than 1 tokens",
         ),
-        (
-            {**COLUMNS, "prompt_column_name": "level"},
-            {},
-            "expected a list of messages or its JSON text, not int",
-        ),
+        ({**COLUMNS, "prompt_column_name": "level"}, {}, "a list of messages or its JSON text, not int"),
     ],
 )
 def test_faults_of_config_and_data_are_named(
@@ -187,8 +166,7 @@ def test_faults_of_config_and_data_are_named(
 def test_a_reference_that_is_missing_is_not_silence(
     model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"prompt": "a", "answer": "1"}\n{"prompt": "b", "answer": null}\n')
+    path = write(tmp_path / "rows.jsonl", [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": None}])
     with pytest.raises(DataError, match="row 2: `answer` is empty"):
         prepare(config(model_dir, path, {"response_column_name": "answer"}), tmp_path)
     with caplog.at_level(logging.WARNING):

@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from controller.data.errors import DataError
@@ -17,17 +15,12 @@ from controller.data.prepare import main, prepare
 from controller.data.tokenizer import PromptTokenizer
 from schema.config import SOURCE_SCORERS, Config
 from schema.wire.prompts import PromptFile
-from tests.controller.data.conftest import save_tokenizer
+from tests.controller.data.conftest import save_tokenizer, write
 from tests.controller.data.test_prepare import config
 from tests.support.own_code import code_kept_in
 
 LONG = "a" * 30
 BEFORE, AFTER = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
-
-
-def write(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def prepared(cfg: Config, run_dir: Path, role: str = "train") -> PromptFile:
@@ -151,17 +144,10 @@ def test_pairs_are_learnt_like_conversations(model_dir: Path, tmp_path: Path):
 @pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
 def test_rows_as_verl_writes_them(model_dir: Path, tmp_path: Path, suffix: str):
     row = {
-        "data_source": "openai/gsm8k",
-        "prompt": [{"role": "user", "content": "1+1?"}],
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": "2"},
-        "extra_info": {"split": "train", "index": 0},
-    }
-    path = tmp_path / f"rows{suffix}"
-    if suffix == ".parquet":
-        pq.write_table(pa.Table.from_pylist([row]), path)
-    else:
-        write(path, [row])
+        "data_source": "openai/gsm8k", "prompt": [{"role": "user", "content": "1+1?"}], "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "2"}, "extra_info": {"split": "train", "index": 0},
+    }  # fmt: skip
+    path = write(tmp_path / f"rows{suffix}", [row])
     columns = {"response_column_name": "reward_model.ground_truth", "reward_function": "by_source"}
     file = prepared(config(model_dir, path, columns), tmp_path)
     assert file.row(0) == {**row, "key": "train/0", "answer": "2"}

@@ -6,26 +6,14 @@ import json
 import re
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from controller.data.errors import DataError
 from controller.data.sources import column, open_hub, open_source, require_column
 from schema.config import DatasetConfig
+from tests.controller.data.conftest import write
 
 ROWS = [{"prompt": f"question {i}", "answer": str(i), "extra": {"level": i % 3}} for i in range(5)]
-
-
-def write(path: Path, rows: list[dict]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".parquet":
-        pq.write_table(pa.Table.from_pylist(rows), path)
-    elif path.suffix == ".jsonl":
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    else:
-        path.write_text(json.dumps(rows), encoding="utf-8")
-    return path
 
 
 def read(name: Path | str, role: str = "train", **keys: object) -> list[dict]:
@@ -150,12 +138,8 @@ def test_files_come_in_the_order_named_and_rows_know_their_file(tmp_path: Path):
     b, a = write(tmp_path / "b.parquet", ROWS[:3]), write(tmp_path / "a.jsonl", ROWS[3:])
     source = open_source(DatasetConfig(files=[str(b), str(a), str(b)]), "train", 0)
     assert list(source.rows()) == ROWS + ROWS[:3]
-    assert [source.where(i) for i in (0, 2, 3, 7)] == [
-        f"{b}, row 1",
-        f"{b}, row 3",
-        f"{a}, row 1",
-        f"{b}, row 3",
-    ]
+    where = [source.where(i) for i in (0, 2, 3, 7)]
+    assert where == [f"{b}, row 1", f"{b}, row 3", f"{a}, row 1", f"{b}, row 3"]
     for wrong in (tmp_path, tmp_path / "nope.jsonl"):
         with pytest.raises(DataError, match="does not exist, or is not a file"):
             open_source(DatasetConfig(files=[str(b), str(wrong)]), "train", 0)

@@ -16,7 +16,6 @@ import random
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
-from controller.errors import ApiError
 from controller.ledger.assembly import Assembled, build_table
 from controller.ledger.group import State
 from controller.ledger.group_table import GroupTable
@@ -147,13 +146,10 @@ class World:
 
     def _register_reply(self) -> RegisterReply:
         return RegisterReply.model_construct(
-            timeline=self.ledger.table.timeline,
-            timeline_began=self.ledger.table.began,
-            timeline_since=self.ledger.table.lineage.since,
-            committed_steps=self.ledger.table.committed,
-            policy_epoch=self.epoch,
-            publication=None,
-        )
+            timeline=self.ledger.table.timeline, timeline_began=self.ledger.table.began,
+            timeline_since=self.ledger.table.lineage.since, committed_steps=self.ledger.table.committed,
+            policy_epoch=self.epoch, publication=None,
+        )  # fmt: skip
 
     def crash_trainer(self) -> None:
         """The process dies, or is only cut off and comes back later, to be refused. So may the next ones."""
@@ -242,12 +238,9 @@ class World:
             self.ledger.commit(table.step)
         assert not self.ledger.commit(table.step)
         durable = 0 if self.forgetful else self.ledger.table.committed
+        committed = self.ledger.table.committed
         reply = CommitReply(
-            committed_steps=self.ledger.table.committed,
-            total_steps=1,
-            publish=True,
-            finished=False,
-            durable_steps=durable,
+            committed_steps=committed, total_steps=1, publish=True, finished=False, durable_steps=durable
         )
         trainer.history.committed(reply)
         trainer.batch, trainer.applied = None, False
@@ -266,17 +259,11 @@ class World:
             return  # told at the next call
         digest = trainer.content
         request = PublishRequest(
-            request_id=f"publish-{trainer.uid}-{digest}",
-            replica_id="p.1",
-            incarnation=1,
-            policy_epoch=trainer.epoch,
-            version=trainer.steps,
-            uri=digest,
-            manifest_hash=digest,
-            content_hash=digest,
-            n_bytes=1,
+            request_id=f"publish-{trainer.uid}-{digest}", replica_id="p.1", incarnation=1,
+            policy_epoch=trainer.epoch, version=trainer.steps, uri=digest, manifest_hash=digest,
+            content_hash=digest, n_bytes=1,
             newest_publication=max(trainer.history.newest_publication, self.highest_id),
-        )
+        )  # fmt: skip
         publication = self.publications.publish(
             request, self.ledger.table.timeline, self.ledger.table.committed
         )
@@ -341,13 +328,9 @@ class World:
         for group in decision.groups:
             assert group.lease_id is not None
             rollout.held[group.lease_id] = HeldLease(
-                group_id=group.id,
-                lease_id=group.lease_id,
-                version=loaded.version,
-                publication_id=loaded.id,
-                manifest_hash=loaded.manifest_hash,
-                pushed=sorted(group.samples),
-            )
+                group_id=group.id, lease_id=group.lease_id, version=loaded.version, publication_id=loaded.id,
+                manifest_hash=loaded.manifest_hash, pushed=sorted(group.samples),
+            )  # fmt: skip
             rollout.used[group.lease_id] = {loaded.manifest_hash}
 
     def _load(self, rollout: Rollout) -> None:
@@ -526,16 +509,10 @@ def _version(content: str) -> int:
 
 
 def _claim(trainer: Trainer, claim: dict[str, int], snapshot: LedgerSnapshot | None) -> Claim:
+    fields = {name: claim[name] for name in ("timeline", "began", "since", "first", "steps")}
     return Claim(
         policy_epoch=trainer.epoch,
-        timeline=claim["timeline"],
-        began=claim["began"],
-        since=claim["since"],
-        first=claim["first"],
-        steps=claim["steps"],
+        **fields,
         snapshot_step=None if snapshot is None else snapshot.committed_steps,
         snapshot_timeline=0 if snapshot is None else snapshot.timeline,
     )
-
-
-__all__ = ["ApiError", "World"]

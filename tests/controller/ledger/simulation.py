@@ -108,14 +108,9 @@ class Simulation:
         repeat = replica.last_request and self.random.random() < 0.1
         request = replica.last_request if repeat else self._lease_id()
         replica.last_request = request
+        n, probe = self.random.randint(1, 4), self.random.random() < self.probes
         decision = self.ledger.lease(
-            replica.name,
-            request,
-            replica.version,
-            self.published,
-            self.random.randint(1, 4),
-            self.now,
-            probe=self.random.random() < self.probes,
+            replica.name, request, replica.version, self.published, n, self.now, probe=probe
         )
         for group in decision.groups:
             assert group.lease_id is not None
@@ -153,18 +148,12 @@ class Simulation:
         oldest = self.random.randint(max(oldest, 0), replica.version)
         failed = self.random.random() < 0.01
         return SampleHeader(
-            index=index,
-            prompt_tokens=1,
-            response_tokens=1,
-            total_tokens=2,
-            oldest_version=oldest,
+            index=index, prompt_tokens=1, response_tokens=1, total_tokens=2, oldest_version=oldest,
             newest_version=replica.version,
             finish_reason="overlong" if self.random.random() < 0.02 else "stop",
-            rewards={"r": float(self.random.randint(0, 3))},
-            score=None if failed else 1.0,
-            error="ValueError: simulated" if failed else None,
-            outage=failed and self.random.random() < 0.5,
-        )
+            rewards={"r": float(self.random.randint(0, 3))}, score=None if failed else 1.0,
+            error="ValueError: simulated" if failed else None, outage=failed and self.random.random() < 0.5,
+        )  # fmt: skip
 
     def beat(self) -> None:
         replica = self.random.choice(self.replicas)
@@ -201,13 +190,10 @@ class Simulation:
 
     def report(self) -> None:
         """Somebody says that the replica which was superseded last had crashed."""
-        before = {
-            name: self.ledger.table.groups[name].crashes
-            for name in self.superseded
-            if name in self.ledger.table.groups
-        }
+        groups = self.ledger.table.groups
+        before = {name: groups[name].crashes for name in self.superseded if name in groups}
         self.ledger.blame(self.superseded)
-        costs = {name: self.ledger.table.groups[name].crashes - crashes for name, crashes in before.items()}
+        costs = {name: groups[name].crashes - crashes for name, crashes in before.items()}
         assert set(costs.values()) <= {0, 1}
         self.superseded = []
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from itertools import product
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -36,38 +37,30 @@ def test_tightest_prefix_is_the_first_step_that_overflows() -> None:
 
 def admission(**changes: object) -> Admission:
     facts: dict[str, object] = {
-        "committed": 10,
-        "first_step": 10,
-        "bound": 2,
-        "groups_per_step": 2,
-        "slots": 2,
-        "deadlines": Counter(),
-        "lag": 0,
-        "published_version": 10,
-    }
+        "committed": 10, "first_step": 10, "bound": 2, "groups_per_step": 2, "slots": 2, "lag": 0,
+        "deadlines": Counter(), "published_version": 10,
+    }  # fmt: skip
     return Admission(**{**facts, **changes})  # type: ignore[arg-type]
 
 
-def test_a_full_window_is_refused_and_updating_would_not_help() -> None:
-    refusal = admission(deadlines=Counter({10: 2, 11: 2, 12: 2})).decide(12)
+@pytest.mark.parametrize(
+    ("facts", "version", "update", "says"),
+    [
+        pytest.param(
+            {"deadlines": Counter({10: 2, 11: 2, 12: 2})}, 12, False, "6 groups are outstanding", id="full"
+        ),
+        pytest.param({}, 9, True, "load version 10", id="an old version"),
+        pytest.param({"bound": 0, "first_step": 11}, 10, False, "wait for version 11", id="on policy"),
+        pytest.param({"deadlines": Counter({10: 2})}, 10, True, "", id="only early slots are taken"),
+    ],
+)
+def test_a_refusal_says_whether_updating_helps(
+    facts: dict[str, object], version: int, update: bool, says: str
+) -> None:
+    refusal = admission(**facts).decide(version)
     assert refusal is not None
-    assert not refusal.update
-    assert "6 groups are outstanding" in refusal.reason
-
-
-def test_an_old_version_is_told_to_update() -> None:
-    refusal = admission().decide(9)
-    assert refusal is not None
-    assert refusal.update
-    assert "load version 10" in refusal.reason
-
-
-def test_on_policy_waits_for_the_version_of_the_running_step() -> None:
-    busy = admission(bound=0, first_step=11, published_version=10)
-    refusal = busy.decide(10)
-    assert refusal is not None
-    assert not refusal.update
-    assert "wait for version 11" in refusal.reason
+    assert refusal.update is update
+    assert says in refusal.reason
 
 
 def test_a_laggard_is_refused_only_while_others_can_fill_the_step() -> None:
@@ -82,12 +75,6 @@ def test_the_newest_version_is_never_a_laggard() -> None:
     inside = admission(lag=2, published_version=8, deadlines=Counter({12: 2}))
     assert inside.effective_lag() == 0
     assert inside.decide(10) is None
-
-
-def test_updating_helps_where_only_early_slots_are_taken() -> None:
-    refusal = admission(deadlines=Counter({10: 2}), published_version=10).decide(10)
-    assert refusal is not None
-    assert refusal.update
 
 
 def test_lag_is_the_median_of_recent_groups() -> None:

@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 
 from controller.ledger.archive import DROPS_PER_ROW, Archive
 from controller.ledger.assembly import Assembled
-from controller.ledger.group import Group, State
+from controller.ledger.group import State
 from controller.ledger.group_table import GroupTable
 from controller.ledger.ledger import Ledger
 from controller.ledger.replay import adopt
 from controller.ledger.values import LeaseDecision, LedgerParams
 from schema.wire.messages import ErrorCode, HeldLease
 from tests.controller.ledger.simulation import Simulation
-from tests.controller.ledger.test_ledger import fill, lease, make, train
+from tests.controller.ledger.test_ledger import fill_each, lease, make, train
 from tests.support.effort import examples
 from tests.support.ledger import StoredLedger
 
@@ -160,22 +160,16 @@ def test_forgetting_changes_no_answer(
     simulation.run(chaos=1.0)
     short = simulation.twins.short
     assert short.table.archive.trained + short.table.archive.dropped.total() > 0
-    assert [group.id for group in short.table.in_order(0, 1000)] == sorted(
-        simulation.twins.whole.table.groups,
-        key=lambda name: _position(simulation.twins.whole.table.groups[name]),
-    )
-
-
-def _position(group: Group) -> tuple[int, int]:
-    return group.epoch, group.position
+    whole = simulation.twins.whole.table.groups.values()
+    in_order = sorted(whole, key=lambda group: (group.epoch, group.position))
+    assert [group.id for group in short.table.in_order(0, 1000)] == [group.id for group in in_order]
 
 
 def test_a_forgotten_group_costs_a_row_of_its_step_alone() -> None:
     ledger = make(n_positions=400, keep_recent=0)
     stored = StoredLedger()
     for step in range(100):
-        for group in lease(ledger, 2, version=step, request=f"r{step}"):
-            fill(ledger, group, version=step)
+        fill_each(ledger, lease(ledger, 2, version=step, request=f"r{step}"), version=step)
         train(ledger)
         stored.write(ledger)
     assert (len(ledger.table.groups), len(stored.groups), len(stored.samples)) == (0, 0, 0)
@@ -194,8 +188,7 @@ def test_a_forgotten_group_costs_a_row_of_its_step_alone() -> None:
 def test_the_newest_groups_are_kept_whole() -> None:
     ledger = make(n_positions=100, keep_recent=4)
     for step in range(5):
-        for group in lease(ledger, 2, version=step, request=f"r{step}"):
-            fill(ledger, group, version=step)
+        fill_each(ledger, lease(ledger, 2, version=step, request=f"r{step}"), version=step)
         train(ledger)
     assert sorted(ledger.table.groups) == ["e0-p6", "e0-p7", "e0-p8", "e0-p9"]
     old = ledger.table.find("e0-p0")
@@ -209,8 +202,7 @@ def test_the_newest_groups_are_kept_whole() -> None:
 def test_a_group_whose_payload_may_be_needed_is_not_forgotten() -> None:
     ledger = make(n_positions=100, keep_recent=0, keep_payloads=True)
     groups = lease(ledger, 4)
-    for group in groups:
-        fill(ledger, group)
+    fill_each(ledger, groups)
     train(ledger)
     assert ledger.table.groups.keys() >= {group.id for group in groups}
     ledger.rewind(0)
@@ -238,8 +230,7 @@ def test_late_samples_of_a_forgotten_group_are_refused() -> None:
     ledger = make(keep_recent=0)
     groups = lease(ledger, 2)
     ids = [group.lease_id for group in groups]
-    for group in groups:
-        fill(ledger, group)
+    fill_each(ledger, groups)
     headers = [meta.header for meta in groups[0].samples.values()]
     train(ledger)
     outcome = ledger.push("e0-p0", ids[0] or "", 0, headers[0], 10)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -14,25 +15,11 @@ from controller.ledger.group_table import GroupTable
 from controller.ledger.ledger import Ledger
 from controller.ledger.values import LedgerParams
 from schema.wire.messages import ErrorCode
-from schema.wire.sample import MOST_REWARDS, SampleHeader
+from schema.wire.sample import MOST_REWARDS
+from tests.controller.drivers import make_header
 from tests.support.ledger import StoredLedger
 
 PARAMS = LedgerParams(groups_per_step=2, n_samples=2, staleness_bound=1, n_positions=10)
-
-
-def header(index: int, version: int, **changes: Any) -> SampleHeader:
-    fields: dict[str, Any] = {
-        "index": index,
-        "prompt_tokens": 3,
-        "response_tokens": 4,
-        "total_tokens": 7,
-        "oldest_version": version,
-        "newest_version": version,
-        "finish_reason": "stop",
-        "rewards": {"right": float(index)},
-        "score": float(index),
-    }
-    return SampleHeader(**{**fields, **changes})
 
 
 def make(**changes: Any) -> Ledger:
@@ -49,13 +36,24 @@ def fill(ledger: Ledger, group: Group, version: int = 0, **changes: Any) -> None
     assert lease_id is not None
     for index in range(ledger.params.n_samples):
         if index not in group.samples:
-            outcome = ledger.push(group.id, lease_id, index, header(index, version, **changes), 100)
+            outcome = ledger.push(group.id, lease_id, index, make_header(index, version, **changes), 100)
             assert outcome.accepted, outcome
 
 
-def train(ledger: Ledger) -> list[Group]:
-    assembled = ledger.assemble(now=0.0)
+def fill_each(ledger: Ledger, groups: Iterable[Group], version: int = 0, **changes: Any) -> None:
+    for group in groups:
+        fill(ledger, group, version, **changes)
+
+
+def batch(ledger: Ledger, now: float = 0.0) -> Assembled:
+    """The batch of the next step, which can be assembled."""
+    assembled = ledger.assemble(now)
     assert isinstance(assembled, Assembled), assembled
+    return assembled
+
+
+def train(ledger: Ledger) -> list[Group]:
+    assembled = batch(ledger)
     ledger.commit(assembled.step)
     return assembled.groups
 
@@ -65,11 +63,9 @@ def test_the_whole_way_of_a_group() -> None:
     first, second = lease(ledger, 2)
     assert (first.state, first.attempt, first.deadline) == (State.LEASED, 1, 1)
     assert first.id == "e0-p0"
-    fill(ledger, first)
-    fill(ledger, second)
+    fill_each(ledger, [first, second])
     assert ledger.table.ready == 2
-    assembled = ledger.assemble(now=0.0)
-    assert isinstance(assembled, Assembled)
+    assembled = batch(ledger)
     assert ledger.assemble(now=1.0) == assembled, "assembling again answers the same"
     assert ledger.commit(0)
     assert not ledger.commit(0)
@@ -98,16 +94,16 @@ def test_pushes_are_counted_once_and_only_under_the_lease() -> None:
     ledger = make()
     (group,) = lease(ledger, 1)
     lease_id = group.lease_id or ""
-    assert ledger.push(group.id, lease_id, 0, header(0, 0), 10).accepted
-    assert ledger.push(group.id, lease_id, 0, header(0, 0), 10).duplicate
-    assert ledger.push(group.id, "wrong", 1, header(1, 0), 10).code is ErrorCode.LEASE_LOST
-    assert ledger.push("e0-p9", lease_id, 1, header(1, 0), 10).code is ErrorCode.NOT_FOUND
-    assert ledger.push(group.id, lease_id, 1, header(0, 0), 10).code is ErrorCode.BAD_REQUEST
-    assert ledger.push(group.id, lease_id, 2, header(2, 0), 10).code is ErrorCode.BAD_REQUEST
+    assert ledger.push(group.id, lease_id, 0, make_header(0, 0), 10).accepted
+    assert ledger.push(group.id, lease_id, 0, make_header(0, 0), 10).duplicate
+    assert ledger.push(group.id, "wrong", 1, make_header(1, 0), 10).code is ErrorCode.LEASE_LOST
+    assert ledger.push("e0-p9", lease_id, 1, make_header(1, 0), 10).code is ErrorCode.NOT_FOUND
+    assert ledger.push(group.id, lease_id, 1, make_header(0, 0), 10).code is ErrorCode.BAD_REQUEST
+    assert ledger.push(group.id, lease_id, 2, make_header(2, 0), 10).code is ErrorCode.BAD_REQUEST
     assert group.state is State.LEASED
-    assert ledger.push(group.id, lease_id, 1, header(1, 0), 10).accepted
+    assert ledger.push(group.id, lease_id, 1, make_header(1, 0), 10).accepted
     assert group.state is State.READY
-    again = ledger.push(group.id, lease_id, 1, header(1, 0), 10)
+    again = ledger.push(group.id, lease_id, 1, make_header(1, 0), 10)
     assert again.accepted
     assert again.duplicate
     assert ledger.table.status().duplicates == 2
@@ -115,11 +111,10 @@ def test_pushes_are_counted_once_and_only_under_the_lease() -> None:
 
 def test_tokens_older_than_the_lease_are_refused() -> None:
     ledger = make()
-    for group in lease(ledger, 2):
-        fill(ledger, group)
+    fill_each(ledger, lease(ledger, 2))
     train(ledger)
     (group,) = lease(ledger, 1, version=1)
-    outcome = ledger.push(group.id, group.lease_id or "", 0, header(0, 0), 10)
+    outcome = ledger.push(group.id, group.lease_id or "", 0, make_header(0, 0), 10)
     assert outcome.code is ErrorCode.CONFLICT
 
 
@@ -139,14 +134,14 @@ def test_a_dead_replica_loses_its_leases_and_keeps_its_samples() -> None:
     ledger = make()
     (group,) = lease(ledger, 1, replica="dead")
     old_lease = group.lease_id or ""
-    ledger.push(group.id, old_lease, 0, header(0, 0), 10)
+    ledger.push(group.id, old_lease, 0, make_header(0, 0), 10)
     assert ledger.replica_gone("dead") == 1
     assert group.state is State.WAITING
     assert ledger.table.outstanding == 0, "its throttle budget is free again"
     (again,) = lease(ledger, 1, replica="alive", request="request-alive")
     assert again is group
     assert (group.attempt, list(group.samples)) == (2, [0])
-    assert ledger.push(group.id, old_lease, 1, header(1, 0), 10).code is ErrorCode.LEASE_LOST
+    assert ledger.push(group.id, old_lease, 1, make_header(1, 0), 10).code is ErrorCode.LEASE_LOST
     fill(ledger, group)
     assert group.state is State.READY
 
@@ -154,20 +149,17 @@ def test_a_dead_replica_loses_its_leases_and_keeps_its_samples() -> None:
 def test_kept_samples_that_became_too_old_are_generated_again() -> None:
     ledger = make()
     stale, one, two = lease(ledger, 3)
-    ledger.push(stale.id, stale.lease_id or "", 0, header(0, 0), 10)
+    ledger.push(stale.id, stale.lease_id or "", 0, make_header(0, 0), 10)
     ledger.release(stale.lease_id or "")
-    fill(ledger, one)
-    fill(ledger, two)
+    fill_each(ledger, [one, two])
     train(ledger)
-    for group in lease(ledger, 2, version=1)[1:]:
-        fill(ledger, group, version=1)
+    fill_each(ledger, lease(ledger, 2, version=1)[1:], version=1)
     assert stale.samples, "at step 1, tokens of version 0 can still be trained"
     ledger.release(stale.lease_id or "")
     (filler,) = lease(ledger, 2, version=1, request="fill-step-1")[:1]
     assert filler is stale
     ledger.release(stale.lease_id or "")
-    for group in lease(ledger, 4, version=1, request="more-for-step-1"):
-        fill(ledger, group, version=1)
+    fill_each(ledger, lease(ledger, 4, version=1, request="more-for-step-1"), version=1)
     train(ledger)
     assert ledger.table.committed == 2
     assert ledger.table.status().max_staleness <= 1
@@ -210,8 +202,8 @@ def test_a_failed_reward_is_never_a_score(policy: Any, state: State, reason: Dro
     ledger = make(on_reward_error=policy)
     (group,) = lease(ledger, 1)
     lease_id = group.lease_id or ""
-    ledger.push(group.id, lease_id, 0, header(0, 0, score=None, error="ValueError: no"), 10)
-    ledger.push(group.id, lease_id, 1, header(1, 0), 10)
+    ledger.push(group.id, lease_id, 0, make_header(0, 0, score=None, error="ValueError: no"), 10)
+    ledger.push(group.id, lease_id, 1, make_header(1, 0), 10)
     assert (group.state, group.reason, group.error) == (state, reason, "ValueError: no")
     assert Group.from_rows(group.to_row()).error == "ValueError: no"
     if policy == "retry":
@@ -232,12 +224,11 @@ def test_overlong_samples_stay_out_of_training() -> None:
     fill(ledger, first, finish_reason="overlong")
     assert first.reason is DropReason.OVERLONG
     lease_id = second.lease_id or ""
-    ledger.push(second.id, lease_id, 0, header(0, 0, finish_reason="overlong"), 10)
-    ledger.push(second.id, lease_id, 1, header(1, 0), 10)
+    ledger.push(second.id, lease_id, 0, make_header(0, 0, finish_reason="overlong"), 10)
+    ledger.push(second.id, lease_id, 1, make_header(1, 0), 10)
     (third,) = lease(ledger, 1)
     fill(ledger, third)
-    assembled = ledger.assemble(now=0.0)
-    assert isinstance(assembled, Assembled)
+    assembled = batch(ledger)
     table = build_table(0, 0, 1, assembled.groups)
     assert table.score == [None, 1.0, 0.0, 1.0]
     assert table.group_ids == ["e0-p1", "e0-p2"]
@@ -249,50 +240,42 @@ def test_a_batch_has_a_bounded_number_of_rewards_whatever_names_a_replica_invent
         for index in range(2):
             rewards = {f"{group.id}.{index}.{i}": 1.0 for i in range(MOST_REWARDS)}
             assert group.lease_id is not None
-            made = header(index, 0, rewards=rewards)
+            made = make_header(index, 0, rewards=rewards)
             assert ledger.push(group.id, group.lease_id, index, made, 10).accepted
-    assembled = ledger.assemble(now=0.0)
-    assert isinstance(assembled, Assembled)
+    assembled = batch(ledger)
     assert len(build_table(0, 0, 1, assembled.groups).rewards) == MOST_REWARDS
 
 
 def test_a_step_waits_for_what_is_due() -> None:
     ledger = make(n_positions=20)
     due = lease(ledger, 2)
-    for group in lease(ledger, 2):
-        fill(ledger, group)
+    fill_each(ledger, lease(ledger, 2))
     train(ledger)
-    for group in lease(ledger, 2, version=1):
-        fill(ledger, group, version=1)
+    fill_each(ledger, lease(ledger, 2, version=1), version=1)
     waiting = ledger.assemble(now=0.0)
     assert isinstance(waiting, Waiting)
     assert waiting.stragglers == due
-    for group in due:
-        fill(ledger, group)
+    fill_each(ledger, due)
     assert train(ledger) == due
 
 
 def test_stragglers_are_dropped_after_the_time_out_if_asked_for() -> None:
     ledger = make(n_positions=20, on_stale="drop", straggler_timeout=5.0)
     due = lease(ledger, 2)
-    for group in lease(ledger, 2):
-        fill(ledger, group)
+    fill_each(ledger, lease(ledger, 2))
     train(ledger)
     others = lease(ledger, 2, version=1)
-    for group in others:
-        fill(ledger, group, version=1)
+    fill_each(ledger, others, version=1)
     assert isinstance(ledger.assemble(now=0.0), Waiting)
     assert isinstance(ledger.assemble(now=4.0), Waiting)
-    assembled = ledger.assemble(now=6.0)
-    assert isinstance(assembled, Assembled)
+    assembled = batch(ledger, now=6.0)
     assert assembled.groups == others
     assert {group.reason for group in due} == {DropReason.STALE}
 
 
 def test_no_step_waits_for_stragglers_while_there_is_no_trainer() -> None:
     ledger = make(on_stale="drop", straggler_timeout=10.0, staleness_bound=0)
-    for group in lease(ledger, 2)[:1]:
-        fill(ledger, group)
+    fill_each(ledger, lease(ledger, 2)[:1])
     assert isinstance(ledger.assemble(now=0.0), Waiting)
     ledger.table.abandon_step()  # the next trainer comes an hour later
     ledger.rewind(0)
@@ -306,8 +289,7 @@ def test_no_step_waits_for_stragglers_while_there_is_no_trainer() -> None:
 def test_the_end_of_the_data_makes_a_short_last_step() -> None:
     ledger = make(n_positions=3)
     assert ledger.table.total_steps == 2
-    for group in lease(ledger, 3):
-        fill(ledger, group)
+    fill_each(ledger, lease(ledger, 3))
     assert len(train(ledger)) == 2
     assert len(train(ledger)) == 1
     assert ledger.table.finished
@@ -336,8 +318,7 @@ def test_committing_what_was_not_assembled_is_refused() -> None:
 def test_an_abandoned_step_is_assembled_again() -> None:
     ledger = make()
     groups = lease(ledger, 2)
-    for group in groups:
-        fill(ledger, group)
+    fill_each(ledger, groups)
     assert isinstance(ledger.assemble(now=0.0), Assembled)
     assert ledger.table.abandon_step() == 2
     assert ledger.table.ready == 2
@@ -347,14 +328,12 @@ def test_an_abandoned_step_is_assembled_again() -> None:
 def test_rewind_reuses_what_the_checkpoint_can_have_made() -> None:
     ledger = make(keep_payloads=True, staleness_bound=2)
     old = lease(ledger, 6)
-    for group in old:
-        fill(ledger, group)
+    fill_each(ledger, old)
     train(ledger)
     ledger.checkpoint(0)
     train(ledger)
     new = lease(ledger, 2, version=1)
-    for group in new:
-        fill(ledger, group, version=1)
+    fill_each(ledger, new, version=1)
     ledger.rewind(0)
     assert (ledger.table.committed, ledger.table.timeline) == (0, 1)
     assert {group.state for group in old} == {State.READY}
@@ -366,8 +345,7 @@ def test_rewind_reuses_what_the_checkpoint_can_have_made() -> None:
 def test_rewind_generates_again_what_lost_its_payload() -> None:
     ledger = make()
     groups = lease(ledger, 2)
-    for group in groups:
-        fill(ledger, group)
+    fill_each(ledger, groups)
     train(ledger)
     assert {name for name, _ in ledger.table.take_changes().dropped_payloads} == {"e0-p0", "e0-p1"}
     ledger.rewind(0)
@@ -377,8 +355,7 @@ def test_rewind_generates_again_what_lost_its_payload() -> None:
 def test_a_snapshot_alone_resumes_the_job() -> None:
     ledger = make(keep_payloads=True)
     groups = lease(ledger, 4)
-    for group in groups[:3]:
-        fill(ledger, group)
+    fill_each(ledger, groups[:3])
     train(ledger)
     snapshot = ledger.snapshot(1)
     assert (snapshot.frontier, snapshot.untrained) == (4, [2, 3])

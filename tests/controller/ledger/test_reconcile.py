@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -183,18 +184,13 @@ def test_what_is_given_up_is_the_least_that_must_be(
 @st.composite
 def jobs(draw: st.DrawFn) -> LedgerParams:
     fields: dict[str, Any] = {
-        "groups_per_step": draw(st.integers(1, 4)),
-        "n_samples": draw(st.integers(1, 3)),
-        "staleness_bound": draw(st.integers(0, 3)),
-        "n_positions": draw(st.integers(2, 25)),
-        "n_epochs": draw(st.integers(1, 2)),
-        "max_steps": draw(st.none() | st.integers(1, 8)),
-        "max_attempts": 50,
-        "on_reward_error": draw(st.sampled_from(["retry", "mask", "drop"])),
-        "filter_metrics": draw(st.sampled_from([(), ("r",)])),
-        "keep_payloads": True,
+        "groups_per_step": draw(st.integers(1, 4)), "n_samples": draw(st.integers(1, 3)),
+        "staleness_bound": draw(st.integers(0, 3)), "n_positions": draw(st.integers(2, 25)),
+        "n_epochs": draw(st.integers(1, 2)), "max_steps": draw(st.none() | st.integers(1, 8)),
+        "max_attempts": 50, "on_reward_error": draw(st.sampled_from(["retry", "mask", "drop"])),
+        "filter_metrics": draw(st.sampled_from([(), ("r",)])), "keep_payloads": True,
         "keep_recent": draw(st.sampled_from([2, 512])),
-    }
+    }  # fmt: skip
     return LedgerParams(**fields)
 
 
@@ -210,15 +206,9 @@ def test_any_loss_at_any_moment(
 @pytest.mark.parametrize("seed", [148, 159, 320])
 def test_a_long_job_that_loses_its_history_all_the_time(seed: int) -> None:
     params = LedgerParams(
-        groups_per_step=3,
-        n_samples=2,
-        staleness_bound=seed % 3,
-        n_positions=40,
-        max_attempts=50,
-        filter_metrics=("r",),
-        keep_payloads=True,
-        keep_recent=8,
-    )
+        groups_per_step=3, n_samples=2, staleness_bound=seed % 3, n_positions=40, max_attempts=50,
+        filter_metrics=("r",), keep_payloads=True, keep_recent=8,
+    )  # fmt: skip
     world = World(seed, params, 3)
     world.run(chaos=1.0)
     assert min(world.seen[what] for what in ("lost", "replayed", "crash", "zombie")) > 0
@@ -229,13 +219,9 @@ def test_a_long_job_that_loses_its_history_all_the_time(seed: int) -> None:
 
 def snapshot(**changes: Any) -> LedgerSnapshot:
     fields: dict[str, Any] = {
-        "committed_steps": 2,
-        "timeline": 0,
-        "frontier": 6,
-        "untrained": [4],
-        "dropped": {"stale": 1},
+        "committed_steps": 2, "timeline": 0, "frontier": 6, "untrained": [4], "dropped": {"stale": 1},
         "n_positions": 10,
-    }
+    }  # fmt: skip
     return LedgerSnapshot.model_validate({**fields, **changes})
 
 
@@ -245,12 +231,8 @@ def test_a_ledger_begins_from_a_snapshot_and_forgets_what_it_was() -> None:
     ledger.table.take_changes()
     ledger.begin_from(snapshot())
     status = ledger.table.status()
-    assert (ledger.table.committed, ledger.table.timeline, ledger.table.began, ledger.table.durable) == (
-        2,
-        1,
-        2,
-        2,
-    )
+    table = ledger.table
+    assert (table.committed, table.timeline, table.began, table.durable) == (2, 1, 2, 2)
     assert sum(status.states.values()) == status.created == 6
     assert (status.states["durable"], status.states["waiting"], status.dropped) == (4, 1, {"stale": 1})
     assert set(ledger.table.take_changes().removed) == {"e0-p0", "e0-p1", "e0-p2"}
@@ -259,22 +241,15 @@ def test_a_ledger_begins_from_a_snapshot_and_forgets_what_it_was() -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"n_positions": 11}, "11 prepared rows"),
-        ({"frontier": 11}, "11 positions were handed out"),
-        ({"untrained": [4, 4]}, "must rise"),
-        ({"untrained": [5, 4]}, "must rise"),
-        ({"untrained": [6]}, "below its frontier"),
-        ({"untrained": [0, 1, 2, 3, 4, 5]}, "more than the 6"),
-        ({"dropped": {"stale": 6}}, "more than the 6"),
-        ({"dropped": {"boredom": 1}}, "boredom"),
+        ({"n_positions": 11}, "11 prepared rows"), ({"frontier": 11}, "11 positions were handed out"),
+        ({"untrained": [4, 4]}, "must rise"), ({"untrained": [5, 4]}, "must rise"),
+        ({"untrained": [6]}, "below its frontier"), ({"untrained": [0, 1, 2, 3, 4, 5]}, "more than the 6"),
+        ({"dropped": {"stale": 6}}, "more than the 6"), ({"dropped": {"boredom": 1}}, "boredom"),
         ({"order": "shuffled by 8"}, "another order"),
     ],
-)
+)  # fmt: skip
 def test_a_snapshot_that_cannot_be_is_refused_and_changes_nothing(changes: dict[str, Any], says: str) -> None:
-    params = LedgerParams(
-        groups_per_step=2, n_samples=2, staleness_bound=1, n_positions=10, order="shuffled by 7"
-    )
-    ledger = Ledger(GroupTable(params))
+    ledger = Ledger(GroupTable(replace(PARAMS, order="shuffled by 7")))
     ledger.lease("r", "request-1", 0, 0, 3, 0.0)
     before = ledger.table.status()
     with pytest.raises(ApiError, match=says):
@@ -285,21 +260,11 @@ def test_a_snapshot_that_cannot_be_is_refused_and_changes_nothing(changes: dict[
 def table(step: int, names: list[str], **changes: Any) -> StepTable:
     n = len(names)
     fields: dict[str, Any] = {
-        "step": step,
-        "timeline": 0,
-        "policy_epoch": 1,
-        "group_ids": names,
-        "group": list(range(n)),
-        "index": [0] * n,
-        "score": [1.0] * n,
-        "rewards": {"r": [1.0] * n},
-        "prompt_tokens": [1] * n,
-        "response_tokens": [1] * n,
-        "total_tokens": [2] * n,
-        "oldest_version": [step] * n,
-        "newest_version": [step] * n,
-        "finish_reason": ["stop"] * n,
-    }
+        "step": step, "timeline": 0, "policy_epoch": 1, "group_ids": names, "group": list(range(n)),
+        "index": [0] * n, "score": [1.0] * n, "rewards": {"r": [1.0] * n}, "prompt_tokens": [1] * n,
+        "response_tokens": [1] * n, "total_tokens": [2] * n, "oldest_version": [step] * n,
+        "newest_version": [step] * n, "finish_reason": ["stop"] * n,
+    }  # fmt: skip
     return StepTable.model_validate({**fields, **changes})
 
 
@@ -317,20 +282,15 @@ def test_a_replayed_step_takes_its_groups_wherever_they_are() -> None:
 @pytest.mark.parametrize(
     ("replayed", "says"),
     [
-        (table(2, []), "step 1 is next"),
-        (table(1, ["e0-p0"]), "trained in step 0"),
-        (table(1, ["e0-p4", "e0-p4"]), "twice"),
-        (table(1, ["e0-p4", "e0-p5", "e0-p6"]), "2 at most"),
-        (table(1, ["e0-p10"]), "not a group of"),
-        (table(1, ["e1-p0"]), "not a group of"),
-        (table(1, ["e0-p04"]), "not a group of"),
-        (table(1, ["../../etc"]), "not a group of"),
+        (table(2, []), "step 1 is next"), (table(1, ["e0-p0"]), "trained in step 0"),
+        (table(1, ["e0-p4", "e0-p4"]), "twice"), (table(1, ["e0-p4", "e0-p5", "e0-p6"]), "2 at most"),
+        (table(1, ["e0-p10"]), "not a group of"), (table(1, ["e1-p0"]), "not a group of"),
+        (table(1, ["e0-p04"]), "not a group of"), (table(1, ["../../etc"]), "not a group of"),
         (table(1, ["e0-p4"], oldest_version=[-1], newest_version=[1]), "row 0"),
-        (table(1, ["e0-p4"], index=[2]), "sample 2"),
-        (table(1, ["e0-p4"], finish_reason=["bored"]), "row 0"),
+        (table(1, ["e0-p4"], index=[2]), "sample 2"), (table(1, ["e0-p4"], finish_reason=["bored"]), "row 0"),
         (table(1, ["e0-p4"], score=[float("nan")]), "row 0"),
     ],
-)
+)  # fmt: skip
 def test_a_replay_that_cannot_be_is_refused_and_changes_nothing(replayed: StepTable, says: str) -> None:
     ledger = Ledger(GroupTable(PARAMS))
     replay(ledger.table, table(0, ["e0-p0"]))
@@ -350,14 +310,9 @@ def test_a_replay_that_cannot_be_is_refused_and_changes_nothing(replayed: StepTa
 
 def publication(number: int, version: int, digest: str, timeline: int = 0) -> Publication:
     return Publication(
-        id=number,
-        version=version,
-        timeline=timeline,
-        uri=digest.replace(" ", "-"),
-        manifest_hash=digest,
-        content_hash=digest,
-        n_bytes=1,
-    )
+        id=number, version=version, timeline=timeline, uri=digest.replace(" ", "-"), manifest_hash=digest,
+        content_hash=digest, n_bytes=1,
+    )  # fmt: skip
 
 
 def test_forgotten_publications_keep_their_ids_and_an_id_never_means_anything_else() -> None:
@@ -411,22 +366,13 @@ def test_a_forgotten_lease_is_taken_back_and_its_samples_count() -> None:
 @pytest.mark.parametrize(
     "lease",
     [
-        held("e0-p1", version=-1),
-        held("e0-p1", pushed=[0]),
-        held("e0-p0"),
-        held("e0-p9"),
-        held("e0-p99"),
-        held("v1-p0"),
-        held("e0-p3", version=1),
-    ],
-    ids=[
-        "no version",
-        "its sample is lost",
-        "another holds it",
-        "far away",
-        "no position",
-        "no group",
-        "stale",
+        pytest.param(held("e0-p1", version=-1), id="no version"),
+        pytest.param(held("e0-p1", pushed=[0]), id="its sample is lost"),
+        pytest.param(held("e0-p0"), id="another holds it"),
+        pytest.param(held("e0-p9"), id="far away"),
+        pytest.param(held("e0-p99"), id="no position"),
+        pytest.param(held("v1-p0"), id="no group"),
+        pytest.param(held("e0-p3", version=1), id="stale"),
     ],
 )
 def test_a_lease_that_cannot_be_taken_back_is_lost(lease: HeldLease) -> None:

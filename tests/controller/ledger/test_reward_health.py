@@ -24,20 +24,20 @@ BROKEN = (
 )
 
 
+def failed(error: str, **changes: object) -> Failure | None:
+    return failure_of([make_header(0, 0, score=None, rewards={}, error=error, **changes)], kept_score=False)
+
+
 def fault(row: int = 0, error: str = BROKEN) -> Failure | None:
-    header = make_header(0, 0, score=None, rewards={}, error=error.format(row=row))
-    return failure_of([header], kept_score=False)
+    return failed(error.format(row=row))
 
 
 def too_long() -> Failure | None:
-    header = make_header(0, 0, score=None, rewards={}, error="PromptTooLong: no room", finish_reason="abort")
-    return failure_of([header], kept_score=False)
+    return failed("PromptTooLong: no room", finish_reason="abort")
 
 
 def outage() -> Failure | None:
-    return failure_of(
-        [make_header(0, 0, score=None, rewards={}, error=OUTAGE, outage=True)], kept_score=False
-    )
+    return failed(OUTAGE, outage=True)
 
 
 def run(health: RewardHealth, attempts: Sequence[tuple[int, Failure | None]]) -> Stop | None:
@@ -54,19 +54,24 @@ OTHER = "TypeError: no\nin reward function mine.py:other\n"
 SCORED = None
 
 
+def faults(*numbers: int) -> list[tuple[int, Failure | None]]:
+    """An attempt at each prompt of a range, which fails."""
+    return [(i, fault(i)) for i in range(*numbers)]
+
+
+def scored(n: int) -> list[tuple[int, Failure | None]]:
+    return [(i, SCORED) for i in range(n)]
+
+
 @pytest.mark.parametrize(
     ("groups_per_step", "attempts", "says"),
     [
         # the first groups of a step, whatever the messages say of the rows
-        (4, [(i, fault(i)) for i in range(4)], "not one prompt was scored: 4 of the first 4 "),
-        (4, [(i, fault(i)) for i in range(3)], ""),
-        (
-            4,
-            [(0, fault(0, KEY)), *((i, fault(i)) for i in range(1, 5))],
-            "not one prompt was scored: 4 of the first 5 ",
-        ),
+        (4, faults(4), "not one prompt was scored: 4 of the first 4 "),
+        (4, faults(3), ""),
+        (4, [(0, fault(0, KEY)), *faults(1, 5)], "not one prompt was scored: 4 of the first 5 "),
         (4, [(i, fault(i, [BROKEN, KEY, OTHER][i % 3])) for i in range(9)], ""),
-        (4, [(0, SCORED), *((i, fault(i)) for i in range(1, 30))], ""),
+        (4, [(0, SCORED), *faults(1, 30)], ""),
         # one bad prompt is no broken reward, however often it is tried
         (4, [(0, fault())] * 64, ""),
         (1, [(0, fault())] * 64, ""),
@@ -74,13 +79,9 @@ SCORED = None
         # nothing was generated, so nothing could be scored
         (4, [(i, too_long()) for i in range(64)], ""),
         # more than half of the window
-        (
-            4,
-            [*((i, SCORED) for i in range(31)), *((i, fault(i)) for i in range(31, 64))],
-            "33 of the last 64 attempts",
-        ),
-        (4, [*((i, SCORED) for i in range(32)), *((i, fault(i)) for i in range(32, 64))], ""),
-        (128, [(i, fault(i)) for i in range(33)], "not one prompt was scored: 33 of the last 33 attempts"),
+        (4, [*scored(31), *faults(31, 64)], "33 of the last 64 attempts"),
+        (4, [*scored(32), *faults(32, 64)], ""),
+        (128, faults(33), "not one prompt was scored: 33 of the last 33 attempts"),
         (4, [(i, SCORED if i % 2 else fault(i)) for i in range(1, 300)], ""),
         # a fifth of the rows is bad and tried five times: most attempts fail, most prompts do not
         (
@@ -106,7 +107,7 @@ def test_what_stops_a_run(
 
 
 def test_after_a_restart_it_is_not_the_beginning() -> None:
-    broken = [(i, fault(i)) for i in range(33)]
+    broken = faults(33)
     assert run(RewardHealth(4, 100.0, scored=True), broken[:32]) is None
     stop = run(RewardHealth(4, 100.0, scored=True), broken)
     assert stop is not None
@@ -155,16 +156,14 @@ def failing(rollout: Rollout, n: int, error: str, *, outage: bool = False) -> li
 
 @pytest.mark.parametrize("on_error", ["retry", "drop"])
 def test_a_broken_reward_fails_the_job_and_is_mended_by_a_resume(stage: Stage, on_error: str) -> None:
-    served = stage.serve(make_config(reward={"on_error": on_error}))
-    trainer, rollout = stage.ready(served)
+    served, trainer, rollout = stage.at_work(make_config(reward={"on_error": on_error}))
     user = stage.client(served)
     failing(rollout, 1, BROKEN)
     assert user.send(api.job()).phase is Phase.TRAINING
     failing(rollout, 2, BROKEN)
     status = user.send(api.job())
     assert status.phase is Phase.FAILED
-    assert status.last_error is not None
-    assert status.last_error.startswith("not one prompt was scored")
+    assert (status.last_error or "").startswith("not one prompt was scored")
     assert status.traceback.startswith("TypeError: score() takes 3 arguments")
     assert rollout.lease().status is LeaseStatus.FINISHED
     with pytest.raises(Refused, match="not one prompt was scored"):
@@ -184,8 +183,7 @@ def test_a_broken_reward_fails_the_job_and_is_mended_by_a_resume(stage: Stage, o
 
 @pytest.mark.parametrize("on_error", ["retry", "mask"])
 def test_an_outage_pauses_the_leases_until_a_probe_is_scored(stage: Stage, on_error: str) -> None:
-    served = stage.serve(make_config(reward={"on_error": on_error, "outage_timeout": 60.0}))
-    _, rollout = stage.ready(served)
+    served, _, rollout = stage.at_work(make_config(reward={"on_error": on_error, "outage_timeout": 60.0}))
     user = stage.client(served)
     groups = rollout.lease(4).groups
     for group in groups:  # two begin the outage, two come later
@@ -197,8 +195,7 @@ def test_an_outage_pauses_the_leases_until_a_probe_is_scored(stage: Stage, on_er
     assert user.send(api.ledger()).dropped == ({} if on_error == "retry" else {"reward_error": 2})
     served.skip(1.5)
     (probe,) = rollout.lease(4).groups
-    other = stage.rollout(served, "rollout-1")
-    other.register()
+    other = stage.joined(served, "rollout-1")
     assert other.lease().status is LeaseStatus.PAUSED, "one probe for all replicas"
     rollout.finish([probe], score=None, rewards={}, error=OUTAGE, outage=True)
     served.skip(1.5)
@@ -217,8 +214,7 @@ def test_an_outage_pauses_the_leases_until_a_probe_is_scored(stage: Stage, on_er
 
 def test_a_long_outage_costs_no_prompt_and_bad_prompts_do_not_prolong_it(stage: Stage) -> None:
     patient = {"heartbeat_timeout": 1e5, "lease_timeout": 1e5}
-    served = stage.serve(make_config(controller=patient))
-    _, rollout = stage.ready(served)
+    served, _, rollout = stage.at_work(make_config(controller=patient))
     bad = failing(rollout, 2, OUTAGE, outage=True)
     probes: list[str] = []
     while not probes or probes[-1] in bad:  # only these wait
@@ -229,8 +225,7 @@ def test_a_long_outage_costs_no_prompt_and_bad_prompts_do_not_prolong_it(stage: 
 
 
 def test_prompts_of_a_round_of_validation_take_turns_during_an_outage(stage: Stage) -> None:
-    served = stage.serve(validating(), validation_rows=5)
-    _, rollout = stage.ready(served)
+    served, _, rollout = stage.at_work(validating(), validation_rows=5)
     failing(rollout, 2, OUTAGE, outage=True)
     probes: list[str] = []
     for seconds in (1.0, 2.0, 4.0):
@@ -240,8 +235,7 @@ def test_prompts_of_a_round_of_validation_take_turns_during_an_outage(stage: Sta
 
 
 def test_an_outage_stops_the_run_after_its_time(stage: Stage) -> None:
-    served = stage.serve(make_config(reward={"outage_timeout": 60.0}))
-    _, rollout = stage.ready(served)
+    served, _, rollout = stage.at_work(make_config(reward={"outage_timeout": 60.0}))
     user = stage.client(served)
     failing(rollout, 2, OUTAGE, outage=True)
     served.skip(59.0)
@@ -251,13 +245,11 @@ def test_an_outage_stops_the_run_after_its_time(stage: Stage) -> None:
     failing(rollout, 1, OUTAGE, outage=True)
     status = user.send(api.job())
     assert status.phase is Phase.FAILED
-    assert status.last_error is not None
-    assert "reward.outage_timeout = 60 s" in status.last_error
+    assert "reward.outage_timeout = 60 s" in (status.last_error or "")
 
 
 def test_a_request_that_is_held_open_becomes_the_probe_when_it_is_due(stage: Stage) -> None:
-    served = stage.serve()
-    _, rollout = stage.ready(served)
+    served, _, rollout = stage.at_work()
     failing(rollout, 2, OUTAGE, outage=True)
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(rollout.lease, 4, wait_s=60.0)
@@ -282,8 +274,7 @@ def test_a_round_of_validation_counts_where_it_is_scored_alike(stage: Stage) -> 
 
 
 def test_a_round_of_validation_outlasts_an_outage(stage: Stage) -> None:
-    served = stage.serve(validating())
-    _, rollout = stage.ready(served)
+    served, _, rollout = stage.at_work(validating())
     user = stage.client(served)
     groups = rollout.lease(3).groups
     for group in groups:
@@ -308,13 +299,11 @@ FILTERED = make_config(train={"train_policy": {"filter_reward_metric": ["right"]
 
 
 def test_a_job_whose_data_runs_out_before_its_first_step_has_failed(stage: Stage) -> None:
-    served = stage.serve(FILTERED, rows=3)
-    trainer, rollout = stage.ready(served)
+    served, trainer, rollout = stage.at_work(FILTERED, rows=3)
     equal(rollout, 3)
     status = stage.client(served).send(api.job())
     assert status.phase is Phase.FAILED
-    assert status.last_error is not None
-    assert status.last_error.startswith("not one of 2 steps was trained")
+    assert (status.last_error or "").startswith("not one of 2 steps was trained")
     assert "dropped: zero_variance 3" in status.last_error
     assert "filter_reward_metric" in status.last_error
     assert status.last_error.endswith("start a new run: this one has no prompts left"), (
@@ -323,13 +312,12 @@ def test_a_job_whose_data_runs_out_before_its_first_step_has_failed(stage: Stage
     assert stage.client(served).send(api.operate("resume")).phase is Phase.FAILED
     with pytest.raises(
         Refused, match="not one of 2 steps"
-    ):  # it gets no batch without samples, and exports nothing
+    ):  # no batch without samples, and nothing to export
         trainer.batch(0)
 
 
 def test_the_last_prompt_that_is_lost_with_its_replica_leaves_no_batch_without_samples(stage: Stage) -> None:
-    served = stage.serve(make_config(controller={"max_attempts": 1}), rows=1)
-    trainer, rollout = stage.ready(served)
+    served, trainer, rollout = stage.at_work(make_config(controller={"max_attempts": 1}), rows=1)
     assert len(rollout.lease().groups) == 1
     stage.client(served).send(api.replica_exited("rollout-0", "exit code 1", crashed=True))
     with pytest.raises(Refused, match="dropped: poison 1"):
@@ -338,8 +326,7 @@ def test_the_last_prompt_that_is_lost_with_its_replica_leaves_no_batch_without_s
 
 
 def test_rewards_that_fail_in_many_ways_end_with_the_last_of_them(stage: Stage) -> None:
-    served = stage.serve(make_config(reward={"on_error": "drop"}), rows=3)
-    _, rollout = stage.ready(served)
+    served, _, rollout = stage.at_work(make_config(reward={"on_error": "drop"}), rows=3)
     for number in range(3):
         failing(rollout, 1, f"Error{number}: no\nTraceback {number}")
     status = stage.client(served).send(api.job())
@@ -348,8 +335,7 @@ def test_rewards_that_fail_in_many_ways_end_with_the_last_of_them(stage: Stage) 
 
 
 def test_a_finish_short_of_the_planned_steps_says_why(stage: Stage) -> None:
-    served = stage.serve(FILTERED, rows=6)
-    trainer, rollout = stage.ready(served)
+    served, trainer, rollout = stage.at_work(FILTERED, rows=6)
     equal(rollout, 3)
     rollout.finish(rollout.lease(3).groups)
     assert trainer.batch(0) is not None

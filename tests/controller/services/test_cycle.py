@@ -9,7 +9,7 @@ from controller.client import calls as api
 from schema.config import Config
 from schema.wire.messages import ErrorCode, LeaseStatus, Phase
 from schema.wire.sample import decode_sample
-from tests.controller.conftest import Stage
+from tests.controller.conftest import Stage, refused
 from tests.controller.drivers import make_header, train_step
 from tests.support.controller import make_config
 
@@ -34,9 +34,7 @@ def test_a_job_from_the_first_registration_to_the_end(stage: Stage) -> None:
     assert (status.phase, status.step, status.version) == (Phase.FINISHED, 6, 6)
     ledger = user.send(api.ledger())
     for resume_step in (None, 6, 3):  # it died on its way out, and was started again
-        with pytest.raises(Refused) as refused:
-            trainer.register(resume_step=resume_step)
-        assert refused.value.code is ErrorCode.JOB_FINISHED
+        assert refused(trainer.register, resume_step=resume_step).code is ErrorCode.JOB_FINISHED
     assert (user.send(api.job()).phase, user.send(api.ledger())) == (Phase.FINISHED, ledger)
     assert status.samples_per_s > 0
     ledger = user.send(api.ledger())
@@ -49,8 +47,7 @@ def test_a_job_from_the_first_registration_to_the_end(stage: Stage) -> None:
 
 
 def test_payloads_go_when_nobody_can_need_them_any_more(stage: Stage) -> None:
-    served = stage.serve()
-    trainer, rollout = stage.ready(served)
+    served, trainer, rollout = stage.at_work()
     pattern = f"cosmos:{served.job.job_id}:payload:*"
     with stage.valkey.client() as redis:
         rollout.finish(rollout.lease(2).groups)
@@ -62,8 +59,7 @@ def test_payloads_go_when_nobody_can_need_them_any_more(stage: Stage) -> None:
 
 def test_commits_checkpoints_and_what_users_ask_for_wait_for_the_append_only_file(stage: Stage) -> None:
     """What the store loses is told again by those who did it; nobody would tell of a user's pause."""
-    served = stage.serve()
-    trainer, rollout = stage.ready(served)
+    served, trainer, rollout = stage.at_work()
     user = stage.client(served)
     with stage.valkey.client() as redis:
 
@@ -102,8 +98,9 @@ def test_the_batch_holds_the_pushed_frames_in_table_order(stage: Stage) -> None:
 
 
 def test_leased_groups_carry_prompt_row_and_seeds(stage: Stage) -> None:
-    served = stage.serve(make_config(train={"train_policy": {"type": "grpo", "dataloader_shuffle": False}}))
-    _, rollout = stage.ready(served)
+    _, _, rollout = stage.at_work(
+        make_config(train={"train_policy": {"type": "grpo", "dataloader_shuffle": False}})
+    )
     (group,) = rollout.lease().groups
     assert group.prompt_token_ids == [1, 2, 3]
     assert group.row == {"prompt": "train 0", "answer": "0"}
@@ -118,16 +115,16 @@ def test_only_every_kth_version_is_published(stage: Stage) -> None:
 
 
 def test_the_last_step_may_be_short_and_samples_are_counted(stage: Stage) -> None:
-    served = stage.serve(rows=3)
-    trainer, rollout = stage.ready(served)
+    served, trainer, rollout = stage.at_work(rows=3)
     assert not train_step(trainer, rollout, 0).finished
     assert train_step(trainer, rollout, 1).finished
     assert stage.client(served).send(api.ledger()).states["trained"] == 3
 
 
 def test_reaching_the_last_step_drops_what_is_left_as_surplus(stage: Stage) -> None:
-    served = stage.serve(make_config(train={"max_num_steps": 1}, controller={"oversample": 2.0}))
-    trainer, rollout = stage.ready(served)
+    served, trainer, rollout = stage.at_work(
+        make_config(train={"max_num_steps": 1}, controller={"oversample": 2.0})
+    )
     rollout.finish(rollout.lease(3).groups)
     assert trainer.batch(0) is not None
     assert trainer.commit(0).finished
@@ -139,16 +136,8 @@ def test_reaching_the_last_step_drops_what_is_left_as_surplus(stage: Stage) -> N
 
 def test_stragglers_are_dropped_when_the_config_says_so(stage: Stage) -> None:
     """Step 1 could be filled by later groups, but two due ones are missing: it waits, then goes on without."""
-    config = make_config(
-        controller={
-            "on_stale": "drop",
-            "straggler_timeout": 1000.0,
-            "heartbeat_timeout": 9000.0,
-            "lease_timeout": 9000.0,
-        }
-    )
-    served = stage.serve(config)
-    trainer, rollout = stage.ready(served)
+    timeouts = {"straggler_timeout": 1000.0, "heartbeat_timeout": 9000.0, "lease_timeout": 9000.0}
+    served, trainer, rollout = stage.at_work(make_config(controller={"on_stale": "drop", **timeouts}))
     first = rollout.lease(4).groups
     rollout.finish(first[:2])
     assert trainer.batch(0) is not None
@@ -167,8 +156,7 @@ def test_stragglers_are_dropped_when_the_config_says_so(stage: Stage) -> None:
 
 def test_when_the_last_groups_are_dropped_an_empty_batch_ends_the_training(stage: Stage) -> None:
     config = make_config(train={"train_policy": {"type": "grpo", "filter_reward_metric": "right"}})
-    served = stage.serve(config, rows=3)
-    trainer, rollout = stage.ready(served)
+    served, trainer, rollout = stage.at_work(config, rows=3)
     train_step(trainer, rollout, 0, size=1)
     rollout.finish(rollout.lease(1).groups, rewards={"right": 1.0}, score=1.0)
     batch = trainer.batch(1)

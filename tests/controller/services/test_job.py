@@ -12,8 +12,7 @@ from tests.controller.drivers import train_step
 
 @pytest.mark.parametrize("end", [api.operate("stop"), api.fail("policy-0 died 4 times")])
 def test_resume_opens_a_job_again(stage: Stage, end: api.Call) -> None:
-    served = stage.serve()
-    trainer, rollout = stage.ready(served)
+    served, trainer, rollout = stage.at_work()
     user = stage.client(served)
     train_step(trainer, rollout, 0)
     assert user.send(end).phase in ("stopped", "failed")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 
 import pytest
 
@@ -11,6 +10,7 @@ from controller.errors import ApiError
 from controller.notify import Signal
 from controller.services.lease_queue import LeaseQueue
 from schema.wire.messages import ErrorCode, LeaseReply, LeaseRequest, LeaseStatus
+from tests.controller.conftest import in_event_loop
 
 THROTTLED = LeaseReply(status=LeaseStatus.THROTTLED)
 GRANTED = LeaseReply(status=LeaseStatus.GRANTED)
@@ -61,116 +61,101 @@ class Office:
             await asyncio.sleep(0)
 
 
-def play(scene: Callable[[Office], Awaitable[None]]) -> None:
-    async def inside() -> None:
-        await scene(Office())
-
-    asyncio.run(inside())
-
-
 async def settled(*tasks: asyncio.Task[LeaseReply]) -> list[LeaseStatus]:
     return [reply.status for reply in await asyncio.gather(*tasks)]
 
 
-def test_who_waits_longest_is_served_first() -> None:
-    async def scene(office: Office) -> None:
-        tasks = [office.ask(f"r{i}") for i in range(5)]
-        await office.change()
-        office.groups = 2
-        await office.change()
-        assert office.served == ["r0", "r1"]
-        assert await settled(*tasks[:2]) == [LeaseStatus.GRANTED] * 2
-        office.groups = 3
-        await office.change()
-        assert office.served == [f"r{i}" for i in range(5)]
-        assert len(office.queue) == 0
-        await settled(*tasks)
-
-    play(scene)
-
-
-def test_one_refusal_speaks_for_its_kind() -> None:
-    async def scene(office: Office) -> None:
-        tasks = [office.ask(f"r{i}", version=i % 2) for i in range(100)]
-        await office.change()
-        office.asked.clear()
-        await office.change()
-        assert len(office.asked) == 2, "one of each version"
-        office.alike = False
-        office.asked.clear()
-        await office.change()
-        assert len(office.asked) == 100
-        office.alike, office.groups, office.only_version = True, 1, 1
-        await office.change()
-        assert office.served == ["r1"], "the refusal of version 0 is none of version 1"
-        office.closing = True
-        await office.change()
-        assert (
-            await settled(*tasks)
-            == [LeaseStatus.THROTTLED, LeaseStatus.GRANTED] + [LeaseStatus.THROTTLED] * 98
-        )
-
-    play(scene)
+@in_event_loop
+async def test_who_waits_longest_is_served_first() -> None:
+    office = Office()
+    tasks = [office.ask(f"r{i}") for i in range(5)]
+    await office.change()
+    office.groups = 2
+    await office.change()
+    assert office.served == ["r0", "r1"]
+    assert await settled(*tasks[:2]) == [LeaseStatus.GRANTED] * 2
+    office.groups = 3
+    await office.change()
+    assert office.served == [f"r{i}" for i in range(5)]
+    assert len(office.queue) == 0
+    await settled(*tasks)
 
 
-def test_what_changed_before_it_waited_is_not_missed() -> None:
-    async def scene(office: Office) -> None:
-        first = office.ask("r0")
-        await office.change()
-        office.groups = 1
-        second = office.ask("r1")  # no change is told after this
-        assert await settled(second) == [LeaseStatus.GRANTED]
-        assert office.staged > 0
-        first.cancel()
-        await asyncio.gather(first, return_exceptions=True)
-        assert len(office.queue) == 0
-
-    play(scene)
-
-
-def test_newcomers_do_not_overtake() -> None:
-    async def scene(office: Office) -> None:
-        waiting = office.ask("r0")
-        await office.change()
-        office.groups = 1
-        office.changed.notify()
-        office.queue.catch_up()
-        assert office.served == ["r0"]
-        await settled(waiting)
-
-    play(scene)
+@in_event_loop
+async def test_one_refusal_speaks_for_its_kind() -> None:
+    office = Office()
+    tasks = [office.ask(f"r{i}", version=i % 2) for i in range(100)]
+    await office.change()
+    office.asked.clear()
+    await office.change()
+    assert len(office.asked) == 2, "one of each version"
+    office.alike = False
+    office.asked.clear()
+    await office.change()
+    assert len(office.asked) == 100
+    office.alike, office.groups, office.only_version = True, 1, 1
+    await office.change()
+    assert office.served == ["r1"], "the refusal of version 0 is none of version 1"
+    office.closing = True
+    await office.change()
+    assert (
+        await settled(*tasks) == [LeaseStatus.THROTTLED, LeaseStatus.GRANTED] + [LeaseStatus.THROTTLED] * 98
+    )
 
 
-def test_time_ends_a_wait_with_the_last_refusal() -> None:
-    async def scene(office: Office) -> None:
-        assert await settled(office.ask("r0", seconds=0.01)) == [LeaseStatus.THROTTLED]
-        assert len(office.queue) == 0
-
-    play(scene)
-
-
-def test_the_same_request_again_ends_its_predecessor() -> None:
-    async def scene(office: Office) -> None:
-        first = office.ask("r0")
-        await office.change()
-        second = office.ask("r0")
-        await office.change()
-        assert await settled(first) == [LeaseStatus.THROTTLED]
-        office.groups = 1
-        await office.change()
-        assert await settled(second) == [LeaseStatus.GRANTED]
-
-    play(scene)
+@in_event_loop
+async def test_what_changed_before_it_waited_is_not_missed() -> None:
+    office = Office()
+    first = office.ask("r0")
+    await office.change()
+    office.groups = 1
+    second = office.ask("r1")  # no change is told after this
+    assert await settled(second) == [LeaseStatus.GRANTED]
+    assert office.staged > 0
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    assert len(office.queue) == 0
 
 
-def test_a_lost_replica_is_told_and_holds_up_nobody() -> None:
-    async def scene(office: Office) -> None:
-        lost, other = office.ask("r0"), office.ask("r1")
-        await office.change()
-        office.lost, office.groups = {"r0"}, 1
-        await office.change()
-        with pytest.raises(ApiError):
-            await lost
-        assert await settled(other) == [LeaseStatus.GRANTED]
+@in_event_loop
+async def test_newcomers_do_not_overtake() -> None:
+    office = Office()
+    waiting = office.ask("r0")
+    await office.change()
+    office.groups = 1
+    office.changed.notify()
+    office.queue.catch_up()
+    assert office.served == ["r0"]
+    await settled(waiting)
 
-    play(scene)
+
+@in_event_loop
+async def test_time_ends_a_wait_with_the_last_refusal() -> None:
+    office = Office()
+    assert await settled(office.ask("r0", seconds=0.01)) == [LeaseStatus.THROTTLED]
+    assert len(office.queue) == 0
+
+
+@in_event_loop
+async def test_the_same_request_again_ends_its_predecessor() -> None:
+    office = Office()
+    first = office.ask("r0")
+    await office.change()
+    second = office.ask("r0")
+    await office.change()
+    assert await settled(first) == [LeaseStatus.THROTTLED]
+    office.groups = 1
+    await office.change()
+    assert await settled(second) == [LeaseStatus.GRANTED]
+
+
+@in_event_loop
+async def test_a_lost_replica_is_told_and_holds_up_nobody() -> None:
+    office = Office()
+    lost, other = office.ask("r0"), office.ask("r1")
+    await office.change()
+    office.lost, office.groups = {"r0"}, 1
+    await office.change()
+    with pytest.raises(ApiError):
+        await lost
+    assert await settled(other) == [LeaseStatus.GRANTED]

@@ -10,10 +10,9 @@ from typing import TypeVar
 import httpx
 import pytest
 
-from controller.client import Refused
 from controller.client import calls as api
 from schema.wire.messages import ErrorCode, LeaseStatus
-from tests.controller.conftest import Stage
+from tests.controller.conftest import Stage, refused
 from tests.support.controller import TOKENS
 from tests.support.served import ServedController
 from tests.support.waiting import PATIENCE, until
@@ -39,9 +38,20 @@ def waiters(served: ServedController) -> int:
     return sum(len(s._waiters) for s in (job.lease_signal, job.batch_signal, job.publication_signal))
 
 
+def hang_up_in(served: ServedController, role: str, call: str, body: str = "") -> None:
+    """Make a call and hang up while it is held; the controller notices."""
+    head = (
+        f"{call} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {TOKENS[role]}\r\ncontent-length: {len(body)}"
+    )
+    url = httpx.URL(served.url)
+    with socket.create_connection((url.host, url.port), PATIENCE) as connection:
+        connection.sendall(f"{head}\r\n\r\n{body}".encode())
+        until(lambda: waiters(served) > 0, "a call that is held")
+    until(lambda: waiters(served) == 0, "the end of the call", SOON)
+
+
 def test_a_throttled_lease_is_granted_when_a_step_is_committed(stage: Stage) -> None:
-    served = stage.serve()
-    trainer, rollout = stage.ready(served)
+    served, trainer, rollout = stage.at_work()
     rollout.finish(rollout.lease(4).groups)
     assert trainer.batch(0) is not None
     refused = rollout.lease()
@@ -54,8 +64,7 @@ def test_a_throttled_lease_is_granted_when_a_step_is_committed(stage: Stage) -> 
 
 
 def test_a_batch_is_there_when_its_last_sample_arrives(stage: Stage) -> None:
-    served = stage.serve()
-    trainer, rollout = stage.ready(served)
+    served, trainer, rollout = stage.at_work()
     assert trainer.batch(0) is None
     waiting = held_open(served, lambda: trainer.batch(0, LONG))
     rollout.finish(rollout.lease(2).groups)
@@ -65,8 +74,7 @@ def test_a_batch_is_there_when_its_last_sample_arrives(stage: Stage) -> None:
 
 
 def test_a_publication_is_announced(stage: Stage) -> None:
-    served = stage.serve()
-    trainer, rollout = stage.ready(served)
+    served, trainer, rollout = stage.at_work()
     assert rollout.client.send(api.latest_publication(1)) is None
     waiting = held_open(served, lambda: rollout.client.send(api.latest_publication(1, LONG)))
     trainer.publish(0)
@@ -77,23 +85,17 @@ def test_a_publication_is_announced(stage: Stage) -> None:
 
 def test_a_poll_of_a_process_that_was_replaced_is_refused(stage: Stage) -> None:
     """Its connection still stands; what it were handed would be noted for the one that came after it."""
-    served = stage.serve()
-    trainer, rollout = stage.ready(served)
+    served, trainer, rollout = stage.at_work()
     mine = rollout.reply.replica_id, rollout.reply.incarnation
     waiting = held_open(served, lambda: rollout.client.send(api.latest_publication(1, LONG, *mine)))
-    successor = stage.rollout(served, rollout.name)
-    successor.register()
+    stage.joined(served, rollout.name)
     trainer.publish(0)
-    with pytest.raises(Refused) as refused:
-        waiting.result(SOON)
-    assert refused.value.code in (ErrorCode.STALE_INCARNATION, ErrorCode.UNKNOWN_REPLICA)
+    assert refused(waiting.result, SOON).code in (ErrorCode.STALE_INCARNATION, ErrorCode.UNKNOWN_REPLICA)
 
 
 def test_a_dead_replicas_groups_reach_a_waiting_one(stage: Stage) -> None:
-    served = stage.serve()
-    _, first = stage.ready(served)
-    second = stage.rollout(served, "rollout-1")
-    second.register()
+    served, _, first = stage.at_work()
+    second = stage.joined(served, "rollout-1")
     taken = {group.group_id for group in first.lease(4).groups}
     waiting = held_open(served, lambda: second.lease(4, LONG))
     stage.client(served).send(api.replica_exited("rollout-0", "killed"))
@@ -102,18 +104,10 @@ def test_a_dead_replicas_groups_reach_a_waiting_one(stage: Stage) -> None:
 
 def test_a_lease_request_that_was_withdrawn_is_granted_nothing(stage: Stage) -> None:
     """A replica withdraws its question when it has loaded new weights: what it got then would lie idle."""
-    served = stage.serve()
-    _, first = stage.ready(served)
-    second = stage.rollout(served, "rollout-1")
-    second.register()
+    served, _, first = stage.at_work()
+    second = stage.joined(served, "rollout-1")
     first.lease(4)
-    body = second.lease_request(4, LONG).model_dump_json()
-    head = f"POST /v1/leases HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {TOKENS['rollout']}\r\n"
-    url = httpx.URL(served.url)
-    with socket.create_connection((url.host, url.port), PATIENCE) as connection:
-        connection.sendall(f"{head}content-length: {len(body)}\r\n\r\n{body}".encode())
-        until(lambda: waiters(served) > 0, "a call that is held")
-    until(lambda: waiters(served) == 0, "the end of the call", SOON)
+    hang_up_in(served, "rollout", "POST /v1/leases", second.lease_request(4, LONG).model_dump_json())
     stage.client(served).send(api.replica_exited("rollout-0", "killed"))
     assert second.beat().lost_leases == []
     (_, info) = sorted(stage.client(served).send(api.replicas()), key=lambda info: info.name)[1:]
@@ -122,16 +116,14 @@ def test_a_lease_request_that_was_withdrawn_is_granted_nothing(stage: Stage) -> 
 
 def test_a_replica_that_is_lost_while_it_waits_is_granted_nothing(stage: Stage) -> None:
     """Its machine may have lost its power, with the connection still open."""
-    served = stage.serve()
-    _, first = stage.ready(served)
-    second = stage.rollout(served, "rollout-1")
-    second.register()
+    served, _, first = stage.at_work()
+    second = stage.joined(served, "rollout-1")
     first.lease(4)
     waiting = held_open(served, lambda: second.lease(4, LONG))
     for name in ("rollout-1", "rollout-0"):
         stage.client(served).send(api.replica_exited(name, "killed"))
     assert waiting.result(SOON).status is LeaseStatus.THROTTLED
-    states = {info.name: info.state for info in stage.client(served).send(api.replicas())}
+    states = stage.states(served)
     assert (states["rollout-0"], states["rollout-1"]) == ("lost", "lost")
     assert second.lease(4).status is LeaseStatus.GRANTED, "who asks again is there again"
 
@@ -141,22 +133,13 @@ def test_a_replica_that_is_lost_while_it_waits_is_granted_nothing(stage: Stage) 
 )
 def test_nothing_is_kept_of_a_caller_that_hung_up(stage: Stage, path: str) -> None:
     """So no more calls are held open than there are connections."""
-    served = stage.serve()
-    trainer, _ = stage.ready(served)
-    target = path.format(trainer.reply.policy_epoch)
-    head = f"GET {target} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {TOKENS['policy']}\r\n\r\n"
-    url = httpx.URL(served.url)
-    with socket.create_connection((url.host, url.port), PATIENCE) as connection:
-        connection.sendall(head.encode())
-        until(lambda: waiters(served) > 0, "a call that is held")
-    until(lambda: waiters(served) == 0, "the end of the call", SOON)
+    served, trainer, _ = stage.at_work()
+    hang_up_in(served, "policy", f"GET {path.format(trainer.reply.policy_epoch)}")
 
 
 def test_a_request_that_is_sent_again_ends_its_predecessor(stage: Stage) -> None:
-    served = stage.serve()
-    _, first = stage.ready(served)
-    second = stage.rollout(served, "rollout-1")
-    second.register()
+    served, _, first = stage.at_work()
+    second = stage.joined(served, "rollout-1")
     first.lease(4)
     request = second.lease_request(4, LONG)
     held = held_open(served, lambda: second.client.send(api.lease(request)))
@@ -169,8 +152,7 @@ def test_a_request_that_is_sent_again_ends_its_predecessor(stage: Stage) -> None
 
 
 def test_pause_and_resume(stage: Stage) -> None:
-    served = stage.serve()
-    trainer, rollout = stage.ready(served)
+    served, trainer, rollout = stage.at_work()
     user = stage.client(served)
     group, other = rollout.lease(2).groups
     assert user.send(api.operate("pause")).phase == "paused"
@@ -184,8 +166,7 @@ def test_pause_and_resume(stage: Stage) -> None:
 
 
 def test_waits_end_by_themselves(stage: Stage) -> None:
-    served = stage.serve()
-    trainer, rollout = stage.ready(served)
+    _, trainer, rollout = stage.at_work()
     rollout.lease(4)
     assert rollout.lease(1, 0.01).status is LeaseStatus.THROTTLED
     assert trainer.batch(0, 0.01) is None
@@ -194,8 +175,7 @@ def test_waits_end_by_themselves(stage: Stage) -> None:
 
 @pytest.mark.parametrize("call", ["lease", "batch", "publication"])
 def test_waits_end_at_shutdown(stage: Stage, call: str) -> None:
-    served = stage.serve()
-    trainer, rollout = stage.ready(served)
+    served, trainer, rollout = stage.at_work()
     rollout.lease(4)
     calls: dict[str, Callable[[], object]] = {
         "lease": lambda: rollout.lease(1, LONG).groups,
@@ -208,8 +188,7 @@ def test_waits_end_at_shutdown(stage: Stage, call: str) -> None:
 
 
 def test_stop_ends_the_job_for_everybody(stage: Stage) -> None:
-    served = stage.serve()
-    trainer, rollout = stage.ready(served)
+    served, trainer, rollout = stage.at_work()
     user = stage.client(served)
     rollout.lease(4)
     waiting = held_open(served, lambda: rollout.lease(1, LONG))
@@ -221,8 +200,7 @@ def test_stop_ends_the_job_for_everybody(stage: Stage) -> None:
 
 
 def test_fail_ends_the_job_with_its_reason(stage: Stage) -> None:
-    served = stage.serve()
-    trainer, rollout = stage.ready(served)
+    served, trainer, rollout = stage.at_work()
     waiting = held_open(served, lambda: trainer.batch(0, LONG))
     user = stage.client(served)
     status = user.send(api.fail("policy-0 died 4 times"))
@@ -237,8 +215,7 @@ def test_fail_ends_the_job_with_its_reason(stage: Stage) -> None:
 
 
 def test_the_checkpoint_command_reaches_the_trainer_once(stage: Stage) -> None:
-    served = stage.serve()
-    trainer, rollout = stage.ready(served)
+    served, trainer, rollout = stage.at_work()
     stage.client(served).send(api.operate("checkpoint"))
     assert rollout.beat().commands == []
     assert trainer.beat().commands == ["checkpoint"]

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import httpx
 import pytest
 from pydantic import ValidationError
 
-from controller.client import Refused
 from controller.client import calls as api
 from controller.state.update_reports import (
     BUCKETS,
@@ -22,22 +20,17 @@ from controller.state.update_reports import (
 from schema.wire import messages as m
 from schema.wire.messages import ErrorCode
 from schema.wire.weights import Publication
-from tests.controller.conftest import Stage
+from tests.controller.conftest import Stage, asking, refused
 from tests.controller.drivers import Rollout, Trainer, train_step
-from tests.support.controller import TOKENS, make_config
+from tests.support.controller import make_config
 from tests.support.waiting import until
 
 
 def publication(number: int = 1) -> Publication:
     return Publication(
-        id=number,
-        version=number,
-        timeline=0,
-        uri=f"v{number}",
-        manifest_hash="m",
-        content_hash="c",
+        id=number, version=number, timeline=0, uri=f"v{number}", manifest_hash="m", content_hash="c",
         n_bytes=1,
-    )
+    )  # fmt: skip
 
 
 def update(replica: str = "rollout-0.1", **fields: Any) -> m.UpdateReport:
@@ -114,8 +107,7 @@ def test_buckets_are_cumulative() -> None:
 
 
 def test_reports_are_listed_with_their_publication(stage: Stage) -> None:
-    served = stage.serve()
-    trainer, rollout = stage.ready(served)
+    served, trainer, rollout = stage.at_work()
     publish(
         trainer, 0, begins=1, n_bytes=20, full_bytes=1000, changed=3, elements=500, metrics={"encode": 0.25}
     )
@@ -136,26 +128,17 @@ def test_reports_are_listed_with_their_publication(stage: Stage) -> None:
 
 
 def test_reports_of_strangers_are_refused(stage: Stage) -> None:
-    served = stage.serve()
-    trainer, rollout = stage.ready(served)
-    with pytest.raises(Refused) as unknown:
-        report(rollout, 7)
-    assert unknown.value.code is ErrorCode.NOT_FOUND
-    with pytest.raises(Refused) as older:
-        report(rollout, 1, incarnation=9)
-    assert older.value.code is ErrorCode.STALE_INCARNATION
+    _, trainer, rollout = stage.at_work()
+    assert refused(report, rollout, 7).code is ErrorCode.NOT_FOUND
+    assert refused(report, rollout, 1, incarnation=9).code is ErrorCode.STALE_INCARNATION
     as_trainer = update(trainer.reply.replica_id)
-    with pytest.raises(Refused) as other:
-        rollout.client.send(api.report_update(1, as_trainer))
-    assert other.value.code is ErrorCode.FORBIDDEN
-    with pytest.raises(Refused) as stolen:
-        rollout.client.send(api.latest_publication(0, 0.0, trainer.reply.replica_id, 1))
-    assert stolen.value.code is ErrorCode.FORBIDDEN
+    assert refused(rollout.client.send, api.report_update(1, as_trainer)).code is ErrorCode.FORBIDDEN
+    stolen = api.latest_publication(0, 0.0, trainer.reply.replica_id, 1)
+    assert refused(rollout.client.send, stolen).code is ErrorCode.FORBIDDEN
 
 
 def test_other_weights_than_the_trainers_are_an_error_that_is_shown(stage: Stage) -> None:
-    served = stage.serve()
-    _, rollout = stage.ready(served)
+    served, _, rollout = stage.at_work()
     user = stage.client(served)
     report(rollout, 1, served_hash="c")
     assert user.send(api.job()).last_error is None
@@ -168,13 +151,12 @@ def test_other_weights_than_the_trainers_are_an_error_that_is_shown(stage: Stage
 
 
 def metrics(url: str) -> str:
-    headers = {"authorization": f"Bearer {TOKENS['user']}"}
-    return httpx.get(f"{url}/metrics", headers=headers, trust_env=False).raise_for_status().text
+    with asking(url) as http:
+        return http.get("/metrics").raise_for_status().text
 
 
 def test_metrics_of_weights_and_of_staleness(stage: Stage) -> None:
-    served = stage.serve()
-    trainer, rollout = stage.ready(served)
+    served, trainer, rollout = stage.at_work()
     train_step(trainer, rollout, 0)
     publish(trainer, 1, begins=2, n_bytes=20, full_bytes=1000, metrics={"write": 2.0})
     report(rollout, 3, n_bytes=20, seconds={"pause": 0.004})
@@ -198,8 +180,7 @@ def test_metrics_of_weights_and_of_staleness(stage: Stage) -> None:
 
 
 def test_an_unreadable_version_is_followed_by_an_anchor(stage: Stage) -> None:
-    served = stage.serve()
-    trainer, rollout = stage.ready(served)
+    served, trainer, rollout = stage.at_work()
     assert not publish(trainer, 0, begins=1).anchor
     report(rollout, 2, status="unreadable", detail="the file is torn")
     asking = publish(trainer, 0, begins=1)
@@ -213,8 +194,7 @@ def test_an_unreadable_version_is_followed_by_an_anchor(stage: Stage) -> None:
 
 
 def test_a_trainer_that_attached_none_is_told_again(stage: Stage) -> None:
-    served = stage.serve()
-    trainer, rollout = stage.ready(served)
+    _, trainer, rollout = stage.at_work()
     report(rollout, 1, status="unreadable")
     told = [publish(trainer, 0, begins=1).anchor for _ in range(4)]
     assert told == [True, False, True, False]
@@ -223,8 +203,7 @@ def test_a_trainer_that_attached_none_is_told_again(stage: Stage) -> None:
 
 
 def test_a_lost_answer_is_given_again(stage: Stage) -> None:
-    served = stage.serve()
-    trainer, rollout = stage.ready(served)
+    _, trainer, rollout = stage.at_work()
     report(rollout, 1, status="unreadable")
     request = trainer.publish_request(0).model_copy(update={"kind": "delta", "begins": 1})
     assert trainer.client.send(api.publish(request)).anchor
@@ -233,8 +212,7 @@ def test_a_lost_answer_is_given_again(stage: Stage) -> None:
 
 def test_an_old_publication_that_comes_again_changes_nothing(stage: Stage) -> None:
     """It neither requests an anchor nor counts as told what only its first answer told."""
-    served = stage.serve(make_config(weight_sync={"keep": 1}))
-    trainer, rollout = stage.ready(served)
+    served, trainer, rollout = stage.at_work(make_config(weight_sync={"keep": 1}))
     request = trainer.publish_request(0)
     first = trainer.client.send(api.publish(request))
     assert publish_until_gone(trainer, 3) == {2, 3, 4}
@@ -260,8 +238,7 @@ def test_an_old_publication_that_comes_again_changes_nothing(stage: Stage) -> No
 
 
 def test_what_is_overtaken_by_an_anchor_wishes_for_none(stage: Stage) -> None:
-    served = stage.serve()
-    trainer, rollout = stage.ready(served)
+    _, trainer, rollout = stage.at_work()
     publish(trainer, 0, begins=1)
     publish(trainer, 0, begins=2)
     report(rollout, 1, status="unreadable")
@@ -271,16 +248,14 @@ def test_what_is_overtaken_by_an_anchor_wishes_for_none(stage: Stage) -> None:
 
 
 def test_the_wish_survives_the_controller(stage: Stage) -> None:
-    served = stage.serve(make_config(controller={"heartbeat_timeout": 1000.0}))
-    trainer, rollout = stage.ready(served)
+    served, trainer, rollout = stage.at_work(make_config(controller={"heartbeat_timeout": 1000.0}))
     report(rollout, 1, status="unreadable")
     served.restart()
     assert publish(trainer, 0, begins=1).anchor
 
 
 def test_a_trainer_that_publishes_nothing_is_told_in_a_heartbeat(stage: Stage) -> None:
-    served = stage.serve(make_config(controller={"heartbeat_interval": 0.1}))
-    trainer, rollout = stage.ready(served)
+    _, trainer, rollout = stage.at_work(make_config(controller={"heartbeat_interval": 0.1}))
     assert "anchor" not in trainer.beat().commands
     report(rollout, 1, status="unreadable")
     until(lambda: "anchor" in trainer.beat().commands, "the request for a full version")
@@ -291,8 +266,9 @@ def test_a_trainer_that_publishes_nothing_is_told_in_a_heartbeat(stage: Stage) -
 
 
 def test_a_trainer_that_goes_on_is_told_in_the_answer_to_its_publication(stage: Stage) -> None:
-    served = stage.serve(make_config(controller={"heartbeat_interval": 1000.0, "heartbeat_timeout": 5000.0}))
-    trainer, rollout = stage.ready(served)
+    _, trainer, rollout = stage.at_work(
+        make_config(controller={"heartbeat_interval": 1000.0, "heartbeat_timeout": 5000.0})
+    )
     report(rollout, 1, status="unreadable")
     assert "anchor" not in trainer.beat().commands
     request = trainer.publish_request(0).model_copy(update={"kind": "delta", "begins": 1})

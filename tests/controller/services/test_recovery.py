@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import secrets
 import signal
 import sys
 import threading
@@ -23,8 +22,8 @@ from schema.config import Config
 from schema.wire import messages as m
 from schema.wire.batch import decode_batch
 from schema.wire.messages import ErrorCode, Phase
-from tests.controller.conftest import PATIENT, Stage
-from tests.controller.drivers import Rollout, Trainer, train_step
+from tests.controller.conftest import PATIENT, Stage, refused
+from tests.controller.drivers import Rollout, begin, train_step
 from tests.support.controller import TOKENS, ControllerProcess, make_config, make_run_dir, running_controller
 from tests.support.valkey import ValkeyServer, running_valkey
 from tests.support.waiting import PATIENCE, until
@@ -32,12 +31,16 @@ from tests.support.waiting import PATIENCE, until
 pytestmark = pytest.mark.slow
 
 
+def session_of(url: str, name: str = "policy-0") -> Session:
+    return Session(Environment(url, TOKENS["policy"], name, None, None), ShutdownRequest(), 1)
+
+
 class LiveTrainer(threading.Thread):
     """A trainer without a model: the real session and its history, and the truth about what was trained."""
 
     def __init__(self, url: str, name: str = "policy-0") -> None:
         super().__init__(daemon=True)
-        self.session = Session(Environment(url, TOKENS["policy"], name, None, None), ShutdownRequest(), 1)
+        self.session = session_of(url, name)
         self.trained: list[list[str]] = []
         self.limit = sys.maxsize
         """Steps that it trains; then it waits for a higher limit."""
@@ -85,14 +88,9 @@ class LiveTrainer(threading.Thread):
     def _publish(self) -> None:
         uri = f"{id(self)}-v{self.steps}"
         request = m.PublishRequest(
-            **self.session.identity(),
-            version=self.steps,
-            uri=uri,
-            manifest_hash=uri,
-            content_hash=uri,
-            n_bytes=1,
-            newest_publication=self.session.history.newest_publication,
-        )
+            **self.session.identity(), version=self.steps, uri=uri, manifest_hash=uri, content_hash=uri,
+            n_bytes=1, newest_publication=self.session.history.newest_publication,
+        )  # fmt: skip
         self.session.history.published(self.session.call(api.publish(request)))
 
 
@@ -212,28 +210,19 @@ def test_a_trainer_that_was_replaced_in_lost_history_is_refused(tmp_path: Path) 
         process.client("policy") as policy,
         process.client() as user,
     ):
-        old, rollout = Trainer(policy), Rollout(client)
-        old.register()
-        old.publish(0)
-        rollout.register()
+        old, rollout = begin(policy, client)
         train_step(old, rollout, 0)
         kept = next((valkey._directory / "appendonlydir").glob("*.incr.aof")).stat().st_size
-        session = Session(
-            Environment(process.url, TOKENS["policy"], "policy-0", None, None), ShutdownRequest(), 1
-        )
+        session = session_of(process.url)
         newer = session.register(resume_step=0)
         assert newer.timeline == 1
         lose(valkey, process, lambda size: min(size, kept))
         session.call(api.step_batch(0, newer.policy_epoch, "none"))  # refused at first: it declares itself
         assert session.mends == 1
-        with pytest.raises(Refused) as refused:
-            old.commit(1)
-        assert refused.value.code is ErrorCode.STALE_EPOCH
+        assert refused(old.commit, 1).code is ErrorCode.STALE_EPOCH
         status, ledger = user.send(api.job()), user.send(api.ledger())
         assert (status.timeline, status.step, ledger.states["trained"]) == (1, 0, 0)
-        again = Session(
-            Environment(process.url, TOKENS["policy"], "policy-0", None, None), ShutdownRequest(), 1
-        )
+        again = session_of(process.url)
         again.register(resume_step=0)
         with pytest.raises(ReplacedError):
             session.call(api.step_batch(0, newer.policy_epoch, "none"))
@@ -250,11 +239,8 @@ def test_an_empty_store_goes_on_from_the_checkpoint_alone(stage: Stage) -> None:
     snapshot = trainer.client.send(api.ledger_snapshot(3))
     second = stage.serve(config)  # another run directory: another job, with nothing in Redis
     resumed = stage.trainer(second)
-    request = m.RegisterRequest(
-        request_id=secrets.token_hex(8), role="policy", name="policy-0", resume_step=3, snapshot=snapshot
-    )
-    resumed.reply = resumed.client.send(api.register(request))
-    assert (resumed.reply.committed_steps, resumed.reply.timeline, resumed.reply.timeline_began) == (3, 1, 3)
+    reply = resumed.register(resume_step=3, snapshot=snapshot)
+    assert (reply.committed_steps, reply.timeline, reply.timeline_began) == (3, 1, 3)
     rollout = stage.rollout(second)
     resumed.publish(3)
     rollout.register()
@@ -268,13 +254,11 @@ def test_an_empty_store_goes_on_from_the_checkpoint_alone(stage: Stage) -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"n_positions": 13}, "13 prepared rows"),
-        ({"frontier": 10**9}, "positions were handed out"),
-        ({"untrained": [5, 5]}, "must rise"),
-        ({"committed_steps": 4}, "different checkpoints"),
+        ({"n_positions": 13}, "13 prepared rows"), ({"frontier": 10**9}, "positions were handed out"),
+        ({"untrained": [5, 5]}, "must rise"), ({"committed_steps": 4}, "different checkpoints"),
         ({"order": "shuffled by 99"}, "another order"),
     ],
-)
+)  # fmt: skip
 def test_a_hostile_snapshot_is_a_clear_error_and_registers_nobody(
     stage: Stage, changes: dict[str, object], says: str
 ) -> None:
@@ -287,17 +271,10 @@ def test_a_hostile_snapshot_is_a_clear_error_and_registers_nobody(
         "n_positions": 12,
         **changes,
     }
-    body = {
-        "request_id": "hostile-request",
-        "role": "policy",
-        "name": "p",
-        "resume_step": 3,
-        "snapshot": fields,
-    }
-    trainer = stage.trainer(served)
+    snapshot = m.LedgerSnapshot.model_validate(fields)
     with pytest.raises(Refused, match=says):
-        trainer.client.send(api.register(m.RegisterRequest.model_validate(body)))
-    assert served.job.registry.by_name("p") is None
+        stage.trainer(served).register(resume_step=3, snapshot=snapshot)
+    assert served.job.registry.by_name("policy-0") is None
     assert served.job.progress.committed == 0
 
 
@@ -305,7 +282,7 @@ def test_supervised_steps_are_replayed_and_resumed(stage: Stage) -> None:
     train = {"train_policy": {"type": "sft"}, "train_batch_per_replica": 4}
     config = Config.model_validate({"train": train})
     served = stage.serve(config, rows=24)
-    session = Session(Environment(served.url, TOKENS["policy"], "policy-0", None, None), ShutdownRequest(), 1)
+    session = session_of(served.url)
     session.register()
     for step in range(3):
         session.history.applied(step, {"samples": 4.0}, time.time())
@@ -315,12 +292,7 @@ def test_supervised_steps_are_replayed_and_resumed(stage: Stage) -> None:
     user = stage.client(served)
     assert [record.metrics for record in user.send(api.steps())] == [{"samples": 4.0}] * 3
     snapshot = stage.client(served, "policy").send(api.ledger_snapshot(3))
-    other = stage.serve(config, rows=24)
-    request = m.RegisterRequest(
-        request_id=secrets.token_hex(8), role="policy", name="policy-0", resume_step=3, snapshot=snapshot
-    )
-    reply = stage.client(other, "policy").send(api.register(request))
+    reply = stage.trainer(stage.serve(config, rows=24)).register(resume_step=3, snapshot=snapshot)
     assert (reply.committed_steps, reply.timeline, reply.total_steps) == (3, 1, 6)
-    third = stage.serve(config, rows=25)
     with pytest.raises(Refused, match="24 prepared rows"):
-        stage.client(third, "policy").send(api.register(request))
+        stage.trainer(stage.serve(config, rows=25)).register(resume_step=3, snapshot=snapshot)

@@ -6,11 +6,10 @@ import time
 
 import pytest
 
-from controller.client import Refused
 from controller.client import calls as api
 from schema.wire import messages as m
 from schema.wire.messages import ErrorCode, LeaseStatus, Phase
-from tests.controller.conftest import Stage
+from tests.controller.conftest import Stage, refused
 from tests.controller.drivers import Rollout, make_header, request_id, train_step
 from tests.support.controller import make_config
 from tests.support.served import ServedController, served_controller
@@ -21,8 +20,7 @@ def leased(served: ServedController) -> int:
 
 
 def test_registration_tells_a_replica_all_it_needs(stage: Stage) -> None:
-    served = stage.serve()
-    trainer, rollout = stage.ready(served)
+    served, trainer, rollout = stage.at_work()
     reply = rollout.reply
     assert (reply.replica_id, reply.incarnation, reply.mode) == ("rollout-0.1", 1, "grpo")
     assert reply.publication is not None
@@ -41,22 +39,17 @@ def test_a_repeated_registration_gets_the_same_answer(stage: Stage) -> None:
 
 
 def test_an_older_incarnation_is_refused_everywhere(stage: Stage) -> None:
-    served = stage.serve()
-    _, old = stage.ready(served)
+    served, _, old = stage.at_work()
     group = old.lease().groups[0]
-    new = stage.rollout(served)
-    new.register()
+    new = stage.joined(served)
     assert new.reply.incarnation == 2
     for call in (old.lease, old.beat, old.leave, lambda: old.finish([group])):
-        with pytest.raises(Refused) as refused:
-            call()
-        assert refused.value.code is ErrorCode.STALE_INCARNATION
+        assert refused(call).code is ErrorCode.STALE_INCARNATION
     assert leased(served) == 0
 
 
 def test_a_replica_that_registers_again_keeps_the_leases_it_declares(stage: Stage) -> None:
-    served = stage.serve()
-    _, rollout = stage.ready(served)
+    served, _, rollout = stage.at_work()
     kept, forgotten = rollout.lease(2).groups
     rollout.register(held_leases=[{"group_id": kept.group_id, "lease_id": kept.lease_id}])
     assert leased(served) == 1
@@ -66,8 +59,9 @@ def test_a_replica_that_registers_again_keeps_the_leases_it_declares(stage: Stag
 
 
 def test_beats_keep_leases_and_forgotten_ones_go_to_others(stage: Stage) -> None:
-    served = stage.serve(make_config(controller={"lease_timeout": 1000.0, "heartbeat_timeout": 9000.0}))
-    _, rollout = stage.ready(served)
+    served, _, rollout = stage.at_work(
+        make_config(controller={"lease_timeout": 1000.0, "heartbeat_timeout": 9000.0})
+    )
     kept, forgotten = rollout.lease(2).groups
     rollout.beat({kept.lease_id})
     assert leased(served) == 2
@@ -88,8 +82,7 @@ def test_nobody_is_late_because_the_controller_was_away(stage: Stage) -> None:
     config = make_config(controller=timeouts, validation={"enable": True})
     with served_controller(run_dir := stage.run_dir(config), stage.valkey.url) as before:
         _, rollout = stage.ready(before)
-        second = stage.rollout(before, "rollout-1")
-        second.register()
+        second = stage.joined(before, "rollout-1")
         validating, training = rollout.lease().groups[0], second.lease().groups[0]
         assert (validating.kind, training.kind) == ("validation", "train")
         before.skip(0.0)
@@ -99,7 +92,7 @@ def test_nobody_is_late_because_the_controller_was_away(stage: Stage) -> None:
         first.reply, other.reply = rollout.reply, second.reply
         assert first.beat({validating.lease_id}).lost_leases == []
         assert other.beat({training.lease_id}).lost_leases == []
-        assert {info.state for info in stage.client(after).send(api.replicas())} == {"live"}
+        assert set(stage.states(after).values()) == {"live"}
 
 
 @pytest.mark.parametrize("jump", [3600.0, -3600.0])
@@ -109,50 +102,41 @@ def test_a_clock_that_is_set_decides_about_nobody(
     """Neither while a controller lives nor between two of them: who is silent is lost, all others are there."""
     real, ahead = time.time, [0.0]
     monkeypatch.setattr(time, "time", lambda: real() + ahead[0])
-    config = make_config(
-        controller={"lease_timeout": 100.0, "heartbeat_timeout": 100.0, "start_timeout": 1000.0}
-    )
-
-    def states(served: ServedController) -> dict[str, str]:
-        return {info.name: info.state for info in stage.client(served).send(api.replicas())}
+    timeouts = {"lease_timeout": 100.0, "heartbeat_timeout": 100.0, "start_timeout": 1000.0}
+    config = make_config(controller=timeouts)
 
     with served_controller(run_dir := stage.run_dir(config), stage.valkey.url) as before:
         _, rollout = stage.ready(before)
         rollout.lease()
         ahead[0] = jump
         before.skip(60.0)
-        assert (states(before), leased(before)) == ({"policy-0": "live", "rollout-0": "live"}, 1)
+        assert (stage.states(before), leased(before)) == ({"policy-0": "live", "rollout-0": "live"}, 1)
         rollout.beat()
         before.skip(60.0)
-        assert (states(before), leased(before)) == ({"policy-0": "lost", "rollout-0": "live"}, 1)
+        assert (stage.states(before), leased(before)) == ({"policy-0": "lost", "rollout-0": "live"}, 1)
         before.run(before.job.store.renew_lock())
     ahead[0] = 3 * jump
     with served_controller(run_dir, stage.valkey.url) as after:
         after.skip(20.0)
-        assert (states(after)["rollout-0"], leased(after)) == ("live", 1)
+        assert (stage.states(after)["rollout-0"], leased(after)) == ("live", 1)
         after.skip(30.0)
-        assert (states(after)["rollout-0"], leased(after)) == ("live", 0), "it had 40 s left"
+        assert (stage.states(after)["rollout-0"], leased(after)) == ("live", 0), "it had 40 s left"
         after.skip(60.0)
-        assert states(after)["rollout-0"] == "lost"
+        assert stage.states(after)["rollout-0"] == "lost"
 
 
 def test_a_silent_replica_is_lost_and_comes_back_with_its_next_beat(stage: Stage) -> None:
-    served = stage.serve(make_config(controller={"heartbeat_timeout": 15.0}))
-    _, rollout = stage.ready(served)
+    served, _, rollout = stage.at_work(make_config(controller={"heartbeat_timeout": 15.0}))
     group = rollout.lease().groups[0]
     served.skip(16.0)
-    user = stage.client(served)
-    state = {replica.name: replica.state for replica in user.send(api.replicas())}
-    assert state == {"policy-0": "lost", "rollout-0": "lost"}
+    assert stage.states(served) == {"policy-0": "lost", "rollout-0": "lost"}
     assert leased(served) == 0
     assert rollout.beat().lost_leases == [group.lease_id]
-    state = {replica.name: replica.state for replica in user.send(api.replicas())}
-    assert state["rollout-0"] == "live"
+    assert stage.states(served)["rollout-0"] == "live"
 
 
 def test_what_the_launcher_saw_end_is_released_at_once(stage: Stage) -> None:
-    served = stage.serve()
-    _, rollout = stage.ready(served)
+    served, _, rollout = stage.at_work()
     rollout.lease(2)
     user = stage.client(served)
     user.send(api.replica_exited("rollout-0", "killed by signal 9"))
@@ -160,17 +144,14 @@ def test_what_the_launcher_saw_end_is_released_at_once(stage: Stage) -> None:
     assert leased(served) == 0
     (info,) = [replica for replica in user.send(api.replicas()) if replica.role == "rollout"]
     assert (info.state, info.status) == ("lost", "killed by signal 9")
-    with pytest.raises(Refused) as refused:
-        user.send(api.replica_exited("nobody", ""))
-    assert refused.value.code is ErrorCode.UNKNOWN_REPLICA
+    assert refused(user.send, api.replica_exited("nobody", "")).code is ErrorCode.UNKNOWN_REPLICA
 
 
 @pytest.mark.parametrize(("crashed", "dropped"), [(True, {"poison": 1}), (False, {})])
 def test_only_a_crash_counts_for_what_a_replica_held(
     stage: Stage, crashed: bool, dropped: dict[str, int]
 ) -> None:
-    served = stage.serve(make_config(controller={"max_attempts": 1}))
-    _, rollout = stage.ready(served)
+    served, _, rollout = stage.at_work(make_config(controller={"max_attempts": 1}))
     user = stage.client(served)
     rollout.lease(1)
     user.send(api.replica_exited("rollout-0", "it ended", crashed=crashed))
@@ -182,8 +163,7 @@ def test_only_a_crash_counts_for_what_a_replica_held(
 
 
 def test_whoever_is_superseded_was_pre_empted_until_somebody_says_that_it_crashed(stage: Stage) -> None:
-    served = stage.serve(make_config(controller={"max_attempts": 3}))
-    _, rollout = stage.ready(served)
+    served, _, rollout = stage.at_work(make_config(controller={"max_attempts": 3}))
     user, ledger = stage.client(served), served.job.require_ledger()
     for life in range(1, 8):
         rollout.register(parent_pid=life)
@@ -209,8 +189,7 @@ def test_whoever_is_superseded_was_pre_empted_until_somebody_says_that_it_crashe
 
 
 def test_a_draining_replica_gets_nothing_more_and_leaves(stage: Stage) -> None:
-    served = stage.serve()
-    _, rollout = stage.ready(served)
+    served, _, rollout = stage.at_work()
     group = rollout.lease().groups[0]
     assert stage.client(served).send(api.drain(rollout.reply.replica_id)).draining
     assert rollout.lease(wait_s=30.0).status is LeaseStatus.DRAINING
@@ -218,29 +197,19 @@ def test_a_draining_replica_gets_nothing_more_and_leaves(stage: Stage) -> None:
     assert rollout.finish([group]).results[0].accepted
     rollout.leave()
     rollout.leave()
-    with pytest.raises(Refused) as refused:
-        rollout.beat()
-    assert refused.value.code is ErrorCode.UNKNOWN_REPLICA
+    assert refused(rollout.beat).code is ErrorCode.UNKNOWN_REPLICA
 
 
 def test_a_new_trainer_ends_the_epoch_of_the_old_one(stage: Stage) -> None:
-    served = stage.serve()
-    old, rollout = stage.ready(served)
+    served, old, rollout = stage.at_work()
     rollout.finish(rollout.lease(2).groups)
     assert old.batch(0) is not None
     new = stage.trainer(served)
     assert new.register(resume_step=0).policy_epoch > old.reply.policy_epoch
     states = stage.client(served).send(api.ledger()).states
     assert (states["ready"], states["batched"]) == (2, 0)
-    for call in (
-        lambda: old.batch(0),
-        lambda: old.commit(0),
-        lambda: old.publish(0),
-        lambda: old.checkpoint(0),
-    ):
-        with pytest.raises(Refused) as refused:
-            call()
-        assert refused.value.code is ErrorCode.STALE_EPOCH
+    for call in (old.batch, old.commit, old.publish, old.checkpoint):
+        assert refused(call, 0).code is ErrorCode.STALE_EPOCH
     batch = new.batch(0)
     assert batch is not None
     assert batch[0].policy_epoch == new.reply.policy_epoch
@@ -248,8 +217,7 @@ def test_a_new_trainer_ends_the_epoch_of_the_old_one(stage: Stage) -> None:
 
 
 def test_a_trainer_from_an_older_checkpoint_rewinds_the_job(stage: Stage) -> None:
-    served = stage.serve(make_config(train={"ckpt": {"enable_checkpoint": True}}))
-    trainer, rollout = stage.ready(served)
+    served, trainer, rollout = stage.at_work(make_config(train={"ckpt": {"enable_checkpoint": True}}))
     for step in range(2):
         train_step(trainer, rollout, step)
     assert trainer.checkpoint(2).durable_steps == 2
@@ -276,8 +244,7 @@ def test_a_trainer_from_an_older_checkpoint_rewinds_the_job(stage: Stage) -> Non
 
 def test_a_trainer_that_dies_again_and_again_before_its_next_checkpoint_loses_nothing(stage: Stage) -> None:
     """The ledger contains the checkpoint, whatever its timeline: records, totals and ready groups stay."""
-    served = stage.serve(make_config(train={"ckpt": {"enable_checkpoint": True}}))
-    trainer, rollout = stage.ready(served)
+    served, trainer, rollout = stage.at_work(make_config(train={"ckpt": {"enable_checkpoint": True}}))
     for step in range(2):
         train_step(trainer, rollout, step, size=2)
     trainer.checkpoint(2)
@@ -303,8 +270,7 @@ def test_a_trainer_that_dies_again_and_again_before_its_next_checkpoint_loses_no
 
 
 def test_a_job_that_begins_from_a_snapshot_keeps_its_totals_and_can_begin_anew(stage: Stage) -> None:
-    served = stage.serve(make_config(train={"ckpt": {"enable_checkpoint": True}}))
-    trainer, rollout = stage.ready(served)
+    _, trainer, rollout = stage.at_work(make_config(train={"ckpt": {"enable_checkpoint": True}}))
     for step in range(2):
         train_step(trainer, rollout, step, size=2)
     snapshot = trainer.client.send(api.ledger_snapshot(2))
@@ -327,8 +293,7 @@ def test_a_job_that_begins_from_a_snapshot_keeps_its_totals_and_can_begin_anew(s
 
 
 def test_a_trainer_that_knows_nothing_of_its_weights_changes_nothing(stage: Stage) -> None:
-    served = stage.serve()
-    trainer, rollout = stage.ready(served)
+    _, trainer, rollout = stage.at_work()
     train_step(trainer, rollout, 0)
     reply = trainer.register(resume_step=None)
     assert (reply.committed_steps, reply.timeline) == (1, 0)
@@ -336,22 +301,19 @@ def test_a_trainer_that_knows_nothing_of_its_weights_changes_nothing(stage: Stag
 
 def test_a_trainer_ahead_of_the_job_is_refused(stage: Stage) -> None:
     trainer = stage.trainer(stage.serve())
-    with pytest.raises(Refused) as refused:
-        trainer.register(resume_step=3)
-    assert refused.value.code is ErrorCode.CONFLICT
-    assert "3 committed steps" in refused.value.detail
+    refusal = refused(trainer.register, resume_step=3)
+    assert refusal.code is ErrorCode.CONFLICT
+    assert "3 committed steps" in refusal.detail
 
 
 def test_the_job_fails_by_name_when_replicas_do_not_register(stage: Stage) -> None:
     config = make_config(controller={"start_timeout": 60.0}, rollout={"parallelism": {"n_init_replicas": 2}})
     served = stage.serve(config)
-    rollout = stage.rollout(served)
-    rollout.register()
+    stage.joined(served)
     served.skip(61.0)
     status = stage.client(served).send(api.job())
     assert status.phase is Phase.FAILED
-    assert status.last_error is not None
-    assert "1 policy replica(s) and 1 rollout replica(s) did not register" in status.last_error
+    assert "1 policy replica(s) and 1 rollout replica(s) did not register" in (status.last_error or "")
     assert "registered: rollout-0" in status.last_error
 
 
@@ -363,8 +325,7 @@ def test_replicas_that_registered_in_time_may_leave_later(stage: Stage) -> None:
 
 
 def test_gauges_and_versions_are_shown(stage: Stage) -> None:
-    served = stage.serve()
-    trainer, rollout = stage.ready(served)
+    served, trainer, rollout = stage.at_work()
     rollout.beat(gauges={"idle_fraction": 0.25}, status="generating")
     train_step(trainer, rollout, 0)
     rollout.finish(rollout.lease(2).groups)
@@ -383,14 +344,11 @@ def test_the_two_roles_do_not_share_a_name(stage: Stage) -> None:
     served = stage.serve()
     stage.trainer(served, "same").register()
     rollout: Rollout = stage.rollout(served, "same")
-    with pytest.raises(Refused) as refused:
-        rollout.register()
-    assert refused.value.code is ErrorCode.CONFLICT
+    assert refused(rollout.register).code is ErrorCode.CONFLICT
 
 
 def test_trouble_beside_the_training_is_the_last_error(stage: Stage) -> None:
-    served = stage.serve()
-    trainer, _ = stage.ready(served)
+    served, trainer, _ = stage.at_work()
     assert served.job.facts.last_error is None
     request = m.HeartbeatRequest(incarnation=trainer.reply.incarnation, trouble="upload of step-4 failed")
     trainer.client.send(api.heartbeat(trainer.reply.replica_id, request))

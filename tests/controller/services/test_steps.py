@@ -8,17 +8,15 @@ import json
 import pytest
 
 from controller.api.routes.samples import _unpack as unpack
-from controller.client import Refused
 from controller.client import calls as api
 from controller.errors import ApiError
 from schema.wire.batch import decode_batch
 from schema.wire.messages import ErrorCode, RegisterRequest
 from schema.wire.sample import decode_sample
-from tests.controller.conftest import Stage
-from tests.controller.drivers import Rollout, request_id
+from tests.controller.conftest import Stage, refused
+from tests.controller.drivers import request_id
 from tests.controller.store.test_payload_files import SharingRollout
 from tests.support.controller import make_config
-from tests.support.served import ServedController
 
 
 def test_each_table_has_its_own_payloads_whatever_is_assembled_meanwhile(stage: Stage) -> None:
@@ -26,11 +24,8 @@ def test_each_table_has_its_own_payloads_whatever_is_assembled_meanwhile(stage: 
     trainer, rollout = stage.ready(served)
     for tokens in (6, 7, 8, 9):
         rollout.finish(rollout.lease(1).groups, tokens=tokens)
-    training, ledger, epoch = (
-        served.controller.steps,
-        served.job.require_ledger(),
-        trainer.reply.policy_epoch,
-    )
+    training, ledger = served.controller.steps, served.job.require_ledger()
+    epoch = trainer.reply.policy_epoch
 
     async def both() -> tuple[bytes | None, bytes | None]:
         first = asyncio.create_task(training.batch(0, epoch, None, 0.0))
@@ -46,11 +41,11 @@ def test_each_table_has_its_own_payloads_whatever_is_assembled_meanwhile(stage: 
 
 
 def test_groups_whose_payloads_the_store_has_lost_are_made_again_once(stage: Stage) -> None:
-    served = stage.serve()
-    trainer, rollout = stage.ready(served)
+    served, trainer, rollout = stage.at_work()
     rollout.finish(rollout.lease(2).groups)
     assert trainer.batch(0) is not None
-    lose_payload(stage, served, "e0-p1")
+    redis = stage.valkey.client()
+    assert redis.delete(*redis.keys(f"*{served.job.job_id}:payload:e0-p1:*"))  # type: ignore[misc]
     training, epoch = served.controller.steps, trainer.reply.policy_epoch
 
     async def ranks() -> list[bytes | None]:
@@ -65,33 +60,21 @@ def test_groups_whose_payloads_the_store_has_lost_are_made_again_once(stage: Sta
     assert trainer.batch(0) is not None
 
 
-def lose_payload(stage: Stage, served: ServedController, group: str) -> None:
-    client = stage.valkey.client()
-    keys = client.keys(f"*{served.job.job_id}:payload:{group}:*")
-    assert keys
-    client.delete(*keys)  # type: ignore[misc]
-
-
 @pytest.mark.parametrize("rows", [[4], [-1], [0, 1, 0]])
 def test_rows_that_are_none_or_asked_for_twice_are_refused(stage: Stage, rows: list[int]) -> None:
-    served = stage.serve()
-    trainer, rollout = stage.ready(served)
+    _, trainer, rollout = stage.at_work()
     rollout.finish(rollout.lease(2).groups)
-    with pytest.raises(Refused) as refused:
-        trainer.client.send(api.step_batch(0, trainer.reply.policy_epoch, rows))
-    assert refused.value.code is ErrorCode.BAD_REQUEST
+    asked = api.step_batch(0, trainer.reply.policy_epoch, rows)
+    assert refused(trainer.client.send, asked).code is ErrorCode.BAD_REQUEST
 
 
 def test_a_push_that_looks_for_its_files_while_its_replica_registers_anew_is_refused(
     stage: Stage, tmp_path: object
 ) -> None:
-    served = stage.serve(make_config(controller={"payload_store": f"{tmp_path}/shared"}))
-    _, plain = stage.ready(served)
-    rollout = SharingRollout(plain.client)
-    rollout.__dict__.update(plain.__dict__)
+    served, _, plain = stage.at_work(make_config(controller={"payload_store": f"{tmp_path}/shared"}))
     files = served.job.payload_files
     assert files is not None
-    rollout.root = files.root
+    rollout = SharingRollout.of(plain, files.root)
     items, frames = rollout.bundle(rollout.lease(1).groups)
     body = api.push_many(items, frames).body
     assert body is not None
@@ -103,7 +86,8 @@ def test_a_push_that_looks_for_its_files_while_its_replica_registers_anew_is_ref
         job.registry.gone(job.registry.find(old), "not heard of")
         pushing = asyncio.create_task(served.controller.samples.push(replica_id, body, pushes))
         await asyncio.sleep(0)  # a thread looks for the files
-        await served.controller.replicas.register(registration(rollout))
+        request = RegisterRequest(request_id=request_id(), role="rollout", name=rollout.name)
+        await served.controller.replicas.register(request)
         with pytest.raises(ApiError) as refused:
             await pushing
         assert refused.value.code is ErrorCode.STALE_INCARNATION
@@ -112,7 +96,3 @@ def test_a_push_that_looks_for_its_files_while_its_replica_registers_anew_is_ref
     served.run(race())
     row = stage.valkey.client().hget(f"cosmos:{served.job.job_id}:replicas", rollout.name)
     assert json.loads(row)["incarnation"] == 2  # type: ignore[arg-type]
-
-
-def registration(rollout: Rollout) -> RegisterRequest:
-    return RegisterRequest(request_id=request_id(), role="rollout", name=rollout.name)

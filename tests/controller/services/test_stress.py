@@ -26,17 +26,11 @@ ROWS = 16
 def job(seed: int) -> Config:
     """Bounds 0 to 3 and one or two steps between publications, by the seed."""
     bound = seed % 4
+    interval = 1 + (bound >= 1 and seed % 3 == 0)
+    timeouts = {"heartbeat_timeout": 10.0, "lease_timeout": 30.0, "start_timeout": 100_000.0}
     return make_config(
-        train={
-            "sync_weight_interval": 1 + (bound >= 1 and seed % 3 == 0),
-            "train_policy": {"allowed_outdated_steps": bound},
-        },
-        controller={
-            "heartbeat_timeout": 10.0,
-            "lease_timeout": 30.0,
-            "start_timeout": 100_000.0,
-            "max_attempts": 50,
-        },
+        train={"sync_weight_interval": interval, "train_policy": {"allowed_outdated_steps": bound}},
+        controller={**timeouts, "max_attempts": 50},
     )
 
 

@@ -24,10 +24,8 @@ def validate(rollout: Rollout) -> None:
 
 
 def test_the_initial_weights_come_first_at_the_replica_that_takes_part(stage: Stage) -> None:
-    served = stage.serve(make_config(validation=EVERY_4))
-    _, rollout = stage.ready(served)
-    other = stage.rollout(served, "rollout-1")
-    other.register()
+    served, _, rollout = stage.at_work(make_config(validation=EVERY_4))
+    other = stage.joined(served, "rollout-1")
     user = stage.client(served)
     assert user.send(api.job()).phase is Phase.VALIDATING
     first = rollout.lease(2)
@@ -42,8 +40,9 @@ def test_the_initial_weights_come_first_at_the_replica_that_takes_part(stage: St
 
 
 def test_a_round_becomes_a_record_and_outlives_the_controller(stage: Stage) -> None:
-    served = stage.serve(make_config(controller=PATIENT, validation={**EVERY_4, "n_generation": 3}))
-    _, rollout = stage.ready(served)
+    served, _, rollout = stage.at_work(
+        make_config(controller=PATIENT, validation={**EVERY_4, "n_generation": 3})
+    )
     reply = rollout.lease(2)
     assert [len(group.seeds) for group in reply.groups] == [3, 3]
     rollout.finish(reply.groups)
@@ -63,8 +62,7 @@ def test_a_round_becomes_a_record_and_outlives_the_controller(stage: Stage) -> N
 
 
 def test_samples_of_another_version_are_refused(stage: Stage) -> None:
-    served = stage.serve(make_config(validation={**EVERY_4, "before": False, "freq": 1}))
-    trainer, rollout = stage.ready(served)
+    _, trainer, rollout = stage.at_work(make_config(validation={**EVERY_4, "before": False, "freq": 1}))
     train_step(trainer, rollout, 0)
     group = rollout.lease().groups[0]
     assert (group.kind, group.pinned_version) == ("validation", 1)
@@ -74,8 +72,7 @@ def test_samples_of_another_version_are_refused(stage: Stage) -> None:
 
 
 def test_the_job_ends_after_the_validation_of_the_final_weights(stage: Stage) -> None:
-    served = stage.serve(make_config(validation=EVERY_4))
-    trainer, rollout = stage.ready(served)
+    served, trainer, rollout = stage.at_work(make_config(validation=EVERY_4))
     validate(rollout)
     for step in range(6):
         train_step(trainer, rollout, step)
@@ -90,8 +87,7 @@ def test_the_job_ends_after_the_validation_of_the_final_weights(stage: Stage) ->
     rollout.update()
     reply = rollout.lease(9)
     assert kinds(reply) == {"validation"}
-    other = stage.rollout(served, "rollout-1")
-    other.register()
+    other = stage.joined(served, "rollout-1")
     assert other.lease().status is LeaseStatus.THROTTLED
     rollout.finish(reply.groups)
     assert user.send(api.job()).phase is Phase.FINISHED
@@ -105,8 +101,7 @@ def test_without_rollout_replicas_the_job_ends_without_its_last_round_and_says_s
         train={"max_num_steps": 1},
         controller={"start_timeout": 100.0, "heartbeat_timeout": 10.0},
     )
-    served = stage.serve(config)
-    trainer, rollout = stage.ready(served)
+    served, trainer, rollout = stage.at_work(config)
     train_step(trainer, rollout, 0)
     trainer.leave("finished")
     rollout.leave()
@@ -116,15 +111,12 @@ def test_without_rollout_replicas_the_job_ends_without_its_last_round_and_says_s
     served.skip(101.0)
     status = user.send(api.job())
     assert status.phase is Phase.FINISHED
-    assert status.last_error is not None
-    assert "no final validation" in status.last_error
+    assert "no final validation" in (status.last_error or "")
 
 
 def test_a_dead_replicas_validation_groups_go_to_another(stage: Stage) -> None:
-    served = stage.serve(make_config(validation=EVERY_4))
-    _, first = stage.ready(served)
-    second = stage.rollout(served, "rollout-1")
-    second.register()
+    served, _, first = stage.at_work(make_config(validation=EVERY_4))
+    second = stage.joined(served, "rollout-1")
     taken = first.lease(3).groups
     assert first.beat().lost_leases == []
     stage.client(served).send(api.replica_exited("rollout-0", "killed"))
@@ -136,8 +128,7 @@ def test_a_dead_replicas_validation_groups_go_to_another(stage: Stage) -> None:
 
 
 def test_a_failed_reward_is_an_error_and_not_a_zero(stage: Stage) -> None:
-    served = stage.serve(make_config(validation=EVERY_4), validation_rows=1)
-    _, rollout = stage.ready(served)
+    served, _, rollout = stage.at_work(make_config(validation=EVERY_4), validation_rows=1)
     rollout.finish(rollout.lease().groups, score=None, rewards={}, error="reward timed out")
     (record,) = stage.client(served).send(api.validations())
     assert (record.samples, record.errors, record.score_mean) == (0, 1, None)

@@ -21,19 +21,10 @@ NAMES = st.sampled_from(["a", "b", "c"])
 
 def publish_request(version: int, number: int, begins: int | None = None, heard: int = 0) -> PublishRequest:
     return PublishRequest(
-        request_id=f"request-{number}",
-        replica_id="policy-0.1",
-        incarnation=1,
-        policy_epoch=1,
-        version=version,
-        uri=f"v{number}",
-        manifest_hash=f"m{number}",
-        content_hash=f"c{number}",
-        n_bytes=1,
-        kind="full" if begins is None else "delta",
-        begins=begins,
-        newest_publication=heard,
-    )
+        request_id=f"request-{number}", replica_id="policy-0.1", incarnation=1, policy_epoch=1,
+        version=version, uri=f"v{number}", manifest_hash=f"m{number}", content_hash=f"c{number}", n_bytes=1,
+        kind="full" if begins is None else "delta", begins=begins, newest_publication=heard,
+    )  # fmt: skip
 
 
 class Process:
@@ -227,9 +218,8 @@ def test_a_chain_stays_with_the_publication_that_needs_it() -> None:
 def test_what_stays_as_a_link_alone_is_not_handed_out() -> None:
     """4 begins the chain of 5; its own chain, which began at 1, is gone."""
     publications = Publications(keep=1)
-    publications.publish(publish_request(0, 1), 0, 9)
-    publications.publish(publish_request(1, 2, begins=1), 0, 9)
-    publications.publish(publish_request(2, 3, begins=2), 0, 9)
+    for version, begins in enumerate((None, 1, 2)):
+        publications.publish(publish_request(version, version + 1, begins), 0, 9)
     assert publications.collect(()) == [1]
     publications.rewind(1)
     assert not publications.can_be_fetched(2)

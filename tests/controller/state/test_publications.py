@@ -11,16 +11,9 @@ from schema.wire.messages import ErrorCode, PublishRequest
 
 def request(version: int, name: str | None = None) -> PublishRequest:
     return PublishRequest(
-        request_id=name or f"request-{version}",
-        replica_id="policy-0.1",
-        incarnation=1,
-        policy_epoch=1,
-        version=version,
-        uri=f"v{version}",
-        manifest_hash="m",
-        content_hash="c",
-        n_bytes=1,
-    )
+        request_id=name or f"request-{version}", replica_id="policy-0.1", incarnation=1, policy_epoch=1,
+        version=version, uri=f"v{version}", manifest_hash="m", content_hash="c", n_bytes=1,
+    )  # fmt: skip
 
 
 def test_the_same_request_is_one_publication() -> None:
@@ -33,12 +26,10 @@ def test_the_same_request_is_one_publication() -> None:
 def test_uncommitted_and_older_versions_are_refused() -> None:
     publications = Publications(keep=2)
     publications.publish(request(3), 0, 3)
-    with pytest.raises(ApiError) as future:
-        publications.publish(request(5), 0, 4)
-    assert future.value.code is ErrorCode.FUTURE_VERSION
-    with pytest.raises(ApiError) as older:
-        publications.publish(request(2), 0, 4)
-    assert older.value.code is ErrorCode.CONFLICT
+    for version, code in ((5, ErrorCode.FUTURE_VERSION), (2, ErrorCode.CONFLICT)):
+        with pytest.raises(ApiError) as refused:
+            publications.publish(request(version), 0, 4)
+        assert refused.value.code is code
 
 
 def test_what_is_held_is_kept_and_the_rest_is_listed_until_the_next_publication() -> None:

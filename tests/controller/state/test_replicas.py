@@ -17,22 +17,25 @@ def request(name: str = "rollout-0", number: int = 0, role: Role = "rollout") ->
     return RegisterRequest(request_id=f"request-{number:04}", role=role, name=name)
 
 
+@pytest.fixture
+def registry() -> Registry:
+    return Registry(TIMEOUT)
+
+
 def refusal(call: object, *arguments: object, **named: object) -> ErrorCode:
     with pytest.raises(ApiError) as refused:
         call(*arguments, **named)  # type: ignore[operator]
     return refused.value.code
 
 
-def test_a_repeated_registration_gets_the_same_incarnation() -> None:
-    registry = Registry(TIMEOUT)
+def test_a_repeated_registration_gets_the_same_incarnation(registry: Registry) -> None:
     first = registry.register(request(), 0.0)
     again = registry.register(request(), 1.0)
     assert again.repeated
     assert again.replica is first.replica
 
 
-def test_only_the_newest_incarnation_is_heard() -> None:
-    registry = Registry(TIMEOUT)
+def test_only_the_newest_incarnation_is_heard(registry: Registry) -> None:
     old = registry.register(request(number=0), 0.0).replica
     new = registry.register(request(number=1), 1.0)
     assert (new.replica.incarnation, new.superseded) == (2, old.replica_id)
@@ -42,8 +45,7 @@ def test_only_the_newest_incarnation_is_heard() -> None:
     assert registry.check(new.replica.replica_id, 2) is new.replica
 
 
-def test_unknown_left_and_foreign_replicas_are_refused() -> None:
-    registry = Registry(TIMEOUT)
+def test_unknown_left_and_foreign_replicas_are_refused(registry: Registry) -> None:
     replica = registry.register(request(), 0.0).replica
     assert refusal(registry.check, "nobody.1", 1) is ErrorCode.UNKNOWN_REPLICA
     assert refusal(registry.check, "rollout-0.7", 7) is ErrorCode.UNKNOWN_REPLICA
@@ -54,15 +56,13 @@ def test_unknown_left_and_foreign_replicas_are_refused() -> None:
 
 
 @pytest.mark.parametrize("number", ["", "0", "01", "-1", "1_0", "\u00b2", "\u0663", "9" * 5000])
-def test_an_id_that_no_replica_ever_had_is_unknown(number: str) -> None:
-    registry = Registry(TIMEOUT)
+def test_an_id_that_no_replica_ever_had_is_unknown(registry: Registry, number: str) -> None:
     for n in range(12):
         registry.register(request(number=n), 0.0)
     assert refusal(registry.find, f"rollout-0.{number}") is ErrorCode.UNKNOWN_REPLICA
 
 
-def test_there_is_one_trainer_at_a_time() -> None:
-    registry = Registry(TIMEOUT)
+def test_there_is_one_trainer_at_a_time(registry: Registry) -> None:
     registry.register(request("a", 0, "policy"), 0.0)
     assert refusal(registry.register, request("b", 1, "policy"), 0.0) is ErrorCode.CONFLICT
     assert registry.register(request("a", 2, "policy"), 0.0).replica.incarnation == 2
@@ -70,8 +70,7 @@ def test_there_is_one_trainer_at_a_time() -> None:
     assert registry.register(request("b", 3, "policy"), 20.0).replica.incarnation == 1
 
 
-def test_a_trainer_that_was_lost_does_not_come_back_beside_another() -> None:
-    registry = Registry(TIMEOUT)
+def test_a_trainer_that_was_lost_does_not_come_back_beside_another(registry: Registry) -> None:
     old = registry.register(request("a", 0, "policy"), 0.0).replica
     registry.expire(TIMEOUT + 1)
     new = registry.register(request("b", 1, "policy"), 20.0).replica
@@ -81,8 +80,7 @@ def test_a_trainer_that_was_lost_does_not_come_back_beside_another() -> None:
     assert registry.present("policy") == [new]
 
 
-def test_silence_loses_a_replica_and_a_beat_brings_it_back_as_it_was() -> None:
-    registry = Registry(TIMEOUT)
+def test_silence_loses_a_replica_and_a_beat_brings_it_back_as_it_was(registry: Registry) -> None:
     replica = registry.register(request(), 0.0).replica
     registry.drain(replica)
     assert registry.expire(TIMEOUT) == []
@@ -92,8 +90,9 @@ def test_silence_loses_a_replica_and_a_beat_brings_it_back_as_it_was() -> None:
     assert replica.state == "draining"
 
 
-def test_of_too_many_absent_replicas_the_oldest_is_forgotten_and_its_id_never_used_again() -> None:
-    registry = Registry(TIMEOUT)
+def test_of_too_many_absent_replicas_the_oldest_is_forgotten_and_its_id_never_used_again(
+    registry: Registry,
+) -> None:
     for number in range(3):  # its third incarnation
         first = registry.register(request("first", number), 0.0).replica
     registry.register(request("here"), 0.0)
@@ -112,8 +111,7 @@ def test_of_too_many_absent_replicas_the_oldest_is_forgotten_and_its_id_never_us
         assert len(list(again)) == MAX_ABSENT + 1
 
 
-def test_ids_of_different_names_differ_and_fit_into_a_path() -> None:
-    registry = Registry(TIMEOUT)
+def test_ids_of_different_names_differ_and_fit_into_a_path(registry: Registry) -> None:
     names = ["a.b", "a_b", "a:b", "a@b", "a-b", "a"]
     ids = [registry.register(request(name, i), 0.0).replica.replica_id for i, name in enumerate(names)]
     assert len(set(ids)) == len(names)

@@ -17,6 +17,13 @@ def make(**changes: object) -> Validation:
     return Validation(ValidationParams(**{**fields, **changes}))
 
 
+def begun(version: int, **changes: object) -> Validation:
+    """One in which a version was published."""
+    validation = make(**changes)
+    validation.published(version, final=False)
+    return validation
+
+
 def lease(
     validation: Validation, version: int, n: int = 8, replica: str = "a", now: float = 0.0, request: str = ""
 ) -> list[ValidationGroup]:
@@ -26,9 +33,8 @@ def lease(
 
 def finish(validation: Validation, groups: list[ValidationGroup], version: int, **changes: object) -> None:
     for group in list(groups):
-        name, lease_id = validation.group_name(group), group.lease_id
+        name, lease_id = validation.group_name(group), group.lease_id or ""
         for index in range(PARAMS.n_samples):
-            assert lease_id is not None
             header = make_header(index, version, **changes)  # type: ignore[arg-type]
             outcome = validation.push(name, lease_id, index, header, 1.0)
             assert outcome.accepted, outcome
@@ -36,8 +42,7 @@ def finish(validation: Validation, groups: list[ValidationGroup], version: int, 
 
 @pytest.mark.parametrize(("before", "due"), [(True, 0), (False, None)])
 def test_the_initial_weights_are_validated_if_asked_for(before: bool, due: int | None) -> None:
-    validation = make(before=before)
-    validation.published(0, final=False)
+    validation = begun(0, before=before)
     assert validation.due == due
 
 
@@ -54,8 +59,7 @@ def test_rounds_are_due_by_frequency_and_at_the_end() -> None:
 
 
 def test_a_due_version_that_was_never_published_is_validated_with_the_next_one() -> None:
-    validation = make(before=False)
-    validation.published(4, final=False)
+    validation = begun(4, before=False)
     validation.published(6, final=False)
     assert validation.due == 5
     assert lease(validation, 4) == []
@@ -74,16 +78,14 @@ def test_overtaken_rounds_become_one() -> None:
 
 
 def test_the_final_version_is_validated_once() -> None:
-    validation = make(before=False)
-    validation.published(5, final=False)
+    validation = begun(5, before=False)
     finish(validation, lease(validation, 5), 5)
     validation.published(5, final=True)
     assert not validation.pending
 
 
 def test_a_final_round_that_is_running_already_is_not_due_again() -> None:
-    validation = make(before=False)
-    validation.published(5, final=False)
+    validation = begun(5, before=False)
     groups = lease(validation, 5)
     validation.published(5, final=True)
     validation.published(5, final=True)
@@ -92,27 +94,23 @@ def test_a_final_round_that_is_running_already_is_not_due_again() -> None:
 
 
 def test_other_versions_and_more_replicas_than_allowed_take_no_part() -> None:
-    validation = make(n_rows=6)
-    validation.published(0, final=False)
+    validation = begun(0, n_rows=6)
     assert len(lease(validation, 0, n=2, replica="a")) == 2
     assert lease(validation, 0, n=2, replica="b") == []
     assert lease(validation, 1, n=2, replica="a") == []
     assert len(lease(validation, 0, n=9, replica="a")) == 4
-    both = make(n_rows=6, max_replicas=2)
-    both.published(0, final=False)
+    both = begun(0, n_rows=6, max_replicas=2)
     assert len(lease(both, 0, n=2, replica="a")) == len(lease(both, 0, n=2, replica="b")) == 2
     assert lease(both, 0, n=2, replica="c") == []
 
 
 def test_a_lease_is_as_large_as_the_batch_size_says() -> None:
-    validation = make(lease_size=3)
-    validation.published(0, final=False)
+    validation = begun(0, lease_size=3)
     assert len(lease(validation, 0, n=99)) == 3
 
 
 def test_the_same_request_gets_the_same_groups() -> None:
-    validation = make()
-    validation.published(0, final=False)
+    validation = begun(0)
     first = lease(validation, 0, n=2, request="one-request")
     assert lease(validation, 0, n=2, request="one-request") == first
     assert len({group.position for group in (*first, *lease(validation, 0, n=2))}) == 4
@@ -122,8 +120,7 @@ def test_samples_of_other_versions_are_refused() -> None:
     validation = make()
     validation.published(3, final=True)
     group = lease(validation, 3)[0]
-    name, lease_id = validation.group_name(group), group.lease_id
-    assert lease_id is not None
+    name, lease_id = validation.group_name(group), group.lease_id or ""
     wrong = validation.push(name, lease_id, 0, make_header(0, 2), 0.0)
     assert wrong.code is ErrorCode.CONFLICT
     mixed = make_header(0, 3).model_copy(update={"oldest_version": 2})
@@ -136,29 +133,24 @@ def test_samples_of_other_versions_are_refused() -> None:
 
 @pytest.mark.parametrize("name", ["v1-p\u00b2", "v1-p", "v1-p-1", "v1-p99", "v1", "v2-p0", "v", "vv1-p0"])
 def test_groups_that_are_none_have_no_lease(name: str) -> None:
-    validation = make()
-    validation.published(0, final=False)
+    validation = begun(0)
     (group,) = lease(validation, 0, n=1)
-    assert group.lease_id is not None
     assert validation.round_id == 1
-    outcome = validation.push(name, group.lease_id, 0, make_header(0, 0), 1.0)
+    outcome = validation.push(name, group.lease_id or "", 0, make_header(0, 0), 1.0)
     assert outcome.code is ErrorCode.LEASE_LOST
 
 
 def test_the_last_push_of_a_round_can_be_repeated() -> None:
-    validation = make(n_rows=1)
-    validation.published(0, final=False)
+    validation = begun(0, n_rows=1)
     (group,) = lease(validation, 0)
-    name, lease_id = validation.group_name(group), group.lease_id
+    name, lease_id = validation.group_name(group), group.lease_id or ""
     finish(validation, [group], 0)
-    assert lease_id is not None
     assert validation.push(name, lease_id, 1, make_header(1, 0), 0.0).duplicate
     assert validation.records[0].samples == 2
 
 
 def test_a_failed_reward_counts_as_an_error_and_not_as_zero() -> None:
-    validation = make(n_rows=2)
-    validation.published(0, final=False)
+    validation = begun(0, n_rows=2)
     good, bad = lease(validation, 0)
     finish(validation, [good], 0, score=1.0, rewards={"right": 1.0})
     finish(validation, [bad], 0, score=None, error="timeout", rewards={})
@@ -168,15 +160,13 @@ def test_a_failed_reward_counts_as_an_error_and_not_as_zero() -> None:
 
 
 def test_without_any_score_there_is_no_mean() -> None:
-    validation = make(n_rows=1)
-    validation.published(0, final=False)
+    validation = begun(0, n_rows=1)
     finish(validation, lease(validation, 0), 0, score=None, error="timeout", rewards={})
     assert validation.records[0].score_mean is None
 
 
 def test_a_round_goes_on_at_another_replica_of_the_same_version() -> None:
-    validation = make()
-    validation.published(0, final=False)
+    validation = begun(0)
     groups = lease(validation, 0, n=4, replica="a")
     finish(validation, groups[:2], 0)
     assert validation.replica_gone("a", 1.0) == 2
@@ -187,8 +177,7 @@ def test_a_round_goes_on_at_another_replica_of_the_same_version() -> None:
 
 
 def test_a_round_whose_version_nobody_holds_begins_again_and_ends_in_the_end() -> None:
-    validation = make(before=False)
-    validation.published(5, final=False)
+    validation = begun(5, before=False)
     for version in range(5, 5 + MAX_RESTARTS):
         finish(validation, lease(validation, version, n=1), version)
     last = lease(validation, 9, n=1)
@@ -198,8 +187,7 @@ def test_a_round_whose_version_nobody_holds_begins_again_and_ends_in_the_end() -
 
 
 def test_expired_leases_go_to_others_and_a_poison_prompt_ends_as_errors() -> None:
-    validation = make(n_rows=1, max_attempts=2)
-    validation.published(0, final=False)
+    validation = begun(0, n_rows=1, max_attempts=2)
     assert len(lease(validation, 0, now=0.0)) == 1
     assert validation.expire(10.0, 1.0) == 0
     assert validation.expire(10.1, 1.0) == 1
@@ -210,23 +198,19 @@ def test_expired_leases_go_to_others_and_a_poison_prompt_ends_as_errors() -> Non
 
 
 def test_beats_renew_what_they_list_and_forget_what_they_miss_twice() -> None:
-    validation = make()
-    validation.published(0, final=False)
+    validation = begun(0)
     kept, forgotten = lease(validation, 0, n=2)
-    assert kept.lease_id is not None
-    forgotten_id = forgotten.lease_id
-    assert forgotten_id is not None
-    assert validation.renew("a", [kept.lease_id, "unknown"], 9.0) == ["unknown"]
+    kept_id, forgotten_id = kept.lease_id or "", forgotten.lease_id or ""
+    assert validation.renew("a", [kept_id, "unknown"], 9.0) == ["unknown"]
     assert forgotten.state == "leased"
-    validation.renew("a", [kept.lease_id], 9.0)
+    validation.renew("a", [kept_id], 9.0)
     assert forgotten.state == "waiting"
-    assert validation.renew("a", [kept.lease_id, forgotten_id], 9.0) == [forgotten_id]
+    assert validation.renew("a", [kept_id, forgotten_id], 9.0) == [forgotten_id]
     assert validation.expire(15.0, 1.0) == 0
 
 
 def test_a_rewind_forgets_what_was_measured_on_later_versions() -> None:
-    validation = make()
-    validation.published(0, final=False)
+    validation = begun(0)
     finish(validation, lease(validation, 0), 0)
     validation.published(5, final=False)
     finish(validation, lease(validation, 5), 5)

@@ -20,7 +20,7 @@ from schema.wire.payload_file import FileName, read_entry, resolve
 from schema.wire.sample import decode_sample, read_sample_metadata
 from tests.controller.conftest import Stage
 from tests.controller.drivers import Rollout, make_frame, make_header
-from tests.controller.ledger.test_ledger import fill, lease, make, train
+from tests.controller.ledger.test_ledger import fill_each, lease, make, train
 from tests.support.controller import make_config
 from tests.support.waiting import until
 
@@ -43,12 +43,10 @@ def test_a_damaged_missing_or_unexpected_file_is_an_error(tmp_path: Path) -> Non
     frame = make_frame(make_header(1, 4))
     stub = payload_file.write(tmp_path, NAME, frame)
     path = tmp_path / str(NAME)
-    path.write_bytes(frame[:-1] + bytes([frame[-1] ^ 1]))
-    with pytest.raises(FrameError, match="damaged"):
-        resolve(tmp_path, stub)
-    path.write_bytes(frame[:-1])
-    with pytest.raises(FrameError, match="damaged"):
-        resolve(tmp_path, stub)
+    for damaged in (frame[:-1] + bytes([frame[-1] ^ 1]), frame[:-1]):
+        path.write_bytes(damaged)
+        with pytest.raises(FrameError, match="damaged"):
+            resolve(tmp_path, stub)
     entry = read_entry(stub)
     assert entry is not None
     assert not payload_file.is_there(tmp_path, entry)
@@ -97,8 +95,7 @@ def test_which_files_may_still_be_read() -> None:
         return needed(ledger.table, f"{name}.{ids.get(name, 'x')}.0", age)
 
     assert kept(first.id, 10 * GRACE), "leased: its stub may be on the way"
-    fill(ledger, first)
-    fill(ledger, second)
+    fill_each(ledger, [first, second])
     assert kept(first.id, 10 * GRACE)
     assert not needed(ledger.table, f"{first.id}.another.0", 0.0), "of a lease that did not deliver"
     train(ledger)
@@ -170,6 +167,13 @@ class SharingRollout(Rollout):
 
     root: Path
 
+    @classmethod
+    def of(cls, plain: Rollout, root: Path) -> SharingRollout:
+        """A registered replica from now on."""
+        sharing = cls(plain.client)
+        sharing.__dict__.update(plain.__dict__, root=root)
+        return sharing
+
     def bundle(self, groups: list[m.LeasedGroup], **changes: object) -> tuple[m.PushList, list[bytes]]:
         listed, frames = super().bundle(groups, **changes)
         leases = {group.lease_id: group for group in groups}
@@ -181,11 +185,10 @@ class SharingRollout(Rollout):
 
 
 def test_payloads_pass_by_the_controller(stage: Stage, tmp_path: Path) -> None:
-    served = stage.serve(make_config(controller={"payload_store": str(tmp_path / "shared")}))
-    trainer, plain = stage.ready(served)
-    rollout = SharingRollout(plain.client)
-    rollout.__dict__.update(plain.__dict__)
-    rollout.root = tmp_path / "shared" / served.job.job_id
+    served, trainer, plain = stage.at_work(
+        make_config(controller={"payload_store": str(tmp_path / "shared")})
+    )
+    rollout = SharingRollout.of(plain, tmp_path / "shared" / served.job.job_id)
     reply = rollout.finish(rollout.lease(2).groups)
     assert all(result.accepted for result in reply.results)
     batch = trainer.batch(0)
@@ -206,11 +209,10 @@ def test_payloads_pass_by_the_controller(stage: Stage, tmp_path: Path) -> None:
 
 
 def test_a_file_that_has_gone_is_made_again(stage: Stage, tmp_path: Path) -> None:
-    served = stage.serve(make_config(controller={"payload_store": str(tmp_path / "shared")}))
-    trainer, plain = stage.ready(served)
-    rollout = SharingRollout(plain.client)
-    rollout.__dict__.update(plain.__dict__)
-    rollout.root = tmp_path / "shared" / served.job.job_id
+    served, trainer, plain = stage.at_work(
+        make_config(controller={"payload_store": str(tmp_path / "shared")})
+    )
+    rollout = SharingRollout.of(plain, tmp_path / "shared" / served.job.job_id)
     rollout.finish(rollout.lease(2).groups)
     next(rollout.root.iterdir()).unlink()
     assert trainer.batch(0) is None
@@ -220,8 +222,7 @@ def test_a_file_that_has_gone_is_made_again(stage: Stage, tmp_path: Path) -> Non
 
 
 def test_stubs_that_cannot_be_are_refused(stage: Stage, tmp_path: Path) -> None:
-    served = stage.serve(make_config(controller={"payload_store": str(tmp_path / "shared")}))
-    _, rollout = stage.ready(served)
+    served, _, rollout = stage.at_work(make_config(controller={"payload_store": str(tmp_path / "shared")}))
     root = tmp_path / "shared" / served.job.job_id
     (group,) = rollout.lease(1).groups
     header = make_header(0, 0)
