@@ -66,17 +66,8 @@ def sample(index: int = 0) -> bytes:
 @cache
 def batch() -> bytes:
     """Two groups of one sample each."""
-    columns: dict[str, Any] = {
-        name: [0, 0]
-        for name in (
-            "index",
-            "prompt_tokens",
-            "response_tokens",
-            "total_tokens",
-            "oldest_version",
-            "newest_version",
-        )
-    }
+    names = "index prompt_tokens response_tokens total_tokens oldest_version newest_version"
+    columns: dict[str, Any] = {name: [0, 0] for name in names.split()}
     table = StepTable(
         step=1, timeline=0, policy_epoch=1, group_ids=["a", "b"], group=[0, 1], score=[0.5, None],
         rewards={"r": [0.5, None]}, finish_reason=["stop", "stop"], **columns,
@@ -273,11 +264,8 @@ def spoiled(draw: st.DrawFn, name: str) -> bytes:
         many = {str(i): {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for i in range(5000)}
         header = json.dumps({"__metadata__": {}, **many}).encode()
     elif kind == 2:  # tensor bytes of any value: versions, masks and offsets among them
-        values = draw(
-            st.lists(
-                st.sampled_from([0, 1, -1, 2**31 - 1, -(2**31), 7]), min_size=1, max_size=len(body) // 4 + 1
-            )
-        )
+        value = st.sampled_from([0, 1, -1, 2**31 - 1, -(2**31), 7])
+        values = draw(st.lists(value, min_size=1, max_size=len(body) // 4 + 1))
         raw = np.array(values, np.int32).tobytes()
         at = draw(st.integers(0, len(body)))
         return data[: 8 + length] + (body[:at] + raw + body[at:])[: len(body)]
@@ -302,12 +290,9 @@ def check(name: str, data: bytes) -> bool:
 def _spoil(name: str, examples: int, number: int, note: Callable[[str, bytes], None]) -> None:
     @seed(number)
     @settings(
-        max_examples=examples,
-        database=None,
-        deadline=None,
-        phases=(Phase.generate, Phase.shrink),
+        max_examples=examples, database=None, deadline=None, phases=(Phase.generate, Phase.shrink),
         suppress_health_check=list(HealthCheck),
-    )
+    )  # fmt: skip
     @given(data=spoiled(name))
     def once(data: bytes) -> None:
         note(name, data)

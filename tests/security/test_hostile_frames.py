@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from schema.wire.sample import decode_sample, read_sample_metadata
 from schema.wire.weights import Publication
 from tests.security import fuzz_frames
 from tests.support.effort import examples
-from tests.support.fetched import fetch
+from tests.support.fetched import Weights, fetch
 from weight_sync import DirectoryStore, WeightError, publish
 from weight_sync.layout import digest
 
@@ -171,37 +172,40 @@ def test_a_damaged_row_is_refused(tmp_path: Path, text: bytes) -> None:
 # ---- weights --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.scaled
-def test_a_hostile_manifest_is_refused_even_if_its_hash_is_right(tmp_path: Path) -> None:
-    store = DirectoryStore(tmp_path / "weights")
-    tensors = [("a", torch.arange(6.0).reshape(2, 3)), ("b", torch.ones(1))]
-    published = publish(store, version=1, timeline=0, tensors=tensors, name="job")
-    manifest = tmp_path / "weights" / published.uri
-    text = manifest.read_text()
+def published(root: Path, tensors: list[tuple[str, torch.Tensor]]) -> tuple[Path, Callable[[], Weights]]:
+    """The manifest of a version; and what fetches it, by the hash of whatever the manifest holds then."""
+    store = DirectoryStore(root / "weights")
+    made = publish(store, version=1, timeline=0, tensors=tensors, name="job")
+    manifest = root / "weights" / made.uri
     manifest.chmod(0o644)
 
-    def publication() -> Publication:
-        return Publication(
-            id=1, version=1, timeline=0, uri=published.uri, n_bytes=published.n_bytes,
-            manifest_hash=digest(manifest.read_bytes()).hex(), content_hash=published.content_hash,
+    def fetched() -> Weights:
+        publication = Publication(
+            id=1, version=1, timeline=0, uri=made.uri, n_bytes=made.n_bytes,
+            manifest_hash=digest(manifest.read_bytes()).hex(), content_hash=made.content_hash,
         )  # fmt: skip
+        return fetch(store, publication, patience=0.0)
 
-    assert len(fetch(store, publication(), patience=0.0)) == 2
+    return manifest, fetched
+
+
+@pytest.mark.scaled
+def test_a_hostile_manifest_is_refused_even_if_its_hash_is_right(tmp_path: Path) -> None:
+    manifest, fetched = published(tmp_path, [("a", torch.arange(6.0).reshape(2, 3)), ("b", torch.ones(1))])
+    text = manifest.read_text()
+    assert len(fetched()) == 2
     taken = 0
 
     @settings(
-        max_examples=examples(30),
-        database=None,
-        deadline=None,
-        derandomize=True,
+        max_examples=examples(30), database=None, deadline=None, derandomize=True,
         suppress_health_check=list(HealthCheck),
-    )
+    )  # fmt: skip
     @given(data=fuzz_frames.spoiled_json(text) | st.just(text.encode()))
     def spoil(data: bytes) -> None:
         nonlocal taken
         manifest.write_bytes(data)
         try:
-            fetch(store, publication(), patience=0.0)
+            fetched()
             taken += 1
         except WeightError:
             pass
@@ -214,16 +218,9 @@ def test_a_hostile_manifest_is_refused_even_if_its_hash_is_right(tmp_path: Path)
     "shape", [[2**31, 2**31, 2**31], [-2, -3], [0, -1], [2**63], [1] * 10_000, [6, 2**64 // 4]]
 )
 def test_an_absurd_shape_is_refused(tmp_path: Path, shape: list[int]) -> None:
-    store = DirectoryStore(tmp_path / "weights")
-    published = publish(store, version=1, timeline=0, tensors=[("a", torch.ones(2, 3))], name="job")
-    manifest = tmp_path / "weights" / published.uri
+    manifest, fetched = published(tmp_path, [("a", torch.ones(2, 3))])
     data = json.loads(manifest.read_text())
     data["tensors"]["a"]["shape"] = shape
-    manifest.chmod(0o644)
     manifest.write_text(json.dumps(data))
-    found = Publication(
-        id=1, version=1, timeline=0, uri=published.uri, n_bytes=published.n_bytes,
-        manifest_hash=digest(manifest.read_bytes()).hex(), content_hash=published.content_hash,
-    )  # fmt: skip
     with pytest.raises(WeightError):
-        fetch(store, found, patience=0.0)
+        fetched()

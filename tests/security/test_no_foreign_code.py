@@ -15,15 +15,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = (
-    "schema",
-    "controller",
-    "weight_sync",
-    "policy_worker",
-    "rollout_worker",
-    "launcher",
-    "examples",
+    "schema", "controller", "weight_sync", "policy_worker", "rollout_worker", "launcher", "examples",
     "benchmarks",
-)
+)  # fmt: skip
 
 MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "telnetlib", "pty"}
 CALLS = {
@@ -41,12 +35,12 @@ CALLS = {
     "yaml.full_load": "makes objects",
     "tempfile.mktemp": "somebody else may make the file first",
     "ssl._create_unverified_context": "believes everybody",
-    "dist.broadcast_object_list": "unpickles what peers send",
-    "dist.all_gather_object": "unpickles what peers send",
-    "dist.gather_object": "unpickles what peers send",
-    "dist.scatter_object_list": "unpickles what peers send",
-    "dist.recv_object_list": "unpickles what peers send",
 }
+CALLS |= dict.fromkeys(
+    ("dist.broadcast_object_list", "dist.all_gather_object", "dist.gather_object", "dist.scatter_object_list",
+     "dist.recv_object_list"),
+    "unpickles what peers send",
+)  # fmt: skip
 KEYWORDS = {
     "shell": (True, "a shell"),
     "allow_pickle": (True, "unpickles"),
@@ -98,10 +92,8 @@ def findings(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
     """Line, what, why."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
-            names = (
-                [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
-            )
-            for name in names:
+            imported = [alias.name for alias in node.names]
+            for name in imported if isinstance(node, ast.Import) else [node.module or ""]:
                 if name.partition(".")[0] in MODULES:
                     yield node.lineno, name, "makes objects of what it reads"
         elif isinstance(node, ast.Call):
@@ -130,19 +122,14 @@ def test_nothing_foreign_is_run() -> None:
 @pytest.mark.parametrize(
     ("code", "what"),
     [
-        ("import pickle", "pickle"),
-        ("from cloudpickle import loads", "cloudpickle"),
-        ("eval(text)", "eval"),
-        ("subprocess.run('x', shell=True)", "shell=True"),
-        ("import os\nos.system(x)", "os.system"),
-        ("torch.load(path)", "torch.load"),
-        ("numpy.load(path, allow_pickle=True)", "allow_pickle=True"),
+        ("import pickle", "pickle"), ("from cloudpickle import loads", "cloudpickle"), ("eval(text)", "eval"),
+        ("subprocess.run('x', shell=True)", "shell=True"), ("import os\nos.system(x)", "os.system"),
+        ("torch.load(path)", "torch.load"), ("numpy.load(path, allow_pickle=True)", "allow_pickle=True"),
         ("torch.distributed.dist.all_gather_object(a, b)", "dist.all_gather_object"),
-        ("httpx.Client(verify=False)", "verify=False"),
-        ("context.verify_mode = ssl.CERT_NONE", "CERT_NONE"),
+        ("httpx.Client(verify=False)", "verify=False"), ("context.verify_mode = ssl.CERT_NONE", "CERT_NONE"),
         ("yaml.load(text, Loader=yaml.Loader)", "yaml.load"),
     ],
-)
+)  # fmt: skip
 def test_the_search_finds_what_it_is_for(code: str, what: str) -> None:
     assert SUSPECT.search(code)
     assert what in [found for _, found, _ in findings(ast.parse(code))]
