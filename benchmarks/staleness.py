@@ -45,7 +45,7 @@ from policy_worker.training.grpo import Grpo
 from rollout_worker.engines import create_engine
 from rollout_worker.engines.base import Engine, GenerationRequest
 from rollout_worker.groups.leasing import training_settings
-from rollout_worker.groups.pipeline import scored
+from rollout_worker.groups.pushing import to_sample
 from rollout_worker.rewards.functions import BUILTIN
 from schema.config import Config, load_config
 from schema.wire.batch import StepTable, encode_batch
@@ -153,8 +153,8 @@ async def generate(
             text = tokenizer.decode(made.token_ids, skip_special_tokens=True)
             rewards = {name: BUILTIN[name](text, group.row) for name in REWARDS}
             score = sum(REWARDS[name] * value for name, value in rewards.items())
-            done[made.request_id][made.index] = scored(
-                group, made.index, made, made.finish_reason, rewards, score, None, None
+            done[made.request_id][made.index] = to_sample(
+                group, made.index, made, made.finish_reason, error=None, rewards=rewards, score=score
             )
     return [[samples[i] for i in range(n)] for samples in done.values()]
 
