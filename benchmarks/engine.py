@@ -85,7 +85,7 @@ def run(
             decoder.set_version(decoder.version + 1)
             last, updates, due = time.thread_time(), updates + 1, False
         free = slots - len(decoder.rows)
-        if not due and begun < groups and (not decoder.rows or free >= refill * slots):
+        if not due and begun < groups and (not decoder.rows or free >= max(refill * slots, GROUP)):
             count = min(free // GROUP, groups - begun)
             before = time.thread_time()
             computed = _begin(decoder, rng, begun, count, lengths)
