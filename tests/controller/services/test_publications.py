@@ -308,3 +308,9 @@ def test_a_slow_replica_keeps_what_it_was_handed(stage: Stage, restart: bool) ->
     assert publish_until_gone(trainer, 2) == {8, 9}, "it says that it still reads 6"
     rollout.beat()
     assert 6 in publish_until_gone(trainer, 1)
+
+
+def test_only_every_kth_version_is_published(stage: Stage) -> None:
+    trainer, rollout = stage.ready(stage.serve(make_config(train={"sync_weight_interval": 2})))
+    replies = [train_step(trainer, rollout, step) for step in range(6)]
+    assert [reply.publish for reply in replies] == [False, True] * 3

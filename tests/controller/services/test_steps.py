@@ -1,21 +1,19 @@
-"""What a trainer fetches: a table and the payloads of its rows, also while the step changes under the call."""
+"""What a trainer fetches, a table and the payloads of its rows, also while the step changes under the call; which
+groups make a step; what a commit waits for.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import json
 
 import pytest
 
-from controller.api.routes.samples import _unpack as unpack
 from controller.client import calls as api
-from controller.errors import ApiError
 from schema.wire.batch import decode_batch
-from schema.wire.messages import ErrorCode, RegisterRequest
+from schema.wire.messages import ErrorCode, Phase
 from schema.wire.sample import decode_sample
 from tests.controller.conftest import Stage, refused
-from tests.controller.drivers import request_id
-from tests.controller.store.test_payload_files import SharingRollout
+from tests.controller.drivers import make_header, train_step
 from tests.support.controller import make_config
 
 
@@ -68,31 +66,95 @@ def test_rows_that_are_none_or_asked_for_twice_are_refused(stage: Stage, rows: l
     assert refused(trainer.client.send, asked).code is ErrorCode.BAD_REQUEST
 
 
-def test_a_push_that_looks_for_its_files_while_its_replica_registers_anew_is_refused(
-    stage: Stage, tmp_path: object
-) -> None:
-    served, _, plain = stage.at_work(make_config(controller={"payload_store": f"{tmp_path}/shared"}))
-    files = served.job.payload_files
-    assert files is not None
-    rollout = SharingRollout.of(plain, files.root)
-    items, frames = rollout.bundle(rollout.lease(1).groups)
-    body = api.push_many(items, frames).body
-    assert body is not None
-    old = rollout.reply.replica_id
+def test_commits_checkpoints_and_what_users_ask_for_wait_for_the_append_only_file(stage: Stage) -> None:
+    """What the store loses is told again by those who did it; nobody would tell of a user's pause."""
+    served, trainer, rollout = stage.at_work()
+    user = stage.client(served)
+    with stage.valkey.client() as redis:
 
-    async def race() -> None:
-        job = served.job
-        replica_id, pushes = unpack(body)
-        job.registry.gone(job.registry.find(old), "not heard of")
-        pushing = asyncio.create_task(served.controller.samples.push(replica_id, body, pushes))
-        await asyncio.sleep(0)  # a thread looks for the files
-        request = RegisterRequest(request_id=request_id(), role="rollout", name=rollout.name)
-        await served.controller.replicas.register(request)
-        with pytest.raises(ApiError) as refused:
-            await pushing
-        assert refused.value.code is ErrorCode.STALE_INCARNATION
-        await job.save()
+        def waits() -> int:
+            return int(redis.info("commandstats").get("cmdstat_waitaof", {"calls": 0})["calls"])
 
-    served.run(race())
-    row = stage.valkey.client().hget(f"cosmos:{served.job.job_id}:replicas", rollout.name)
-    assert json.loads(row)["incarnation"] == 2  # type: ignore[arg-type]
+        before = waits()
+        train_step(trainer, rollout, 0)
+        assert waits() == before + 1
+        trainer.commit(0)
+        assert waits() == before + 2
+        trainer.checkpoint(1)
+        assert waits() == before + 3
+        calls = [api.operate("pause"), api.operate("resume"), api.drain(rollout.reply.replica_id)]
+        for number, call in enumerate([*calls, api.operate("stop"), api.fail("by hand")], start=4):
+            user.send(call)
+            assert waits() == before + number, call.path
+
+
+def test_the_batch_holds_the_pushed_frames_in_table_order(stage: Stage) -> None:
+    trainer, rollout = stage.ready(stage.serve())
+    rollout.finish(rollout.lease(2).groups)
+    batch = trainer.batch(0)
+    assert batch is not None
+    table, frames = batch
+    samples = [decode_sample(frame) for frame in frames]
+    assert [sample.header.index for sample in samples] == table.index == [0, 1, 0, 1]
+    assert table.score == [0.0, 1.0, 0.0, 1.0]
+    assert table.rewards == {"right": [0.0, 1.0, 0.0, 1.0]}
+    epoch = trainer.reply.policy_epoch
+    some = trainer.client.send(api.step_batch(0, epoch, samples=[2]))
+    none = trainer.client.send(api.step_batch(0, epoch, samples="none"))
+    assert some is not None
+    assert none is not None
+    assert len(none) < len(some)
+
+
+def test_the_last_step_may_be_short_and_samples_are_counted(stage: Stage) -> None:
+    served, trainer, rollout = stage.at_work(rows=3)
+    assert not train_step(trainer, rollout, 0).finished
+    assert train_step(trainer, rollout, 1).finished
+    assert stage.client(served).send(api.ledger()).states["trained"] == 3
+
+
+def test_reaching_the_last_step_drops_what_is_left_as_surplus(stage: Stage) -> None:
+    served, trainer, rollout = stage.at_work(
+        make_config(train={"max_num_steps": 1}, controller={"oversample": 2.0})
+    )
+    rollout.finish(rollout.lease(3).groups)
+    assert trainer.batch(0) is not None
+    assert trainer.commit(0).finished
+    ledger = stage.client(served).send(api.ledger())
+    assert ledger.states["trained"] == 2
+    assert ledger.dropped == {"surplus": ledger.created - 2}
+    assert sum(ledger.states.values()) == ledger.created
+
+
+def test_stragglers_are_dropped_when_the_config_says_so(stage: Stage) -> None:
+    """Step 1 could be filled by later groups, but two due ones are missing: it waits, then goes on without."""
+    timeouts = {"straggler_timeout": 1000.0, "heartbeat_timeout": 9000.0, "lease_timeout": 9000.0}
+    served, trainer, rollout = stage.at_work(make_config(controller={"on_stale": "drop", **timeouts}))
+    first = rollout.lease(4).groups
+    rollout.finish(first[:2])
+    assert trainer.batch(0) is not None
+    trainer.commit(0)
+    trainer.publish(1)
+    rollout.update()
+    rollout.finish(rollout.lease(2).groups)
+    assert trainer.batch(1) is None
+    served.skip(600.0)
+    assert trainer.batch(1) is None
+    served.skip(600.0)
+    assert trainer.batch(1) is not None
+    assert stage.client(served).send(api.ledger()).dropped == {"stale": 2}
+    assert rollout.push(first[2], make_header(0, 0)).code == "lease_lost"
+
+
+def test_when_the_last_groups_are_dropped_an_empty_batch_ends_the_training(stage: Stage) -> None:
+    config = make_config(train={"train_policy": {"type": "grpo", "filter_reward_metric": "right"}})
+    served, trainer, rollout = stage.at_work(config, rows=3)
+    train_step(trainer, rollout, 0, size=1)
+    rollout.finish(rollout.lease(1).groups, rewards={"right": 1.0}, score=1.0)
+    batch = trainer.batch(1)
+    assert batch is not None
+    assert batch[0].n_samples == 0
+    trainer.leave("finished")
+    status = stage.client(served).send(api.job())
+    assert (status.phase, status.step) == (Phase.FINISHED, 1)
+    assert stage.client(served).send(api.ledger()).dropped == {"zero_variance": 1}

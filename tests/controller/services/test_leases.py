@@ -1,4 +1,4 @@
-"""Validation rounds over HTTP, between training leases."""
+"""Leases over HTTP: what a group carries, and validation rounds between training leases."""
 
 from __future__ import annotations
 
@@ -132,3 +132,14 @@ def test_a_failed_reward_is_an_error_and_not_a_zero(stage: Stage) -> None:
     rollout.finish(rollout.lease().groups, score=None, rewards={}, error="reward timed out")
     (record,) = stage.client(served).send(api.validations())
     assert (record.samples, record.errors, record.score_mean) == (0, 1, None)
+
+
+def test_leased_groups_carry_prompt_row_and_seeds(stage: Stage) -> None:
+    _, _, rollout = stage.at_work(
+        make_config(train={"train_policy": {"type": "grpo", "dataloader_shuffle": False}})
+    )
+    (group,) = rollout.lease().groups
+    assert group.prompt_token_ids == [1, 2, 3]
+    assert group.row == {"prompt": "train 0", "answer": "0"}
+    assert len(set(group.seeds)) == 2
+    assert (group.kind, group.attempt, group.deadline) == ("train", 1, 1)
