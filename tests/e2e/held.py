@@ -24,7 +24,11 @@ def gate(completion, row, go):
 
 
 def hold(config: Path, step: int, rows: int) -> Path:
-    """Change a configuration of `write_config`: its job trains `step` steps and stays there. Gives it back."""
+    """Change a configuration of `write_config`: its job trains `step` steps at most and stays there. Gives it back.
+
+    Only `step` less the staleness bound are sure: a row that is held may be scored first, and then the one reward
+    process of the replica scores no other.
+    """
     folder = config.parent
     (folder / "gate.py").write_text(GATE)
     data = [

@@ -108,7 +108,7 @@ def test_a_job_over_tls_gives_no_secret_away(
     ):
         for name, value in (store.environment | PLANTED).items():
             monkeypatch.setenv(name, value)
-        config = hold(write_config(tmp_path, model, steps=5, validation=False), step=2, rows=40)
+        config = hold(write_config(tmp_path, model, steps=5, validation=False), step=3, rows=40)
         files = {name: getattr(made, name) for name in ("ca", "cert", "key", "client_cert", "client_key")}
         config.write_text(
             config.read_text().replace("\n[launcher]\n", EXTRA.format(port=port, bucket=BUCKET, **files))

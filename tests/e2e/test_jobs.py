@@ -25,7 +25,7 @@ pytestmark = pytest.mark.e2e
 )
 def test_nothing_is_older_than_the_bound(tmp_path: Path, model: Path, engine: str, bound: int) -> None:
     """Nor does it change anything that a replica is killed at work: its successor takes its place."""
-    config = hold(write_config(tmp_path, model, engine=engine, bound=bound, steps=8), step=3, rows=32)
+    config = hold(write_config(tmp_path, model, engine=engine, bound=bound, steps=8), step=bound + 2, rows=32)
     with Program(config) as program:
         program.until_step(2)
         program.kill("rollout_worker")
