@@ -33,9 +33,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-os.environ.setdefault(
-    "OMP_NUM_THREADS", "1"
-)  # copies are bound by memory, and the codec has threads of its own
+# Copies are bound by memory, and the codec has threads of its own.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # this folder's `controller` would hide the package
 
 import numpy as np

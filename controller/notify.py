@@ -33,9 +33,8 @@ class Signal:
         self._waiters[waiter] = None
         try:
             with suppress(TimeoutError):
-                async with asyncio.timeout(
-                    timeout
-                ):  # `wait_for` forgets a cancellation that meets a notification
+                # `wait_for` forgets a cancellation that meets a notification.
+                async with asyncio.timeout(timeout):
                     await waiter
         finally:
             self._waiters.pop(waiter, None)

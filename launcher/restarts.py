@@ -146,9 +146,8 @@ class Restarts:
         """The ends that a restart cannot help."""
         if code == EXIT_CONFIG:
             return EndJob(EXIT_CONFIG, f"{self.name} cannot work with this configuration (exit code 2)")
-        if (
-            self.role is Role.DATA and code <= SIGNALLED
-        ):  # the same rows would fail again; a killed one is repeated
+        # The same rows would fail again; a killed one is repeated.
+        if self.role is Role.DATA and code <= SIGNALLED:
             return EndJob(EXIT_FAILED, f"the preparation of the data failed ({describe_exit(code)})")
         if self.role is Role.CONTROLLER and code == EXIT_FENCED:
             return EndJob(

@@ -152,8 +152,7 @@ def _seed(config: Config) -> None:
     np.random.seed(seed)
     torch.manual_seed(seed)
     if config.train.deterministic:
-        os.environ.setdefault(
-            "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-        )  # cuBLAS refuses to be deterministic without
+        # cuBLAS is not deterministic without it.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False

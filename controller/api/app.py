@@ -49,9 +49,8 @@ def build(controller: Controller) -> FastAPI:
     app = FastAPI(title="cosmos-launch controller", docs_url=None, redoc_url=None, openapi_url=None)
     problems.install(app)
     for concern in CONCERNS:
-        app.router.routes.extend(
-            concern.router(controller).routes
-        )  # `include_router` would make each route anew
+        # `include_router` would make each route anew.
+        app.router.routes.extend(concern.router(controller).routes)
     return app
 
 

@@ -70,9 +70,8 @@ class ReplicaService:
             raise ApiError(ErrorCode.JOB_FAILED, f"the job is {job.facts.ended}{why}")
         now = job.clock()
         if request.role == "policy":
-            if (
-                job.facts.ended is Phase.FINISHED
-            ):  # a trainer that died on its way out, or was thought to hang
+            # A trainer that died on its way out, or was thought to hang.
+            if job.facts.ended is Phase.FINISHED:
                 raise ApiError(ErrorCode.JOB_FINISHED, "the job has finished: nothing is left to train")
             self._check_resume(request)
         elif not job.config.is_grpo:

@@ -100,9 +100,8 @@ class Job:
             self.screen.close()
             for number in (*stop_signals(), signal.SIGUSR1):
                 loop.remove_signal_handler(number)
-                signal.signal(
-                    number, signal.SIG_IGN
-                )  # all have left; one more Ctrl-C must not cost the summary
+                # All have left; one more Ctrl-C must not cost the summary.
+                signal.signal(number, signal.SIG_IGN)
         return self._result(outcome, collected)
 
     async def _until_over(self) -> Outcome:

@@ -128,9 +128,8 @@ def _run(checked: Checked, run: RunDir, goes_on: bool, screen: Screen, env: Mapp
     from launcher.plan.plan import Plan
     from launcher.processes.supervisor import free_port
 
-    signal.signal(
-        signal.SIGUSR1, signal.SIG_IGN
-    )  # "save a checkpoint": until the job is up there is nothing to save
+    # "save a checkpoint": until the job is up there is nothing to save.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     config = checked.config
     before = run.written_config()
     written = run.write_config(config)

@@ -182,28 +182,25 @@ class RunDir:
         return [role for role in LOCKED_ROLES if held_by_any(self.locks / f"{role}.lock")]
 
     def lock(self) -> None:
-        """Take the launcher's lock for the life of this process. Raises LaunchError if the run is alive."""
+        """Take the launcher's lock for the life of this process. Raises LaunchError if that is not possible."""
         try:
             handle = os.open(self.locks / "launcher.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise _not_ours(self.path, error) from None
         give_up = time.monotonic() + LOCK_PATIENCE
-        while True:
-            try:
-                free = try_lock(handle, exclusive=True)
-            except OSError:
-                free = False
-            if not free:
-                if time.monotonic() < give_up:
-                    time.sleep(LEAVING_POLL)
-                    continue
-                os.close(handle)
-                raise already_running(self) from None
-            self._lock = handle
-            os.ftruncate(handle, 0)
-            mine = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
-            os.pwrite(handle, json.dumps(mine).encode(), 0)
-            return
+        try:
+            while not (free := try_lock(handle, exclusive=True)) and time.monotonic() < give_up:
+                time.sleep(LEAVING_POLL)
+        except OSError as error:
+            os.close(handle)
+            raise _not_lockable(self.path, error) from None
+        if not free:
+            os.close(handle)
+            raise already_running(self)
+        self._lock = handle
+        os.ftruncate(handle, 0)
+        mine = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
+        os.pwrite(handle, json.dumps(mine).encode(), 0)
 
     def unlock(self) -> None:
         if self._lock is not None:
@@ -233,6 +230,13 @@ class RunDir:
             for path in folder.glob(".*"):
                 if TEMPORARY.fullmatch(path.name) and path.is_file():
                     path.unlink(missing_ok=True)
+
+
+def _not_lockable(path: Path, error: OSError) -> LaunchError:
+    return LaunchError(
+        f"train.output_dir: files in {path} cannot be locked: {error.strerror}",
+        "choose a directory on a file system that has locks",
+    )
 
 
 def _not_ours(path: Path, error: OSError) -> LaunchError:
@@ -326,9 +330,8 @@ def base_environment(env: Mapping[str, str]) -> dict[str, str]:
     )
     kept = {key: value for key, value in env.items() if not key.startswith(private)}
     root = Path(__file__).resolve().parents[2]
-    if (
-        root / "pyproject.toml"
-    ).exists():  # run from a source tree: -P keeps the current directory off the path
+    # Run from a source tree: -P keeps the current directory off the path.
+    if (root / "pyproject.toml").exists():
         kept["PYTHONPATH"] = os.pathsep.join([str(root), *filter(None, [kept.get("PYTHONPATH")])])
     return {**kept, "PYTHONUNBUFFERED": "1"}
 

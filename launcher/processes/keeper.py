@@ -144,9 +144,8 @@ class Keeper:
         self.worker = self._spawn()
         self._keep()
         self._end_leftovers()
-        if self.settings.remove and (
-            self._asked_to_end or self._asked_to_kill
-        ):  # a crash is followed by a restart
+        # A crash is followed by a restart.
+        if self.settings.remove and (self._asked_to_end or self._asked_to_kill):
             shutil.rmtree(self.settings.remove, ignore_errors=True)
         assert self.exit_code is not None
         return self.exit_code

@@ -84,9 +84,7 @@ def clean(directory: Path) -> None:
 def _is_abandoned(path: Path) -> bool:
     try:
         stream = (path / LOCK).open("rb")
-    except (
-        FileNotFoundError
-    ):  # killed right after mkdir, or right before the rename: nobody writes in between
+    except FileNotFoundError:  # killed right after mkdir, or right before the rename
         return True
     except OSError:
         return False

@@ -61,9 +61,8 @@ def optimizer_state(trainer: Trainer) -> State:
     adamw = trainer.optimizer.adamw
     fresh = not adamw.state
     found = get_optimizer_state_dict(trainer.model, adamw)
-    if (
-        fresh
-    ):  # torch has made the state by a step at a learning rate of 0, and counted it: the next is the first
+    # Torch has made the state by a step at a learning rate of 0, and counted it: the next is the first.
+    if fresh:
         for slots in adamw.state.values():
             slots["step"].zero_()
         found = get_optimizer_state_dict(trainer.model, adamw)

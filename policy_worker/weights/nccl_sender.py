@@ -88,9 +88,8 @@ class NcclSender:
         try:
             done.result(left)
         except TimeoutError:
-            if (
-                not done.done() and self._engine is None
-            ):  # in the making: there is nothing that could be aborted
+            # In the making: there is nothing that could be aborted.
+            if not done.done() and self._engine is None:
                 self._failures = MOST_FAILURES
             raise
 

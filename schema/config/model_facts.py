@@ -153,9 +153,8 @@ def _count(text: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
 
 
 def _kv_heads(text: Mapping[str, Any], heads: int | None) -> int | None:
-    if (
-        "kv_lora_rank" in text or "multi_query" in text
-    ):  # latent attention, and a flag that decides: other rules
+    # Latent attention, and a flag that decides: other rules.
+    if "kv_lora_rank" in text or "multi_query" in text:
         return None
     written = any(name in text for name in _KV_HEADS)
     return _count(text, _KV_HEADS) if written else heads

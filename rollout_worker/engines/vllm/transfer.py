@@ -168,9 +168,7 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateI
                     self._remember(trace, info.content_hash)
         except (WeightError, ValidationError) as error:
             self._proof = ProofReport([str(error)], {}, {})
-        except (
-            Exception
-        ) as error:  # vLLM's loaders raise whatever they like, for unknown names and wrong shapes
+        except Exception as error:  # vLLM's loaders raise anything, for unknown names and wrong shapes
             cause = f"{type(error).__name__}: {error}".rstrip(": ")[:300]
             self._proof = ProofReport([f"{trace.current} cannot be loaded ({cause})"], {}, {})
         else:

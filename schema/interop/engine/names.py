@@ -77,9 +77,8 @@ def _by_last_part() -> Mapping[str, tuple[Theirs, ...]]:
     found: dict[str, list[Theirs]] = {}
     for reader in readers():
         rules = [rule for kind in reader.kinds for rule in reader.rules(kind)]
-        rules.sort(
-            key=lambda rule: bool(rule.converter.ours)
-        )  # one that leads somewhere replaces one that does not
+        # One that leads somewhere replaces one that does not.
+        rules.sort(key=lambda rule: bool(rule.converter.ours))
         known = {spelling: rule.converter for rule in rules for spelling in rule.spellings}
         listed = [key for key in reader.unsupported.reasons if not any(sign in key for sign in "=<:")]
         for key in dict.fromkeys((*known, *listed)):

@@ -191,9 +191,8 @@ def test_one_that_was_stopped_and_wakes_writes_nothing_and_tells_nothing(
             waiting = []
             if in_a_transaction:
                 frame = make_frame(make_header(0, 0, tokens=1_000_000))
-                valkey.send_signal(
-                    signal.SIGSTOP
-                )  # it gets a part of the transaction, the process has the rest
+                # It gets a part of the transaction, the process has the rest.
+                valkey.send_signal(signal.SIGSTOP)
                 path = f"/v1/groups/{groups[0].group_id}/samples/0"
                 ids = {"x_lease_id": groups[0].lease_id, "x_replica_id": rollout.reply.replica_id}
                 waiting.append(Raw(first, "rollout", "POST", path, frame, **ids))

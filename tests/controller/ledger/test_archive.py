@@ -48,9 +48,8 @@ def _plain(answer: Any) -> Any:
         return answer.step, [group.id for group in answer.groups]
     if hasattr(answer, "stragglers"):
         return answer.reason, [group.id for group in answer.stragglers]
-    if hasattr(answer, "duplicate") and hasattr(
-        answer, "accepted"
-    ):  # a late repetition is no longer told apart
+    # A late repetition is no longer told apart.
+    if hasattr(answer, "duplicate") and hasattr(answer, "accepted"):
         return answer.accepted or answer.code is ErrorCode.LEASE_LOST
     return answer
 

@@ -310,9 +310,8 @@ def test_a_job_whose_data_runs_out_before_its_first_step_has_failed(stage: Stage
         "a resume changes nothing"
     )
     assert stage.client(served).send(api.operate("resume")).phase is Phase.FAILED
-    with pytest.raises(
-        Refused, match="not one of 2 steps"
-    ):  # no batch without samples, and nothing to export
+    # No batch without samples, and nothing to export.
+    with pytest.raises(Refused, match="not one of 2 steps"):
         trainer.batch(0)
 
 

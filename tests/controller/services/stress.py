@@ -192,9 +192,8 @@ class World:
             for host in list(self.hosts):
                 if self.happens("controller killed", 0.06):
                     await self.kill(host, "killed")
-                    if (
-                        host is self.in_charge and self.random.random() < 0.5
-                    ):  # its lock is that of a dead process
+                    # Its lock is that of a dead process.
+                    if host is self.in_charge and self.random.random() < 0.5:
                         self.redis.data.pop(b"cosmos:job:lock", None)
                 elif self.happens("connections cut", 0.1):
                     self.redis.cut(host)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import stat
@@ -105,6 +107,16 @@ def test_a_live_run_is_refused(tmp_path: Path):
     again = RunDir(run.path)
     again.lock()
     again.unlock()
+
+
+def test_a_file_system_without_locks_is_refused_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    run = make(RunDir(tmp_path / "mine"), job(tmp_path))
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with pytest.raises(LaunchError, match=r"output_dir: .* cannot be locked: No locks available"):
+        run.lock()
 
 
 def test_a_killed_launcher_frees_its_lock(tmp_path: Path):

@@ -138,9 +138,8 @@ def test_weights_alone_begin_at_step_0(tmp_path: Path, group: Group):
     resumption = choose(group, config, tmp_path / "a")
     assert resumption is not None
     assert (resumption.step, resumption.found.step) == (0, 7)
-    own = make_checkpoint(
-        tmp_path / "a" / "checkpoints", 3, latest=True
-    )  # a run that continues itself reads all
+    # A run that continues itself reads all.
+    own = make_checkpoint(tmp_path / "a" / "checkpoints", 3, latest=True)
     resumption = choose(group, config, tmp_path / "a")
     assert resumption is not None
     assert (resumption.path, resumption.step) == (own, 3)

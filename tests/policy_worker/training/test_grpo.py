@@ -240,9 +240,8 @@ def test_several_optimizer_steps_per_batch(group: Group):
     algorithm = make_grpo(group, config, encode_step(samples))
     metrics = train_step(algorithm, 0)
     assert metrics["optimizer_steps"] == 6.0
-    assert (
-        metrics["behaviour_kl"] > 1e-6
-    )  # later steps compare with the policy that sampled, not with themselves
+    # Later steps compare with the policy that sampled, not with themselves.
+    assert metrics["behaviour_kl"] > 1e-6
     state = next(iter(algorithm._trainer.optimizer.adamw.state.values()))
     assert state["step"].item() == 6
 
