@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent
-MARKED = re.compile(r"\bmark\.(soak|scaled)\b")
+MARKED = re.compile(r"\bmark\.(soak|scaled)\b|effort import .*\bcombinations\b")
 LEARNING = ("tests/e2e/test_learning.py", "tests/e2e/test_staleness.py")
 """Learning curves: minutes each, and about another question than the rest of `tests/e2e`."""
 
@@ -58,6 +58,7 @@ AREAS = {
     "learning": Area(
         "curves rise on both engines, at a lag, and collapse where staleness is ignored", LEARNING
     ),
+    "launcher": Area("each recipe for machines of every size, with either engine", ("tests/launcher",)),
     "liveness": Area("every configuration key, flipped, changes what it says", ("tests/liveness",)),
     "policy_worker": Area(
         "losses, batches, checkpoints and publishing over many drawn cases", ("tests/policy_worker",)

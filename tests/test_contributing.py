@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.soak import AREAS as AREAS_OF_SOAK
+
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 AREAS = {path.name for path in ROOT.iterdir() if path.is_dir()}
@@ -137,6 +139,10 @@ def test_the_answers_to_where_are_there() -> None:
                 assert not part or re.search(defined, file.read_text("utf-8"), re.MULTILINE), (
                     f"{question} {path}: {name}"
                 )
+
+
+def test_each_area_of_long_proofs_stands_next_to_a_promise() -> None:
+    assert set(re.findall(r"make soak AREA=(\w+)", section("Tests"))) == set(AREAS_OF_SOAK)
 
 
 def test_paths_that_it_names_exist() -> None:

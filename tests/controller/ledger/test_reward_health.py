@@ -154,7 +154,7 @@ def failing(rollout: Rollout, n: int, error: str, *, outage: bool = False) -> li
     return [group.group_id for group in groups]
 
 
-@pytest.mark.parametrize("on_error", ["retry", "drop"])
+@pytest.mark.parametrize("on_error", ["retry", pytest.param("mask", marks=pytest.mark.soak), "drop"])
 def test_a_broken_reward_fails_the_job_and_is_mended_by_a_resume(stage: Stage, on_error: str) -> None:
     served, trainer, rollout = stage.at_work(make_config(reward={"on_error": on_error}))
     user = stage.client(served)
@@ -181,7 +181,7 @@ def test_a_broken_reward_fails_the_job_and_is_mended_by_a_resume(stage: Stage, o
     assert user.send(api.job()).phase is Phase.TRAINING
 
 
-@pytest.mark.parametrize("on_error", ["retry", "mask"])
+@pytest.mark.parametrize("on_error", ["retry", "mask", pytest.param("drop", marks=pytest.mark.soak)])
 def test_an_outage_pauses_the_leases_until_a_probe_is_scored(stage: Stage, on_error: str) -> None:
     served, _, rollout = stage.at_work(make_config(reward={"on_error": on_error, "outage_timeout": 60.0}))
     user = stage.client(served)

@@ -18,6 +18,7 @@ from launcher.plan.placement import place
 from schema.config import load_config
 from schema.config.reference import export
 from tests.launcher.cli import cosmos
+from tests.support.effort import combinations
 
 SCHEMA = export.schema_text()
 PLAIN = [name for name in RECIPES if name != "addition-grpo"]
@@ -34,21 +35,11 @@ def begin(recipe: str, output: str = "run.toml", **options: object) -> list[str]
     return list(start(Request(recipe, Path(output), **options), {"CUDA_VISIBLE_DEVICES": ""}))  # type: ignore[arg-type]
 
 
-MACHINES = [
-    (0, "transformers"),
-    (1, "vllm"),
-    (2, "transformers"),
-    (3, "vllm"),
-    (8, "vllm"),
-    (100, "transformers"),
-]
-TAKES_GPUS = [name for name in PLAIN if not name.startswith("addition")]
+MACHINES = combinations([0, 1, 2, 3, 8, 100], ["transformers", "vllm"])
 
 
-@pytest.mark.parametrize(
-    ("recipe", "gpus", "engine"),
-    [*((recipe, *machine) for recipe in TAKES_GPUS for machine in MACHINES), ("addition-sft", 3, "vllm")],
-)
+@pytest.mark.parametrize("recipe", PLAIN)
+@pytest.mark.parametrize(("gpus", "engine"), MACHINES)
 def test_every_recipe_is_sound_and_fits_its_machine(here: Path, recipe: str, gpus: int, engine: str) -> None:
     """Of the engine a recipe has only its name and its share of memory, so each size is tried with one engine."""
     begin(recipe, gpus=gpus, engine=engine)

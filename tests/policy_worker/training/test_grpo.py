@@ -28,6 +28,7 @@ from tests.policy_worker.material import (
     train_step,
 )
 from tests.policy_worker.reference import grpo_loss
+from tests.support.effort import combinations
 
 RICH = {"entropy_coeff": 0.02, "positive_nll_coef": 0.1, "epsilon_high": 0.28}
 
@@ -108,24 +109,26 @@ def test_temperature_divides_the_logits(group: Group):
     assert_equal_gradients({n: p.grad for n, p in model.named_parameters()}, gradients, 2e-5)
 
 
+PACKED = {"sequence_packing": True}
+CUTS = [
+    ({"mini_batch": 1}, {}),
+    ({"mini_batch": 3}, {}),
+    ({"max_token_len_per_mini_batch": 40}, {}),
+    ({"mini_batch": 12}, PACKED),
+    ({"mini_batch": 5}, PACKED),
+    ({"max_token_len_per_mini_batch": 25}, PACKED),
+]
+
+
 @pytest.mark.parametrize(
-    "cut",
-    [
-        {"mini_batch": 1},
-        {"mini_batch": 3, "loss_type": "seq-mean-token-mean"},
-        {"max_token_len_per_mini_batch": 40},
-        {"mini_batch": 12, "loss_type": "seq-mean-token-mean", "train": {"sequence_packing": True}},
-        {"mini_batch": 5, "train": {"sequence_packing": True}},
-        {"max_token_len_per_mini_batch": 25, "train": {"sequence_packing": True}},
-    ],
-    ids=str,
+    ("cut", "loss_type"), combinations(CUTS, ["token-mean", "seq-mean-token-mean"]), ids=str
 )
-def test_no_cut_of_the_batch_changes_loss_or_gradient(group: Group, cut: dict[str, Any]):
-    samples = random_samples(12, n_masked=1)
-    options = {**RICH, "loss_type": cut.get("loss_type", "token-mean")}
+def test_no_cut_of_the_batch_changes_loss_or_gradient(
+    group: Group, cut: tuple[dict[str, Any], dict[str, Any]], loss_type: str
+):
+    samples, options, (grpo, train) = random_samples(12, n_masked=1), {**RICH, "loss_type": loss_type}, cut
     whole, expected = trained(group, samples, {"mini_batch": 12, **options})
-    grpo = {name: value for name, value in cut.items() if name != "train"}
-    metrics, gradients = trained(group, samples, {**options, **grpo}, cut.get("train"))
+    metrics, gradients = trained(group, samples, {**options, **grpo}, train)
     assert metrics["loss"] == pytest.approx(whole["loss"], rel=2e-6)
     assert_equal_gradients(expected, gradients)
     for name in ("entropy", "behaviour_kl", "clip_fraction", "ratio_max", "grad_norm"):
