@@ -54,7 +54,7 @@ def choose(
         ready: groups by deadline; with `leased` they are schedulable at `step`.
         leased: groups that are being made.
         more_to_come: whether groups that are not outstanding yet can still be leased.
-        drop_surplus: with oversampling: groups left over that are due now are surplus: no step waits for them.
+        drop_surplus: with oversampling: groups left over that are due now are surplus; no step waits for them.
     """
     n_ready = sum(map(len, ready.values()))
     if n_ready < groups_per_step and (more_to_come or leased):

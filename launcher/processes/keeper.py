@@ -144,7 +144,7 @@ class Keeper:
         self.worker = self._spawn()
         self._keep()
         self._end_leftovers()
-        # A crash is followed by a restart.
+        # Not after a crash: a restart follows.
         if self.settings.remove and (self._asked_to_end or self._asked_to_kill):
             shutil.rmtree(self.settings.remove, ignore_errors=True)
         assert self.exit_code is not None

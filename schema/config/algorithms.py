@@ -42,10 +42,12 @@ class Estimator:
 class Loss:
     """One policy loss.
 
-    clips: whose ratio it bounds; that of tokens has a dual clip. built: whether this build has it.
+    clips: whose ratio it bounds; that of tokens has a dual clip. loss_type: the aggregation that is part of its
+    definition, else empty. built: whether this build has it.
     """
 
     clips: Literal["tokens", "sequences", "weights", "nothing"]
+    loss_type: str = ""
     built: bool = False
 
 
@@ -63,7 +65,7 @@ ESTIMATORS: dict[str, Estimator] = {
 LOSSES: dict[str, Loss] = {
     "grpo": Loss(clips="tokens", built=True),
     "dapo": Loss(clips="tokens", built=True),
-    "gspo": Loss(clips="sequences", built=True),
+    "gspo": Loss(clips="sequences", loss_type="seq-mean-token-mean", built=True),
     "cispo": Loss(clips="weights"),
     "reinforce": Loss(clips="nothing"),
 }

@@ -19,7 +19,8 @@ _CORRECTION = f"{_POLICY}.rollout_correction"
 
 def _clips(config: Config) -> str:
     """Whose ratio the policy loss clips; "" for a user's own."""
-    return LOSSES[variant].clips if (variant := config.grpo.variant) in LOSSES else ""
+    loss = LOSSES.get(config.grpo.variant)
+    return loss.clips if loss else ""
 
 
 def has_kl(config: Config) -> bool:
@@ -39,12 +40,13 @@ def averages_agree(config: Config) -> Iterator[Problem]:
         )
         hint = f'write {_POLICY}.loss_type = "seq-mean-token-mean", or leave it out'
         yield Problem(key, message, tokens, hint, related=(f"{_POLICY}.loss_type",))
-    if _clips(config) == "sequences" and policy.loss_type == "seq-mean-token-sum":
+    loss = LOSSES.get(policy.variant)
+    if loss and loss.loss_type and policy.loss_type not in (loss.loss_type, "token-mean"):
         message = (
             f'{_VARIANT} = "{policy.variant}" averages over each sequence; "{policy.loss_type}", a sum over its '
             "tokens, is another loss"
         )
-        hint = f'write {_POLICY}.loss_type = "seq-mean-token-mean", or leave it out'
+        hint = f'write {_POLICY}.loss_type = "{loss.loss_type}", or leave it out'
         yield Problem(f"{_POLICY}.loss_type", message, policy.loss_type, hint, related=(_VARIANT,))
 
 
