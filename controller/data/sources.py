@@ -12,11 +12,9 @@ import itertools
 import json
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, Protocol
-
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from controller.data.errors import DataError
 from controller.data.synthetic import SPLITS, AdditionSource, read_options
@@ -114,20 +112,27 @@ class FileSource:
         if self._path.suffix != ".parquet":
             yield from _json_rows(self._path)
             return
-        try:
-            with pq.ParquetFile(self._path) as file:
-                for batch in file.iter_batches(batch_size=1024):
-                    yield from batch.to_pylist()
-        except (pa.ArrowException, OSError) as error:
-            raise DataError(f"{self._path} cannot be read: {error}") from None
+        with _parquet(self._path) as file:
+            for batch in file.iter_batches(batch_size=1024):
+                yield from batch.to_pylist()
+
+
+@contextmanager
+def _parquet(path: Path) -> Iterator[Any]:
+    """An open parquet file. pyarrow is imported here: jobs on JSONL run where it is not installed."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path) as file:
+            yield file
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{path} is not a readable parquet file: {error}") from None
 
 
 def _parquet_shape(path: Path) -> tuple[list[str], int]:
-    try:
-        with pq.ParquetFile(path) as file:
-            return list(file.schema_arrow.names), int(file.metadata.num_rows)
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path} is not a readable parquet file: {error}") from None
+    with _parquet(path) as file:
+        return list(file.schema_arrow.names), int(file.metadata.num_rows)
 
 
 def _json_shape(path: Path) -> tuple[list[str], int]:
