@@ -24,7 +24,7 @@ from tests.policy_worker.ranks import start_ranks, wait_ranks
 from tests.rollout_worker.tiny import tokenizer
 from tests.support.waiting import PATIENCE
 
-COMMAND = Path(sys.executable).with_name("cosmos-launch")
+COMMAND = [sys.executable, "-P", "-m", "launcher.cli"]
 
 
 @dataclass
@@ -83,7 +83,7 @@ def run_of_two(run_without_checkpoint: Path, tmp_path_factory: pytest.TempPathFa
 def test_two_ranks_become_one_model_without_a_network(run_of_two: Path, tmp_path: Path) -> None:
     """As a user gives it; a hub that is asked for anything would not answer."""
     env = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "OMP_NUM_THREADS": "1"}
-    command = [str(COMMAND), "export", str(run_of_two), "-o", str(tmp_path / "model")]
+    command = [*COMMAND, "export", str(run_of_two), "-o", str(tmp_path / "model")]
     done = subprocess.run(command, env=env, check=False, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     assert "100 %" in done.stdout
@@ -135,5 +135,5 @@ def test_what_cannot_be_exported_is_said(run_dir: Path, tmp_path: Path, export: 
 
 
 def test_help_teaches() -> None:
-    done = subprocess.run([str(COMMAND), "export", "--help"], check=True, capture_output=True, text=True)
+    done = subprocess.run([*COMMAND, "export", "--help"], check=True, capture_output=True, text=True)
     assert "cosmos-launch export outputs/" in done.stdout
