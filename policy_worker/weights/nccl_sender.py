@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -167,7 +167,7 @@ class LineClient:
 
 
 def byte_source(chunks: Sequence[Chunk], read: Callable[[str], memoryview]) -> Any:
-    """vLLM's `WeightSource` of the chunks: tensors of bytes on the device, one at a time."""
+    """vLLM's `WeightSource` of the chunks."""
     from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
     class Bytes(WeightSource):
@@ -175,12 +175,19 @@ def byte_source(chunks: Sequence[Chunk], read: Callable[[str], memoryview]) -> A
             return [ParamMeta(chunk.name, torch.uint8, (chunk.n_bytes,)) for chunk in chunks]
 
         def __iter__(self) -> Any:
-            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-            for chunk in chunks:
-                data = read(chunk.file)[chunk.offset : chunk.offset + chunk.n_bytes]
-                yield chunk.name, torch.frombuffer(data, dtype=torch.uint8).to(device)
+            return device_chunks(chunks, read)
 
     return Bytes()
+
+
+def device_chunks(
+    chunks: Sequence[Chunk], read: Callable[[str], memoryview]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and bytes [n_bytes] of each chunk on the accelerator, one at a time."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    for chunk in chunks:
+        data = read(chunk.file)[chunk.offset : chunk.offset + chunk.n_bytes]
+        yield chunk.name, torch.frombuffer(data, dtype=torch.uint8).to(device)
 
 
 def _free_port(address: str) -> int:
