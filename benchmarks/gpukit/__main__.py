@@ -1,0 +1,30 @@
+"""`python -m benchmarks.gpukit SECTION --device cuda --out FILE [--tiny]`: one section of `benchmarks/gpu.py`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from pathlib import Path
+
+from schema.util.imports import without_collections
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("section")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--out", type=Path, required=True, help="JSON lines are appended to it")
+    options = parser.parse_args()
+    with without_collections():
+        import torch
+
+        section = importlib.import_module(f"benchmarks.gpukit.{options.section}")
+        from benchmarks.gpukit.bench import Bench
+    if options.device == "cpu":
+        torch.set_num_threads(1)
+    section.run(Bench(options.device, options.tiny, options.out))
+
+
+if __name__ == "__main__":
+    main()

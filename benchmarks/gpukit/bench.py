@@ -1,0 +1,125 @@
+"""What sections have in common: the device, the clock, the sizes, and where results go."""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+WARM_UPS = 3
+SHAPES: dict[str, dict[str, Any]] = {
+    "1.5B": {
+        "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+    },
+    "tiny": {
+        "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    },
+}  # fmt: skip
+"""Of Qwen3 with tied embeddings. "1.5B" has the width of Qwen3-1.7B and four layers fewer: 1.52B parameters."""
+
+
+class Bench:
+    """One section's view of the machine.
+
+    device: "cuda" or "cpu". tiny: sizes of a rehearsal. out: a file of JSON lines that rows are appended to.
+    """
+
+    def __init__(self, device: str, tiny: bool, out: Path) -> None:
+        self.device, self.tiny, self._out = torch.device(device), tiny, out
+        self.on_gpu = self.device.type == "cuda"
+        self.repeats = 2 if tiny else 5
+
+    # ---- results ------------------------------------------------------------------------------------------
+
+    def row(self, case: str, status: str = "ok", **figures: float | str | bool) -> None:
+        """Report a case. Names of figures end in their unit: `_s`, `_ms`, `_gb`, `_gb_s`, `_tokens_s`."""
+        line = {"case": case, "status": status, **figures}
+        with self._out.open("a") as stream:
+            stream.write(json.dumps(line) + "\n")
+        print(json.dumps(line), flush=True)
+
+    def check(self, case: str, right: bool, **figures: float | str | bool) -> None:
+        """Report something that must be so."""
+        self.row(case, "ok" if right else "wrong", **figures)
+
+    def skip(self, case: str, why: str) -> None:
+        self.row(case, "skipped", why=why)
+
+    # ---- measuring ----------------------------------------------------------------------------------------
+
+    def sync(self) -> None:
+        if self.on_gpu:
+            torch.cuda.synchronize()
+
+    def seconds(self, work: Callable[[], object], warm_ups: int = WARM_UPS) -> float:
+        """Median time of a call, by CUDA events on a GPU."""
+        for _ in range(1 if self.tiny else warm_ups):
+            work()
+        return statistics.median(self.once(work) for _ in range(self.repeats))
+
+    def once(self, work: Callable[[], object]) -> float:
+        """Time of one call; on a GPU that of the device's work, which may outlast the call."""
+        self.sync()
+        if not self.on_gpu:
+            began = time.perf_counter()
+            work()
+            return time.perf_counter() - began
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        work()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+
+    def wall(self, work: Callable[[], object]) -> float:
+        """Seconds until a call has returned and the device is done."""
+        self.sync()
+        began = time.perf_counter()
+        work()
+        self.sync()
+        return time.perf_counter() - began
+
+    def peak_gb(self, work: Callable[[], object]) -> float:
+        """The most device memory during a call beyond what was there before it; 0 on a CPU, where nobody counts."""
+        if not self.on_gpu:
+            work()
+            return 0.0
+        self.free()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        work()
+        self.sync()
+        return (torch.cuda.max_memory_allocated() - before) / 1e9
+
+    def free(self) -> None:
+        """Give unused memory back."""
+        gc.collect()
+        if self.on_gpu:
+            torch.cuda.empty_cache()
+
+    # ---- what is measured ---------------------------------------------------------------------------------
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        return SHAPES["tiny" if self.tiny else "1.5B"]
+
+    def language_model(self, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+        """A random Qwen3 of `shape` on the device."""
+        from transformers import AutoModelForCausalLM, Qwen3Config
+
+        torch.manual_seed(0)
+        settings = {**self.shape, "tie_word_embeddings": True, "max_position_embeddings": 32768, **changes}
+        with torch.device(self.device):
+            return AutoModelForCausalLM.from_config(Qwen3Config(**settings), dtype=dtype)
+
+
+def gigabytes(n_bytes: float) -> float:
+    return n_bytes / 1e9

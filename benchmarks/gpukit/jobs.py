@@ -1,0 +1,74 @@
+"""Starting the program as a user does, from a source tree, and reading what a job left behind."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpukit.bench import Bench
+
+ROOT = Path(__file__).resolve().parents[2]
+QUICKSTART = ROOT / "examples" / "quickstart"
+FEW_STEPS = 2
+LAST_LINES = 25
+
+
+class JobFailedError(Exception):
+    """A command failed; the text has its last lines."""
+
+
+def run_command(command: Sequence[str], log: Path, cwd: Path) -> float:
+    """Run a command to its end; its seconds. Raises `JobFailedError`."""
+    began = time.monotonic()
+    with log.open("wb") as stream:
+        done = subprocess.run(command, stdout=stream, stderr=subprocess.STDOUT, cwd=cwd, check=False)
+    if done.returncode:
+        lines = log.read_text(errors="replace").splitlines()[-LAST_LINES:]
+        raise JobFailedError(f"exit code {done.returncode}: " + "\n".join(lines))
+    return time.monotonic() - began
+
+
+def make_model(place: Path) -> Path:
+    """The quickstart's model, untrained."""
+    model = place / "model"
+    command = [sys.executable, str(QUICKSTART / "make_model.py"), "--out", str(model)]
+    run_command(command, place / "make_model.log", place)
+    return model
+
+
+def reinforce(
+    bench: Bench, place: Path, name: str, config: str, model: Path, *settings: str
+) -> dict[str, Any]:
+    """A few steps of one of the quickstart's GRPO jobs; its summary. Raises `JobFailedError`."""
+    given = (
+        f"policy.model_name_or_path={json.dumps(str(model))}",
+        f"train.output_dir={json.dumps(str(place))}",
+        f"train.timestamp={json.dumps(name)}",
+        f"train.max_num_steps={FEW_STEPS if bench.tiny else 20}",
+        "validation.enable=false",
+        "train.ckpt.enable_checkpoint=false",
+        "launcher.export_final=false",
+        *settings,
+    )
+    command = [sys.executable, "-P", "-m", "launcher.cli", "--config", str(QUICKSTART / config)]
+    command += [part for setting in given for part in ("--set", setting)]
+    run_command(command, place / f"{name}.log", place)
+    return summary_of(place / name)
+
+
+def summary_of(run: Path) -> dict[str, Any]:
+    found = json.loads((run / "summary.json").read_text())
+    assert isinstance(found, dict)
+    return found
+
+
+def speed_of(summary: dict[str, Any]) -> dict[str, float]:
+    """Speed of the whole job, and the idle fractions of trainer and generator."""
+    status = summary["status"]
+    idle = {f"{role}_idle": share for role, share in status["idle"].items()}
+    return {"samples_s": status["samples_per_s"], "tokens_s": status["tokens_per_s"], **idle}

@@ -1,0 +1,121 @@
+"""What `make gpu` does when things go wrong; that its sections work is tests/e2e/test_gpu_kit.py's."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from benchmarks.gpu import ROOT, Run, Section, goals, markdown
+from tests.support.waiting import PATIENCE
+
+HERE = {"torch": "2.11.0", "gpu": "a GPU", "gpus": 1, "python": "3.12.3", "cores": 16, "date": "2026-11-23"}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    options = argparse.Namespace(device="cpu", tiny=True, out=tmp_path)
+    return Run(options, {**os.environ, "PYTHONPATH": str(ROOT)}, time.monotonic() + 600)
+
+
+def test_a_section_that_takes_too_long_is_ended_and_named(run: Run) -> None:
+    run.section(Section("staging", 0.5, (), "imports torch, which takes longer"))
+    found = {row["case"]: row["status"] for row in run.rows["staging"]}
+    assert found == {"the rest": "timed out", "whole section": "ok"}
+    mine = psutil.Process()
+    assert not [child for child in mine.children() if "benchmarks.gpukit" in child.cmdline()]
+    written = [json.loads(line) for line in (run.out / "gpu.jsonl").read_text().splitlines()]
+    assert written == run.rows["staging"], "a run that is cut short has written what it knows"
+
+
+def test_a_section_that_fails_is_reported_with_its_last_words(run: Run) -> None:
+    run.section(Section("no_such_section", 60.0, (), "fails at once"))
+    (failed, _) = run.rows["no_such_section"]
+    assert failed["status"] == "failed"
+    assert "No module named 'benchmarks.gpukit.no_such_section'" in failed["why"]
+    assert failed["why"].splitlines()[-1] in (run.out / "gpu.log").read_text()
+
+
+def test_what_is_missing_is_named_and_costs_no_time(run: Run) -> None:
+    run.section(Section("staging", 60.0, ("json", "no_such_module"), "needs what is not there"))
+    (skipped, took) = run.rows["staging"]
+    assert (skipped["status"], skipped["why"]) == ("skipped", "not installed: no_such_module")
+    assert took["seconds_s"] < 1.0
+
+
+def test_no_section_begins_when_the_time_is_over(tmp_path: Path) -> None:
+    late = Run(
+        argparse.Namespace(device="cpu", tiny=True, out=tmp_path), dict(os.environ), time.monotonic() + 6
+    )
+    late.section(Section("staging", 60.0, (), "would take longer"))
+    assert late.rows["staging"][0]["why"] == "no time is left"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--only", "trainning"], "--only trainning: no such section; there are quickstart, tests,"),
+        (
+            ["--device", "cuda"],
+            "no GPU that PyTorch can use is here; --device cpu --tiny rehearses without one",
+        ),
+    ],
+)
+def test_a_request_that_cannot_be_met_is_refused(tmp_path: Path, arguments: list[str], text: str) -> None:
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks" / "gpu.py"),
+        "--out",
+        str(tmp_path / "out"),
+        *arguments,
+    ]
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False, env=env)
+    assert done.returncode == 2
+    assert text in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def rows(section: str, *found: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    return {
+        section: [
+            {"section": section, "case": f"case {i}", "status": "ok", **row} for i, row in enumerate(found)
+        ]
+    }
+
+
+def test_goals_take_the_best_case_and_of_versions_the_last() -> None:
+    found = goals(
+        rows("training", {"mfu": 0.3}, {"mfu": 0.5}, {"tokens_s": 9.0})
+        | rows("logprobs", {"memory_ratio": 0.2, "time_ratio": 1.2}, {"memory_ratio": 0.1, "time_ratio": 1.3})
+        | rows(
+            "publication", {"pause_ms": 900.0, "publication_s": 3.0}, {"pause_ms": 60.0, "publication_s": 0.4}
+        )
+    )
+    assert [(goal["found"], goal["reached"]) for goal in found] == [
+        (0.5, True), (0.1, True), (1.2, True), (0.4, True), (60.0, False)
+    ]  # fmt: skip
+    assert [(goal["found"], goal["reached"]) for goal in goals({})] == [(None, None)] * 5
+
+
+def test_the_report_has_a_table_for_each_set_of_figures() -> None:
+    found = rows(
+        "logprobs", {"time_ratio": 1.25, "chunked_gb": 0.123456}, {}, {"status": "wrong", "why": "a\nb"}
+    )
+    text = markdown(HERE, "python benchmarks/gpu.py", found, goals(found))
+    assert text.splitlines()[0] == (
+        "`python benchmarks/gpu.py`, 2026-11-23, a GPU, 16 cores, Python 3.12.3, PyTorch 2.11.0"
+    )
+    assert "| log-probs and loss in at most 1.35 times the time | 1.25 | yes |" in text
+    assert "| with a pause of less than 50 ms |  | not measured |" in text
+    assert "| case 0 | ok | 1.25 | 0.1235 |" in text
+    assert "Right: case 1" in text
+    assert "| case 2 | wrong | a |" in text
