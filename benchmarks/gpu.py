@@ -302,7 +302,7 @@ def machine() -> Row:
 
 
 def goals(rows: dict[str, list[Row]]) -> list[Row]:
-    """Each goal with the best figure of its section; of a publication with that of the last version."""
+    """Each goal with its figure in the last case of its section, which is the largest; of training in the best."""
     found = []
     for goal in GOALS:
         values = [
@@ -310,7 +310,7 @@ def goals(rows: dict[str, list[Row]]) -> list[Row]:
         ]
         value = None
         if values:
-            value = values[-1] if goal.section == "publication" else (min if goal.most else max)(values)
+            value = max(values) if goal.section == "training" else values[-1]
         found.append(
             {"goal": goal.words, "found": value, "reached": None if value is None else goal.reached(value)}
         )

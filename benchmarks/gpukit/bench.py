@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import shutil
 import statistics
 import time
 from collections.abc import Callable
@@ -105,6 +106,11 @@ class Bench:
         if self.on_gpu:
             torch.cuda.empty_cache()
 
+    def in_memory(self, gigabytes: float) -> str | None:
+        """Where temporary files go: into memory, if that many fit there; None: the usual place."""
+        there = Path("/dev/shm")
+        return str(there) if there.is_dir() and shutil.disk_usage(there).free > 1.2e9 * gigabytes else None
+
     # ---- what is measured ---------------------------------------------------------------------------------
 
     @property
@@ -119,7 +125,3 @@ class Bench:
         settings = {**self.shape, "tie_word_embeddings": True, "max_position_embeddings": 32768, **changes}
         with torch.device(self.device):
             return AutoModelForCausalLM.from_config(Qwen3Config(**settings), dtype=dtype)
-
-
-def gigabytes(n_bytes: float) -> float:
-    return n_bytes / 1e9

@@ -26,7 +26,7 @@ def run(bench: Bench) -> None:
     trainer, replica = Trainer(millions, place), Replica(millions, place)
     new = trainer.weights()
     total = sum(tensor.nbytes for tensor in new.values())
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+    with tempfile.TemporaryDirectory(dir=bench.in_memory(3 * total / 1e9)) as folder:
         store = DirectoryStore(Path(folder) / "store")
         job = Job(Path(folder), store, store, new, replica)
         replica.load(new)

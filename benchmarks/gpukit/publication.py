@@ -39,13 +39,13 @@ def run(bench: Bench) -> None:
 
     for _ in range(2 if bench.tiny else WARM_UP):  # the first steps of AdamW change more than later ones
         train()
-    copy, names = PinnedCopy(keeps=True), HubNames(lm)
+    copy = PinnedCopy(keeps=True)
 
     def take() -> None:
-        copy.take(Gathering(names, 0, 1).tensors(torch.bfloat16))
+        copy.take(Gathering(HubNames(lm), 0, 1).tensors(torch.bfloat16))
 
     threads = max(1, min(MOST_THREADS, len(os.sched_getaffinity(0))))
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, ThreadPoolExecutor(threads) as pool:
+    with tempfile.TemporaryDirectory(dir=bench.in_memory(8)) as folder, ThreadPoolExecutor(threads) as pool:
         store = DirectoryStore(Path(folder))
         first = bench.wall(take)
         full = sum(tensor.nbytes for tensor in copy.taken.values()) / 1e9
@@ -70,5 +70,5 @@ def run(bench: Bench) -> None:
                 gb=full,
                 threads=threads,
             )
-    remains = bench.seconds(lambda: list(Gathering(names, 0, 1).tensors(torch.bfloat16)))
+    remains = bench.seconds(lambda: list(Gathering(HubNames(lm), 0, 1).tensors(torch.bfloat16)))
     bench.row("cast on the device alone", on_device_ms=remains * 1e3)

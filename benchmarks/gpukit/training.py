@@ -150,11 +150,15 @@ def measure(bench: Bench, trainer: Trainer, lengths: Sequence[int], case: str) -
             trainer.backward(-out.logprobs.sum() / learned)
         trainer.step(0)
 
+    breaks = torch._dynamo.utils.counters["graph_break"]
+    breaks.clear()
     began = bench.wall(step)
     seconds = bench.seconds(step)
     peak = bench.peak_gb(step) + allocated_gb(bench)
     tokens = sum(lengths)
     figures = {"tokens_s": tokens / seconds, "step_ms": seconds * 1e3, "first_step_s": began}
+    if "compiled" in case:
+        figures["graph_breaks"] = float(sum(breaks.values()))
     if bench.on_gpu:
         flops = flops_of(bench, trainer, lengths)
         figures |= {"mfu": flops / seconds / PEAK_FLOPS, "tflop_s": flops / seconds / 1e12, "peak_gb": peak}

@@ -63,7 +63,7 @@ def run(bench: Bench) -> None:
     tensors = {f"part.{i}.weight": torch.randn(elements // 4).to(torch.bfloat16) for i in range(4)}
     total = sum(tensor.nbytes for tensor in tensors.values()) / 1e9
     try:
-        with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        with tempfile.TemporaryDirectory(dir=bench.in_memory(4 * total)) as folder:
             store = DirectoryStore(Path(folder) / "store")
             publish(
                 store, version=0, timeline=0, tensors=[("small.weight", torch.zeros(3))]
