@@ -327,7 +327,9 @@ def markdown(where: Row, command: str, rows: dict[str, list[Row]], reached: Iter
         lines.append(f"| {goal['goal']} | {_cell(goal['found'])} | {mark} |")
     for section in SECTIONS:
         if section.name in rows:
-            lines += ["", f"**{section.title}** (`{section.name}`)", *_section(rows[section.name])]
+            *found, whole = rows[section.name]
+            took = f"`{section.name}`, {whole['seconds_s']:.0f} s"
+            lines += ["", f"**{section.title}** ({took})", *_section(found)]
     return "\n".join(lines) + "\n"
 
 

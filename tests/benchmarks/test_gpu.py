@@ -85,10 +85,9 @@ def test_a_request_that_cannot_be_met_is_refused(tmp_path: Path, arguments: list
 
 
 def rows(section: str, *found: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    cases = [{"section": section, "case": f"case {i}", "status": "ok", **row} for i, row in enumerate(found)]
     return {
-        section: [
-            {"section": section, "case": f"case {i}", "status": "ok", **row} for i, row in enumerate(found)
-        ]
+        section: [*cases, {"section": section, "case": "whole section", "status": "ok", "seconds_s": 12.3}]
     }
 
 
@@ -118,4 +117,5 @@ def test_the_report_has_a_table_for_each_set_of_figures() -> None:
     assert "| with a pause of less than 50 ms |  | not measured |" in text
     assert "| case 0 | ok | 1.25 | 0.1235 |" in text
     assert "Right: case 1" in text
+    assert "(`logprobs`, 12 s)" in text
     assert "| case 2 | wrong | a |" in text

@@ -45,7 +45,7 @@ def test_every_section_works_where_a_gpu_would_be(tmp_path: Path) -> None:
     cases = {name: len(rows) for name, rows in found["sections"].items()}
     assert min(cases.values()) > 1, "each section says more than how long it took"
     report = (tmp_path / "gpu.md").read_text()
-    assert all(f"(`{name}`)" in report for name in names)
+    assert all(f"(`{name}`, " in report for name in names)
     assert len((tmp_path / "gpu.jsonl").read_text().splitlines()) == sum(cases.values())
 
 
