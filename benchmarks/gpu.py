@@ -394,7 +394,12 @@ def main() -> int:
         if wheels is not None and (names_of := install(wheels, Path(site))):
             print(f"from {wheels}: {', '.join(names_of)}")
         given = filter(None, [str(ROOT), site, os.environ.get("PYTHONPATH")])
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(given), "PYTHONUNBUFFERED": "1"}
+        env = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(given),
+            "PYTHONUNBUFFERED": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
         env.pop("PYTHONDONTWRITEBYTECODE", None)  # each section would compile all that it imports
         run = Run(options, env, deadline)
         for section in SECTIONS:

@@ -30,7 +30,8 @@ def run(bench: Bench) -> None:
             "-m", "not slow and not e2e and not soak", "-k", LEFT_OUT,
         ]  # fmt: skip
         began = time.monotonic()
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=env)
         seconds = time.monotonic() - began
         if not report.exists():
             bench.row("pytest", "failed", why=(done.stdout + done.stderr)[-2000:])
