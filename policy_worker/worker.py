@@ -24,10 +24,12 @@ from policy_worker.trainer import Trainer
 from policy_worker.training.batch_source import BatchSource
 from policy_worker.training.grpo import Grpo
 from policy_worker.training.loop import Algorithm, Loop
+from policy_worker.training.recording import Recorder
 from policy_worker.training.sft import Sft
 from schema.config import Config
 from schema.wire import messages as m
 from schema.wire import payload_file
+from schema.wire.batch_file import Facts, folder_of
 
 log = logging.getLogger(__name__)
 
@@ -60,23 +62,41 @@ def _train(environment: Environment, group: Group, session: Session | None, shut
     config = Config.model_validate(reply.config)
     group.set_control_timeout(config.controller.controller_lost_timeout)
     shutdown.grace = config.launcher.shutdown_timeout
-    _check_mesh(config, group)
-    _seed(config)
-    model = load_model(config, weights_directory(resumption, config))
-    trainer = Trainer(model, config, group, _schedule(config, reply.total_steps))
+    trainer = make_trainer(config, group, reply.total_steps, resumption)
     checkpointer = Checkpointer(config, reply, trainer, session, shutdown)
     step = checkpointer.restore(resumption) if resumption is not None else 0
     loop = Loop(config, reply, trainer, session, shutdown, checkpointer)
     caller = session or Caller(environment, shutdown, config.controller.controller_lost_timeout)
     try:
-        return loop.run(_algorithm(config, reply, trainer, caller), step)
+        return loop.run(_algorithm(config, reply, trainer, caller, resumption), step)
     finally:
         checkpointer.close(shutdown.grace)
         if loop.publisher is not None:
             loop.publisher.close()
 
 
-def _algorithm(config: Config, reply: m.RegisterReply, trainer: Trainer, caller: Caller) -> Algorithm:
+def make_trainer(config: Config, group: Group, total_steps: int, resumption: Resumption | None) -> Trainer:
+    """Random states, model, optimizer and schedule as training begins with them. A collective.
+
+    resumption: what will be restored into it.
+
+    Raises:
+        SettingsError: the configuration cannot work on these ranks, or with this model.
+        CheckpointError: the checkpoint does not hold what is asked for.
+    """
+    _check_mesh(config, group)
+    _seed(config)
+    model = load_model(config, weights_directory(resumption, config))
+    return Trainer(model, config, group, _schedule(config, total_steps))
+
+
+def _algorithm(
+    config: Config,
+    reply: m.RegisterReply,
+    trainer: Trainer,
+    caller: Caller,
+    resumption: Resumption | None = None,
+) -> Algorithm:
     if reply.mode == "sft":
         return Sft(config, trainer, Path(reply.data_file))
     store = config.controller.payload_store
@@ -84,7 +104,23 @@ def _algorithm(config: Config, reply: m.RegisterReply, trainer: Trainer, caller:
     source = BatchSource(trainer.group, caller.call, reply.policy_epoch, config.staleness_bound, payloads)
     if isinstance(caller, Session):
         source.seen = caller.history.took
+        if config.profiler.record_batches:
+            recorder = _recorder(config, reply, trainer.group.world, resumption, payloads)
+            source.keep = recorder.keep
+            caller.troubles.append(recorder.trouble)
     return Grpo(config, trainer, source)
+
+
+def _recorder(
+    config: Config, reply: m.RegisterReply, ranks: int, resumption: Resumption | None, payloads: Path | None
+) -> Recorder:
+    facts = Facts(
+        job_id=reply.job_id,
+        total_steps=reply.total_steps,
+        ranks=ranks,
+        began_from="" if resumption is None else str(resumption.path),
+    )
+    return Recorder(folder_of(Path(reply.run_dir)), config.profiler.record_batches, facts, payloads)
 
 
 def _register(group: Group, session: Session | None) -> tuple[m.RegisterReply, Resumption | None]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 from controller.client import Call
 from controller.client import calls as api
@@ -34,8 +34,23 @@ class DataEnded(Exception):
     """No step follows: the data has ended."""
 
 
+class Batches(Protocol):
+    """What steps are trained on, and where it comes from. All ranks call alike.
+
+    bound: S, the most steps by which a sample may be older than the step that trains it.
+    """
+
+    bound: int
+
+    def poll(self, step: int, wait_s: float) -> StepTable | None:
+        """The table of a step, or None when it is not ready yet after `wait_s` seconds. A collective."""
+
+    def payloads(self, table: StepTable, rows: Sequence[int]) -> dict[int, TrainSample] | None:
+        """The samples of these rows of the table just polled; None if they are gone. A collective."""
+
+
 class BatchSource:
-    """Asks the controller for batches. All ranks call alike.
+    """Asks the controller for batches (`Batches`).
 
     bound: S, the most steps by which a sample may be older than the step that trains it.
     payloads: the directory through which large samples come (see `schema.wire.payload_file`).
@@ -53,6 +68,8 @@ class BatchSource:
         self._payloads = payloads
         self.seen: Callable[[StepTable], None] = lambda _: None
         """Called with every table before it is trained on."""
+        self.keep: Callable[[StepTable, Frames], None] | None = None
+        """Called with every table and all its payloads before they are trained on. This rank asks for all then."""
         self._frames: Frames | None = None
 
     def poll(self, step: int, wait_s: float) -> StepTable | None:
@@ -102,21 +119,32 @@ class BatchSource:
             return None
         if len(frames) != len(rows):
             raise BadBatchError(f"asked for {len(rows)} samples of step {table.step}, got {len(frames)}")
-        samples = {}
-        for row, frame in zip(rows, frames, strict=True):
-            samples[row] = decode_payload(table, row, self._whole(table, row, frame))
-            check_versions(table.step, row, samples[row], self.bound)
-        return samples
+        return {
+            row: train_sample(table, row, self._whole(table, row, frame), self.bound)
+            for row, frame in zip(rows, frames, strict=True)
+        }
 
     def _fetch(self, table: StepTable, rows: Sequence[int]) -> Frames | None:
         """The frames of these rows, None if the batch is another one by now, or none."""
         if self._group.world == 1 and self._frames is not None:
-            return [self._frames[row] for row in rows]
-        data = self._ask(table.step, rows) if rows else b""
+            return self._kept(table, self._frames, rows)
+        if self.keep is None and not rows:
+            return []
+        data = self._ask(table.step, rows if self.keep is None else "all")
         if not data:
-            return None if data is None else []
+            return None
         assembled, frames = _decode(data)
-        return frames if assembled == table else None
+        if assembled != table:
+            return None
+        return frames if self.keep is None else self._kept(table, frames, rows)
+
+    def _kept(self, table: StepTable, frames: Frames, rows: Sequence[int]) -> Frames:
+        """These rows out of all frames, which are kept."""
+        if len(frames) != table.n_samples:
+            raise BadBatchError(f"step {table.step} has {table.n_samples} samples, and {len(frames)} came")
+        if self.keep is not None:
+            self.keep(table, frames)
+        return [frames[row] for row in rows]
 
     def _whole(self, table: StepTable, row: int, frame: bytes | memoryview) -> bytes | memoryview:
         try:
@@ -186,6 +214,13 @@ def describe(table: StepTable) -> str:
 def counts(table: StepTable, row: int) -> bool:
     """Whether a sample takes part in the loss: its rewards did not fail, and the policy generated some of it."""
     return table.score[row] is not None and table.response_tokens[row] > 0
+
+
+def train_sample(table: StepTable, row: int, frame: bytes | memoryview, bound: int) -> TrainSample:
+    """A sample out of its payload, checked against its line of the table and the bound. Raises `BadBatchError`."""
+    sample = decode_payload(table, row, frame)
+    check_versions(table.step, row, sample, bound)
+    return sample
 
 
 def decode_payload(table: StepTable, row: int, frame: bytes | memoryview) -> TrainSample:

@@ -29,7 +29,7 @@ from policy_worker.model.logprobs import TokenOutputs
 from policy_worker.model.micro_batch import MicroBatch
 from policy_worker.trainer import Trainer
 from policy_worker.training.batch_plan import Batching, plan_step, rows_of
-from policy_worker.training.batch_source import BatchSource, DataEnded, counts
+from policy_worker.training.batch_source import Batches, DataEnded, counts
 from policy_worker.training.metrics import Metrics, StepMetrics
 from schema.config import Config, GrpoConfig
 from schema.wire.batch import StepTable
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 class Grpo:
     """One training step at a time; the loop around it waits for batches, commits and publishes."""
 
-    def __init__(self, config: Config, trainer: Trainer, source: BatchSource) -> None:
+    def __init__(self, config: Config, trainer: Trainer, source: Batches) -> None:
         """Raises `SettingsError` for an estimator or a loss that is not registered."""
         self._trainer, self._source = trainer, source
         self._estimate = estimator_of(config.grpo.advantage_estimator)

@@ -73,8 +73,9 @@ def batch_digest(timeline: int, step: int, group_ids: Iterable[str]) -> str:
     return hashlib.blake2b(names.encode(), digest_size=12).hexdigest()
 
 
-def encode_batch(table: StepTable, frames: Sequence[bytes | memoryview]) -> bytes:
-    return pack_bundle(frames, {"table": table.model_dump_json()})
+def encode_batch(table: StepTable, frames: Sequence[bytes | memoryview], **metadata: str) -> bytes:
+    """The bundle of a batch. metadata: what else it says, next to the table."""
+    return pack_bundle(frames, {"table": table.model_dump_json(), **metadata})
 
 
 def decode_batch(data: bytes | memoryview) -> tuple[StepTable, list[memoryview]]:

@@ -31,9 +31,10 @@ from policy_worker.training.batch_source import BatchSource
 from policy_worker.training.grpo import Grpo
 from policy_worker.training.loop import Loop
 from policy_worker.training.sft import Sft
-from policy_worker.worker import _schedule, _seed
+from policy_worker.worker import _algorithm, _schedule, _seed
 from schema.config import Config
 from schema.wire import messages as m
+from schema.wire.batch_file import folder_of, recorded
 from schema.wire.prompts import write_prompts
 from tests.liveness.probe import UNSET, Made, Place, With, changed, grpo, sft, watch
 from tests.policy_worker.checkpoint_material import make_checkpoint, save_state
@@ -120,6 +121,23 @@ watch(
     {f"{POLICY}.balance_dp_token": (False, True)},
 )
 watch(step_metrics, grpo, {f"{POLICY}.mu_iterations": (1, 2), f"{POLICY}.batch_size_per_optimize": (8, 4)})
+
+# ---- recorded batches -----------------------------------------------------------------------------------------
+
+
+def batches_on_disk(config: Config, place: Place) -> list[int]:
+    """Of four steps that were trained, those whose batches a replay would find."""
+    with _registered(config, place) as (_, session):
+        algorithm = _algorithm(config, session.reply, _trainer(config, place), session)
+        assert isinstance(algorithm, Grpo)
+        samples = random_samples(12)
+        algorithm._source._call = lambda call: encode_step(samples, step=int(call.path.split("/")[3]))
+        for step in range(4):
+            train_step(algorithm, step)
+        return recorded(folder_of(Path(session.reply.run_dir)))
+
+
+watch(batches_on_disk, grpo, {"profiler.record_batches": (0, 3)})
 
 # ---- micro-batches --------------------------------------------------------------------------------------------
 

@@ -53,6 +53,9 @@ OF_ANOTHER_JOB = (
     Idle("reward", _is_grpo, "supervised training has no rewards", but=("prompt_forms",)),
     Idle("weight_sync", _is_grpo, "supervised training sends its weights nowhere"),
     Idle("train.sync_weight_interval", _is_grpo, "supervised training sends its weights nowhere"),
+    Idle(
+        "profiler.record_batches", _is_grpo, "supervised training reads its batches from the data each time"
+    ),
     *(
         Idle(f"controller.{name}", _is_grpo, "supervised training has no groups of samples")
         for name in ("lease_timeout", "oversample", "on_stale", "straggler_timeout", "max_attempts")

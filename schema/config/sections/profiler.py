@@ -1,4 +1,4 @@
-"""`[profiler]`: traces of the trainer."""
+"""`[profiler]`: traces of the trainer, and the batches that it can be tried on again."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from schema.config.base import Count, Natural, Section
-from schema.config.key import cosmos_key
+from schema.config.key import cosmos_key, key
 
 
 class SubProfilerConfig(Section):
@@ -27,8 +27,17 @@ class SubProfilerConfig(Section):
 
 
 class ProfilerConfig(Section):
-    """`[profiler]`: traces of the trainer."""
+    """`[profiler]`: traces of the trainer, and the batches that it can be tried on again."""
 
-    enable_profiler: bool = cosmos_key(False, "Whether the torch profiler is available.")
-    enable_nsys: bool = cosmos_key(False, "Whether workers run under Nsight Systems.")
-    sub_profiler_config: SubProfilerConfig = cosmos_key(SubProfilerConfig, "What is recorded and when.")
+    enable_profiler: bool = cosmos_key(False, "Whether the torch profiler is available.", unbuilt="profiling")
+    enable_nsys: bool = cosmos_key(False, "Whether workers run under Nsight Systems.", unbuilt="profiling")
+    sub_profiler_config: SubProfilerConfig = cosmos_key(
+        SubProfilerConfig, "What is recorded and when.", unbuilt="profiling"
+    )
+    record_batches: Natural = key(
+        0,
+        "Batches of so many newest steps are kept below RUN/batches, for `cosmos-launch replay`. 0: none. There are "
+        "never more files than this; one has all samples of its step, 9 bytes for each token of prompts and answers.",
+        acts="file: `batches` in the run's directory.",
+        example=8,
+    )

@@ -32,6 +32,7 @@ VALUES: dict[str, Any] = {
     "controller.on_stale": "drop",
     "controller.straggler_timeout": 60.0,
     "controller.max_attempts": 2,
+    "profiler.record_batches": 4,
 }
 VALIDATED, SAMPLED = {"validation.enable": True}, {"validation.enable": True, "validation.temperature": 0.5}
 PENALTY = {f"{POLICY}.overlong_reward.enable_overlong_penalty": True}
