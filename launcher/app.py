@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from launcher.commands import configuration, convert, export, init, operate
+from launcher.commands import configuration, convert, export, init, operate, replay
 from launcher.commands.options import Overrides, print_json, print_problems
 from launcher.errors import LaunchError
 from launcher.processes.signals import ended_at_once
@@ -54,6 +54,7 @@ Look and operate (from another terminal)
   cosmos-launch stop --wait 60                            end it in order, and wait for that
   cosmos-launch checkpoint --wait 60                      save a checkpoint now
   cosmos-launch export outputs/20260131120000 -o my-model its newest checkpoint as a model for transformers
+  cosmos-launch replay outputs/20260131120000             its recorded batches through the trainer alone
   cosmos-launch pause, cosmos-launch resume               hand out no more work; go on
   cosmos-launch drain rollout-1                           let a rollout replica finish and leave
 
@@ -89,6 +90,7 @@ app.command()(operate.resume)
 app.command()(operate.checkpoint)
 app.command()(operate.drain)
 app.command()(export.export)
+app.command()(replay.replay)
 
 
 COMMANDS = frozenset(command.callback.__name__ for command in app.registered_commands if command.callback)

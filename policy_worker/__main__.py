@@ -10,7 +10,6 @@ else, to be restarted.
 from __future__ import annotations
 
 import logging
-import os
 import sys
 
 from controller.client import ControllerError, Unauthorized
@@ -21,10 +20,10 @@ from policy_worker.process import (
     ShutdownRequest,
     enforce,
     install_signals,
+    set_up_logging,
     watch_parent,
 )
 from schema.util.imports import without_collections
-from schema.util.text import configure_logging
 
 log = logging.getLogger("policy_worker")
 
@@ -33,10 +32,10 @@ def main() -> int:
     ranks = RankEnvironment()
     try:
         ranks = RankEnvironment.of_environ()
-        _set_up_logging(ranks.rank)
+        set_up_logging(ranks.rank)
         environment = Environment.of_environ()
     except SettingsError as error:
-        _set_up_logging(ranks.rank)
+        set_up_logging(ranks.rank)
         log.error("%s", error)
         return error.exit_code
     shutdown = ShutdownRequest()
@@ -69,13 +68,6 @@ def _run(environment: Environment, ranks: RankEnvironment, shutdown: ShutdownReq
         log.error("%s: %s", type(error).__name__, error)
         return PolicyError.exit_code
     return 0
-
-
-def _set_up_logging(rank: int) -> None:
-    configure_logging(f"%(asctime)s %(levelname)s rank{rank} %(name)s: %(message)s", force=True)
-    for noisy in ("httpx", "httpcore", "transformers", "torch.distributed"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 if __name__ == "__main__":

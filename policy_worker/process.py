@@ -13,6 +13,7 @@ from types import FrameType
 
 from policy_worker.errors import SettingsError
 from schema.util.exit_watchdog import exit_after
+from schema.util.text import configure_logging
 
 log = logging.getLogger(__name__)
 
@@ -41,12 +42,13 @@ class Environment:
             url=values["COSMOS_CONTROLLER_URL"],
             token=values["COSMOS_TOKEN"],
             name=os.environ.get("COSMOS_REPLICA_NAME") or f"policy-{socket.gethostname()}",
-            threads=_number("COSMOS_CPU_THREADS"),
-            parent=_number("COSMOS_PARENT_PID"),
+            threads=number_of("COSMOS_CPU_THREADS"),
+            parent=number_of("COSMOS_PARENT_PID"),
         )
 
 
-def _number(name: str) -> int | None:
+def number_of(name: str) -> int | None:
+    """A positive number out of the environment; None where it is not set. Raises `SettingsError`."""
     text = os.environ.get(name, "")
     if not text:
         return None
@@ -79,6 +81,14 @@ class RankEnvironment:
         if missing:
             raise SettingsError(f"WORLD_SIZE = {world} needs {' and '.join(missing)} in the environment")
         return RankEnvironment(rank, world, local)
+
+
+def set_up_logging(rank: int) -> None:
+    """Log to standard error, each line with the rank."""
+    configure_logging(f"%(asctime)s %(levelname)s rank{rank} %(name)s: %(message)s", force=True)
+    for noisy in ("httpx", "httpcore", "transformers", "torch.distributed"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 class ShutdownRequest:

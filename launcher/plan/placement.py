@@ -13,7 +13,7 @@ over all devices, and one policy and one rollout replica may meet on each. Witho
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from launcher.plan.machine import Machine
@@ -122,6 +122,28 @@ def place(config: Config, machine: Machine) -> list[Replica]:
         env = {**common, **_visible(tuple(gpus[device] for device in mine))}
         replicas.append(_rollout(f"rollout-{index}", env, mine))
     return replicas
+
+
+def replay(config: Config, machine: Machine, ranks: int, arguments: Sequence[str]) -> Replica:
+    """The ranks of a trainer alone, on the devices and with the threads that they have in the job.
+
+    ranks: where `dp_shard_size = -1` leaves it open. arguments: of `policy_worker.replay`.
+    Raises PlacementError.
+    """
+    role, gpus = policy_layout(config), usable_gpus(config, machine)
+    world, wanted = role.size or ranks, needs(config, len(gpus))
+    devices = tuple((role.devices or range(world))[:world]) if gpus else ()
+    if beyond := sorted(device for device in devices if device >= len(gpus)):
+        if role.devices:
+            raise PlacementError(_beyond(role, beyond, len(gpus)))
+        key = "policy.parallelism.dp_shard_size"
+        message = f"the replay needs {world} GPUs, this machine has {len(gpus)}"
+        raise PlacementError(Problem(key, message, world, f"write {key} = {len(gpus) // role.unit or 1}"))
+    workers = wanted.policy_replicas * world + wanted.rollout_replicas
+    threads = str(cpu_threads(config, machine, workers))
+    env = {"COSMOS_CPU_THREADS": threads, "OMP_NUM_THREADS": threads}
+    env |= _visible(tuple(gpus[device] for device in devices))
+    return _policy("replay", world, env, devices, _module("policy_worker.replay", *arguments))
 
 
 def _too_many(wanted: Needs, workers: int) -> Problem:
@@ -233,12 +255,14 @@ def _module(name: str, *arguments: str) -> tuple[str, ...]:
     return (sys.executable, "-P", "-m", name, *arguments)
 
 
-def _policy(name: str, ranks: int, env: dict[str, str], devices: tuple[int, ...]) -> Replica:
+def _policy(
+    name: str, ranks: int, env: dict[str, str], devices: tuple[int, ...], argv: tuple[str, ...] = ()
+) -> Replica:
     processes = tuple(
         ProcessSpec(
             name=name if ranks == 1 else f"{name}-rank{rank}",
             role=Role.POLICY,
-            argv=_module("policy_worker"),
+            argv=argv or _module("policy_worker"),
             env={
                 **env,
                 "COSMOS_REPLICA_NAME": name,

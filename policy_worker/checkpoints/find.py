@@ -168,17 +168,9 @@ def choose(group: Group, config: Config, run_dir: Path) -> Resumption | None:
     """
     listed = group.lead(lambda: _listed(candidates(config, run_dir)))
     damage = list(listed["damage"])
-    for path in map(Path, listed["paths"]):
-        found = look(path)
-        mine = faults(path, found.manifest.files, share_of(found.manifest.files, group.rank, group.world))
-        seen = [fault for of_rank in group.gather(mine) for fault in of_rank]
-        if not seen:
-            if damage and group.leads:
-                log.error("falling back to the older checkpoint %s: %s", path, "; ".join(damage))
-            return _resumption(found, config, listed["own"])
-        damage += seen
-        if listed["strict"]:
-            break
+    found = first_whole(group, listed["paths"][:1] if listed["strict"] else listed["paths"], damage)
+    if found is not None:
+        return _resumption(found, config, listed["own"])
     if damage:
         other = "name an older one with train.resume" if listed["strict"] else "begin a new run"
         raise DamagedCheckpointError(
@@ -187,6 +179,23 @@ def choose(group: Group, config: Config, run_dir: Path) -> Resumption | None:
         )
     if config.train.resume is True and group.leads:
         log.info("train.resume = true: no complete checkpoint in %s, starting afresh", run_dir.parent)
+    return None
+
+
+def first_whole(group: Group, paths: Iterable[str], damage: list[str]) -> Found | None:
+    """The first of these checkpoints of which every byte is as written; the ranks share the reading. A collective.
+
+    damage: what was seen before, if anything; what is wrong with those that are passed over is added to it.
+    """
+    for path in map(Path, paths):
+        found = look(path)
+        mine = faults(path, found.manifest.files, share_of(found.manifest.files, group.rank, group.world))
+        seen = [fault for of_rank in group.gather(mine) for fault in of_rank]
+        if not seen:
+            if damage and group.leads:
+                log.error("falling back to the older checkpoint %s: %s", path, "; ".join(damage))
+            return found
+        damage += seen
     return None
 
 
@@ -203,6 +212,42 @@ def _resumption(found: Found, config: Config, own: bool) -> Resumption:
     wanted = config.train.ckpt.load_contents
     keeps_position = own or wanted is None or "extra" in wanted
     return Resumption(found, found.step if keeps_position else 0, own)
+
+
+def before_step(
+    group: Group, config: Config, run_dir: Path, step: int, timeline: int, began_from: str
+) -> Resumption | None:
+    """The checkpoint with the weights that training step `step` of a timeline was begun with, or the nearest before
+    them that is there and whole; None: the configured model. A collective.
+
+    began_from: the checkpoint that the trainer of that step had started from; empty: none.
+
+    Raises:
+        CheckpointError: a checkpoint vanishes meanwhile.
+    """
+
+    def listed() -> list[str]:
+        chain = chain_in(checkpoints_of(run_dir))[0]
+        paths = [str(one.path) for one in chain if one.step <= step and one.manifest.timeline <= timeline]
+        return paths or _first_of_run(config, run_dir, began_from, step)
+
+    found = first_whole(group, group.lead(listed), [])
+    if found is None:
+        return None
+    return _resumption(found, config, own=found.path.parent == checkpoints_of(run_dir))
+
+
+def _first_of_run(config: Config, run_dir: Path, began_from: str, step: int) -> list[str]:
+    """The checkpoint of another run that this one began from, if it is still there."""
+    path = Path(began_from)
+    if not began_from or path.parent == checkpoints_of(run_dir):
+        return []
+    try:
+        begun = _resumption(look(path), config, own=False)
+    except CheckpointError as error:
+        log.warning("the checkpoint that the run began from cannot be read: %s", error)
+        return []
+    return [str(path)] if begun.step <= step else []
 
 
 def snapshot_of(found: Found) -> LedgerSnapshot | None:

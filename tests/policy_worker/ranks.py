@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from tests.support.forked import Forked
 from tests.support.ports import free_port
@@ -31,3 +34,11 @@ def wait_ranks(ranks: Sequence[Forked], timeout: float = PATIENCE) -> list[tuple
     finally:
         for rank in ranks:
             rank.close()
+
+
+def replay_ranks(world: int, run_dir: Path, output: Path, *arguments: str) -> list[dict[str, Any]]:
+    """What `python -m policy_worker.replay` reports of a run."""
+    program = ["policy_worker.replay", str(run_dir), "--output", str(output), *arguments]
+    for code, text in wait_ranks(start_ranks(world, program, COSMOS_CPU_THREADS="1")):
+        assert code == 0, text
+    return [json.loads(line) for line in output.read_text().splitlines()]

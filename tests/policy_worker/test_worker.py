@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,13 @@ from transformers import AutoModelForCausalLM
 from controller.client import Client
 from controller.client import calls as api
 from schema.config import Config
+from schema.wire.batch_file import folder_of, path_of, read, recorded
 from schema.wire.messages import JobStatus
+from schema.wire.messages.steps import StepRecord
 from schema.wire.prompts import write_prompts
 from tests.policy_worker.material import make_config, sft_config, write_model
 from tests.policy_worker.player import Player
-from tests.policy_worker.ranks import start_ranks, wait_ranks
+from tests.policy_worker.ranks import replay_ranks, start_ranks, wait_ranks
 from tests.support.controller import TOKENS, ControllerProcess, make_run_dir
 from tests.support.forked import Forked
 from tests.support.objects import running_objects
@@ -118,12 +120,32 @@ def start(tmp_path: Path, valkey: ValkeyServer) -> Iterator[Any]:
         job.stop()
 
 
-def grpo_config(model: Path, steps: int, train: dict[str, Any] | None = None, keep: int = 4) -> Config:
+def grpo_config(
+    model: Path, steps: int, train: dict[str, Any] | None = None, keep: int = 4, record: int = 0
+) -> Config:
     return make_config(
         {"allowed_outdated_steps": 1}, {"max_num_steps": steps, **(train or {})},
         policy={"model_name_or_path": str(model), "model_max_length": 64},
         controller={"heartbeat_interval": 0.2}, weight_sync={"keep": keep},
+        profiler={"record_batches": record},
     )  # fmt: skip
+
+
+def check_replayed(lines: list[dict[str, Any]], records: Sequence[StepRecord]) -> None:
+    """A replay began with the weights of the first step, and each number of each step is that of the run."""
+    begin, *steps = lines
+    assert begin["exact"], begin
+    assert begin["steps"] == [step["step"] for step in steps]
+    for step in steps:
+        (record,) = [record for record in records if record.step == step["step"]]
+        assert len(step["metrics"]) > 15
+        assert step["metrics"].items() <= record.metrics.items()
+
+
+def tree(directory: Path) -> dict[str, tuple[int, int]]:
+    """Size and time of everything in it."""
+    found = {str(path.relative_to(directory)): path.lstat() for path in directory.rglob("*")}
+    return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in found.items()}
 
 
 def check_ledger(client: Client, steps: int, groups_per_step: int) -> None:
@@ -136,7 +158,7 @@ def check_ledger(client: Client, steps: int, groups_per_step: int) -> None:
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_whole_job(tmp_path: Path, start: Any, world: int):
     model = write_model(tmp_path / "model")
-    job = start(grpo_config(model, 4, {"optm_lr": 1e-2}, keep=1))
+    job = start(grpo_config(model, 4, {"optm_lr": 1e-2}, keep=1, record=8))
     ranks = job.start_policy(world)
     with Player(job.controller.url, TOKENS["rollout"]) as player, job.controller.client() as client:
         for code, output in wait_ranks(ranks):
@@ -170,6 +192,12 @@ def test_a_whole_job(tmp_path: Path, start: Any, world: int):
     stored = list((job.run_dir / "weights").iterdir())
     assert 1 <= len(stored) < 5  # of five versions, those that nobody needed are gone
 
+    before_replay = tree(job.run_dir)
+    lines = replay_ranks(world, job.run_dir, tmp_path / "replay.jsonl")
+    check_replayed(lines, steps)
+    assert [line["ranks"] for line in lines[:1]] == [lines[0]["recorded_ranks"]] == [world]
+    assert tree(job.run_dir) == before_replay
+
 
 @pytest.mark.slow
 def test_asked_to_leave_while_it_waits(tmp_path: Path, start: Any):
@@ -202,7 +230,7 @@ def test_without_a_checkpoint_a_restarted_trainer_says_that_it_cannot_go_on(tmp_
 @pytest.mark.slow
 def test_reinforcement_goes_on_from_its_newest_checkpoint(tmp_path: Path, start: Any):
     checkpoints = {"enable_checkpoint": True, "save_freq": 3, "max_keep": 2}
-    job = start(grpo_config(write_model(tmp_path / "model"), 10, {"ckpt": checkpoints}))
+    job = start(grpo_config(write_model(tmp_path / "model"), 10, {"ckpt": checkpoints}, record=3))
     player = Player(job.controller.url, TOKENS["rollout"], groups=10)
     with player, job.controller.client() as client:
         ranks = job.start_policy()
@@ -214,7 +242,7 @@ def test_reinforcement_goes_on_from_its_newest_checkpoint(tmp_path: Path, start:
         ((code, output),) = wait_ranks(job.start_policy())
         assert code == 0, output
         player.finish()
-        status = client.send(api.job())
+        status, steps = client.send(api.job()), client.send(api.steps())
         check_ledger(client, 10, 2)
     assert "resumed from" in output
     assert status.timeline >= 1
@@ -224,12 +252,22 @@ def test_reinforcement_goes_on_from_its_newest_checkpoint(tmp_path: Path, start:
     exported = job.run_dir / "checkpoints" / "step-00000010" / "export"
     for name, tensor in load_file(exported / "model.safetensors").items():
         assert torch.equal(tensor, job.final()[name])
+    folder = folder_of(job.run_dir)
+    assert recorded(folder) == [7, 8, 9], "the newest, and after the rewind those of the new timeline"
+    assert {read(path_of(folder, step))[0].timeline for step in (7, 8, 9)} == {status.timeline}
+    lines = replay_ranks(1, job.run_dir, tmp_path / "exact.jsonl", "--first-step", "9")
+    assert lines[0]["weights"].endswith("step-00000009")
+    check_replayed(lines, steps)
+    begin, *rest = replay_ranks(1, job.run_dir, tmp_path / "other.jsonl", "--repeat", "2")
+    assert (begin["exact"], begin["weights_step"]) == (False, 0), "there is no checkpoint before"
+    assert [(line["repeat"], line["step"]) for line in rest] == [(n, s) for n in (1, 2) for s in (7, 8, 9)]
 
 
 @pytest.mark.slow
 def test_training_goes_on_while_the_store_fails_and_then_catches_up(tmp_path: Path, start: Any):
-    job = start(grpo_config(write_model(tmp_path / "model"), 6))
-    store = job.run_dir / "weights"
+    job = start(grpo_config(write_model(tmp_path / "model"), 6, record=2))
+    store, batches = job.run_dir / "weights", folder_of(job.run_dir)
+    batches.touch()
     with Player(job.controller.url, TOKENS["rollout"], groups=0) as player:
         ranks = job.start_policy()
         job.wait_for(lambda: player.versions == [0], "the first weights at the replica")
@@ -239,12 +277,18 @@ def test_training_goes_on_while_the_store_fails_and_then_catches_up(tmp_path: Pa
         job.wait_for_step(2)  # all that version 0 may be used for
         job.wait_for(lambda: "cannot be written" in (job.status().last_error or ""), "the trouble")
         assert job.status().version == 0
+        job.wait_for(
+            lambda: "record_batches: the batch of step 1" in (job.status().last_error or ""),
+            "that trouble too",
+        )
+        batches.unlink()
         store.unlink()
         (job.run_dir / "away").rename(store)
         ((code, output),) = wait_ranks(ranks)
         assert code == 0, output
         player.finish()
     assert "version 2 is published later" in output
+    assert recorded(batches) == [4, 5]
     assert player.versions == sorted(set(player.versions)), "one may be overtaken before it is looked at"
     assert player.versions[1] in (1, 2), "what was held up, or was owed meanwhile"
     with job.controller.client() as client:

@@ -1,0 +1,147 @@
+"""Training again on recorded batches, without controller and generators: for profiling and debugging.
+
+    weights before the first step ─▶ step ─▶ step ─▶ … ─▶ a line of JSON each
+
+Nothing is published, committed or saved, and the run's directory is only read. With the weights of exactly the first
+step, the same configuration and as many ranks, each number is that of the run.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from policy_worker.checkpoints.find import Resumption, before_step
+from policy_worker.checkpoints.load import Parts, parts_of
+from policy_worker.errors import BadBatchError, SettingsError
+from policy_worker.parallel.group import Group
+from policy_worker.process import ShutdownRequest
+from policy_worker.training.grpo import Grpo
+from schema.config import Config
+from schema.wire import batch_file
+from schema.wire.batch_file import Facts, NotRecordedError
+from schema.wire.frame import FrameError
+
+EVERYTHING = Parts("state", optimizer=True, extra=True)
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """What a replay begins with. resumption: None is the configured model. facts: of the first step's file."""
+
+    steps: list[int]
+    facts: Facts
+    resumption: Resumption | None
+    exact: bool
+
+    @property
+    def weights(self) -> str:
+        """Which weights these are, for people."""
+        if self.resumption is None:
+            return "the model as it was at step 0"
+        return f"checkpoint {self.resumption.path}"
+
+    @property
+    def weights_step(self) -> int:
+        """The steps that they contain."""
+        return 0 if self.resumption is None else self.resumption.step
+
+
+def begin(group: Group, config: Config, run_dir: Path, first: int | None, count: int | None) -> Beginning:
+    """Choose steps and weights. A collective.
+
+    Raises:
+        SettingsError: such steps are not recorded.
+        BadBatchError: the file of the first cannot be read.
+        CheckpointError: see `before_step`.
+    """
+    folder = batch_file.folder_of(run_dir)
+
+    def chosen() -> dict[str, Any]:
+        try:
+            steps = batch_file.choose(batch_file.recorded(folder), first, count)
+            table, _, facts = batch_file.read(batch_file.path_of(folder, steps[0]))
+        except NotRecordedError as error:
+            raise SettingsError(f"{folder}: {error}") from error
+        except (FrameError, OSError) as error:
+            raise BadBatchError(str(error)) from error
+        return {"steps": steps, "timeline": table.timeline, "facts": facts.model_dump()}
+
+    found = group.lead(chosen)
+    steps, facts = found["steps"], Facts.model_validate(found["facts"])
+    resumption = before_step(group, config, run_dir, steps[0], found["timeline"], facts.began_from)
+    if resumption is None:
+        exact = steps[0] == 0 and not facts.began_from
+    else:
+        exact = resumption.step == steps[0]
+        exact &= not resumption.own or parts_of(resumption, config) == EVERYTHING
+    return Beginning(steps, facts, resumption, exact)
+
+
+class Report(logging.Handler):
+    """Lines of JSON for whoever started the replay, warnings of the log among them. stream: None is nowhere."""
+
+    def __init__(self, stream: TextIO | None) -> None:
+        super().__init__(logging.WARNING)
+        self._stream = stream
+
+    def line(self, event: str, **facts: Any) -> None:
+        """One line. event: begin, step or warning."""
+        if self._stream is not None:
+            self._stream.write(json.dumps({"event": event, **facts}) + "\n")
+            self._stream.flush()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """A warning of the log."""
+        self.line("warning", text=record.getMessage())
+
+
+class Replay:
+    """Trains recorded steps in order. around: is entered with the step's number around each, for a profiler."""
+
+    def __init__(
+        self,
+        algorithm: Grpo,
+        group: Group,
+        shutdown: ShutdownRequest,
+        report: Report,
+        around: Callable[[int], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        self._algorithm, self._group = algorithm, group
+        self._shutdown, self._report, self._around = shutdown, report, around
+
+    def run(self, steps: Sequence[int], repeat: int) -> None:
+        """Train them all, `repeat` times, each time from the weights of the time before; until asked to leave.
+
+        Raises:
+            PolicyError: a batch cannot be read, or training fails on it.
+        """
+        for number in range(1, repeat + 1):
+            for step in steps:
+                if self._group.any(bool(self._shutdown)):
+                    return
+                self._train(step, number)
+
+    def _train(self, step: int, number: int) -> None:
+        table = self._algorithm.poll(step, 0.0)
+        assert table is not None
+        with self._around(step):
+            began = time.monotonic()
+            metrics = self._algorithm.train_on(table)
+            seconds = time.monotonic() - began
+        assert metrics is not None
+        self._report.line(
+            "step",
+            step=step,
+            repeat=number,
+            train_seconds=seconds,
+            tokens_per_s=metrics["tokens"] / max(seconds, 1e-9),
+            metrics={name: value for name, value in metrics.items() if math.isfinite(value)},
+        )
