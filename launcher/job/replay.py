@@ -298,7 +298,7 @@ def differences(begin: Mapping[str, Any]) -> list[str]:
     if not begin["exact"]:
         reasons.append(f"the weights are not exactly those of step {begin['steps'][0]}")
     if begin["ranks"] != begin["recorded_ranks"]:
-        reasons.append(f"the run had {begin['recorded_ranks']} ranks")
+        reasons.append(f"it had {begin['recorded_ranks']} rank{'s' if begin['recorded_ranks'] > 1 else ''}")
     if begin["changed"]:
         reasons.append(f"{', '.join(begin['changed'])} changed")
     return reasons
@@ -315,7 +315,7 @@ def text_of(record: Mapping[str, Any]) -> str:
     """A record for people."""
     if record["event"] == "begin":
         steps, ranks = record["steps"], record["ranks"]
-        what = f"step {steps[0]}" + (f" to {steps[-1]}" if len(steps) > 1 else "")
+        what = f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
         whole = f"{record['run']}: {what} on {ranks} rank{'s' if ranks > 1 else ''}, from {record['weights']}"
         if record["comparable"]:
             return f"{whole}\nnumbers can be compared with those of the run"
@@ -325,7 +325,8 @@ def text_of(record: Mapping[str, Any]) -> str:
         parts = [f"{words} {_number(record['metrics'].get(name))}" for words, name in named]
         return f"step {record['step']}  {'  '.join(parts)}  {_speed(record)}"
     if record["event"] == "end":
-        return f"median of {record['steps']} steps: {_speed(record['median'])}"
+        count = record["steps"]
+        return f"median of {count} step{'s' if count > 1 else ''}: {_speed(record['median'])}"
     return f"warning: {record['text']}"
 
 

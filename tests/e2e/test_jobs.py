@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.e2e.held import go_on, hold
-from tests.e2e.program import Program, check_ledger, write_config
+from tests.e2e.program import Program, check_ledger, command, write_config
 
 pytestmark = pytest.mark.e2e
 
@@ -53,13 +55,30 @@ def test_nothing_is_older_than_the_bound(tmp_path: Path, model: Path, engine: st
 def test_the_end_of_the_data_ends_a_job_whose_samples_travel_past_the_controller(
     tmp_path: Path, model: Path
 ) -> None:
-    """10 prompts, 4 groups per step: two full steps and a short one. Every sample goes through a shared directory."""
+    """10 prompts, 4 groups per step: two full steps and a short one. Every sample goes through a shared directory and
+    into the recorded batches, which give the trainer alone the same numbers when that directory is gone."""
     config = write_config(tmp_path, model, steps=100, rows=10, validation=False)
     keys = '[controller]\npayload_store = "payloads"\npayload_bytes = 0\n'
-    config.write_text(config.read_text().replace("[controller]\n", keys))
+    keys = f"[profiler]\nrecord_batches = 3\n{keys}"
+    text = config.read_text().replace("[controller]\n", keys)
+    (tmp_path / "rewards.py").write_text("def uneven(completion, row):\n    return len(completion) % 3 / 2\n")
+    config.write_text(text.replace("{ boxed_math = 1.0, format = 0.2 }", f'"{tmp_path}/rewards.py:uneven"'))
     with Program(config) as program:
         summary = program.finish()
     (job,) = (tmp_path / "payloads").iterdir()
     assert job.name == summary["status"]["job_id"], "made by the replica that wrote into it first"
     check_ledger(summary, 2, trained=10)
     assert [step["metrics"]["samples"] for step in summary["steps"]] == [16, 16, 8]
+
+    shutil.rmtree(tmp_path / "payloads")
+    kept = set(program.run_dir.rglob("*"))
+    answer = command("replay", program.run_dir, "--json")
+    assert answer.returncode == 0, answer.stderr
+    begin, *steps, end = map(json.loads, answer.stdout.splitlines())
+    assert begin["comparable"], begin
+    for found, recorded in zip(steps, summary["steps"], strict=True):
+        assert {"loss", "grad_norm", "reward_mean"} <= found["metrics"].keys()
+        assert found["metrics"].items() <= recorded["metrics"].items()
+        assert found["metrics"]["grad_norm"] > 0
+    assert (end["steps"], end["median"].keys()) == (3, {"train_seconds", "tokens_per_s"})
+    assert set(program.run_dir.rglob("*")) == kept
