@@ -10,4 +10,6 @@ __main__ ─ worker ─┬─ session        calls to the controller and heartbe
                    │    └─ algorithms/               the formulas
                    ├─ weights/       publishing versions
                    └─ checkpoints/   saving, resuming, uploading
+
+replay ─ training/replay             the same on batches that training/recording has kept, without a controller
 """

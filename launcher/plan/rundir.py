@@ -8,6 +8,7 @@
         .locks/launcher.lock       held by the launcher, and names that process: the run is alive
         launcher.json              what the launcher knows: processes, restarts, what died (launcher.job.event_log)
         redis/, data/, weights/, checkpoints/, final/, controller.json, summary.json
+        batches/                   those of the newest steps (schema.wire.batch_file), where they are recorded
 
 Private to their owner are .tokens/, .locks/, redis/, and config.json and config.toml, into which people may have
 written what they should not; all else has the mode that the umask gives (`schema.util.files` corrects libraries that
@@ -46,7 +47,7 @@ LOCK_PATIENCE = 0.5
 """Seconds: a look at whether the run is alive holds the lock for a moment."""
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]+")
 """Names under which files are written before they are renamed: `.<name>.<pid or chance>`."""
-SWEPT = (".tokens", "checkpoints", "data", "uploads")
+SWEPT = (".tokens", "batches", "checkpoints", "data", "uploads")
 LOCKED_ROLES = ("workers", "controller", "redis")
 OUTCOMES = ("finished", "stopped", "failed")
 

@@ -158,7 +158,8 @@ def check_ledger(client: Client, steps: int, groups_per_step: int) -> None:
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_whole_job(tmp_path: Path, start: Any, world: int):
     model = write_model(tmp_path / "model")
-    job = start(grpo_config(model, 4, {"optm_lr": 1e-2}, keep=1, record=8))
+    decaying = {"optm_lr": 1e-2, "optm_decay_ratio": 0.5, "optm_decay_type": "linear"}
+    job = start(grpo_config(model, 4, decaying, keep=1, record=8))
     ranks = job.start_policy(world)
     with Player(job.controller.url, TOKENS["rollout"]) as player, job.controller.client() as client:
         for code, output in wait_ranks(ranks):

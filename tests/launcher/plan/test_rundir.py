@@ -244,8 +244,10 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path):
 def test_what_killed_writers_began_is_swept(tmp_path: Path):
     run = RunDir(tmp_path / "run")
     run.make()
+    (run.path / "batches").mkdir()
     kept = [".tokens/user", "checkpoints/latest", "data/train.safetensors", ".hidden", "config.json"]
-    for name in [*kept, ".config.json.123", "data/.train.safetensors.77", "checkpoints/.latest.0a1b2c3d"]:
+    begun = [".config.json.123", "data/.train.safetensors.77", "checkpoints/.latest.0a1b2c3d"]
+    for name in [*kept, *begun, "batches/.step-00000003.safetensors.0a1b2c3d"]:
         (run.path / name).write_text("x")
     run.sweep()
     files = sorted(str(path.relative_to(run.path)) for path in run.path.rglob("*") if path.is_file())

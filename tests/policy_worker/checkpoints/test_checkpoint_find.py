@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from policy_worker.checkpoints.find import candidates, choose, found_at, newest_in
+from policy_worker.checkpoints.find import before_step, candidates, choose, found_at, newest_in
 from policy_worker.checkpoints.layout import look
 from policy_worker.errors import CheckpointError, DamagedCheckpointError
 from policy_worker.parallel.group import Group
@@ -194,3 +194,44 @@ def test_no_whole_one_is_an_error_and_no_fresh_start(tmp_path: Path, group: Grou
     ):
         choose(group, config_with(True), tmp_path / "a")
     assert path.exists()
+
+
+def weights_before(
+    group: Group, run: Path, step: int, timeline: int = 0, began_from: Any = "", config: Config | None = None
+) -> tuple[str, int] | None:
+    """Name and steps of what a replay of this step begins with."""
+    found = before_step(group, config or make_config(), run, step, timeline, str(began_from))
+    return None if found is None else (found.path.name, found.step)
+
+
+def test_a_replay_begins_at_the_nearest_checkpoint_before_its_step(
+    tmp_path: Path, group: Group, caplog: pytest.LogCaptureFixture
+):
+    root = tmp_path / "checkpoints"
+    make_checkpoint(root, 5)
+    middle = make_checkpoint(root, 10)
+    make_checkpoint(root, 12, timeline=1, lineage=[(0, 0), (1, 10)], latest=True)
+    assert weights_before(group, tmp_path, 10) == ("step-00000010", 10)
+    assert weights_before(group, tmp_path, 11) == ("step-00000010", 10)
+    assert weights_before(group, tmp_path, 12, timeline=1) == ("step-00000012", 12)
+    assert weights_before(group, tmp_path, 12) == ("step-00000010", 10), "that of step 12 led elsewhere"
+    assert weights_before(group, tmp_path, 4) is None
+    damage(middle)
+    assert weights_before(group, tmp_path, 11) == ("step-00000005", 5)
+    assert "falling back" in caplog.text
+
+
+def test_a_replay_of_the_first_steps_begins_where_the_run_began(
+    tmp_path: Path, group: Group, caplog: pytest.LogCaptureFixture
+):
+    run, other = tmp_path / "run", make_checkpoint(tmp_path / "other" / "checkpoints", 3)
+    make_checkpoint(run / "checkpoints", 9)
+    assert weights_before(group, run, 5, began_from=other) == ("step-00000003", 3)
+    assert weights_before(group, run, 2, began_from=other) is None, "it has been trained on that already"
+    of_weights = make_config(train={"resume": str(other), "ckpt": {"load_contents": ["model"]}})
+    assert weights_before(group, run, 2, began_from=other, config=of_weights) == ("step-00000003", 0)
+    assert weights_before(group, run, 9, began_from=other) == ("step-00000009", 9)
+    assert weights_before(group, run, 2, began_from=run / "checkpoints" / "step-00000001") is None
+    assert not caplog.records
+    assert weights_before(group, run, 2, began_from=tmp_path / "gone") is None
+    assert "that the run began from cannot be read" in caplog.text
