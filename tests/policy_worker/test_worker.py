@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -256,7 +257,12 @@ def test_reinforcement_goes_on_from_its_newest_checkpoint(tmp_path: Path, start:
     folder = folder_of(job.run_dir)
     assert recorded(folder) == [7, 8, 9], "the newest, and after the rewind those of the new timeline"
     assert {read(path_of(folder, step))[0].timeline for step in (7, 8, 9)} == {status.timeline}
-    lines = replay_ranks(1, job.run_dir, tmp_path / "exact.jsonl", "--first-step", "9")
+    changed = json.loads((job.run_dir / "config.json").read_text())
+    changed["train"]["optm_lr"] = 0.5
+    (tmp_path / "changed.json").write_text(json.dumps(changed))
+    options = ("--first-step", "9", "--config", str(tmp_path / "changed.json"))
+    warning, *lines = replay_ranks(1, job.run_dir, tmp_path / "exact.jsonl", *options)
+    assert "0.001 in the checkpoint, 0.5 configured; the checkpoint's is used" in warning["text"]
     assert lines[0]["weights"].endswith("step-00000009")
     check_replayed(lines, steps)
     begin, *rest = replay_ranks(1, job.run_dir, tmp_path / "other.jsonl", "--repeat", "2")
