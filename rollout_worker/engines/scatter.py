@@ -28,6 +28,8 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Elements are moved and compared as integers of their size: every bit of every type counts."""
 
 
+DEVICE_SHARE = 0.5
+"""Share of a GPU's free memory that prepared changes may take; the rest of them travels as they are written."""
 _CUT = 8192
 """Elements that are written before they are read back on a CPU: each may fill a cache line of its own, 512 KiB."""
 
@@ -76,6 +78,14 @@ def storage_of(tensor: torch.Tensor) -> torch.Tensor:
 def region_of(tensor: torch.Tensor) -> Region:
     """A view as a region of its storage."""
     return tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride())
+
+
+def spare_bytes(device: torch.device) -> float:
+    """How much of a patch may wait in the memory of the parameters' device, for `WeightMap.patch`."""
+    if device.type != "cuda":
+        return math.inf
+    free: int = torch.cuda.mem_get_info(device)[0]
+    return free * DEVICE_SHARE
 
 
 def whole(shape: Sequence[int]) -> Region:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -38,7 +39,7 @@ from rollout_worker.engines.base import (
     check_request,
 )
 from rollout_worker.engines.checksum import Tally, loses_bits
-from rollout_worker.engines.scatter import Patch, Published, UnmappedError, WeightMap, merge
+from rollout_worker.engines.scatter import Patch, Published, UnmappedError, WeightMap, merge, spare_bytes
 from rollout_worker.engines.transformers import model as models
 from rollout_worker.engines.transformers import scheduler
 from rollout_worker.engines.transformers.decoder import Decoder
@@ -343,6 +344,8 @@ class TransformersEngine:
     def _boot(self) -> None:
         settings = self._settings
         if settings.alone:
+            # cuBLAS is not deterministic without it, and it is read once.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True, warn_only=True)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         model = models.load_model(
@@ -436,6 +439,7 @@ class TransformersEngine:
             if self._settings.alone:
                 decoder.clear()
             filled = decoder.admit(batch)
+            _wait_for(decoder.window.device)
             self._fill_speed.observe(time.monotonic() - began, filled)
 
     def _wait_for_running(self) -> bool:
@@ -473,6 +477,7 @@ class TransformersEngine:
                 models.verify_weights(decoder.model, load.what)
             verified = time.monotonic()
             decoder.set_version(load.version)
+            _wait_for(decoder.window.device)
         except (WeightMismatch, _NotWrittenError) as error:
             decoder.version = -1
             load.future.set_exception(error)
@@ -504,7 +509,8 @@ def _prepared(model: Any, weights: SharedWeights, before: _Served) -> Patch | No
         return None
     before.map.check(model)
     deltas = open_chain(pieces, before.content_hash, weights.publication.content_hash)
-    return before.map.patch(merge([delta.changes() for delta in deltas]))
+    changes = merge([delta.changes() for delta in deltas])
+    return before.map.patch(changes, device_bytes=spare_bytes(model.device))
 
 
 def _report(
@@ -524,6 +530,12 @@ def _report(
         mode=mode,
         publication=publication,
     )
+
+
+def _wait_for(device: torch.device) -> None:
+    """Until it has computed what it was told to: a GPU is told in microseconds, and what is measured is its work."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 def _cache_memory(device: torch.device) -> int:

@@ -32,7 +32,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 
-from rollout_worker.engines.scatter import Patch, UnmappedError, WeightMap, merge
+from rollout_worker.engines.scatter import Patch, UnmappedError, WeightMap, merge, spare_bytes
 from rollout_worker.engines.vllm.proof import LoadTrace, ProofReport
 from schema.wire.weights import Piece
 from weight_sync import DirectoryStore, WeightError
@@ -43,8 +43,6 @@ from weight_sync.manifest import open_piece
 
 DRAIN_S = 600.0
 """Seconds that finishing an update waits for what is still being prepared; our adapter asks before."""
-DEVICE_SHARE = 0.5
-"""Share of the device's free memory that prepared changes may take; the rest of them travels during the pause."""
 _PLAIN = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
 """Ways of vLLM's layers to compute that use the parameter itself."""
 
@@ -128,7 +126,7 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateI
         deltas = open_chain(pieces, info.base, info.content_hash)
         with self._beside():
             changes = merge([delta.changes() for delta in deltas])
-            return self._map.patch(changes, device_bytes=self._spare_bytes())
+            return self._map.patch(changes, device_bytes=spare_bytes(self.device))
 
     @contextlib.contextmanager
     def _beside(self) -> Iterator[None]:
@@ -140,12 +138,6 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateI
         with torch.cuda.stream(stream):
             yield
         stream.synchronize()
-
-    def _spare_bytes(self) -> float:
-        if self.device.type != "cuda":
-            return float("inf")
-        free: int = torch.cuda.mem_get_info(self.device)[0]
-        return free * DEVICE_SHARE
 
     def prepared(self) -> dict[str, Any]:
         """Whether the deltas are ready to be written, and why they never will be."""
