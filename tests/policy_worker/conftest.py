@@ -7,6 +7,7 @@ import torch
 
 from policy_worker.parallel.group import Group
 from policy_worker.process import RankEnvironment
+from tests.support.devices import DEVICE
 from tests.support.objects import ObjectStore, running_objects
 
 
@@ -19,8 +20,17 @@ def _one_thread() -> None:
 def group() -> Iterator[Group]:
     """A replica of one rank, with its process group."""
     group = Group(RankEnvironment())
+    assert group.device == DEVICE
     yield group
     group.close()
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """Equal bits from equal steps, as `train.deterministic` asks for them: some kernels of GPUs add in any order."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(scope="session")

@@ -30,7 +30,7 @@ from weight_sync import hub_tensors
 
 
 def train(group: Group, options: dict[str, Any]) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
-    """(gradients of the last step and weights, metrics of each step)."""
+    """(gradients of the last step and weights, on the CPU; metrics of each step)."""
     config = make_config(options.get("grpo"), {"optm_grad_norm_clip": 0.5, **options.get("train", {})})
     trainer = Trainer(tiny_model(packed=config.train.sequence_packing), config, group, Schedule(10))
     assert trainer.sharded == (group.world > 1 or config.train.param_dtype != config.train.master_dtype)
@@ -67,7 +67,8 @@ def train(group: Group, options: dict[str, Any]) -> tuple[dict[str, torch.Tensor
     assert group.gather(metrics) == [metrics] * group.world
     if "save" in options:
         save_state(trainer, Path(options["save"]), staged=options.get("staged", False))
-    return {**gradients, **dict(hub_tensors(trainer.model.lm))}, metrics
+    tensors = {**gradients, **dict(hub_tensors(trainer.model.lm))}
+    return {name: tensor.cpu() for name, tensor in tensors.items()}, metrics
 
 
 def main(out: Path, options: dict[str, Any]) -> None:

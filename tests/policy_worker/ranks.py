@@ -1,4 +1,4 @@
-"""Starts the ranks of one replica as processes, as a launcher would."""
+"""Starts the ranks of one replica as processes, as a launcher would; on the CPU where there are too few GPUs."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.support.devices import GPUS, WITHOUT_GPU
 from tests.support.forked import Forked
 from tests.support.ports import free_port
 from tests.support.waiting import PATIENCE
 
 
 def start_ranks(world: int, arguments: Sequence[str], **environment: str) -> list[Forked]:
-    port = str(free_port())
+    port, devices = str(free_port()), {} if world <= GPUS else WITHOUT_GPU
     return [
         Forked(
             arguments,
             {
-                **os.environ, "OMP_NUM_THREADS": "1", "RANK": str(rank), "LOCAL_RANK": str(rank),
+                **os.environ, **devices, "OMP_NUM_THREADS": "1", "RANK": str(rank), "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **environment,
             },
         )

@@ -68,9 +68,9 @@ def test_a_faulty_model_of_its_own_is_a_fault_of_the_settings(model: Path):
 def test_code_of_a_model_is_exported_with_it(model: Path, tmp_path: Path, group: Group):
     bring_own_code(model)
     trainer = export(config(model, **TRUSTED), group, tmp_path / "final")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "final", trust_remote_code=True)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "final", trust_remote_code=True).to(group.device)
     assert type(loaded).__name__ == "OwnForCausalLM"
-    ids = torch.arange(3, 20)[None]
+    ids = torch.arange(3, 20, device=group.device)[None]
     trainer.model.lm.eval()
     with torch.no_grad():
         assert torch.equal(loaded(ids).logits, trainer.model.lm(ids).logits)

@@ -1,6 +1,9 @@
 """Processes of `python -m …`, forked from one that has imported PyTorch and the workers: what those import takes
 seconds of both cores, and the tests start more than a hundred of them. That the programs start by their own commands
 is shown by the tests of whole jobs.
+
+With a GPU each is started anew: a fork of a process that has asked the driver for anything cannot use it, and what
+the imports ask is theirs to say.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from multiprocessing import get_context
+from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 
 IMPORTED = [
@@ -34,9 +38,7 @@ class Forked:
             os.close(handle)
             log = Path(name)
         self.log = log
-        context = get_context("forkserver")
-        context.set_forkserver_preload(IMPORTED)
-        self._process = context.Process(target=_run, args=(list(arguments), environment, str(log)))
+        self._process = _context().Process(target=_run, args=(list(arguments), environment, str(log)))
         self._process.start()
 
     @property
@@ -77,6 +79,16 @@ class Forked:
             self._process.join()
         if self._own_log:
             self.log.unlink(missing_ok=True)
+
+
+def _context() -> ForkServerContext | SpawnContext:
+    from tests.support.devices import GPUS  # not in the process that is started: it looks for GPUs, too
+
+    if GPUS:
+        return get_context("spawn")
+    context = get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED)
+    return context
 
 
 def _run(arguments: list[str], environment: dict[str, str], log: str) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.support.devices import DEVICE
 from tests.support.fetched import fetch
 from tests.weight_sync.helpers import bits, put
 from weight_sync import DirectoryStore, hub_tensors
@@ -55,7 +56,7 @@ def test_equals_what_save_pretrained_writes(case: str, loaded: bool, tmp_path: P
     if loaded:  # a loaded model remembers how its weights were converted
         model = getattr(transformers, f"{kind}ForCausalLM").from_pretrained(tmp_path / "model")
     saved = load_file(tmp_path / "model" / "model.safetensors")
-    publication = put(DirectoryStore(tmp_path / "store"), hub_tensors(model))
+    publication = put(DirectoryStore(tmp_path / "store"), hub_tensors(model.to(DEVICE)))
     found = dict(fetch(tmp_path / "store", publication).tensors())
     assert found.keys() == saved.keys()
     assert {n: (t.shape, bits(t)) for n, t in found.items()} == {
@@ -100,7 +101,7 @@ def test_an_untied_alias_is_published() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, None])
 def test_transfer_dtype(dtype: torch.dtype | None) -> None:
-    model = model_of("Qwen3")
+    model = model_of("Qwen3").to(DEVICE)
     for name, tensor in hub_tensors(model, dtype=dtype):
         expected = model.state_dict()[name]
         assert bits(tensor) == bits(expected.to(dtype) if dtype else expected)

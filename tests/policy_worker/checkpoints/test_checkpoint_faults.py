@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.devices import WITHOUT_GPU
 from tests.support.waiting import PATIENCE
 
 SEEDS = 8
@@ -21,6 +23,7 @@ def run(what: str, root: Path, seeds: int = 1) -> list[dict[str, Any]]:
     process = subprocess.run(
         [sys.executable, "-m", "tests.policy_worker.save_program", *arguments],
         capture_output=True, text=True, timeout=PATIENCE, check=False,
+        env={**os.environ, **WITHOUT_GPU},  # it forks, and a GPU cannot be used in a fork
     )  # fmt: skip
     assert process.returncode == 0, process.stderr
     return [json.loads(line) for line in process.stdout.splitlines()]

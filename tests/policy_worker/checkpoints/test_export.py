@@ -43,8 +43,8 @@ def test_transformers_loads_it_with_equal_logits(tmp_path: Path, model: Path, gr
         for parameter in trainer.model.parameters():
             parameter.add_(0.01)
     export_model(trainer, config, tmp_path / "final")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "final")
-    ids = torch.arange(3, 20)[None]
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "final").to(group.device)
+    ids = torch.arange(3, 20, device=group.device)[None]
     trainer.model.lm.eval()
     with torch.no_grad():
         assert torch.equal(loaded(ids).logits, trainer.model.lm(ids).logits)

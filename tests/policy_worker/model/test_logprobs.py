@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from policy_worker.model.logprobs import CHUNK_ELEMENTS, token_logprobs
+from tests.support.devices import DEVICE
 
 
 def plain(hidden, weight, labels, temperature):
@@ -16,13 +17,14 @@ def material(k: int = 37, d: int = 16, v: int = 101, dtype: torch.dtype = torch.
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(k, d, generator=generator, dtype=dtype)
     weight = torch.randn(v, d, generator=generator, dtype=dtype) * 0.3
-    return hidden, weight, torch.randint(0, v, (k,), generator=generator)
+    labels = torch.randint(0, v, (k,), generator=generator)
+    return hidden.to(DEVICE), weight.to(DEVICE), labels.to(DEVICE)
 
 
 def gradients(outputs, inputs, with_entropy: bool, with_logprobs: bool = True):
     generator = torch.Generator().manual_seed(2)
     logprobs, entropy = outputs[0], outputs[1]
-    scale = torch.randn(2, len(logprobs), generator=generator, dtype=logprobs.dtype)
+    scale = torch.randn(2, len(logprobs), generator=generator, dtype=logprobs.dtype).to(DEVICE)
     loss = (scale[0] * logprobs).sum() * with_logprobs + (scale[1] * entropy).sum() * with_entropy
     return torch.autograd.grad(loss, inputs)
 

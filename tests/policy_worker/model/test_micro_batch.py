@@ -8,6 +8,7 @@ from policy_worker.errors import BadBatchError, SettingsError
 from policy_worker.model.micro_batch import Layout, MicroBatch, Segment, TrainSample, collate
 from schema.wire.sample import Sample
 from tests.policy_worker.material import make_sample, tiny_model
+from tests.support.devices import DEVICE, rounding
 
 
 def sample_of(*segments: tuple[list[int], list[int]]) -> TrainSample:
@@ -98,7 +99,7 @@ def test_learned_tokens_are_counted_by_the_version_that_made_them():
 @pytest.mark.parametrize("packed", [False, True])
 def test_tokens_see_only_their_own_sequence(packed: bool):
     """Log-probs of a sample are the same alone and in company, up to rounding."""
-    model = tiny_model(packed=packed)
+    model, layout = tiny_model(packed=packed).to(DEVICE), Layout(packed, 61, DEVICE)
     rng = np.random.default_rng(0)
     samples = [
         sample_of((rng.integers(3, 60, n).tolist(), [0, *rng.integers(0, 2, n - 2).tolist(), 1]))
@@ -109,6 +110,6 @@ def test_tokens_see_only_their_own_sequence(packed: bool):
         with torch.no_grad():
             return model(batch).logprobs
 
-    together = logprobs(collate(samples, [0, 1, 2], Layout(packed, 61)))
-    alone = torch.cat([logprobs(collate([sample], [0], Layout(packed, 61))) for sample in samples])
-    torch.testing.assert_close(together, alone, rtol=0, atol=5e-6)
+    together = logprobs(collate(samples, [0, 1, 2], layout))
+    alone = torch.cat([logprobs(collate([sample], [0], layout)) for sample in samples])
+    torch.testing.assert_close(together, alone, rtol=0, atol=rounding(5e-6))

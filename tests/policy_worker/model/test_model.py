@@ -11,6 +11,7 @@ from policy_worker.model.micro_batch import Layout, collate
 from policy_worker.model.model import PolicyModel, load_model, prepare_model
 from tests.policy_worker.material import make_config, tiny_lm, write_model
 from tests.policy_worker.model.test_micro_batch import LONG, SHORT
+from tests.support.devices import DEVICE, rounding
 
 SMALL = {
     "vocab_size": 53, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -28,16 +29,16 @@ def from_config(config) -> PolicyModel:
 )
 @pytest.mark.parametrize("packed", [False, True])
 def test_log_probs_are_those_of_transformers(config, packed: bool):
-    model = prepare_model(from_config(config), packed=packed, recompute=False)
-    batch = collate([LONG, SHORT], [0, 1], Layout(packed, 53))
+    model = prepare_model(from_config(config), packed=packed, recompute=False).to(DEVICE)
+    batch = collate([LONG, SHORT], [0, 1], Layout(packed, 53, DEVICE))
     found = model(batch, 0.8)
     expected = []
     for sample in (LONG, SHORT):
-        ids = torch.from_numpy(sample.segments[0].token_ids.astype("int64"))[None]
+        ids = torch.from_numpy(sample.segments[0].token_ids.astype("int64"))[None].to(DEVICE)
         log_p = torch.log_softmax(model.lm(input_ids=ids).logits[0].float() / 0.8, dim=-1)
         picked = log_p[:-1].gather(1, ids[0, 1:, None])[:, 0]
         expected.append(picked[torch.from_numpy(sample.segments[0].loss_mask[1:]) == 1])
-    torch.testing.assert_close(found.logprobs, torch.cat(expected), rtol=0, atol=2e-6)
+    torch.testing.assert_close(found.logprobs, torch.cat(expected), rtol=0, atol=rounding(2e-6))
 
 
 def test_an_architecture_that_caps_its_logits_is_refused():

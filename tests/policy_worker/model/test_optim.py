@@ -9,6 +9,7 @@ from torch import nn
 from policy_worker.errors import NonFiniteGradientError, SettingsError
 from policy_worker.model.optim import Optimizer, OptimizerSettings
 from tests.policy_worker.material import make_config
+from tests.support.devices import DEVICE
 
 SETTINGS = OptimizerSettings(
     lr=0.1, betas=(0.9, 0.99), epsilon=1e-6, weight_decay=0.5, impl="foreach", grad_norm_clip=0.0
@@ -16,8 +17,8 @@ SETTINGS = OptimizerSettings(
 
 
 def with_gradient(*values: float, start: float = 1.0) -> nn.Parameter:
-    parameter = nn.Parameter(torch.full((len(values),), start))
-    parameter.grad = torch.tensor(values)
+    parameter = nn.Parameter(torch.full((len(values),), start, device=DEVICE))
+    parameter.grad = torch.tensor(values, device=DEVICE)
     return parameter
 
 

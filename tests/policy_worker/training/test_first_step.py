@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -28,6 +29,7 @@ def weights_after_two_steps(trainer: Trainer, group: Group) -> dict[str, Tensor]
     return {name: tensor.detach().clone() for name, tensor in trainer.model.named_parameters()}
 
 
+@pytest.mark.usefixtures("deterministic")
 def test_saving_before_the_first_step_is_not_a_step(tmp_path: Path, group: Group) -> None:
     calm = weights_after_two_steps(trainer_of(group), group)
     went_on, resumed = trainer_of(group), trainer_of(group)

@@ -41,13 +41,14 @@ from schema.config import Config
 from schema.wire.weights import Publication
 from tests.rollout_worker.tiny import publish_model, random_model, save_model, tokenizer
 from tests.rollout_worker.versions import Versions, nudged
+from tests.support.devices import rounding
 from tests.support.fetched import Weights, fetch
 from tests.support.waiting import PATIENCE
 
 T = TypeVar("T")
 EOS = 256
 MAX_LEN = 96
-TOLERANCE = 1e-4
+TOLERANCE = rounding(1e-4)
 BOOT_S = 600.0
 """An engine of several processes needs a minute and more where others work, too."""
 ATTEMPTS = 10

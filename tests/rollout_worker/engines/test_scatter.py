@@ -20,6 +20,7 @@ from rollout_worker.engines.scatter import (
     whole,
 )
 from rollout_worker.engines.vllm.proof import LoadTrace, unread
+from tests.support.devices import DEVICE
 from tests.support.effort import examples
 from weight_sync.delta.delta import Change
 
@@ -105,7 +106,7 @@ class Parameters(torch.nn.Module):
     def __init__(self, sizes: Sequence[int], dtype: torch.dtype) -> None:
         super().__init__()
         self.all = torch.nn.ParameterList(
-            torch.nn.Parameter(torch.full((size,), -1.0, dtype=dtype)) for size in sizes
+            torch.nn.Parameter(torch.full((size,), -1.0, dtype=dtype, device=DEVICE)) for size in sizes
         )
 
 
@@ -170,7 +171,7 @@ def test_a_patch_equals_loading_again(
 
 def test_a_parameter_that_does_not_take_what_is_written_is_named() -> None:
     """Two values for one element: one of them is not there afterwards."""
-    targets = {name: torch.zeros(20_000, dtype=torch.bfloat16) for name in ("good", "bad")}
+    targets = {name: torch.zeros(20_000, dtype=torch.bfloat16, device=DEVICE) for name in ("good", "bad")}
     published = {name: Published(torch.bfloat16, (20_000,)) for name in targets}
     places = {name: [Place(name, t, whole(t.shape), whole(t.shape))] for name, t in targets.items()}
     changes = []
@@ -228,7 +229,7 @@ def test_deltas_are_merged_in_order(deltas: list[dict[int, int] | None]) -> None
         values = values.to(torch.int16)
         changes.append([Change("w", torch.int16, (4, 5), positions, values)])
         expected[slice(None) if positions is None else positions] = values
-    target = torch.zeros(20, dtype=torch.int16)
+    target = torch.zeros(20, dtype=torch.int16, device=DEVICE)
     place = Place("p", target, whole((4, 5)), whole((4, 5)))
     patch = WeightMap({"w": Published(torch.int16, (4, 5))}, {"w": [place]}).patch(merge(changes))
     assert patch.apply() == []
@@ -244,7 +245,7 @@ def test_other_types_and_bits() -> None:
         torch.complex64,
         torch.int8,
     ):
-        target = torch.zeros(6).to(dtype)
+        target = torch.zeros(6).to(dtype).to(DEVICE)
         place = Place("p", storage_of(target), whole((6,)), region_of(target))
         values = torch.tensor([1.0, 0.0]).to(dtype)
         change = Change("w", dtype, (6,), torch.tensor([1, 4]), values)
@@ -252,7 +253,7 @@ def test_other_types_and_bits() -> None:
         assert patch.apply() == []
         assert target.tolist() == torch.tensor([0.0, 1.0, 0, 0, 0, 0]).to(dtype).tolist()
     nan = torch.tensor([0x7FC1, -0x8000], dtype=torch.int16).view(torch.bfloat16)
-    target = torch.zeros(2, dtype=torch.bfloat16)
+    target = torch.zeros(2, dtype=torch.bfloat16, device=DEVICE)
     place = Place("p", target, whole((2,)), whole((2,)))
     change = Change("w", torch.bfloat16, (2,), torch.tensor([0, 1]), nan)
     WeightMap({"w": Published(torch.bfloat16, (2,))}, {"w": [place]}).patch([change]).apply()
@@ -260,7 +261,7 @@ def test_other_types_and_bits() -> None:
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_written() -> None:
-    target = torch.zeros(6)
+    target = torch.zeros(6, device=DEVICE)
     place = Place("p", target, whole((6,)), whole((6,)))
     known = WeightMap({"w": Published(torch.float32, (6,))}, {"w": [place]})
     one = torch.ones(1)
@@ -297,9 +298,9 @@ def test_a_fused_padded_sharded_and_tied_model() -> None:
     class Rank(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.embed = torch.nn.Parameter(torch.full((8, 4), -1.0))
-            self.fused = torch.nn.Parameter(torch.full((3, 4), -1.0))
-            self.o = torch.nn.Parameter(torch.full((4, 4), -1.0))
+            self.embed = torch.nn.Parameter(torch.full((8, 4), -1.0, device=DEVICE))
+            self.fused = torch.nn.Parameter(torch.full((3, 4), -1.0, device=DEVICE))
+            self.o = torch.nn.Parameter(torch.full((4, 4), -1.0, device=DEVICE))
             self.head = self.embed
 
     def fill(model: Rank, rank: int, pairs: object) -> None:
@@ -353,7 +354,7 @@ def test_a_parameter_that_has_moved_is_noticed() -> None:
 )
 def test_tensors_that_share_an_element_must_agree(other: float, problems: list[str]) -> None:
     """Tied weights that were published apart: whoever is written last would be right, and the other one wrong."""
-    target = torch.zeros(6, dtype=torch.bfloat16)
+    target = torch.zeros(6, dtype=torch.bfloat16, device=DEVICE)
     places = {name: [Place("p", target, whole((6,)), whole((6,)))] for name in ("a", "b")}
     published = {name: Published(torch.bfloat16, (6,)) for name in places}
     changes = [

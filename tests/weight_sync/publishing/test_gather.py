@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from schema.wire.weights import Publication
+from tests.support.devices import WITHOUT_GPU
 from tests.support.fetched import fetch
 from tests.support.ports import free_port
 from tests.weight_sync.helpers import all_bits, put
@@ -113,7 +114,10 @@ def _rank(rank: int, world: int, port: int, root: Path) -> None:
 def sharded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
     """World size, and what its ranks have written. A layout that is not ours was refused by all of them."""
     root = tmp_path_factory.mktemp("sharded")
-    mp.spawn(_rank, args=(request.param, free_port(), root), nprocs=request.param)
+    with pytest.MonkeyPatch.context() as environment:
+        for name, value in WITHOUT_GPU.items():  # of which there may be fewer than ranks
+            environment.setenv(name, value)
+        mp.spawn(_rank, args=(request.param, free_port(), root), nprocs=request.param)
     return request.param, root
 
 

@@ -7,8 +7,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.weight_sync.helpers import all_bits, bits, small
+from tests.support.devices import DEVICE
+from tests.weight_sync import helpers
+from tests.weight_sync.helpers import all_bits, bits
 from weight_sync.publishing.pinned_copy import PinnedCopy
+
+
+def small(seed: int = 0) -> dict[str, torch.Tensor]:
+    """Tensors where a model has them."""
+    return {name: tensor.to(DEVICE) for name, tensor in helpers.small(seed).items()}
 
 
 def test_a_snapshot_does_not_follow_the_model() -> None:

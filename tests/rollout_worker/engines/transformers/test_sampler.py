@@ -10,6 +10,7 @@ from hypothesis.extra import numpy as hnp
 
 from rollout_worker.engines.base import SamplingSettings
 from rollout_worker.engines.transformers.sampler import draw, restrict, uniforms
+from tests.support.devices import DEVICE
 
 PLAIN = SamplingSettings(max_tokens=1)
 
@@ -51,8 +52,9 @@ def test_an_excluded_token_is_never_drawn(
     logits: np.ndarray, uniform: np.ndarray, top_p: float, top_k: int, min_p: float
 ) -> None:
     settings = SamplingSettings(max_tokens=1, top_p=top_p, top_k=top_k, min_p=min_p)
-    tokens, logprobs = draw(torch.from_numpy(logits), settings, uniform, None, None)
-    kept = torch.isfinite(restrict(torch.from_numpy(logits), settings))
+    given = torch.from_numpy(logits).to(DEVICE)
+    tokens, logprobs = draw(given, settings, uniform, None, None)
+    kept = torch.isfinite(restrict(given, settings))
     assert kept.any(1).all()
     assert kept.gather(1, tokens[:, None]).all()
     assert torch.isfinite(logprobs).all()
@@ -60,14 +62,14 @@ def test_an_excluded_token_is_never_drawn(
 
 
 def test_the_ends_of_the_unit_interval() -> None:
-    logits = torch.tensor([[-torch.inf, 0.0, 0.0, -torch.inf]]).repeat(2, 1)
+    logits = torch.tensor([[-torch.inf, 0.0, 0.0, -torch.inf]], device=DEVICE).repeat(2, 1)
     tokens, logprobs = draw(logits, PLAIN, np.array([0.0, 1.0 - 2**-53]), None, None)
     assert tokens.tolist() == [1, 2]
-    torch.testing.assert_close(logprobs, torch.full((2,), 0.5).log())
+    torch.testing.assert_close(logprobs.cpu(), torch.full((2,), 0.5).log())
 
 
 def test_frequencies_follow_probabilities() -> None:
-    probabilities = torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0])
+    probabilities = torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0], device=DEVICE)
     n = 20_000
     uniform = uniforms(np.arange(n, dtype=np.uint64), np.zeros(n, np.int64))
     tokens, _ = draw(probabilities.log().repeat(n, 1), PLAIN, uniform, None, None)

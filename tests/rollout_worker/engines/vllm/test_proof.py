@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from rollout_worker.engines.vllm.proof import LoadTrace, ProofReport, report_from_dict, unread
+from tests.support.devices import DEVICE
 
 Pairs = Iterable[tuple[str, torch.Tensor]]
 
@@ -18,9 +19,9 @@ class Model(torch.nn.Module):
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.embed = torch.nn.Parameter(torch.full((8, 4), -1.0, dtype=dtype))
-        self.fused = torch.nn.Parameter(torch.full((6, 4), -1.0, dtype=dtype))
-        self.norm = torch.nn.Parameter(torch.full((4,), -1.0, dtype=dtype))
+        self.embed = torch.nn.Parameter(torch.full((8, 4), -1.0, dtype=dtype, device=DEVICE))
+        self.fused = torch.nn.Parameter(torch.full((6, 4), -1.0, dtype=dtype, device=DEVICE))
+        self.norm = torch.nn.Parameter(torch.full((4,), -1.0, dtype=dtype, device=DEVICE))
         self.head = self.embed
 
 
@@ -150,7 +151,7 @@ def test_columns_over_ranks() -> None:
     tensors = {"w": torch.randn(6, 8)}
     reports = []
     for rank in range(2):
-        model = torch.nn.Linear(4, 6, bias=False)
+        model = torch.nn.Linear(4, 6, bias=False, device=DEVICE)
         trace = LoadTrace(model)
         with trace, torch.no_grad():
             for _, tensor in trace.given(tensors.items()):
@@ -167,7 +168,7 @@ def test_columns_of_one_parameter() -> None:
     tensors = {"a": torch.randn(6, 3), "b": torch.randn(6, 5)}
 
     def prove_columns(last: int) -> list[str]:
-        model = torch.nn.Linear(8, 6, bias=False)
+        model = torch.nn.Linear(8, 6, bias=False, device=DEVICE)
         trace = LoadTrace(model)
         with trace, torch.no_grad():
             for name, tensor in trace.given(tensors.items()):
@@ -185,7 +186,7 @@ def test_any_alignment(start: int, length: int) -> None:
     """Sources that begin anywhere in a file, and are compared in words of eight bytes where that is possible."""
     stored = torch.arange(32, dtype=torch.bfloat16)[3:]
     for flipped in (False, True):
-        model = torch.nn.Linear(length, 1, bias=False, dtype=torch.bfloat16)
+        model = torch.nn.Linear(length, 1, bias=False, dtype=torch.bfloat16, device=DEVICE)
         trace = LoadTrace(model)
         with trace, torch.no_grad():
             for _, tensor in trace.given([("w", stored)]):
@@ -198,8 +199,8 @@ def test_scalars_and_empty_tensors() -> None:
     class Odd(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.scale = torch.nn.Parameter(torch.zeros(1))
-            self.none = torch.nn.Parameter(torch.zeros(0, 4))
+            self.scale = torch.nn.Parameter(torch.zeros(1, device=DEVICE))
+            self.none = torch.nn.Parameter(torch.zeros(0, 4, device=DEVICE))
 
     model = Odd()
     trace = LoadTrace(model)
