@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import hypothesis.strategies as st
@@ -147,7 +148,7 @@ def test_a_patch_equals_loading_again(
     dense: bool,
     half: bool,
 ) -> None:
-    """Any layout, sparse or dense changes, same or other type."""
+    """Any layout, sparse or dense changes, same or other type, prepared on the device or some of it on the host."""
     tensors, copies, sizes = made
     dtype = torch.bfloat16 if half else torch.float32
     model, again = Parameters(sizes, dtype), Parameters(sizes, dtype)
@@ -160,7 +161,7 @@ def test_a_patch_equals_loading_again(
     changes = changes_to(new, tensors)
     if dense:
         changes = [Change(c.name, c.dtype, c.shape, None, new[c.name].reshape(-1)) for c in changes]
-    patch = found.patch(changes)
+    patch = found.patch(changes, device_bytes=32.0 if seed % 2 else math.inf)
     untouched = [bits(parameter) for parameter in model.all]
     load(again, tensors, copies)
     assert [bits(parameter) for parameter in again.all] == untouched, "preparing changes nothing"
