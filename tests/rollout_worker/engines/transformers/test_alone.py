@@ -15,8 +15,7 @@ from rollout_worker.engines.transformers import TransformersEngine
 from rollout_worker.engines.transformers.settings import Settings, settings_of
 from schema.config import Config
 from tests.rollout_worker.engines.engine_contract import EOS, encode
-from tests.rollout_worker.stage import Models
-from tests.rollout_worker.tiny import publish_model, tokenizer
+from tests.rollout_worker.tiny import Models, publish_model, tokenizer
 from tests.support.fetched import Weights, fetch
 from tests.support.waiting import PATIENCE
 
