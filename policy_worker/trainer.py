@@ -20,6 +20,7 @@ from policy_worker.model.model import PolicyModel
 from policy_worker.model.optim import Optimizer, OptimizerSettings
 from policy_worker.parallel.fsdp import apply_fsdp, needs_sharding, set_last_micro_batch
 from policy_worker.parallel.group import Group
+from policy_worker.ranges import span
 from schema.config import Config
 
 
@@ -57,12 +58,14 @@ class Trainer:
 
     def forward(self, batch: MicroBatch, temperature: float = 1.0) -> TokenOutputs:
         """Log-probs and entropy of the batch's K labels, with gradient."""
-        outputs: TokenOutputs = self.model(batch, temperature)
+        with span("forward"):
+            outputs: TokenOutputs = self.model(batch, temperature)
         return outputs
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of a micro-batch's loss."""
-        (loss * self.data_ranks).backward()
+        with span("backward"):
+            (loss * self.data_ranks).backward()
 
     def step(self, step: int) -> float:
         """One optimizer step at the learning rate of training step `step`; the gradient norm before clipping.
@@ -70,7 +73,8 @@ class Trainer:
         Raises:
             NonFiniteGradientError: see `Optimizer.step`.
         """
-        return self.optimizer.step(self.schedule.factor(step))
+        with span("optimizer"):
+            return self.optimizer.step(self.schedule.factor(step))
 
     def lr(self, step: int) -> float:
         """Learning rate of a training step."""

@@ -17,6 +17,7 @@ from controller.client import calls as api
 from policy_worker.errors import BadBatchError
 from policy_worker.model.micro_batch import TrainSample
 from policy_worker.parallel.group import Group
+from policy_worker.ranges import span
 from schema.wire.batch import StepTable, decode_batch
 from schema.wire.frame import FrameError
 from schema.wire.payload_file import resolve
@@ -218,7 +219,8 @@ def counts(table: StepTable, row: int) -> bool:
 
 def train_sample(table: StepTable, row: int, frame: bytes | memoryview, bound: int) -> TrainSample:
     """A sample out of its payload, checked against its line of the table and the bound. Raises `BadBatchError`."""
-    sample = decode_payload(table, row, frame)
+    with span("decode"):
+        sample = decode_payload(table, row, frame)
     check_versions(table.step, row, sample, bound)
     return sample
 

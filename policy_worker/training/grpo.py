@@ -27,6 +27,7 @@ from policy_worker.algorithms.losses import (
 )
 from policy_worker.model.logprobs import TokenOutputs
 from policy_worker.model.micro_batch import MicroBatch
+from policy_worker.ranges import span
 from policy_worker.trainer import Trainer
 from policy_worker.training.batch_plan import Batching, plan_step, rows_of
 from policy_worker.training.batch_source import Batches, DataEnded, counts
@@ -66,7 +67,8 @@ class Grpo:
         advantages = sample_advantages(table.score, table.group, self._estimate, self._unbiased)
         learned = [counts(table, row) for row in range(table.n_samples)]
         plan = plan_step(table.total_tokens, learned, self._batching, data_ranks=trainer.data_ranks)
-        samples = self._source.payloads(table, rows_of(plan, trainer.data_rank))
+        with span("fetch"):
+            samples = self._source.payloads(table, rows_of(plan, trainer.data_rank))
         if samples is None:
             return None
         metrics = StepMetrics(table, advantages, samples, self._source.bound)
@@ -74,8 +76,9 @@ class Grpo:
             norm = normalizers(table, mini_batch.rows)
             for batch in trainer.micro_batches(samples, mini_batch.ranks[trainer.data_rank]):
                 out = trainer.forward(batch, self._temperature)
-                tokens = policy_tokens(out, batch, table, advantages)
-                loss, parts = policy_objective(tokens, norm, self._loss)
+                with span("loss"):
+                    tokens = policy_tokens(out, batch, table, advantages)
+                    loss, parts = policy_objective(tokens, norm, self._loss)
                 trainer.backward(loss)
                 metrics.add(parts)
             metrics.end_step(trainer.step(table.step), norm)

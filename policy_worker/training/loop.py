@@ -24,6 +24,7 @@ from policy_worker.checkpoints.export import export_model
 from policy_worker.checkpoints.save import Checkpointer
 from policy_worker.parallel.group import Group
 from policy_worker.process import ShutdownRequest
+from policy_worker.ranges import span
 from policy_worker.session import Session
 from policy_worker.trainer import Trainer
 from policy_worker.training.batch_source import DataEnded
@@ -141,11 +142,13 @@ class Loop:
         """Wait for the batch of a step and train on it; the step's metrics, or why there was no step."""
         waiting_since, metrics = time.monotonic(), None
         while metrics is None:
-            batch = self._wait(algorithm, step)
+            with span("wait"):
+                batch = self._wait(algorithm, step)
             if isinstance(batch, StepEnd):
                 return batch
             began = time.monotonic()
-            metrics = algorithm.train_on(batch)
+            with span("step"):
+                metrics = algorithm.train_on(batch)
         if self._clock is not None:
             metrics |= self._clock.metrics(waiting_since, began, time.monotonic())
         return metrics
@@ -187,7 +190,9 @@ class Loop:
         if self.publisher is None:
             return
         began = time.monotonic()
-        if self.publisher.publish(version):
+        with span("publish"):
+            begun = self.publisher.publish(version)
+        if begun:
             self._published = version
         self._publish_seconds = time.monotonic() - began
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from policy_worker.errors import SettingsError
 from policy_worker.model.micro_batch import Segment, TrainSample
+from policy_worker.ranges import span
 from policy_worker.trainer import Trainer
 from policy_worker.training.batch_plan import Batching, plan_step
 from policy_worker.training.batch_source import DataEnded
@@ -74,7 +75,8 @@ class Sft:
         rows = self._order.rows(step * self._batch, (step + 1) * self._batch)
         if not rows:
             raise DataEnded
-        return SftBatch(step, dict(enumerate(map(self._sample, rows))))
+        with span("fetch"):
+            return SftBatch(step, dict(enumerate(map(self._sample, rows))))
 
     def train_on(self, batch: SftBatch) -> Metrics:
         """One optimizer step on the mean of −log π over all tokens to learn."""
@@ -89,7 +91,8 @@ class Sft:
         for mini_batch in plan:
             for micro_batch in trainer.micro_batches(samples, mini_batch.ranks[trainer.data_rank]):
                 out = trainer.forward(micro_batch)
-                loss = -out.logprobs.sum() / n_tokens
+                with span("loss"):
+                    loss = -out.logprobs.sum() / n_tokens
                 trainer.backward(loss)
                 sums.add({"loss": loss.detach(), "correct": out.correct.sum()})
             sums.end_step(trainer.step(batch.step))
@@ -105,4 +108,5 @@ class Sft:
         return metrics
 
     def _sample(self, row: int) -> TrainSample:
-        return TrainSample([Segment(self._data.token_ids(row), self._data.loss_mask(row), None)])
+        with span("decode"):
+            return TrainSample([Segment(self._data.token_ids(row), self._data.loss_mask(row), None)])

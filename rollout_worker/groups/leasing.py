@@ -23,6 +23,7 @@ from rollout_worker.engines.base import Engine, GenerationRequest, SamplingSetti
 from rollout_worker.groups.pushing import Pusher
 from rollout_worker.lease_table import HeldGroup, LeaseTable
 from rollout_worker.metrics import Metrics
+from rollout_worker.ranges import OpenRanges
 from rollout_worker.session import Session
 from rollout_worker.shutdown import ShutdownRequest
 from rollout_worker.weights.follower import WeightFollower
@@ -67,6 +68,7 @@ class Leasing:
             "validation": validation_settings(config),
         }
         self._numbers = itertools.count()
+        self.generating = OpenRanges("generate")
         self._look = asyncio.Event()
         self._interrupt = asyncio.Event()
         weights.on_change(self._weights_changed)
@@ -186,9 +188,13 @@ class Leasing:
         fault = self._fault(lease)
         if fault is None:
             try:
-                self._engine.submit(self._requests(group))
+                requests = self._requests(group)
+                self._engine.submit(requests)
             except ValueError as error:
                 fault = f"PromptInvalid: {error}"
+            else:
+                for request in requests:
+                    self.generating.begin(request.request_id, len(request.seeds))
         if fault is not None:
             for index in sorted(group.open):
                 self._pusher.fail(lease, index, fault)
@@ -228,7 +234,9 @@ class Leasing:
 
     def forget(self, lease_ids: list[str]) -> None:
         """Stop working on groups whose leases are lost."""
-        self._engine.abort(self._leases.drop(lease_ids))
+        requests = self._leases.drop(lease_ids)
+        self._engine.abort(requests)
+        self.generating.drop(requests)
         self._pusher.drop(lease_ids)
         self._weights.look_again()
         self.look_again()

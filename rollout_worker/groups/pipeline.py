@@ -7,6 +7,7 @@ from asyncio import Future
 from functools import partial
 from typing import Any
 
+from rollout_worker import ranges
 from rollout_worker.engines.base import Engine, Generation
 from rollout_worker.groups.leasing import Leasing
 from rollout_worker.groups.pushing import Pusher, to_sample
@@ -43,6 +44,8 @@ class GenerationPipeline:
         """For ever. Raises `EngineError`."""
         while True:
             samples = await self._engine.collect()
+            for sample in samples:
+                self._leasing.generating.piece(sample.request_id)
             self._leasing.look_again()
             self._score(samples)
 
@@ -61,6 +64,8 @@ class GenerationPipeline:
         for (sample, (group, indices)), text in zip(known, answers, strict=True):
             lease = group.lease
             future = self._rewards.submit(Task(text, lease.row, self._names[lease.kind]))
+            scoring = ranges.begin("score")
+            future.add_done_callback(lambda _, scoring=scoring: ranges.end(scoring))
             future.add_done_callback(partial(self._push, group, indices[sample.index], sample, text))
 
     def _push(

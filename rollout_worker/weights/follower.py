@@ -27,6 +27,7 @@ from rollout_worker.engines.base import Checksum, Engine, LoadReport, WeightMism
 from rollout_worker.errors import WeightsUnreadableError
 from rollout_worker.lease_table import LeaseTable
 from rollout_worker.metrics import Metrics
+from rollout_worker.ranges import span
 from rollout_worker.session import Session
 from rollout_worker.weights.host_weights import Arrival, HostWeights
 from rollout_worker.weights.update_reports import UpdateReports
@@ -196,7 +197,8 @@ class WeightFollower:
             arrival, self._loading, self._ready = self._ready, self._ready, None
             weights = arrival.weights
             try:
-                report = await self._engine.load_weights(weights, weights.publication.version)
+                with span("update"):
+                    report = await self._engine.load_weights(weights, weights.publication.version)
             finally:
                 self._loading = None
             publication = report.publication or weights.publication

@@ -1,0 +1,73 @@
+"""Names of what a replica is at, for Nsight Systems and any other NVTX tool: ranges of the domain `cosmos`.
+
+What waits in the event loop overlaps with its like, so these are process ranges: each has an id by which it is ended.
+`generate` lasts from an engine request to its last sample, `score` for one sample, `update` while weights are taken
+into use. A tool is one that was attached when this module was imported; without one nothing is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import nvtx
+
+_DOMAIN = nvtx.get_domain("cosmos")
+_ATTACHED = hasattr(_DOMAIN, "handle")
+"""Whether a tool listens: without one NVTX hands out a domain that does nothing."""
+
+
+@cache
+def _attributes(name: str) -> Any:
+    return _DOMAIN.get_event_attributes(message=name)
+
+
+def begin(name: str) -> int:
+    """Open a range; its id."""
+    return _DOMAIN.start_range(_attributes(name)) if _ATTACHED else 0
+
+
+def end(number: int) -> None:
+    """Close the range with this id."""
+    if _ATTACHED:
+        _DOMAIN.end_range(number)
+
+
+@contextmanager
+def span(name: str) -> Iterator[None]:
+    """A range around a block of a coroutine."""
+    number = begin(name)
+    try:
+        yield
+    finally:
+        end(number)
+
+
+class OpenRanges:
+    """Ranges of one name that end piece by piece, by key."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._open: dict[str, tuple[int, int]] = {}
+
+    def begin(self, key: str, pieces: int) -> None:
+        """Open a range that ends with its last piece."""
+        if _ATTACHED:
+            self._open[key] = begin(self._name), pieces
+
+    def piece(self, key: str) -> None:
+        """One piece is done."""
+        if key in self._open:
+            number, left = self._open.pop(key)
+            if left > 1:
+                self._open[key] = number, left - 1
+            else:
+                end(number)
+
+    def drop(self, keys: Iterable[str]) -> None:
+        """What is given up ends here."""
+        for key in keys:
+            if key in self._open:
+                end(self._open.pop(key)[0])
