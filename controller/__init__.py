@@ -25,6 +25,7 @@ All paths below begin with /v1, except those of health and metrics; decisions ar
 | POST /replicas/…/declare        | what the store lost of a trainer          | recovery     | reconcile             |
 | POST /replicas/…/leases         | leases that the store lost are taken back | replicas     | replay                |
 | POST /replicas/…/drain          | replica drains                            | replicas     | replicas              |
+| POST /replicas/…/profile        | a profile; heartbeats hand it on          | replicas     | replicas              |
 | DELETE /replicas/…              | replica left; its groups wait             | replicas     | replicas, job         |
 | POST /leases                    | groups leased; a validation round begins  | leases       | admission, validation |
 | DELETE /leases/…                | group: leased → waiting                   | leases       | ledger                |

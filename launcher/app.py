@@ -53,6 +53,7 @@ Look and operate (from another terminal)
   COSMOS_TOKEN=... cosmos-launch status http://host:port  a job on another machine
   cosmos-launch stop --wait 60                            end it in order, and wait for that
   cosmos-launch checkpoint --wait 60                      save a checkpoint now
+  cosmos-launch profile --wait 600                        record a training step, to see where its time goes
   cosmos-launch export outputs/20260131120000 -o my-model its newest checkpoint as a model for transformers
   cosmos-launch replay outputs/20260131120000             its recorded batches through the trainer alone
   cosmos-launch pause, cosmos-launch resume               hand out no more work; go on
@@ -88,6 +89,7 @@ app.command()(operate.stop)
 app.command()(operate.pause)
 app.command()(operate.resume)
 app.command()(operate.checkpoint)
+app.command()(operate.profile)
 app.command()(operate.drain)
 app.command()(export.export)
 app.command()(replay.replay)

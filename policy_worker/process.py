@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from types import FrameType
 
 from policy_worker.errors import SettingsError
+from schema.util.ancestors import descends_from
 from schema.util.exit_watchdog import exit_after
 from schema.util.text import configure_logging
 
@@ -20,7 +21,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Environment:
-    """Where the controller is and who we are. `parent`: leave when this process is not our parent any more."""
+    """Where the controller is and who we are. `parent`: leave when this process is not above us any more."""
 
     url: str
     token: str
@@ -157,7 +158,7 @@ def watch_parent(parent: int | None, shutdown: ShutdownRequest) -> None:
 
     def watch() -> None:
         while not shutdown.wait(1.0):
-            if os.getppid() != parent:
+            if not descends_from(parent):
                 shutdown.request("the process that started this one has ended")
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()

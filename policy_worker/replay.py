@@ -83,6 +83,7 @@ def _run(options: Options, ranks: RankEnvironment, shutdown: ShutdownRequest) ->
         from policy_worker.checkpoints.load import load
         from policy_worker.parallel.group import Group
         from policy_worker.training.grpo import Grpo
+        from policy_worker.training.profiles import Profiles
         from policy_worker.training.recording import RecordedBatches
         from policy_worker.training.replay import Replay, Report, begin
         from policy_worker.worker import make_trainer
@@ -110,7 +111,10 @@ def _run(options: Options, ranks: RankEnvironment, shutdown: ShutdownRequest) ->
             exact=beginning.exact,
         )
         batches = RecordedBatches(folder_of(options.run_dir), config.staleness_bound)
-        Replay(Grpo(config, trainer, batches), group, shutdown, report).run(beginning.steps, options.repeat)
+        folder = options.run_dir / "profiles"
+        profiles = Profiles(config.profiler, trainer, folder, None, shutdown, prefix="replay-")
+        replay = Replay(Grpo(config, trainer, batches), group, shutdown, report, profiles)
+        replay.run(beginning.steps, options.repeat)
 
 
 def _config_of(options: Options) -> Config:

@@ -2,7 +2,7 @@
 
     register ──▶ reply: config, mode, committed steps
       ├─ call(…)             training's own calls, in the main thread
-      └─ heartbeat thread    gauges out; commands in ─▶ shutdown
+      └─ heartbeat thread    gauges and profile out; commands in ─▶ shutdown, and profiles to take
 
 Rank 0 has the session, the other ranks only a `Caller`. A lost controller is waited for up to
 `controller.controller_lost_timeout`, in slices short enough that a request to leave is noticed; then
@@ -147,6 +147,10 @@ class Session(Caller):
         self.troubles: list[Callable[[], str]] = []
         """Each reports what goes wrong in the background, for the user to see; "": nothing."""
         self.anchor_asked = False
+        self.profile: m.ProfileStatus | None = None
+        """How the newest profile stands."""
+        self.profile_order: m.ProfileOrder | None = None
+        """The newest profile that was asked for."""
         self.history = History()
         self.reply: m.RegisterReply
         self._mending = threading.Lock()
@@ -169,7 +173,7 @@ class Session(Caller):
             name=self._environment.name,
             host=socket.gethostname(),
             pid=os.getpid(),
-            parent_pid=os.getppid(),
+            parent_pid=self._environment.parent or os.getppid(),
             world_size=self._world,
             resume_step=resume_step,
             snapshot=snapshot,
@@ -275,6 +279,19 @@ class Session(Caller):
         asked, self.anchor_asked = self.anchor_asked, False
         return asked
 
+    @property
+    def profile_is_asked(self) -> bool:
+        """Whether there is a profile to take; the controller repeats it until it hears that it was taken."""
+        order, taken = self.profile_order, self.profile
+        return order is not None and (taken is None or taken.profile_id != order.profile_id)
+
+    def take_profile(self) -> m.ProfileOrder:
+        """The profile that was asked for; from here on it is under way."""
+        order = self.profile_order
+        assert order is not None
+        self.profile = m.ProfileStatus(**order.model_dump(), state="waiting")
+        return order
+
     def another(self) -> Caller:
         """For another thread: a client serves one."""
         return Caller(self._environment, self.shutdown, self.patience, self)
@@ -319,6 +336,7 @@ class Session(Caller):
             status=self.status,
             gauges=dict(self.gauges),
             trouble="; ".join(filter(None, (report() for report in self.troubles)))[:TROUBLE],
+            profile=self.profile,
         )
         known, seen = self.history.known, self._mends
         try:
@@ -350,5 +368,6 @@ class Session(Caller):
                 self.anchor_asked = True
             else:
                 self.shutdown.request(f"command {command}")
+        self.profile_order = answer.profile or self.profile_order
         if answer.phase in (m.Phase.FAILED, m.Phase.STOPPED):
             self.shutdown.request(f"the job has {answer.phase}")

@@ -27,6 +27,7 @@ from policy_worker.training.loop import Algorithm, Loop
 from policy_worker.training.recording import Recorder
 from policy_worker.training.sft import Sft
 from schema.config import Config
+from schema.config.rules.profiler import absent_ranks
 from schema.wire import messages as m
 from schema.wire import payload_file
 from schema.wire.batch_file import Facts, folder_of
@@ -180,6 +181,8 @@ def _check_mesh(config: Config, group: Group) -> None:
             f"policy.parallelism.dp_shard_size = {shards}, but this replica has {group.world} ranks: start as many "
             f"ranks, or write -1"
         )
+    for problem in absent_ranks(config, group.world):
+        raise SettingsError(problem.render())
 
 
 def _seed(config: Config) -> None:

@@ -41,8 +41,10 @@ class JobOverError(Exception):
 class Session:
     """Registration of one replica; `reply` is the newest answer to it."""
 
-    def __init__(self, client: AsyncClient, name: str, leases: LeaseTable) -> None:
+    def __init__(self, client: AsyncClient, name: str, leases: LeaseTable, parent: int | None = None) -> None:
+        """parent: of the process, as the launcher counts it."""
         self._client, self._name, self._leases = client, name, leases
+        self._parent = parent or os.getppid()
         self._lock = asyncio.Lock()
         self.newest_publication = 0
         """The highest publication id that was heard of."""
@@ -68,7 +70,7 @@ class Session:
             name=self._name,
             host=socket.gethostname(),
             pid=os.getpid(),
-            parent_pid=os.getppid(),
+            parent_pid=self._parent,
             held_leases=self._leases.declared(),
             newest_publication=self.newest_publication,
         )

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 from schema.config import Config
+from schema.util.ancestors import descends_from
 from schema.util.exit_watchdog import exit_after
 
 log = logging.getLogger(__name__)
@@ -75,8 +75,8 @@ class ShutdownRequest:
             loop.add_signal_handler(number, on_signal, number)
 
     def check_parent(self, parent: int | None) -> None:
-        """Leave when the launcher (its pid is in COSMOS_PARENT_PID) is not the parent any more."""
-        if parent is not None and os.getppid() != parent:
+        """Leave when the launcher (its pid is in COSMOS_PARENT_PID) is not above this process any more."""
+        if parent is not None and not descends_from(parent):
             self.ask("stop", f"the launcher (pid {parent}) is gone")
 
 

@@ -57,7 +57,7 @@ class Worker:
         self._parent = parent
         self._leases, self._metrics = LeaseTable(), Metrics()
         self.shutdown = ShutdownRequest()
-        self._session = Session(self._client, name, self._leases)
+        self._session = Session(self._client, name, self._leases, parent)
         self._heartbeat = Heartbeat(self._session, self._leases, self._metrics, self.shutdown, parent)
         self._tasks: list[asyncio.Task[None]] = []
         self._anything_ended = asyncio.Event()

@@ -83,6 +83,11 @@ def drain(replica_id: str) -> Call[m.DrainReply]:
     return _post(f"/v1/replicas/{replica_id}/drain", None, m.DrainReply)
 
 
+def profile(replica_id: str, request: m.ProfileRequest) -> Call[m.ProfileStatus]:
+    """Ask a trainer for a profile."""
+    return _post(f"/v1/replicas/{replica_id}/profile", request, m.ProfileStatus)
+
+
 # ---- rollout ----------------------------------------------------------------------------------------------
 
 

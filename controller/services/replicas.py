@@ -17,6 +17,7 @@ Only a crash of the replica's own that was observed counts for the groups that i
 from __future__ import annotations
 
 import logging
+import uuid
 from collections import Counter
 from collections.abc import Sequence
 from typing import Literal
@@ -35,6 +36,8 @@ from schema.wire.messages.recovery import DeclaredLeases, DeclareLeases
 log = logging.getLogger(__name__)
 
 Command = Literal["drain", "stop", "checkpoint", "anchor"]
+NAMED = 5
+"""Ranks that a refusal names."""
 ANCHOR_BEATS = 6
 """Heartbeats without a publication after which the trainer is asked for a full version that replicas wait for."""
 
@@ -243,6 +246,7 @@ class ReplicaService:
             newest_publication=job.publications.newest_id,
             committed_steps=job.progress.committed,
             phase=job.phase,
+            profile=replica.profile_order,
         )
         await job.save()
         return reply
@@ -282,6 +286,59 @@ class ReplicaService:
             return False
         self._anchor_asked_at = now
         return True
+
+    # ---- profile ------------------------------------------------------------------------------------------
+
+    async def profile(self, replica_id: str, request: m.ProfileRequest) -> m.ProfileStatus:
+        """Ask a trainer for a profile; durable when answered. Raises `ApiError`."""
+        job = self._job
+        job.store.require()
+        replica = job.registry.find(replica_id)
+        known = replica.profile_status
+        if known is not None and known.profile_id == request.request_id:
+            return known
+        self._check_profile(replica, request)
+        settings = job.config.profiler.sub_profiler_config
+        order = m.ProfileOrder(
+            profile_id=request.request_id or uuid.uuid4().hex,
+            first_step=request.first_step,
+            steps=request.steps or settings.active_steps,
+            warmup=settings.warmup_steps if request.warmup is None else request.warmup,
+            ranks=sorted(set(request.ranks or settings.rank_filter)) or list(range(replica.world_size)),
+        )
+        job.registry.ask_profile(replica, order)
+        await job.save_durably()
+        status = replica.profile_status
+        assert status is not None
+        return status
+
+    def _check_profile(self, replica: Replica, request: m.ProfileRequest) -> None:
+        """Raises `ApiError` for what no trainer of this job can record."""
+        job, name, first = self._job, replica.name, request.first_step
+        if replica.role != "policy":
+            detail = f"{name} is a {replica.role} replica: profiles are of policy replicas"
+            raise ApiError(ErrorCode.CONFLICT, detail)
+        if not job.config.profiler.enable_profiler:
+            detail = (
+                "profiler.enable_profiler = false: this job takes no profiles; stop it and go on with cosmos-launch "
+                f"--resume {job.run_dir} --set profiler.enable_profiler=true"
+            )
+            raise ApiError(ErrorCode.CONFLICT, detail)
+        if job.ended or job.progress.finished:
+            raise ApiError(ErrorCode.CONFLICT, f"the job is {job.phase}: no step is left to record")
+        if not replica.present:
+            detail = f"{name} has state {replica.state}: ask again when a trainer is there"
+            raise ApiError(ErrorCode.CONFLICT, detail)
+        if absent := sorted(rank for rank in set(request.ranks) if rank >= replica.world_size):
+            there = f"0 to {replica.world_size - 1}" if replica.world_size > 1 else "0 alone"
+            detail = f"{name} has no rank {', '.join(map(str, absent[:NAMED]))}: its ranks are {there}"
+            raise ApiError(ErrorCode.BAD_REQUEST, detail)
+        if first is not None and first < job.progress.committed:
+            detail = f"step {first} is trained already: the job is at step {job.progress.committed}"
+            raise ApiError(ErrorCode.BAD_REQUEST, detail)
+        if first is not None and first >= job.progress.total_steps:
+            detail = f"there is no step {first}: the last of this job is {job.progress.total_steps - 1}"
+            raise ApiError(ErrorCode.BAD_REQUEST, detail)
 
     # ---- go -----------------------------------------------------------------------------------------------
 

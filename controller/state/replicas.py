@@ -28,7 +28,16 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from controller.errors import ApiError
-from schema.wire.messages import ErrorCode, HeartbeatRequest, RegisterRequest, ReplicaInfo, Role
+from schema.wire.messages import (
+    UNDER_WAY,
+    ErrorCode,
+    HeartbeatRequest,
+    ProfileOrder,
+    ProfileStatus,
+    RegisterRequest,
+    ReplicaInfo,
+    Role,
+)
 from schema.wire.messages.recovery import DeclareRequest
 
 ReplicaState = Literal["live", "draining", "lost", "left"]
@@ -72,6 +81,8 @@ class Replica:
     """Highest incarnation of all names that had been forgotten when this one registered."""
     secret_hash: str = ""
     """Of the secret that it registered with; empty: with none, so anybody of its role may act for it."""
+    profile: dict[str, Any] | None = None
+    """Of a trainer: its newest profile, as asked for or as last reported."""
 
     @property
     def present(self) -> bool:
@@ -80,6 +91,19 @@ class Replica:
     def knows(self, secret: str) -> bool:
         """Whether a caller with this secret is the one that registered."""
         return not self.secret_hash or hmac.compare_digest(self.secret_hash, _hash(secret))
+
+    @property
+    def profile_status(self) -> ProfileStatus | None:
+        """Its newest profile."""
+        return None if self.profile is None else ProfileStatus.model_validate(self.profile)
+
+    @property
+    def profile_order(self) -> ProfileOrder | None:
+        """The profile that it has to hear of."""
+        status = self.profile_status
+        if status is None or status.state != "asked":
+            return None
+        return ProfileOrder.model_validate(status.model_dump(include=set(ProfileOrder.model_fields)))
 
     def to_record(self) -> dict[str, Any]:
         return asdict(self)
@@ -104,6 +128,7 @@ class Replica:
             engine=self.engine,
             status=self.status,
             gauges=self.gauges,
+            profile=self.profile_status,
         )
 
 
@@ -317,6 +342,33 @@ class Registry:
         self.seen(replica, now)
         replica.version, replica.fetching = request.version, request.fetching
         replica.status, replica.gauges = request.status, dict(request.gauges)
+        self._profiled(replica, request.profile)
+
+    def _profiled(self, replica: Replica, found: ProfileStatus | None) -> None:
+        """A trainer reports its newest profile; one that it has not heard of is not overwritten."""
+        order = replica.profile_order
+        if found is not None and (order is None or order.profile_id == found.profile_id):
+            replica.profile = found.model_dump()
+            if order is not None:
+                self._dirty[replica.name] = replica
+
+    def ask_profile(self, replica: Replica, order: ProfileOrder) -> None:
+        """It hears of it with its next heartbeat. Stored: a successor of this controller hands it on.
+
+        Raises:
+            ApiError: another profile is under way.
+        """
+        status = replica.profile_status
+        if status is not None and status.state in UNDER_WAY:
+            count = "1 step" if status.steps == 1 else f"{status.steps} steps"
+            at = "the next step" if status.first_step is None else f"step {status.first_step}"
+            raise ApiError(
+                ErrorCode.CONFLICT,
+                f"a profile of {replica.name} is under way ({status.state}; {count} from {at} on): ask "
+                "again when it is written",
+            )
+        replica.profile = ProfileStatus(**order.model_dump(), state="asked").model_dump()
+        self._dirty[replica.name] = replica
 
     def asks(self, replica: Replica) -> None:
         """It asks for a publication: it has read those that it was handed, or given them up."""

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from launcher.job.run import Checked
-from launcher.plan import credentials, placement, redis_server
+from launcher.plan import credentials, nsight, placement, redis_server
 from launcher.plan.machine import Capacity, Machine, find_capacity
 from launcher.plan.placement import ProcessSpec, Replica, place
 from launcher.plan.rundir import RunDir, Tokens, choose, environment
@@ -187,8 +187,9 @@ def _process(
         own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": FREE_PORT}
     threads = spec.env.get("COSMOS_CPU_THREADS")
     what = WHAT.get(spec.name) or WHAT[str(spec.role)]
+    argv = (*(nsight.command(run.profiles, spec.name) if spec.profiled else ()), *spec.argv)
     return PlannedProcess(
-        spec.name, str(spec.role), what, spec.argv, {**spec.env, **own}, _gpus(spec),
+        spec.name, str(spec.role), what, argv, {**spec.env, **own}, _gpus(spec),
         int(threads) if threads else None, needs.device, needs.parts, needs.cache,
     )  # fmt: skip
 

@@ -1,24 +1,28 @@
-"""Commands for a job that runs, or ran: status, stop, pause, resume, checkpoint, drain."""
+"""Commands for a job that runs, or ran: status, stop, pause, resume, checkpoint, profile, drain."""
 
 from __future__ import annotations
 
 import json
 import os
+import secrets
 import time
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from launcher.commands.options import AsJson, Overrides, Targets
-from launcher.errors import LaunchError
+from launcher.errors import LaunchError, NotServingError
 from launcher.restarts import EXIT_FAILED
 
 if TYPE_CHECKING:
     from launcher.job.remote import Target
     from launcher.plan.rundir import RunDir
+    from schema.wire.messages import ProfileStatus
 
 WATCH_EVERY = 2.0
-CHECKPOINT_POLL = 0.5
+CHECKPOINT_POLL = PROFILE_POLL = 0.5
+HOW_TO_OPEN = "open them at https://ui.perfetto.dev or in chrome://tracing; the .txt next to each is a table"
+MOST_STEPS = 10**6
 CLEAR = "\x1b[H\x1b[2J\x1b[3J"
 
 Wait = Annotated[
@@ -148,6 +152,119 @@ def _wait_for_checkpoint(run: RunDir, step: int, wait: float) -> None:
                 EXIT_FAILED,
             )
         time.sleep(CHECKPOINT_POLL)
+
+
+def profile(
+    targets: Targets = None,
+    set_: Overrides = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            "--steps", metavar="N", min=1, max=MOST_STEPS, help="Steps to record. Default: active_steps."
+        ),
+    ] = None,
+    first_step: Annotated[
+        int | None,
+        typer.Option(
+            "--first-step",
+            metavar="N",
+            min=0,
+            max=2**53 - 1,
+            help="The first one. Default: as soon as possible.",
+        ),
+    ] = None,
+    warmup: Annotated[
+        int | None,
+        typer.Option(
+            "--warmup", metavar="N", min=0, max=MOST_STEPS, help="Warm-up before. Default: warmup_steps."
+        ),
+    ] = None,
+    rank: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--rank",
+            metavar="N",
+            min=0,
+            max=2**53 - 1,
+            help="To record; may be repeated. Default: rank_filter.",
+        ),
+    ] = None,
+    wait: Wait = 0.0,
+) -> None:
+    """Record training steps with the torch profiler: where does a step spend its time?
+
+    Each rank writes a trace (operators, kernels of the GPU, and the ranges wait, step, fetch, decode, forward, loss,
+    backward, optimizer, publish) to RUN_DIR/profiles, and a table of the costliest operations next to it. Step N is
+    the one after N committed steps. The job needs profiler.enable_profiler = true; defaults, and what else is
+    recorded (shapes, memory, stacks, modules), are in [profiler.sub_profiler_config].
+
+    With --wait the command returns when the traces are there, and names them; exit code 1 if that takes longer.
+
+    \b
+      cosmos-launch profile --wait 600                  the next step, after one of warm-up, of all ranks
+      cosmos-launch profile RUN_DIR --steps 3           three steps in one trace
+      cosmos-launch profile --first-step 500 --rank 0   step 500, of the first rank alone
+      cosmos-launch profile --warmup 0                  at once, with what the first use of the profiler costs
+    """
+    from controller.client import calls as api
+    from schema.wire.messages import ProfileRequest
+
+    target = _find(targets, set_)
+    trainers = [one for one in target.ask(api.replicas()) if one.role == "policy"]
+    trainer = next((one for one in trainers if one.state in ("live", "draining")), None)
+    if trainer is None:
+        raise LaunchError(
+            f"{target.name} has no trainer at this moment",
+            f"`cosmos-launch status {target.name}` shows when one has registered",
+            EXIT_FAILED,
+        )
+    request = ProfileRequest(
+        request_id=secrets.token_hex(12), first_step=first_step, steps=steps, warmup=warmup, ranks=rank or []
+    )
+    asked = target.ask(api.profile(trainer.replica_id, request))
+    which = "the next" if asked.first_step is None else f"from step {asked.first_step} on"
+    count = "1 step" if asked.steps == 1 else f"{asked.steps} steps"
+    typer.echo(f"{target.name}: a profile of {count}, {which}, after {asked.warmup} of warm-up, is asked for")
+    if wait:
+        _wait_for_profile(target, asked, wait)
+
+
+def _wait_for_profile(target: Target, asked: ProfileStatus, wait: float) -> None:
+    """Wait until the profile is written, and name its files."""
+    from controller.client import calls as api
+
+    give_up, found = time.monotonic() + wait, asked
+    while found.state != "written":
+        if found.state == "failed":
+            raise LaunchError(f"no profile: {found.detail}", "", EXIT_FAILED)
+        if time.monotonic() >= give_up:
+            raise LaunchError(
+                f"the profile is not there after {wait:g} s (it is {found.state})",
+                "a step may take longer; it is written all the same",
+                EXIT_FAILED,
+            )
+        time.sleep(PROFILE_POLL)
+        try:
+            profiles = [one.profile for one in target.ask(api.replicas()) if one.profile is not None]
+        except LaunchError as error:
+            if _is_there(found):  # the job has ended since, with its last step in the profile
+                break
+            if isinstance(error, NotServingError):
+                continue
+            raise
+        mine = next((one for one in profiles if one.profile_id == asked.profile_id), None)
+        if mine is None:
+            raise LaunchError("no profile: the trainer was started again", "ask for another one", EXIT_FAILED)
+        found = mine
+    for name in found.files:
+        typer.echo(f"{found.directory}/{name}")
+    typer.echo(HOW_TO_OPEN)
+
+
+def _is_there(profile: ProfileStatus) -> bool:
+    """Whether its traces can be seen from here."""
+    files = [os.path.join(profile.directory, name) for name in profile.files]
+    return bool(files) and all(map(os.path.isfile, files))
 
 
 def drain(

@@ -31,7 +31,7 @@ from launcher.job.screen import Screen
 from launcher.job.summary import Collected, Result
 from launcher.job.watch import Watch, blame
 from launcher.paths import absolute
-from launcher.plan import placement, redis_server
+from launcher.plan import nsight, placement, redis_server
 from launcher.plan.credentials import credentials_of
 from launcher.plan.placement import ProcessSpec
 from launcher.plan.plan import Outcome, Plan
@@ -65,7 +65,8 @@ class Job:
         self.view = View(bound=config.staleness_bound if config.is_grpo else None, log_dir=str(run.logs))
         launcher = config.launcher
         budget = Budget(launcher.max_restarts, launcher.restart_backoff, launcher.restart_backoff_max)
-        setting = Setting(run.logs, run.locks, launcher.shutdown_timeout, budget, self._environment)
+        self._grace = nsight.grace(config)
+        setting = Setting(run.logs, run.locks, self._grace, budget, self._environment, run.profiles)
         self.supervisor = Supervisor(setting, self)
         self.link = ControllerLink(plan.url, plan.tokens.user, config.controller.tls_ca or None)
         self._started = time.monotonic()
@@ -310,7 +311,7 @@ class Job:
             await self.link.notify(api.operate("stop"))
         else:
             self.event(f"{outcome.reason or 'finished'}; the workers are leaving")
-            await self.supervisor.wait(workers, self.plan.config.launcher.shutdown_timeout)
+            await self.supervisor.wait(workers, self._grace)
         await self._stop(workers)
         collected = Collected(status=self.view.status)
         if self.supervisor.running(["controller"]):
@@ -327,7 +328,7 @@ class Job:
         chosen = [kept.replica.name for kept in self.supervisor.running(names)]
         if not chosen:
             return
-        grace = self.plan.config.launcher.shutdown_timeout
+        grace = self._grace
         stopping = asyncio.create_task(self.supervisor.stop(chosen))
         begun = time.monotonic()
         try:

@@ -2,7 +2,8 @@
 
     config.toml, --set ─▶ steps, their files ─▶ ranks of policy_worker.replay ─ lines of JSON ─▶ here, for people
 
-Nothing is written to the run: configuration, logs and what the ranks report are in a temporary directory.
+Nothing is written to the run but profiles, where `[profiler]` asks for them: configuration, logs and what the ranks
+report are in a temporary directory.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import typer
 
 from launcher.errors import LaunchError
 from launcher.paths import resolved
-from launcher.plan import placement
+from launcher.plan import nsight, placement
 from launcher.plan.credentials import credentials_of
 from launcher.plan.machine import find_machine
 from launcher.plan.placement import PlacementError, Replica
@@ -81,8 +82,15 @@ def replay(wanted: Wanted, env: Mapping[str, str]) -> int:
         spelled = [part for name, value in arguments.items() for part in (f"--{name}", str(value))]
         replica = _placed(config, facts.ranks, [str(run.path), *spelled], env)
         screen = Screen(str(run.path), changed, wanted.as_json)
-        grace = config.launcher.shutdown_timeout
-        code = asyncio.run(run_ranks(replica, directory, grace, screen.show, env))
+        setting = Setting(
+            directory,
+            directory,
+            nsight.grace(config),
+            Budget(0, 0.0, 0.0),
+            lambda spec: {**credentials_of(spec.role, base_environment(env)), **spec.env},
+            run.profiles,
+        )
+        code = asyncio.run(run_ranks(replica, directory / "output.jsonl", setting, screen.show))
         screen.end()
         return code
     finally:
@@ -107,6 +115,8 @@ def read_config(run: RunDir, overrides: Sequence[str], env: Mapping[str, str]) -
         raise LaunchError(f"{run.path} is no run of reinforcement learning", "only such runs record batches")
     now = dict(_leaves(resolved(config)))
     changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+    if problems := nsight.check_nsight(config):
+        raise ConfigError(problems)
     if unread := [key for key in changed if not key.startswith(READ)]:
         raise LaunchError(
             f"{unread[0]} is not read by a replay: it trains recorded batches, and nothing else runs",
@@ -201,18 +211,9 @@ class Follower:
                 yield json.loads(line)
 
 
-async def run_ranks(
-    replica: Replica, directory: Path, grace: float, show: Callable[[Record], None], env: Mapping[str, str]
-) -> int:
+async def run_ranks(replica: Replica, output: Path, setting: Setting, show: Callable[[Record], None]) -> int:
     """All ranks to their end, and what they report meanwhile; the exit code. Leaves no process behind."""
-    setting = Setting(
-        directory,
-        directory,
-        grace,
-        Budget(0, 0.0, 0.0),
-        lambda spec: {**credentials_of(spec.role, base_environment(env)), **spec.env},
-    )
-    supervisor, reported = Supervisor(setting, Once()), Follower(directory / "output.jsonl")
+    supervisor, reported = Supervisor(setting, Once()), Follower(output)
     loop = asyncio.get_running_loop()
     interrupted: asyncio.Future[int] = loop.create_future()
     signals = stop_signals()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from launcher.errors import LaunchError
 from launcher.job.resume import continued, finished, finished_lines
-from launcher.plan import redis_server
+from launcher.plan import nsight, redis_server
 from launcher.plan.machine import Machine, find_machine
 from launcher.plan.placement import place
 from launcher.plan.rundir import RunDir, Tokens, already_running, choose
@@ -91,7 +91,7 @@ def launch(
             if leaving := run.leaving():
                 screen.event(f"waiting for processes of an earlier start to leave ({', '.join(leaving)})")
             # Workers, controller and Redis leave one after the other, each within that time.
-            run.wait_until_left(3 * checked.config.launcher.shutdown_timeout)
+            run.wait_until_left(3 * nsight.grace(checked.config))
             run.forget_earlier_end()
             run.sweep()
         screen.event(f"{'continuing' if goes_on else 'run directory'} {run.path}")

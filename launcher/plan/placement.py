@@ -35,6 +35,8 @@ class ProcessSpec:
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
     rank: int = 0
+    profiled: bool = False
+    """Whether it runs under Nsight Systems."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,13 +116,13 @@ def place(config: Config, machine: Machine) -> list[Replica]:
     devices = _deal(config, wanted, len(gpus))
     threads = str(cpu_threads(config, machine, workers))
     common = {"COSMOS_CPU_THREADS": threads, "OMP_NUM_THREADS": threads}
-    replicas = []
+    replicas, profiled = [], config.profiler.enable_nsys
     for index, mine in enumerate(devices["policy"]):
         env = {**common, **_visible(tuple(gpus[device] for device in mine))}
-        replicas.append(_policy(f"policy-{index}", wanted.policy_ranks, env, mine))
+        replicas.append(_policy(f"policy-{index}", wanted.policy_ranks, env, mine, profiled))
     for index, mine in enumerate(devices.get("rollout", [])):
         env = {**common, **_visible(tuple(gpus[device] for device in mine))}
-        replicas.append(_rollout(f"rollout-{index}", env, mine))
+        replicas.append(_rollout(f"rollout-{index}", env, mine, profiled))
     return replicas
 
 
@@ -143,7 +145,8 @@ def replay(config: Config, machine: Machine, ranks: int, arguments: Sequence[str
     threads = str(cpu_threads(config, machine, workers))
     env = {"COSMOS_CPU_THREADS": threads, "OMP_NUM_THREADS": threads}
     env |= _visible(tuple(gpus[device] for device in devices))
-    return _policy("replay", world, env, devices, _module("policy_worker.replay", *arguments))
+    profiled = config.profiler.enable_nsys
+    return _policy("replay", world, env, devices, profiled, _module("policy_worker.replay", *arguments))
 
 
 def _too_many(wanted: Needs, workers: int) -> Problem:
@@ -256,7 +259,12 @@ def _module(name: str, *arguments: str) -> tuple[str, ...]:
 
 
 def _policy(
-    name: str, ranks: int, env: dict[str, str], devices: tuple[int, ...], argv: tuple[str, ...] = ()
+    name: str,
+    ranks: int,
+    env: dict[str, str],
+    devices: tuple[int, ...],
+    profiled: bool,
+    argv: tuple[str, ...] = (),
 ) -> Replica:
     processes = tuple(
         ProcessSpec(
@@ -272,14 +280,16 @@ def _policy(
                 "LOCAL_WORLD_SIZE": str(ranks),
             },
             rank=rank,
+            profiled=profiled,
         )
         for rank in range(ranks)
     )
     return Replica(name, Role.POLICY, processes, rendezvous=True, devices=devices)
 
 
-def _rollout(name: str, env: dict[str, str], devices: tuple[int, ...]) -> Replica:
-    spec = ProcessSpec(name, Role.ROLLOUT, _module("rollout_worker"), {**env, "COSMOS_REPLICA_NAME": name})
+def _rollout(name: str, env: dict[str, str], devices: tuple[int, ...], profiled: bool) -> Replica:
+    env = {**env, "COSMOS_REPLICA_NAME": name}
+    spec = ProcessSpec(name, Role.ROLLOUT, _module("rollout_worker"), env, profiled=profiled)
     return Replica(name, Role.ROLLOUT, (spec,), devices=devices)
 
 

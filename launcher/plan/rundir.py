@@ -7,7 +7,7 @@
         .locks/<role>.lock         held by the living processes of a role (see launcher.processes.keeper)
         .locks/launcher.lock       held by the launcher, and names that process: the run is alive
         launcher.json              what the launcher knows: processes, restarts, what died (launcher.job.event_log)
-        redis/, data/, weights/, checkpoints/, final/, controller.json, summary.json
+        redis/, data/, weights/, checkpoints/, profiles/, final/, controller.json, summary.json
         batches/                   those of the newest steps (schema.wire.batch_file), where they are recorded
 
 Private to their owner are .tokens/, .locks/, redis/, and config.json and config.toml, into which people may have
@@ -47,7 +47,7 @@ LOCK_PATIENCE = 0.5
 """Seconds: a look at whether the run is alive holds the lock for a moment."""
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]+")
 """Names under which files are written before they are renamed: `.<name>.<pid or chance>`."""
-SWEPT = (".tokens", "batches", "checkpoints", "data", "uploads")
+SWEPT = (".tokens", "batches", "checkpoints", "data", "profiles", "uploads")
 LOCKED_ROLES = ("workers", "controller", "redis")
 OUTCOMES = ("finished", "stopped", "failed")
 
@@ -91,6 +91,7 @@ class RunDir:
         self.config_json, self.summary_json = path / "config.json", path / "summary.json"
         self.controller_json, self.launcher_json = path / "controller.json", path / "launcher.json"
         self.config_toml, self.checkpoints = path / "config.toml", path / "checkpoints"
+        self.profiles = path / "profiles"
         self._lock: int | None = None
 
     def take(self) -> bool:

@@ -22,11 +22,14 @@ from typing import Any
 from launcher.paths import absolute
 from launcher.plan import redis_server
 from launcher.plan.machine import Capability, Machine, has_module
+from launcher.plan.nsight import check_nsight
 from launcher.plan.placement import PlacementError, needs, place
 from launcher.plan.tls import check_encryption
 from launcher.preflight.memory import size_text
 from schema.config import BUILTIN_REWARDS, Config, Problem, local_path
 from schema.config.backends import BACKENDS
+from schema.config.layout import policy_layout
+from schema.config.rules.profiler import absent_ranks
 
 MIN_FREE_BYTES = 64 * 1024 * 1024
 """Room for logs, prepared data and the state of the ledger of a small job."""
@@ -51,6 +54,7 @@ def check_machine(config: Config, machine: Machine) -> Findings:
         _check_disk(config, findings)
         return findings
     findings.problems += check_engine_options(config)
+    findings.problems += check_nsight(config)
     findings.problems += _port_problems(config.controller.host, config.controller.port)
     problems, warnings = check_encryption(config)
     findings.problems += problems
@@ -155,6 +159,8 @@ def _check_gpus(config: Config, machine: Machine, findings: Findings) -> None:
         message = f"the installed torch is built without CUDA: {machine.unused_gpus} GPUs stay unused"
         findings.warnings.append(Problem("", message, hint="install a CUDA build of torch"))
     wanted = needs(config, len(machine.gpus))
+    if policy_layout(config).size is None:  # else the configuration has been checked for it
+        findings.problems += absent_ranks(config, wanted.policy_ranks)
     ranks = wanted.policy_replicas * wanted.policy_ranks + wanted.rollout_replicas * wanted.rollout_gpus
     if not machine.gpus and ranks > MOST_CPU_RANKS:
         message = f"{ranks} ranks of trainers and engines would share {machine.cores} cores: this machine has no GPU"

@@ -8,6 +8,11 @@
     worker ended              give its children a moment, kill what is left, exit with the worker's code
     keeper killed             the worker is killed by the kernel (PR_SET_PDEATHSIG)
 
+A profiler may stand in between (`Settings.under`): it is the child then, and starts the worker. SIGTERM still goes to
+the worker itself, so it ends as ever, and the profiler, which gets no signal, writes its report and exits with the
+worker's code; `grace` is for both. Killed is the whole tree. If the keeper is killed, the kernel kills the profiler,
+and the worker, which has lost the keeper among its ancestors, leaves.
+
 It is a sub-reaper: a grandchild that lost its parent stays in this tree, even from a session of its own.
 `hold` is a lock file held (shared) for as long as the keeper lives; `after` is one that must be free first. So
 workers end before the controller, and the controller before Redis, without anybody left to conduct them.
@@ -34,6 +39,8 @@ from typing import NoReturn
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 POLL = 1.0
 """Seconds between looks at the parent, where the kernel cannot tell of its death."""
+LOOK = 0.1
+"""Seconds between looks for a worker that a profiler starts."""
 LEFTOVER_GRACE = 2.0
 """Seconds for the worker's children after its end: enough to notice a closed pipe and release shared memory."""
 HOLD_PATIENCE = 5.0
@@ -51,13 +58,16 @@ class Settings:
     hold: str = ""
     after: str = ""
     remove: str = ""
+    under: tuple[str, ...] = ()
+    """Command line of a profiler that starts the worker."""
 
     def to_json(self) -> str:
         return json.dumps(self.__dict__)
 
     @classmethod
     def from_json(cls, text: str) -> Settings:
-        return cls(**json.loads(text))
+        values = json.loads(text)
+        return cls(**{**values, "under": tuple(values.get("under", ()))})
 
 
 def prctl(option: int, value: int) -> None:
@@ -81,6 +91,18 @@ def descendants(root: int) -> list[int]:
         found += below
         todo += below
     return found
+
+
+def running(root: int, argv: list[str]) -> int | None:
+    """The highest process below `root` with these arguments, whatever its program is called; None: there is none."""
+    arguments = [os.fsencode(argument) for argument in argv[1:]]
+    for pid in descendants(root):
+        try:
+            if Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[1:-1] == arguments:
+                return pid
+        except OSError:
+            continue
+    return None
 
 
 def left_behind(keeper: int) -> list[int]:
@@ -193,9 +215,10 @@ class Keeper:
             os.setpgid(0, 0)
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, signal.SIGHUP):
                 signal.signal(number, signal.SIG_DFL)
-            os.execvpe(self.argv[0], self.argv, {**os.environ, "COSMOS_PARENT_PID": str(keeper)})  # noqa: S606
+            argv = [*self.settings.under, *self.argv]
+            os.execvpe(argv[0], argv, {**os.environ, "COSMOS_PARENT_PID": str(keeper)})  # noqa: S606
         except OSError as error:
-            say(f"cannot start {self.argv[0]}: {error.strerror}")
+            say(f"cannot start {argv[0]}: {error.strerror}")
         os._exit(127)
 
     # ---- while the worker lives ---------------------------------------------------------------------------
@@ -203,6 +226,7 @@ class Keeper:
     def _keep(self) -> None:
         """Wait for the worker's end, passing on what is asked."""
         deadline: float | None = None
+        passed_on = False
         while not self._reap():
             if self._orphaned():
                 self._asked_to_end = True
@@ -213,10 +237,18 @@ class Keeper:
             elif self._asked_to_end and deadline is None:
                 if self._orphaned() and not self._users_gone():
                     continue
-                self._signal(self.worker, signal.SIGTERM)
                 deadline = time.monotonic() + self.settings.grace
             left = POLL if deadline is None else min(POLL, max(0.0, deadline - time.monotonic()))
-            self._sleep(left)
+            if deadline is not None and not passed_on:
+                passed_on = self._ask_to_end()
+            self._sleep(left if deadline is None or passed_on else min(left, LOOK))
+
+    def _ask_to_end(self) -> bool:
+        """SIGTERM to the worker. False: a profiler has not started it yet, or is writing its report by now."""
+        worker = running(self.worker, self.argv) if self.settings.under else self.worker
+        if worker is not None:
+            self._signal(worker, signal.SIGTERM)
+        return worker is not None
 
     def _users_gone(self) -> bool:
         """Wait, at most `grace` seconds, for the processes that use this one. False: ended or killed meanwhile."""

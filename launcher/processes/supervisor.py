@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
+from launcher.plan import nsight
 from launcher.plan.placement import ProcessSpec, Replica
 from launcher.processes import keeper
 from launcher.processes.logs import tail
@@ -88,6 +89,8 @@ class Setting:
     grace: float
     budget: Budget
     environment: Callable[[ProcessSpec], Mapping[str, str]]
+    profiles: Path = Path()
+    """Where reports of profilers go."""
 
 
 @dataclass(slots=True)
@@ -284,7 +287,10 @@ class Supervisor:
             hold=str(self.setting.lock_dir / f"{role}.lock"),
             after=str(self.setting.lock_dir / f"{supervised.after}.lock") if supervised.after else "",
             remove=supervised.remove,
+            under=nsight.command(self.setting.profiles, spec.name) if spec.profiled else (),
         )
+        if spec.profiled:
+            self.setting.profiles.mkdir(exist_ok=True)
         path = self._log_path(spec)
         with path.open("ab") as output:
             supervised.offsets[spec.name] = output.tell()

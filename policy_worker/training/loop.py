@@ -29,6 +29,7 @@ from policy_worker.session import Session
 from policy_worker.trainer import Trainer
 from policy_worker.training.batch_source import DataEnded
 from policy_worker.training.metrics import Metrics
+from policy_worker.training.profiles import Profiles
 from policy_worker.weights.publisher import Publisher
 from schema.config import Config
 from schema.wire import messages as m
@@ -84,6 +85,8 @@ class Loop:
         if reply.mode != "sft":  # where no replica would fetch
             self.publisher = Publisher(config, trainer, session, reply, shutdown)
         self._commits = Commits(trainer.group, session)
+        traces = Path(reply.run_dir) / "profiles"
+        self._profiles = Profiles(config.profiler, trainer, traces, session, shutdown)
         self._overlaps = reply.mode == "sft"
         self._clock = None if self._overlaps else WaitClock()
         self._published = -1
@@ -96,6 +99,7 @@ class Loop:
             PolicyError, ControllerError, WeightError: training cannot go on.
         """
         self._publish(step)
+        self._profiles.begin(step)
         finished = step >= self._reply.total_steps
         while not finished:
             self._checkpointer.check()
@@ -154,12 +158,14 @@ class Loop:
         return metrics
 
     def _wait(self, algorithm: Algorithm, step: int) -> Any:
-        """The batch of a step, or the `StepEnd` that comes first. A collective."""
+        """The batch of a step, or the `StepEnd` that comes first; profiles begin and end here. A collective."""
         publisher, shutdown = self.publisher, self._shutdown
         while True:
             signals = (0.0, 0.0, 0.0) if publisher is None else publisher.signals()
             flags = [float(bool(shutdown)), float(shutdown.checkpoint_asked), *signals]
-            leaves, saves, failed, publishes, wanted = self._trainer.group.reduce(flags, "max")
+            flags += self._profiles.signals()
+            leaves, saves, failed, publishes, wanted, *profile = self._trainer.group.reduce(flags, "max")
+            self._profiles.reach(step, (profile[0], profile[1], profile[2]))
             if leaves or saves:
                 return StepEnd.SHUTDOWN if leaves else StepEnd.SAVE
             owed = publisher is not None and publisher.owed
@@ -201,6 +207,7 @@ class Loop:
         return self.publisher is None or self.publisher.settle(LEAVING_SHARE * self._shutdown.grace)
 
     def _finish(self, step: int) -> str:
+        self._profiles.stop(step)
         if self._config.launcher.export_final:
             self._say("exporting the model")
             final = Path(self._reply.run_dir) / "final"
@@ -209,12 +216,15 @@ class Loop:
         self._say("waiting for publications, checkpoints and uploads")
         published = self._settle()
         whole = self._checkpointer.finish()
+        self._profiles.settle(LEAVING_SHARE * self._shutdown.grace)
         return "finished" if whole and published else self._shutdown.reason
 
     def _leave_early(self, step: int) -> str:
+        self._profiles.stop(step)
         if self._checkpointer.enabled:
             self._checkpointer.save(step)
         self._settle()
+        self._profiles.settle(LEAVING_SHARE * self._shutdown.grace)
         self._checkpointer.finish()
         return self._shutdown.reason or "asked to leave on another rank"
 

@@ -2,8 +2,8 @@
 
     weights before the first step ─▶ step ─▶ step ─▶ … ─▶ a line of JSON each
 
-Nothing is published, committed or saved, and the run's directory is only read. With the weights of exactly the first
-step, the same configuration and as many ranks, each number is that of the run.
+Nothing is published, committed or saved, and nothing but profiles is written into the run's directory. With the
+weights of exactly the first step, the same configuration and as many ranks, each number is that of the run.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -24,11 +23,14 @@ from policy_worker.errors import BadBatchError, SettingsError
 from policy_worker.parallel.group import Group
 from policy_worker.process import ShutdownRequest
 from policy_worker.training.grpo import Grpo
+from policy_worker.training.profiles import Profiles
 from schema.config import Config
 from schema.wire import batch_file
 from schema.wire.batch_file import Facts, NotRecordedError
 from schema.wire.frame import FrameError
 
+PROFILE_PATIENCE = 10.0
+"""Seconds for a trace that is being written when this process is asked to leave."""
 EVERYTHING = Parts("state", optimizer=True, extra=True)
 
 
@@ -104,38 +106,43 @@ class Report(logging.Handler):
 
 
 class Replay:
-    """Trains recorded steps in order. around: is entered with the step's number around each, for a profiler."""
+    """Trains recorded steps in order; `profiles` records those that `[profiler]` asks for."""
 
     def __init__(
-        self,
-        algorithm: Grpo,
-        group: Group,
-        shutdown: ShutdownRequest,
-        report: Report,
-        around: Callable[[int], AbstractContextManager[object]] = nullcontext,
+        self, algorithm: Grpo, group: Group, shutdown: ShutdownRequest, report: Report, profiles: Profiles
     ) -> None:
-        self._algorithm, self._group = algorithm, group
-        self._shutdown, self._report, self._around = shutdown, report, around
+        self._algorithm, self._group, self._profiles = algorithm, group, profiles
+        self._shutdown, self._report = shutdown, report
 
     def run(self, steps: Sequence[int], repeat: int) -> None:
         """Train them all, `repeat` times, each time from the weights of the time before; until asked to leave.
 
+        To a profile the repeated steps are further ones: it counts on.
+
         Raises:
             PolicyError: a batch cannot be read, or training fails on it.
         """
+        group, profiles, count = self._group, self._profiles, steps[0]
+        profiles.begin(count)
         for number in range(1, repeat + 1):
             for step in steps:
-                if self._group.any(bool(self._shutdown)):
+                ordered, running, failed, leaves = group.reduce(
+                    [*profiles.signals(), float(bool(self._shutdown))], "max"
+                )
+                if leaves:
                     return
+                profiles.reach(count, (ordered, running, failed))
                 self._train(step, number)
+                count += 1
+        profiles.stop(count)
+        profiles.settle(PROFILE_PATIENCE)
 
     def _train(self, step: int, number: int) -> None:
         table = self._algorithm.poll(step, 0.0)
         assert table is not None
-        with self._around(step):
-            began = time.monotonic()
-            metrics = self._algorithm.train_on(table)
-            seconds = time.monotonic() - began
+        began = time.monotonic()
+        metrics = self._algorithm.train_on(table)
+        seconds = time.monotonic() - began
         assert metrics is not None
         self._report.line(
             "step",

@@ -62,7 +62,7 @@ class Config(Section):
     )
     launcher: LauncherConfig = key(LauncherConfig, "How processes are run.")
     logging: LoggingConfig = cosmos_key(LoggingConfig, "Where metrics go.")
-    profiler: ProfilerConfig = cosmos_key(ProfilerConfig, "Traces of the trainer, and kept batches.")
+    profiler: ProfilerConfig = cosmos_key(ProfilerConfig, "Traces of the workers, and kept batches.")
     custom: FreeTable = cosmos_key(
         {},
         "Your own keys, handed to every user hook as they are.",

@@ -135,6 +135,7 @@ class Program:
 
     config: Path
     arguments: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
     process: subprocess.Popen[str] = field(init=False)
     seen: set[int] = field(default_factory=set)
 
@@ -147,6 +148,7 @@ class Program:
         self.process = subprocess.Popen(
             [str(COMMAND), "--config", str(self.config), *self.arguments],
             cwd=self.config.parent,
+            env={**os.environ, **self.environment},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

@@ -12,8 +12,21 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.e2e.held import go_on, hold
 from tests.e2e.program import Program, check_ledger, command, write_config
+from tests.support.nsys import with_nsys
+from tests.support.nvtx import Noted, attached, noted
 
 pytestmark = pytest.mark.e2e
+
+PROFILED = """
+[profiler]
+enable_profiler = true
+enable_nsys = true
+
+[profiler.sub_profiler_config]
+do_profile = true
+wait_steps = 0
+active_steps = 2
+"""
 
 
 @pytest.mark.parametrize(
@@ -56,23 +69,30 @@ def test_the_end_of_the_data_ends_a_job_whose_samples_travel_past_the_controller
     tmp_path: Path, model: Path
 ) -> None:
     """10 prompts, 4 groups per step: two full steps and a short one. Every sample goes through a shared directory and
-    into the recorded batches, which give the trainer alone the same numbers when that directory is gone."""
+    into the recorded batches, which give the trainer alone the same numbers when that directory is gone.
+
+    The workers run under Nsight Systems (a stand-in for it), an NVTX tool is attached, and profiles are recorded.
+    """
     config = write_config(tmp_path, model, steps=100, rows=10, validation=False)
     keys = '[controller]\npayload_store = "payloads"\npayload_bytes = 0\n'
-    keys = f"[profiler]\nrecord_batches = 3\n{keys}"
-    text = config.read_text().replace("[controller]\n", keys)
+    text = config.read_text().replace("[controller]\n", keys) + PROFILED
     (tmp_path / "rewards.py").write_text("def uneven(completion, row):\n    return len(completion) % 3 / 2\n")
     config.write_text(text.replace("{ boxed_math = 1.0, format = 0.2 }", f'"{tmp_path}/rewards.py:uneven"'))
-    with Program(config) as program:
+    environment = {**attached(tmp_path / "nvtx"), "PATH": with_nsys(tmp_path / "bin")}
+    with Program(config, environment=environment) as program:
         summary = program.finish()
     (job,) = (tmp_path / "payloads").iterdir()
     assert job.name == summary["status"]["job_id"], "made by the replica that wrote into it first"
     check_ledger(summary, 2, trained=10)
     assert [step["metrics"]["samples"] for step in summary["steps"]] == [16, 16, 8]
+    trace, reports = "steps-00000001-00000002-rank0", ("nsys-policy-0-1", "nsys-rollout-0-1")
+    files = {path.name for path in (program.run_dir / "profiles").iterdir()}
+    assert files == {f"{trace}.json.gz", f"{trace}.txt", *(f"{name}.nsys-rep" for name in reports)}
+    check_ranges(noted(tmp_path / "nvtx"), groups=10, steps=3)
 
     shutil.rmtree(tmp_path / "payloads")
     kept = set(program.run_dir.rglob("*"))
-    answer = command("replay", program.run_dir, "--json")
+    answer = command("replay", program.run_dir, "--json", "--set", "profiler.enable_nsys=false")
     assert answer.returncode == 0, answer.stderr
     begin, *steps, end = map(json.loads, answer.stdout.splitlines())
     assert begin["comparable"], begin
@@ -81,4 +101,16 @@ def test_the_end_of_the_data_ends_a_job_whose_samples_travel_past_the_controller
         assert found["metrics"].items() <= recorded["metrics"].items()
         assert found["metrics"]["grad_norm"] > 0
     assert (end["steps"], end["median"].keys()) == (3, {"train_seconds", "tokens_per_s"})
-    assert set(program.run_dir.rglob("*")) == kept
+    added = {path.name for path in set(program.run_dir.rglob("*")) - kept}
+    assert added == {f"replay-{trace}.json.gz", f"replay-{trace}.txt"}
+
+
+def check_ranges(processes: dict[int, Noted], groups: int, steps: int) -> None:
+    """What trainer and replica say of themselves to an NVTX tool."""
+    (trainer,) = [found for found in processes.values() if ("step",) in found.nested]
+    (replica,) = [found for found in processes.values() if "generate" in found.counts]
+    step = {("step", part) for part in ("fetch", "forward", "loss", "backward", "optimizer")}
+    assert trainer.nested == {("wait",), ("step",), ("publish",), ("step", "fetch", "decode"), *step}
+    assert replica.counts == {"generate": groups, "score": 4 * groups, "update": replica.counts["update"]}
+    assert 1 <= replica.counts["update"] <= steps + 1
+    assert (trainer.left, replica.left) == ([], [])

@@ -7,7 +7,7 @@ from typing import Any
 
 from launcher.job.job import Job
 from launcher.job.screen import Screen
-from launcher.plan import redis_server
+from launcher.plan import nsight, redis_server
 from launcher.plan.machine import Machine
 from launcher.plan.placement import PlacementError
 from launcher.plan.placement import place as placed
@@ -28,6 +28,12 @@ def processes(config: Config, place: Place) -> list[tuple[Any, ...]] | str:
         return str(error)
     specs = [spec for replica in replicas for spec in replica.processes]
     return [(spec.name, spec.argv[-1], sorted(spec.env.items())) for spec in specs]
+
+
+def command_lines(config: Config, place: Place) -> list[tuple[str, ...]]:
+    """What is run for each worker."""
+    specs = [spec for replica in placed(config, MACHINE) for spec in replica.processes]
+    return [(*nsight.command(place.root, s.name), *s.argv) if s.profiled else s.argv for s in specs]
 
 
 def run_directory(config: Config, place: Place) -> tuple[str, bool]:
@@ -93,6 +99,7 @@ watch(
     {"placement.share": ("memory", "none")},
     refused=True,
 )
+watch(command_lines, vllm, {"profiler.enable_nsys": (False, True)})
 watch(run_directory, grpo, {"train.output_dir": ("first", "second"), "train.timestamp": ("first", "second")})
 watch(run_directory, changed(grpo, {"train.output_dir": Made(_older_run)}), {"train.resume": (False, True)})
 watch(

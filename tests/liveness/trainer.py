@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import random
 import sys
 from collections.abc import Iterator
@@ -14,6 +16,8 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
+from controller.client import Refused
+from controller.client import calls as api
 from policy_worker.checkpoints.export import export_model
 from policy_worker.checkpoints.find import Resumption, _resumption, candidates
 from policy_worker.checkpoints.layout import look
@@ -30,6 +34,7 @@ from policy_worker.training.batch_plan import Batching, micro_batches
 from policy_worker.training.batch_source import BatchSource
 from policy_worker.training.grpo import Grpo
 from policy_worker.training.loop import Loop
+from policy_worker.training.profiles import Profiles
 from policy_worker.training.sft import Sft
 from policy_worker.worker import _algorithm, _schedule, _seed
 from schema.config import Config
@@ -482,4 +487,74 @@ watch(
     patience_of_a_trainer,
     grpo,
     {"controller.controller_lost_timeout": (60.0, 90.0), "launcher.shutdown_timeout": (10.0, 20.0)},
+)
+
+
+# ---- profiles -------------------------------------------------------------------------------------------------
+
+SUB = "profiler.sub_profiler_config"
+
+
+def answer_to_a_profile(config: Config, place: Place) -> str:
+    """What the controller answers to who asks for one."""
+    with _registered(config, place) as (served, session), served.client("user") as user:
+        try:
+            return user.send(api.profile(session.reply.replica_id, m.ProfileRequest())).state
+        except Refused as error:
+            return str(error.code)
+
+
+def _profiles(config: Config, place: Place, trainer: Trainer) -> Profiles:
+    profiles = Profiles(config.profiler, trainer, place.directory(), None, ShutdownRequest())
+    profiles.begin(0)
+    return profiles
+
+
+def steps_that_are_recorded(config: Config, place: Place) -> tuple[Any, ...]:
+    """What is due at each of eight steps of the profile that begins with the trainer, and on which ranks."""
+    window = _profiles(config, place, _trainer(config, place))._window
+    return () if window is None else (window.ranks, [window.phase(step) for step in range(8)])
+
+
+def kinds_in_a_trace(config: Config, place: Place) -> dict[str, bool]:
+    """What a trace of a step has, of all that it may have."""
+    algorithm, _ = _grpo(config, place)
+    profiles = _profiles(config, place, algorithm._trainer)
+    profiles.reach(0, profiles.signals())
+    train_step(algorithm, 0)
+    profiles.stop(1)
+    profiles.settle(0.0)
+    (path,) = profiles._directory.glob("*.gz")
+    with gzip.open(path) as file:
+        found = json.load(file)["traceEvents"]
+    return {
+        "shapes": any("Input Dims" in event.get("args", {}) for event in found),
+        "memory": any(event["name"] == "[memory]" for event in found),
+        "stacks": any(event.get("cat") == "python_function" for event in found),
+        "modules": any(event["name"] == "lm.model.layers.0.mlp" for event in found),
+    }
+
+
+enabled = changed(grpo, {"profiler.enable_profiler": True, f"{SUB}.do_profile": True})
+watch(answer_to_a_profile, grpo, {"profiler.enable_profiler": (False, True)})
+watch(
+    steps_that_are_recorded,
+    changed(enabled, {"policy.parallelism.dp_shard_size": -1}),
+    {
+        f"{SUB}.do_profile": (True, False),
+        f"{SUB}.wait_steps": (1, 3),
+        f"{SUB}.warmup_steps": (1, 3),
+        f"{SUB}.active_steps": (1, 3),
+        f"{SUB}.rank_filter": ([0], [1]),
+    },
+)
+watch(
+    kinds_in_a_trace,
+    changed(enabled, {f"{SUB}.wait_steps": 0, f"{SUB}.warmup_steps": 0}),
+    {
+        f"{SUB}.record_shape": (False, True),
+        f"{SUB}.profile_memory": (False, True),
+        f"{SUB}.with_stack": (False, True),
+        f"{SUB}.with_modules": (False, True),
+    },
 )

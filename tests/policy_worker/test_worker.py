@@ -18,12 +18,13 @@ from controller.client import Client
 from controller.client import calls as api
 from schema.config import Config
 from schema.wire.batch_file import folder_of, path_of, read, recorded
-from schema.wire.messages import JobStatus
+from schema.wire.messages import JobStatus, ProfileRequest
 from schema.wire.messages.steps import StepRecord
 from schema.wire.prompts import write_prompts
 from tests.policy_worker.material import make_config, sft_config, write_model
 from tests.policy_worker.player import Player
 from tests.policy_worker.ranks import replay_ranks, start_ranks, wait_ranks
+from tests.policy_worker.training.test_profiles import events, inside, named
 from tests.support.controller import TOKENS, ControllerProcess, make_run_dir
 from tests.support.forked import Forked
 from tests.support.objects import running_objects
@@ -76,6 +77,19 @@ class Job:
         with self.controller.client() as client:
             return client.send(api.job())
 
+    def ask_for_profile(self, **request: Any) -> None:
+        """And wait until the trainer has it, which must have nothing to train on."""
+        with self.controller.client() as client:
+            self.wait_for(lambda: client.send(api.replicas()), "the registration")
+            (trainer,) = client.send(api.replicas())
+            client.send(api.profile(trainer.replica_id, ProfileRequest(**request)))
+
+            def state() -> str:
+                (trainer,) = client.send(api.replicas())
+                return "" if trainer.profile is None else trainer.profile.state
+
+            self.wait_for(lambda: state() == "waiting", "the trainer's answer")
+
     def wait_for(self, condition: Callable[[], bool], what: str) -> None:
         """Something that the trainer does; if it ends before, that is told."""
 
@@ -122,13 +136,12 @@ def start(tmp_path: Path, valkey: ValkeyServer) -> Iterator[Any]:
 
 
 def grpo_config(
-    model: Path, steps: int, train: dict[str, Any] | None = None, keep: int = 4, record: int = 0
+    model: Path, steps: int, train: dict[str, Any] | None = None, keep: int = 4, **sections: Any
 ) -> Config:
     return make_config(
         {"allowed_outdated_steps": 1}, {"max_num_steps": steps, **(train or {})},
         policy={"model_name_or_path": str(model), "model_max_length": 64},
-        controller={"heartbeat_interval": 0.2}, weight_sync={"keep": keep},
-        profiler={"record_batches": record},
+        controller={"heartbeat_interval": 0.2}, weight_sync={"keep": keep}, **sections,
     )  # fmt: skip
 
 
@@ -160,8 +173,10 @@ def check_ledger(client: Client, steps: int, groups_per_step: int) -> None:
 def test_a_whole_job(tmp_path: Path, start: Any, world: int):
     model = write_model(tmp_path / "model")
     decaying = {"optm_lr": 1e-2, "optm_decay_ratio": 0.5, "optm_decay_type": "linear"}
-    job = start(grpo_config(model, 4, decaying, keep=1, record=8))
+    profiler = {"enable_profiler": True, "record_batches": 8}
+    job = start(grpo_config(model, 4, decaying, keep=1, profiler=profiler))
     ranks = job.start_policy(world)
+    job.ask_for_profile(first_step=1, steps=2, ranks=[world - 1])
     with Player(job.controller.url, TOKENS["rollout"]) as player, job.controller.client() as client:
         for code, output in wait_ranks(ranks):
             assert code == 0, output
@@ -193,12 +208,26 @@ def test_a_whole_job(tmp_path: Path, start: Any, world: int):
     assert any(not torch.equal(a, b) for a, b in zip(before.parameters(), exported.parameters(), strict=True))
     stored = list((job.run_dir / "weights").iterdir())
     assert 1 <= len(stored) < 5  # of five versions, those that nobody needed are gone
+    check_profile(job.run_dir / "profiles", f"steps-00000001-00000002-rank{world - 1}")
 
     before_replay = tree(job.run_dir)
     lines = replay_ranks(world, job.run_dir, tmp_path / "replay.jsonl")
     check_replayed(lines, steps)
     assert [line["ranks"] for line in lines[:1]] == [lines[0]["recorded_ranks"]] == [world]
     assert tree(job.run_dir) == before_replay
+
+
+def check_profile(folder: Path, name: str) -> None:
+    """Two steps of one rank and no other, each step with what belongs to it."""
+    assert sorted(path.name for path in folder.iterdir()) == [f"{name}.json.gz", f"{name}.txt"]
+    trace = events(folder / f"{name}.json.gz")
+    first, second = named(trace, "step")
+    for step in (first, second):
+        for part in ("fetch", "decode", "forward", "loss", "backward", "optimizer"):
+            assert any(inside(found, step) for found in named(trace, part)), part
+    for between in ("wait", "publish"):
+        assert [found for found in named(trace, between) if first["ts"] < found["ts"] < second["ts"]], between
+        assert not any(inside(found, step) for found in named(trace, between) for step in (first, second))
 
 
 @pytest.mark.slow
@@ -232,7 +261,11 @@ def test_without_a_checkpoint_a_restarted_trainer_says_that_it_cannot_go_on(tmp_
 @pytest.mark.slow
 def test_reinforcement_goes_on_from_its_newest_checkpoint(tmp_path: Path, start: Any):
     checkpoints = {"enable_checkpoint": True, "save_freq": 3, "max_keep": 2}
-    job = start(grpo_config(write_model(tmp_path / "model"), 10, {"ckpt": checkpoints}, record=3))
+    job = start(
+        grpo_config(
+            write_model(tmp_path / "model"), 10, {"ckpt": checkpoints}, profiler={"record_batches": 3}
+        )
+    )
     player = Player(job.controller.url, TOKENS["rollout"], groups=10)
     with player, job.controller.client() as client:
         ranks = job.start_policy()
@@ -272,7 +305,7 @@ def test_reinforcement_goes_on_from_its_newest_checkpoint(tmp_path: Path, start:
 
 @pytest.mark.slow
 def test_training_goes_on_while_the_store_fails_and_then_catches_up(tmp_path: Path, start: Any):
-    job = start(grpo_config(write_model(tmp_path / "model"), 6, record=2))
+    job = start(grpo_config(write_model(tmp_path / "model"), 6, profiler={"record_batches": 2}))
     store, batches = job.run_dir / "weights", folder_of(job.run_dir)
     batches.touch()
     with Player(job.controller.url, TOKENS["rollout"], groups=0) as player:

@@ -1,4 +1,4 @@
-"""`/v1/replicas`: register, beat, drain, leave; and what the launcher saw of a process."""
+"""`/v1/replicas`: register, beat, be profiled, drain, leave; and what the launcher saw of a process."""
 
 from __future__ import annotations
 
@@ -54,6 +54,11 @@ def router(controller: Controller) -> APIRouter:
         require(request, ANYBODY)
         require_own(request, registry, replica_id)
         return reply(await service.drain(replica_id))
+
+    @api.post("/{replica_id}/profile", **models(m.ProfileStatus, m.ProfileRequest))
+    async def profile(request: Request, replica_id: Identifier) -> Response:
+        require(request, USER)
+        return reply(await service.profile(replica_id, await read(request, m.ProfileRequest)))
 
     @api.delete("/{replica_id}", status_code=204)
     async def leave(

@@ -11,6 +11,7 @@ changes anything. They are grouped by what they speak of:
     engine role                     generation; parts that need each other
     data reward                     the user's files and functions; an evaluation
     tls text                        encryption; names that can be printed, secrets
+    profiler                        what is recorded, where and when
     idle                            keys that cannot act
 
 A rule looks at values, not at what was written, so a resolved configuration, in which every key is written, meets
@@ -35,6 +36,7 @@ from schema.config.rules.idle import IDLE_RULES, IDLE_WARNINGS, keys_are_of_the_
 from schema.config.rules.mesh import MESH_RULES
 from schema.config.rules.model import MODEL_RULES, MODEL_WARNINGS
 from schema.config.rules.placement import PLACEMENT_RULES, PLACEMENT_WARNINGS
+from schema.config.rules.profiler import PROFILER_RULES, PROFILER_WARNINGS
 from schema.config.rules.reward import EVALUATION_RULES, REWARD_RULES
 from schema.config.rules.role import ROLE_RULES, ROLE_WARNINGS
 from schema.config.rules.text import TEXT_RULES, TEXT_WARNINGS
@@ -68,6 +70,7 @@ RULES: tuple[Rule, ...] = (
     *ROLE_RULES,
     *MESH_RULES,
     *PLACEMENT_RULES,
+    *PROFILER_RULES,
     *TLS_RULES,
     *WEIGHT_RULES,
     *IDLE_RULES,
@@ -101,6 +104,7 @@ WARNINGS: tuple[Rule, ...] = (
     *ROLE_WARNINGS,
     *MODEL_WARNINGS,
     *PLACEMENT_WARNINGS,
+    *PROFILER_WARNINGS,
     *TLS_WARNINGS,
     *TEXT_WARNINGS,
     *IDLE_WARNINGS,

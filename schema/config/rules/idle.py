@@ -131,6 +131,19 @@ SWITCHED_OFF = (
         'weights travel through the store: weight_sync.transport = "store"',
         'write weight_sync.transport = "collective", or leave it out',
     ),
+    Idle(
+        "profiler.sub_profiler_config",
+        lambda config: config.profiler.enable_profiler,
+        "no profile is taken: profiler.enable_profiler = false",
+        "write profiler.enable_profiler = true to use it",
+        but=("do_profile",),
+    ),
+    Idle(
+        "profiler.sub_profiler_config.wait_steps",
+        lambda config: config.profiler.sub_profiler_config.do_profile or not config.profiler.enable_profiler,
+        "no profile begins with the trainer: profiler.sub_profiler_config.do_profile = false",
+        "write profiler.sub_profiler_config.do_profile = true to use it",
+    ),
     Idle("custom", _is_grpo, "supervised training runs no functions of yours"),
 )
 """Shown as a warning: a switch elsewhere in the job turns the key off."""
@@ -142,7 +155,7 @@ BESIDE_AN_EVALUATION = tuple(
     for name, but in {
         "train": _OF_EVERY_JOB,
         **dict.fromkeys(("policy", "rollout", "validation", "controller", "redis", "weight_sync"), ()),
-        **dict.fromkeys(("placement", "launcher", "logging"), ()),
+        **dict.fromkeys(("placement", "launcher", "logging", "profiler"), ()),
         "reward": ("timeout", "num_workers"),
     }.items()
 )

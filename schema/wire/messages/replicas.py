@@ -86,6 +86,64 @@ class RegisterReply(Message):
     publication: Publication | None = Field(description="Newest published weights, if there are any yet.")
 
 
+MOST_PROFILED = 65_536
+"""Ranks of one profile."""
+MOST_DETAIL = 2048
+ProfileId = Annotated[str, Field(min_length=8, max_length=64, pattern=NAME)]
+ProfileState = Literal["asked", "waiting", "recording", "writing", "written", "failed"]
+UNDER_WAY: tuple[ProfileState, ...] = ("asked", "waiting", "recording", "writing")
+Ranks = Annotated[list[Count], FailFast(), Field(max_length=MOST_PROFILED)]
+
+
+class ProfileRequest(Message):
+    request_id: ProfileId | None = Field(
+        default=None,
+        description="Sent twice, the same request gets the same answer; unset: a new one each time.",
+    )
+    first_step: Count | None = Field(
+        default=None, description="The first step to record; unset: the next one that the warm-up allows."
+    )
+    steps: int | None = Field(
+        default=None,
+        ge=1,
+        le=10**6,
+        description="Steps to record; unset: `profiler.sub_profiler_config.active_steps`.",
+    )
+    warmup: int | None = Field(
+        default=None,
+        ge=0,
+        le=10**6,
+        description="Steps of warm-up before; unset: `profiler.sub_profiler_config.warmup_steps`.",
+    )
+    ranks: Ranks = Field(
+        default_factory=list,
+        description="Ranks to record; empty: those of `profiler.sub_profiler_config.rank_filter`, else all.",
+    )
+
+
+class ProfileOrder(Message):
+    """A profile as the trainer gets it: nothing is left open but the step, which only it knows."""
+
+    profile_id: ProfileId
+    first_step: Count | None
+    steps: Count
+    warmup: Count
+    ranks: Ranks
+
+
+class ProfileStatus(ProfileOrder):
+    state: ProfileState
+    directory: Prose = Field(
+        default="", max_length=4096, description="Of its files, on the trainer's machine."
+    )
+    files: Annotated[list[Text], FailFast()] = Field(
+        default_factory=list,
+        max_length=MOST_PROFILED,
+        description="Traces, one of each rank, once it is written.",
+    )
+    detail: Prose = Field(default="", max_length=MOST_DETAIL, description="Why it has failed.")
+
+
 class HeartbeatRequest(Message):
     incarnation: Count
     leases: Annotated[list[Text], FailFast()] = Field(
@@ -112,6 +170,7 @@ class HeartbeatRequest(Message):
         max_length=4096,
         description="What goes wrong next to its work, e.g. an upload; shown as last error.",
     )
+    profile: ProfileStatus | None = Field(default=None, description="How a trainer's newest profile stands.")
 
 
 class HeartbeatReply(Message):
@@ -126,6 +185,9 @@ class HeartbeatReply(Message):
     newest_publication: int = Field(default=0, description="Id of the newest publication; 0: none.")
     committed_steps: int = 0
     phase: str = ""
+    profile: ProfileOrder | None = Field(
+        default=None, description="A profile to take, for a trainer that has not reported it yet."
+    )
 
 
 class DrainReply(Message):
@@ -147,3 +209,4 @@ class ReplicaInfo(Message):
     engine: str
     status: str
     gauges: dict[str, float]
+    profile: ProfileStatus | None = Field(default=None, description="The newest profile of a trainer.")

@@ -28,6 +28,7 @@ RULES: list[tuple[str, str, set[str]]] = [
     ("POST", "/v1/steps/0/replay", POLICY),
     ("POST", "/v1/replicas/rollout-0.1/leases", ROLLOUT),
     ("POST", "/v1/replicas/rollout-0.1/drain", USER | ROLLOUT),
+    ("POST", "/v1/replicas/policy-0.1/profile", USER),
     ("DELETE", "/v1/replicas/rollout-0.1?incarnation=9", ROLLOUT),
     ("POST", "/v1/leases", ROLLOUT),
     ("DELETE", "/v1/leases/x", ROLLOUT),

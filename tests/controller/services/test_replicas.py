@@ -10,7 +10,7 @@ from controller.client import calls as api
 from schema.wire import messages as m
 from schema.wire.messages import ErrorCode, LeaseStatus, Phase
 from tests.controller.conftest import Stage, refused
-from tests.controller.drivers import Rollout, make_header, request_id, train_step
+from tests.controller.drivers import Rollout, Trainer, make_header, request_id, train_step
 from tests.support.controller import make_config
 from tests.support.served import ServedController, served_controller
 
@@ -353,3 +353,79 @@ def test_trouble_beside_the_training_is_the_last_error(stage: Stage) -> None:
     request = m.HeartbeatRequest(incarnation=trainer.reply.incarnation, trouble="upload of step-4 failed")
     trainer.client.send(api.heartbeat(trainer.reply.replica_id, request))
     assert stage.client(served, "user").send(api.job()).last_error == "upload of step-4 failed"
+
+
+PROFILED = {"enable_profiler": True, "sub_profiler_config": {"active_steps": 3, "warmup_steps": 2}}
+
+
+def report(trainer: Trainer, order: m.ProfileOrder, state: m.ProfileState) -> m.HeartbeatReply:
+    """A heartbeat that says how a profile stands."""
+    status = m.ProfileStatus(**order.model_dump(), state=state, files=["trace"])
+    request = m.HeartbeatRequest(incarnation=trainer.reply.incarnation, profile=status)
+    return trainer.client.send(api.heartbeat(trainer.reply.replica_id, request))
+
+
+def test_a_profile_is_handed_to_the_trainer_until_it_says_that_it_knows(stage: Stage) -> None:
+    served, trainer, _ = stage.at_work(make_config(profiler=PROFILED))
+    user, replica = stage.client(served), trainer.reply.replica_id
+    request = m.ProfileRequest(request_id="profile-1", first_step=4)
+    asked = user.send(api.profile(replica, request))
+    assert (asked.state, asked.first_step, asked.steps, asked.warmup, asked.ranks) == ("asked", 4, 3, 2, [0])
+    assert user.send(api.profile(replica, request)) == asked, "sent twice it is one profile"
+    order = trainer.beat().profile
+    assert order is not None
+    assert order == trainer.beat().profile
+    assert order.profile_id == "profile-1"
+    busy = refused(user.send, api.profile(replica, m.ProfileRequest()))
+    assert (busy.code, "under way (asked; 3 steps from step 4 on)" in busy.detail) == (
+        ErrorCode.CONFLICT,
+        True,
+    )
+    for state in ("recording", "written"):
+        assert report(trainer, order, state).profile is None
+    (seen,) = [one.profile for one in user.send(api.replicas()) if one.role == "policy"]
+    assert seen is not None
+    assert (seen.state, seen.files) == ("written", ["trace"])
+    again = user.send(api.profile(replica, m.ProfileRequest(steps=1, warmup=0, ranks=[0, 0])))
+    assert (again.first_step, again.steps, again.warmup, again.ranks) == (None, 1, 0, [0])
+    assert report(trainer, order, "written").profile is not None, "an old report does not hide the new order"
+
+
+def test_a_profile_that_was_asked_for_outlives_the_controller(stage: Stage) -> None:
+    config = make_config(profiler=PROFILED)
+    with served_controller(run_dir := stage.run_dir(config), stage.valkey.url) as before:
+        trainer, _ = stage.ready(before)
+        asked = stage.client(before).send(api.profile(trainer.reply.replica_id, m.ProfileRequest()))
+    with served_controller(run_dir, stage.valkey.url) as after:
+        successor = stage.trainer(after)
+        successor.reply = trainer.reply
+        order = successor.beat().profile
+    assert order is not None
+    assert order.profile_id == asked.profile_id
+
+
+def test_profiles_that_nobody_can_record_are_refused(stage: Stage) -> None:
+    served, trainer, rollout = stage.at_work(make_config(profiler=PROFILED))
+    user, mine = stage.client(served), trainer.reply.replica_id
+
+    def why(replica: str = mine, **request: object) -> str:
+        return refused(user.send, api.profile(replica, m.ProfileRequest.model_validate(request))).detail
+
+    assert "policy-9.1 is not registered" in why("policy-9.1")
+    assert "rollout-0 is a rollout replica" in why(rollout.reply.replica_id)
+    assert "has no rank 1, 7: its ranks are 0 alone" in why(ranks=[7, 1, 0])
+    assert "there is no step 6: the last of this job is 5" in why(first_step=6)
+    train_step(trainer, rollout, 0)
+    assert "step 0 is trained already: the job is at step 1" in why(first_step=0)
+    trainer.leave("crashed")
+    assert "policy-0 has state left" in why()
+    user.send(api.operate("stop"))
+    assert "the job is stopped" in why()
+
+
+def test_a_job_that_takes_no_profiles_says_how_to_go_on_with_one_that_does(stage: Stage) -> None:
+    served, trainer, _ = stage.at_work()
+    call = api.profile(trainer.reply.replica_id, m.ProfileRequest())
+    detail = refused(stage.client(served).send, call).detail
+    assert "profiler.enable_profiler = false" in detail
+    assert f"cosmos-launch --resume {served.job.run_dir} --set profiler.enable_profiler=true" in detail

@@ -45,7 +45,7 @@ def test_a_run_that_has_ended(tmp_path: Path, ended: RunDir):
     found = json.loads(cosmos("status", ended.path, "--json").stdout)
     assert not found["alive"]
     assert found["summary"]["outcome"] == "finished"
-    for command in ("stop", "pause", "resume", "checkpoint"):
+    for command in ("stop", "pause", "resume", "checkpoint", "profile"):
         run = cosmos(command, ended.path).complains(1, "has finished")
         assert "--resume" not in run.stderr
     for arguments in (["--resume", ended.path], ["--config", tmp_path / "run.toml", "--resume"]):

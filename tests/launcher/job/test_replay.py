@@ -16,7 +16,8 @@ from launcher.job.replay import differences, medians, run_ranks, text_of
 from launcher.plan.machine import Machine
 from launcher.plan.placement import PlacementError, ProcessSpec, Replica, replay
 from launcher.plan.rundir import RunDir
-from launcher.restarts import Role
+from launcher.processes.supervisor import Setting
+from launcher.restarts import Budget, Role
 from schema.config import load_config
 from schema.wire import batch_file
 from tests.launcher.cli import cosmos
@@ -124,7 +125,10 @@ def play(directory: Path, *programs: str, show: Any) -> int:
     output.touch()
     argvs = [(sys.executable, "-I", "-S", "-c", REPORT + program, str(output)) for program in programs]
     ranks = tuple(ProcessSpec(f"replay-{n}", Role.POLICY, argv) for n, argv in enumerate(argvs))
-    return asyncio.run(run_ranks(Replica("replay", Role.POLICY, ranks), directory, 1.0, show, os.environ))
+    setting = Setting(directory, directory, 1.0, Budget(0, 0.0, 0.0), lambda spec: {**os.environ, **spec.env})
+    return asyncio.run(
+        run_ranks(Replica("replay", Role.POLICY, ranks), directory / "output.jsonl", setting, show)
+    )
 
 
 def alive(directory: Path) -> list[list[str]]:

@@ -22,6 +22,7 @@ from launcher.preflight.checks import (
 )
 from schema.config import Config
 from tests.launcher.samples import config
+from tests.support.nsys import with_nsys
 from tests.support.valkey import running_valkey
 from tests.support.waiting import PATIENCE
 
@@ -135,6 +136,26 @@ def test_numerics_and_kernels_need_their_hardware(sections: dict, able: list, un
         assert f"{found[0]}.{found[1]}" in problem.message
     assert check_hardware(wanted, Machine(8, ("0",))) == []  # unknown: left to the worker
     assert check_hardware(config(), Machine(8)) == []
+
+
+def test_nsight_systems_must_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    config = job(tmp_path, profiler={"enable_nsys": True})
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (problem,) = check_machine(config, Machine(2)).problems
+    assert (problem.key, problem.value) == ("profiler.enable_nsys", True)
+    assert "no program nsys is on the PATH" in problem.render()
+    assert "nsight-systems-cli" in problem.render()
+    monkeypatch.setenv("PATH", with_nsys(tmp_path / "bin"))
+    assert check_machine(config, Machine(2)).problems == []
+
+
+def test_a_rank_that_this_machine_leaves_out_is_not_recorded(tmp_path: Path):
+    filtered = {"enable_profiler": True, "sub_profiler_config": {"rank_filter": [2]}}
+    config = job(tmp_path, profiler=filtered, policy={"parallelism": {"tp_size": 1, "dp_shard_size": -1}})
+    (problem,) = check_machine(config, Machine(8, ("0", "1"))).problems
+    assert problem.key == "profiler.sub_profiler_config.rank_filter"
+    assert "one rank, 0: there is no 2" in problem.render()
+    assert check_machine(config, Machine(8, tuple("0123"))).problems == []
 
 
 def test_output_below_a_file_is_refused(tmp_path: Path):

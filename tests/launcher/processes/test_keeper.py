@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from launcher.plan import nsight
 from launcher.processes import keeper
 from launcher.processes.keeper import Settings
 from tests.launcher.scripts import ON_TERM, PYTHON, STUBBORN, WITH_GRANDCHILD, alive, pids, until_gone
-from tests.support.waiting import PATIENCE
+from tests.support.nsys import with_nsys
+from tests.support.waiting import PATIENCE, until
 
 KEEPER = (sys.executable, "-I", "-S", keeper.__file__)
 
@@ -186,5 +188,100 @@ def test_a_private_directory_is_removed_at_the_end_and_kept_for_a_restart(tmp_pa
 
 
 def test_settings_travel_whole():
-    settings = Settings(parent=7, grace=1.5, hold="/a", after="/b", remove="/c")
+    settings = Settings(7, 1.5, hold="/a", after="/b", remove="/c", under=("nsys", "profile"))
     assert Settings.from_json(settings.to_json()) == settings
+
+
+# ---- under a profiler ---------------------------------------------------------------------------------------------
+
+
+def keep_under(tmp_path: Path, script: str, **settings: object) -> subprocess.Popen[str]:
+    """A worker below the stand-in for Nsight Systems, as the supervisor has it started."""
+    os.environ["PATH"] = with_nsys(tmp_path / "bin")
+    return keep(script, under=nsight.command(tmp_path, "worker"), **settings)
+
+
+@pytest.fixture
+def path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", os.environ["PATH"])  # put back afterwards
+
+
+WORKER = """
+import os, sys, time
+sys.path.insert(0, {root!r})
+from schema.util.ancestors import descends_from
+above = int(os.environ["COSMOS_PARENT_PID"])
+assert os.getppid() != above and descends_from(above) and not descends_from(1)
+give_up = time.monotonic() + 300
+while time.monotonic() < give_up and descends_from(above):
+    if not os.path.exists({ready!r}):
+        open({ready!r} + ".tmp", "w").write(str(os.getpid()))
+        os.rename({ready!r} + ".tmp", {ready!r})
+    time.sleep(0.02)
+open({left!r}, "w")
+"""
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize(("script", "code"), [("raise SystemExit(4)", 4), ("import os; os.abort()", 134)])
+def test_under_a_profiler_the_exit_code_is_the_workers_and_no_report_is_overwritten(
+    tmp_path: Path, script: str, code: int
+):
+    for number in (1, 2):
+        assert keep_under(tmp_path, script).wait(PATIENCE) == code
+        report = tmp_path / f"nsys-worker-{number}.nsys-rep"
+        assert "--trace=cuda,nvtx,osrt --sample=none --cpuctxsw=none" in report.read_text()
+        assert report.read_text().endswith(f"{PYTHON[0]} -I -S -c {script}")
+
+
+@pytest.mark.usefixtures("path")
+def test_under_a_profiler_sigterm_is_the_workers_and_the_report_is_written(tmp_path: Path):
+    ready, left = tmp_path / "ready", tmp_path / "left"
+    process = keep_under(tmp_path, ON_TERM.format(ready=str(ready), body=f"open({str(left)!r}, 'w')"))
+    pids(ready)
+    process.terminate()
+    assert process.wait(PATIENCE) == 0
+    assert left.exists()
+    assert (tmp_path / "nsys-worker-1.nsys-rep").exists()
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize(("at", "point"), [("start", "starting"), ("report", "writing")])
+def test_under_a_profiler_sigterm_waits_for_the_worker_and_never_ends_the_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str, point: str
+):
+    """It comes before the profiler has started the worker, or after that has ended by itself."""
+    monkeypatch.setenv("NSYS_GATE", str(tmp_path / "gate"))
+    monkeypatch.setenv("NSYS_GATE_AT", at)
+    script = "raise SystemExit(5)" if at == "report" else "import time; time.sleep(600)"
+    process = keep_under(tmp_path, script)
+    until((tmp_path / point).exists, "the point")
+    process.terminate()
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.5)
+    (tmp_path / "gate").touch()
+    assert process.wait(PATIENCE) == (5 if at == "report" else 128 + signal.SIGTERM)
+    assert (tmp_path / "nsys-worker-1.nsys-rep").exists()
+
+
+@pytest.mark.usefixtures("path")
+def test_under_a_profiler_a_worker_leaves_when_its_keeper_is_killed(tmp_path: Path):
+    ready, left = tmp_path / "ready", tmp_path / "left"
+    process = keep_under(
+        tmp_path, WORKER.format(root=str(Path(__file__).parents[3]), ready=str(ready), left=str(left))
+    )
+    (worker,) = pids(ready)
+    process.kill()
+    process.wait(PATIENCE)
+    until_gone([worker])
+    assert left.exists(), "by itself"
+
+
+@pytest.mark.usefixtures("path")
+def test_under_a_profiler_the_whole_tree_is_killed(tmp_path: Path):
+    ready = tmp_path / "ready"
+    process = keep_under(tmp_path, STUBBORN.format(ready=str(ready)), grace=0.2)
+    (worker,) = pids(ready)
+    process.terminate()
+    assert process.wait(PATIENCE) == 128 + signal.SIGKILL
+    until_gone([worker])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,8 @@ from policy_worker.parallel.group import Group
 from policy_worker.process import ShutdownRequest
 from policy_worker.training.batch_source import DataEnded
 from policy_worker.training.loop import POLL, POLL_OWED, Loop, StepEnd, WaitClock
+from policy_worker.training.profiles import Profiles
+from schema.config.sections.profiler import ProfilerConfig
 
 
 class Scripted:
@@ -43,6 +46,7 @@ def loop(group: Group) -> Loop:
     loop = Loop.__new__(Loop)  # only what a wait reads
     loop._trainer = SimpleNamespace(group=group)  # type: ignore[assignment]
     loop._shutdown, loop.publisher, loop._clock = ShutdownRequest(), None, None
+    loop._profiles = Profiles(ProfilerConfig(), loop._trainer, Path(), None, loop._shutdown)
     return loop
 
 

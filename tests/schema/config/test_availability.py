@@ -20,7 +20,6 @@ EXAMPLES: dict[str, Any] = {
     "logging.logger": ["console", "wandb"],
     "policy.lora": {"r": 4},
     "policy.trainable_map": {"lm_head": True},
-    "profiler.sub_profiler_config.rank_filter": [0],
     "rollout.multi_turn_config.custom_chat_template_path": "template.jinja",
     "rollout.parallelism.dp_shard_size": 2,
     "rollout.quantization": "fp8",

@@ -37,7 +37,10 @@ FROM_CONTROLLER = {
     "DeclaredLeases",
 }  # fmt: skip
 """What nobody but the controller sends; it may quote others, which outputs make visible."""
-PROSE = {("HeartbeatRequest", "trouble"), ("UpdateReport", "detail"), ("SampleHeader", "error")}
+PROSE = {
+    *(("ProfileStatus", "detail"), ("ProfileStatus", "directory")),
+    *(("HeartbeatRequest", "trouble"), ("UpdateReport", "detail"), ("SampleHeader", "error")),
+}
 
 NUMBERS = {("LedgerSnapshot", "staleness key")}
 """Keys that are integers: JSON schema does not say so."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from schema.config.rules import RULES, WARNINGS, algorithm, batch, mesh, role, timing, training
+from schema.config.rules import RULES, WARNINGS, algorithm, batch, mesh, profiler, role, timing, training
 from schema.config.rules import checkpoint as ckpt
 from tests.schema.config_samples import GRPO, SFT
 from tests.schema.remedies import Case, Row, cases, check_case, config_of
@@ -20,6 +20,8 @@ FIX, KL, PENALTY = f"{P}.rollout_correction", f"{P}.kl_in_reward", f"{P}.overlon
 ESTIMATOR, OPTIMIZE = f"{P}.advantage_estimator", "batch_size_per_optimize"
 CRITIC = {"critic.enable": True, ESTIMATOR: "gae"}
 VLLM = {"rollout.backend": "vllm"}
+PROFILE = "profiler.sub_profiler_config"
+PROFILED = {"profiler.enable_profiler": True, f"{PROFILE}.do_profile": True}
 ALONE = {"rollout.n_generation": 1, "rollout.max_concurrent_samples": 8}
 ADAPTER = {f"{L}.r": 4}
 GROUPED = ("grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "pass_at_k")
@@ -77,6 +79,23 @@ FAULTS = {
                 *("100 tokens", "rollout.max_num_seqs = 128"),
             ),
         )
+    ],
+    profiler.profiles_are_enabled: [({f"{PROFILE}.do_profile": True}, "profiler.enable_profiler = false")],
+    profiler.profiled_ranks_exist: [
+        ({f"{PROFILE}.rank_filter": [0, 1], f"{M}.dp_shard_size": 1}, "one rank, 0", "there is no 1"),
+        (
+            {f"{PROFILE}.rank_filter": [9, 4, 4], M: {"tp_size": 2, "dp_shard_size": 2}},
+            *("4 ranks, from 0 to 3", "there is no 4"),
+        ),
+    ],
+    profiler.profiles_begin_in_time: [
+        (
+            {f"{PROFILE}.wait_steps": 9, "train.max_num_steps": 10} | PROFILED,
+            *("9 steps", f"{PROFILE}.warmup_steps = 1", "train.max_num_steps = 10"),
+        )
+    ],
+    profiler.profilers_share_a_gpu: [
+        ({"profiler.enable_nsys": True, "profiler.enable_profiler": True}, "profiler.enable_profiler = true")
     ],
     timing.on_policy_agrees: [
         (
@@ -465,7 +484,7 @@ NOT_WRITTEN = [
 """Faults of which a key is blamed that has its default."""
 
 CASES = [*cases(FAULTS), *cases(SUPERVISED, SFT), *NOT_WRITTEN]
-MODULES = {module.__name__ for module in (batch, timing, algorithm, training, ckpt, role, mesh)}
+MODULES = {module.__name__ for module in (batch, timing, algorithm, training, ckpt, role, mesh, profiler)}
 
 SOUND: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (GRPO, CRITIC),
@@ -540,6 +559,9 @@ SOUND: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (GRPO, VLLM | {f"{R}.tp_size": 4, f"{R}.ep_size": 4, f"{R}.pp_size": 2}),
     (GRPO, VLLM | {"rollout.max_num_batched_tokens": 4096}),
     (SFT, {f"{R}.cp_size": 4}),
+    (GRPO, PROFILED | {f"{PROFILE}.wait_steps": 8, "train.max_num_steps": 10}),
+    (GRPO, PROFILED | {f"{PROFILE}.rank_filter": [3], M: {"tp_size": 2, "dp_shard_size": 2}}),
+    (GRPO, PROFILED | {f"{PROFILE}.rank_filter": [3], f"{M}.dp_shard_size": -1}),
 ]
 
 

@@ -18,7 +18,7 @@ from schema.config.rules.idle import (
 from tests.schema.config_samples import GRPO, SFT
 from tests.schema.remedies import config_of
 
-POLICY = "train.train_policy"
+POLICY, PROFILE = "train.train_policy", "profiler.sub_profiler_config"
 VALUES: dict[str, Any] = {
     "rollout.n_generation": 8,
     "rollout.sampling_config.stop": ["\n"],
@@ -36,6 +36,7 @@ VALUES: dict[str, Any] = {
 }
 VALIDATED, SAMPLED = {"validation.enable": True}, {"validation.enable": True, "validation.temperature": 0.5}
 PENALTY = {f"{POLICY}.overlong_reward.enable_overlong_penalty": True}
+PROFILED = {"profiler.enable_profiler": True, f"{PROFILE}.do_profile": True}
 SAVED, ONCE = {"train.ckpt.enable_checkpoint": True}, {"launcher.max_restarts": 0}
 SWITCHED: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "validation.freq": (5, {}, VALIDATED),
@@ -54,6 +55,8 @@ SWITCHED: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "launcher.restart_backoff_max": (90.0, ONCE, {}),
     "weight_sync.anchor_interval": (5, {"weight_sync.encoding": "full"}, {}),
     "weight_sync.collective_timeout": (5.0, {}, {"weight_sync.transport": "collective"}),
+    f"{PROFILE}.with_stack": (True, {}, {"profiler.enable_profiler": True}),
+    f"{PROFILE}.wait_steps": (5, {"profiler.enable_profiler": True}, PROFILED),
 }
 """A value of each key, other keys with which it has no effect, and those with which it has one."""
 
