@@ -21,6 +21,7 @@ PROFILED = """
 [profiler]
 enable_profiler = true
 enable_nsys = true
+record_batches = 3
 
 [profiler.sub_profiler_config]
 do_profile = true
