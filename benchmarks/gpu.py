@@ -220,7 +220,7 @@ class Run:
                 "--out",
                 str(lines),
             ]
-            command += ["--tiny"] * options.tiny
+            command += ["--kept", str(self.out), *["--tiny"] * options.tiny]
             with log.open("wb") as stream:
                 # A session of its own: whatever it started ends with it.
                 process = subprocess.Popen(

@@ -15,6 +15,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--out", type=Path, required=True, help="JSON lines are appended to it")
+    parser.add_argument("--kept", type=Path, default=Path(), help="directory for traces")
     options = parser.parse_args()
     with without_collections():
         import torch
@@ -23,7 +24,7 @@ def main() -> None:
         from benchmarks.gpukit.bench import Bench
     if options.device == "cpu":
         torch.set_num_threads(1)
-    section.run(Bench(options.device, options.tiny, options.out))
+    section.run(Bench(options.device, options.tiny, options.out, options.kept))
 
 
 if __name__ == "__main__":

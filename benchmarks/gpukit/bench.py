@@ -31,10 +31,11 @@ class Bench:
     """One section's view of the machine.
 
     device: "cuda" or "cpu". tiny: sizes of a rehearsal. out: a file of JSON lines that rows are appended to.
+    kept: a directory for what is more than a row.
     """
 
-    def __init__(self, device: str, tiny: bool, out: Path) -> None:
-        self.device, self.tiny, self._out = torch.device(device), tiny, out
+    def __init__(self, device: str, tiny: bool, out: Path, kept: Path) -> None:
+        self.device, self.tiny, self._out, self.kept = torch.device(device), tiny, out, kept
         self.on_gpu = self.device.type == "cuda"
         self.repeats = 2 if tiny else 5
 

@@ -13,7 +13,7 @@ twice that), d = heads · head dimension. Goal: 45 %.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -28,14 +28,16 @@ from policy_worker.model.model import PolicyModel
 from policy_worker.parallel.group import Group
 from policy_worker.process import RankEnvironment
 from policy_worker.trainer import Trainer
+from policy_worker.training.profiles import Recorder, table_of, write
 from schema.config import Config
+from schema.config.sections.profiler import SubProfilerConfig
 
 PEAK_FLOPS = 989e12
 """Dense bf16 of an H100 or H200 (SXM)."""
 ROWS = {"4k": [512] * 8, "16k": [1024] * 16}
 """Lengths of the sequences in a packed row."""
 TINY_ROWS = {"4k": [24] * 4, "16k": [32] * 8}
-VARLEN = "varlen"
+VARLEN, TRACE = "varlen", "training.json.gz"
 CASES = [
     *((VARLEN, compiled, recompute) for compiled in (True, False) for recompute in (False, True)),
     ("sdpa", True, False),
@@ -46,6 +48,7 @@ CASES = [
 
 def run(bench: Bench) -> None:
     register_varlen()
+    (bench.kept / TRACE).unlink(missing_ok=True)
     group = Group(RankEnvironment())
     try:
         trainer, layers = make_trainer(bench, group)
@@ -162,8 +165,25 @@ def measure(bench: Bench, trainer: Trainer, lengths: Sequence[int], case: str) -
     if bench.on_gpu:
         flops = flops_of(bench, trainer, lengths)
         figures |= {"mfu": flops / seconds / PEAK_FLOPS, "tflop_s": flops / seconds / 1e12, "peak_gb": peak}
+    if not (bench.kept / TRACE).exists():
+        profile(bench, trainer, step, case)
     bench.row(case, **figures, estimate_gb=estimate_gb(trainer, tokens))
     return before[0]
+
+
+def profile(bench: Bench, trainer: Trainer, step: Callable[[], None], case: str) -> None:
+    """Record one step as a job does: the trace is kept, the costliest operations are printed."""
+    recorder = Recorder(SubProfilerConfig(), trainer.model)
+    step()
+    recorder.start()
+    step()
+    trace = recorder.stop()
+    write(trace, bench.kept / TRACE)
+    print(table_of(bench.kept / TRACE).read_text())
+    table_of(bench.kept / TRACE).unlink()
+    names = {event.key for event in trace.key_averages()}
+    kernels = not bench.on_gpu or any(event.device_time_total > 0 for event in trace.key_averages())
+    bench.check(f"{case}: a profile names ranges and kernels", kernels and {"forward", "optimizer"} <= names)
 
 
 def allocated_gb(bench: Bench) -> float:
