@@ -10,9 +10,9 @@
         redis/, data/, weights/, checkpoints/, profiles/, final/, controller.json, summary.json
         batches/                   those of the newest steps (schema.wire.batch_file), where they are recorded
 
-Private to their owner are .tokens/, .locks/, redis/, and config.json and config.toml, into which people may have
-written what they should not; all else has the mode that the umask gives (`schema.util.files` corrects libraries that
-make files 0600 on their own).
+Private to their owner are .tokens/, .locks/, redis/, profiles/ with reports of Nsight Systems, and config.json
+and config.toml, into which people may have written what they should not; all else has the mode that the umask gives
+(`schema.util.files` corrects libraries that make files 0600 on their own).
 
 A run is alive iff its launcher's lock is held: the kernel lets go of it with the process, however that ends, so no
 reused process id can be mistaken for a launcher. What outlives a killed launcher for

@@ -291,6 +291,7 @@ class Supervisor:
         )
         if spec.profiled:
             self.setting.profiles.mkdir(exist_ok=True)
+            self.setting.profiles.chmod(0o700)  # a report may hold the environment, and so a token
         path = self._log_path(spec)
         with path.open("ab") as output:
             supervised.offsets[spec.name] = output.tell()

@@ -8,6 +8,7 @@ weights of exactly the first step, the same configuration and as many ranks, eac
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
@@ -22,6 +23,7 @@ from policy_worker.checkpoints.load import Parts, parts_of
 from policy_worker.errors import BadBatchError, SettingsError
 from policy_worker.parallel.group import Group
 from policy_worker.process import ShutdownRequest
+from policy_worker.ranges import span
 from policy_worker.training.grpo import Grpo
 from policy_worker.training.profiles import Profiles
 from schema.config import Config
@@ -124,16 +126,14 @@ class Replay:
         """
         group, profiles, count = self._group, self._profiles, steps[0]
         profiles.begin(count)
-        for number in range(1, repeat + 1):
-            for step in steps:
-                ordered, running, failed, leaves = group.reduce(
-                    [*profiles.signals(), float(bool(self._shutdown))], "max"
-                )
-                if leaves:
-                    return
-                profiles.reach(count, (ordered, running, failed))
-                self._train(step, number)
-                count += 1
+        for number, step in itertools.product(range(1, repeat + 1), steps):
+            flags = [*profiles.signals(), float(bool(self._shutdown))]
+            ordered, running, failed, leaves = group.reduce(flags, "max")
+            if leaves:
+                break
+            profiles.reach(count, (ordered, running, failed))
+            self._train(step, number)
+            count += 1
         profiles.stop(count)
         profiles.settle(PROFILE_PATIENCE)
 
@@ -141,7 +141,8 @@ class Replay:
         table = self._algorithm.poll(step, 0.0)
         assert table is not None
         began = time.monotonic()
-        metrics = self._algorithm.train_on(table)
+        with span("step"):
+            metrics = self._algorithm.train_on(table)
         seconds = time.monotonic() - began
         assert metrics is not None
         self._report.line(

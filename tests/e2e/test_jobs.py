@@ -88,6 +88,7 @@ def test_the_end_of_the_data_ends_a_job_whose_samples_travel_past_the_controller
     assert [step["metrics"]["samples"] for step in summary["steps"]] == [16, 16, 8]
     trace, reports = "steps-00000001-00000002-rank0", ("nsys-policy-0-1", "nsys-rollout-0-1")
     files = {path.name for path in (program.run_dir / "profiles").iterdir()}
+    assert (program.run_dir / "profiles").stat().st_mode & 0o77 == 0, "a report may hold a token"
     assert files == {f"{trace}.json.gz", f"{trace}.txt", *(f"{name}.nsys-rep" for name in reports)}
     check_ranges(noted(tmp_path / "nvtx"), groups=10, steps=3)
 
