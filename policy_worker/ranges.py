@@ -3,7 +3,7 @@
     Nsight Systems, any NVTX tool   ranges of the domain `cosmos`, pushed and popped in the thread that works
     the torch profiler              the same names, while `policy_worker.training.profiles` records
 
-Off, a range costs a fifth of a microsecond; torch's own costs five, so it is entered during a profile alone. A tool
+Off, a range costs a quarter of a microsecond; torch's own costs five, so it is entered during a profile alone. A tool
 is one that was attached when this module was imported: NVTX looks for it once.
 """
 

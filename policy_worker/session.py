@@ -180,6 +180,7 @@ class Session(Caller):
             newest_publication=self.history.newest_publication,
         )
         self.reply = self.call(api.register(request))
+        self.profile_order = None  # of the incarnation before: who asked for it asks again
         self.history.registered(request, self.reply)
         config = Config.model_validate(self.reply.config)
         self.patience = config.controller.controller_lost_timeout
@@ -302,6 +303,8 @@ class Session(Caller):
         if self._beats is not None:
             self._beats.join(timeout=SLICE)
             self._client.patience = SLICE
+            if self.profile is not None or any(report() for report in self.troubles):
+                self._beat_once(self._client, self.reply)  # how these ended nobody has heard yet
             farewell = api.deregister(self.reply.replica_id, self.reply.incarnation, reason)
             try:
                 try:
@@ -368,6 +371,7 @@ class Session(Caller):
                 self.anchor_asked = True
             else:
                 self.shutdown.request(f"command {command}")
-        self.profile_order = answer.profile or self.profile_order
+        if reply is self.reply:
+            self.profile_order = answer.profile or self.profile_order
         if answer.phase in (m.Phase.FAILED, m.Phase.STOPPED):
             self.shutdown.request(f"the job has {answer.phase}")

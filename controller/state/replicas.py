@@ -100,10 +100,10 @@ class Replica:
     @property
     def profile_order(self) -> ProfileOrder | None:
         """The profile that it has to hear of."""
-        status = self.profile_status
-        if status is None or status.state != "asked":
+        known = self.profile
+        if known is None or known["state"] != "asked":
             return None
-        return ProfileOrder.model_validate(status.model_dump(include=set(ProfileOrder.model_fields)))
+        return ProfileOrder.model_validate({name: known[name] for name in ProfileOrder.model_fields})
 
     def to_record(self) -> dict[str, Any]:
         return asdict(self)
@@ -346,8 +346,10 @@ class Registry:
 
     def _profiled(self, replica: Replica, found: ProfileStatus | None) -> None:
         """A trainer reports its newest profile; one that it has not heard of is not overwritten."""
+        if found is None or replica.role != "policy":
+            return
         order = replica.profile_order
-        if found is not None and (order is None or order.profile_id == found.profile_id):
+        if order is None or order.profile_id == found.profile_id:
             replica.profile = found.model_dump()
             if order is not None:
                 self._dirty[replica.name] = replica

@@ -236,11 +236,12 @@ def _wait_for_profile(target: Target, asked: ProfileStatus, wait: float) -> None
     give_up, found = time.monotonic() + wait, asked
     while found.state != "written":
         if found.state == "failed":
-            raise LaunchError(f"no profile: {found.detail}", "", EXIT_FAILED)
+            hint = "the trainer's log, logs/policy-*.log of the run, says more; then ask for another one"
+            raise LaunchError(f"no profile: {found.detail}", hint, EXIT_FAILED)
         if time.monotonic() >= give_up:
             raise LaunchError(
                 f"the profile is not there after {wait:g} s (it is {found.state})",
-                "a step may take longer; it is written all the same",
+                f"a step may take longer; it is written all the same, to {found.directory or 'profiles/ of the run'}",
                 EXIT_FAILED,
             )
         time.sleep(PROFILE_POLL)
@@ -258,6 +259,8 @@ def _wait_for_profile(target: Target, asked: ProfileStatus, wait: float) -> None
         found = mine
     for name in found.files:
         typer.echo(f"{found.directory}/{name}")
+    if more := len(found.ranks) - len(found.files):
+        typer.echo(f"and those of {more} more ranks next to them")
     typer.echo(HOW_TO_OPEN)
 
 

@@ -13,6 +13,7 @@ from controller.client import ControllerError, NotServing, Unauthorized
 from controller.client import calls as api
 from launcher.display import View
 from launcher.job.controller_link import ControllerLink
+from launcher.plan import nsight
 from launcher.plan.plan import Outcome, Plan
 from launcher.processes.logs import tail
 from launcher.processes.supervisor import Supervisor
@@ -106,7 +107,8 @@ class Watch:
         self._unseen -= {info.name for info in found}
         for info in found:
             kept = self._supervisor.replicas.get(info.name)
-            timeout = self._config.controller.heartbeat_timeout
+            # Under Nsight Systems its process outlives it, to write a report.
+            timeout = self._config.controller.heartbeat_timeout + nsight.report_seconds(self._config)
             if kept is None or kept.state != "up" or not is_hung(info, now - kept.since, timeout):
                 continue
             self._event(

@@ -27,12 +27,18 @@ def command(folder: Path, name: str) -> tuple[str, ...]:
     overwritten by a restart."""
     there = {path.name.split(".")[0] for path in folder.glob(f"nsys-{name}-*")}
     number = next(n for n in itertools.count(1) if f"nsys-{name}-{n}" not in there)
-    return (PROGRAM, "profile", *OPTIONS, f"--output={folder}/nsys-{name}-{number}")
+    output = f"{folder}/nsys-{name}-{number}".replace("%", "%%")  # which it replaces by names of its own
+    return (PROGRAM, "profile", *OPTIONS, f"--output={output}")
+
+
+def report_seconds(config: Config) -> float:
+    """For the report of a worker, where it has one."""
+    return REPORT_SECONDS if config.profiler.enable_nsys else 0.0
 
 
 def grace(config: Config) -> float:
     """Seconds that a worker may take to leave, its report included."""
-    return config.launcher.shutdown_timeout + (REPORT_SECONDS if config.profiler.enable_nsys else 0.0)
+    return config.launcher.shutdown_timeout + report_seconds(config)
 
 
 def check_nsight(config: Config) -> list[Problem]:

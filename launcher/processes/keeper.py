@@ -245,7 +245,7 @@ class Keeper:
 
     def _ask_to_end(self) -> bool:
         """SIGTERM to the worker. False: a profiler has not started it yet, or is writing its report by now."""
-        worker = running(self.worker, self.argv) if self.settings.under else self.worker
+        worker = running(os.getpid(), self.argv) if self.settings.under else self.worker
         if worker is not None:
             self._signal(worker, signal.SIGTERM)
         return worker is not None

@@ -272,7 +272,8 @@ class Supervisor:
             return
         self._signal(supervised, signal.SIGTERM)
         waits = [asyncio.create_task(process.wait()) for process in supervised.alive]
-        _, late = await asyncio.wait(waits, timeout=PEER_GRACE)
+        profiled = any(spec.profiled for spec in supervised.replica.processes)
+        _, late = await asyncio.wait(waits, timeout=PEER_GRACE + (nsight.REPORT_SECONDS if profiled else 0.0))
         if late:
             self._signal(supervised, signal.SIGINT)
             await asyncio.wait(late, timeout=keeper.KILL_TIMEOUT + KEEPER_MARGIN)

@@ -146,8 +146,7 @@ class Loop:
         """Wait for the batch of a step and train on it; the step's metrics, or why there was no step."""
         waiting_since, metrics = time.monotonic(), None
         while metrics is None:
-            with span("wait"):
-                batch = self._wait(algorithm, step)
+            batch = self._wait(algorithm, step)
             if isinstance(batch, StepEnd):
                 return batch
             began = time.monotonic()
@@ -165,14 +164,15 @@ class Loop:
             flags = [float(bool(shutdown)), float(shutdown.checkpoint_asked), *signals]
             flags += self._profiles.signals()
             leaves, saves, failed, publishes, wanted, *profile = self._trainer.group.reduce(flags, "max")
-            self._profiles.reach(step, (profile[0], profile[1], profile[2]))
+            self._profiles.reach(step, profile)
             if leaves or saves:
                 return StepEnd.SHUTDOWN if leaves else StepEnd.SAVE
             owed = publisher is not None and publisher.owed
             if failed or ((owed or wanted) and not publishes):
                 return StepEnd.PUBLISH
             try:
-                batch = algorithm.poll(step, POLL_OWED if owed else POLL)
+                with span("wait"):  # after `reach`, so that a profile begins and ends outside of it
+                    batch = algorithm.poll(step, POLL_OWED if owed else POLL)
             except DataEnded:
                 return StepEnd.NO_DATA
             if batch is not None:

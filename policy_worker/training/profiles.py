@@ -17,6 +17,7 @@ import shutil
 import threading
 import time
 import uuid
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils.hooks import RemovableHandle
 
 from policy_worker import ranges
 from policy_worker.process import ShutdownRequest
@@ -129,7 +131,8 @@ class Recorder:
         self._profile.start_trace()
         ranges.record(True)
         if self._model is not None:
-            self._modules = ModuleRanges(self._model)
+            self._modules = ModuleRanges()
+            self._modules.watch(self._model)
 
     def stop(self) -> profile:
         """What was recorded."""
@@ -145,17 +148,17 @@ class Recorder:
 class ModuleRanges:
     """The name of each module as a range around its forward; torch itself names those of TorchScript alone."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self) -> None:
         self._open = threading.local()  # the backward of a GPU recomputes in another thread
-        self._hooks = [
-            hook
-            for name, module in model.named_modules()
-            if name
-            for hook in (
-                module.register_forward_pre_hook(lambda *_, name=name: self._enter(name), prepend=True),
-                module.register_forward_hook(lambda *_: self._leave(), always_call=True),
-            )
-        ]
+        self._hooks: list[RemovableHandle] = []
+
+    def watch(self, model: nn.Module) -> None:
+        for name, module in model.named_modules():
+            if name:
+                self._hooks += (
+                    module.register_forward_pre_hook(lambda *_, name=name: self._enter(name), prepend=True),
+                    module.register_forward_hook(lambda *_: self._leave(), always_call=True),
+                )
 
     def remove(self) -> None:
         for hook in self._hooks:
@@ -175,8 +178,11 @@ class ModuleRanges:
 
 
 def write(trace: profile, target: Path) -> None:
-    """Write a trace and, next to it, its table: whole or not at all. Raises `OSError`."""
+    """Write a trace, whole or not at all, after the table that lies next to it. Raises `OSError`."""
     target.parent.mkdir(parents=True, exist_ok=True)
+    sort = "self_cuda_time_total" if ProfilerActivity.CUDA in trace.activities else "self_cpu_time_total"
+    table = trace.key_averages().table(sort_by=sort, row_limit=ROWS, max_name_column_width=80)
+    write_text(table_of(target), table)
     with replacing(target) as packed:
         raw = packed.with_name(f".raw{packed.name}")
         try:
@@ -186,9 +192,6 @@ def write(trace: profile, target: Path) -> None:
                 shutil.copyfileobj(source, sink, 1 << 20)
         finally:
             raw.unlink(missing_ok=True)
-    sort = "self_cuda_time_total" if ProfilerActivity.CUDA in trace.activities else "self_cpu_time_total"
-    table = trace.key_averages().table(sort_by=sort, row_limit=ROWS, max_name_column_width=80)
-    write_text(table_of(target), table)
 
 
 def table_of(trace: Path) -> Path:
@@ -248,7 +251,7 @@ class Profiles:
         running = writing is not None and not writing.done()
         return float(ordered), float(running), float(self._trainer.group.rank + 1 if self._fault else 0)
 
-    def reach(self, step: int, signals: tuple[float, float, float]) -> None:
+    def reach(self, step: int, signals: Sequence[float]) -> None:
         """This step is about to begin; called as often as its batch is asked for.
 
         signals: the maximum over all ranks; a collective if they say that there is an order.
@@ -345,12 +348,14 @@ class Profiles:
         self._handed_over = True
         self._say(window, "writing")
         recorder, self._recorder = self._recorder, None
-        if recorder is not None and not self._fault:
+        if recorder is not None:
             target = self._directory / (self._prefix + window.name(self._trainer.group.rank))
-            self._try(lambda: self._start_writing(recorder.stop(), target))
+            self._try(lambda: self._start_writing(recorder, target))
 
-    def _start_writing(self, trace: profile, target: Path) -> None:
-        self._writing = in_daemon(lambda: self._try(lambda: write(trace, target)), "profile")
+    def _start_writing(self, recorder: Recorder, target: Path) -> None:
+        trace = recorder.stop()  # whatever went wrong before: else it would record to the end of the run
+        if not self._fault:
+            self._writing = in_daemon(lambda: self._try(lambda: write(trace, target)), "profile")
 
     def _end(self, window: Window, failed: int, *, late: bool = False) -> None:
         """All ranks have written, or failed to, or are not waited for."""
@@ -378,5 +383,6 @@ class Profiles:
             self._session.profile = m.ProfileStatus(
                 profile_id=window.profile_id, state=state, first_step=window.first, steps=window.steps,
                 warmup=window.warmup, ranks=list(window.ranks), directory=str(self._directory),
-                files=[self._prefix + window.name(rank) for rank in window.ranks], detail=detail[: m.MOST_DETAIL],
+                files=[self._prefix + window.name(rank) for rank in window.ranks[: m.MOST_FILES]],
+                detail=detail[: m.MOST_DETAIL],
             )  # fmt: skip

@@ -113,6 +113,8 @@ def check_ranges(processes: dict[int, Noted], groups: int, steps: int) -> None:
     (replica,) = [found for found in processes.values() if "generate" in found.counts]
     step = {("step", part) for part in ("fetch", "forward", "loss", "backward", "optimizer")}
     assert trainer.nested == {("wait",), ("step",), ("publish",), ("step", "fetch", "decode"), *step}
-    assert replica.counts == {"generate": groups, "score": 4 * groups, "update": replica.counts["update"]}
+    assert replica.counts.keys() == {"generate", "score", "update"}
+    assert replica.counts["generate"] >= groups, "a group that was leased twice is generated twice"
+    assert replica.counts["score"] >= 4 * groups
     assert 1 <= replica.counts["update"] <= steps + 1
     assert (trainer.left, replica.left) == ([], [])

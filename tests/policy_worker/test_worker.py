@@ -183,7 +183,9 @@ def test_a_whole_job(tmp_path: Path, start: Any, world: int):
         player.finish()
         status = client.send(api.job())
         steps = client.send(api.steps())
+        profiles = [one.profile.state for one in client.send(api.replicas()) if one.profile is not None]
         check_ledger(client, 4, 2)
+    assert profiles == ["written"], "the last thing that a trainer says"
     assert (status.phase, status.step, status.version) == ("finished", 4, 4)
     assert [record.step for record in steps] == [0, 1, 2, 3]
     for record in steps:
@@ -225,6 +227,9 @@ def check_profile(folder: Path, name: str) -> None:
     for step in (first, second):
         for part in ("fetch", "decode", "forward", "loss", "backward", "optimizer"):
             assert any(inside(found, step) for found in named(trace, part)), part
+    waits = named(trace, "wait")
+    assert min(wait["ts"] for wait in waits) < first["ts"], "the first step's own wait"
+    assert max(wait["ts"] + wait["dur"] for wait in waits) <= second["ts"], "and none that was cut off"
     for between in ("wait", "publish"):
         assert [found for found in named(trace, between) if first["ts"] < found["ts"] < second["ts"]], between
         assert not any(inside(found, step) for found in named(trace, between) for step in (first, second))

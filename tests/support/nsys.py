@@ -42,7 +42,7 @@ while arguments and arguments[0].startswith("-"):
     if VALUES[name] is not None and not set(value.split(",")) <= VALUES[name]:
         sys.exit("illegal value of " + name + ": " + value)
     found[name] = value
-report = found["--output"] + ".nsys-rep"
+report = found["--output"].replace("%%", "%") + ".nsys-rep"
 between, send = os.pipe()
 child = os.fork()
 if child == 0:  # as the real one does, not its own child but one below

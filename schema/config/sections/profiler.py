@@ -9,6 +9,8 @@ from pydantic import Field
 from schema.config.base import Count, Natural, Section
 from schema.config.key import cosmos_key, key
 
+MOST_STEPS = 10**6
+
 
 class SubProfilerConfig(Section):
     """`[profiler.sub_profiler_config]`: what the torch profiler records and when."""
@@ -18,15 +20,22 @@ class SubProfilerConfig(Section):
         "Whether a profile begins with the trainer: wait_steps, then warmup_steps, then active_steps.",
         acts="file: A trace in profiles/.",
     )
-    active_steps: Count = cosmos_key(1, "Steps that are recorded.", acts="file: Steps in a trace.")
+    active_steps: Count = cosmos_key(
+        1,
+        "Steps that are recorded; all of them are in memory until the last.",
+        le=MOST_STEPS,
+        acts="file: Steps in a trace.",
+    )
     warmup_steps: Natural = cosmos_key(
         1,
         "Steps of warm-up before recording: the first ones after a profiler was switched on are slow.",
+        le=MOST_STEPS,
         acts="file: Which steps are in the trace.",
     )
     wait_steps: Natural = cosmos_key(
         1,
         "Steps to wait before the warm-up of a profile that begins with the trainer.",
+        le=MOST_STEPS,
         acts="file: Which steps are in the trace.",
     )
     rank_filter: list[Annotated[int, Field(ge=0)]] = cosmos_key(

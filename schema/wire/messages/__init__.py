@@ -47,6 +47,7 @@ from schema.wire.messages.recovery import (
 )
 from schema.wire.messages.replicas import (
     MOST_DETAIL,
+    MOST_FILES,
     UNDER_WAY,
     DrainReply,
     HeartbeatReply,
@@ -72,6 +73,7 @@ from schema.wire.messages.steps import (
 __all__ = [
     "MAX_PUBLICATIONS",
     "MOST_DETAIL",
+    "MOST_FILES",
     "MOST_GAUGES",
     "MOST_LEASES",
     "MOST_METRICS",

@@ -86,8 +86,10 @@ class RegisterReply(Message):
     publication: Publication | None = Field(description="Newest published weights, if there are any yet.")
 
 
-MOST_PROFILED = 65_536
+MOST_PROFILED = 4096
 """Ranks of one profile."""
+MOST_FILES = 8
+"""Traces that are named; the others lie next to them."""
 MOST_DETAIL = 2048
 ProfileId = Annotated[str, Field(min_length=8, max_length=64, pattern=NAME)]
 ProfileState = Literal["asked", "waiting", "recording", "writing", "written", "failed"]
@@ -138,8 +140,8 @@ class ProfileStatus(ProfileOrder):
     )
     files: Annotated[list[Text], FailFast()] = Field(
         default_factory=list,
-        max_length=MOST_PROFILED,
-        description="Traces, one of each rank, once it is written.",
+        max_length=MOST_FILES,
+        description="The first traces; there is one of each rank, once it is written.",
     )
     detail: Prose = Field(default="", max_length=MOST_DETAIL, description="Why it has failed.")
 

@@ -366,7 +366,7 @@ def report(trainer: Trainer, order: m.ProfileOrder, state: m.ProfileState) -> m.
 
 
 def test_a_profile_is_handed_to_the_trainer_until_it_says_that_it_knows(stage: Stage) -> None:
-    served, trainer, _ = stage.at_work(make_config(profiler=PROFILED))
+    served, trainer, rollout = stage.at_work(make_config(profiler=PROFILED))
     user, replica = stage.client(served), trainer.reply.replica_id
     request = m.ProfileRequest(request_id="profile-1", first_step=4)
     asked = user.send(api.profile(replica, request))
@@ -383,7 +383,9 @@ def test_a_profile_is_handed_to_the_trainer_until_it_says_that_it_knows(stage: S
     )
     for state in ("recording", "written"):
         assert report(trainer, order, state).profile is None
-    (seen,) = [one.profile for one in user.send(api.replicas()) if one.role == "policy"]
+    report(rollout, order, "written")
+    seen = {one.role: one.profile for one in user.send(api.replicas())}["policy"]
+    assert {one.role: one.profile for one in user.send(api.replicas())}["rollout"] is None, "it has none"
     assert seen is not None
     assert (seen.state, seen.files) == ("written", ["trace"])
     again = user.send(api.profile(replica, m.ProfileRequest(steps=1, warmup=0, ranks=[0, 0])))

@@ -45,11 +45,13 @@ def report(trainer: Trainer, order: m.ProfileOrder, state: m.ProfileState, **fie
 def profiled(served: ServedController, trainer: Trainer, play: Play, *arguments: object) -> Answer:
     """What the command says while a trainer, in a thread, plays on the order that reaches it."""
     failures: list[BaseException] = []
+    over = threading.Event()
 
     def run() -> None:
         try:
             while (order := trainer.beat().profile) is None:
-                threading.Event().wait(0.02)
+                if over.wait(0.02):
+                    return
             play(order)
         except BaseException as error:
             failures.append(error)
@@ -57,8 +59,10 @@ def profiled(served: ServedController, trainer: Trainer, play: Play, *arguments:
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     answer = cosmos("profile", served.url, *arguments, COSMOS_TOKEN=TOKENS["user"])
+    over.set()
     thread.join(PATIENCE)
     assert failures == []
+    assert not thread.is_alive()
     return answer
 
 
@@ -66,11 +70,16 @@ def test_it_names_the_traces_and_how_to_open_them(served: ServedController, trai
     def play(order: m.ProfileOrder) -> None:
         assert (order.first_step, order.steps, order.warmup, order.ranks) == (3, 2, 0, [0])
         report(trainer, order, "recording", first_step=3)
-        report(trainer, order, "written", directory="/there", files=["a.json.gz", "b.json.gz"])
+        report(trainer, order, "written", directory="/there", files=["a.json.gz"], ranks=[0, 1])
 
     asked = ("--steps", 2, "--first-step", 3, "--warmup", 0, "--rank", 0, "--wait", PATIENCE)
     answer = profiled(served, trainer, play, *asked)
-    answer.says(0, "a profile of 2 steps, from step 3 on", "/there/a.json.gz\n/there/b.json.gz\n", "perfetto")
+    answer.says(
+        0,
+        "a profile of 2 steps, from step 3 on",
+        "/there/a.json.gz\nand those of 1 more ranks next",
+        "perfetto",
+    )
 
 
 def test_what_came_of_it_is_an_error_by_name(served: ServedController, trainer: Trainer):

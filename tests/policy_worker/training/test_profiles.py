@@ -6,7 +6,7 @@ import gzip
 import json
 import resource
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from policy_worker.parallel.group import Group
 from policy_worker.process import ShutdownRequest
-from policy_worker.training.profiles import Profiles, Window, write
+from policy_worker.training.profiles import ModuleRanges, Profiles, Window, write
 from policy_worker.training.sft import Sft
 from schema.config.sections.profiler import ProfilerConfig
 from schema.wire.messages import ProfileOrder
@@ -148,17 +148,31 @@ def files_of(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.parametrize("size", [1024, 1 << 20])
-def test_a_disk_that_is_full_leaves_no_half_trace(tmp_path: Path, size: int) -> None:
-    """The first is too small for what torch writes, which says nothing of it."""
+@pytest.mark.parametrize(
+    ("size", "fault", "there"),
+    [(512, "too large", []), (1500, "disk full", [".txt"]), (1 << 20, "", [".json.gz", ".txt"])],
+)
+def test_a_disk_that_is_full_leaves_no_half_trace(
+    tmp_path: Path, size: int, fault: str, there: list[str]
+) -> None:
+    """In between it takes the table, and not what torch writes, which says nothing of it."""
     with profile(activities=[ProfilerActivity.CPU]) as trace:
         torch.ones(3).sum()
-    with files_of(size):
-        if size > 1024:
-            write(trace, tmp_path / "trace.json.gz")
-        else:
-            with pytest.raises(OSError, match="disk full"):
-                write(trace, tmp_path / "trace.json.gz")
-    assert sorted(path.name for path in tmp_path.iterdir()) == (
-        ["trace.json.gz", "trace.txt"] if size > 1024 else []
-    )
+    with files_of(size), pytest.raises(OSError, match=fault) if fault else nullcontext():
+        write(trace, tmp_path / "trace.json.gz")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"trace{end}" for end in there]
+
+
+def test_a_profiler_that_fails_while_it_records_is_ended_and_the_next_profile_works(
+    tmp_path: Path, algorithm: Sft, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def watch(ranges: ModuleRanges, model: torch.nn.Module) -> None:
+        raise RuntimeError("no more hooks")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(ModuleRanges, "watch", watch)
+        failed = train(profiling(with_modules=True), algorithm, tmp_path / "first", 2)
+    assert failed.trouble() == "profile: RuntimeError: no more hooks"
+    assert not (tmp_path / "first").exists()
+    assert train(profiling(with_modules=True), algorithm, tmp_path / "second", 2).trouble() == ""
+    assert len(list((tmp_path / "second").iterdir())) == 2
