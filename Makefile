@@ -41,7 +41,7 @@ soak: setup setup-vllm  ## list the long proofs; with AREA= run one area of them
 	$(BIN)/python -m tests.soak $(AREA)
 
 gpu:  ## tell what works on this machine's GPU, and how fast (at most nine minutes; GPU= for options)
-	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) benchmarks/gpu.py $(GPU)
+	env -u OMP_NUM_THREADS $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) benchmarks/gpu.py $(GPU)
 
 lint: setup  ## ruff, mypy and the import rules
 	$(BIN)/ruff check .

@@ -17,6 +17,7 @@ This file needs the standard library alone; what a section needs is looked for b
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import importlib.util
 import json
@@ -27,21 +28,31 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path[0] = str(ROOT)  # this folder's `controller` would hide the package
+
+from benchmarks.gpukit.report import Row, goals, markdown
+from launcher.processes.keeper import PR_SET_CHILD_SUBREAPER, descendants, prctl
+
 MINUTES = 9.0
 RESERVE = 5.0
 """Seconds kept for the report."""
+PATIENCE = 25.0
+"""Seconds in which a section that is ended may end what it has started."""
 LEAST = 15.0
 """Seconds below which no section is started."""
 LAST_LINES = 25
 """Of what a section printed, where it failed."""
-WHEELS = Path(".wheels")
+WHEELS = (Path(".wheels"), Path(".venv-gpu/wheels"))
 MOST_WHEEL_BYTES = 60 << 20
+BAD = ("wrong", "failed", "timed out")
+SETTINGS = {
+    "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo",
+}  # fmt: skip
+"""Of all sections: nothing is looked for outside of this machine."""
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 FETCHED = (
     "pydantic", "pydantic-core", "annotated-types", "typing-inspection", "fastapi", "starlette", "annotated-doc",
@@ -62,56 +73,34 @@ JOB = (
 )
 WEIGHTS = ("pydantic", "transformers", "safetensors", "xxhash", "zstandard")
 TRAINER = (*WEIGHTS, "httpx")
+REWARDS = ("jinja2", "math_verify", "psutil")
 TESTS = ("pytest", "pytest_timeout", "hypothesis", "xdist")
 
 
 @dataclass(frozen=True)
 class Section:
-    """limit: seconds. needs: modules that must be importable. title: what it answers."""
+    """limit: seconds. sure: seconds of them that earlier sections leave to it, however long they take. needs: modules
+    that must be importable. title: what it answers."""
 
     name: str
     limit: float
+    sure: float
     needs: tuple[str, ...]
     title: str
 
 
 SECTIONS = (
-    Section("quickstart", 110, (*JOB, *TRAINER, "jinja2", "math_verify", "psutil"), "The quickstart on one device"),
-    Section("tests", 120, (*TRAINER, *TESTS), "Tests of trainer, weights and embedded engine"),
-    Section("mixed_precision", 40, TRAINER, "FSDP2 in bf16 over float32 masters, collectives in a world of one"),
-    Section("transport", 30, TRAINER, "Weights to a host without the store"),
-    Section("deltas", 60, WEIGHTS, "Deltas, encoded and applied"),
-    Section("staging", 40, TRAINER, "Checkpoints: copies in host memory"),
-    Section("training", 170, TRAINER, "Training steps of 1.5B parameters"),
-    Section("logprobs", 40, TRAINER, "Log-probs and loss over a large vocabulary"),
-    Section("publication", 60, TRAINER, "Publication of 1.5B parameters"),
-    Section("vllm", 300, (*JOB, *TRAINER, "vllm"), "Rollouts by vLLM"),
+    Section("quickstart", 160, 100, (*JOB, *TRAINER, *REWARDS), "The quickstart, on one device"),
+    Section("tests", 130, 60, (*TRAINER, *TESTS), "Tests of trainer, weights and embedded engine"),
+    Section("mixed_precision", 40, 20, TRAINER, "FSDP2's casts to bf16 over float32 masters, and collectives"),
+    Section("transport", 40, 20, TRAINER, "Weights to a host without the store"),
+    Section("deltas", 60, 30, WEIGHTS, "Deltas, encoded and applied"),
+    Section("staging", 60, 30, TRAINER, "Checkpoints: copies in host memory"),
+    Section("training", 180, 130, TRAINER, "Training steps of 1.5B parameters"),
+    Section("logprobs", 50, 30, TRAINER, "Log-probs and loss over a large vocabulary"),
+    Section("publication", 70, 45, TRAINER, "Publication of 1.5B parameters"),
+    Section("vllm", 300, 0, (*JOB, *TRAINER, "vllm"), "Rollouts by vLLM"),
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Goal:
-    """A figure of a section's case, and what it should be. most: it should be less, else more."""
-
-    words: str
-    section: str
-    figure: str
-    value: float
-    most: bool = True
-
-    def reached(self, found: float) -> bool:
-        return found <= self.value if self.most else found >= self.value
-
-
-GOALS = (
-    Goal("MFU of 1.5B, packed and compiled, at least 45 %", "training", "mfu", 0.45, most=False),
-    Goal("log-probs and loss in at most 1/8 of the memory", "logprobs", "memory_ratio", 1 / 8),
-    Goal("log-probs and loss in at most 1.35 times the time", "logprobs", "time_ratio", 1.35),
-    Goal("a delta of 1.5B published in less than 0.5 s", "publication", "publication_s", 0.5),
-    Goal("with a pause of less than 50 ms", "publication", "pause_ms", 50.0),
-)
-
-Row = dict[str, Any]
 
 
 # ---- what is fetched beforehand -----------------------------------------------------------------------------------
@@ -178,14 +167,15 @@ class Run:
             path.unlink(missing_ok=True)
         self.rows: dict[str, list[Row]] = {}
 
-    def section(self, section: Section) -> None:
-        """Run one, and add what it reported."""
+    def section(self, section: Section, later: float = 0.0) -> None:
+        """Run one, and add what it reported. later: seconds that are kept for those that follow."""
         print(f"\n{section.name}: {section.title}", flush=True)
         began, rows = time.monotonic(), self.rows.setdefault(section.name, [])
         missing = [name for name in section.needs if not self._importable(name)]
-        left = min(section.limit, self._deadline - began - RESERVE)
+        left = self._deadline - began - RESERVE
+        left = min(section.limit, left, max(left - later, section.sure))
         if missing:
-            rows.append({"case": "all", "status": "skipped", "why": f"not installed: {', '.join(missing)}"})
+            rows.append({"case": "all", "status": "not installed", "why": ", ".join(missing)})
         elif left < min(section.limit, LEAST):
             rows.append({"case": "all", "status": "skipped", "why": "no time is left"})
         else:
@@ -259,27 +249,24 @@ class Run:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End what is left of a section: first in order, since a launcher has processes of its own to end."""
-    for number, patience in ((signal.SIGTERM, 8.0), (signal.SIGKILL, 5.0)):
-        try:
-            os.killpg(process.pid, number)
-        except ProcessLookupError:
-            return
+    """End what is left of a section, and whatever it has started: in order first, since a job has much to end."""
+    for pids, number, patience in (
+        (lambda: [process.pid], signal.SIGTERM, PATIENCE),
+        (lambda: descendants(os.getpid()), signal.SIGKILL, 5.0),
+    ):
+        for pid in pids():
+            with contextlib.suppress(ProcessLookupError):
+                (os.killpg if number == signal.SIGTERM else os.kill)(pid, number)
         give_up = time.monotonic() + patience
         while time.monotonic() < give_up:
             process.poll()
-            try:
-                os.killpg(process.pid, 0)
-            except ProcessLookupError:
+            if not descendants(os.getpid()):
                 return
             time.sleep(0.05)
 
 
 def _text(path: Path) -> str:
     return path.read_text(errors="replace") if path.exists() else ""
-
-
-# ---- the report ---------------------------------------------------------------------------------------------------
 
 
 def machine() -> Row:
@@ -289,76 +276,20 @@ def machine() -> Row:
         "'torch': torch.__version__, 'gpu': torch.cuda.get_device_name(0) if cuda else None, "
         "'gpus': torch.cuda.device_count() if cuda else 0}))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120
-    )
-    found = json.loads(done.stdout) if done.returncode == 0 else {"torch": None, "gpu": None, "gpus": 0}
+    found: Row = {"torch": None, "gpu": None, "gpus": 0}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=240
+        )
+        found = json.loads(done.stdout)
+    except subprocess.SubprocessError as error:
+        print(f"torch does not answer: {error}\n{getattr(error, 'stderr', None) or ''}", file=sys.stderr)
     return {
         **found,
         "python": platform.python_version(),
         "cores": os.cpu_count(),
         "date": time.strftime("%Y-%m-%d"),
     }
-
-
-def goals(rows: dict[str, list[Row]]) -> list[Row]:
-    """Each goal with its figure in the last case of its section, which is the largest; of training in the best."""
-    found = []
-    for goal in GOALS:
-        values = [
-            row[goal.figure] for row in rows.get(goal.section, []) if isinstance(row.get(goal.figure), float)
-        ]
-        value = None
-        if values:
-            value = max(values) if goal.section == "training" else values[-1]
-        found.append(
-            {"goal": goal.words, "found": value, "reached": None if value is None else goal.reached(value)}
-        )
-    return found
-
-
-def markdown(where: Row, command: str, rows: dict[str, list[Row]], reached: Iterable[Row]) -> str:
-    """Tables for docs/performance.md."""
-    versions = f"Python {where['python']}, PyTorch {where['torch']}"
-    lines = [f"`{command}`, {where['date']}, {where['gpu'] or 'no GPU'}, {where['cores']} cores, {versions}"]
-    lines += ["", "| goal | found | reached |", "|---|---|---|"]
-    for goal in reached:
-        mark = {None: "not measured", True: "yes", False: "no"}[goal["reached"]]
-        lines.append(f"| {goal['goal']} | {_cell(goal['found'])} | {mark} |")
-    for section in SECTIONS:
-        if section.name in rows:
-            *found, whole = rows[section.name]
-            took = f"`{section.name}`, {whole['seconds_s']:.0f} s"
-            lines += ["", f"**{section.title}** ({took})", *_section(found)]
-    return "\n".join(lines) + "\n"
-
-
-def _section(rows: Sequence[Row]) -> list[str]:
-    """What went well without a figure in one line, then a table for each set of figures."""
-    plain = ("section", "case", "status", "why")
-    groups: dict[tuple[str, ...], list[Row]] = {}
-    for row in rows:
-        figures = tuple(key for key in row if key not in plain)
-        groups.setdefault(figures if figures or row["status"] == "ok" else ("why",), []).append(row)
-    lines = []
-    if right := groups.pop((), []):
-        lines += ["", "Right: " + "; ".join(row["case"] for row in right)]
-    for figures, group in groups.items():
-        lines += [
-            "",
-            "| " + " | ".join(["case", "result", *figures]) + " |",
-            "|---" * (len(figures) + 2) + "|",
-        ]
-        for row in group:
-            cells = [row["case"], row["status"], *(_cell(row.get(figure)) for figure in figures)]
-            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return lines
-
-
-def _cell(value: object) -> str:
-    if value is None:
-        return ""
-    return f"{value:.4g}" if isinstance(value, float) else str(value).partition("\n")[0]
 
 
 def main() -> int:
@@ -376,7 +307,7 @@ def main() -> int:
         "--from-wheels",
         type=Path,
         metavar="DIR",
-        help=f"take what is missing from there (default {WHEELS}, if it is there)",
+        help=f"take what is missing from there (default: {' or '.join(map(str, WHEELS))}, if there is one)",
     )
     options = parser.parse_args()
     if options.wheels is not None:
@@ -389,35 +320,37 @@ def main() -> int:
     where = machine()
     if options.device == "cuda" and not where["gpu"]:
         parser.error("no GPU that PyTorch can use is here; --device cpu --tiny rehearses without one")
+    prctl(PR_SET_CHILD_SUBREAPER, 1)  # what a section leaves behind comes to this process, and is ended
     with tempfile.TemporaryDirectory(prefix="gpu-site-") as site:
-        wheels = options.from_wheels or (WHEELS if WHEELS.is_dir() else None)
+        wheels = options.from_wheels or next(filter(Path.is_dir, WHEELS), None)
         if wheels is not None and (names_of := install(wheels, Path(site))):
             print(f"from {wheels}: {', '.join(names_of)}")
         given = filter(None, [str(ROOT), site, os.environ.get("PYTHONPATH")])
-        env = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(given),
-            "PYTHONUNBUFFERED": "1",
-            "HF_HUB_OFFLINE": "1",
-        }
+        env = {**os.environ, **SETTINGS, "PYTHONPATH": os.pathsep.join(given)}
         env.pop("PYTHONDONTWRITEBYTECODE", None)  # each section would compile all that it imports
         run = Run(options, env, deadline)
-        for section in SECTIONS:
-            if section.name in chosen:
-                run.section(section)
-    return report(run, where)
-
-
-def report(run: Run, where: Row) -> int:
-    """Write the tables and print the last line; the exit code."""
-    reached = goals({} if run.tiny else run.rows)
-    text = markdown(where, "python " + " ".join(["benchmarks/gpu.py", *sys.argv[1:]]), run.rows, reached)
-    (run.out / "gpu.md").write_text(text)
+        wanted = [section for section in SECTIONS if section.name in chosen]
+        for i, section in enumerate(wanted):
+            run.section(section, sum(one.sure for one in wanted[i + 1 :]))
+            text, last = report(run, where)
     print("\n" + text)
-    statuses = [row["status"] for rows in run.rows.values() for row in rows]
-    bad = [status for status in statuses if status in ("wrong", "failed", "timed out")]
-    print(json.dumps({"machine": where, "goals": reached, "sections": run.rows, "bad": len(bad)}))
-    return 1 if bad else 0
+    print(json.dumps(last))
+    return 1 if last["bad"] else 0
+
+
+def report(run: Run, where: Row) -> tuple[str, Row]:
+    """Write the tables of what there is until now; them, and the last line."""
+    reached = goals({} if run.tiny else run.rows)
+    command = "python " + " ".join(["benchmarks/gpu.py", *sys.argv[1:]])
+    text = markdown(where, command, {one.name: one.title for one in SECTIONS}, run.rows, reached)
+    (run.out / "gpu.md").write_text(text)
+    bad = [
+        row
+        for rows in run.rows.values()
+        for row in rows
+        if row["status"] in BAD or (row["status"] == "not installed" and row["section"] != "vllm")
+    ]
+    return text, {"machine": where, "goals": reached, "sections": run.rows, "bad": len(bad)}
 
 
 if __name__ == "__main__":

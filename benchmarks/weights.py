@@ -260,7 +260,7 @@ class Job:
         seconds = {"encode": part.seconds["encode"]}
         seconds["write"] = time.perf_counter() - began - seconds["encode"]
         self._table |= manifest.tensors
-        self._links = [*self._links[-1:], _link(self._versions, published)]
+        self._links = [*self._links[-1:], link_of(self._versions, published)]
         self._versions += 1
         publication = Publication(
             id=self._versions,
@@ -326,7 +326,8 @@ class Job:
         }
 
 
-def _link(version: int, published: Published) -> Link:
+def link_of(version: int, published: Published) -> Link:
+    """A version as the manifests of later ones name it."""
     form = {published.kind: published.piece}
     return Link(version=version, content_hash=published.content_hash, **form)
 

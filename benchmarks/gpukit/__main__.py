@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import signal
+import sys
 from pathlib import Path
 
 from schema.util.imports import without_collections
@@ -17,6 +19,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="JSON lines are appended to it")
     parser.add_argument("--kept", type=Path, default=Path(), help="directory for traces")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that temporary files go
     with without_collections():
         import torch
 

@@ -22,11 +22,12 @@ ROUNDS = 4
 
 @torch.no_grad()
 def run(bench: Bench) -> None:
-    millions, place = (1 if bench.tiny else 500), str(bench.device)
-    trainer, replica = Trainer(millions, place), Replica(millions, place)
+    millions, device = (1 if bench.tiny else 500), str(bench.device)
+    trainer, replica = Trainer(millions, device), Replica(millions, device)
     new = trainer.weights()
     total = sum(tensor.nbytes for tensor in new.values())
-    with tempfile.TemporaryDirectory(dir=bench.in_memory(3 * total / 1e9)) as folder:
+    place = bench.in_memory(3 * total / 1e9)
+    with tempfile.TemporaryDirectory(dir=place) as folder:
         store = DirectoryStore(Path(folder) / "store")
         job = Job(Path(folder), store, store, new, replica)
         replica.load(new)
@@ -41,6 +42,7 @@ def run(bench: Bench) -> None:
                     f"delta {number} applied on the device: all bits equal",
                     True,
                     gb=total / 1e9,
+                    in_memory=bool(place),
                     changed=found["changed"],
                     bytes_ratio=found["bytes"],
                     encode_s=found["encode"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -15,7 +16,9 @@ from benchmarks.gpukit.bench import Bench
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ROOT / "examples" / "quickstart"
 FEW_STEPS = 2
-LAST_LINES = 25
+LAST_LINES = 40
+LEAVE = 20.0
+"""Seconds for a job that is ended with its section."""
 
 
 class JobFailedError(Exception):
@@ -23,13 +26,26 @@ class JobFailedError(Exception):
 
 
 def run_command(command: Sequence[str], log: Path, cwd: Path) -> float:
-    """Run a command to its end; its seconds. Raises `JobFailedError`."""
+    """Run a command to its end; its seconds. What it and its processes logged is printed if that is not a good one.
+
+    Raises `JobFailedError`.
+    """
     began = time.monotonic()
     with log.open("wb") as stream:
-        done = subprocess.run(command, stdout=stream, stderr=subprocess.STDOUT, cwd=cwd, check=False)
-    if done.returncode:
-        lines = log.read_text(errors="replace").splitlines()[-LAST_LINES:]
-        raise JobFailedError(f"exit code {done.returncode}: " + "\n".join(lines))
+        process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, cwd=cwd)
+    code: int | None = None
+    try:
+        code = process.wait()
+    finally:
+        if code is None:  # this section is ended, and so is the command, by the same signal
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(LEAVE)
+        if code != 0:
+            for file in (log, *sorted(cwd.glob("**/logs/*.log"))):
+                lines = file.read_text(errors="replace").splitlines()[-LAST_LINES:]
+                print(f"---- {file.relative_to(cwd)}", *lines, sep="\n", flush=True)
+    if code:
+        raise JobFailedError(f"{command[-1]}: exit code {code}")
     return time.monotonic() - began
 
 

@@ -1,6 +1,7 @@
-"""FSDP2 on one rank: bf16 products over float32 masters, and the collectives of NCCL in a world of one.
+"""FSDP2 on one rank: bf16 products over float32 masters; and collectives in a world of one.
 
-A few steps are compared with the same in float32 without FSDP2: the loss must fall alike.
+A few steps are compared with the same in float32 without FSDP2: the loss must fall alike. In a world of one FSDP2
+casts and copies without a collective, so those that training and publishing use are called by themselves.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def train(bench: Bench, group: Group, param_dtype: str) -> list[float]:
 
 
 def collectives(bench: Bench) -> None:
-    """Those that training and publishing use. In a world of one they only copy: it is the code that is proven."""
+    """In a world of one they only copy: it is that they run which is proven."""
     elements = 2**12 if bench.tiny else 2**27
     data = torch.randn(elements, device=bench.device)
     out = torch.empty_like(data)

@@ -26,6 +26,7 @@ def run(bench: Bench) -> None:
             return
         command = [sys.executable, str(QUICKSTART / "run.py"), "--plain", "--out", str(place / "out")]
         seconds = run_command(command, place / "quickstart.log", place)
+        bench.row("warm start", **speed_of(summary_of(place / "out" / "sft")))
         found = summary_of(place / "out" / "grpo")
         _report(bench, found, whole_s=seconds)
         accuracy = float(found["validations"][-1]["score_mean"] or 0.0)

@@ -13,6 +13,7 @@ twice that), d = heads · head dimension. Goal: 45 %.
 from __future__ import annotations
 
 import tempfile
+import traceback
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -39,47 +40,56 @@ ROWS = {"4k": [512] * 8, "16k": [1024] * 16}
 TINY_ROWS = {"4k": [24] * 4, "16k": [32] * 8}
 VARLEN, TRACE = "varlen", "training.json.gz"
 CASES = [
-    *((VARLEN, compiled, recompute) for compiled in (True, False) for recompute in (False, True)),
-    ("sdpa", True, False),
-    ("sdpa", False, False),
+    (VARLEN, True, False),
+    *((VARLEN, False, recompute) for recompute in (False, True)),
+    *(("sdpa", compiled, False) for compiled in (True, False)),
+    (VARLEN, True, True),
 ]
-"""Attention, compiled layers, recomputation."""
+"""Attention, compiled layers, recomputation. What matters most comes first: a section that is cut short has it; what
+torch has had most trouble with comes last."""
 
 
 def run(bench: Bench) -> None:
     register_varlen()
-    (bench.kept / TRACE).unlink(missing_ok=True)
+    torch.set_num_threads(torch.get_num_threads())  # said once, all threads compile for the same number
     group = Group(RankEnvironment())
+    first: dict[str, Tensor] = {}
+    made: tuple[Trainer, list[torch.nn.Module]] | None = None
     try:
-        trainer, layers = make_trainer(bench, group)
-        first: dict[str, Tensor] = {}
-        # What matters most comes first: a section that is cut short has reported it.
         for attention, compiled, recompute in CASES:
-            set_up(trainer, layers, attention, compiled=compiled, recompute=recompute, tiny=bench.tiny)
             for name, lengths in (TINY_ROWS if bench.tiny else ROWS).items():
                 case = f"{name}, {attention}" + ", compiled" * compiled + ", recomputed" * recompute
+                made = made or make_trainer(bench, group)
                 try:
-                    logprobs = measure(bench, trainer, lengths, case)
-                except torch.cuda.OutOfMemoryError as error:
-                    trainer.optimizer.adamw.zero_grad()
-                    bench.row(case, "out of memory", why=str(error).splitlines()[0])
-                    continue
-                finally:
+                    set_up(*made, attention, compiled=compiled, recompute=recompute, tiny=bench.tiny)
+                    logprobs = measure(bench, made[0], lengths, case)
+                except Exception as error:  # of compilers and kernels: the other cases are worth having
+                    traceback.print_exc()
+                    bench.row(case, "failed", why=f"{type(error).__name__}: {error}"[:500])
+                    made = None  # FSDP2 may be in the middle of a step
                     bench.free()
-                error = float((logprobs - first.setdefault(name, logprobs)).abs().max())
-                if error or first[name] is not logprobs:
-                    bench.check(f"{case}: log-probs as in the first case", error < 0.25, largest_error=error)
+                    continue
+                if name in first:
+                    error = float((logprobs - first[name]).abs().max())
+                    bench.check(f"{case}: log-probs as in the first case", error < 0.15, largest_error=error)
+                first.setdefault(name, logprobs)
+        profile(bench, *(made or make_trainer(bench, group)))
     finally:
         group.close()
 
 
 def make_trainer(bench: Bench, group: Group) -> tuple[Trainer, list[torch.nn.Module]]:
-    """Float32 masters, bf16 products: FSDP2 casts, as in a job. And the decoder layers."""
+    """Float32 masters, bf16 products: FSDP2 casts, as in a job. And the decoder layers.
+
+    At a learning rate of 0 AdamW works as ever and changes nothing: all cases see the same weights.
+    """
     lm = bench.language_model()
     lm.train()
     model = PolicyModel(lm)
     layers = model.decoder_layers()
-    return Trainer(model, config_of(recompute=False), group, Schedule(1000)), layers
+    trainer = Trainer(model, config_of(recompute=False), group, Schedule(1000))
+    trainer.optimizer.set_peak_lr(0.0)
+    return trainer, layers
 
 
 def set_up(
@@ -128,31 +138,20 @@ def config_of(*, recompute: bool, tokens: int = 0) -> Config:
 
 
 def samples(lengths: Sequence[int], vocabulary: int) -> dict[int, TrainSample]:
-    """Sequences whose second halves are learned."""
+    """Sequences of which every token is learned, as MFU counts them."""
     rng = np.random.default_rng(0)
     made = {}
     for row, length in enumerate(lengths):
         ids = rng.integers(0, vocabulary, length + 1, dtype=np.int32)
-        mask = (np.arange(length + 1) > length // 2).astype(np.uint8)
+        mask = (np.arange(length + 1) > 0).astype(np.uint8)
         made[row] = TrainSample([Segment(ids, mask, None)])
     return made
 
 
 def measure(bench: Bench, trainer: Trainer, lengths: Sequence[int], case: str) -> Tensor:
-    """Time whole optimizer steps; the log-probs before the first."""
-    batch_of, rows = samples(lengths, bench.shape["vocab_size"]), list(range(len(lengths)))
-    learned = sum(sample.learned_tokens for sample in batch_of.values())
-    CUTS.set(lengths, bench.device)
-    before: list[Tensor] = []
-
-    def step() -> None:
-        for batch in trainer.micro_batches(batch_of, [rows]):
-            out = trainer.forward(batch)
-            if not before:
-                before.append(out.logprobs.detach().clone())
-            trainer.backward(-out.logprobs.sum() / learned)
-        trainer.step(0)
-
+    """Time whole optimizer steps; the log-probs."""
+    seen: list[Tensor] = []
+    step = stepper(bench, trainer, lengths, seen)
     breaks = torch._dynamo.utils.counters["graph_break"]
     breaks.clear()
     began = bench.wall(step)
@@ -165,25 +164,51 @@ def measure(bench: Bench, trainer: Trainer, lengths: Sequence[int], case: str) -
     if bench.on_gpu:
         flops = flops_of(bench, trainer, lengths)
         figures |= {"mfu": flops / seconds / PEAK_FLOPS, "tflop_s": flops / seconds / 1e12, "peak_gb": peak}
-    if not (bench.kept / TRACE).exists():
-        profile(bench, trainer, step, case)
     bench.row(case, **figures, estimate_gb=estimate_gb(trainer, tokens))
-    return before[0]
+    return seen[0]
 
 
-def profile(bench: Bench, trainer: Trainer, step: Callable[[], None], case: str) -> None:
-    """Record one step as a job does: the trace is kept, the costliest operations are printed."""
-    recorder = Recorder(SubProfilerConfig(), trainer.model)
-    step()
-    recorder.start()
-    step()
-    trace = recorder.stop()
-    write(trace, bench.kept / TRACE)
-    print(table_of(bench.kept / TRACE).read_text())
-    table_of(bench.kept / TRACE).unlink()
-    names = {event.key for event in trace.key_averages()}
-    kernels = not bench.on_gpu or any(event.device_time_total > 0 for event in trace.key_averages())
-    bench.check(f"{case}: a profile names ranges and kernels", kernels and {"forward", "optimizer"} <= names)
+def stepper(bench: Bench, trainer: Trainer, lengths: Sequence[int], seen: list[Tensor]) -> Callable[[], None]:
+    """One optimizer step on a row of sequences of these lengths. seen: gets the log-probs of the first."""
+    batch_of, rows = samples(lengths, bench.shape["vocab_size"]), list(range(len(lengths)))
+    learned = sum(sample.learned_tokens for sample in batch_of.values())
+    CUTS.set(lengths, bench.device)
+
+    def step() -> None:
+        for batch in trainer.micro_batches(batch_of, [rows]):
+            out = trainer.forward(batch)
+            if not seen:
+                seen.append(out.logprobs.detach().clone())
+            trainer.backward(-out.logprobs.sum() / learned)
+        trainer.step(0)
+
+    return step
+
+
+def profile(bench: Bench, trainer: Trainer, layers: list[torch.nn.Module]) -> None:
+    """Record one step of the first case as a job does: the trace is kept, the costliest operations are printed."""
+    attention, compiled, recompute = CASES[0]
+    lengths = (TINY_ROWS if bench.tiny else ROWS)["16k"]
+    target = bench.kept / TRACE
+    try:
+        set_up(trainer, layers, attention, compiled=compiled, recompute=recompute, tiny=bench.tiny)
+        step = stepper(bench, trainer, lengths, [])
+        recorder = Recorder(SubProfilerConfig(), trainer.model)
+        step()
+        recorder.start()
+        step()
+        trace = recorder.stop()
+        write(trace, target)
+    except Exception as error:
+        traceback.print_exc()
+        bench.row("a profile", "failed", why=f"{type(error).__name__}: {error}"[:500])
+        return
+    print(table_of(target).read_text())
+    table_of(target).unlink()
+    found = trace.key_averages()
+    kernels = not bench.on_gpu or any(event.device_time_total > 0 for event in found)
+    named = {"forward", "backward", "optimizer"} <= {event.key for event in found}
+    bench.check("a profile names ranges and kernels", kernels and named)
 
 
 def allocated_gb(bench: Bench) -> float:

@@ -1,0 +1,94 @@
+"""What a GPU run has found, as tables for docs/performance.md. The standard library alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A figure of a section's case, and what it should be. most: it should be less, else more."""
+
+    words: str
+    section: str
+    figure: str
+    value: float
+    most: bool = True
+
+    def reached(self, found: float) -> bool:
+        return found <= self.value if self.most else found >= self.value
+
+
+GOALS = (
+    Goal("MFU of 1.5B, packed and compiled, at least 45 %", "training", "mfu", 0.45, most=False),
+    Goal("log-probs and loss in at most 1/8 of the memory", "logprobs", "memory_ratio", 1 / 8),
+    Goal("log-probs and loss in at most 1.35 times the time", "logprobs", "time_ratio", 1.35),
+    Goal("a delta of 1.5B published in less than 0.5 s", "publication", "publication_s", 0.5),
+    Goal("with a pause of less than 50 ms", "publication", "pause_ms", 50.0),
+)
+
+
+def goals(rows: Mapping[str, list[Row]]) -> list[Row]:
+    """Each goal with its figure in the last case of its section, which is the largest; of training in the best."""
+    found = []
+    for goal in GOALS:
+        values = [
+            row[goal.figure] for row in rows.get(goal.section, []) if isinstance(row.get(goal.figure), float)
+        ]
+        value = None
+        if values:
+            value = max(values) if goal.section == "training" else values[-1]
+        found.append(
+            {"goal": goal.words, "found": value, "reached": None if value is None else goal.reached(value)}
+        )
+    return found
+
+
+def markdown(
+    where: Row, command: str, titles: Mapping[str, str], rows: Mapping[str, list[Row]], reached: Iterable[Row]
+) -> str:
+    """Tables of all sections, in the order of their titles."""
+    versions = f"Python {where['python']}, PyTorch {where['torch']}"
+    lines = [f"`{command}`, {where['date']}, {where['gpu'] or 'no GPU'}, {where['cores']} cores, {versions}"]
+    lines += ["", "| goal | found | reached |", "|---|---|---|"]
+    for goal in reached:
+        mark = {None: "not measured", True: "yes", False: "no"}[goal["reached"]]
+        lines.append(f"| {goal['goal']} | {_cell(goal['found'])} | {mark} |")
+    for name, title in titles.items():
+        if name in rows:
+            *found, whole = rows[name]
+            took = f"`{name}`, {whole['seconds_s']:.0f} s"
+            lines += ["", f"**{title}** ({took})", *_section(found)]
+    return "\n".join(lines) + "\n"
+
+
+def _section(rows: Sequence[Row]) -> list[str]:
+    """What went well without a figure in one line, then a table for each set of figures."""
+    plain = ("section", "case", "status", "why")
+    groups: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        figures = tuple(key for key in row if key not in plain)
+        groups.setdefault(figures if figures or row["status"] == "ok" else ("why",), []).append(row)
+    lines = []
+    if right := groups.pop((), []):
+        lines += ["", "Right: " + "; ".join(row["case"] for row in right)]
+    for figures, group in groups.items():
+        lines += [
+            "",
+            "| " + " | ".join(["case", "result", *figures]) + " |",
+            "|---" * (len(figures) + 2) + "|",
+        ]
+        for row in group:
+            cells = [row["case"], row["status"], *(_cell(row.get(figure)) for figure in figures)]
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return lines
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value).partition("\n")[0]
