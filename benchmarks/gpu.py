@@ -211,6 +211,7 @@ class Run:
                 str(lines),
             ]
             command += ["--kept", str(self.out), *["--tiny"] * options.tiny]
+            before = set(descendants(os.getpid()))
             with log.open("wb") as stream:
                 # A session of its own: whatever it started ends with it.
                 process = subprocess.Popen(
@@ -227,7 +228,7 @@ class Run:
                 except subprocess.TimeoutExpired:
                     ending = ("the rest", "timed out", f"after {seconds:.0f} s")
                 finally:
-                    _end(process)
+                    _end(process, before)
             text = _text(log)
             with self._log.open("a") as together:
                 together.write(f"==== {name}\n{text}\n")
@@ -248,21 +249,25 @@ class Run:
         )
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End what is left of a section, and whatever it has started: in order first, since a job has much to end."""
-    for pids, number, patience in (
-        (lambda: [process.pid], signal.SIGTERM, PATIENCE),
-        (lambda: descendants(os.getpid()), signal.SIGKILL, 5.0),
-    ):
-        for pid in pids():
-            with contextlib.suppress(ProcessLookupError):
-                (os.killpg if number == signal.SIGTERM else os.kill)(pid, number)
+def _end(process: subprocess.Popen[bytes], before: set[int]) -> None:
+    """End what is left of a section, and whatever it has started: in order first, since a job has much to end.
+
+    before: processes below this one that are older than it.
+    """
+
+    def left() -> set[int]:
+        process.poll()
+        return set(descendants(os.getpid())) - before
+
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+    for patience in (PATIENCE, 5.0):
         give_up = time.monotonic() + patience
-        while time.monotonic() < give_up:
-            process.poll()
-            if not descendants(os.getpid()):
-                return
+        while left() and time.monotonic() < give_up:
             time.sleep(0.05)
+        for pid in left():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def _text(path: Path) -> str:

@@ -28,7 +28,10 @@ def run(tmp_path: Path) -> Run:
 
 
 def test_a_section_that_takes_too_long_is_ended_and_named(run: Run) -> None:
-    run.section(Section("staging", 0.5, 0.0, (), "imports torch, which takes longer"))
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        run.section(Section("staging", 0.5, 0.0, (), "imports torch, which takes longer"))
+        assert other.poll() is None, "it is none of the section's"
+        other.communicate()
     found = {row["case"]: row["status"] for row in run.rows["staging"]}
     assert found == {"the rest": "timed out", "whole section": "ok"}
     mine = psutil.Process()
