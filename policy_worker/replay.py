@@ -14,7 +14,6 @@ import logging
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -36,28 +35,16 @@ from schema.wire.batch_file import folder_of
 log = logging.getLogger("replay")
 
 
-@dataclass(frozen=True)
-class Options:
-    """What is asked for. config: None is the run's own. output: None is standard output."""
-
-    run_dir: Path
-    config: Path | None
-    first_step: int | None
-    steps: int | None
-    repeat: int
-    output: Path | None
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, replay, say what went wrong."""
     parser = argparse.ArgumentParser(prog="python -m policy_worker.replay")
     parser.add_argument("run_dir", type=Path)
-    parser.add_argument("--config", type=Path, default=None)
+    parser.add_argument("--config", type=Path, default=None, help="default: the run's own")
     parser.add_argument("--first-step", type=int, default=None)
     parser.add_argument("--steps", type=int, default=None)
     parser.add_argument("--repeat", type=int, default=1)
-    parser.add_argument("--output", type=Path, default=None)
-    options = Options(**vars(parser.parse_args(arguments)))
+    parser.add_argument("--output", type=Path, default=None, help="default: standard output")
+    options = parser.parse_args(arguments)
     ranks = RankEnvironment()
     try:
         ranks = RankEnvironment.of_environ()
@@ -73,8 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _run(options: Options, ranks: RankEnvironment, shutdown: ShutdownRequest) -> None:
-    config = _config_of(options)
+def _run(options: argparse.Namespace, ranks: RankEnvironment, shutdown: ShutdownRequest) -> None:
+    config = _config_of(options.config or options.run_dir / "config.json")
     shutdown.grace = config.launcher.shutdown_timeout
     with without_collections():
         import torch  # after everything that can be found without it: it takes seconds
@@ -117,9 +104,8 @@ def _run(options: Options, ranks: RankEnvironment, shutdown: ShutdownRequest) ->
         replay.run(beginning.steps, options.repeat)
 
 
-def _config_of(options: Options) -> Config:
+def _config_of(path: Path) -> Config:
     """Raises `SettingsError`: there is none, it is damaged, or it is of another kind of job."""
-    path = options.config or options.run_dir / "config.json"
     try:
         config = Config.model_validate_json(path.read_bytes())
     except (OSError, ValidationError) as error:

@@ -24,10 +24,11 @@ from policy_worker.trainer import Trainer
 from policy_worker.training.batch_source import BatchSource
 from policy_worker.training.grpo import Grpo
 from policy_worker.training.loop import Algorithm, Loop
-from policy_worker.training.recording import Recorder
+from policy_worker.training.recording import BatchRecorder
 from policy_worker.training.sft import Sft
 from schema.config import Config
 from schema.config.rules.profiler import absent_ranks
+from schema.config.trained import settings_digest
 from schema.wire import messages as m
 from schema.wire import payload_file
 from schema.wire.batch_file import Facts, folder_of
@@ -114,14 +115,15 @@ def _algorithm(
 
 def _recorder(
     config: Config, reply: m.RegisterReply, ranks: int, resumption: Resumption | None, payloads: Path | None
-) -> Recorder:
+) -> BatchRecorder:
     facts = Facts(
         job_id=reply.job_id,
         total_steps=reply.total_steps,
         ranks=ranks,
+        settings=settings_digest(config),
         began_from="" if resumption is None else str(resumption.path),
     )
-    return Recorder(folder_of(Path(reply.run_dir)), config.profiler.record_batches, facts, payloads)
+    return BatchRecorder(folder_of(Path(reply.run_dir)), config.profiler.record_batches, facts, payloads)
 
 
 def _register(group: Group, session: Session | None) -> tuple[m.RegisterReply, Resumption | None]:

@@ -57,10 +57,15 @@ def is_ancestor(older: Manifest, newer: Manifest) -> bool:
     return older.timeline in ends and older.step <= ends[older.timeline]
 
 
-def complete_in(directory: Path) -> tuple[list[Found], list[str]]:
-    """All checkpoints in a directory by (timeline, step), newest first, and what is wrong with others there."""
+def complete_in(directory: Path, steps: range | None = None) -> tuple[list[Found], list[str]]:
+    """All checkpoints in a directory by (timeline, step), newest first, and what is wrong with others there.
+
+    steps: look at no others.
+    """
     found, damage = [], []
-    for _, path in named_in(directory):
+    for step, path in named_in(directory):
+        if steps is not None and step not in steps:
+            continue
         try:
             found.append(look(path))
         except CheckpointError as error:
@@ -220,21 +225,27 @@ def before_step(
     """The checkpoint with the weights that training step `step` of a timeline was begun with, or the nearest before
     them that is there and whole; None: the configured model. A collective.
 
-    began_from: the checkpoint that the trainer of that step had started from; empty: none.
+    began_from: the checkpoint that the trainer of that step had started from; empty: none. What is passed over on the
+    way, being damaged, is logged.
 
     Raises:
         CheckpointError: a checkpoint vanishes meanwhile.
     """
+    root = checkpoints_of(run_dir)
+    damage: list[str] = []
 
     def listed() -> list[str]:
-        chain = chain_in(checkpoints_of(run_dir))[0]
+        chain = chain_in(root)[0]
         paths = [str(one.path) for one in chain if one.step <= step and one.manifest.timeline <= timeline]
         return paths or _first_of_run(config, run_dir, began_from, step)
 
-    found = first_whole(group, group.lead(listed), [])
-    if found is None:
-        return None
-    return _resumption(found, config, own=found.path.parent == checkpoints_of(run_dir))
+    found = first_whole(group, group.lead(listed), damage)
+    own = found is not None and found.path.parent == root
+    if group.leads:
+        unseen = complete_in(root, range(found.step + 1 if found and own else 0, step + 1))[1]
+        if unseen := [*unseen, *(damage if found is None else [])]:
+            log.warning("passed over on the way to the weights of step %d: %s", step, "; ".join(unseen))
+    return None if found is None else _resumption(found, config, own)
 
 
 def _first_of_run(config: Config, run_dir: Path, began_from: str, step: int) -> list[str]:

@@ -1,6 +1,6 @@
 """Batches on disk (`schema.wire.batch_file`): kept while a run trains, read again by a replay.
 
-    controller ─▶ batch_source ─ keep ─▶ Recorder ─▶ <run>/batches/step-… ─▶ RecordedBatches ─▶ grpo
+    controller ─▶ batch_source ─ keep ─▶ BatchRecorder ─▶ <run>/batches/step-… ─▶ RecordedBatches ─▶ grpo
 
 A batch is written before it is trained on, so the one on which training fails is there. What fails in writing is a
 trouble for people to see, and never ends training.
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 KEY = "profiler.record_batches"
 
 
-class Recorder:
+class BatchRecorder:
     """Keeps the batches of the newest steps; on rank 0 only.
 
     n: how many. payloads: the directory through which large samples come.

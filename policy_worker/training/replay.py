@@ -31,8 +31,10 @@ from schema.wire import batch_file
 from schema.wire.batch_file import Facts, NotRecordedError
 from schema.wire.frame import FrameError
 
-PROFILE_PATIENCE = 10.0
-"""Seconds for a trace that is being written when this process is asked to leave."""
+log = logging.getLogger(__name__)
+
+PROFILE_SHARE = 0.6
+"""Of the time for leaving, for a trace that is being written then: nothing else is left to do."""
 EVERYTHING = Parts("state", optimizer=True, extra=True)
 
 
@@ -48,9 +50,11 @@ class Beginning:
     @property
     def weights(self) -> str:
         """Which weights these are, for people."""
-        if self.resumption is None:
+        if self.resumption is not None:
+            return f"checkpoint {self.resumption.path}"
+        if not self.facts.began_from:
             return "the model as it was at step 0"
-        return f"checkpoint {self.resumption.path}"
+        return f"the configured model: no checkpoint that led to step {self.steps[0]} is left"
 
     @property
     def weights_step(self) -> int:
@@ -89,6 +93,16 @@ def begin(group: Group, config: Config, run_dir: Path, first: int | None, count:
     return Beginning(steps, facts, resumption, exact)
 
 
+def check_same(step: int, digests: Sequence[str]) -> None:
+    """Raises `BadBatchError` unless all ranks have read the same batch: they would wait for each other in vain."""
+    other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+    if other is not None:
+        raise BadBatchError(
+            f"rank {other} has read another batch of step {step} than rank 0: its file was replaced meanwhile; "
+            f"replay it again once the run has ended, or has gone on past this step"
+        )
+
+
 class Report(logging.Handler):
     """Lines of JSON for whoever started the replay, warnings of the log among them. stream: None is nowhere."""
 
@@ -122,7 +136,7 @@ class Replay:
         To a profile the repeated steps are further ones: it counts on.
 
         Raises:
-            PolicyError: a batch cannot be read, or training fails on it.
+            PolicyError: a batch cannot be read or is not the same on all ranks, or training fails on it.
         """
         group, profiles, count = self._group, self._profiles, steps[0]
         profiles.begin(count)
@@ -135,11 +149,14 @@ class Replay:
             self._train(step, number)
             count += 1
         profiles.stop(count)
-        profiles.settle(PROFILE_PATIENCE)
+        profiles.settle(PROFILE_SHARE * self._shutdown.grace)
+        if trouble := profiles.trouble():
+            log.warning("%s", trouble)
 
     def _train(self, step: int, number: int) -> None:
         table = self._algorithm.poll(step, 0.0)
         assert table is not None
+        check_same(step, self._group.gather(table.digest))
         began = time.monotonic()
         with span("step"):
             metrics = self._algorithm.train_on(table)

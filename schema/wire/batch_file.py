@@ -41,6 +41,11 @@ class Facts(BaseModel):
         ge=0, lt=2**53, description="Steps that the job had then: the length of its schedule."
     )
     ranks: int = Field(ge=1, le=65536, description="Ranks that trained it.")
+    settings: str = Field(
+        max_length=64,
+        pattern=PLAIN,
+        description="`schema.config.trained.settings_digest` of its configuration.",
+    )
     began_from: str = Field(
         max_length=4096,
         description="Checkpoint that the trainer had started from; empty: the configured model.",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,13 @@ from tests.support.ports import free_port
 from tests.support.waiting import PATIENCE
 
 
-def start_ranks(world: int, arguments: Sequence[str], **environment: str) -> list[Forked]:
+def start_ranks(
+    world: int, arguments: Sequence[str] | Callable[[int], Sequence[str]], **environment: str
+) -> list[Forked]:
     port, devices = str(free_port()), {} if world <= GPUS else WITHOUT_GPU
     return [
         Forked(
-            arguments,
+            arguments(rank) if callable(arguments) else arguments,
             {
                 **os.environ, **devices, "OMP_NUM_THREADS": "1", "RANK": str(rank), "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **environment,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,8 @@ from transformers import AutoModelForCausalLM
 from controller.client import Client
 from controller.client import calls as api
 from schema.config import Config
-from schema.wire.batch_file import folder_of, path_of, read, recorded
+from schema.config.trained import settings_digest
+from schema.wire.batch_file import folder_of, path_of, read, recorded, write
 from schema.wire.messages import JobStatus, ProfileRequest
 from schema.wire.messages.steps import StepRecord
 from schema.wire.prompts import write_prompts
@@ -217,6 +219,22 @@ def test_a_whole_job(tmp_path: Path, start: Any, world: int):
     check_replayed(lines, steps)
     assert [line["ranks"] for line in lines[:1]] == [lines[0]["recorded_ranks"]] == [world]
     assert tree(job.run_dir) == before_replay
+    config = Config.model_validate_json((job.run_dir / "config.json").read_bytes())
+    facts = read(path_of(folder_of(job.run_dir), 0))[2]
+    assert facts.settings == settings_digest(config), "as of the configuration that is written"
+    if world == 2:
+        check_ranks_that_read_different_batches(job.run_dir, tmp_path / "copy")
+
+
+def check_ranks_that_read_different_batches(run_dir: Path, copy: Path) -> None:
+    """A running job may replace files while a replay reads them: it ends, and does not hang."""
+    shutil.copytree(run_dir, copy)
+    table, frames, facts = read(path_of(folder_of(run_dir), 0))
+    write(folder_of(copy), table.model_copy(update={"timeline": 7}), frames, facts, keep=8)
+    ranks = start_ranks(2, lambda rank: ["policy_worker.replay", str(copy if rank else run_dir)])
+    for code, output in wait_ranks(ranks):
+        assert code == 1, output
+        assert "rank 1 has read another batch of step 0 than rank 0" in output
 
 
 def check_profile(folder: Path, name: str) -> None:

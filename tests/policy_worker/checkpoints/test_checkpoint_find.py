@@ -14,7 +14,9 @@ from policy_worker.checkpoints.find import before_step, candidates, choose, foun
 from policy_worker.checkpoints.layout import look
 from policy_worker.errors import CheckpointError, DamagedCheckpointError
 from policy_worker.parallel.group import Group
+from policy_worker.training.replay import Beginning
 from schema.config import Config
+from schema.wire.batch_file import Facts
 from tests.policy_worker.checkpoint_material import make_checkpoint
 from tests.policy_worker.material import make_config
 
@@ -219,6 +221,32 @@ def test_a_replay_begins_at_the_nearest_checkpoint_before_its_step(
     damage(middle)
     assert weights_before(group, tmp_path, 11) == ("step-00000005", 5)
     assert "falling back" in caplog.text
+
+
+def test_a_replay_names_the_damaged_checkpoints_that_it_passes_over(
+    tmp_path: Path, group: Group, caplog: pytest.LogCaptureFixture
+):
+    root = tmp_path / "checkpoints"
+    for step in (5, 10, 20):
+        damage(make_checkpoint(root, step), "manifest.json")
+    middle = make_checkpoint(root, 15, latest=True)
+    assert weights_before(group, tmp_path, 16) == ("step-00000015", 15)
+    assert not caplog.records, "those damaged ones would not have been taken"
+    assert weights_before(group, tmp_path, 12) is None
+    (record,) = caplog.records
+    assert all(f"{root}/step-000000{step}/manifest.json" in record.getMessage() for step in ("05", "10"))
+    assert "step-00000020" not in record.getMessage()
+    caplog.clear()
+    file = damage(middle)
+    assert weights_before(group, tmp_path, 16) is None
+    assert str(file) in caplog.text, "the only one that had a manifest"
+
+
+def test_a_replay_does_not_take_the_model_for_what_the_run_began_from():
+    facts = Facts(job_id="job", total_steps=10, ranks=1, settings="", began_from="")
+    restarted = facts.model_copy(update={"began_from": "RUN/checkpoints/step-00000005"})
+    assert Beginning([7], facts, None, False).weights == "the model as it was at step 0"
+    assert "no checkpoint that led to step 7 is left" in Beginning([7], restarted, None, False).weights
 
 
 def test_a_replay_of_the_first_steps_begins_where_the_run_began(

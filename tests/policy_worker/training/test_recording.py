@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 
 from policy_worker.errors import BadBatchError
-from policy_worker.training.recording import RecordedBatches, Recorder
+from policy_worker.training.recording import BatchRecorder, RecordedBatches
+from policy_worker.training.replay import check_same
 from schema.wire import payload_file
 from schema.wire.batch_file import Facts, path_of, read, recorded, write
 from schema.wire.payload_file import FileName
 from schema.wire.sample import encode_sample
 from tests.policy_worker.material import make_table, random_samples
 
-FACTS = Facts(job_id="job", total_steps=10, ranks=1, began_from="")
+FACTS = Facts(job_id="job", total_steps=10, ranks=1, settings="", began_from="")
 SAMPLES = random_samples(4)
 FRAMES = [encode_sample(sample) for sample in SAMPLES]
 
@@ -25,7 +26,7 @@ def test_a_disk_that_fails_is_a_trouble_until_it_works_again(
 ):
     folder = tmp_path / "batches"
     folder.touch()
-    recorder = Recorder(folder, 4, FACTS)
+    recorder = BatchRecorder(folder, 4, FACTS)
     with caplog.at_level(logging.INFO):
         for step in (0, 1):
             recorder.keep(make_table(SAMPLES, step=step), FRAMES)
@@ -44,7 +45,7 @@ def test_a_disk_that_fails_is_a_trouble_until_it_works_again(
 def test_large_samples_are_copied_out_of_the_files_that_they_lie_in(tmp_path: Path):
     payloads, folder = tmp_path / "payloads", tmp_path / "batches"
     stub = payload_file.write(payloads, FileName("e0-p0", "lease", 0), FRAMES[0])
-    recorder = Recorder(folder, 4, FACTS, payloads)
+    recorder = BatchRecorder(folder, 4, FACTS, payloads)
     recorder.keep(make_table(SAMPLES), [stub, *FRAMES[1:]])
     (payloads / "e0-p0.lease.0").unlink()
     assert [bytes(frame) for frame in read(path_of(folder, 0))[1]] == FRAMES
@@ -60,6 +61,12 @@ def test_batches_are_read_by_rows(tmp_path: Path):
     found = batches.payloads(table, [2, 0])
     for row in (0, 2):
         assert found[row].segments[0].token_ids.tolist() == SAMPLES[row].token_ids.tolist()
+
+
+def test_ranks_that_have_read_different_batches_say_so():
+    check_same(3, ["a", "a", "a"])
+    with pytest.raises(BadBatchError, match="rank 2 has read another batch of step 3 than rank 0"):
+        check_same(3, ["a", "a", "b"])
 
 
 def test_files_that_cannot_be_trained_on_are_refused_by_name(tmp_path: Path):

@@ -22,7 +22,7 @@ from schema.wire.batch_file import (
 )
 from schema.wire.frame import FrameError
 
-FACTS = Facts(job_id="job-1", total_steps=60, ranks=2, began_from="")
+FACTS = Facts(job_id="job-1", total_steps=60, ranks=2, settings="", began_from="")
 FRAMES = [b"first", b"", b"third"]
 
 
