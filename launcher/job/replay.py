@@ -11,8 +11,10 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import signal
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,20 +30,26 @@ from launcher.plan.machine import find_machine
 from launcher.plan.placement import PlacementError, Replica
 from launcher.plan.rundir import RunDir, base_environment
 from launcher.processes.signals import stop_signals
-from launcher.processes.supervisor import Exit, Setting, Situation, Supervised, Supervisor
+from launcher.processes.supervisor import Exit, Setting, Situation, Supervisor
 from launcher.restarts import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, SIGNALLED, Budget
 from schema.config import Config, ConfigError
 from schema.config.loading.load import load
+from schema.config.trained import READ, changes_numbers, settings_digest
 from schema.util.atomic_file import write_text
 from schema.util.text import visible
 from schema.wire import batch_file
+from schema.wire.batch_file import Facts
 from schema.wire.frame import FrameError
 
 POLL = 0.2
 """Seconds between looks at what the ranks report."""
 KEY = "profiler.record_batches"
-READ = ("train.", "policy.", "profiler.", "placement.", "launcher.", "rollout.sampling_config.temperature")
-"""Keys that a trainer without controller and generators reads."""
+AROUND = ("profiler.", "placement.", "launcher.")
+"""What a trainer without controller and generators reads besides `schema.config.trained.READ`."""
+ABANDONED = 3600.0
+"""Seconds after which nobody fills a temporary file any more."""
+SAYING = 5.0
+"""Seconds for the supervisor to say what went wrong with itself; it takes none."""
 Record = dict[str, Any]
 
 
@@ -57,19 +65,30 @@ class Wanted:
     as_json: bool
 
 
+@dataclass(frozen=True)
+class Changes:
+    """What differs from the run's config.toml: these keys; `settings_digest` of the file, and with them."""
+
+    keys: list[str]
+    before: str
+    now: str
+
+
 def replay(wanted: Wanted, env: Mapping[str, str]) -> int:
-    """Train, show, and answer the exit code; an interrupt ends it. The log of a failure stays.
+    """Train, show, and answer the exit code; an interrupt ends it. Logs of a failure stay.
 
     Raises:
         ConfigError, LaunchError: before anything starts, see `read_config`, `survey`, `placement.replay`.
     """
     run = wanted.run
-    config, changed = read_config(run, wanted.overrides, env)
-    steps, facts = survey(run, wanted.first, wanted.count)
+    config, changes = read_config(run, wanted.overrides, env)
+    recorded = survey(run, wanted.first, wanted.count)
+    first = min(recorded)
     if run.is_alive():
         _complain(
             f"note: {run.path} is running: its batches are read as they are now, and it may remove them"
         )
+    sweep(run.profiles)
     directory = Path(tempfile.mkdtemp(prefix="cosmos-replay-"))
     code = EXIT_OK
     try:
@@ -77,11 +96,11 @@ def replay(wanted: Wanted, env: Mapping[str, str]) -> int:
         (directory / "output.jsonl").touch()
         arguments = {
             "config": directory / "config.json", "output": directory / "output.jsonl",
-            "first-step": steps[0], "steps": len(steps), "repeat": wanted.repeat,
+            "first-step": first, "steps": len(recorded), "repeat": wanted.repeat,
         }  # fmt: skip
         spelled = [part for name, value in arguments.items() for part in (f"--{name}", str(value))]
-        replica = _placed(config, facts.ranks, [str(run.path), *spelled], env)
-        screen = Screen(str(run.path), changed, wanted.as_json)
+        replica = _placed(config, recorded[first].ranks, [str(run.path), *spelled], env)
+        screen = Screen(str(run.path), recorded, changes, wanted.as_json)
         setting = Setting(
             directory,
             directory,
@@ -94,35 +113,38 @@ def replay(wanted: Wanted, env: Mapping[str, str]) -> int:
         screen.end()
         return code
     finally:
-        if code != EXIT_FAILED:  # then there is a log to read
+        if code not in (EXIT_FAILED, EXIT_CONFIG):  # then there are logs to read
             shutil.rmtree(directory, ignore_errors=True)
 
 
 # ---- what is replayed -----------------------------------------------------------------------------------------
 
 
-def read_config(run: RunDir, overrides: Sequence[str], env: Mapping[str, str]) -> tuple[Config, list[str]]:
-    """The run's configuration with `--set` and the environment on top, and which keys these change.
+def read_config(run: RunDir, overrides: Sequence[str], env: Mapping[str, str]) -> tuple[Config, Changes]:
+    """The run's configuration with `--set` and the environment on top, and what these change.
 
     Raises:
         ConfigError: it is wrong, or was already. LaunchError: there is none, or a changed key would not be read.
     """
     if not run.config_toml.is_file():
         raise LaunchError(f"{run.path} holds no config.toml", "it is not the directory of a run any more")
-    before = dict(_leaves(resolved(load([run.config_toml]).config)))
+    written = load([run.config_toml]).config
+    before = dict(_leaves(resolved(written)))
     config = load([run.config_toml], overrides, env).config
     if not config.is_grpo or config.is_evaluation:
-        raise LaunchError(f"{run.path} is no run of reinforcement learning", "only such runs record batches")
+        raise LaunchError(
+            f"{run.path} is not a run of reinforcement learning", "only such runs record batches"
+        )
     now = dict(_leaves(resolved(config)))
     changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
     if problems := nsight.check_nsight(config):
         raise ConfigError(problems)
-    if unread := [key for key in changed if not key.startswith(READ)]:
+    if unread := [key for key in changed if not key.startswith((*READ, *AROUND))]:
         raise LaunchError(
             f"{unread[0]} is not read by a replay: it trains recorded batches, and nothing else runs",
             "keys of [train], [policy], [profiler], [placement] and [launcher] may change",
         )
-    return config, changed
+    return config, Changes(changed, settings_digest(written), settings_digest(config))
 
 
 def _leaves(data: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
@@ -133,8 +155,8 @@ def _leaves(data: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any
             yield f"{above}{name}", value
 
 
-def survey(run: RunDir, first: int | None, count: int | None) -> tuple[list[int], batch_file.Facts]:
-    """The steps to train again, each with a whole file of this run; and what the first one's says of the run.
+def survey(run: RunDir, first: int | None, count: int | None) -> dict[int, Facts]:
+    """The steps to train again, in order: each has a whole file of this run, and what that says of the run then.
 
     Raises:
         LaunchError: nothing is recorded, a step is missing, or a file is damaged or of another run.
@@ -145,19 +167,20 @@ def survey(run: RunDir, first: int | None, count: int | None) -> tuple[list[int]
         raise LaunchError(f"{run.path} has recorded no batches", _how_to_record(run))
     try:
         chosen = batch_file.choose(recorded, first, count)
-        facts = [batch_file.read_facts(batch_file.path_of(folder, step)) for step in chosen]
+        facts = {step: batch_file.read_facts(batch_file.path_of(folder, step)) for step in chosen}
     except batch_file.NotRecordedError as error:
         raise LaunchError(f"{folder}: {error}", "choose among these with --first-step and --steps") from None
     except FrameError as error:
         hint = "leave its step out with --first-step and --steps"
         raise LaunchError(str(error), hint, EXIT_FAILED) from None
     job = _job_of(run)
-    for step, found in zip(chosen, facts, strict=True):
-        if found.job_id != (job or facts[0].job_id):
+    job_then = facts[chosen[0]].job_id
+    for step, found in facts.items():
+        if found.job_id != (job or job_then):
             path = batch_file.path_of(folder, step)
-            other = f"this run is {job}" if job else f"step {chosen[0]} is of {facts[0].job_id}"
+            other = f"this run is {job}" if job else f"step {chosen[0]} is of {job_then}"
             raise LaunchError(f"{path} is of job {found.job_id}, {other}", "put it where it belongs")
-    return chosen, facts[0]
+    return facts
 
 
 def _job_of(run: RunDir) -> str:
@@ -179,6 +202,13 @@ def _placed(config: Config, ranks: int, arguments: Sequence[str], env: Mapping[s
         return placement.replay(config, find_machine(env), ranks, arguments)
     except PlacementError as error:
         raise ConfigError([error.problem]) from None
+
+
+def sweep(profiles: Path) -> None:
+    """Remove what killed replays have left next to their profiles: a run that has ended is never swept again."""
+    for path in profiles.glob(".*replay-*"):
+        if path.is_file() and time.time() - path.stat().st_mtime > ABANDONED:
+            path.unlink(missing_ok=True)
 
 
 # ---- its processes --------------------------------------------------------------------------------------------
@@ -212,46 +242,61 @@ class Follower:
 
 
 async def run_ranks(replica: Replica, output: Path, setting: Setting, show: Callable[[Record], None]) -> int:
-    """All ranks to their end, and what they report meanwhile; the exit code. Leaves no process behind."""
+    """All ranks to their end, and what they report meanwhile; the exit code. Leaves no process behind.
+
+    The first signal asks the ranks to leave, so that they write what they have recorded; the second one kills them.
+    """
     supervisor, reported = Supervisor(setting, Once()), Follower(output)
     loop = asyncio.get_running_loop()
-    interrupted: asyncio.Future[int] = loop.create_future()
+    asked, killed = loop.create_future(), loop.create_future()
     signals = stop_signals()
 
     def interrupt(number: int) -> None:
-        if not interrupted.done():
-            interrupted.set_result(number)
+        for future in (asked, killed):
+            if not future.done():
+                return future.set_result(number)
+
+    async def follow(*until: asyncio.Future[Any]) -> None:
+        while not any(one.done() for one in until):
+            await asyncio.wait(until, timeout=POLL)
+            for record in reported.new():
+                show(record)
 
     for number in signals:
         loop.add_signal_handler(number, interrupt, int(number))
     supervised = supervisor.launch(replica)
-    done = asyncio.create_task(supervised.done.wait())
-    waits: set[asyncio.Future[Any]] = {done, interrupted}
+    tasks: list[asyncio.Task[Any]] = [asyncio.create_task(supervised.done.wait())]
     try:
-        while not done.done() and not interrupted.done():
-            await asyncio.wait(waits, timeout=POLL)
-            for record in reported.new():
-                show(record)
+        await follow(tasks[0], asked)
+        if asked.done():
+            if asked.result() == signal.SIGINT:
+                _complain("leaving after this step, once profiles are written; Ctrl-C again leaves at once")
+            tasks.append(asyncio.create_task(supervisor.stop([replica.name])))
+            await follow(tasks[1], killed)
     finally:
-        done.cancel()
+        for task in tasks:
+            task.cancel()
         await supervisor.kill_all()
         for number in signals:
             loop.remove_signal_handler(number)
-    return SIGNALLED + interrupted.result() if interrupted.done() else _code(supervised)
-
-
-def _code(supervised: Supervised) -> int:
-    """The exit code of ranks that have ended by themselves; says why where they failed."""
-    exit_ = supervised.last_exit
-    if exit_ is not None and exit_.code == EXIT_OK:
-        return EXIT_OK
-    if exit_ is None:
+    if asked.done():
+        return SIGNALLED + int(asked.result())
+    if supervised.last_exit is None:
+        # The task that cares for the ranks has failed, and says so in its very next turn.
+        ending = await asyncio.wait_for(supervisor.ended, SAYING)
+        _complain(f"error: the replay failed: {ending.verdict.reason}")
         return EXIT_FAILED
+    return _code(supervised.last_exit)
+
+
+def _code(exit_: Exit) -> int:
+    """The exit code of ranks that have ended by themselves; says why where they failed."""
+    if exit_.code == EXIT_OK:
+        return EXIT_OK
     code = EXIT_CONFIG if exit_.code == EXIT_CONFIG else EXIT_FAILED
     lines = [f"error: the replay failed ({exit_.how}); the last lines of {exit_.process}:"]
     lines += [f"  │ {line}" for line in exit_.lines]
-    lines += [f"  all of them: {exit_.log_file}"] if code == EXIT_FAILED else []
-    _complain("\n".join(lines))
+    _complain("\n".join([*lines, f"  all of them: {exit_.log_file}"]))
     return code
 
 
@@ -264,18 +309,19 @@ def _complain(text: str) -> None:
 
 @dataclass
 class Screen:
-    """Shows what the ranks report. changed: keys that are not as in the run."""
+    """Shows what the ranks report. recorded: of each step, what its file says of the run then."""
 
     run: str
-    changed: Sequence[str]
+    recorded: Mapping[int, Facts]
+    changes: Changes
     as_json: bool
     _steps: list[Record] = field(default_factory=list)
 
     def show(self, record: Record) -> None:
         """One record, see `policy_worker.training.replay.Report`."""
         if record["event"] == "begin":
-            record |= {"run": self.run, "changed": list(self.changed)}
-            reasons = differences(record)
+            record |= {"run": self.run, "changed": self.changes.keys}
+            reasons = differences(record, self.recorded, self.changes)
             record |= {"comparable": not reasons, "differs": reasons}
         if record["event"] == "step":
             self._steps.append(record)
@@ -293,16 +339,39 @@ class Screen:
             typer.echo(visible(text_of(record)), err=record["event"] == "warning")
 
 
-def differences(begin: Mapping[str, Any]) -> list[str]:
-    """Why the numbers of a replay are not those of the run; empty: they are."""
-    reasons = []
+def differences(begin: Mapping[str, Any], recorded: Mapping[int, Facts], changes: Changes) -> list[str]:
+    """Why the numbers of a replay are not those of the run; empty: they are.
+
+    recorded: of each step. One that was trained after a resume may have been trained otherwise.
+    """
+
+    def first(differs: Callable[[Facts], bool]) -> int | None:
+        return next((step for step, facts in recorded.items() if differs(facts)), None)
+
+    reasons, start = [], min(recorded)
+    total = recorded[start].total_steps
     if not begin["exact"]:
-        reasons.append(f"the weights are not exactly those of step {begin['steps'][0]}")
-    if begin["ranks"] != begin["recorded_ranks"]:
-        reasons.append(f"it had {begin['recorded_ranks']} rank{'s' if begin['recorded_ranks'] > 1 else ''}")
-    if changed := [key for key in begin["changed"] if not key.startswith("profiler.")]:
+        reasons.append(f"the weights are not exactly those of step {start}")
+    if (step := first(lambda facts: facts.ranks != begin["ranks"])) is not None:
+        reasons.append(f"step {step} was trained on {_ranks(recorded[step].ranks)}")
+    if (step := first(lambda facts: facts.total_steps != total)) is not None:
+        of_step = recorded[step].total_steps
+        reasons.append(f"the schedule had {total} steps at step {start}, {of_step} at step {step}")
+    same = first(lambda facts: facts.settings != changes.now) is None
+    step = first(lambda facts: facts.settings != changes.before)
+    if not same and step is not None:
+        reasons.append(f"step {step} was trained with settings other than those of config.toml")
+    if changed := [
+        key
+        for key in changes.keys
+        if key.startswith(("placement.", "launcher.")) or (changes_numbers(key) and not same)
+    ]:
         reasons.append(f"{', '.join(changed)} changed")
     return reasons
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank{'s' if count > 1 else ''}"
 
 
 def medians(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -315,9 +384,9 @@ def medians(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 def text_of(record: Mapping[str, Any]) -> str:
     """A record for people."""
     if record["event"] == "begin":
-        steps, ranks = record["steps"], record["ranks"]
+        steps = record["steps"]
         what = f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
-        whole = f"{record['run']}: {what} on {ranks} rank{'s' if ranks > 1 else ''}, from {record['weights']}"
+        whole = f"{record['run']}: {what} on {_ranks(record['ranks'])}, from {record['weights']}"
         if record["comparable"]:
             return f"{whole}\nnumbers can be compared with those of the run"
         return f"{whole}\nnumbers cannot be compared with those of the run: {'; '.join(record['differs'])}"

@@ -127,20 +127,20 @@ def place(config: Config, machine: Machine) -> list[Replica]:
 
 
 def replay(config: Config, machine: Machine, ranks: int, arguments: Sequence[str]) -> Replica:
-    """The ranks of a trainer alone, on the devices and with the threads that they have in the job.
+    """The ranks of a trainer alone, on the devices of the first replica in the job, and with as many threads.
 
     ranks: where `dp_shard_size = -1` leaves it open. arguments: of `policy_worker.replay`.
     Raises PlacementError.
     """
     role, gpus = policy_layout(config), usable_gpus(config, machine)
     world, wanted = role.size or ranks, needs(config, len(gpus))
-    devices = tuple((role.devices or range(world))[:world]) if gpus else ()
+    listed = [other for other in layouts(config) if other.listed]
+    there = role.devices or _free(config, listed, len(gpus))
+    devices = tuple(there[:world]) if gpus else ()
     if beyond := sorted(device for device in devices if device >= len(gpus)):
-        if role.devices:
-            raise PlacementError(_beyond(role, beyond, len(gpus)))
-        key = "policy.parallelism.dp_shard_size"
-        message = f"the replay needs {world} GPUs, this machine has {len(gpus)}"
-        raise PlacementError(Problem(key, message, world, f"write {key} = {len(gpus) // role.unit or 1}"))
+        raise PlacementError(_beyond(role, beyond, len(gpus)))
+    if gpus and len(devices) < world:
+        raise PlacementError(_too_few_to_replay(role, world, len(there), listed, len(gpus)))
     workers = wanted.policy_replicas * world + wanted.rollout_replicas
     threads = str(cpu_threads(config, machine, workers))
     env = {"COSMOS_CPU_THREADS": threads, "OMP_NUM_THREADS": threads}
@@ -236,6 +236,19 @@ def _too_few(config: Config, wanted: Needs, listed: list[RoleLayout], free: int,
     )
     key = "rollout.parallelism" if wanted.rollout_replicas else "policy.parallelism"
     return Problem(key, message, total, hint)
+
+
+def _too_few_to_replay(
+    role: RoleLayout, world: int, there: int, listed: list[RoleLayout], count: int
+) -> Problem:
+    message, key = f"the replay needs {world} GPUs, ", "policy.parallelism.dp_shard_size"
+    message += f"{role.key} names {there}" if role.listed else f"this machine has {count}"
+    if listed and not role.listed:
+        message += f", and {listed[0].key} leaves {there}"
+    hint = f"write {key} = {there // role.unit}" if there >= role.unit else ""
+    if listed:
+        hint += f"{', or ' if hint else 'write '}another {listed[0].key}"
+    return Problem(key, message, world, hint or "replay it where the GPUs are")
 
 
 def _needs_sharing(config: Config, message: str) -> Problem:

@@ -12,17 +12,19 @@ from typing import Any
 import psutil
 import pytest
 
-from launcher.job.replay import differences, medians, run_ranks, text_of
+from launcher.job.replay import Changes, differences, medians, read_config, run_ranks, sweep, text_of
 from launcher.plan.machine import Machine
-from launcher.plan.placement import PlacementError, ProcessSpec, Replica, replay
+from launcher.plan.placement import PlacementError, ProcessSpec, Replica, place, replay
 from launcher.plan.rundir import RunDir
 from launcher.processes.supervisor import Setting
 from launcher.restarts import Budget, Role
 from schema.config import load_config
+from schema.config.trained import settings_digest
 from schema.wire import batch_file
 from tests.launcher.cli import cosmos
 from tests.launcher.samples import config, write_job
 from tests.schema.wire.test_batch_file import FACTS, FRAMES, table
+from tests.support.waiting import PATIENCE
 
 
 @pytest.fixture
@@ -103,6 +105,16 @@ def test_a_replay_takes_the_trainers_devices_and_threads():
     assert environments(replay(job, gpus, 2, []), "CUDA_VISIBLE_DEVICES") == ["0,1"] * 2
     sized = config(policy={"parallelism": {"dp_shard_size": 1}}, placement={"policy": [2], "rollout": [3]})
     assert environments(replay(sized, gpus, 2, []), "CUDA_VISIBLE_DEVICES") == ["2"], "as configured"
+    listed = config(
+        policy=mesh, placement={"rollout": [0, 1]}, rollout={"parallelism": {"n_init_replicas": 2}}
+    )
+    (policy, *_) = place(listed, gpus)
+    assert environments(replay(listed, gpus, 2, []), "CUDA_VISIBLE_DEVICES") == ["2,3"] * 2
+    assert environments(policy, "CUDA_VISIBLE_DEVICES") == ["2,3"] * 2, "as in the job"
+    with pytest.raises(PlacementError, match=r"needs 3 GPUs, .* has 4, and placement\.rollout leaves 2"):
+        replay(listed, gpus, 3, [])
+    with pytest.raises(PlacementError, match=r"needs 2 GPUs, placement\.policy names 1"):
+        replay(config(policy=mesh, placement={"policy": [2]}), gpus, 2, [])
     with pytest.raises(PlacementError, match="needs 6 GPUs, this machine has 4"):
         replay(job, gpus, 6, [])
     with pytest.raises(PlacementError, match="names device 2"):
@@ -119,13 +131,15 @@ def report(text):
 """
 
 
-def play(directory: Path, *programs: str, show: Any) -> int:
+def play(directory: Path, *programs: str, show: Any, grace: float = 1.0) -> int:
     """Ranks that do as these programs say; the exit code."""
     output = directory / "output.jsonl"
     output.touch()
     argvs = [(sys.executable, "-I", "-S", "-c", REPORT + program, str(output)) for program in programs]
     ranks = tuple(ProcessSpec(f"replay-{n}", Role.POLICY, argv) for n, argv in enumerate(argvs))
-    setting = Setting(directory, directory, 1.0, Budget(0, 0.0, 0.0), lambda spec: {**os.environ, **spec.env})
+    setting = Setting(
+        directory, directory, grace, Budget(0, 0.0, 0.0), lambda spec: {**os.environ, **spec.env}
+    )
     return asyncio.run(
         run_ranks(Replica("replay", Role.POLICY, ranks), directory / "output.jsonl", setting, show)
     )
@@ -153,6 +167,39 @@ report('{"n": 0}\\n{"n":'); time.sleep(0.5); report(' 1}\\n{"n": 2'); time.sleep
     assert alive(tmp_path) == []
 
 
+LEAVES = """
+import signal
+def leave(number, frame):
+    report('{"n": 1}\\n'); time.sleep(0.5); report('{"n": 2}\\n'); sys.exit(0)
+signal.signal(signal.SIGTERM, leave); report('{"n": 0}\\n'); time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize(("interrupts", "said"), [([0], [0, 1, 2]), ([0, 1], [0, 1])])
+def test_an_interrupt_lets_the_ranks_write_what_they_have_and_the_second_does_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], interrupts: list[int], said: list[int]
+):
+    shown: list[int] = []
+
+    def show(record: dict[str, Any]) -> None:
+        shown.append(record["n"])
+        if record["n"] in interrupts:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    program = LEAVES.replace("0.5", "15") if len(interrupts) > 1 else LEAVES
+    assert play(tmp_path, program, show=show, grace=PATIENCE) == 130
+    assert shown == said
+    assert "Ctrl-C again leaves at once" in capsys.readouterr().err
+    assert alive(tmp_path) == []
+
+
+def test_a_rank_that_cannot_be_started_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "replay-1.log").mkdir()
+    assert play(tmp_path, "time.sleep(1000)", "", show=print) == 1
+    assert "the launcher could not keep replay: IsADirectoryError" in capsys.readouterr().err
+    assert alive(tmp_path) == []
+
+
 @pytest.mark.parametrize(("code", "said"), [(0, None), (2, 2), (1, 1), (9, 1)])
 def test_a_rank_that_fails_takes_the_others_with_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], code: int, said: int | None
@@ -165,34 +212,78 @@ def test_a_rank_that_fails_takes_the_others_with_it(
     assert alive(tmp_path) == []
     complaint = capsys.readouterr().err
     assert ("why" in complaint) == bool(code)
-    assert (str(tmp_path / "replay-0.log") in complaint) == (said == 1), "a crash has a log to read"
+    assert (str(tmp_path / "replay-0.log") in complaint) == bool(code), "there is a log to read"
+
+
+def test_only_what_killed_replays_have_left_is_removed(tmp_path: Path):
+    old = [".replay-step-00000004-rank0.json.gz.1a2b", ".raw.replay-step-00000004-rank0.json.gz.1a2b"]
+    others = [".step-00000004-rank0.json.gz.1a2b", "replay-step-00000004-rank0.json.gz"]
+    for name in (*old, *others):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (0, 0))
+    written_now = ".replay-step-00000005-rank0.json.gz.1a2b"
+    (tmp_path / written_now).touch()
+    sweep(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {*others, written_now}
+    sweep(tmp_path / "nowhere")
 
 
 # ---- what is shown --------------------------------------------------------------------------------------------
 
 BEGIN = {
-    "event": "begin", "run": "RUN", "steps": [4, 5], "ranks": 1, "recorded_ranks": 1, "weights": "checkpoint C",
-    "weights_step": 4, "exact": True, "changed": [],
+    "event": "begin", "run": "RUN", "steps": [4, 5], "ranks": 2, "weights": "checkpoint C", "weights_step": 4,
+    "exact": True,
 }  # fmt: skip
+SAME = Changes([], "", "")
 
 
 @pytest.mark.parametrize(
-    ("facts", "reasons"),
+    ("facts", "later", "changes", "reasons"),
     [
-        ({}, []),
-        ({"exact": False}, ["the weights are not exactly those of step 4"]),
-        ({"ranks": 2, "changed": ["train.seed"]}, ["it had 1 rank", "train.seed changed"]),
+        ({}, {}, SAME, []),
+        ({"exact": False}, {}, SAME, ["the weights are not exactly those of step 4"]),
+        (
+            {"ranks": 1}, {}, Changes(["train.seed"], "", "b"),
+            ["step 4 was trained on 2 ranks", "train.seed changed"],
+        ),
+        ({}, {}, Changes(["profiler.enable_profiler", "train.output_dir"], "", ""), []),
+        ({}, {}, Changes(["placement.policy"], "", ""), ["placement.policy changed"]),
+        (
+            {}, {"ranks": 1, "total_steps": 80}, SAME,
+            ["step 5 was trained on 1 rank", "the schedule had 60 steps at step 4, 80 at step 5"],
+        ),
+        ({}, {"settings": "b"}, SAME, ["step 5 was trained with settings other than those of config.toml"]),
+        ({}, {"settings": "b"}, Changes(["train.seed"], "b", ""),
+            ["step 4 was trained with settings other than those of config.toml", "train.seed changed"]),
     ],
-)
-def test_it_says_whether_numbers_can_be_compared(facts: dict[str, Any], reasons: list[str]):
+)  # fmt: skip
+def test_it_says_whether_numbers_can_be_compared(
+    facts: dict[str, Any], later: dict[str, Any], changes: Changes, reasons: list[str]
+):
     begin = {**BEGIN, **facts}
-    found = differences(begin)
+    found = differences(begin, {4: FACTS, 5: FACTS.model_copy(update=later)}, changes)
     assert found == reasons
     text = text_of({**begin, "comparable": not found, "differs": found})
     assert f"RUN: steps 4 to 5 on {begin['ranks']} rank" in text
     assert "from checkpoint C" in text
     assert ("can be compared" in text) == (not reasons)
     assert all(reason in text for reason in reasons)
+
+
+def test_batches_from_before_a_resume_with_other_settings_cannot_be_compared(run: RunDir, tmp_path: Path):
+    facts = FACTS.model_copy(update={"settings": settings_digest(load_config(run.config_toml))})
+
+    def reasons(*overrides: str) -> list[str]:
+        return differences(BEGIN, {4: facts}, read_config(run, overrides, {})[1])
+
+    assert reasons() == []
+    assert reasons("train.epsilon=1e-3") == ["train.epsilon changed"]
+    resumed = ["train.epsilon=1e-3", "train.ckpt.max_keep=3"]
+    run.write_config(load_config(tmp_path / "run.toml", resumed))
+    assert reasons() == ["step 4 was trained with settings other than those of config.toml"]
+    assert reasons(f"train.epsilon={load_config(tmp_path / 'run.toml').train.epsilon}") == [], (
+        "as it was then"
+    )
 
 
 def test_steps_and_their_medians_are_a_line_each():
