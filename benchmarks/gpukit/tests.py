@@ -14,7 +14,7 @@ from benchmarks.gpukit.bench import Bench
 from benchmarks.gpukit.jobs import ROOT
 
 FOLDERS = ("tests/policy_worker", "tests/weight_sync", "tests/rollout_worker/engines")
-TINY = ("tests/policy_worker/model", "tests/weight_sync/test_lora.py")
+TINY = ("tests/weight_sync/test_lora.py", "tests/policy_worker/model/test_lr_schedule.py")
 WORKERS = 8
 NAMED = 12
 HANGS = 40
