@@ -3,21 +3,17 @@
     Nsight Systems, any NVTX tool   ranges of the domain `cosmos`, pushed and popped in the thread that works
     the torch profiler              the same names, while `policy_worker.training.profiles` records
 
-Off, a range costs a quarter of a microsecond; torch's own costs five, so it is entered during a profile alone. A tool
-is one that was attached when this module was imported: NVTX looks for it once.
+Off, a range costs a quarter of a microsecond; torch's own costs five, so it is entered during a profile alone.
 """
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
-import nvtx
 from torch.profiler import record_function
 
-_DOMAIN = nvtx.get_domain("cosmos")
-_ATTACHED = hasattr(_DOMAIN, "handle")
-"""Whether a tool listens: without one NVTX hands out a domain that does nothing."""
+from schema.util.nvtx_domain import ATTACHED, DOMAIN, attributes
+
 _recording = False
 
 
@@ -36,8 +32,8 @@ class span:  # noqa: N801 - used like a function
         self._name = name
 
     def __enter__(self) -> None:
-        if _ATTACHED:
-            _DOMAIN.push_range(_attributes(self._name))
+        if ATTACHED:
+            DOMAIN.push_range(attributes(self._name))
         self._function = record_function(self._name) if _recording else None
         if self._function is not None:
             self._function.__enter__()
@@ -45,10 +41,5 @@ class span:  # noqa: N801 - used like a function
     def __exit__(self, *error: Any) -> None:
         if self._function is not None:
             self._function.__exit__(*error)
-        if _ATTACHED:
-            _DOMAIN.pop_range()
-
-
-@cache
-def _attributes(name: str) -> Any:
-    return _DOMAIN.get_event_attributes(message=name)
+        if ATTACHED:
+            DOMAIN.pop_range()

@@ -2,37 +2,26 @@
 
 What waits in the event loop overlaps with its like, so these are process ranges: each has an id by which it is ended.
 `generate` lasts from an engine request to its last sample, `score` for one sample, `update` while weights are taken
-into use. A tool is one that was attached when this module was imported; without one nothing is kept.
+into use. Without a tool nothing is kept.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache
-from typing import Any
 
-import nvtx
-
-_DOMAIN = nvtx.get_domain("cosmos")
-_ATTACHED = hasattr(_DOMAIN, "handle")
-"""Whether a tool listens: without one NVTX hands out a domain that does nothing."""
-
-
-@cache
-def _attributes(name: str) -> Any:
-    return _DOMAIN.get_event_attributes(message=name)
+from schema.util.nvtx_domain import ATTACHED, DOMAIN, attributes
 
 
 def begin(name: str) -> int:
     """Open a range; its id."""
-    return _DOMAIN.start_range(_attributes(name)) if _ATTACHED else 0
+    return DOMAIN.start_range(attributes(name)) if ATTACHED else 0
 
 
 def end(number: int) -> None:
     """Close the range with this id."""
-    if _ATTACHED:
-        _DOMAIN.end_range(number)
+    if ATTACHED:
+        DOMAIN.end_range(number)
 
 
 @contextmanager
@@ -54,7 +43,7 @@ class OpenRanges:
 
     def begin(self, key: str, pieces: int) -> None:
         """Open a range that ends with its last piece."""
-        if _ATTACHED:
+        if ATTACHED:
             self._open[key] = begin(self._name), pieces
 
     def piece(self, key: str) -> None:

@@ -17,6 +17,8 @@ ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ROOT / "examples" / "quickstart"
 FEW_STEPS = 2
 LAST_LINES = 40
+LONGEST = 600.0
+"""Seconds of one command; a run gives its section less."""
 LEAVE = 20.0
 """Seconds for a job that is ended with its section."""
 
@@ -35,9 +37,12 @@ def run_command(command: Sequence[str], log: Path, cwd: Path) -> float:
         process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, cwd=cwd)
     code: int | None = None
     try:
-        code = process.wait()
+        code = process.wait(LONGEST)
     finally:
-        if code is None:  # this section is ended, and so is the command, by the same signal
+        if (
+            code is None
+        ):  # it takes too long, or this section is ended, by a signal that the command has got, too
+            process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(LEAVE)
         if code != 0:

@@ -337,7 +337,9 @@ class ReplicaService:
             detail = f"step {first} is trained already: the job is at step {job.progress.committed}"
             raise ApiError(ErrorCode.BAD_REQUEST, detail)
         if first is not None and first >= job.progress.total_steps:
-            detail = f"there is no step {first}: the last of this job is {job.progress.total_steps - 1}"
+            detail = (
+                f"step {first} does not exist: the last one of this job is {job.progress.total_steps - 1}"
+            )
             raise ApiError(ErrorCode.BAD_REQUEST, detail)
 
     # ---- go -----------------------------------------------------------------------------------------------

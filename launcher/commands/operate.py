@@ -154,40 +154,20 @@ def _wait_for_checkpoint(run: RunDir, step: int, wait: float) -> None:
         time.sleep(CHECKPOINT_POLL)
 
 
+def _count(name: str, help_: str, least: int = 0, most: int = MOST_STEPS) -> Any:
+    return typer.Option(name, metavar="N", min=least, max=most, help=help_)
+
+
 def profile(
     targets: Targets = None,
     set_: Overrides = None,
-    steps: Annotated[
-        int | None,
-        typer.Option(
-            "--steps", metavar="N", min=1, max=MOST_STEPS, help="Steps to record. Default: active_steps."
-        ),
-    ] = None,
+    steps: Annotated[int | None, _count("--steps", "Steps to record. Default: active_steps.", 1)] = None,
     first_step: Annotated[
-        int | None,
-        typer.Option(
-            "--first-step",
-            metavar="N",
-            min=0,
-            max=2**53 - 1,
-            help="The first one. Default: as soon as possible.",
-        ),
+        int | None, _count("--first-step", "The first one. Default: as soon as possible.", most=2**53 - 1)
     ] = None,
-    warmup: Annotated[
-        int | None,
-        typer.Option(
-            "--warmup", metavar="N", min=0, max=MOST_STEPS, help="Warm-up before. Default: warmup_steps."
-        ),
-    ] = None,
+    warmup: Annotated[int | None, _count("--warmup", "Warm-up before. Default: warmup_steps.")] = None,
     rank: Annotated[
-        list[int] | None,
-        typer.Option(
-            "--rank",
-            metavar="N",
-            min=0,
-            max=2**53 - 1,
-            help="To record; may be repeated. Default: rank_filter.",
-        ),
+        list[int] | None, _count("--rank", "To record; may be repeated. Default: rank_filter.")
     ] = None,
     wait: Wait = 0.0,
 ) -> None:

@@ -313,8 +313,8 @@ class Profiles:
     def _take(self, step: int) -> None:
         """All ranks learn of the order that rank 0 has."""
         session = self._session
-        told = self._trainer.group.lead(lambda: session.take_profile().model_dump() if session else None)
-        order = m.ProfileOrder.model_validate(told)
+        shared = self._trainer.group.lead(lambda: session.take_profile().model_dump() if session else None)
+        order = m.ProfileOrder.model_validate(shared)
         try:
             self._set(Window.of_order(order, step))
         except ValueError as error:

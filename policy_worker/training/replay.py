@@ -104,7 +104,7 @@ def check_same(step: int, digests: Sequence[str]) -> None:
 
 
 class Report(logging.Handler):
-    """Lines of JSON for whoever started the replay, warnings of the log among them. stream: None is nowhere."""
+    """Writes results, and warnings of the log, as lines of JSON to a stream, if there is one."""
 
     def __init__(self, stream: TextIO | None) -> None:
         super().__init__(logging.WARNING)

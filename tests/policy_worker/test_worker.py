@@ -322,7 +322,7 @@ def test_reinforcement_goes_on_from_its_newest_checkpoint(tmp_path: Path, start:
     assert lines[0]["weights"].endswith("step-00000009")
     check_replayed(lines, steps)
     begin, *rest = replay_ranks(1, job.run_dir, tmp_path / "other.jsonl", "--repeat", "2")
-    assert (begin["exact"], begin["weights_step"]) == (False, 0), "there is no checkpoint before"
+    assert (begin["exact"], begin["weights_step"]) == (False, 0), "no earlier checkpoint exists"
     assert [(line["repeat"], line["step"]) for line in rest] == [(n, s) for n in (1, 2) for s in (7, 8, 9)]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import socket
 import subprocess
@@ -12,8 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
-
-import pytest
 
 from tests.support.ports import free_port
 from tests.support.waiting import PATIENCE, until
@@ -91,10 +88,7 @@ class ObjectStore:
 
 @contextmanager
 def running_objects(*buckets: str) -> Iterator[ObjectStore]:
-    """A server with these buckets, ended at the end. Where it is not installed the test is skipped."""
-    for package in ("moto", "boto3"):
-        if importlib.util.find_spec(package) is None:
-            pytest.skip(f"{package} is not installed")
+    """A server with these buckets, ended at the end."""
     store = ObjectStore(free_port())
     store.start()
     try:

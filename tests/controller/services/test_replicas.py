@@ -416,7 +416,7 @@ def test_profiles_that_nobody_can_record_are_refused(stage: Stage) -> None:
     assert "policy-9.1 is not registered" in why("policy-9.1")
     assert "rollout-0 is a rollout replica" in why(rollout.reply.replica_id)
     assert "has no rank 1, 7: its ranks are 0 alone" in why(ranks=[7, 1, 0])
-    assert "there is no step 6: the last of this job is 5" in why(first_step=6)
+    assert "step 6 does not exist: the last one of this job is 5" in why(first_step=6)
     train_step(trainer, rollout, 0)
     assert "step 0 is trained already: the job is at step 1" in why(first_step=0)
     trainer.leave("crashed")

@@ -472,7 +472,6 @@ def test_a_store_that_stays_away_fails_the_final_upload_and_nothing_else(
 def test_finish_does_not_wait_for_ever_nor_for_one_who_leaves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("boto3")
     use(ObjectStore(free_port()), monkeypatch)
     run_dir = run_of(tmp_path)
     one = uploader(run_dir, PATIENT)
