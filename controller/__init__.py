@@ -46,6 +46,7 @@ All paths below begin with /v1, except those of health and metrics; decisions ar
 | GET /publications               | nothing                                   | publications | publications          |
 | GET /steps, /validations        | nothing                                   | (routes)     | step_log, validation  |
 | GET /checkpoints/…/ledger       | nothing                                   | (routes)     | checkpoint            |
+| GET /events                     | nothing                                   | events       | event_log             |
 | /config, /config/…              | nothing                                   | (routes)     |                       |
 | /openapi.json, /metrics         | nothing                                   | (routes)     |                       |
 | /healthz, /readyz               | nothing                                   | (routes)     |                       |

@@ -297,6 +297,7 @@ async def open_job(
     try:
         job = Job(config, job_id=settings.job_id, run_dir=settings.run_dir, store=store, saved=saved)
         job.forgive_downtime(store.alive_at)
+        job.took_charge()
         await job.save()
     except BaseException as error:
         await store.close()
@@ -312,6 +313,7 @@ async def _serve(
     """Answer calls until one of `ends` is done, the store is lost, or the reaper has failed (which raises)."""
     controller = Controller.of(job)
     reaping = controller.reaper.start()
+    controller.events.start()
     door.open(create_app(controller, settings.tokens))
     write_address(settings, address)
     gc.collect()
@@ -324,6 +326,7 @@ async def _serve(
             reaping.result()
     finally:
         await controller.reaper.stop()
+        await controller.events.stop()
 
 
 async def _until_stopped(stop: asyncio.Event, parent_pid: int | None) -> None:

@@ -25,6 +25,7 @@ from controller.api.leadership import LeaderGate
 from controller.api.limits import BodyLimit
 from controller.api.routes import (
     config,
+    events,
     health,
     job,
     leases,
@@ -37,7 +38,7 @@ from controller.api.routes import (
 from controller.services import errors as problems
 from controller.services.controller import Controller
 
-CONCERNS = (replicas, leases, samples, publications, steps, recovery, job, config, health)
+CONCERNS = (replicas, leases, samples, publications, steps, recovery, job, events, config, health)
 HOT = (("POST", "/v1/leases"), ("POST", "/v1/samples"), ("POST", "/v1/replicas/{replica_id}/heartbeat"))
 """Method and path of the routes, as FastAPI knows them, with at most one parameter."""
 

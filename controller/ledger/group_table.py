@@ -58,6 +58,8 @@ class GroupTable(Progress):
         self._dirty_samples: dict[str, Group] = {}
         self._dropped_payloads: list[tuple[str, str]] = []
         self._removed: set[str] = set()
+        self._dropped: list[Group] = []
+        """Since the last `take_changes`."""
 
     # ---- questions ----------------------------------------------------------------------------------------
 
@@ -183,8 +185,10 @@ class GroupTable(Progress):
             removed,
             list(self._dirty_samples.values()),
             self.archive.take_changes(),
+            self._dropped,
         )
         self._dirty, self._dirty_samples, self._dropped_payloads, self._removed = {}, {}, [], set()
+        self._dropped = []
         return changes
 
     def header(self) -> dict[str, Any]:
@@ -398,6 +402,7 @@ class GroupTable(Progress):
         self.discard_samples(group)
         group.reason = reason
         self.move(group, State.DROPPED)
+        self._dropped.append(group)
 
     def put_samples(self, group: Group, samples: dict[int, SampleMeta]) -> None:
         """Replace its samples."""

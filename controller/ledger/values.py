@@ -79,6 +79,8 @@ class Changes:
     """Groups whose samples changed; the others' stored samples are as they were."""
     archive: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
     """Rows of the archive that changed, by name: how each is rendered."""
+    dropped: list[Group] = field(default_factory=list)
+    """Groups that were dropped, for those who watch."""
 
 
 @dataclass(slots=True)

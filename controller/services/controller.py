@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from controller.services.events import EventService
 from controller.services.job import JobService
 from controller.services.leases import LeaseService
 from controller.services.publications import PublicationService
@@ -27,6 +28,7 @@ class Controller:
     publications: PublicationService
     recovery: RecoveryService
     job_service: JobService
+    events: EventService
     reaper: Reaper
 
     @classmethod
@@ -41,5 +43,6 @@ class Controller:
             PublicationService(job, steps),
             RecoveryService(job),
             JobService(job),
+            EventService(job),
             Reaper(job, replicas),
         )

@@ -19,7 +19,7 @@ from controller.services.steps import StepService
 from controller.state.job import Job
 from controller.state.replicas import Replica
 from schema.wire import messages as m
-from schema.wire.messages import ErrorCode
+from schema.wire.messages import ErrorCode, EventKind
 from schema.wire.weights import Publication
 
 log = logging.getLogger(__name__)
@@ -54,6 +54,15 @@ class PublicationService:
         )
         job.updates.publish(request)
         job.published_at = job.clock()
+        job.events.add(
+            EventKind.PUBLICATION,
+            f"version {publication.version} is published ({publication.kind})",
+            id=publication.id,
+            version=publication.version,
+            kind=publication.kind,
+            n_bytes=publication.n_bytes,
+            timeline=publication.timeline,
+        )
         final = job.progress.finished and publication.version == job.progress.committed
         job.validation.published(publication.version, final=final)
         if not job.publications.can_be_fetched(publication.id):

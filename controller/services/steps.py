@@ -23,7 +23,7 @@ from controller.state.replicas import Replica
 from controller.state.step_log import mean_score, own_counts
 from schema.wire import messages as m
 from schema.wire.batch import StepTable, batch_digest, encode_batch
-from schema.wire.messages import ErrorCode, Phase
+from schema.wire.messages import ErrorCode, EventKind, Phase
 from schema.wire.payload_file import read_entry
 
 log = logging.getLogger(__name__)
@@ -201,6 +201,8 @@ class StepService:
         self.check(request.replica_id, request.incarnation, request.policy_epoch)
         durable = job.ledger.checkpoint(request.step)
         log.info("checkpoint %s covers %d steps", request.path, request.step)
+        text = f"checkpoint {request.path} covers {request.step} steps"
+        job.events.add(EventKind.CHECKPOINT, text, step=request.step, path=request.path)
         await job.save_durably()
         records = job.validation.records.values()
         scores = {record.version: record.score_mean for record in records if record.score_mean is not None}

@@ -24,6 +24,7 @@ from controller.ledger.ledger import Ledger
 from controller.ledger.reward_health import RewardHealth
 from controller.ledger.step_counter import StepCounter
 from controller.notify import Signal
+from controller.state.event_log import EventLog
 from controller.state.job_facts import JobFacts, ledger_params, sft_total_steps, validation_params
 from controller.state.prompts import Prompts
 from controller.state.publications import Publications
@@ -37,8 +38,8 @@ from controller.store.payload_files import PayloadFiles
 from controller.store.payloads import Payload
 from controller.store.redis_state import Render
 from schema.config import Config
-from schema.wire import payload_file
-from schema.wire.messages import CommitReply, ErrorCode, LedgerSnapshot, Phase, Role, StepRecord
+from schema.wire import event_file, payload_file
+from schema.wire.messages import CommitReply, ErrorCode, EventKind, LedgerSnapshot, Phase, Role, StepRecord
 
 log = logging.getLogger(__name__)
 
@@ -102,12 +103,18 @@ class Job:
             config.reward.outage_timeout,
             scored=self._has_scored,
         )
+        self.event_file = event_file.path_of(run_dir)
+        self.events = EventLog(wall, saved[Table.EVENTS].values(), event_file.last_id(self.event_file))
         self.opened_at = self.published_at = self.clock()
         self.closing = False
         self.checkpoint_asked = False
         self.lease_signal, self.batch_signal, self.publication_signal = Signal(), Signal(), Signal()
+        self.event_signal = Signal()
         self._stored: dict[str, dict[str, Any]] = {}
         self._alone_since: float | None = None
+        self._said = self._state()
+        self._seen = {replica.replica_id: replica.state for replica in self.registry}
+        """State of each replica by the last event about it."""
 
     @property
     def _shuffle(self) -> bool:
@@ -143,6 +150,11 @@ class Job:
         self.publications.rewind(step)
         self.steps.rewind(step)
         self.validation.rewind(step)
+        self._say_rewind(step)
+
+    def _say_rewind(self, step: int) -> None:
+        text = f"training goes back to the checkpoint after {step} steps"
+        self.events.add(EventKind.REWIND, text, step=step, timeline=self.progress.timeline)
 
     def begin_from(
         self, snapshot: LedgerSnapshot, timeline: int | None = None, began: int | None = None
@@ -154,6 +166,7 @@ class Job:
             self.publications.rewind(-1)
             self.steps.rewind(0)
         self.validation.begin_from(snapshot.committed_steps)
+        self._say_rewind(snapshot.committed_steps)
 
     def forgive_downtime(self, alive_at: float | None) -> None:
         """No replica could beat or renew while no controller was there.
@@ -166,6 +179,18 @@ class Job:
         if alive_at is not None:
             self.rewards.forgive(max(0.0, now - alive_at))
         self.validation.forgive(now)
+
+    def took_charge(self) -> None:
+        """This controller is the one in charge from here on."""
+        holder, steps, timeline = self.store.holder, self.progress.committed, self.progress.timeline
+        self.events.add(
+            EventKind.CONTROLLER,
+            f"controller {holder} took charge after {steps} steps",
+            host=holder.host,
+            pid=holder.pid,
+            committed_steps=steps,
+            timeline=timeline,
+        )
 
     # ---- saving -------------------------------------------------------------------------------------------
 
@@ -186,6 +211,7 @@ class Job:
         rows.update({(Table.REPLICAS, name): None for name in self.registry.take_forgotten()})
         for replica in self.registry.take_changes():
             rows[Table.REPLICAS, replica.name] = replica.to_record
+            self._say_state(replica)
         rows.update({(Table.PUBLICATIONS, str(old)): None for old in self.publications.take_forgotten()})
         for entry in self.publications.take_changes():
             rows[Table.PUBLICATIONS, str(entry.publication.id)] = entry.to_record
@@ -194,8 +220,51 @@ class Job:
         changed, removed = self.validation.take_changes()
         rows.update({(Table.VALIDATION, name): partial(self.validation.row, name) for name in changed})
         rows.update({(Table.VALIDATION, name): None for name in removed})
+        self._add_events(changes.dropped, changed)
+        rows.update({(Table.EVENTS, str(id_)): render for id_, render in self.events.take_changes().items()})
         if rows or puts or changes.dropped_payloads:
             self.store.enqueue(rows, puts, changes.dropped_payloads)
+
+    def _add_events(self, dropped: list[Group], validations: list[str]) -> None:
+        """Events of changes that are seen best where they are staged, whatever made them."""
+        self.events.drops(dropped)
+        for name in validations:
+            kind, _, version = name.partition(":")
+            if kind == "record":
+                record = self.validation.records[int(version)]
+                score = "every reward failed" if record.score_mean is None else f"{record.score_mean:.3f}"
+                failed = f", {record.errors} gradings failed" if record.errors else ""
+                text = f"validation of version {version}: {score} over {record.samples} samples{failed}"
+                self.events.add(EventKind.VALIDATION, text, **record.model_dump(mode="json"))
+        if (state := self._state()) != self._said:
+            (before, _), (phase, note), self._said = self._said, state, state
+            error = self.facts.last_error if phase in (Phase.FAILED, Phase.STOPPED) else None
+            why = error or note
+            text = f"the job is {phase}" if phase != before else why or "prompts are handed out as before"
+            text += f": {why}" if why and phase != before else ""
+            self.events.add(EventKind.JOB, text, phase=str(phase), note=note, error=error)
+        if self.events.changed:
+            self.event_signal.notify()
+
+    def _state(self) -> tuple[Phase, str]:
+        return self.phase, self.note
+
+    def _say_state(self, replica: Replica) -> None:
+        if self._seen.get(replica.replica_id) == replica.state:
+            return
+        self._seen = {known.replica_id: known.state for known in self.registry}
+        why = f": {replica.status}" if replica.status and not replica.present else ""
+        self.events.add(
+            EventKind.REPLICA,
+            f"{replica.replica_id} is {replica.state}{why}",
+            name=replica.name,
+            replica_id=replica.replica_id,
+            role=replica.role,
+            state=replica.state,
+            host=replica.host,
+            pid=replica.pid,
+            why=replica.status,
+        )
 
     def _stage_header(
         self, rows: dict[tuple[Table, str], Render | None], name: str, value: dict[str, Any]
@@ -304,6 +373,14 @@ class Job:
     def trained(self, record: StepRecord, samples: int, tokens: int, score: float | None) -> None:
         """A step was committed. score: the mean of its samples, None where nothing was scored."""
         self.steps.add(record, samples, tokens)
+        self.events.add(
+            EventKind.STEP,
+            f"step {record.step} is trained" + ("" if score is None else f", reward {score:.3f}"),
+            **record.model_dump(mode="json"),
+            samples=samples,
+            tokens=tokens,
+            timeline=self.progress.timeline,
+        )
         self.facts.last_score = score if score is not None else self.facts.last_score
         self.settle()
         self.wake_all()
@@ -381,7 +458,7 @@ class Job:
         return False
 
     def wake_all(self) -> None:
-        for signal in (self.lease_signal, self.batch_signal, self.publication_signal):
+        for signal in (self.lease_signal, self.batch_signal, self.publication_signal, self.event_signal):
             signal.notify()
 
     def close(self) -> None:

@@ -62,6 +62,7 @@ class Table(StrEnum):
     PUBLICATIONS = "publications"
     VALIDATION = "validation"
     STEPS = "steps"
+    EVENTS = "events"
 
 
 Saved = dict[Table, dict[str, Any]]

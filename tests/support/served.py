@@ -62,9 +62,11 @@ class ServedController:
             clock=lambda: steady() + self._skipped,
         )
         job.forgive_downtime(store.alive_at)
+        job.took_charge()
         await job.save()
         write_address(settings, settings.url(0))
         self.controller = Controller.of(job)
+        self.controller.events.start()
         self._listener = socket.create_server(("127.0.0.1", self._port))
         self._port = self._listener.getsockname()[1]
         self._app = create_app(self.controller, settings.tokens)
@@ -97,6 +99,7 @@ class ServedController:
         self.controller.job.close()
         self._server.should_exit = True
         await self._serving
+        await self.controller.events.stop()
         await self.controller.job.store.close()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:

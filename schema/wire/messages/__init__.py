@@ -19,6 +19,7 @@ from schema.wire.messages.base import (
     Seconds,
     Text,
 )
+from schema.wire.messages.events import Event, EventKind
 from schema.wire.messages.job import TERMINAL_PHASES, JobStatus, LedgerStatus, Phase, ValidationRecord
 from schema.wire.messages.leases import (
     HeldLease,
@@ -91,6 +92,8 @@ __all__ = [
     "DeclaredLeases",
     "DrainReply",
     "ErrorCode",
+    "Event",
+    "EventKind",
     "HeartbeatReply",
     "HeartbeatRequest",
     "HeldLease",

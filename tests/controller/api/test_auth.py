@@ -51,6 +51,7 @@ RULES: list[tuple[str, str, set[str]]] = [
     ("GET", "/v1/validations", USER),
     ("GET", "/v1/ledger", USER),
     ("GET", "/v1/groups", USER),
+    ("GET", "/v1/events?follow=false", USER),
     ("GET", "/v1/groups/e0-p0", USER),
     ("GET", "/v1/config", USER),
     ("GET", "/v1/config/schema", USER),

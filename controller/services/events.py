@@ -1,0 +1,128 @@
+"""Events on their way out: into the run's event file, and to those who watch.
+
+    change of the job ─▶ `Job.events` ─▶ Redis (with the change) ─▶ events.jsonl ─▶ whoever follows the stream
+
+Nothing is shown or filed before it is in the store. A file that cannot be written is reported once and tried again
+with the next event; watching, and training, go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Collection, Iterator
+from itertools import islice
+
+from controller.cancellation import end
+from controller.errors import ApiError
+from controller.notify import Signal
+from controller.state.job import Job
+from controller.store import StoreUnavailable
+from schema.wire import event_file
+from schema.wire.messages import ErrorCode, Event, EventKind
+
+log = logging.getLogger(__name__)
+
+KEEP_ALIVE = 15.0
+"""Seconds without an event after which a line is sent that says nothing: proxies end what is silent."""
+RETRY = 1.0
+"""Seconds until the store is asked again while it is away."""
+CHUNK = 512
+"""Events of the past that are read from the file at once."""
+MOST_STREAMS = 64
+"""Viewers at once: each is a connection."""
+
+
+class EventService:
+    """See the module's docstring. `start` begins to file."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._filed = event_file.last_id(job.event_file)
+        self._stored = self._filed
+        """What viewers may see."""
+        self._signal = Signal()
+        self._failing = False
+        self._streams = 0
+        self._task: asyncio.Task[None] | None = None
+
+    # ---- file ---------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to file events, those first that an earlier controller did not get to."""
+        self._task = asyncio.create_task(self._run(), name="events")
+
+    async def stop(self) -> None:
+        """File what is stored, and end."""
+        if self._task is not None:
+            await end([self._task])
+            await self._file()
+
+    async def _run(self) -> None:
+        while True:
+            seen, highest = self._job.event_signal.generation, self._job.events.highest
+            try:
+                await self._job.store.flush()
+            except StoreUnavailable:
+                await asyncio.sleep(RETRY)
+                continue
+            self._stored = highest
+            await self._file()
+            self._signal.notify()
+            await self._job.event_signal.wait(seen, KEEP_ALIVE)
+
+    async def _file(self) -> None:
+        events = [event for event in self._job.events.after(self._filed) if event.id <= self._stored]
+        if not events:
+            return
+        try:
+            await asyncio.to_thread(event_file.append, self._job.event_file, events)
+        except OSError as error:
+            if not self._failing:
+                log.error("%s cannot be written: %s; training goes on", self._job.event_file, error.strerror)
+            self._failing = True
+            return
+        self._filed, self._failing = events[-1].id, False
+
+    # ---- stream -------------------------------------------------------------------------------------------
+
+    def stream(self, after: int, kinds: Collection[EventKind], *, follow: bool) -> AsyncIterator[bytes]:
+        """Events with ids above `after` as server-sent events; of these `kinds`, or of all. Raises `ApiError`."""
+        if self._streams >= MOST_STREAMS:
+            detail = f"{MOST_STREAMS} viewers follow the events already: close one of them"
+            raise ApiError(ErrorCode.BUSY, detail, retry_after=5)
+        return self._stream(after, frozenset(kinds), follow)
+
+    async def _stream(self, after: int, kinds: frozenset[EventKind], follow: bool) -> AsyncIterator[bytes]:
+        job = self._job
+        self._streams += 1
+        try:
+            yield b"retry: 2000\n\n"
+            while True:
+                seen, stored = self._signal.generation, self._stored
+                if after < min(stored, self._filed) and job.events.oldest > after + 1:
+                    past = event_file.read(job.event_file, after)
+                    while events := await asyncio.to_thread(_chunk, past):
+                        after = events[-1].id
+                        yield _lines(events, kinds)
+                recent = [event for event in job.events.after(after) if event.id <= stored]
+                yield _lines(recent, kinds) or b": still here\n\n"
+                after = max(after, stored)
+                if not follow or job.closing or not job.store.in_charge:
+                    return
+                await self._signal.wait(seen, KEEP_ALIVE)
+        finally:
+            self._streams -= 1
+
+
+def _chunk(events: Iterator[Event]) -> list[Event]:
+    return list(islice(events, CHUNK))
+
+
+def _lines(events: list[Event], kinds: frozenset[EventKind]) -> bytes:
+    """The wire form of server-sent events (WHATWG HTML, section 9.2)."""
+    return b"".join(
+        b"id: %d\nevent: %s\ndata: %s\n\n" % (event.id, event.kind.encode(), event.model_dump_json().encode())
+        for event in events
+        if not kinds or event.kind in kinds
+    )

@@ -1,0 +1,120 @@
+"""`RUN/events.jsonl`: the events of a run, one JSON object a line, only ever appended to.
+
+The controller writes it, and whatever shows a run reads it: also of a run whose processes are all gone. A controller
+that is killed may leave half a line behind, which the next one completes with a line end and readers pass over.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from schema.wire.messages.events import Event, EventKind
+from schema.wire.messages.job import ValidationRecord
+from schema.wire.messages.steps import StepRecord
+
+NAME = "events.jsonl"
+TAIL = 1 << 16
+"""Bytes at the end in which the newest event is looked for."""
+
+
+def path_of(run_dir: Path) -> Path:
+    return run_dir / NAME
+
+
+def append(path: Path, events: Iterable[Event]) -> None:
+    """Add events at the end, after what a killed writer may have left of a line. Raises OSError."""
+    with path.open("ab+") as file:
+        lines = b"".join(event.model_dump_json().encode() + b"\n" for event in events)
+        end = file.seek(0, os.SEEK_END)
+        if end:
+            file.seek(end - 1)
+            lines = lines if file.read(1) == b"\n" else b"\n" + lines
+        file.write(lines)
+
+
+def read(path: Path, after: int = 0) -> Iterator[Event]:
+    """Events with an id above `after`, in order; nothing where there is no file. Raises OSError.
+
+    What was written twice, by a writer that was cancelled, is read once.
+    """
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        return
+    with file:
+        for line in file:
+            event = parse(line)
+            if event is not None and event.id > after:
+                after = event.id
+                yield event
+
+
+def parse(line: bytes) -> Event | None:
+    """The event of a line; None of half a line, or of one that something else wrote."""
+    try:
+        return Event.model_validate_json(line)
+    except ValidationError:
+        return None
+
+
+def last_id(path: Path) -> int:
+    """Id of the newest event in the file; 0: there is none. Raises OSError."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
+            tail = file.read()
+    except FileNotFoundError:
+        return 0
+    found = [event.id for line in tail.split(b"\n") if (event := parse(line)) is not None]
+    # One event can be longer than the tail.
+    return max(found) if found else max((event.id for event in read(path)), default=0)
+
+
+@dataclass(slots=True)
+class Course:
+    """What a run has come to by its events: steps and validations in order, without those that were undone.
+
+    Invariant: after each `add`, steps are strictly rising, and no validation is of a version beyond the last step's
+    unless no step has been committed since.
+    """
+
+    steps: list[StepRecord] = field(default_factory=list)
+    validations: list[ValidationRecord] = field(default_factory=list)
+
+    def add(self, event: Event) -> int | None:
+        """Take an event in. Returns the step from which on all was undone; None: nothing was."""
+        undone = None
+        if event.kind is EventKind.STEP:
+            data = {name: event.data[name] for name in StepRecord.model_fields}
+            undone = self._undo(data["step"])
+            self.steps.append(StepRecord.model_validate(data))
+        elif event.kind is EventKind.VALIDATION:
+            record = ValidationRecord.model_validate(event.data)
+            self.validations = [known for known in self.validations if known.version < record.version]
+            self.validations.append(record)
+        elif event.kind is EventKind.REWIND:
+            undone = self._undo(event.data["step"])
+        return undone
+
+    def _undo(self, step: int) -> int | None:
+        """Forget steps from `step` on, and validations of versions that contain one of them."""
+        keep = bisect_left(self.steps, step, key=lambda record: record.step)
+        undone = step if keep < len(self.steps) else None
+        del self.steps[keep:]
+        if undone is not None:
+            self.validations = [record for record in self.validations if record.version <= step]
+        return undone
+
+
+def course(events: Iterable[Event]) -> Course:
+    """What a run has come to."""
+    found = Course()
+    for event in events:
+        found.add(event)
+    return found
