@@ -31,6 +31,7 @@ from controller.ledger.ledger import MISSED_BEATS
 from controller.ledger.reward_health import Failure, failure_of
 from controller.ledger.values import PushOutcome
 from controller.state.step_log import mean_score
+from schema.config import short_names
 from schema.wire.messages import ErrorCode, HeldLease, ValidationRecord
 from schema.wire.sample import SampleHeader
 
@@ -365,7 +366,7 @@ class Validation:
     def _result(self, version: int, at: float) -> ValidationRecord:
         headers = [header for group in self.groups for header in group.samples.values()]
         scored = [header for header in headers if header.score is not None]
-        names = sorted({name for header in scored for name in header.rewards})
+        names = short_names(sorted({name for header in scored for name in header.rewards}))
         expected = len(self.groups) * self.params.n_samples
         return ValidationRecord(
             version=version,
@@ -373,7 +374,8 @@ class Validation:
             samples=len(scored),
             score_mean=mean_score(header.score for header in scored),
             rewards_mean={
-                name: mean_score(header.rewards.get(name) for header in scored) or 0.0 for name in names
+                short: mean_score(header.rewards.get(name) for header in scored) or 0.0
+                for name, short in names.items()
             },
             response_tokens_mean=mean_score(header.response_tokens for header in headers) or 0.0,
             errors=expected - len(scored),

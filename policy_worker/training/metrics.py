@@ -18,6 +18,7 @@ from policy_worker.algorithms.losses import Normalizers
 from policy_worker.model.micro_batch import TrainSample
 from policy_worker.parallel.group import Group
 from policy_worker.training.batch_source import counts
+from schema.config import short_names
 from schema.wire.batch import StepTable
 
 Metrics = dict[str, float]
@@ -142,10 +143,11 @@ def table_metrics(table: StepTable, advantages: Sequence[float]) -> Metrics:
     }
     if rows:
         metrics["reward_mean"] = math.fsum(table.score[row] or 0.0 for row in rows) / n
+    short = short_names(table.rewards)
     for name, column in table.rewards.items():
         values = [column[row] for row in rows if column[row] is not None]
         if values:
-            metrics[f"reward/{name}"] = math.fsum(value or 0.0 for value in values) / len(values)
+            metrics[f"reward/{short[name]}"] = math.fsum(value or 0.0 for value in values) / len(values)
     return metrics
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from schema.config.availability import UNAVAILABLE, check_available
+from schema.config.base import short_names
 from schema.config.loading.load import check_config, load_config
 from schema.config.paths import local_path
 from schema.config.problem import ConfigError, Problem
@@ -38,4 +39,5 @@ __all__ = [
     "check_warnings",
     "load_config",
     "local_path",
+    "short_names",
 ]

@@ -7,6 +7,8 @@ that follow from others are properties, so `model_fields_set` always shows what 
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -104,3 +106,21 @@ def reward_weights(spec: RewardSpec) -> dict[str, float]:
     if isinstance(spec, list):
         return dict.fromkeys(spec, 1.0)
     return dict(spec)
+
+
+def short_names(specs: Iterable[str]) -> dict[str, str]:
+    """Reward functions as metrics and people call them: `dir/file.py:function` is `function`.
+
+    Where two would be called alike, they keep as much of their files' paths as tells them apart.
+    """
+    parts = {spec: _parts(spec) for spec in specs}
+    short = {spec: names[-1] for spec, names in parts.items()}
+    for depth in range(2, 1 + max(map(len, parts.values()), default=0)):
+        known = Counter(short.values())
+        short |= {spec: ".".join(parts[spec][-depth:]) for spec, name in short.items() if known[name] > 1}
+    return short
+
+
+def _parts(spec: str) -> list[str]:
+    path, colon, function = spec.rpartition(":")
+    return [part for part in path.removesuffix(".py").split("/") if part] + [function] if colon else [spec]

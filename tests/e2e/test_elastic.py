@@ -145,8 +145,8 @@ def lengths_of(folder: Path, model: Path, disturb: Callable[[Program], None]) ->
     check_ledger(summary, 2, trained=32)
     assert summary["ledger"]["dropped"] == {}
     steps = [step["metrics"] for step in summary["steps"]]
-    names = ["response_tokens_mean", *(f"reward/{functions}:{name}" for name in ("length", "square"))]
-    moments = {name.rpartition(":")[2]: sum(step[name] * step["samples"] for step in steps) for name in names}
+    names = ["response_tokens_mean", *(f"reward/{name}" for name in ("length", "square"))]
+    moments = {name.rpartition("/")[2]: sum(step[name] * step["samples"] for step in steps) for name in names}
     return {"samples": sum(step["samples"] for step in steps), **moments}
 
 

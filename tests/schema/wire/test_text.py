@@ -40,6 +40,13 @@ FROM_CONTROLLER = {
 PROSE = {
     *(("ProfileStatus", "detail"), ("ProfileStatus", "directory")),
     *(("HeartbeatRequest", "trouble"), ("UpdateReport", "detail"), ("SampleHeader", "error")),
+    ("SampleRecord", "error"),
+    # What models write is kept as it is, and made visible where it is shown.
+    *(
+        (kind, name)
+        for kind in ("SampleText", "SampleRecord")
+        for name in ("prompt", "answer", "reference", "pieces")
+    ),
 }
 
 NUMBERS = {("LedgerSnapshot", "staleness key")}
