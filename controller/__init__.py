@@ -42,7 +42,7 @@ All paths below begin with /v1, except those of health and metrics; decisions ar
 | GET /job, /groups               | nothing                                   | job          | group_table           |
 | GET /replicas                   | nothing                                   | replicas     | replicas              |
 | GET /ledger, /groups/…          | nothing                                   | (routes)     | group_table           |
-| GET /samples/…                  | nothing                                   | samples      |                       |
+| GET /samples, /samples/…        | nothing                                   | samples      |                       |
 | GET /publications               | nothing                                   | publications | publications          |
 | GET /steps, /validations        | nothing                                   | (routes)     | step_log, validation  |
 | GET /checkpoints/…/ledger       | nothing                                   | (routes)     | checkpoint            |

@@ -314,6 +314,8 @@ async def _serve(
     controller = Controller.of(job)
     reaping = controller.reaper.start()
     controller.events.start()
+    with contextlib.suppress(StoreUnavailable):  # what people would have read is less than a start
+        await controller.samples.restore()
     door.open(create_app(controller, settings.tokens))
     write_address(settings, address)
     gc.collect()

@@ -8,7 +8,7 @@ from enum import StrEnum
 from operator import attrgetter
 from typing import Any, Self
 
-from schema.wire.sample import SampleHeader
+from schema.wire.sample import SampleHeader, header_text
 
 
 class State(StrEnum):
@@ -84,7 +84,7 @@ class SampleMeta:
             lease_id,
             header.index if first is None else first,
             offset,
-            header.model_dump_json() if text is None else text,
+            header_text(header) if text is None else text,
         )
 
     @property

@@ -1,9 +1,9 @@
-"""Events on their way out: into the run's event file, and to those who watch.
+"""Events and samples on their way out: into the run's files, and to those who watch.
 
     change of the job ─▶ `Job.events` ─▶ Redis (with the change) ─▶ events.jsonl ─▶ whoever follows the stream
 
-Nothing is shown or filed before it is in the store. A file that cannot be written is reported once and tried again
-with the next event; watching, and training, go on.
+Nothing is shown or filed before it is in the store. A file that cannot be written is reported once; events are tried
+again with the next one, samples are not. Watching, and training, go on.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from controller.errors import ApiError
 from controller.notify import Signal
 from controller.state.job import Job
 from controller.store import StoreUnavailable
-from schema.wire import event_file
-from schema.wire.messages import ErrorCode, Event, EventKind
+from schema.wire import event_file, sample_file
+from schema.wire.messages import ErrorCode, Event, EventKind, SampleRecord
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +43,8 @@ class EventService:
         """What viewers may see."""
         self._signal = Signal()
         self._failing = False
+        self._records: list[SampleRecord] = []
+        """Samples that are to be written."""
         self._streams = 0
         self._task: asyncio.Task[None] | None = None
 
@@ -61,6 +63,7 @@ class EventService:
     async def _run(self) -> None:
         while True:
             seen, highest = self._job.event_signal.generation, self._job.events.highest
+            self._records += self._job.samples.take()
             try:
                 await self._job.store.flush()
             except StoreUnavailable:
@@ -73,16 +76,22 @@ class EventService:
 
     async def _file(self) -> None:
         events = [event for event in self._job.events.after(self._filed) if event.id <= self._stored]
-        if not events:
-            return
+        records, self._records = self._records, []
         try:
-            await asyncio.to_thread(event_file.append, self._job.event_file, events)
+            await asyncio.to_thread(self._write, events, records)
         except OSError as error:
             if not self._failing:
-                log.error("%s cannot be written: %s; training goes on", self._job.event_file, error.strerror)
+                log.error("%s cannot be written: %s; training goes on", error.filename, error.strerror)
             self._failing = True
             return
-        self._filed, self._failing = events[-1].id, False
+        self._filed, self._failing = events[-1].id if events else self._filed, False
+
+    def _write(self, events: list[Event], records: list[SampleRecord]) -> None:
+        if events:
+            event_file.append(self._job.event_file, events)
+        if records:
+            folder, most = sample_file.folder_of(self._job.run_dir), self._job.config.logging.sample_bytes
+            sample_file.append(folder, records, most)
 
     # ---- stream -------------------------------------------------------------------------------------------
 

@@ -4,24 +4,44 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+
+from pydantic import ValidationError
 
 from controller.errors import ApiError
-from controller.ledger.group import State
+from controller.ledger.group import OUTSTANDING, State
+from controller.ledger.group_table import GroupTable
+from controller.ledger.reward_health import Failure
 from controller.ledger.values import PushOutcome
 from controller.state.job import Job
 from controller.state.validation import PREFIX
 from controller.store import PayloadKey
 from controller.store.payloads import Payload
+from schema.config import short_names
+from schema.wire import messages as m
+from schema.wire import sample_file
 from schema.wire.frame import FrameError
-from schema.wire.messages import ErrorCode, Phase, PushItem, PushReply, PushResult
+from schema.wire.invalid import describe
+from schema.wire.messages import (
+    ErrorCode,
+    EventKind,
+    Phase,
+    PushItem,
+    PushReply,
+    PushResult,
+    SampleRecord,
+    SampleText,
+)
 from schema.wire.payload_file import FileEntry, entry_of, read_entry, resolve
-from schema.wire.sample import SampleHeader, read_sample_metadata
+from schema.wire.sample import TEXT_KEY, SampleHeader, header_text, read_sample_metadata
 
 log = logging.getLogger(__name__)
 
+NEWEST = 32
+"""Files of samples that one call looks through: a controller has other things to do."""
 MAX_HEADER_TEXT = 1024
 """A sample's header is kept as the text it came as, unless that is longer: spaces cost memory, too."""
 
@@ -77,6 +97,9 @@ class SampleService:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._max_tokens = job.config.policy.model_max_length
+        config = job.config
+        names = {*config.grpo.reward_weights, *config.validation_reward_weights} if config.is_grpo else set()
+        self._short = short_names(sorted(names))
 
     # ---- push ---------------------------------------------------------------------------------------------
 
@@ -136,12 +159,13 @@ class SampleService:
             header = header.model_copy(update={"finish_reason": "overlong"})
             text = ""
         if not 0 < len(text) <= MAX_HEADER_TEXT:
-            text = header.model_dump_json()
+            text = header_text(header)
         job, outage = self._job, self._job.rewards.outage is not None
         if item.group_id.startswith(PREFIX):
             outcome = job.validation.push(
                 item.group_id, item.lease_id, item.index, header, job.wall(), outage=outage
             )
+            self._note(push, header, metadata, outcome)
             if job.scored_alike:
                 self._judge_rewards(item, outcome, now)
             return outcome
@@ -157,12 +181,95 @@ class SampleService:
             text=text,
             outage=outage,
         )
+        self._note(push, header, metadata, outcome)
         self._judge_rewards(item, outcome, now)
         if outcome.accepted and not outcome.duplicate:
             parts.add(push)
             if header.error is not None:
                 self._warn_if_dropped(item.group_id)
         return outcome
+
+    def _note(
+        self, push: Push, header: SampleHeader, metadata: Mapping[str, str], outcome: PushOutcome
+    ) -> None:
+        """Count a sample that was accepted, and keep its text, for people."""
+        job, item = self._job, push.item
+        if not outcome.accepted or outcome.duplicate:
+            return
+        failure = None if header.error is None else Failure.of(header)
+        kind = "" if failure is None else self._shortened(failure.kind)
+        if job.reward_stats.observe(header, kind) and failure is not None:
+            name, text = f"{item.group_id}/{item.index}", f"the first failure of its kind: {failure.head}"
+            job.events.add(EventKind.REWARD, text, failure=kind, sample=name, error=failure.text)
+        record = self._record(item, header, metadata.get(TEXT_KEY))
+        if record is not None:
+            job.samples.pushed(record)
+
+    def _shortened(self, text: str) -> str:
+        for name, short in self._short.items():
+            text = text.replace(name, short)
+        return text
+
+    def _record(self, item: PushItem, header: SampleHeader, text: str | None) -> SampleRecord | None:
+        """A sample as people read it; None of one that is not kept as text."""
+        if text is None:
+            return None
+        try:
+            known = SampleText.model_validate_json(text)
+        except ValidationError as error:
+            log.warning(
+                "the text of sample %s/%d is not kept: %s",
+                item.group_id,
+                item.index,
+                describe(error.errors(include_url=False)),
+            )
+            return None
+        job, is_validation = self._job, item.group_id.startswith(PREFIX)
+        group = None if is_validation else job.require_ledger().table.groups.get(item.group_id)
+        return SampleRecord(
+            **known.model_dump(),
+            at=job.wall(),
+            kind="validation" if is_validation else "train",
+            step=max(header.newest_version, 0) if is_validation else job.progress.committed,
+            timeline=job.progress.timeline,
+            group=item.group_id,
+            index=item.index,
+            attempt=0 if group is None else group.attempt,
+            ending=header.ending,
+            finish_reason=header.finish_reason,
+            prompt_tokens=header.prompt_tokens,
+            response_tokens=header.response_tokens,
+            oldest_version=header.oldest_version,
+            newest_version=header.newest_version,
+            rewards={self._short.get(name, name): value for name, value in header.rewards.items()},
+            score=header.score,
+            error=header.error,
+            seconds=header.seconds,
+        )
+
+    async def restore(self) -> None:
+        """Read back the text of samples that wait for their step, from their payloads. Raises `StoreUnavailable`."""
+        job = self._job
+        if not isinstance(job.progress, GroupTable):
+            return
+        groups = [
+            group
+            for state in OUTSTANDING
+            for group in job.progress.in_state(state)
+            if sample_file.is_chosen(group.id, job.config.groups_per_step, job.config.logging.sample_groups)
+        ]
+        keys = [(group.id, meta.part) for group in groups for meta in group.samples.values()]
+        parts = dict(zip(keys, await job.store.get_payloads(keys), strict=True))
+        for group in groups:
+            for meta in group.samples.values():
+                part = parts[group.id, meta.part]
+                if part is None:
+                    continue
+                header, metadata = read_sample_metadata(part[meta.offset : meta.offset + meta.n_bytes])
+                item = PushItem(group_id=group.id, lease_id=meta.lease_id, index=meta.index)
+                record = self._record(item, header, metadata.get(TEXT_KEY))
+                if record is not None:
+                    job.samples.pushed(record)
 
     def _judge_rewards(self, item: PushItem, outcome: PushOutcome, now: float) -> None:
         """What the end of an attempt says about the rewards."""
@@ -238,6 +345,16 @@ class SampleService:
         return PushOutcome(False, code=code, detail=detail)
 
     # ---- read ---------------------------------------------------------------------------------------------
+
+    async def find(
+        self, kind: m.GroupKind | None, step: int | None, order: sample_file.Order | None, limit: int
+    ) -> list[SampleRecord]:
+        """See `schema.wire.sample_file.find`; by `order` without a step, of the newest steps alone."""
+        folder = sample_file.folder_of(self._job.run_dir)
+        found = partial(
+            sample_file.find, folder, kind=kind, step=step, order=order, limit=limit, newest=NEWEST
+        )
+        return await asyncio.to_thread(found)
 
     async def sample(self, name: str, index: int) -> bytes:
         """The frame of one sample. Raises `ApiError` (404) when it is not kept (any more)."""

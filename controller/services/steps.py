@@ -165,7 +165,9 @@ class StepService:
         self.check(request.replica_id, request.incarnation, request.policy_epoch)
         self._check_batch(step, request.batch)
         work = self._work(step, request.metrics)
+        groups = [group.id for group in job.ledger.batch(step) or []]
         if job.ledger.commit(step):
+            job.samples.trained(step, job.progress.timeline, groups, request.samples)
             job.trained(m.StepRecord(step=step, at=job.wall(), metrics=request.metrics), *work)
         finished = job.progress.finished or job.ended
         due = (step + 1) % job.config.train.sync_weight_interval == 0

@@ -29,6 +29,7 @@ from controller.state.job_facts import JobFacts, ledger_params, sft_total_steps,
 from controller.state.prompts import Prompts
 from controller.state.publications import Publications
 from controller.state.replicas import Registry, Replica
+from controller.state.sample_log import RewardStats, SampleLog
 from controller.state.step_log import StepLog
 from controller.state.update_reports import Updates
 from controller.state.validation import Validation, ValidationParams
@@ -105,6 +106,9 @@ class Job:
         )
         self.event_file = event_file.path_of(run_dir)
         self.events = EventLog(wall, saved[Table.EVENTS].values(), event_file.last_id(self.event_file))
+        self.samples = SampleLog()
+        known = headers.get("rewards")
+        self.reward_stats = RewardStats() if known is None else RewardStats.from_record(known)
         self.opened_at = self.published_at = self.clock()
         self.closing = False
         self.checkpoint_asked = False
@@ -208,6 +212,7 @@ class Job:
         self.facts.highest_publication = self.publications.highest_id
         self._stage_header(rows, "ledger", changes.header)
         self._stage_header(rows, "job", self.facts.to_record())
+        self._stage_header(rows, "rewards", self.reward_stats.to_record())
         rows.update({(Table.REPLICAS, name): None for name in self.registry.take_forgotten()})
         for replica in self.registry.take_changes():
             rows[Table.REPLICAS, replica.name] = replica.to_record
@@ -228,6 +233,7 @@ class Job:
     def _add_events(self, dropped: list[Group], validations: list[str]) -> None:
         """Events of changes that are seen best where they are staged, whatever made them."""
         self.events.drops(dropped)
+        self.samples.dropped(dropped, self.progress.committed)
         for name in validations:
             kind, _, version = name.partition(":")
             if kind == "record":
@@ -243,7 +249,7 @@ class Job:
             text = f"the job is {phase}" if phase != before else why or "prompts are handed out as before"
             text += f": {why}" if why and phase != before else ""
             self.events.add(EventKind.JOB, text, phase=str(phase), note=note, error=error)
-        if self.events.changed:
+        if self.events.changed or self.samples.finished:
             self.event_signal.notify()
 
     def _state(self) -> tuple[Phase, str]:

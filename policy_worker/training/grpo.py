@@ -31,9 +31,11 @@ from policy_worker.ranges import span
 from policy_worker.trainer import Trainer
 from policy_worker.training.batch_plan import Batching, plan_step, rows_of
 from policy_worker.training.batch_source import Batches, DataEnded, counts
+from policy_worker.training.kept_samples import KeptSamples
 from policy_worker.training.metrics import Metrics, StepMetrics
 from schema.config import Config, GrpoConfig
 from schema.wire.batch import StepTable
+from schema.wire.messages import TrainedSample
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +51,8 @@ class Grpo:
         self._loss = loss_config(config.grpo)
         self._batching = Batching.of_config(config)
         self._temperature = config.sampling_temperature
+        self._groups_per_step, self._wanted = config.groups_per_step, config.logging.sample_groups
+        self.kept: list[TrainedSample] = []
 
     def poll(self, step: int, wait_s: float) -> StepTable | None:
         """The table of a step; None: it is not assembled after `wait_s` seconds. A collective.
@@ -72,10 +76,12 @@ class Grpo:
         if samples is None:
             return None
         metrics = StepMetrics(table, advantages, samples, self._source.bound)
+        kept = KeptSamples(table, self._groups_per_step, self._wanted)
         for mini_batch in plan:
             norm = normalizers(table, mini_batch.rows)
             for batch in trainer.micro_batches(samples, mini_batch.ranks[trainer.data_rank]):
                 out = trainer.forward(batch, self._temperature)
+                kept.add(batch, out.logprobs)
                 with span("loss"):
                     tokens = policy_tokens(out, batch, table, advantages)
                     loss, parts = policy_objective(tokens, norm, self._loss)
@@ -84,6 +90,7 @@ class Grpo:
             metrics.end_step(trainer.step(table.step), norm)
         if not plan:
             log.warning("step %d has no sample with a score: it is committed without an update", table.step)
+        self.kept = kept.gather(trainer.group, advantages)
         return {**metrics.reduce(trainer.group), "lr": trainer.lr(table.step)}
 
 

@@ -63,6 +63,10 @@ class Algorithm(Protocol):
     def poll(self, step: int, wait_s: float) -> Any | None:
         """The batch of a step; None: it is not ready after `wait_s` seconds. Raises `DataEnded`."""
 
+    @property
+    def kept(self) -> list[m.TrainedSample]:
+        """What is to be shown of the samples of the last step; on rank 0."""
+
     def train_on(self, batch: Any) -> Metrics | None:
         """One training step; its metrics, the same on each rank. None: the batch is gone, and is polled for again."""
 
@@ -121,7 +125,7 @@ class Loop:
                 metrics |= self.publisher.metrics
             metrics["publish_seconds"] = self._publish_seconds
             metrics["step_seconds"] = time.monotonic() - began + self._publish_seconds
-            self._commits.send(step, metrics)
+            self._commits.send(step, metrics, algorithm.kept)
             log.info("step %d trained: %s", step, " ".join(f"{k}={v:.4g}" for k, v in metrics.items()))
             step += 1
             last = step >= self._reply.total_steps
@@ -266,7 +270,7 @@ class Commits:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="commit")
         self._sent: Future[m.CommitReply] | None = None
 
-    def send(self, step: int, metrics: Mapping[str, float]) -> None:
+    def send(self, step: int, metrics: Mapping[str, float], kept: list[m.TrainedSample]) -> None:
         """Commit a step, without waiting for the answer. Metrics that are not finite stay here: they cannot travel.
 
         Raises:
@@ -278,7 +282,7 @@ class Commits:
         if session is not None:
             session.gauges = {name: finite[name] for name in GAUGES if name in finite}
             batch = session.history.applied(step, finite, time.time())
-            request = m.CommitRequest(**session.identity(), metrics=finite, batch=batch)
+            request = m.CommitRequest(**session.identity(), metrics=finite, batch=batch, samples=kept)
             self._sent = self._pool.submit(_commit, session, step, request)
 
     def wait(self) -> m.CommitReply | None:

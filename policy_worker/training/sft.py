@@ -21,6 +21,7 @@ from policy_worker.training.batch_plan import Batching, plan_step
 from policy_worker.training.batch_source import DataEnded
 from policy_worker.training.metrics import Metrics, PartSums
 from schema.config import Config
+from schema.wire.messages import TrainedSample
 from schema.wire.prompts import PromptFile, PromptFileError
 
 log = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ class Sft:
         """Raises `SettingsError` if the data cannot be read, or is not for supervised training."""
         self._trainer, self._batching = trainer, Batching.of_config(config)
         self._batch = config.samples_per_step
+        self.kept: list[TrainedSample] = []
         try:
             self._data = PromptFile(data_file)
             self._data.loss_mask(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from asyncio import Future
 from functools import partial
 from typing import Any
@@ -11,15 +12,23 @@ from rollout_worker import ranges
 from rollout_worker.engines.base import Engine, Generation
 from rollout_worker.groups.leasing import Leasing
 from rollout_worker.groups.pushing import Pusher, to_sample
-from rollout_worker.groups.tokens import texts
+from rollout_worker.groups.tokens import TextKeeper, texts
 from rollout_worker.lease_table import HeldGroup, LeaseTable
 from rollout_worker.rewards.pool import Result, RewardPool, Task
 from rollout_worker.rewards.scoring import OVERLONG, overlong_penalty, score_of
 from schema.config import Config
 from schema.wire.messages import LeasedGroup
-from schema.wire.sample import FinishReason, Sample
+from schema.wire.sample import Ending, FinishReason, Sample
 
 log = logging.getLogger(__name__)
+
+ENDINGS: dict[FinishReason, Ending] = {
+    "stop": "finished",
+    "length": "truncated",
+    "overlong": "truncated",
+    "abort": "aborted",
+}
+"""How a sample ended that was scored, by why its generation did."""
 
 
 class GenerationPipeline:
@@ -39,6 +48,7 @@ class GenerationPipeline:
         self._leasing, self._rewards, self._pusher = leasing, rewards, pusher
         self._weights = {"train": config.grpo.reward_weights, "validation": config.validation_reward_weights}
         self._names = {kind: tuple(weights) for kind, weights in self._weights.items()}
+        self._texts = TextKeeper(config, tokenizer, self._weights)
 
     async def run(self) -> None:
         """For ever. Raises `EngineError`."""
@@ -66,22 +76,35 @@ class GenerationPipeline:
             future = self._rewards.submit(Task(text, lease.row, self._names[lease.kind]))
             scoring = ranges.begin("score")
             future.add_done_callback(lambda _, scoring=scoring: ranges.end(scoring))
-            future.add_done_callback(partial(self._push, group, indices[sample.index], sample, text))
+            began = time.monotonic()
+            future.add_done_callback(
+                partial(self._push, group, indices[sample.index], sample, text, began=began)
+            )
 
     def _push(
-        self, group: HeldGroup, index: int, sample: Generation, text: str, future: Future[Result]
+        self,
+        group: HeldGroup,
+        index: int,
+        sample: Generation,
+        text: str,
+        future: Future[Result],
+        *,
+        began: float,
     ) -> None:
         """The rewards of a sample are there. (When the pool has failed, `RewardPool.watch` raises.)"""
         lease = group.lease
         if future.cancelled() or future.exception() or self._leases.get(lease.lease_id) is not group:
             return
         try:
-            self._pusher.add(lease, self._made(lease, index, sample, text, future.result()))
+            seconds = time.monotonic() - began
+            self._pusher.add(lease, self._made(lease, index, sample, text, seconds, future.result()))
         except Exception as error:  # a callback's error is lost, and the group would be held for ever
             log.exception("sample %d of group %s cannot be made", index, lease.group_id)
             self._pusher.fail(lease, index, f"{type(error).__name__}: {error}")
 
-    def _made(self, lease: LeasedGroup, index: int, sample: Generation, text: str, result: Result) -> Sample:
+    def _made(
+        self, lease: LeasedGroup, index: int, sample: Generation, text: str, seconds: float, result: Result
+    ) -> Sample:
         config, limit = self._config, self._leasing.settings[lease.kind].max_tokens
         rewards = dict(result.rewards)
         overlong = config.grpo.overlong_reward
@@ -90,8 +113,15 @@ class GenerationPipeline:
         score, error = score_of(rewards, self._weights[lease.kind], result.error)
         reason = finish_reason(sample, len(lease.prompt_token_ids), limit, config.policy.model_max_length)
         sent = None if config.grpo.rollout_as_token_ids else text
-        judged = {"rewards": rewards, "score": score, "outage": result.outage}
-        return to_sample(lease, index, sample, reason, error=error, text=sent, **judged)
+        judged = {
+            "rewards": rewards,
+            "score": score,
+            "outage": result.outage,
+            "ending": "reward_error" if error is not None else ENDINGS[reason],
+            "seconds": round(seconds, 4),
+        }
+        kept = self._texts.text(lease, sample, text, failed=error is not None)
+        return to_sample(lease, index, sample, reason, error=error, text=sent, kept=kept, **judged)
 
 
 def finish_reason(

@@ -207,7 +207,7 @@ def cut_batch(sizes: Sequence[int], max_bytes: int, max_items: int) -> int:
 
 def failed(group: LeasedGroup, index: int, error: str) -> Sample:
     """A sample that could not be generated: its prompt, and why."""
-    return to_sample(group, index, NOTHING, "abort", error=error)
+    return to_sample(group, index, NOTHING, "abort", error=error, ending="engine_error")
 
 
 def to_sample(
@@ -218,11 +218,12 @@ def to_sample(
     *,
     error: str | None,
     text: str | None = None,
+    kept: str | None = None,
     **judged: Any,
 ) -> Sample:
     """A sample as it travels: the prompt, what was generated, and its rewards or the error that took their place.
 
-    judged: `rewards`, `score` and `outage` of its header.
+    judged: `rewards`, `score`, `outage`, `ending` and `seconds` of its header.
     """
     prompt = np.asarray(group.prompt_token_ids, np.int32)
     n, r = len(prompt), len(generated.token_ids)
@@ -245,4 +246,5 @@ def to_sample(
         version_starts=np.concatenate([np.zeros(1, np.int32), generated.version_starts + np.int32(n)]),
         version_values=np.concatenate([np.full(1, -1, np.int32), generated.version_values]),
         text=text,
+        kept=kept,
     )

@@ -1,19 +1,24 @@
-"""The tokenizer of the model, the tokens that end an answer, and the text that rewards see."""
+"""The tokenizer of the model, the tokens that end an answer, and the text that rewards and people see."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from rollout_worker.engines.base import EngineConfigError, Generation, SamplingSettings
-from schema.config import PolicyConfig
+from schema.config import Config, PolicyConfig, short_names
 from schema.config.modules import CANNOT_LOAD, ExternalModuleError, import_external, remedy
+from schema.wire import sample_file
+from schema.wire.messages import MOST_PIECES, LeasedGroup, SampleText
 
 log = logging.getLogger(__name__)
+
+LONGEST_PIECE = 1024
+"""Characters of a token's text that are kept."""
 
 
 def import_modules(policy: PolicyConfig) -> None:
@@ -96,3 +101,43 @@ def texts(tokenizer: Any, samples: Sequence[Generation], settings: Sequence[Samp
         ids = response_tokens(sample, how).tolist()
         answers.append(cut_stop_string(tokenizer.decode(ids, skip_special_tokens=True), sample, how))
     return answers
+
+
+class TextKeeper:
+    """Decides which samples are kept as text, and makes it."""
+
+    def __init__(self, config: Config, tokenizer: Any, weights: Mapping[str, Mapping[str, float]]) -> None:
+        """weights: of the reward functions, by kind of group."""
+        self._tokenizer = tokenizer
+        self._per_step, self._wanted = config.groups_per_step, config.logging.sample_groups
+        short = {kind: short_names(names) for kind, names in weights.items()}
+        self._weights = {
+            kind: {short[kind][name]: weight for name, weight in names.items()}
+            for kind, names in weights.items()
+        }
+
+    def text(self, lease: LeasedGroup, sample: Generation, answer: str, *, failed: bool) -> str | None:
+        """`SampleText` as JSON; None of a sample that is not kept. Tokens one by one are those of chosen groups."""
+        chosen = lease.kind == "train" and sample_file.is_chosen(lease.group_id, self._per_step, self._wanted)
+        if not (chosen or failed or lease.kind == "validation"):
+            return None
+        n = min(len(sample.token_ids), MOST_PIECES) if chosen else 0
+        reference = lease.row.get("answer")
+        text = SampleText(
+            prompt=sample_file.cut(self._tokenizer.decode(lease.prompt_token_ids)),
+            answer=sample_file.cut(answer),
+            reference="" if reference is None else sample_file.cut(str(reference)),
+            pieces=[self._piece(token) for token in sample.token_ids[:n].tolist()],
+            logprobs=[round(value, 4) for value in sample.logprobs[:n].tolist()],
+            versions=[
+                run
+                for run in zip(sample.version_starts.tolist(), sample.version_values.tolist(), strict=True)
+                if run[0] < n
+            ],
+            weights=self._weights[lease.kind],
+        )
+        return text.model_dump_json(exclude_defaults=True)
+
+    def _piece(self, token: int) -> str:
+        piece: str = self._tokenizer.decode([token])
+        return piece[:LONGEST_PIECE]

@@ -73,8 +73,8 @@ def write(root: Path, name: FileName, frame: bytes) -> bytes:
         OSError: the directory cannot be written.
         FrameError: it is not the frame of a sample.
     """
-    header = read_metadata(frame).get("sample")
-    if header is None:
+    metadata = read_metadata(frame)
+    if "sample" not in metadata:
         raise FrameError("frame has no sample header")
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = root / str(name)
@@ -83,7 +83,7 @@ def write(root: Path, name: FileName, frame: bytes) -> bytes:
         file.flush()
         os.fsync(file.fileno())
     entry = FileEntry(name=str(name), n_bytes=len(frame), hash=_hash(frame))
-    return encode_frame({}, {"sample": header, STUB_KEY: entry.model_dump_json()})
+    return encode_frame({}, {**metadata, STUB_KEY: entry.model_dump_json()})
 
 
 def read_entry(frame: bytes | memoryview) -> FileEntry | None:

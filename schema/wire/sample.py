@@ -11,6 +11,8 @@ Tensors of the frame (T tokens over all segments, one after the other; V version
     version_values  int32   [V]  weight version of that run, -1 for tokens that no policy generated
     text            uint8   [*]  UTF-8 text of the response; only with `rollout_as_token_ids = false`
 
+Next to the tensors: `SampleText` as JSON in the metadata under "text", of a sample that is kept for people to read.
+
 The plain case is one segment: prompt, then response. The header travels as JSON in the frame's metadata under
 "sample"; `check` proves that it tells the truth about the tensors (the trainer does so, the controller, which
 never decodes tensors, does not need to).
@@ -36,7 +38,14 @@ Version = Annotated[int, Field(strict=True, ge=-1, lt=2**31)]
 """Both end up in int32 and int64 arrays; a boolean is not a number."""
 MOST_REWARDS = 256
 """Reward functions of a sample, and of a batch."""
+TEXT_KEY = "text"
+"""Under which a frame's metadata has the text of a sample that is kept."""
 FinishReason = Literal["stop", "length", "overlong", "abort"]
+Ending = Literal[
+    "finished", "truncated", "deadline", "tool_error", "env_error", "reward_error", "judge_error",
+    "engine_error", "aborted", "poison", "stale",
+]  # fmt: skip
+"""How a sample ended, for people and for programs: what its rewards are worth follows from it."""
 _DTYPES: dict[str, type[np.generic]] = {
     "token_ids": np.int32,
     "loss_mask": np.uint8,
@@ -73,6 +82,12 @@ class SampleHeader(BaseModel):
         default=False,
         description="Whether the error is a time-out or a connection error: it may pass by itself.",
     )
+    ending: Ending = Field(default="finished", description="How it ended; see `docs/operations.md`.")
+    source: Annotated[str, Field(max_length=128, pattern=PLAIN)] = Field(
+        default="", description="Domain of its prompt; empty: there is but one."
+    )
+    turns: Count = Field(default=1, ge=1, description="Answers of the policy in it.")
+    seconds: float | None = Field(default=None, ge=0, description="That scoring took.")
 
 
 @dataclass(slots=True)
@@ -87,6 +102,8 @@ class Sample:
     version_values: npt.NDArray[np.int32]
     segment_starts: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros(1, np.int32))
     text: str | None = None
+    kept: str | None = None
+    """`SampleText` as JSON, if it is kept for people to read."""
 
     def token_versions(self) -> npt.NDArray[np.int32]:
         """Weight version of each token, [T], -1 where no policy generated it."""
@@ -101,7 +118,13 @@ def encode_sample(sample: Sample) -> bytes:
     }
     if sample.text is not None:
         tensors["text"] = np.frombuffer(sample.text.encode(), np.uint8)
-    return encode_frame(tensors, {"sample": sample.header.model_dump_json()})
+    metadata = {"sample": header_text(sample.header)}
+    return encode_frame(tensors, metadata if sample.kept is None else {**metadata, TEXT_KEY: sample.kept})
+
+
+def header_text(header: SampleHeader) -> str:
+    """A header as it travels and is stored: without what every reader knows."""
+    return header.model_dump_json(exclude_defaults=True)
 
 
 def read_sample_metadata(data: bytes | memoryview) -> tuple[SampleHeader, dict[str, str]]:
@@ -135,7 +158,10 @@ def decode_sample(data: bytes | memoryview) -> Sample:
         raise FrameError("sample tensor text must be a vector of uint8")
     fields: dict[str, Any] = {name: tensors[name] for name in _DTYPES}
     sample = Sample(
-        header=header, text=None if text is None else text.tobytes().decode(errors="replace"), **fields
+        header=header,
+        text=None if text is None else text.tobytes().decode(errors="replace"),
+        kept=metadata.get(TEXT_KEY),
+        **fields,
     )
     check_sample(sample)
     return sample

@@ -36,6 +36,18 @@ def path_of(folder: Path, kind: GroupKind, step: int) -> Path:
     return folder / f"{name}-{step:08d}.jsonl"
 
 
+def is_chosen(group_id: str, groups_per_step: int, wanted: int) -> bool:
+    """Whether the samples of a group are kept as text: those of `wanted` groups of each step, evenly spread.
+
+    Rollout replicas, trainers and the controller come to the same answer, each by itself.
+    """
+    position = group_id.rpartition("p")[2]
+    if not position.isdecimal():
+        return False
+    at = int(position) * wanted
+    return (at + wanted) // groups_per_step > at // groups_per_step
+
+
 def files(folder: Path) -> list[tuple[GroupKind, int]]:
     """What is there, by step or version."""
     found = (_NAME.fullmatch(path.name) for path in folder.glob("*.jsonl"))
@@ -100,13 +112,15 @@ def find(
     step: int | None = None,
     order: Order | None = None,
     limit: int = 20,
+    newest: int | None = None,
 ) -> list[SampleRecord]:
     """Samples of a step (None: of the newest that has any; by `order`, of all of them), at most `limit`.
 
     order: best or worst by score (those without one come last), or those alone that failed, the newest first; None:
-    by group and index. Raises OSError.
+    by group and index. newest: look at no more than so many files. Raises OSError.
     """
     chosen = [file for file in files(folder) if kind in (None, file[0]) and step in (None, file[1])]
+    chosen = chosen[-newest:] if newest else chosen
     if order is None:
         for file in reversed(chosen):
             if records := read(path_of(folder, *file)):
@@ -130,7 +144,8 @@ def ordered(records: Iterable[SampleRecord], order: Order) -> list[SampleRecord]
 
 
 def cut(text: str) -> str:
-    """A text that may be too long for a record: its beginning and its end."""
+    """A text that may be too long for a record, or no Unicode: its beginning and its end, with question marks."""
+    text = text.encode(errors="replace").decode()
     if len(text) <= MOST_TEXT:
         return text
     left = len(text) - MOST_TEXT

@@ -32,8 +32,8 @@ def make_header(index: int, version: int, *, tokens: int = 6, **changes: object)
     return SampleHeader.model_validate({**fields, **changes})
 
 
-def make_frame(header: SampleHeader) -> bytes:
-    """A frame whose tensors agree with the header."""
+def make_frame(header: SampleHeader, answer: str | None = None) -> bytes:
+    """A frame whose tensors agree with the header; kept as text if there is an answer."""
     total = header.total_tokens
     mask = np.zeros(total, np.uint8)
     mask[header.prompt_tokens :] = 1
@@ -44,8 +44,19 @@ def make_frame(header: SampleHeader) -> bytes:
         logprobs=np.where(mask == 1, -0.5, 0.0).astype(np.float32),
         version_starts=np.array([0, header.prompt_tokens], np.int32),
         version_values=np.array([-1, header.oldest_version], np.int32),
+        kept=None if answer is None else make_text(header, answer),
     )
     return encode_sample(sample)
+
+
+def make_text(header: SampleHeader, answer: str) -> str:
+    """Its text, with a piece for each generated token."""
+    n = header.response_tokens
+    text = m.SampleText(
+        prompt="what?", answer=answer, reference="42", pieces=["a"] * n, logprobs=[-0.5] * n,
+        versions=[(0, header.oldest_version)], weights={"right": 1.0},
+    )  # fmt: skip
+    return text.model_dump_json()
 
 
 @dataclass
@@ -84,8 +95,9 @@ class Trainer:
         data = self.client.send(api.step_batch(step, self.reply.policy_epoch, wait_s=wait_s))
         return None if data is None else decode_batch(data)
 
-    def commit(self, step: int, **metrics: float) -> m.CommitReply:
-        request = m.CommitRequest.model_validate({**self._mine(), "metrics": metrics})
+    def commit(self, step: int, kept: list[m.TrainedSample] | None = None, **metrics: float) -> m.CommitReply:
+        values = {**self._mine(), "metrics": metrics, "samples": kept or []}
+        request = m.CommitRequest.model_validate(values)
         return self.client.send(api.commit(step, request))
 
     def checkpoint(self, step: int) -> m.CheckpointReply:

@@ -23,6 +23,7 @@ from launcher.restarts import Role
 from rollout_worker.groups.pushing import _Entry, shared_payloads
 from schema.config import Config
 from schema.wire import messages as m
+from schema.wire import sample_file
 from tests.controller.drivers import Rollout, Trainer, make_frame, make_header, train_step
 from tests.liveness.probe import Made, Place, With, changed, grpo, sft, watch
 from tests.support.controller import TOKENS, make_run_dir
@@ -223,6 +224,23 @@ def after_a_failed_reward(config: Config, place: Place) -> dict[str, int]:
         return stage.states()
 
 
+def files_of_samples(config: Config, place: Place) -> list[str]:
+    """Files of samples after two steps in each of which the text of a failed one came."""
+    with staged(config, place) as stage:
+        folder = sample_file.folder_of(stage.served.job.run_dir)
+        for step in range(2):
+            stage.rollout.update()
+            (group,) = stage.rollout.lease(1).groups
+            header = make_header(0, step, score=None, error="ValueError: no", rewards={})
+            stage.rollout.push(group, header, make_frame(header, "no"))
+            until(lambda: sample_file.find(folder, step=step), "the sample is filed")  # noqa: B023
+            stage.rollout.client.send(api.release(group.lease_id))
+            _make_batch(stage, step)
+            stage.trainer.commit(step)
+            stage.trainer.publish(step + 1)
+        return [path.name for path in sorted(folder.iterdir())]
+
+
 def phase_after_an_outage_of_rewards(config: Config, place: Place) -> m.Phase:
     """The phase of a job whose rewards have not been reached for a minute."""
     with staged(config, place) as stage:
@@ -273,6 +291,7 @@ watch(
     changed(grpo, {**BUSY, "controller.heartbeat_timeout": 300.0, "controller.lease_timeout": 300.0}),
     {"reward.outage_timeout": (1800.0, 30.0)},
 )
+watch(files_of_samples, grpo, {"logging.sample_bytes": (1_000_000, 10)})
 watch(after_equal_rewards, grpo, {f"{POLICY}.filter_reward_metric": ([], ["boxed_math"])})
 synchronous = changed(grpo, {**BUSY, f"{POLICY}.on_policy": True, "controller.heartbeat_timeout": 300.0})
 patient = changed(synchronous, {"controller.lease_timeout": 300.0})

@@ -16,6 +16,7 @@ from rollout_worker.engines.vllm.arguments import engine_arguments, sampling_arg
 from rollout_worker.groups.leasing import Leasing, training_settings, validation_settings
 from rollout_worker.groups.pipeline import GenerationPipeline
 from rollout_worker.groups.pushing import Pusher
+from rollout_worker.groups.tokens import TextKeeper
 from rollout_worker.lease_table import LeaseTable
 from rollout_worker.metrics import Metrics
 from rollout_worker.rewards.pool import Result, Task
@@ -25,11 +26,27 @@ from schema.config import Config
 from schema.wire.messages import LeasedGroup
 from schema.wire.sample import decode_sample
 from tests.liveness.probe import UNSET, Made, Place, With, changed, grpo, vllm, watch
+from tests.rollout_worker.test_bookkeeping import lease
 from tests.rollout_worker.tiny import tokenizer
 
 KNOWN = {"swap_space", "enable_prefix_caching"}
 """Engine arguments without a key of their own; `test_vllm` asks the installed vLLM."""
 
+
+# ---- text -----------------------------------------------------------------------------------------------------
+
+
+def kept_groups(config: Config, place: Place) -> list[str]:
+    """Which of the first groups are kept as text by the replica."""
+    keeper = TextKeeper(config, tokenizer(), {"train": {"format": 1.0}})
+    nothing = Generation(
+        "", 0, *(np.zeros(0, kind) for kind in (np.int32, np.float32, np.int32, np.int32)), "stop"
+    )
+    groups = [lease(group_id=f"e0-p{position}") for position in range(8)]
+    return [group.group_id for group in groups if keeper.text(group, nothing, "", failed=False)]
+
+
+watch(kept_groups, grpo, {"logging.sample_groups": (1, 0)})
 
 # ---- engines --------------------------------------------------------------------------------------------------
 
@@ -233,9 +250,9 @@ def _pushed(config: Config, kind: str) -> dict[str, Any]:
     )  # fmt: skip
     scored: Future[Result] = Future()
     scored.set_result(Result(dict.fromkeys(generating._names[kind], 0.5)))
-    generating._push(group, 0, sample, "text", scored)  # type: ignore[arg-type]
+    generating._push(group, 0, sample, "text", scored, began=0.0)  # type: ignore[arg-type]
     found = decode_sample(pusher._queue[0].frame)
-    return {**found.header.model_dump(), "text": found.text}
+    return {**found.header.model_dump(exclude={"seconds"}), "text": found.text}
 
 
 def pushed_sample(config: Config, place: Place) -> dict[str, Any]:

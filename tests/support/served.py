@@ -67,6 +67,7 @@ class ServedController:
         write_address(settings, settings.url(0))
         self.controller = Controller.of(job)
         self.controller.events.start()
+        await self.controller.samples.restore()
         self._listener = socket.create_server(("127.0.0.1", self._port))
         self._port = self._listener.getsockname()[1]
         self._app = create_app(self.controller, settings.tokens)

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request
 from pydantic import ValidationError
 from starlette.responses import Response
 
 from controller.api.auth import ROLLOUT, USER, require, require_own
 from controller.api.openapi import FRAME_ANSWER, models, takes_frame
-from controller.api.routes.base import Identifier, Number, frame_reply, new_router, reply
+from controller.api.routes.base import Identifier, Number, frame_reply, new_router, reply, reply_list
 from controller.errors import ApiError
 from controller.services.controller import Controller
 from controller.services.samples import Push
 from schema.wire import messages as m
 from schema.wire.frame import FrameError, bundle_ranges
 from schema.wire.invalid import describe
+from schema.wire.sample_file import Order
 
+MOST_FOUND = 1000
 BUNDLE = 'a bundle of samples, with a PushList as JSON in the metadata under "pushes"'
 
 
@@ -45,6 +49,21 @@ def router(controller: Controller) -> APIRouter:
         replica_id, pushes = _unpack(body)
         require_own(request, registry, replica_id)
         return reply(await service.push(replica_id, body, pushes))
+
+    @api.get("/samples", **models(list[m.SampleRecord]))
+    async def find(
+        request: Request,
+        kind: m.GroupKind | None = None,
+        step: Annotated[int | None, Query(ge=0, lt=2**53)] = None,
+        order: Order | None = None,
+        limit: Annotated[int, Query(ge=1, le=MOST_FOUND)] = 20,
+    ) -> Response:
+        """Samples as text: of one step, or of the newest; the best, the worst or the failed ones of many.
+
+        Without `step` these are looked for in the newest files alone.
+        """
+        require(request, USER)
+        return reply_list(m.SampleRecord, await service.find(kind, step, order, limit))
 
     @api.get("/samples/{group_id}/{index}", responses=FRAME_ANSWER)
     async def sample(request: Request, group_id: Identifier, index: Number) -> Response:

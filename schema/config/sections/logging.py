@@ -29,6 +29,17 @@ class LoggingConfig(Section):
         acts="request or reply: `name` of the job's status and summary.",
         example="first-try",
     )
+    sample_groups: Natural = key(
+        2,
+        "Groups of each step whose samples are kept as text, with the log-probs of their tokens, in `samples/` of "
+        "the run. Failed samples, and those of a validation, are kept in any case.",
+        acts="file: Records in `samples/step-*.jsonl`.",
+    )
+    sample_bytes: Natural = key(
+        1_000_000_000,
+        "Bytes that `samples/` may take on disk; the oldest files go first.",
+        acts="file: Which files of `samples/` are still there.",
+    )
     log_validation_samples: Natural = key(
         0,
         "Answers of each validation that are sent to the trackers.",

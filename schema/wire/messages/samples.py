@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import FailFast, Field
 
 from schema.util.text import PLAIN, Prose
 from schema.wire.messages.base import MOST_METRICS, Count, ErrorCode, GroupKind, Message, MetricName, Text
+from schema.wire.sample import Ending
 
 
 class PushItem(Message):
@@ -35,12 +36,6 @@ class PushResult(Message):
 class PushReply(Message):
     results: list[PushResult]
 
-
-Ending = Literal[
-    "finished", "truncated", "deadline", "tool_error", "env_error", "reward_error", "judge_error",
-    "engine_error", "aborted", "poison", "stale",
-]  # fmt: skip
-"""How a sample ended, for people and for programs: what its rewards are worth follows from it."""
 
 MOST_PIECES = 16_384
 """Tokens of a record; of longer answers the first."""

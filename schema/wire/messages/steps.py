@@ -8,6 +8,7 @@ from pydantic import FailFast, Field
 
 from schema.util.text import PLAIN
 from schema.wire.messages.base import MOST_METRICS, Count, Message, MetricName, Text, TrainerRequest
+from schema.wire.messages.samples import TrainedSample
 
 
 class CommitRequest(TrainerRequest):
@@ -20,6 +21,9 @@ class CommitRequest(TrainerRequest):
         pattern=PLAIN,
         description="`StepTable.digest` of the batch that was trained. A controller that has another one, or none, "
         "has lost history and refuses (`wrong_step`): the trainer declares itself.",
+    )
+    samples: Annotated[list[TrainedSample], FailFast()] = Field(
+        default_factory=list, max_length=4096, description="Of those that are kept as text."
     )
 
 

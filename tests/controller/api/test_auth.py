@@ -34,6 +34,7 @@ RULES: list[tuple[str, str, set[str]]] = [
     ("DELETE", "/v1/leases/x", ROLLOUT),
     ("POST", "/v1/groups/e0-p0/samples/0", ROLLOUT),
     ("POST", "/v1/samples", ROLLOUT),
+    ("GET", "/v1/samples", USER),
     ("GET", "/v1/samples/e0-p0/0", USER),
     ("GET", "/v1/publications/latest", ALL),
     ("GET", "/v1/publications", USER),

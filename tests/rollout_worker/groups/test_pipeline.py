@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -15,6 +17,7 @@ from rollout_worker.lease_table import LeaseTable
 from rollout_worker.metrics import Metrics
 from rollout_worker.rewards.pool import Result
 from rollout_worker.weights.follower import WeightFollower
+from schema.wire.messages import SampleText
 from schema.wire.sample import SampleHeader, read_sample_metadata
 from tests.launcher.samples import config
 from tests.rollout_worker.test_bookkeeping import generation, lease
@@ -22,31 +25,55 @@ from tests.rollout_worker.test_bookkeeping import generation, lease
 REWARDS = {"boxed_math": 1.0, "format": 10.0}
 
 
-def pushed(result: Result, text: Any = "text") -> SampleHeader:
-    """The header of what is queued for a sample with these rewards."""
-    settings = config(train={"train_policy": {"type": "grpo", "reward_function": REWARDS}})
+class Letters:
+    """Tokens as letters of the alphabet."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(chr(ord("a") + number % 26) for number in ids)
+
+
+def pushed(result: Result, text: Any = "text", groups: int = 0) -> tuple[SampleHeader, SampleText | None]:
+    """Header and text of what is queued for a sample with these rewards, where `groups` of each step are kept."""
+    settings = config(
+        train={"train_policy": {"type": "grpo", "reward_function": REWARDS}},
+        logging={"sample_groups": groups},
+    )
     held, nothing = LeaseTable(), None
 
-    async def work() -> SampleHeader:
+    async def work() -> tuple[SampleHeader, SampleText | None]:
         weights = WeightFollower(settings.weight_sync, nothing, nothing, nothing, held, Metrics())  # type: ignore[arg-type]
         leasing = Leasing(settings, nothing, nothing, held, weights, nothing, nothing, Metrics())  # type: ignore[arg-type]
         pusher = Pusher(nothing, held, 1 << 20)  # type: ignore[arg-type]
-        generating = GenerationPipeline(settings, nothing, nothing, held, leasing, nothing, pusher)  # type: ignore[arg-type]
-        group = held.add(lease())
+        generating = GenerationPipeline(settings, nothing, Letters(), held, leasing, nothing, pusher)  # type: ignore[arg-type]
+        group = held.add(lease(group_id="e0-p0"))
         assert group is not None
         scored: Future[Result] = Future()
         scored.set_result(result)
-        generating._push(group, 2, generation(), text, scored)  # type: ignore[arg-type]
+        generating._push(group, 2, generation(), text, scored, began=time.monotonic())  # type: ignore[arg-type]
         (entry,) = pusher._queue
         assert entry.index == 2
-        return read_sample_metadata(entry.frame)[0]
+        header, metadata = read_sample_metadata(entry.frame)
+        kept = metadata.get("text")
+        return header, None if kept is None else SampleText.model_validate_json(kept)
 
     return asyncio.run(work())
 
 
 def test_rewards_become_a_score() -> None:
-    header = pushed(Result({"boxed_math": 0.5, "format": 0.25}))
-    assert (header.score, header.error) == (3.0, None)
+    header, kept = pushed(Result({"boxed_math": 0.5, "format": 0.25}))
+    assert (header.score, header.error, header.ending) == (3.0, None, "finished")
+    assert header.seconds is not None
+    assert kept is None
+
+
+def test_samples_of_chosen_groups_are_kept_as_text() -> None:
+    header, kept = pushed(Result({"boxed_math": 0.5, "format": 0.25}), "one two\x1b[31m", groups=1_000_000)
+    assert kept is not None
+    assert kept.answer == "one two\x1b[31m"
+    assert kept.prompt == Letters().decode(lease().prompt_token_ids)
+    assert len(kept.pieces) == len(kept.logprobs) == header.response_tokens > 0
+    assert kept.weights == REWARDS
+    assert kept.versions[0][0] == 0
 
 
 @pytest.mark.parametrize(
@@ -57,12 +84,14 @@ def test_rewards_become_a_score() -> None:
     ],
 )  # fmt: skip
 def test_what_has_no_score_is_an_error_by_name(rewards: Result, words: str) -> None:
-    header = pushed(rewards)
-    assert (header.score, header.error) == (None, words)
+    header, kept = pushed(rewards)
+    assert (header.score, header.error, header.ending) == (None, words, "reward_error")
+    assert kept is not None
+    assert (kept.answer, kept.pieces) == ("text", [])
 
 
 def test_a_sample_that_cannot_be_made_does_not_hold_its_group_for_ever() -> None:
-    header = pushed(Result({"boxed_math": 1.0, "format": 1.0}), text="\ud800")
+    header, _ = pushed(Result({"boxed_math": 1.0, "format": 1.0}), text="\ud800")
     assert header.score is None
     assert header.error is not None
     assert header.error.startswith("UnicodeEncodeError")
