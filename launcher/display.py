@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from schema.util.text import one_line, visible
-from schema.wire.messages import JobStatus, Phase
+from schema.wire.messages import TERMINAL_PHASES, JobStatus, Phase, SampleRecord
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -20,8 +20,13 @@ if TYPE_CHECKING:
 LINE_EVERY, SIGN_OF_LIFE = 2.0, 30.0
 BAR_WIDTH, SPARK_WIDTH = 30, 40
 _TICKS = "▁▂▃▄▅▆▇█"
+WORTH_SHOWING = 0.01
+"""Share of the time that is shown."""
 FAILED = "every reward failed"
 """Shown in place of a score where no sample could be scored."""
+FAILED_ONE = "nothing: its reward failed"
+SAMPLE_WIDTH = 100
+"""Characters of a prompt (its end) and of an answer (its beginning) in the panel."""
 REDIS = {"hung": "hung: takes connections and does not answer", "away": "cannot be reached"}
 """What is wrong with Redis (`launcher.job.redis_pulse`), for people."""
 
@@ -48,6 +53,8 @@ class View:
     redis: str = ""
     """What is wrong with Redis: hung, away; empty: nothing."""
     notice: str = ""
+    sample: str = ""
+    """The newest sample that is kept as text: what it was asked, answered and paid."""
 
 
 def line(view: View) -> str:
@@ -72,10 +79,27 @@ def line(view: View) -> str:
         ("redis", view.redis or None),
         ("controller", _controller(view)),
         ("notice", _quoted(view.notice)),
+        ("rewards_failed", _failed_rewards(status)),
+        ("waiting_for_rewards", _reward_wait(status)),
+        ("alarms", ",".join(alarm.name for alarm in status.alarms) or None),
         ("note", _quoted(status.note)),
         ("error", _quoted(status.last_error)),
     ]
     return one_line(" ".join(f"{key}={value}" for key, value in values if value is not None))
+
+
+def _failed_rewards(status: JobStatus) -> str | None:
+    """How many gradings failed, of how many."""
+    rewards = status.rewards
+    failed = 0 if rewards is None else sum(rewards.failed.values())
+    return f"{failed}/{failed + rewards.scored}" if rewards and failed else None
+
+
+def _reward_wait(status: JobStatus) -> str | None:
+    rewards = status.rewards
+    if rewards is None or rewards.wait_fraction is None or rewards.wait_fraction < WORTH_SHOWING:
+        return None
+    return f"{rewards.wait_fraction:.0%}"
 
 
 def _quoted(text: str | None) -> str | None:
@@ -137,19 +161,42 @@ def _rows(view: View) -> list[tuple[str, Text]]:
         rows.append(("phase", Text(one_line(view.stage), style="cyan")))
     else:
         rows.append(("phase", Text(str(status.phase), style=_PHASE_STYLE.get(status.phase, "cyan"))))
+        if text := sentence(view):
+            rows.append(("now", Text(one_line(text))))
         rows += [(name, Text(one_line(value))) for name, value in _training_rows(view, status)]
     for name, style, value in (
         ("processes", "", "  ".join(f"{name} {state}" for name, state in view.processes.items())),
         ("redis", "yellow", REDIS.get(view.redis, "")),
         ("controller", "yellow", _why_waiting(view)),
-        ("now", "yellow", view.notice),
+        ("stopping", "yellow", view.notice),
         ("note", "yellow", status.note if status else ""),
+        *(("alarm", "yellow", alarm.text) for alarm in (status.alarms if status else [])),
+        ("sample", "", view.sample),
         ("last error", "red", (status.last_error or "") if status else ""),
         ("logs", "", view.log_dir),
     ):
         if value:
             rows.append((name, Text(visible(value), style=style)))
     return rows
+
+
+def sentence(view: View) -> str:
+    """What the job waits for, and for how long."""
+    status = view.status
+    if status is None or not status.sentence:
+        return ""
+    since = status.sentence_since
+    waited = 0.0 if since is None or status.phase in TERMINAL_PHASES else status.updated_at - since
+    return status.sentence + (f" (for {duration(waited)})" if waited >= 1 else "")
+
+
+def sample_line(record: SampleRecord) -> str:
+    """A sample in two short lines: what was asked, and what was answered and paid for it."""
+    paid = FAILED_ONE if record.score is None else f"{record.score:.3g}"
+    asked, answer = (one_line(text.strip()) for text in (record.prompt, record.answer))
+    asked = asked if len(asked) <= SAMPLE_WIDTH else "…" + asked[-SAMPLE_WIDTH:]
+    answer = answer if len(answer) <= SAMPLE_WIDTH else answer[:SAMPLE_WIDTH] + "…"
+    return f"step {record.step}, paid {paid}: {asked}\n→ {answer}"
 
 
 def _why_waiting(view: View) -> str:
@@ -170,16 +217,57 @@ def _training_rows(view: View, status: JobStatus) -> list[tuple[str, str]]:
     if status.validation:
         before = "" if view.first_accuracy is None else f"  (before: {view.first_accuracy:.3f})"
         score = number(status.validation.score_mean) or FAILED
-        held_out = f"{score} at version {status.validation.version}{before}"
+        failed = f", {status.validation.errors} gradings failed" if status.validation.errors else ""
+        held_out = f"{score} at version {status.validation.version}{before}{failed}"
         rows.append(("held-out", held_out))
     if status.mode == "grpo":
         rows.append(("staleness", _staleness(view).replace("/", " · ") + "  (mean · max · bound)"))
         rows.append(("queue", f"{status.queue_ready} ready, {status.outstanding} outstanding"))
+        rows.append(("policy", _policy(status)))
+        rows += [("rewards", text) for text in [rewards_text(status)] if text]
     rows.append(("speed", f"{status.samples_per_s:.1f} samples/s, {status.tokens_per_s:.0f} tokens/s"))
     idle = ", ".join(f"{role} {share:.0%}" for role, share in sorted(status.idle.items()))
     replicas = ", ".join(f"{count} {role}" for role, count in sorted(status.replicas.items())) or "none yet"
     rows.append(("replicas", replicas + (f"  (idle: {idle})" if idle else "")))
     return rows
+
+
+SHOWN_METRICS = (
+    ("length", "response_tokens_mean", "{:.0f} tokens"),
+    ("cut off", "truncated_fraction", "{:.0%}"),
+    ("entropy", "entropy", "{:.3g}"),
+    ("gradient", "grad_norm", "{:.3g}"),
+    ("zero variance", "zero_variance_fraction", "{:.0%} of groups"),
+    ("lr", "lr", "{:.3g}"),
+)
+
+
+def _policy(status: JobStatus) -> str:
+    known = status.metrics
+    return (
+        ", ".join(f"{name} {form.format(known[key])}" for name, key, form in SHOWN_METRICS if key in known)
+        or "–"
+    )
+
+
+def rewards_text(status: JobStatus) -> str:
+    """How rewards do, in one line; empty while none was asked for."""
+    rewards = status.rewards
+    if rewards is None or not (rewards.scored or rewards.failed or rewards.scoring):
+        return ""
+    failed = sum(rewards.failed.values())
+    parts = [f"{rewards.scored} scored"]
+    if failed:
+        kinds = ", ".join(f"{kind} {count}" for kind, count in rewards.failed.items())
+        timeouts = f", {rewards.timeouts} by time-outs" if rewards.timeouts else ""
+        parts.append(f"{failed} failed{timeouts} ({kinds})")
+    if rewards.scoring:
+        parts.append(f"{rewards.scoring} in the pool, the oldest for {rewards.oldest_s:.0f} s")
+    if rewards.wait_fraction is not None and rewards.wait_fraction >= WORTH_SHOWING:
+        parts.append(
+            f"engines waited {duration(rewards.wait_seconds)} ({rewards.wait_fraction:.0%}) for them"
+        )
+    return "; ".join(parts)
 
 
 def _staleness(view: View) -> str:

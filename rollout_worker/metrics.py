@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 from rollout_worker.engines.base import EngineStats
 
@@ -18,6 +19,9 @@ class Metrics:
         self._first_lease: tuple[float, float] | None = None
         self.extra: dict[str, float] = {}
         """Further numbers, set where they are measured (seconds of the last update, say)."""
+        self.scoring: Callable[[float], tuple[int, float]] = lambda now: (0, 0.0)
+        """How many samples are being scored at a time, and for how long the oldest of them: set by the pipeline."""
+        self._scoring_before, self._idle_before, self._waited = 0, 0.0, 0.0
 
     def training_began(self, now: float, stats: EngineStats) -> None:
         """The first training lease: idle time counts from here. Later calls change nothing."""
@@ -37,7 +41,14 @@ class Metrics:
             "waiting": float(stats.waiting),
             **self.extra,
         }
+        scoring, oldest = self.scoring(now)
+        idle, self._idle_before = stats.idle_s - self._idle_before, stats.idle_s
+        if self._first_lease is not None and scoring and self._scoring_before:
+            self._waited += idle
+        self._scoring_before = scoring
+        values |= {"scoring": float(scoring), "scoring_oldest_s": oldest, "reward_wait_seconds": self._waited}
         if self._first_lease is not None and now > self._first_lease[0]:
             began, idle = self._first_lease
+            values["reward_wait_fraction"] = min(self._waited / (now - began), 1.0)
             values["idle_fraction"] = min(max((stats.idle_s - idle) / (now - began), 0.0), 1.0)
         return values

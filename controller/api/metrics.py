@@ -8,7 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from controller.services.controller import Controller
-from schema.wire.messages import Phase, WeightsStatus
+from schema.wire.messages import JobStatus, Phase, WeightsStatus
 
 Samples = dict[tuple[str, ...], float]
 """Value by label values."""
@@ -51,6 +51,14 @@ class JobCollector(Collector):
             dropped.add_metric((job, reason), count)
         yield dropped
         yield _staleness(ledger.staleness, job)
+        yield from _rewards(status, job)
+        metrics: Samples = {(name,): value for name, value in status.metrics.items()}
+        yield _gauge("metric", "Metrics of the last committed step", metrics, ("name",), job)
+        if status.validation is not None and status.validation.score_mean is not None:
+            found: Samples = {(): status.validation.score_mean}
+            yield _gauge("validation_score", "Mean score of the last validation", found, (), job)
+        alarms: Samples = {(alarm.name,): 1.0 for alarm in status.alarms}
+        yield _gauge("alarm", "1 for each alarm that is on", alarms, ("name",), job)
         yield from self._weights(status.weights, job)
 
     def _weights(self, weights: WeightsStatus | None, job: str) -> Iterator[Metric]:
@@ -97,6 +105,29 @@ class JobCollector(Collector):
         for name, found in newest.items():
             if found is not None:
                 yield _gauge(f"weights_{name}", f"Of the newest version: {name}", {(): float(found)}, (), job)
+
+
+def _rewards(status: JobStatus, job: str) -> Iterator[Metric]:
+    rewards = status.rewards
+    if rewards is None:
+        return
+    scored = CounterMetricFamily("cosmos_rewards_scored", "Samples that were scored", labels=("job",))
+    scored.add_metric((job,), rewards.scored)
+    yield scored
+    failed = CounterMetricFamily(
+        "cosmos_rewards_failed", "Samples whose rewards failed", labels=("job", "kind")
+    )
+    for kind, count in rewards.failed.items():
+        failed.add_metric((job, kind), count)
+    yield failed
+    for name, text, value in (
+        ("timeouts", "Samples whose rewards timed out or could not connect", rewards.timeouts),
+        ("scoring", "Samples that are being scored", rewards.scoring),
+        ("wait_seconds", "Seconds that engines stood idle for rewards", rewards.wait_seconds),
+        ("wait_fraction", "Share of the time that engines stood idle for rewards", rewards.wait_fraction),
+    ):
+        if value is not None:
+            yield _gauge(f"rewards_{name}", text, {(): float(value)}, (), job)
 
 
 def _by(counts: Mapping[str, int]) -> Samples:

@@ -21,6 +21,7 @@ from schema.wire.messages.recovery import (
     DeclareRequest,
     ReplayRequest,
 )
+from schema.wire.sample_file import Order
 from schema.wire.weights import Publication
 
 T = TypeVar("T")
@@ -215,6 +216,17 @@ def replica_exited(name: str, reason: str, *, crashed: bool = True, parent_pid: 
 
 def steps(since: int = 0) -> Call[list[m.StepRecord]]:
     return Call("GET", "/v1/steps", _model(list[m.StepRecord]), params={"since": since})
+
+
+def samples(
+    kind: m.GroupKind | None, step: int | None, order: Order | None, limit: int
+) -> Call[list[m.SampleRecord]]:
+    """Samples that are kept as text."""
+    wanted = {"kind": kind, "step": step, "order": order, "limit": limit}
+    params: dict[str, str | int | float] = {
+        name: value for name, value in wanted.items() if value is not None
+    }
+    return Call("GET", "/v1/samples", _model(list[m.SampleRecord]), params=params)
 
 
 def validations() -> Call[list[m.ValidationRecord]]:

@@ -149,6 +149,8 @@ class Group:
     step: int | None = None
     reason: DropReason | None = None
     error: str = ""
+    leased_at: float = field(default=0.0, compare=False)
+    """When its lease was granted, for people; not stored, so unknown (0) to a controller that starts again."""
     missed: int = field(default=0, compare=False)
     """Heartbeats in a row of its holder that did not list its lease; not stored."""
     id: str = field(init=False)

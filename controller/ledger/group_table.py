@@ -83,6 +83,11 @@ class GroupTable(Progress):
         return len(self.by_state[State.READY])
 
     @property
+    def held(self) -> list[Group]:
+        """Groups under lease."""
+        return list(self.by_state[State.LEASED].values())
+
+    @property
     def finished(self) -> bool:
         """No further step will be trained."""
         if self.by_state[State.BATCHED]:

@@ -168,7 +168,7 @@ class Ledger:
         group.lease_id = self._new_lease_id()
         group.replica_id, group.request_id = replica_id, request_id
         group.lease_version, group.lease_step = version, table.committed
-        group.expires = now + params.lease_timeout
+        group.expires, group.leased_at = now + params.lease_timeout, now
         table.move(group, State.LEASED, deadline=min(version, oldest) + params.staleness_bound)
 
     def renew(self, replica_id: str, lease_ids: Iterable[str], now: float) -> list[str]:

@@ -15,6 +15,7 @@ from typing import Literal
 from controller.errors import ApiError
 from controller.ledger.group import DONE, Group, State
 from controller.state.job import Job
+from controller.state.situation import advice
 from schema.wire import messages as m
 from schema.wire.messages import ErrorCode, Phase
 
@@ -68,7 +69,8 @@ class JobService:
         remaining = progress.total_steps - progress.committed
         over = job.ended or progress.finished
         metrics = {} if last is None else last.metrics
-        return m.JobStatus(
+        sentence, since = job.sentence()
+        status = m.JobStatus(
             job_id=job.job_id,
             name=job.config.logging.experiment_name or job.run_dir.name,
             project=job.config.logging.project_name,
@@ -98,6 +100,30 @@ class JobService:
             last_error=job.facts.last_error,
             note=job.note,
             traceback=job.facts.traceback,
+            sentence=sentence,
+            sentence_since=since,
+            rewards=self._rewards() if job.config.is_grpo else None,
+            alarms=[m.Alarm(name=name, text=text) for name, text in job.alarms.active.items()],
+        )
+        if over or not job.config.is_grpo:
+            return status
+        found = advice(status, status.replicas["rollout"], job.config.staleness_bound)
+        return status.model_copy(update={"advice": found})
+
+    def _rewards(self) -> m.RewardStatus:
+        stats = self._job.reward_stats
+        gauges = [replica.gauges for replica in self._job.registry.present("rollout")]
+        shares = [found["reward_wait_fraction"] for found in gauges if "reward_wait_fraction" in found]
+        n = stats.scored + stats.failed.total()
+        return m.RewardStatus(
+            scored=stats.scored,
+            failed=dict(stats.failed.most_common()),
+            timeouts=stats.timeouts,
+            seconds_mean=stats.seconds / n if n else None,
+            scoring=int(sum(found.get("scoring", 0.0) for found in gauges)),
+            oldest_s=max((found.get("scoring_oldest_s", 0.0) for found in gauges), default=0.0),
+            wait_seconds=sum(found.get("reward_wait_seconds", 0.0) for found in gauges),
+            wait_fraction=fmean(shares) if shares else None,
         )
 
     def _weights(self) -> m.WeightsStatus | None:

@@ -72,6 +72,7 @@ class Reaper:
         if job.rewards.may_probe(now):
             job.lease_signal.notify()
         job.settle()
+        job.sentence()  # so that it is known since when
         await job.save()
         self._begin_sweep()
 

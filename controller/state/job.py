@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ from controller.ledger.ledger import Ledger
 from controller.ledger.reward_health import RewardHealth
 from controller.ledger.step_counter import StepCounter
 from controller.notify import Signal
+from controller.state import situation
+from controller.state.alarms import Alarms, Change
 from controller.state.event_log import EventLog
 from controller.state.job_facts import JobFacts, ledger_params, sft_total_steps, validation_params
 from controller.state.prompts import Prompts
@@ -38,7 +40,7 @@ from controller.store.lock import steady_clock
 from controller.store.payload_files import PayloadFiles
 from controller.store.payloads import Payload
 from controller.store.redis_state import Render
-from schema.config import Config
+from schema.config import Config, short_names
 from schema.wire import event_file, payload_file
 from schema.wire.messages import CommitReply, ErrorCode, EventKind, LedgerSnapshot, Phase, Role, StepRecord
 
@@ -53,6 +55,8 @@ REMEDIES: dict[str, str] = {
     DropReason.POISON: "Replicas crashed with every prompt: the logs of the rollout replicas say why",
 }
 """What to do where not one step was trained, by the reason for which most prompts were dropped."""
+LOOKED_BACK = 64
+"""Steps that alarms are learned from when a controller starts again."""
 TRAIN_DATA, VALIDATION_DATA = Path("data", "train.safetensors"), Path("data", "validation.safetensors")
 
 
@@ -107,6 +111,9 @@ class Job:
         self.event_file = event_file.path_of(run_dir)
         self.events = EventLog(wall, saved[Table.EVENTS].values(), event_file.last_id(self.event_file))
         self.samples = SampleLog()
+        self.alarms = Alarms(_short_weights(config))
+        for record in self.steps.since(max(0, self.progress.committed - LOOKED_BACK)):
+            self.alarms.step(record)
         known = headers.get("rewards")
         self.reward_stats = RewardStats() if known is None else RewardStats.from_record(known)
         self.opened_at = self.published_at = self.clock()
@@ -119,6 +126,8 @@ class Job:
         self._said = self._state()
         self._seen = {replica.replica_id: replica.state for replica in self.registry}
         """State of each replica by the last event about it."""
+        self._waits = ("", wall())
+        """What the job waits for, and since when (Unix time)."""
 
     @property
     def _shuffle(self) -> bool:
@@ -157,6 +166,7 @@ class Job:
         self._say_rewind(step)
 
     def _say_rewind(self, step: int) -> None:
+        self.alarms.rewind()
         text = f"training goes back to the checkpoint after {step} steps"
         self.events.add(EventKind.REWIND, text, step=step, timeline=self.progress.timeline)
 
@@ -189,7 +199,7 @@ class Job:
         holder, steps, timeline = self.store.holder, self.progress.committed, self.progress.timeline
         self.events.add(
             EventKind.CONTROLLER,
-            f"controller {holder} took charge after {steps} steps",
+            f"{holder} took charge after {steps} steps",
             host=holder.host,
             pid=holder.pid,
             committed_steps=steps,
@@ -242,6 +252,7 @@ class Job:
                 failed = f", {record.errors} gradings failed" if record.errors else ""
                 text = f"validation of version {version}: {score} over {record.samples} samples{failed}"
                 self.events.add(EventKind.VALIDATION, text, **record.model_dump(mode="json"))
+                self._note_alarms(self.alarms.validation(record))
         if (state := self._state()) != self._said:
             (before, _), (phase, note), self._said = self._said, state, state
             error = self.facts.last_error if phase in (Phase.FAILED, Phase.STOPPED) else None
@@ -251,6 +262,21 @@ class Job:
             self.events.add(EventKind.JOB, text, phase=str(phase), note=note, error=error)
         if self.events.changed or self.samples.finished:
             self.event_signal.notify()
+
+    def sentence(self) -> tuple[str, float]:
+        """What the job waits for, and since when (Unix time), as far as this controller has seen it."""
+        key, text = situation.sentence(self)
+        if key != self._waits[0]:
+            self._waits = key, self.wall()
+        return text, self._waits[1]
+
+    def _note_alarms(self, changes: Iterable[Change]) -> None:
+        for change in changes:
+            text = change.text if change.on else f"over: {change.text}"
+            log.warning("%s", text) if change.on else log.info("%s", text)
+            self.events.add(
+                EventKind.ALARM, text, name=change.name, on=change.on, step=self.progress.committed
+            )
 
     def _state(self) -> tuple[Phase, str]:
         return self.phase, self.note
@@ -387,6 +413,7 @@ class Job:
             tokens=tokens,
             timeline=self.progress.timeline,
         )
+        self._note_alarms(self.alarms.step(record))
         self.facts.last_score = score if score is not None else self.facts.last_score
         self.settle()
         self.wake_all()
@@ -471,3 +498,12 @@ class Job:
         """End all long-polls: the process is about to end."""
         self.closing = True
         self.wake_all()
+
+
+def _short_weights(config: Config) -> dict[str, float]:
+    """Weights of the rewards by the names that metrics have."""
+    if not config.is_grpo:
+        return {}
+    weights = config.grpo.reward_weights
+    short = short_names(sorted({*weights, *config.validation_reward_weights}))
+    return {short[name]: weight for name, weight in weights.items()}

@@ -39,6 +39,9 @@ def status(
     watch: Annotated[
         bool, typer.Option("--watch", "-w", help="Show it again until the job has ended.")
     ] = False,
+    why: Annotated[
+        bool, typer.Option("--why", help="Also what it waits for, what fails and why, what would help.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show how a job stands, alive or dead: phase, what died, restarts, newest checkpoint, what to do next.
@@ -50,6 +53,7 @@ def status(
     \b
       cosmos-launch status                     the newest run below ./outputs
       cosmos-launch status --watch             again every two seconds, until it has ended
+      cosmos-launch status --why               what it waits for, since when and on whom
       cosmos-launch status run.toml            the newest run of this file
       cosmos-launch status RUN_DIR --json      everything, for programs: .state is running, starting,
                                                waiting, unreachable, ending, leaving, killed,
@@ -60,22 +64,22 @@ def status(
     target = _find(targets, set_)
     while True:
         found = find_status(target)
-        _show(found, as_json, watch)
+        _show(found, as_json, watch, why)
         if not watch or found["state"] in ENDED:
             raise typer.Exit(exit_code(found))
         time.sleep(WATCH_EVERY)
 
 
-def _show(found: dict[str, Any], as_json: bool, again: bool) -> None:
+def _show(found: dict[str, Any], as_json: bool, again: bool, why: bool) -> None:
     import sys
 
-    from launcher.commands.status import lines
+    from launcher.commands.status import lines, why_lines
 
     if as_json:
         typer.echo(json.dumps(found, indent=None if again else 2))
         return
     clear = CLEAR if again and sys.stdout.isatty() else ""
-    typer.echo(clear + "\n".join(lines(found)))
+    typer.echo(clear + "\n".join(lines(found) + (why_lines(found) if why else [])))
 
 
 def stop(

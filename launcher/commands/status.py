@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from schema.wire.messages import WeightsStatus
 
 ALIVE = frozenset({"running", "starting", "waiting", "unreachable", "ending"})
+LAST_EVENTS = 8
+MOST_REPLICAS = 16
+LONG_AGO = 15.0
+"""Seconds of silence that are worth a word."""
 ENDED = frozenset({"finished", "stopped", "failed", "killed"})
 """States in which nothing will change by itself."""
 BAD = frozenset({"failed", "killed", "leaving"})
@@ -258,12 +262,67 @@ def _job_lines(found: Mapping[str, Any]) -> list[str]:
         if replica["state"] == "left":
             gone += 1
             continue
-        gauges = " ".join(f"{key}={value:.3g}" for key, value in sorted(replica["gauges"].items()))
-        text.append(
-            f"  {replica['name']}: {replica['state']}, version {replica['version']}, {replica['leases']} leases, "
-            f"pid {replica['pid']}, seen {replica['last_seen_s']:.0f} s ago {gauges}".rstrip()
-        )
+        text.append(f"  {_replica(replica)}")
     return [*text, f"  left in order: {gone}"] if gone else text
+
+
+def why_lines(found: Mapping[str, Any]) -> list[str]:
+    """What a job waits for, whom, what fails, and what would help: of a dead one, how it died and what came last."""
+    from launcher.display import View, sentence
+    from schema.wire.messages import JobStatus
+
+    text = []
+    if found["status"] is not None:
+        status = JobStatus.model_validate(found["status"])
+        text.append("why: " + (sentence(View(status=status)) or "nothing is known"))
+        text += [
+            f"  {r['name']}: {r['state']}, {r['status'] or 'no word'}"
+            for r in (found["replicas"] or [])[:MOST_REPLICAS]
+        ]
+        if status.rewards is not None:
+            text += [
+                f"  reward failed {count} times: {kind}" for kind, count in status.rewards.failed.items()
+            ]
+        text += [f"  alarm: {alarm.text}" for alarm in status.alarms]
+        text += [f"  would help: {advice}" for advice in status.advice]
+    if found["run_dir"] is not None:
+        text += _last_events(found["run_dir"])
+    return [one_line(said) for said in text]
+
+
+def _last_events(run_dir: str) -> list[str]:
+    """The newest events of a run that are no steps."""
+    from collections import deque
+    from pathlib import Path
+
+    from schema.wire import event_file
+    from schema.wire.messages import EventKind
+
+    told = deque(
+        (
+            event
+            for event in event_file.read(event_file.path_of(Path(run_dir)))
+            if event.kind not in (EventKind.STEP, EventKind.PUBLICATION)
+        ),
+        maxlen=LAST_EVENTS,
+    )
+    return [f"  {_clock(event.at)} {event.text}" for event in told]
+
+
+def _replica(replica: Mapping[str, Any]) -> str:
+    """A replica in words: what it does, how fast, how busy."""
+    gauges = replica["gauges"]
+    parts = [f"{replica['name']} ({replica['host']}, pid {replica['pid']}): {replica['state']}"]
+    parts += [replica["status"]] if replica["status"] else []
+    if replica["role"] == "rollout":
+        parts += [f"version {replica['version']}", f"{replica['leases']} groups under lease"]
+        parts += [f"{gauges['tokens_per_s']:.0f} tokens/s"] if "tokens_per_s" in gauges else []
+        parts += [f"{gauges['scoring']:.0f} samples being scored"] if gauges.get("scoring") else []
+    if "idle_fraction" in gauges:
+        parts.append(f"idle {gauges['idle_fraction']:.0%}")
+    if replica["state"] != "live" or replica["last_seen_s"] >= LONG_AGO:
+        parts.append(f"last heard of {replica['last_seen_s']:.0f} s ago")
+    return ", ".join(parts)
 
 
 def _weights(weights: WeightsStatus, rollouts: int) -> str:

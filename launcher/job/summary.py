@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launcher.display import FAILED, duration, number
+from launcher.display import FAILED, duration, number, rewards_text
 from schema.util.atomic_file import write_text
 from schema.util.text import one_line
 from schema.wire.messages import JobStatus, LedgerStatus, ReplicaInfo, StepRecord, ValidationRecord
@@ -101,6 +101,8 @@ def rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     found += _learning(summary.get("steps") or [], summary.get("validations") or [])
     if status:
         found += _speed(status)
+    if rewards := _rewards(status):
+        found.append(("rewards", rewards))
     if ledger and status.get("mode") == "grpo":
         mean = "–" if status.get("staleness_mean") is None else f"{status['staleness_mean']:.2f}"
         found.append(("staleness", f"mean {mean}, max {ledger['max_staleness']}, bound {ledger['bound']}"))
@@ -117,6 +119,13 @@ def rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(name, one_line(value)) for name, value in found]
 
 
+def _rewards(status: Mapping[str, Any]) -> str:
+    """How rewards did over the run; empty in summaries of older versions."""
+    if not status.get("rewards"):
+        return ""
+    return rewards_text(JobStatus.model_validate(status))
+
+
 def _learning(steps: list[dict[str, Any]], validations: list[dict[str, Any]]) -> list[tuple[str, str]]:
     """Reward or loss, and held-out accuracy: before → after."""
     found: list[tuple[str, str]] = []
@@ -130,7 +139,8 @@ def _learning(steps: list[dict[str, Any]], validations: list[dict[str, Any]]) ->
         first, last = validations[0], validations[-1]
         change = f"{number(first['score_mean']) or FAILED} → " if len(validations) > 1 else ""
         where = f"(version {first['version']} → {last['version']}, {last['samples']} samples)"
-        found.append(("held-out", f"{change}{number(last['score_mean']) or FAILED} {where}"))
+        failed = f", {last['errors']} gradings failed" if last.get("errors") else ""
+        found.append(("held-out", f"{change}{number(last['score_mean']) or FAILED} {where}{failed}"))
     return found
 
 

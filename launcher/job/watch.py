@@ -11,7 +11,7 @@ from pathlib import Path
 
 from controller.client import ControllerError, NotServing, Unauthorized
 from controller.client import calls as api
-from launcher.display import View
+from launcher.display import View, sample_line
 from launcher.job.controller_link import ControllerLink
 from launcher.plan import nsight
 from launcher.plan.plan import Outcome, Plan
@@ -19,6 +19,7 @@ from launcher.processes.logs import tail
 from launcher.processes.supervisor import Supervisor
 from launcher.restarts import EXIT_FAILED, EXIT_OK
 from schema.util.text import visible
+from schema.wire import sample_file
 from schema.wire.messages import TERMINAL_PHASES, Phase, ReplicaInfo
 
 log = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ class Watch:
     ) -> None:
         self._config, self._logs = plan.config, plan.run.logs
         self._link, self._supervisor, self._view, self._event = link, supervisor, view, event
+        self._samples = sample_file.folder_of(plan.run.path)
         self._looked_at = float("-inf")
         self._unseen = {replica.name for replica in plan.workers}
         """Replicas that have not registered yet."""
@@ -95,7 +97,17 @@ class Watch:
         note = "" if before is None else before.note
         if status.note != note and not over and status.phase is not Phase.FINISHING:
             self._event(status.note or "prompts are handed out as before")
+        if before is not None and before.step != status.step:
+            view.sample = await asyncio.to_thread(self._newest_sample)
         view.status = status
+
+    def _newest_sample(self) -> str:
+        """One sample of the newest step that has any; nothing where its file cannot be read."""
+        try:
+            found = sample_file.find(self._samples, kind="train", limit=1)
+        except OSError:
+            return ""
+        return sample_line(found[0]) if found else ""
 
     async def _look_at_replicas(self) -> None:
         """Note who has registered, and kill who lives and does not answer."""

@@ -140,6 +140,8 @@ def table_metrics(table: StepTable, advantages: Sequence[float]) -> Metrics:
         "advantage_abs_mean": math.fsum(abs(advantages[row]) for row in rows) / n,
         "staleness_mean": sum(staleness) / n,
         "staleness_max": float(max(staleness, default=0)),
+        "truncated_fraction": sum(table.finish_reason[row] in ("length", "overlong") for row in rows) / n,
+        "zero_variance_fraction": _without_variance(table, rows),
     }
     if rows:
         metrics["reward_mean"] = math.fsum(table.score[row] or 0.0 for row in rows) / n
@@ -149,6 +151,14 @@ def table_metrics(table: StepTable, advantages: Sequence[float]) -> Metrics:
         if values:
             metrics[f"reward/{short[name]}"] = math.fsum(value or 0.0 for value in values) / len(values)
     return metrics
+
+
+def _without_variance(table: StepTable, rows: Sequence[int]) -> float:
+    """Share of the groups all of whose samples have the same score."""
+    scores: dict[int, set[float]] = {}
+    for row in rows:
+        scores.setdefault(table.group[row], set()).add(table.score[row] or 0.0)
+    return sum(len(found) == 1 for found in scores.values()) / max(len(scores), 1)
 
 
 def age_sums(step: int, samples: Iterable[TrainSample], bound: int) -> list[float]:

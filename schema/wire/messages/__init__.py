@@ -21,7 +21,15 @@ from schema.wire.messages.base import (
     Text,
 )
 from schema.wire.messages.events import Event, EventKind
-from schema.wire.messages.job import TERMINAL_PHASES, JobStatus, LedgerStatus, Phase, ValidationRecord
+from schema.wire.messages.job import (
+    TERMINAL_PHASES,
+    Alarm,
+    JobStatus,
+    LedgerStatus,
+    Phase,
+    RewardStatus,
+    ValidationRecord,
+)
 from schema.wire.messages.leases import (
     HeldLease,
     LeasedGroup,
@@ -94,6 +102,7 @@ __all__ = [
     "NAME",
     "TERMINAL_PHASES",
     "UNDER_WAY",
+    "Alarm",
     "CheckpointReply",
     "CheckpointRequest",
     "CommitReply",
@@ -138,6 +147,7 @@ __all__ = [
     "ReplayRequest",
     "ReplicaInfo",
     "ReplicaUpdate",
+    "RewardStatus",
     "Role",
     "SampleRecord",
     "SampleText",

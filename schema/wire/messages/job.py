@@ -46,6 +46,26 @@ class LedgerStatus(Message):
     duplicates: int = Field(default=0, description="Repeated pushes that were answered and not counted.")
 
 
+class RewardStatus(Message):
+    """How rewards do, over the whole run; what is waiting now is by the newest heartbeats."""
+
+    scored: int = Field(description="Samples that have a score.")
+    failed: dict[str, int] = Field(description="Samples without one, by kind of failure.")
+    timeouts: int = Field(description="Of these, by time-outs and connection errors.")
+    seconds_mean: float | None = Field(description="That a sample waits for its score, scoring included.")
+    scoring: int = Field(description="Samples that are being scored, or wait for it.")
+    oldest_s: float = Field(description="Seconds that the oldest of them has waited.")
+    wait_seconds: float = Field(description="That engines stood idle while samples were being scored.")
+    wait_fraction: float | None = Field(description="The same as a share of the time since training began.")
+
+
+class Alarm(Message):
+    """A hint that training goes wrong."""
+
+    name: str
+    text: str
+
+
 class JobStatus(Message):
     job_id: str
     name: str
@@ -78,3 +98,8 @@ class JobStatus(Message):
         default="", description="What holds the job up now, or why it finished short of its planned steps."
     )
     traceback: str = Field(default="", description="Of the user's code that failed the job.")
+    sentence: str = Field(default="", description="What the job waits for or does, and on whom it depends.")
+    sentence_since: float | None = Field(default=None, description="Unix time since when that is so.")
+    rewards: RewardStatus | None = Field(default=None, description="Of a job of reinforcement learning.")
+    alarms: list[Alarm] = Field(default_factory=list)
+    advice: list[str] = Field(default_factory=list, description="What would make it faster.")

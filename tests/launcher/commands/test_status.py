@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 
 from controller.client import calls as api
-from launcher.commands.status import advice, exit_code, find_status, lines
+from launcher.commands.status import advice, exit_code, find_status, lines, why_lines
 from launcher.errors import LaunchError
 from launcher.job.remote import Target
 from launcher.plan.checkpoints import Checkpoint, newest_checkpoint
 from launcher.plan.rundir import RunDir
+from schema.wire import event_file
+from schema.wire.messages import Event, EventKind
 from tests.launcher.samples import job_status
 
 DIR = "/runs/mine"
@@ -151,3 +153,28 @@ def test_the_weights_have_a_line():
     running["status"] = job_status(weights=weights).model_dump(mode="json")
     plain = "  weights: version 12, full, 3 MiB; in use by 1 of 2 replicas; unreadable 2 times"
     assert plain in lines(running)
+
+
+def test_why_tells_what_is_waited_for_what_fails_and_what_came_last(tmp_path: Path) -> None:
+    rewards = {
+        "scored": 5, "failed": {"ValueError in reward function f": 2}, "timeouts": 0, "seconds_mean": 0.1,
+        "scoring": 1, "oldest_s": 4.0, "wait_seconds": 0.0, "wait_fraction": None,
+    }  # fmt: skip
+    status = job_status().model_dump(mode="json") | {
+        "sentence": "step 3 waits for 2 more groups", "sentence_since": 990.0, "updated_at": 1000.0,
+        "rewards": rewards,
+        "alarms": [{"name": "cut_off", "text": "answers are cut off"}], "advice": ["one more rollout replica"],
+    }  # fmt: skip
+    replica = {"name": "rollout-0", "state": "live", "status": "loading\x1b[31m"}
+    death = Event(id=1, at=1000.0, kind=EventKind.REPLICA, text="rollout-0.1 is lost")
+    event_file.append(
+        event_file.path_of(tmp_path), [death, death.model_copy(update={"id": 2, "kind": EventKind.STEP})]
+    )
+    text = "\n".join(why_lines(found("running", status=status, replicas=[replica], run_dir=str(tmp_path))))
+    for words in (
+        "why: step 3 waits for 2 more groups (for 10s)", "rollout-0: live, loading", "failed 2 times: ValueError",
+        "alarm: answers are cut off", "would help: one more rollout replica",
+    ):  # fmt: skip
+        assert words in text
+    assert text.count("rollout-0.1 is lost") == 1
+    assert "\x1b" not in text

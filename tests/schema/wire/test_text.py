@@ -33,8 +33,8 @@ CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 FROM_CONTROLLER = {
     "Problem", "CommitReply", "CheckpointReply", "RegisterReply", "HeartbeatReply", "DrainReply", "LeaseReply",
     "LeasedGroup", "PushResult", "PushReply", "ReleaseReply", "ReplicaInfo", "StepRecord", "ValidationRecord",
-    "LedgerStatus", "JobStatus", "PublishReply", "ReplicaUpdate", "PublicationInfo", "WeightsStatus", "DeclareReply",
-    "DeclaredLeases",
+    "Alarm", "RewardStatus", "LedgerStatus", "JobStatus", "PublishReply", "ReplicaUpdate", "PublicationInfo",
+    "WeightsStatus", "DeclareReply", "DeclaredLeases",
 }  # fmt: skip
 """What nobody but the controller sends; it may quote others, which outputs make visible."""
 PROSE = {

@@ -1,0 +1,92 @@
+"""The sentence that is always true, from the first registration to the end; and what would make a job faster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from controller.client import calls as api
+from controller.state.situation import advice
+from schema.wire.messages import JobStatus
+from tests.controller.conftest import PATIENT, Stage
+from tests.controller.drivers import Rollout, Trainer
+from tests.support.controller import make_config
+
+
+def test_at_every_moment_it_is_said_what_the_job_waits_for(stage: Stage) -> None:
+    served = stage.serve(
+        make_config(train={"train_policy": {"allowed_outdated_steps": 0}}, controller=PATIENT)
+    )
+    user = stage.client(served)
+
+    def now(*words: str) -> JobStatus:
+        status = user.send(api.job())
+        for word in words:
+            assert word in status.sentence, status.sentence
+        return status
+
+    now("waits for a trainer", "none has registered")
+    trainer = Trainer(stage.client(served, "policy"))
+    trainer.register()
+    now("waits for the first weights of policy-0")
+    trainer.publish(0)
+    now("step 0 waits for a rollout replica", "none has registered")
+    rollout = Rollout(stage.client(served, "rollout"))
+    rollout.register()
+    now("step 0 waits for version 0 in rollout-0")
+    rollout.beat(status="looking around")
+    since = now(
+        "step 0 waits for 2 more groups", "none is leased yet by rollout-0 (looking around)"
+    ).sentence_since
+    groups = rollout.lease(2).groups
+    served.skip(60.0)
+    assert now("2 are leased", "by rollout-0 60 s ago", "0 of their 4 samples").sentence_since != since
+    rollout.beat(
+        gauges={"scoring": 3.0, "scoring_oldest_s": 9.0, "running": 0.0, "reward_wait_fraction": 0.4}
+    )
+    status = now("step 0 waits for rewards: 3 samples in the pool, the oldest for 9 s")
+    assert status.rewards is not None
+    assert (status.rewards.scoring, status.rewards.wait_fraction) == (3, 0.4)
+    rollout.finish(groups[:1])
+    rollout.beat(gauges={"running": 2.0})
+    now("step 0 waits for 1 more group (1 are leased")
+    rollout.finish(groups[1:])
+    assert trainer.batch(0) is not None
+    now("step 0 is being trained by policy-0")
+    trainer.commit(0)
+    now("step 1 waits for")
+    user.send(api.operate("pause"))
+    now("the job is paused")
+    user.send(api.operate("resume"))
+    rollout.leave()
+    now("step 1 waits for a rollout replica: rollout-0 is left (done)")
+    trainer.leave("by SIGTERM")
+    now("waits for a trainer: policy-0 is left (by SIGTERM)")
+    user.send(api.operate("stop"))
+    now("stopped after 1 of")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda s: s, []),
+        (lambda s: s | {"idle": {"policy": 0.5, "rollout": 0.0}}, ["one more rollout replica (2 → 3)", "1.50 times"]),
+        (lambda s: s | {"idle": {"policy": 0.5, "rollout": 0.5}}, ["allowed_outdated_steps = 3 instead of 2"]),
+        (lambda s: s | {"idle": {"policy": 0.0, "rollout": 0.5}}, ["1 of 2 replicas may do"]),
+        (lambda s: s | {"metrics": {}}, []),
+    ],
+)  # fmt: skip
+def test_advice_follows_from_idle_shares(
+    stage: Stage, change: Callable[[dict], dict], words: list[str]
+) -> None:  # type: ignore[type-arg]
+    served = stage.serve()
+    status = served.call(served.controller.job_service.status).model_dump()
+    status |= {
+        "idle": {"policy": 0.0, "rollout": 0.0},
+        "metrics": {"train_seconds": 2.0, "step_seconds": 2.0, "wait_seconds": 4.0},
+    }
+    found = advice(JobStatus.model_validate(change(status)), 2, 2)
+    assert len(found) == bool(words)
+    for word in words:
+        assert word in found[0]

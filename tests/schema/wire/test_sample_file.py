@@ -1,0 +1,77 @@
+"""Samples on disk: which are chosen, found, and kept when there is no room for all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schema.wire import sample_file
+from schema.wire.messages import MOST_TEXT, SampleRecord
+
+ROOM = 10**6
+
+
+def record(step: int, index: int = 0, score: float | None = 0.0, **changes: Any) -> SampleRecord:
+    fields = {
+        "prompt": "what?", "answer": f"answer {step}", "at": float(step), "kind": "train", "step": step,
+        "timeline": 0, "group": "e0-p0", "index": index, "ending": "finished", "finish_reason": "stop",
+        "prompt_tokens": 1, "response_tokens": 2, "oldest_version": 0, "newest_version": 0, "score": score,
+        "error": None if score is not None else "ValueError: no",
+    }  # fmt: skip
+    return SampleRecord.model_validate({**fields, **changes})
+
+
+def test_the_newest_step_the_best_and_the_failed_are_found(tmp_path: Path) -> None:
+    assert sample_file.find(tmp_path) == []
+    known = [record(0, score=0.5), record(1, 1, 0.9), record(1, 0, -1.0), record(2, score=None)]
+    for one in [*known, record(7, kind="validation", score=3.0)]:
+        sample_file.append(tmp_path, [one], ROOM)
+    find = sample_file.find
+    assert find(tmp_path, kind="train") == known[3:]
+    assert find(tmp_path, step=1) == [known[2], known[1]]
+    assert find(tmp_path, kind="train", order="best", limit=2) == [known[1], known[0]]
+    assert find(tmp_path, order="best", limit=1)[0].kind == "validation"
+    assert find(tmp_path, order="worst", limit=1) == [known[2]]
+    assert find(tmp_path, order="errors") == [known[3]]
+    assert find(tmp_path, order="best", newest=1, kind="train") == []
+
+
+def test_junk_and_what_was_written_twice_or_before_a_rewind_are_passed_over(tmp_path: Path) -> None:
+    path = sample_file.path_of(tmp_path, "train", 3)
+    path.write_bytes(b'not JSON\n{"prompt": "half')
+    for one in (record(3, score=0.1), record(3, score=0.2)):
+        sample_file.append(tmp_path, [one], ROOM)
+    (tmp_path / "step-x.jsonl").write_text("another's")
+    assert [one.score for one in sample_file.find(tmp_path)] == [0.2]
+    sample_file.append(tmp_path, [record(3, 1, 0.3, timeline=1)], ROOM)
+    assert [one.score for one in sample_file.find(tmp_path)] == [0.3]
+
+
+def test_the_oldest_files_make_room_and_the_newest_stays(tmp_path: Path) -> None:
+    for step in range(6):
+        sample_file.append(tmp_path, [record(step, prompt="x" * 1000)], 3000)
+    assert [step for _, step in sample_file.files(tmp_path)] == [4, 5]
+    sample_file.append(tmp_path, [record(6, prompt="x" * 5000)], 3000)
+    assert [step for _, step in sample_file.files(tmp_path)] == [6]
+
+
+@pytest.mark.parametrize(("text", "length"), [("short", 5), ("x" * 10**6, MOST_TEXT + 40), ("\ud800", 1)])
+def test_long_texts_are_cut_in_the_middle(text: str, length: int) -> None:
+    cut = sample_file.cut(text)
+    assert len(cut) <= length
+    assert cut.encode()
+    assert (cut[0], cut[-1]) == ("?", "?") if text == "\ud800" else (text[0], text[-1])
+
+
+@given(st.integers(1, 64), st.integers(0, 80), st.integers(0, 1000))
+def test_as_many_groups_of_each_step_are_chosen_as_wanted(per_step: int, wanted: int, first: int) -> None:
+    chosen = [sample_file.is_chosen(f"e0-p{first + at}", per_step, wanted) for at in range(per_step)]
+    assert sum(chosen) == min(per_step, wanted)
+
+
+def test_a_validation_is_not_chosen() -> None:
+    assert not sample_file.is_chosen("nothing", 1, 1)
