@@ -71,7 +71,7 @@ $(VENV)/.installed: pyproject.toml
 	@echo "Setting up $(VENV) (a few minutes, once) …"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) torch==2.13.0
-	$(PIP) --editable '.[policy,rollout,dev]'
+	$(PIP) --editable '.[policy,rollout,trackers,dev]'
 	@touch $@
 
 # With a GPU the real thing; without one its CPU build, whose own requirements would break transformers.

@@ -29,6 +29,7 @@ from launcher.job.event_log import EventLog
 from launcher.job.redis_pulse import RedisPulse
 from launcher.job.screen import Screen
 from launcher.job.summary import Collected, Result
+from launcher.job.trackers import Trackers, names
 from launcher.job.watch import Watch, blame
 from launcher.paths import absolute
 from launcher.plan import nsight, placement, redis_server
@@ -74,6 +75,7 @@ class Job:
         self.event_log = EventLog(run.launcher_json, run.logs / "launcher.log")
         self.watch = Watch(plan, self.link, self.supervisor, self.view, self.event)
         self.redis = RedisPulse(plan.redis, lambda: self.supervisor.kill("redis"), self.event)
+        self.trackers = Trackers(names(config), run.path, base_environment(plan.env), self.event)
         self._errands: set[asyncio.Task[None]] = set()
         self._secrets: dict[str, str] = {}
         """Of each rollout replica by name: its successor takes its place at once."""
@@ -95,6 +97,7 @@ class Job:
         finally:
             ticker.cancel()
             await self.supervisor.kill_all()
+            self.trackers.kill()
             if self.plan.redis.directory:
                 shutil.rmtree(self.plan.redis.directory, ignore_errors=True)
             await self.link.close()
@@ -172,6 +175,7 @@ class Job:
             if not await redis_server.wait_ready(plan.redis.url, config.controller.start_timeout):
                 return blame(logs, "redis", "the embedded Valkey does not answer (controller.start_timeout)")
         self._send(self.redis.look_forever)
+        await self.trackers.start()
         self.view.stage = "starting the controller"
         self.supervisor.launch(
             placement.controller(str(plan.run.path), config.controller.host, plan.port), after="workers"
@@ -322,6 +326,7 @@ class Job:
         self._show()
         await self._stop(["controller"])
         await self._stop(["redis"])
+        await self.trackers.finish()
         return collected
 
     async def _stop(self, names: Iterable[str]) -> None:

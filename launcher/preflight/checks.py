@@ -101,6 +101,7 @@ def missing_packages(config: Config, installed: Callable[[str], bool]) -> list[P
     elif config.is_grpo:
         wanted += [("transformers", "rollout")]
         wanted += _reward_packages({**config.grpo.reward_weights, **config.validation.reward_weights})
+    problems += missing_trackers(config, installed)
     missing: dict[str, str] = {}
     for module, extra in wanted:
         if not installed(module):
@@ -120,6 +121,16 @@ def missing_packages(config: Config, installed: Callable[[str], bool]) -> list[P
         )
         problems.append(Problem("rollout.backend", f"{engine.package} is not installed", name, hint))
     return problems
+
+
+def missing_trackers(config: Config, installed: Callable[[str], bool]) -> list[Problem]:
+    """Trackers whose packages are not installed."""
+    key = "logging.logger"
+    return [
+        Problem(key, f"the package {name} is not installed", name, f"pip install '{name}', or leave it out")
+        for name in config.logging.logger
+        if name != "console" and not installed(name)
+    ]
 
 
 # ---- port -------------------------------------------------------------------------------------------------

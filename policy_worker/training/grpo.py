@@ -31,8 +31,7 @@ from policy_worker.ranges import span
 from policy_worker.trainer import Trainer
 from policy_worker.training.batch_plan import Batching, plan_step, rows_of
 from policy_worker.training.batch_source import Batches, DataEnded, counts
-from policy_worker.training.kept_samples import KeptSamples
-from policy_worker.training.metrics import Metrics, StepMetrics
+from policy_worker.training.metrics import KeptSamples, Metrics, StepMetrics
 from schema.config import Config, GrpoConfig
 from schema.wire.batch import StepTable
 from schema.wire.messages import TrainedSample

@@ -1,4 +1,5 @@
-"""What a training step reports: sums over micro-batches and ranks, then means by their public names.
+"""What a training step reports: metrics, as sums over micro-batches and ranks and then means by their public names;
+and of samples that are kept as text their advantages and log-probs.
 
 add(parts)     after each micro-batch     sums over its tokens; "max_…" are maxima
 end_step(…)    after each optimizer step
@@ -15,11 +16,13 @@ import torch
 from torch import Tensor
 
 from policy_worker.algorithms.losses import Normalizers
-from policy_worker.model.micro_batch import TrainSample
+from policy_worker.model.micro_batch import MicroBatch, TrainSample
 from policy_worker.parallel.group import Group
 from policy_worker.training.batch_source import counts
 from schema.config import short_names
+from schema.wire import sample_file
 from schema.wire.batch import StepTable
+from schema.wire.messages import MOST_PIECES, TrainedSample
 
 Metrics = dict[str, float]
 
@@ -186,3 +189,46 @@ def age_metrics(sums: Sequence[float], bound: int) -> Metrics:
         names[-1] += "_or_more"
     shares = {f"staleness_tokens/{name}": count / total for name, count in zip(names, tokens, strict=True)}
     return {**shares, "staleness_tokens_mean": ages / total}
+
+
+class KeptSamples:
+    """Collects them while a step is trained. Nothing happens in steps without a chosen group.
+
+    Samples with a number that is not finite are left out: it could not travel, and nothing shown stops a training.
+    """
+
+    def __init__(self, table: StepTable, groups_per_step: int, wanted: int) -> None:
+        self._table = table
+        names = table.group_ids
+        chosen = [sample_file.is_chosen(name, groups_per_step, wanted) for name in names]
+        self._rows = {row for row, group in enumerate(table.group) if chosen[group]}
+        self._logprobs: dict[int, Tensor] = {}
+
+    def add(self, batch: MicroBatch, logprobs: Tensor) -> None:
+        """The log-probs of a micro-batch, [K]; of a sample that is trained several times the first ones count."""
+        for number, row in enumerate(batch.rows):
+            if row in self._rows and row not in self._logprobs:
+                self._logprobs[row] = logprobs.detach()[batch.sample == number][:MOST_PIECES]
+
+    def gather(self, group: Group, advantages: Sequence[float]) -> list[TrainedSample]:
+        """Those of all ranks, on the first one; empty on the others. A collective if there are any."""
+        if not self._rows:
+            return []
+        mine = [
+            (row, torch.round(values.float(), decimals=4).tolist())
+            for row, values in self._logprobs.items()
+            if math.isfinite(advantages[row]) and bool(values.isfinite().all())
+        ]
+        found = dict(pair for part in group.gather(mine) for pair in part)
+        if not group.leads:
+            return []
+        table = self._table
+        return [
+            TrainedSample(
+                group_id=table.group_ids[table.group[row]],
+                index=table.index[row],
+                advantage=advantages[row],
+                logprobs=values,
+            )
+            for row, values in sorted(found.items())
+        ]

@@ -55,6 +55,31 @@ def read(path: Path, after: int = 0) -> Iterator[Event]:
                 yield event
 
 
+class Tail:
+    """Reads a file that grows: each call of `read` gives the events that were added since the one before."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._offset, self._newest = path, 0, 0
+
+    def read(self) -> list[Event]:
+        """New events; half a line is left for the next call. Raises OSError."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        found = []
+        for line in whole.splitlines():
+            event = parse(line)
+            if event is not None and event.id > self._newest:
+                self._newest = event.id
+                found.append(event)
+        return found
+
+
 def parse(line: bytes) -> Event | None:
     """The event of a line; None of half a line, or of one that something else wrote."""
     try:

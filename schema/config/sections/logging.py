@@ -11,11 +11,11 @@ from schema.config.key import cosmos_key, key
 class LoggingConfig(Section):
     """`[logging]`: where metrics go."""
 
-    logger: list[Literal["console", "wandb", "tensorboard", "mlflow", "swanlab"]] = cosmos_key(
+    logger: list[Literal["console", "wandb", "tensorboard", "mlflow", "swanlab", "trackio"]] = cosmos_key(
         ["console"],
-        "Trackers that receive the metrics.",
-        unbuilt="a tracker other than the console",
-        warns=True,
+        "Trackers that receive the metrics of each step and validation. What a tracker's library reads of the "
+        "environment (WANDB_MODE, MLFLOW_TRACKING_URI, …) counts.",
+        acts="process: Which trackers are fed.",
     )
     project_name: NonEmptyStr = cosmos_key(
         "cosmos_rl",
@@ -41,7 +41,5 @@ class LoggingConfig(Section):
         acts="file: Which files of `samples/` are still there.",
     )
     log_validation_samples: Natural = key(
-        0,
-        "Answers of each validation that are sent to the trackers.",
-        unbuilt="a tracker other than the console",
+        0, "Answers of each validation that are sent to the trackers.", unbuilt="answers in trackers"
     )

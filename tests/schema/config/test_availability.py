@@ -17,7 +17,6 @@ from tests.support.each import check_each
 DEFAULTS_REFUSED = {"policy.parallelism.tp_size", "train.compile", "validation.enable"}
 
 EXAMPLES: dict[str, Any] = {
-    "logging.logger": ["console", "wandb"],
     "policy.lora": {"r": 4},
     "policy.trainable_map": {"lm_head": True},
     "rollout.multi_turn_config.custom_chat_template_path": "template.jinja",

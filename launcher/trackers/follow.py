@@ -1,0 +1,92 @@
+"""Which steps a tracker has to get: those that count and that it does not have, also after a rewind or a restart.
+
+Invariant: after `send`, the tracker's present segment has exactly the steps of the run's course up to the newest
+event that was read, each once, in order; and each validation, at the step of its version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from launcher.trackers.sinks import Sink
+from schema.wire.event_file import Course
+from schema.wire.messages import Event, EventKind, ValidationRecord
+
+
+@dataclass(slots=True)
+class Sent:
+    """What a tracker has: the last step, version and event, -1: none. It is stored, for the process that follows."""
+
+    segment: int = 0
+    step: int = -1
+    version: int = -1
+    event: int = -1
+
+
+class Follower:
+    """One tracker's way through the events. open_sink: anew, or where it was left. save: stores what it has."""
+
+    def __init__(
+        self, sent: Sent, open_sink: Callable[[Sent], Sink], save: Callable[[Sent], None] = lambda _: None
+    ) -> None:
+        self.sent, self._open, self._save = sent, open_sink, save
+        self._course = Course()
+        self._newest = sent.event
+        self._sink: Sink | None = None
+
+    def read(self, events: Iterable[Event]) -> bool:
+        """Take events in. False: what the tracker has was undone; it begins anew, and wants all events again."""
+        for event in events:
+            if event.id > self.sent.event and self._undoes(event):
+                if self._sink is not None:
+                    self._sink.close()
+                self._sink, self._course = None, Course()
+                self.sent = Sent(self.sent.segment + 1)
+                return False
+            self._course.add(event)
+            self._newest = max(self._newest, event.id)
+        return True
+
+    def _undoes(self, event: Event) -> bool:
+        """Whether an event takes back what the tracker has."""
+        if event.kind is EventKind.STEP:
+            return bool(event.data["step"] <= self.sent.step)
+        if event.kind is EventKind.VALIDATION:
+            return bool(event.data["version"] <= self.sent.version)
+        back = event.kind is EventKind.REWIND
+        return back and (self.sent.step >= event.data["step"] or self.sent.version > event.data["step"])
+
+    def send(self) -> None:
+        """Give the tracker what it does not have. Raises whatever its library does; the next call goes on."""
+        sink = self._sink = self._sink or self._open(self.sent)
+        sent, course = self.sent, self._course
+        for record in course.steps:
+            if record.step > sent.step:
+                sink.log(record.step, record.metrics, record.at)
+                sent.step = record.step
+        for validation in course.validations:
+            if validation.version > sent.version:
+                sink.log(validation.version, validation_metrics(validation), validation.at)
+                sent.version = validation.version
+        course.steps.clear()
+        course.validations.clear()
+        if sent.event != self._newest:
+            sent.event = self._newest
+            self._save(sent)
+
+    def close(self) -> None:
+        """Send what is left, and end. Raises whatever the tracker's library does."""
+        self.send()
+        if self._sink is not None:
+            self._sink.close()
+
+
+def validation_metrics(record: ValidationRecord) -> dict[str, float]:
+    """A validation by the names that trackers show."""
+    metrics = {f"validation/reward/{name}": value for name, value in record.rewards_mean.items()}
+    if record.score_mean is not None:
+        metrics["validation/score"] = record.score_mean
+    metrics["validation/response_tokens_mean"] = record.response_tokens_mean
+    metrics["validation/errors"] = float(record.errors)
+    return metrics

@@ -1,0 +1,174 @@
+"""One class for each tracker: how its library is told of a run. Libraries are imported when they are used.
+
+One more is a class here with `@sink(name, package)`, its name in `logging.logger`, and a test.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What a tracker is told of a run. run_id: the same whenever the process starts again for this segment."""
+
+    directory: Path
+    project: str
+    name: str
+    run_id: str
+    segment: int
+    """How often steps were undone: each time a tracker begins anew."""
+    fresh: bool
+    """Whether nothing of this segment was sent before."""
+    config: Mapping[str, Any]
+
+    @property
+    def title(self) -> str:
+        return self.name + (f" (rewound {self.segment})" if self.segment else "")
+
+
+class Sink(Protocol):
+    """A tracker that takes numbers. Calls may block and may raise anything."""
+
+    def log(self, step: int, metrics: Mapping[str, float], at: float) -> None:
+        """The metrics of a step, in order. at: Unix time."""
+
+    def close(self) -> None:
+        """Bring everything to where it is kept."""
+
+
+OpenSink = Callable[[Run], Sink]
+SINKS: dict[str, OpenSink] = {}
+PACKAGES: dict[str, str] = {}
+"""The module that each needs."""
+
+
+def sink(name: str, package: str = "") -> Callable[[OpenSink], OpenSink]:
+    """Register a tracker, and the module that it needs."""
+
+    def register(open_sink: OpenSink) -> OpenSink:
+        SINKS[name], PACKAGES[name] = open_sink, package or name
+        return open_sink
+
+    return register
+
+
+@sink("tensorboard")
+class Tensorboard:
+    """Event files in `tensorboard/` of the run: `tensorboard --logdir` over a directory of runs compares them."""
+
+    def __init__(self, run: Run) -> None:
+        from tensorboard.summary import Writer
+
+        folder = run.directory / "tensorboard"
+        if run.fresh:  # what was undone must not be shown
+            shutil.rmtree(folder, ignore_errors=True)
+        self._writer = Writer(str(folder))
+
+    def log(self, step: int, metrics: Mapping[str, float], at: float) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step, wall_time=at)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+@sink("wandb")
+class Wandb:
+    """Weights & Biases; WANDB_MODE=offline keeps it in `wandb/` of the run. Its x-axis is the metric `step`."""
+
+    def __init__(self, run: Run) -> None:
+        import wandb
+
+        self._run = wandb.init(
+            project=run.project,
+            name=run.title,
+            id=f"{run.run_id}-{run.segment}" if run.segment else run.run_id,
+            group=run.name,
+            dir=str(run.directory),
+            config=dict(run.config),
+            resume="allow",
+            settings=wandb.Settings(console="off", silent=True, init_timeout=60, x_disable_stats=True),
+        )
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, metrics: Mapping[str, float], at: float) -> None:
+        self._run.log({**metrics, "step": step, "time": at})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+@sink("mlflow")
+class Mlflow:
+    """MLflow; MLFLOW_TRACKING_URI names the server, else it is a SQLite file in the run."""
+
+    def __init__(self, run: Run) -> None:
+        import os
+
+        from mlflow.tracking import MlflowClient
+
+        address = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{run.directory}/mlflow.db"
+        self._client = MlflowClient(address)
+        known = self._client.get_experiment_by_name(run.project)
+        experiment = self._client.create_experiment(run.project) if known is None else known.experiment_id
+        tag = f"{run.run_id}-{run.segment}"
+        found = self._client.search_runs([experiment], f"tags.cosmos_run = '{tag}'", max_results=1)
+        made = found[0] if found else self._client.create_run(
+            experiment, tags={"cosmos_run": tag}, run_name=run.title
+        )  # fmt: skip
+        self._id = made.info.run_id
+
+    def log(self, step: int, metrics: Mapping[str, float], at: float) -> None:
+        from mlflow.entities import Metric
+
+        rows = [Metric(name, value, round(at * 1000), step) for name, value in metrics.items()]
+        self._client.log_batch(self._id, metrics=rows)
+
+    def close(self) -> None:
+        self._client.set_terminated(self._id)
+
+
+@sink("swanlab")
+class Swanlab:
+    """SwanLab; SWANLAB_MODE=local or offline keeps it in `swanlog/` of the run."""
+
+    def __init__(self, run: Run) -> None:
+        import swanlab
+
+        self._module = swanlab
+        swanlab.init(
+            project=run.project,
+            experiment_name=run.title,
+            logdir=str(run.directory / "swanlog"),
+            config=dict(run.config),
+        )
+
+    def log(self, step: int, metrics: Mapping[str, float], at: float) -> None:
+        self._module.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._module.finish()
+
+
+@sink("trackio")
+class Trackio:
+    """Trackio: local first; TRACKIO_DIR says where."""
+
+    def __init__(self, run: Run) -> None:
+        import trackio
+
+        self._module = trackio
+        trackio.init(project=run.project, name=run.title, config=dict(run.config), resume="allow")
+
+    def log(self, step: int, metrics: Mapping[str, float], at: float) -> None:
+        self._module.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._module.finish()

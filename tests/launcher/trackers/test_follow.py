@@ -1,0 +1,93 @@
+"""What a tracker is given is what the run's course is, whatever is undone, whatever fails, whoever starts again."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launcher.trackers.follow import Follower, Sent
+from schema.wire.event_file import course
+from schema.wire.messages import Event
+from tests.schema.wire.test_event_file import rewind, step, validation
+
+
+class Board:
+    """A tracker that remembers, by segment, and fails now and then."""
+
+    def __init__(self) -> None:
+        self.segments: dict[int, list[tuple[str, int, float]]] = {}
+        self.fails = False
+
+    def open(self, sent: Sent) -> Page:
+        return Page(self, self.segments.setdefault(sent.segment, []))
+
+
+class Page:
+    def __init__(self, board: Board, rows: list[tuple[str, int, float]]) -> None:
+        self._board, self._rows = board, rows
+
+    def log(self, step: int, metrics: Mapping[str, float], at: float) -> None:
+        if self._board.fails:
+            raise ConnectionError("away")
+        kind = "validation" if "validation/score" in metrics else "step"
+        self._rows.append((kind, step, at))
+
+    def close(self) -> None:
+        pass
+
+
+def events(what: list[tuple[str, int]]) -> list[Event]:
+    makers = {"step": step, "rewind": rewind, "validation": validation}
+    return [makers[kind](id_, number) for id_, (kind, number) in enumerate(what, start=1)]
+
+
+KINDS = st.sampled_from(["step", "step", "step", "rewind", "validation"])
+MOMENTS = st.lists(
+    st.tuples(KINDS, st.integers(0, 6), st.sampled_from(["", "send", "fail", "again"])), max_size=30
+)
+
+
+@given(MOMENTS)
+def test_the_newest_segment_is_the_course_of_the_run(moments: list[tuple[str, int, str]]) -> None:
+    board, stored = Board(), Sent()
+
+    def save(sent: Sent) -> None:
+        nonlocal stored
+        stored = copy.copy(sent)
+
+    follower = Follower(stored, board.open, save)
+    known = events([(kind, number) for kind, number, _ in moments])
+    begin = 0
+
+    def catch_up(until: int) -> None:
+        nonlocal begin
+        while not follower.read(known[begin:until]):
+            begin = 0
+        begin = until
+
+    for at, (_, _, then) in enumerate(moments, start=1):
+        if then == "again":  # a new process, which knows what was stored
+            follower, begin = Follower(copy.copy(stored), board.open, save), 0
+        catch_up(at)
+        board.fails = then == "fail"
+        if then == "fail" and (follower._course.steps or follower._course.validations):
+            fresh = [record for record in follower._course.steps if record.step > follower.sent.step]
+            if fresh:
+                with pytest.raises(ConnectionError):
+                    follower.send()
+        elif then:
+            board.fails = False
+            follower.send()
+    board.fails = False
+    catch_up(len(known))
+    follower.close()
+    wanted = course(known)
+    # A process that died before it stored what it had sent sends the same once more.
+    rows = list(dict.fromkeys(board.segments.get(follower.sent.segment, [])))
+    assert [row for row in rows if row[0] == "step"] == [("step", r.step, r.at) for r in wanted.steps]
+    versions = [row[1] for row in rows if row[0] == "validation"]
+    assert versions == [record.version for record in wanted.validations]
