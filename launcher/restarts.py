@@ -85,7 +85,7 @@ def describe_exit(code: int) -> str:
             name = signal.Signals(code - SIGNALLED).name
         except ValueError:
             return f"exit code {code}"
-        return f"killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+        return f"killed by {name}"
     return f"exit code {code}"
 
 

@@ -175,7 +175,6 @@ class Job:
             if not await redis_server.wait_ready(plan.redis.url, config.controller.start_timeout):
                 return blame(logs, "redis", "the embedded Valkey does not answer (controller.start_timeout)")
         self._send(self.redis.look_forever)
-        await self.trackers.start()
         self.view.stage = "starting the controller"
         self.supervisor.launch(
             placement.controller(str(plan.run.path), config.controller.host, plan.port), after="workers"
@@ -183,6 +182,7 @@ class Job:
         self.link.started.set()
         if not await self.link.wait_ready(config.controller.start_timeout):
             return blame(logs, "controller", "the controller did not get ready (controller.start_timeout)")
+        await self.trackers.start()  # the controller has made the job's id
         self.view.stage = "waiting for replicas"
         if plan.continued and not await self._reopen():
             return Outcome("finished", EXIT_OK, "it was finished before")

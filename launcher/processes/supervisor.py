@@ -23,7 +23,8 @@ from launcher.plan import nsight
 from launcher.plan.placement import ProcessSpec, Replica
 from launcher.processes import keeper
 from launcher.processes.logs import tail
-from launcher.restarts import EXIT_OK, Budget, EndJob, Left, Restart, Restarts, describe_exit
+from launcher.processes.memory_kills import Counters
+from launcher.restarts import EXIT_OK, SIGNALLED, Budget, EndJob, Left, Restart, Restarts, describe_exit
 
 log = logging.getLogger(__name__)
 
@@ -48,11 +49,15 @@ class Exit:
     """Of the keeper of its first process."""
     hung: bool = False
     """Whether it was killed here because it did not answer."""
+    out_of_memory: str = ""
+    """How the kernel killed it for lack of memory, if it did."""
 
     @property
     def how(self) -> str:
         """How it ended, in words."""
-        return "killed because it did not answer" if self.hung else describe_exit(self.code)
+        if self.hung:
+            return "killed because it did not answer"
+        return self.out_of_memory or describe_exit(self.code)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +129,7 @@ class Supervisor:
         self.setting, self.observer = setting, observer
         self.replicas: dict[str, Supervised] = {}
         self.ended: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
+        self._memory_kills = Counters.read()
 
     def launch(self, replica: Replica, *, after: str = "", remove: str = "") -> Supervised:
         """Start a replica and keep it alive. `after`: role that must be gone before it ends without a launcher."""
@@ -265,7 +271,12 @@ class Supervisor:
         log_file = self._log_path(culprit)
         lines = tuple(tail(log_file, since=supervised.offsets[culprit.name]))
         leader = supervised.processes[replica.processes[0].name]
-        return Exit(replica, culprit.name, code, lines, log_file, leader.pid, supervised.hung)
+        memory = self._out_of_memory() if code == SIGNALLED + signal.SIGKILL else ""
+        return Exit(replica, culprit.name, code, lines, log_file, leader.pid, supervised.hung, memory)
+
+    def _out_of_memory(self) -> str:
+        before, self._memory_kills = self._memory_kills, Counters.read()
+        return before.cause(self._memory_kills)
 
     async def _end_peers(self, supervised: Supervised) -> None:
         if not supervised.alive:
