@@ -150,8 +150,17 @@ class Job:
     def _result(self, outcome: Outcome, collected: Collected) -> Result:
         restarts = {name: kept.restarts.total for name, kept in self.supervisor.replicas.items()}
         elapsed = time.monotonic() - self._started
-        path = self.plan.run.path
-        result = Result(outcome.exit_code, outcome.name, outcome.reason, path, elapsed, collected, restarts)
+        run = self.plan.run
+        result = Result(
+            outcome.exit_code,
+            outcome.name,
+            outcome.reason,
+            run.path,
+            elapsed,
+            collected,
+            restarts,
+            run.earlier(),
+        )
         result.write()
         if outcome.lines:
             self.screen.write(f"last lines of {outcome.blame}:" if outcome.blame else "the error in full:")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,6 +48,8 @@ class Result:
     elapsed: float
     collected: Collected
     restarts: Mapping[str, int]
+    earlier: Mapping[str, Any] = field(default_factory=dict)
+    """Of the starts before this one (`RunDir.earlier`)."""
 
     @property
     def final_model(self) -> Path | None:
@@ -69,7 +72,9 @@ class Result:
             "run_dir": str(self.run_dir),
             "elapsed_s": round(self.elapsed, 3),
             "final_model": str(self.final_model) if self.final_model else None,
-            "restarts": dict(self.restarts),
+            "restarts": dict(Counter(self.restarts) + Counter(self.earlier.get("restarts", {}))),
+            "starts": 1 + self.earlier.get("starts", 0),
+            "total_elapsed_s": round(self.elapsed + self.earlier.get("elapsed_s", 0.0), 3),
             "status": data.status.model_dump(mode="json") if data.status else None,
             "ledger": data.ledger.model_dump(mode="json") if data.ledger else None,
             "steps": [step.model_dump(mode="json") for step in data.steps],
@@ -97,7 +102,9 @@ def rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
     if status:
         found.append(("steps", f"{status['step']} of {status['total_steps']}"))
-    found.append(("time", duration(summary["elapsed_s"])))
+    starts, total = summary.get("starts", 1), summary.get("total_elapsed_s", summary["elapsed_s"])
+    over = f" ({duration(total)} over {starts} starts)" if starts > 1 else ""
+    found.append(("time", duration(summary["elapsed_s"]) + over))
     found += _learning(summary.get("steps") or [], summary.get("validations") or [])
     if status:
         found += _speed(status)

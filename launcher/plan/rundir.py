@@ -7,6 +7,8 @@
         .locks/<role>.lock         held by the living processes of a role (see launcher.processes.keeper)
         .locks/launcher.lock       held by the launcher, and names that process: the run is alive
         launcher.json              what the launcher knows: processes, restarts, what died (launcher.job.event_log)
+        starts.json                time and restarts of the starts before this one
+        events.jsonl, samples/     what happened, and what the model wrote (schema.wire.event_file, .sample_file)
         redis/, data/, weights/, checkpoints/, profiles/, final/, controller.json, summary.json
         batches/                   those of the newest steps (schema.wire.batch_file), where they are recorded
 
@@ -28,6 +30,7 @@ import re
 import secrets
 import socket
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,7 +94,7 @@ class RunDir:
         self.config_json, self.summary_json = path / "config.json", path / "summary.json"
         self.controller_json, self.launcher_json = path / "controller.json", path / "launcher.json"
         self.config_toml, self.checkpoints = path / "config.toml", path / "checkpoints"
-        self.profiles = path / "profiles"
+        self.profiles, self.starts_json = path / "profiles", path / "starts.json"
         self._lock: int | None = None
 
     def take(self) -> bool:
@@ -223,8 +226,29 @@ class RunDir:
 
     def forget_earlier_end(self) -> None:
         """A run that goes on has not ended: what an earlier start wrote of its end would be read as this one's."""
+        self._add_to_earlier(read_json(self.launcher_json) or {})
         for path in (self.summary_json, self.launcher_json):
             path.unlink(missing_ok=True)
+
+    def earlier(self) -> dict[str, Any]:
+        """Of all starts before this one: `starts`, `elapsed_s`, and `restarts` by name."""
+        return {"starts": 0, "elapsed_s": 0.0, "restarts": {}} | (read_json(self.starts_json) or {})
+
+    def _add_to_earlier(self, launcher: Mapping[str, Any]) -> None:
+        """Add a start, by what its launcher wrote last: it may have been killed."""
+        try:
+            seconds = max(0.0, float(launcher["seen_at"]) - float(launcher["started_at"]))
+            restarts = {name: int(known["restarts"]) for name, known in launcher["processes"].items()}
+        except (KeyError, TypeError, ValueError, AttributeError):
+            return
+        known = self.earlier()
+        total = Counter(known["restarts"]) + Counter(restarts)
+        written = {
+            "starts": known["starts"] + 1,
+            "elapsed_s": known["elapsed_s"] + seconds,
+            "restarts": total,
+        }
+        write_text(self.starts_json, json.dumps(written) + "\n")
 
     def sweep(self) -> None:
         """Remove temporary files that killed processes have left next to others. Only while none of the run lives."""

@@ -176,6 +176,4 @@ def test_four_unrelated_kills_in_a_week_do_not_end_a_job():
     restarts, day = Restarts("rollout-0", Role.ROLLOUT, Budget(3, 1.0, 60.0)), 86_400.0
     for number in range(7):
         restarts.started(number * day)
-        assert exited(restarts, number * day + 3600.0, 137) == Restart(
-            1.0, 1, 3, "killed by SIGKILL"
-        )
+        assert exited(restarts, number * day + 3600.0, 137) == Restart(1.0, 1, 3, "killed by SIGKILL")

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from launcher.errors import LaunchError
+from launcher.job.summary import Collected, Result, rows
 from launcher.plan.rundir import (
     RunDir,
     Tokens,
@@ -279,3 +280,23 @@ def test_a_directory_of_directories_of_runs_has_a_newest_run(tmp_path: Path):
     below = newest(run.parent, nested=True)
     assert below is not None
     assert below.path == run, "the model of a run is none"
+
+
+def test_time_and_restarts_add_up_over_the_starts_of_a_run(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    assert run.earlier() == {"starts": 0, "elapsed_s": 0.0, "restarts": {}}
+    run.forget_earlier_end()  # a first start that was killed before it wrote anything
+    for restarts in (2, 1):
+        process = {"role": "rollout", "restarts": restarts}
+        launcher = {"started_at": 100.0, "seen_at": 160.0, "processes": {"rollout-0": process}}
+        run.launcher_json.write_text(json.dumps(launcher))
+        run.forget_earlier_end()
+    assert run.earlier() == {"starts": 2, "elapsed_s": 120.0, "restarts": {"rollout-0": 3}}
+    collected = Collected()
+    summary = Result(0, "finished", "", tmp_path, 30.0, collected, {"rollout-0": 1}, run.earlier()).summary()
+    assert (summary["starts"], summary["total_elapsed_s"], summary["restarts"]) == (
+        3,
+        150.0,
+        {"rollout-0": 4},
+    )
+    assert dict(rows(summary))["time"] == "30s (2m30s over 3 starts)"
