@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from launcher.commands import configuration, convert, export, init, operate, replay, samples
+from launcher.commands import configuration, convert, export, init, operate, plot, replay, samples
 from launcher.commands.options import Overrides, print_json, print_problems
 from launcher.errors import LaunchError
 from launcher.processes.signals import ended_at_once
@@ -53,6 +53,7 @@ Look and operate (from another terminal)
   COSMOS_TOKEN=... cosmos-launch status http://host:port  a job on another machine
   cosmos-launch status --why                              what it waits for, what fails, what would help
   cosmos-launch samples --worst                           what the model writes, and what it is paid for it
+  cosmos-launch plot outputs/a outputs/b -o ab.png        learning curves of one run or several
   cosmos-launch stop --wait 60                            end it in order, and wait for that
   cosmos-launch checkpoint --wait 60                      save a checkpoint now
   cosmos-launch profile --wait 600                        record a training step, to see where its time goes
@@ -96,6 +97,7 @@ app.command()(operate.drain)
 app.command()(export.export)
 app.command()(replay.replay)
 app.command()(samples.samples)
+app.command()(plot.plot)
 
 
 COMMANDS = frozenset(command.callback.__name__ for command in app.registered_commands if command.callback)

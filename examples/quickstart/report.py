@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from try_model import Comparison
+
+DRAW_TIMEOUT = 120.0
 
 
 @dataclass(frozen=True)
@@ -129,42 +133,7 @@ def print_story(story: Story, comparison: Comparison, curve: Path) -> None:
 
 
 def draw_curve(grpo: Phase, path: Path) -> Path:
-    """Reward, held-out accuracy, response length and staleness over the steps, as a PNG."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, ((reward, accuracy), (length, staleness)) = plt.subplots(2, 2, figsize=(10, 6), sharex=True)
-    reward.plot(*grpo.metric("reward_mean"), color="C0")
-    reward.set_title("reward (mean of the batch)")
-
-    versions = [record["version"] for record in grpo.validations]
-    scores = [record["score_mean"] for record in grpo.validations]
-    accuracy.plot(versions, scores, marker="o", color="C2")
-    accuracy.set_ylim(0, 1)
-    accuracy.set_title("held-out accuracy (sampled)")
-    for version, score in zip(versions, scores, strict=True):
-        accuracy.annotate(
-            f"{score:.0%}", (version, score), textcoords="offset points", xytext=(0, -15), ha="center"
-        )
-
-    length.plot(*grpo.metric("response_tokens_mean"), color="C1")
-    length.set_title("response length (tokens)")
-
-    staleness.plot(*grpo.metric("staleness_mean"), color="C3", label="mean")
-    staleness.plot(*grpo.metric("staleness_max"), color="C3", alpha=0.4, drawstyle="steps-mid", label="max")
-    bound = grpo.summary["ledger"]["bound"]
-    staleness.axhline(bound, color="black", linestyle="--", linewidth=1, label=f"bound {bound}")
-    staleness.set_ylim(-0.1, bound + 0.6)
-    staleness.set_title("staleness of trained samples (steps)")
-    staleness.legend(loc="lower right")
-
-    for axes in (length, staleness):
-        axes.set_xlabel("training step")
-    for axes in (reward, accuracy, length, staleness):
-        axes.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    """The run's learning curves, as `cosmos-launch plot` draws them."""
+    command = [sys.executable, "-P", "-m", "launcher.cli", "plot", str(grpo.run_dir), "--output", str(path)]
+    subprocess.run(command, check=True, timeout=DRAW_TIMEOUT, stdout=subprocess.DEVNULL)
     return path

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from launcher.commands.options import AsJson, Overrides, Targets
+from launcher.commands.options import AsJson, Overrides, Targets, report
 from launcher.errors import LaunchError, NotServingError
 from launcher.restarts import EXIT_FAILED
 
 if TYPE_CHECKING:
     from launcher.job.remote import Target
+    from launcher.plan.checkpoints import Checkpoint
     from launcher.plan.rundir import RunDir
     from schema.wire.messages import ProfileStatus
 
@@ -89,6 +90,7 @@ def stop(
         bool, typer.Option("--now", help="Kill all its processes; only what was saved before is kept.")
     ] = False,
     wait: Wait = 0.0,
+    as_json: AsJson = False,
 ) -> None:
     """End a job in order; `--resume` can go on with it later.
 
@@ -104,23 +106,26 @@ def stop(
     from launcher.commands.stop import stop as stop_job
 
     target = _find(targets, set_)
-    typer.echo(f"{target.name}: {stop_job(target, now=now, wait=wait)}")
+    said = stop_job(target, now=now, wait=wait)
+    report(as_json, f"{target.name}: {said}", job=target.name, result=said)
 
 
-def pause(targets: Targets = None, set_: Overrides = None) -> None:
+def pause(targets: Targets = None, set_: Overrides = None, as_json: AsJson = False) -> None:
     """Hand out no more prompts and begin no more steps; what is under way goes on. `resume` ends it.
 
     Rollout replicas and the trainer stay and keep their memory. To free the machine, use `stop` and `--resume`.
     """
-    _operate(_find(targets, set_), "pause")
+    _operate(_find(targets, set_), "pause", as_json)
 
 
-def resume(targets: Targets = None, set_: Overrides = None) -> None:
+def resume(targets: Targets = None, set_: Overrides = None, as_json: AsJson = False) -> None:
     """Let a paused job go on. (A job that was stopped or died: `cosmos-launch --resume RUN_DIR`.)"""
-    _operate(_find(targets, set_), "resume")
+    _operate(_find(targets, set_), "resume", as_json)
 
 
-def checkpoint(targets: Targets = None, set_: Overrides = None, wait: Wait = 0.0) -> None:
+def checkpoint(
+    targets: Targets = None, set_: Overrides = None, wait: Wait = 0.0, as_json: AsJson = False
+) -> None:
     """Save a checkpoint after the step that is being trained. SIGUSR1 to the launcher does the same.
 
     With --wait the command returns when it is complete, and names it; exit code 1 if that takes longer.
@@ -128,21 +133,21 @@ def checkpoint(targets: Targets = None, set_: Overrides = None, wait: Wait = 0.0
     target = _find(targets, set_)
     if wait and target.run is None:
         raise LaunchError("--wait reads the run directory, which a URL does not reach", "leave --wait out")
-    step = _operate(target, "checkpoint")
+    step = _operate(target, "checkpoint", as_json, silent=bool(wait) and as_json)
     if wait and target.run is not None:
-        _wait_for_checkpoint(target.run, step, wait)
+        found = _wait_for_checkpoint(target.run, step, wait)
+        report(as_json, f"step {found.step}: {found.path}", step=found.step, path=str(found.path))
 
 
-def _wait_for_checkpoint(run: RunDir, step: int, wait: float) -> None:
-    """Wait until everything that was committed at the request is in a checkpoint."""
+def _wait_for_checkpoint(run: RunDir, step: int, wait: float) -> Checkpoint:
+    """The first checkpoint that has everything that was committed at the request."""
     from launcher.plan.checkpoints import newest_checkpoint
 
     give_up = time.monotonic() + wait
     while True:
         alive, newest = run.is_alive(), newest_checkpoint(run.checkpoints)
         if newest is not None and newest.step >= step:
-            typer.echo(f"step {newest.step}: {newest.path}")
-            return
+            return newest
         if not alive:
             raise LaunchError(
                 f"{run.path} ended before step {step} was in a checkpoint",
@@ -174,6 +179,7 @@ def profile(
         list[int] | None, _count("--rank", "To record; may be repeated. Default: rank_filter.")
     ] = None,
     wait: Wait = 0.0,
+    as_json: AsJson = False,
 ) -> None:
     """Record training steps with the torch profiler: where does a step spend its time?
 
@@ -208,13 +214,24 @@ def profile(
     asked = target.ask(api.profile(trainer.replica_id, request))
     which = "the next" if asked.first_step is None else f"from step {asked.first_step} on"
     count = "1 step" if asked.steps == 1 else f"{asked.steps} steps"
-    typer.echo(f"{target.name}: a profile of {count}, {which}, after {asked.warmup} of warm-up, is asked for")
+    said = f"{target.name}: a profile of {count}, {which}, after {asked.warmup} of warm-up, is asked for"
+    if not (wait and as_json):
+        report(as_json, said, **asked.model_dump(mode="json"))
     if wait:
-        _wait_for_profile(target, asked, wait)
+        found = _wait_for_profile(target, asked, wait)
+        report(as_json, "\n".join(_written(found)), **found.model_dump(mode="json"))
 
 
-def _wait_for_profile(target: Target, asked: ProfileStatus, wait: float) -> None:
-    """Wait until the profile is written, and name its files."""
+def _written(profile: ProfileStatus) -> list[str]:
+    """Where the traces are, and how to open them."""
+    lines = [f"{profile.directory}/{name}" for name in profile.files]
+    if more := len(profile.ranks) - len(profile.files):
+        lines.append(f"and those of {more} more ranks next to them")
+    return [*lines, HOW_TO_OPEN]
+
+
+def _wait_for_profile(target: Target, asked: ProfileStatus, wait: float) -> ProfileStatus:
+    """Wait until the profile is written."""
     from controller.client import calls as api
 
     give_up, found = time.monotonic() + wait, asked
@@ -241,11 +258,7 @@ def _wait_for_profile(target: Target, asked: ProfileStatus, wait: float) -> None
         if mine is None:
             raise LaunchError("no profile: the trainer was started again", "ask for another one", EXIT_FAILED)
         found = mine
-    for name in found.files:
-        typer.echo(f"{found.directory}/{name}")
-    if more := len(found.ranks) - len(found.files):
-        typer.echo(f"and those of {more} more ranks next to them")
-    typer.echo(HOW_TO_OPEN)
+    return found
 
 
 def _is_there(profile: ProfileStatus) -> bool:
@@ -257,6 +270,7 @@ def _is_there(profile: ProfileStatus) -> bool:
 def drain(
     replica: Annotated[str, typer.Argument(metavar="REPLICA", help="Its name, as `status` shows it.")],
     target: OneTarget = None,
+    as_json: AsJson = False,
 ) -> None:
     """Let a rollout replica finish what it can within launcher.shutdown_timeout, give back the rest, and leave.
 
@@ -280,7 +294,8 @@ def drain(
             f"{replica} has state {chosen[0].state} already", "nothing is left to drain", EXIT_FAILED
         )
     found.ask(api.drain(chosen[0].replica_id))
-    typer.echo(f"{chosen[0].name} is draining; `cosmos-launch status` shows when it has left")
+    said = f"{chosen[0].name} is draining; `cosmos-launch status` shows when it has left"
+    report(as_json, said, replica=chosen[0].name, draining=True)
 
 
 def _find(targets: list[str] | None, set_: list[str] | None) -> Target:
@@ -289,11 +304,20 @@ def _find(targets: list[str] | None, set_: list[str] | None) -> Target:
     return remote.find(targets or [], set_ or [], os.environ)
 
 
-def _operate(target: Target, action: Any) -> int:
+def _operate(target: Target, action: Any, as_json: bool, *, silent: bool = False) -> int:
     """Do it, and say so; the steps that are committed."""
     from controller.client import calls as api
 
     done = target.ask(api.operate(action))
     what = "a checkpoint is saved after this step" if action == "checkpoint" else str(done.phase)
-    typer.echo(f"{target.name}: {what} (step {done.step} of {done.total_steps})")
+    if not silent:
+        said = f"{target.name}: {what} (step {done.step} of {done.total_steps})"
+        report(
+            as_json,
+            said,
+            job=target.name,
+            phase=str(done.phase),
+            step=done.step,
+            total_steps=done.total_steps,
+        )
     return done.step

@@ -34,6 +34,11 @@ def print_json(value: Any) -> None:
     typer.echo(json.dumps(value, indent=2, default=str))
 
 
+def report(as_json: bool, text: str, **facts: Any) -> None:
+    """What a command has done: a line for people, or the facts for programs."""
+    print_json(facts) if as_json else typer.echo(text)
+
+
 def print_problems(kind: str, problems: Iterable[Problem], more: int = 0) -> None:
     """One block per problem on standard error. more: problems that are not among them."""
     from schema.config.problem import MOST_SHOWN

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from launcher.plan.machine import count_cores
 from launcher.processes.supervisor import Exit, Supervised
 from launcher.restarts import EXIT_OK, Role
 from schema.util.atomic_file import write_text
@@ -85,6 +86,7 @@ class EventLog:
         return {
             "pid": os.getpid(),
             "host": socket.gethostname(),
+            "cores": count_cores(),
             "started_at": self.started_at,
             "stage": stage,
             "ending": self.ending,

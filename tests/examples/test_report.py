@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from report import Phase, Story, draw_curve, print_story
+from report import Phase, Story, print_story
 from try_model import Answer, Comparison, boxed
 
 from schema.wire.messages import JobStatus, LedgerStatus, StepRecord, ValidationRecord
@@ -75,11 +75,6 @@ def test_the_table_tells_the_run(story: Story):
     assert rows["staleness"] == "at most 1 steps, bound 2"
     assert rows["first GRPO step"] == "16.0 s after the warm start"
     assert rows["time"] == "model 4 s, warm start 34 s, reinforcement 20 s, all 61 s"
-
-
-def test_the_curve_is_a_png(grpo: Phase, tmp_path: Path):
-    path = draw_curve(grpo, tmp_path / "curve.png")
-    assert path.read_bytes().startswith(b"\x89PNG")
 
 
 def test_everything_is_printed(story: Story, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

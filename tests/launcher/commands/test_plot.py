@@ -1,0 +1,64 @@
+"""`cosmos-launch plot`: pictures of runs from their event files, with gaps, rewinds and texts that are no font's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from launcher.commands.plot import Curves
+from schema.wire import event_file, sample_file
+from tests.launcher.cli import cosmos
+from tests.schema.wire.test_event_file import rewind, step, validation
+from tests.schema.wire.test_sample_file import record
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """A run of three steps that went back once; its validations were kept as text."""
+    run = tmp_path / "run"
+    (run / "logs").mkdir(parents=True)
+    rewards = {"boxed_math": 1.0, "format": 0.2}
+    config = {
+        "policy": {"model_name_or_path": "a/b/model"},
+        "train": {"train_policy": {"reward_function": rewards}},
+    }
+    (run / "config.json").write_text(json.dumps(config))
+    launcher = {"cores": 2, "started_at": 10.0, "seen_at": 80.0, "pid": 1}
+    (run / "launcher.json").write_text(json.dumps(launcher))
+    events = [step(1, 0, reward_mean=0.1), validation(2, 0), step(3, 1), step(4, 2, reward_mean=9.0)]
+    events += [rewind(5, 2), step(6, 2, reward_mean=0.3), validation(7, 3)]
+    event_file.append(event_file.path_of(run), events)
+    for version, answer in ((0, "$\x05before\n"), (3, "after $x$" * 40)):
+        written = record(version, kind="validation", answer=answer, score=float(version))
+        sample_file.append(sample_file.folder_of(run), [written], 10**6)
+    return run
+
+
+def test_one_run_and_several_are_drawn(run_dir: Path, tmp_path: Path) -> None:
+    answer = cosmos("plot", run_dir, "-o", tmp_path / "one.png")
+    answer.says(0, "one.png: run")
+    assert answer.stderr == ""
+    cosmos("plot", run_dir, run_dir, "-o", tmp_path / "two.svg", "--json").says(0, '"runs"')
+    assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
+    assert b"<svg" in (tmp_path / "two.svg").read_bytes()
+
+
+def test_what_is_drawn(run_dir: Path) -> None:
+    curves = Curves.read(run_dir)
+    steps, rewards = curves.metric("reward_mean")
+    assert steps == [0, 1, 2]
+    assert (rewards[0], rewards[2]) == (0.1, 0.3)
+    assert rewards[1] != rewards[1], "a gap"
+    assert curves.highest_reward() == 1.2
+    assert curves.title() == "b/model, 2 cores, 1m10s"
+    ((before, after),) = curves.before_and_after()
+    assert (before.step, after.step) == (0, 3)
+
+
+def test_what_cannot_be_drawn_is_said(run_dir: Path, tmp_path: Path) -> None:
+    cosmos("plot", run_dir, "-o", tmp_path / "one.doc").complains(2, "one.doc cannot be drawn")
+    event_file.path_of(run_dir).unlink()
+    cosmos("plot", run_dir).complains(2, "has no step to draw")
+    cosmos("plot", tmp_path / "nowhere").complains(2, "nowhere does not exist")
