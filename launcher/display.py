@@ -53,6 +53,8 @@ class View:
     redis: str = ""
     """What is wrong with Redis: hung, away; empty: nothing."""
     notice: str = ""
+    stopping: bool = False
+    """The job is being ended before its end: its processes save and leave."""
     sample: str = ""
     """The newest sample that is kept as text: what it was asked, answered and paid."""
 
@@ -64,7 +66,7 @@ def line(view: View) -> str:
         return one_line(f"phase=starting stage={view.stage.replace(' ', '_')} elapsed={view.elapsed:.0f}s")
     accuracy = status.validation.score_mean if status.validation else None
     values: list[tuple[str, str | None]] = [
-        ("phase", str(status.phase)),
+        ("phase", phase_of(view)),
         ("step", f"{status.step}/{status.total_steps}"),
         ("loss", number(status.metrics.get("loss")) if status.mode == "sft" else None),
         ("reward", number(status.reward)),
@@ -125,7 +127,7 @@ class LinePacer:
         status = view.status
         key: tuple[object, ...] = (view.stage.partition(":")[0],)
         if status is not None:
-            key = (status.phase, status.step, status.last_error, status.note, bool(view.notice), view.redis)
+            key = (phase_of(view), status.step, status.last_error, status.note, bool(view.notice), view.redis)
         age = now - self._printed_at
         new_phase = self._shown is None or self._shown[0] != key[0]
         if not (new_phase or (key != self._shown and age >= LINE_EVERY) or age >= SIGN_OF_LIFE):
@@ -160,7 +162,7 @@ def _rows(view: View) -> list[tuple[str, Text]]:
     if status is None:
         rows.append(("phase", Text(one_line(view.stage), style="cyan")))
     else:
-        rows.append(("phase", Text(str(status.phase), style=_PHASE_STYLE.get(status.phase, "cyan"))))
+        rows.append(("phase", Text(phase_of(view), style=_PHASE_STYLE.get(status.phase, "cyan"))))
         if text := sentence(view):
             rows.append(("now", Text(one_line(text))))
         rows += [(name, Text(one_line(value))) for name, value in _training_rows(view, status)]
@@ -178,6 +180,11 @@ def _rows(view: View) -> list[tuple[str, Text]]:
         if value:
             rows.append((name, Text(visible(value), style=style)))
     return rows
+
+
+def phase_of(view: View) -> str:
+    """The job's phase, or that it is stopping."""
+    return "stopping" if view.stopping or view.status is None else str(view.status.phase)
 
 
 def sentence(view: View) -> str:

@@ -128,6 +128,7 @@ class Job:
 
     async def _unless_killed(self, outcome: Outcome) -> Collected:
         """End the job in order; the second Ctrl-C ends it at once."""
+        self.view.stopping = outcome.name == "stopped"
         self.event_log.ending = outcome.name + (f": {outcome.reason}" if outcome.reason else "")
         self._show()
         finish = asyncio.create_task(self._finish(outcome))

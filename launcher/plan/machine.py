@@ -172,3 +172,65 @@ def parse_gpus(text: str) -> dict[str, int]:
         if len(fields) == 3 and fields[2].isdigit():
             found[fields[0]] = found[fields[1]] = int(fields[2]) * 2**20
     return found
+
+
+# ---- memory -----------------------------------------------------------------------------------------------
+
+KILLED_FOR_GROUP = "killed by the kernel: the memory limit of its control group was reached"
+KILLED_FOR_MACHINE = "killed, probably by the kernel: the machine ran out of memory meanwhile"
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryKills:
+    """How often the kernel has killed for lack of memory so far; None where the system does not tell.
+
+    The counter of our control group (v2: memory.events, v1: memory.oom_control) counts what its limit cost; that of
+    the machine (/proc/vmstat) counts every such kill, also of processes that are not ours.
+    """
+
+    group: int | None
+    machine: int | None
+
+    @classmethod
+    def read(cls, root: Path = Path("/")) -> MemoryKills:
+        return cls(_of_group(root), _value(root / "proc/vmstat", "oom_kill"))
+
+    def cause(self, now: MemoryKills) -> str:
+        """Why a process was killed between these counters and those of `now`; empty: not for memory."""
+        if self.group is not None and now.group is not None and now.group > self.group:
+            return KILLED_FOR_GROUP
+        if self.machine is not None and now.machine is not None and now.machine > self.machine:
+            return KILLED_FOR_MACHINE
+        return ""
+
+
+def _of_group(root: Path) -> int | None:
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    paths = {
+        line.split(":", 2)[1]: line.split(":", 2)[2].lstrip("/") for line in lines if line.count(":") >= 2
+    }
+    mounted = root / "sys/fs/cgroup"
+    places = [(mounted / "memory", "memory.oom_control", paths.get("memory"))]
+    places.append((mounted, "memory.events", paths.get("")))
+    for base, name, path in places:
+        # In a container the path is that of the host, and its own group is mounted at the root.
+        for folder in () if path is None else (base / path, base):
+            found = _value(folder / name, "oom_kill")
+            if found is not None:
+                return found
+    return None
+
+
+def _value(path: Path, key: str) -> int | None:
+    """The number behind `key` in a file of lines `key number`."""
+    try:
+        for line in path.read_text().splitlines():
+            name, _, value = line.partition(" ")
+            if name == key and value.strip().isdecimal():
+                return int(value)
+    except OSError:
+        return None
+    return None

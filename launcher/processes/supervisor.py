@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from launcher.plan import nsight
+from launcher.plan.machine import MemoryKills
 from launcher.plan.placement import ProcessSpec, Replica
 from launcher.processes import keeper
 from launcher.processes.logs import tail
-from launcher.processes.memory_kills import Counters
 from launcher.restarts import EXIT_OK, SIGNALLED, Budget, EndJob, Left, Restart, Restarts, describe_exit
 
 log = logging.getLogger(__name__)
@@ -129,7 +129,7 @@ class Supervisor:
         self.setting, self.observer = setting, observer
         self.replicas: dict[str, Supervised] = {}
         self.ended: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
-        self._memory_kills = Counters.read()
+        self._memory_kills = MemoryKills.read()
 
     def launch(self, replica: Replica, *, after: str = "", remove: str = "") -> Supervised:
         """Start a replica and keep it alive. `after`: role that must be gone before it ends without a launcher."""
@@ -275,7 +275,7 @@ class Supervisor:
         return Exit(replica, culprit.name, code, lines, log_file, leader.pid, supervised.hung, memory)
 
     def _out_of_memory(self) -> str:
-        before, self._memory_kills = self._memory_kills, Counters.read()
+        before, self._memory_kills = self._memory_kills, MemoryKills.read()
         return before.cause(self._memory_kills)
 
     async def _end_peers(self, supervised: Supervised) -> None:

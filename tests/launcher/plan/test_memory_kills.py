@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.processes.memory_kills import CERTAIN, LIKELY, Counters
+from launcher.plan.machine import KILLED_FOR_GROUP, KILLED_FOR_MACHINE, MemoryKills
 
 V1, V2 = "4:memory:/jobs/mine\n3:cpu:/\n0::/\n", "0::/jobs/mine\n"
 
@@ -30,20 +30,23 @@ def machine(root: Path, cgroup: str, files: dict[str, int]) -> Path:
     ],
 )
 def test_a_kill_in_our_group_is_certain(tmp_path: Path, cgroup: str, file: str) -> None:
-    before = Counters.read(machine(tmp_path, cgroup, {file: 3, "proc/vmstat": 7}))
-    assert before == Counters(3, 7)
+    before = MemoryKills.read(machine(tmp_path, cgroup, {file: 3, "proc/vmstat": 7}))
+    assert before == MemoryKills(3, 7)
     assert before.cause(before) == ""
-    assert before.cause(Counters.read(machine(tmp_path, cgroup, {file: 4, "proc/vmstat": 8}))) == CERTAIN
+    assert (
+        before.cause(MemoryKills.read(machine(tmp_path, cgroup, {file: 4, "proc/vmstat": 8})))
+        == KILLED_FOR_GROUP
+    )
 
 
 def test_a_kill_elsewhere_is_likely_ours_and_nothing_is_said_where_nothing_is_told(tmp_path: Path) -> None:
-    before = Counters.read(machine(tmp_path, V2, {"proc/vmstat": 7}))
-    assert before == Counters(None, 7)
-    assert before.cause(Counters.read(machine(tmp_path, V2, {"proc/vmstat": 8}))) == LIKELY
-    nothing = Counters.read(tmp_path / "nowhere")
-    assert nothing == Counters(None, None)
+    before = MemoryKills.read(machine(tmp_path, V2, {"proc/vmstat": 7}))
+    assert before == MemoryKills(None, 7)
+    assert before.cause(MemoryKills.read(machine(tmp_path, V2, {"proc/vmstat": 8}))) == KILLED_FOR_MACHINE
+    nothing = MemoryKills.read(tmp_path / "nowhere")
+    assert nothing == MemoryKills(None, None)
     assert nothing.cause(before) == before.cause(nothing) == ""
 
 
 def test_this_machine_tells() -> None:
-    assert Counters.read() != Counters(None, None)
+    assert MemoryKills.read() != MemoryKills(None, None)
