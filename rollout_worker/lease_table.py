@@ -34,6 +34,8 @@ class LeaseTable:
     def __init__(self) -> None:
         self._groups: dict[str, HeldGroup] = {}
         self._requests: dict[str, tuple[HeldGroup, tuple[int, ...]]] = {}
+        self._unfinished: dict[str, tuple[float, set[int]]] = {}
+        """Of each request, when it was made, and which of its samples are not generated yet."""
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -53,14 +55,29 @@ class LeaseTable:
     def get(self, lease_id: str) -> HeldGroup | None:
         return self._groups.get(lease_id)
 
-    def ask(self, request_id: str, group: HeldGroup, indices: Sequence[int]) -> None:
+    def ask(self, request_id: str, group: HeldGroup, indices: Sequence[int], now: float = 0.0) -> None:
         """An engine request is made for these samples of a group, in this order."""
         self._requests[request_id] = (group, tuple(indices))
+        self._unfinished[request_id] = now, set(indices)
         group.requests.add(request_id)
 
     def request(self, request_id: str) -> tuple[HeldGroup, tuple[int, ...]] | None:
         """Group and sample indices of an engine request; None when its result is no longer needed."""
         return self._requests.get(request_id)
+
+    def generated(self, request_id: str, index: int) -> None:
+        """A sample of the group was generated."""
+        self._unfinished[request_id][1].discard(index)
+
+    def overdue(self, before: float) -> list[tuple[str, HeldGroup, list[int]]]:
+        """Requests made before a time, with the samples that are open and not generated yet: these are given up."""
+        late = [name for name, (began, left) in self._unfinished.items() if began < before and left]
+        found = []
+        for name in late:
+            group, _ = self._requests[name]
+            found.append((name, group, sorted(self._unfinished[name][1] & group.open)))
+            self._unfinished[name] = self._unfinished[name][0], set()
+        return found
 
     @property
     def requests(self) -> list[str]:
@@ -80,7 +97,7 @@ class LeaseTable:
         gone = [group for lease_id in lease_ids if (group := self._groups.pop(lease_id, None)) is not None]
         requests = {request for group in gone for request in group.requests}
         for request in requests:
-            del self._requests[request]
+            del self._requests[request], self._unfinished[request]
         return requests
 
     @property

@@ -126,6 +126,7 @@ class Worker:
             (weights.update(), "weights"),
             (weights.reports.run(), "reports of weights"),
             (generating.run(), "generating"),
+            *([(generating.end_overdue(), "deadlines")] if config.rollout.sample_timeout else []),
             (pusher.run(), "pushing"),
             (rewards.watch(), "rewards"),
         ):

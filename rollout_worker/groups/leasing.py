@@ -212,7 +212,7 @@ class Leasing:
         requests = []
         for part in parts:
             request_id = f"{lease.lease_id}/{next(self._numbers)}"
-            self._leases.ask(request_id, group, part)
+            self._leases.ask(request_id, group, part, time.monotonic())
             seeds = tuple(lease.seeds[index] for index in part)
             requests.append(GenerationRequest(request_id, lease.prompt_token_ids, seeds, settings))
         return requests

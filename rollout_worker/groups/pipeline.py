@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from asyncio import Future
@@ -11,7 +12,7 @@ from typing import Any
 from rollout_worker import ranges
 from rollout_worker.engines.base import Engine, Generation
 from rollout_worker.groups.leasing import Leasing
-from rollout_worker.groups.pushing import Pusher, to_sample
+from rollout_worker.groups.pushing import NOTHING, Pusher, to_sample
 from rollout_worker.groups.tokens import TextKeeper, texts
 from rollout_worker.lease_table import HeldGroup, LeaseTable
 from rollout_worker.rewards.pool import Result, RewardPool, Task
@@ -22,6 +23,8 @@ from schema.wire.sample import Ending, FinishReason, Sample
 
 log = logging.getLogger(__name__)
 
+LOOK_S = 1.0
+"""Seconds between looks for samples that are overdue, at most."""
 ENDINGS: dict[FinishReason, Ending] = {
     "stop": "finished",
     "length": "truncated",
@@ -66,6 +69,20 @@ class GenerationPipeline:
             self._leasing.look_again()
             self._score(samples)
 
+    async def end_overdue(self) -> None:
+        """For ever: what is not generated within `rollout.sample_timeout` ends as an error, never as an answer."""
+        timeout = self._config.rollout.sample_timeout
+        while timeout is not None:
+            await asyncio.sleep(min(LOOK_S, timeout / 4))
+            for request, group, indices in self._leases.overdue(time.monotonic() - timeout):
+                self._engine.abort([request])
+                self._leasing.generating.drop([request])
+                error = f"SampleTimeout: not generated within rollout.sample_timeout = {timeout:g} s"
+                for index in indices:
+                    kept = self._texts.text(group.lease, NOTHING, "", failed=True)
+                    self._pusher.fail(group.lease, index, error, "deadline", kept)
+                self._leasing.look_again()
+
     def _score(self, samples: list[Generation]) -> None:
         leases, settings = self._leases, self._leasing.settings
         known = [
@@ -80,6 +97,7 @@ class GenerationPipeline:
         )
         for (sample, (group, indices)), text in zip(known, answers, strict=True):
             lease = group.lease
+            leases.generated(sample.request_id, indices[sample.index])
             future = self._rewards.submit(Task(text, lease.row, self._names[lease.kind]))
             scoring = ranges.begin("score")
             future.add_done_callback(lambda _, scoring=scoring: ranges.end(scoring))

@@ -29,7 +29,7 @@ from schema.config import Config
 from schema.wire import payload_file
 from schema.wire.messages import ErrorCode, LeasedGroup, PushItem, PushList, PushReply, PushResult
 from schema.wire.payload_file import FileName
-from schema.wire.sample import FinishReason, Sample, SampleHeader, encode_sample
+from schema.wire.sample import Ending, FinishReason, Sample, SampleHeader, encode_sample
 
 log = logging.getLogger(__name__)
 
@@ -107,9 +107,16 @@ class Pusher:
         self._empty.clear()
         self._filled.set()
 
-    def fail(self, lease: LeasedGroup, index: int, error: str) -> None:
-        """Push a sample that cannot be had."""
-        self.add(lease, failed(lease, index, error))
+    def fail(
+        self,
+        lease: LeasedGroup,
+        index: int,
+        error: str,
+        ending: Ending = "engine_error",
+        kept: str | None = None,
+    ) -> None:
+        """Push a sample that cannot be had. kept: as in `to_sample`."""
+        self.add(lease, failed(lease, index, error, ending, kept))
 
     def drop(self, lease_ids: Collection[str]) -> None:
         """Leave out what is queued of these leases."""
@@ -205,9 +212,11 @@ def cut_batch(sizes: Sequence[int], max_bytes: int, max_items: int) -> int:
     return min(len(sizes), max_items)
 
 
-def failed(group: LeasedGroup, index: int, error: str) -> Sample:
+def failed(
+    group: LeasedGroup, index: int, error: str, ending: Ending = "engine_error", kept: str | None = None
+) -> Sample:
     """A sample that could not be generated: its prompt, and why."""
-    return to_sample(group, index, NOTHING, "abort", error=error, ending="engine_error")
+    return to_sample(group, index, NOTHING, "abort", error=error, ending=ending, kept=kept)
 
 
 def to_sample(

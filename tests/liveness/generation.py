@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import time
+from collections.abc import Collection
 from concurrent.futures import Future
 from dataclasses import asdict
 from typing import Any
@@ -46,6 +49,32 @@ def kept_groups(config: Config, place: Place) -> list[str]:
     return [group.group_id for group in groups if keeper.text(group, nothing, "", failed=False)]
 
 
+class Aborts:
+    """An engine that never finishes anything."""
+
+    def abort(self, request_ids: Collection[str]) -> None:
+        assert request_ids
+
+
+def given_up(config: Config, place: Place) -> list[str]:
+    """How samples ended that were not generated for a while."""
+    held = LeaseTable()
+    leasing, pusher = _leasing(config, held), Pusher(None, held, 1 << 20)  # type: ignore[arg-type]
+    pipeline = GenerationPipeline(config, Aborts(), tokenizer(), held, leasing, None, pusher)  # type: ignore[arg-type]
+    group = held.add(_lease("train"))
+    assert group is not None
+    held.ask("r", group, [0], time.monotonic())
+
+    async def watched() -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await pipeline.end_overdue()
+
+    asyncio.run(watched())
+    return [decode_sample(entry.frame).header.ending for entry in pusher._queue]
+
+
+watch(given_up, grpo, {"rollout.sample_timeout": (UNSET, 0.01)})
 watch(kept_groups, grpo, {"logging.sample_groups": (1, 0)})
 
 # ---- engines --------------------------------------------------------------------------------------------------

@@ -213,3 +213,20 @@ def test_a_lost_parent_is_noticed() -> None:
         assert shutdown.kind == "stop"
 
     asyncio.run(work())
+
+
+def test_requests_that_take_too_long_are_given_up_once() -> None:
+    held = LeaseTable()
+    group = held.add(lease("a"))
+    assert group is not None
+    held.ask("r1", group, [0, 1, 2], 10.0)
+    held.ask("r2", group, [3], 20.0)
+    held.generated("r1", 1)
+    held.done("lease-a", 0)
+    assert held.overdue(10.0) == []
+    assert held.overdue(15.0) == [("r1", group, [2])]
+    assert held.overdue(15.0) == []
+    held.generated("r1", 2)  # it came in the very moment
+    assert held.overdue(30.0) == [("r2", group, [3])]
+    held.drop(["lease-a"])
+    assert held.overdue(99.0) == []

@@ -17,6 +17,7 @@ from schema.config.base import (
     Ranks,
     RanksOrAll,
     Samples,
+    Seconds,
     Section,
     Seed,
     Tokens,
@@ -179,6 +180,13 @@ class RolloutConfig(Section):
     )
     max_response_length: Tokens = cosmos_key(
         2048, "Longest answer in tokens.", acts="sampling parameter: `max_tokens`."
+    )
+    sample_timeout: Seconds | None = key(
+        None,
+        "Seconds that an answer may take. One that takes longer is given up and fails: it ends as `deadline`, has no "
+        "score, and reward.on_error says what becomes of its group. Unset: as long as it takes.",
+        acts="request or reply: When a sample that is not generated is pushed as failed.",
+        example=600.0,
     )
     n_generation: Samples = cosmos_key(
         16, "Samples per prompt: the size of a group.", acts="request or reply: Samples of a leased group."
