@@ -29,7 +29,7 @@ from launcher.job.event_log import EventLog
 from launcher.job.redis_pulse import RedisPulse
 from launcher.job.screen import Screen
 from launcher.job.summary import Collected, Result
-from launcher.job.trackers import Trackers, names
+from launcher.job.trackers import Trackers
 from launcher.job.watch import Watch, blame
 from launcher.paths import absolute
 from launcher.plan import nsight, placement, redis_server
@@ -75,7 +75,7 @@ class Job:
         self.event_log = EventLog(run.launcher_json, run.logs / "launcher.log")
         self.watch = Watch(plan, self.link, self.supervisor, self.view, self.event)
         self.redis = RedisPulse(plan.redis, lambda: self.supervisor.kill("redis"), self.event)
-        self.trackers = Trackers(names(config), run.path, base_environment(plan.env), self.event)
+        self.trackers = Trackers(config, run.path, base_environment(plan.env), self.event)
         self._errands: set[asyncio.Task[None]] = set()
         self._secrets: dict[str, str] = {}
         """Of each rollout replica by name: its successor takes its place at once."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from schema.config import Config
@@ -19,23 +19,31 @@ def names(config: Config) -> list[str]:
     return [name for name in dict.fromkeys(config.logging.logger) if name != "console"]
 
 
+def command(config: Config, run_dir: Path) -> list[str] | None:
+    """What feeds the trackers; None: there are none."""
+    chosen = names(config)
+    python = config.logging.tracker_python or sys.executable
+    return [python, "-P", "-m", "launcher.trackers", str(run_dir), *chosen] if chosen else None
+
+
 class Trackers:
     """Started with the job; `finish` waits until they have everything, or the time is over."""
 
     def __init__(
-        self, names: Sequence[str], run_dir: Path, env: Mapping[str, str], event: Callable[[str], None]
+        self, config: Config, run_dir: Path, env: Mapping[str, str], event: Callable[[str], None]
     ) -> None:
-        self._names, self._run_dir, self._env, self._event = names, run_dir, env, event
+        self._command = command(config, run_dir)
+        self._run_dir, self._env, self._event = run_dir, env, event
         self._process: asyncio.subprocess.Process | None = None
         self._reading: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Start the process, if there are trackers."""
-        if not self._names:
+        if self._command is None:
             return
         with (self._run_dir / "logs" / "trackers.log").open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
-                sys.executable, "-P", "-m", "launcher.trackers", str(self._run_dir), *self._names,
+                *self._command,
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=log, env=self._env,
                 start_new_session=True,
             )  # fmt: skip

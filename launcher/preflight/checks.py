@@ -13,6 +13,7 @@ import importlib.util
 import os
 import shutil
 import socket
+import subprocess
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -31,6 +32,7 @@ from schema.config.backends import BACKENDS
 from schema.config.layout import policy_layout
 from schema.config.rules.profiler import absent_ranks
 
+LOOK_TIMEOUT = 20.0
 MIN_FREE_BYTES = 64 * 1024 * 1024
 """Room for logs, prepared data and the state of the ledger of a small job."""
 
@@ -124,8 +126,22 @@ def missing_packages(config: Config, installed: Callable[[str], bool]) -> list[P
 
 
 def missing_trackers(config: Config, installed: Callable[[str], bool]) -> list[Problem]:
-    """Trackers whose packages are not installed."""
-    key = "logging.logger"
+    """Trackers whose packages are not installed, here or where `logging.tracker_python` says."""
+    key, python = "logging.logger", config.logging.tracker_python
+    if python and len(config.logging.logger) > 1:
+        look = "import importlib.util as u, sys; sys.exit(sum(u.find_spec(n) is None for n in sys.argv[1:]))"
+
+        def installed(name: str) -> bool:
+            return (
+                subprocess.run([python, "-c", look, name], check=False, timeout=LOOK_TIMEOUT).returncode == 0
+            )
+
+        try:
+            installed("pydantic")
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return [
+                Problem("logging.tracker_python", f"{python} does not run: {error}", python, "name a Python")
+            ]
     return [
         Problem(key, f"the package {name} is not installed", name, f"pip install '{name}', or leave it out")
         for name in config.logging.logger

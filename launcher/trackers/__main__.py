@@ -76,9 +76,10 @@ class Feeder(threading.Thread):
 
     def _known(self) -> Sent:
         try:
-            return Sent(**json.loads(self._state.read_text()))
+            sent = Sent(**json.loads(self._state.read_text()))
         except (OSError, ValueError, TypeError):
             return Sent()
+        return sent if SINKS[self._tracker].resumes else Sent(sent.segment)
 
     def _save(self, sent: Sent) -> None:
         self._state.parent.mkdir(exist_ok=True)

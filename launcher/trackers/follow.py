@@ -51,7 +51,9 @@ class Follower:
     def _undoes(self, event: Event) -> bool:
         """Whether an event takes back what the tracker has."""
         if event.kind is EventKind.STEP:
-            return bool(event.data["step"] <= self.sent.step)
+            step, pending = event.data["step"], self._course.steps
+            beyond = bool(pending) and pending[-1].step >= step and self.sent.version > step
+            return bool(step <= self.sent.step) or beyond
         if event.kind is EventKind.VALIDATION:
             return bool(event.data["version"] <= self.sent.version)
         back = event.kind is EventKind.REWIND

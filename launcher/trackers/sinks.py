@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,12 @@ class Run:
 class Sink(Protocol):
     """A tracker that takes numbers. Calls may block and may raise anything."""
 
+    resumes: ClassVar[bool]
+    """Whether a run can be gone on with by another process; else that one begins it anew, with all steps."""
+
+    def __init__(self, run: Run) -> None:
+        """Open it for a segment of a run."""
+
     def log(self, step: int, metrics: Mapping[str, float], at: float) -> None:
         """The metrics of a step, in order. at: Unix time."""
 
@@ -41,18 +47,16 @@ class Sink(Protocol):
         """Bring everything to where it is kept."""
 
 
-OpenSink = Callable[[Run], Sink]
-SINKS: dict[str, OpenSink] = {}
-PACKAGES: dict[str, str] = {}
-"""The module that each needs."""
+SINKS: dict[str, type[Sink]] = {}
+S = TypeVar("S", bound=Sink)
 
 
-def sink(name: str, package: str = "") -> Callable[[OpenSink], OpenSink]:
-    """Register a tracker, and the module that it needs."""
+def sink(name: str) -> Callable[[type[S]], type[S]]:
+    """Register a tracker; the module that it needs has its name."""
 
-    def register(open_sink: OpenSink) -> OpenSink:
-        SINKS[name], PACKAGES[name] = open_sink, package or name
-        return open_sink
+    def register(kind: type[S]) -> type[S]:
+        SINKS[name] = kind
+        return kind
 
     return register
 
@@ -60,6 +64,8 @@ def sink(name: str, package: str = "") -> Callable[[OpenSink], OpenSink]:
 @sink("tensorboard")
 class Tensorboard:
     """Event files in `tensorboard/` of the run: `tensorboard --logdir` over a directory of runs compares them."""
+
+    resumes: ClassVar[bool] = True
 
     def __init__(self, run: Run) -> None:
         from tensorboard.summary import Writer
@@ -81,6 +87,8 @@ class Tensorboard:
 @sink("wandb")
 class Wandb:
     """Weights & Biases; WANDB_MODE=offline keeps it in `wandb/` of the run. Its x-axis is the metric `step`."""
+
+    resumes: ClassVar[bool] = True
 
     def __init__(self, run: Run) -> None:
         import wandb
@@ -108,6 +116,8 @@ class Wandb:
 @sink("mlflow")
 class Mlflow:
     """MLflow; MLFLOW_TRACKING_URI names the server, else it is a SQLite file in the run."""
+
+    resumes: ClassVar[bool] = True
 
     def __init__(self, run: Run) -> None:
         import os
@@ -139,6 +149,8 @@ class Mlflow:
 class Swanlab:
     """SwanLab; SWANLAB_MODE=local or offline keeps it in `swanlog/` of the run."""
 
+    resumes: ClassVar[bool] = False
+
     def __init__(self, run: Run) -> None:
         import swanlab
 
@@ -160,6 +172,8 @@ class Swanlab:
 @sink("trackio")
 class Trackio:
     """Trackio: local first; TRACKIO_DIR says where."""
+
+    resumes: ClassVar[bool] = True
 
     def __init__(self, run: Run) -> None:
         import trackio

@@ -7,7 +7,7 @@ from typing import Any
 
 from launcher.job.job import Job
 from launcher.job.screen import Screen
-from launcher.job.trackers import names as tracked_by
+from launcher.job.trackers import command as tracked_by
 from launcher.plan import nsight, redis_server
 from launcher.plan.machine import Machine
 from launcher.plan.placement import PlacementError
@@ -101,7 +101,11 @@ watch(
     refused=True,
 )
 watch(command_lines, vllm, {"profiler.enable_nsys": (False, True)})
-watch(lambda config, place: tracked_by(config), grpo, {"logging.logger": (["console"], ["console", "wandb"])})
+watch(
+    lambda config, place: tracked_by(config, place.root),
+    changed(grpo, {"logging.logger": ["wandb"]}),
+    {"logging.logger": (["wandb"], ["tensorboard"]), "logging.tracker_python": ("", "/opt/other/python")},
+)
 watch(run_directory, grpo, {"train.output_dir": ("first", "second"), "train.timestamp": ("first", "second")})
 watch(run_directory, changed(grpo, {"train.output_dir": Made(_older_run)}), {"train.resume": (False, True)})
 watch(

@@ -17,6 +17,13 @@ class LoggingConfig(Section):
         "environment (WANDB_MODE, MLFLOW_TRACKING_URI, …) counts.",
         acts="process: Which trackers are fed.",
     )
+    tracker_python: str = key(
+        "",
+        "Python of an environment of its own in which trackers run, for those whose requirements exclude ours; it "
+        "needs numpy, pydantic and safetensors as well. Empty: the one that runs the launcher.",
+        acts="process: The interpreter of the process that feeds trackers.",
+        example="/opt/trackers/bin/python",
+    )
     project_name: NonEmptyStr = cosmos_key(
         "cosmos_rl",
         "Project name for trackers.",

@@ -61,20 +61,22 @@ def in_tensorboard(run_dir: Path) -> dict[str, dict[int, float]]:
     }
 
 
-def in_wandb(run_dir: Path) -> list[dict[str, Any]]:
-    """Rows of the newest offline run."""
+def in_wandb(run_dir: Path) -> list[tuple[str, dict[str, Any]]]:
+    """Rows of all offline runs, each with the id of its run, in the order of their writing."""
     from wandb.proto import wandb_internal_pb2
 
-    newest = max(run_dir.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime_ns)
     rows = []
-    for data in records(newest.read_bytes()):
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(data)
-        if record.HasField("history"):
-            items = record.history.item
-            rows.append(
-                {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
-            )
+    for path in sorted(run_dir.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime_ns):
+        run_id = ""
+        for data in records(path.read_bytes()):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(data)
+            if record.HasField("run"):
+                run_id = record.run.run_id
+            if record.HasField("history"):
+                items = record.history.item
+                row = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
+                rows.append((run_id, row))
     return rows
 
 
@@ -116,10 +118,10 @@ def test_tensorboard_and_wandb_have_the_course_of_the_run(run_dir: Path) -> None
     tensorboard = in_tensorboard(run_dir)
     assert tensorboard["loss"] == losses
     assert tensorboard["validation/score"] == {0: 0.5}
-    rows = in_wandb(run_dir)
-    assert [(row["step"], row["loss"]) for row in rows if "loss" in row] == [(2, 0.0625)]
-    runs = {path.name.rpartition("-run-1")[2] for path in run_dir.glob("wandb/offline-run-*")}
-    assert runs == {"", "-1"}
+    rows = [(run_id, row["step"], row["loss"]) for run_id, row in in_wandb(run_dir) if "loss" in row]
+    assert rows[:2] == [("run-1", 0, 0.5), ("run-1", 1, 0.25)]
+    anew = [(run, at, loss) for run, at, loss in rows if run != "run-1"]
+    assert anew == [("run-1-1", at, loss) for at, loss in losses.items()]
 
 
 def test_a_tracker_that_fails_is_reported_once_and_the_others_go_on(run_dir: Path) -> None:
