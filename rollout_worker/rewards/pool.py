@@ -16,9 +16,10 @@ import contextlib
 import logging
 import os
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rollout_worker.rewards.protocol import Decoder, ProtocolError, encode
@@ -63,12 +64,32 @@ class Result:
     error: str | None = None
     outage: bool = False
     """Whether the error is a time-out or a connection error (see `process.is_outage`)."""
+    seconds: float = field(default=0.0, compare=False)
+    """Spent on this sample by the process that scored it, without waiting for that process."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class PoolStats:
+    """What a pool has in hand, and what it has done since it was made."""
+
+    pending: int
+    """Samples without a result: queued or being scored."""
+    oldest_s: float
+    """Seconds since the oldest of them was submitted; 0 without one."""
+    seconds: float
+    """Spent scoring, summed over samples: n busy processes spend n seconds per second."""
+    failed: int
+    """Samples whose result is an error."""
+    retried: int
+    """Failed samples that were scored again."""
+
+
+@dataclass(slots=True, eq=False)
 class _Job:
     task: Task
     future: asyncio.Future[Result]
+    submitted: float
+    """Time of the monotonic clock."""
 
 
 class RewardPool:
@@ -81,6 +102,9 @@ class RewardPool:
         self._setup = {"functions": list(functions), "custom": dict(custom)}
         self._timeout, self._processes = timeout, processes
         self._jobs: deque[_Job] = deque()
+        self._open: dict[_Job, None] = {}
+        """Queued and in work, the oldest first."""
+        self._seconds, self._failed, self._retried = 0.0, 0, 0
         self._work = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._failure: RewardPoolError | None = None
@@ -103,9 +127,17 @@ class RewardPool:
         if self._failure is not None:
             future.set_exception(self._failure)
         else:
-            self._jobs.append(_Job(task, future))
+            job = _Job(task, future, time.monotonic())
+            self._open[job] = None
+            self._jobs.append(job)
             self._work.set()
         return future
+
+    def stats(self) -> PoolStats:
+        """The numbers of this moment."""
+        oldest = next(iter(self._open), None)
+        age = time.monotonic() - oldest.submitted if oldest else 0.0
+        return PoolStats(len(self._open), age, self._seconds, self._failed, self._retried)
 
     async def watch(self) -> None:
         """Returns never; raises `RewardPoolError` when processes cannot be started any more."""
@@ -117,8 +149,10 @@ class RewardPool:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks = []
-        while self._jobs:
-            self._jobs.popleft().future.cancel()
+        self._jobs.clear()
+        for job in self._open:
+            job.future.cancel()
+        self._open.clear()
 
     async def _serve(self, process: _Process) -> None:
         """Feed one process for ever, replacing it whenever a sample hangs or kills it."""
@@ -148,13 +182,17 @@ class RewardPool:
     async def _score(self, process: _Process, batch: deque[_Job]) -> None:
         """Score a batch. When the process is lost, its sample is settled and the rest is queued again."""
         try:
-            await process.score(batch, self._timeout, self._give_back if len(self._tasks) > 1 else None)
-        except _Lost as lost:
-            if batch:
-                _settle(batch.popleft(), Result({}, str(lost), isinstance(lost, _Overdue)))
-            raise
+            give_back = self._give_back if len(self._tasks) > 1 else None
+            await process.score(batch, self._timeout, self._settle, give_back)
         finally:
             self._give_back(batch)
+
+    def _settle(self, job: _Job, result: Result) -> None:
+        self._seconds += result.seconds
+        self._failed += result.error is not None
+        self._open.pop(job, None)
+        if not job.future.done():
+            job.future.set_result(result)
 
     def _give_back(self, jobs: deque[_Job]) -> None:
         """Samples that some other process shall score."""
@@ -176,10 +214,11 @@ class RewardPool:
 
     def _fail(self, failure: RewardPoolError) -> None:
         self._failure = failure
-        while self._jobs:
-            job = self._jobs.popleft()
+        self._jobs.clear()
+        for job in self._open:
             if not job.future.done():
                 job.future.set_exception(failure)
+        self._open.clear()
 
 
 class _Lost(Exception):
@@ -238,18 +277,24 @@ class _Process:
         return process
 
     async def score(
-        self, jobs: deque[_Job], timeout: float, give_back: Callable[[deque[_Job]], None] | None
+        self,
+        jobs: deque[_Job],
+        timeout: float,
+        settle: Callable[[_Job, Result], None],
+        give_back: Callable[[deque[_Job]], None] | None,
     ) -> None:
-        """Settle the jobs in order, taking each out of `jobs` when it is done. Raises `_Lost` at the first.
+        """Settle the jobs in order, taking each out of `jobs` when it is done. Raises `_Lost` when the process is
+        lost: the job that it was busy with is settled by that error.
 
         give_back: who takes the jobs behind one that is slow. This process scores them, too, since they are in its
         message; these replies are thrown away.
         """
         samples = [[job.task.completion, job.task.row, job.task.functions] for job in jobs]
         sending = asyncio.create_task(self._send({"samples": samples}))
-        surplus = 0
+        surplus, began = 0, time.monotonic()
         try:
             while jobs:
+                began = time.monotonic()
                 left, others = timeout, give_back is not None and len(jobs) > 1 and timeout > SLOW
                 if others and not await self._answers(SLOW):
                     assert give_back is not None
@@ -259,10 +304,14 @@ class _Process:
                     surplus += len(behind)
                     give_back(behind)
                 reply = await self._reply_in_time(left, timeout)
-                job = jobs.popleft()
-                _settle(job, Result(reply["rewards"], reply["error"], reply["outage"]))
+                settle(jobs.popleft(), Result(**reply))
             for _ in range(surplus):
                 await self._reply_in_time(timeout, timeout)
+        except _Lost as lost:
+            if jobs:
+                late, seconds = isinstance(lost, _Overdue), time.monotonic() - began
+                settle(jobs.popleft(), Result({}, str(lost), late, seconds))
+            raise
         finally:
             sending.cancel()
             await asyncio.gather(sending, return_exceptions=True)  # its end, not that of this task
@@ -333,8 +382,3 @@ class _Process:
                 await self._process.wait()
         if self._process.stdin is not None:
             self._process.stdin.close()
-
-
-def _settle(job: _Job, result: Result) -> None:
-    if not job.future.done():
-        job.future.set_result(result)

@@ -15,6 +15,7 @@ import os
 import signal
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Collection, Iterator
 from typing import Any
@@ -100,6 +101,7 @@ class Replies:
 def score(completion: str, row: dict[str, Any], functions: dict[str, RewardFunction]) -> dict[str, Any]:
     """The reply for one sample: rewards of the functions that worked, and the error of the first that did not."""
     rewards: dict[str, float] = {}
+    began = time.perf_counter()
     failure, outage = None, False
     for name, function in functions.items():
         try:
@@ -107,7 +109,8 @@ def score(completion: str, row: dict[str, Any], functions: dict[str, RewardFunct
         except Exception as error:
             if failure is None:
                 failure, outage = _describe(name, error), is_outage(error)
-    return {"rewards": rewards, "error": failure, "outage": outage}
+    seconds = time.perf_counter() - began
+    return {"rewards": rewards, "error": failure, "outage": outage, "seconds": seconds}
 
 
 def is_outage(error: BaseException | None) -> bool:

@@ -3,7 +3,7 @@
     pool    ──▶ {"functions": [name, …], "custom": {…}}        once, at the start
     process ──▶ {"ready": true} or {"fatal": "why"}
     pool    ──▶ {"samples": [[completion, row, [name, …]], …]}
-    process ──▶ {"rewards": {name: value}, "error": null or "why", "outage": bool}   one for each sample
+    process ──▶ {"rewards": {name: value}, "error": null or "why", "outage": bool, "seconds": s}   for each sample
 
 Replies come in order, and before anything that could take long the process sends those that it has (see
 `process.Replies`). So the pool knows which sample a process is busy with: the one after its last reply. That is

@@ -123,6 +123,7 @@ def test_a_missed_deadline_is_charged_to_the_sample_that_missed_it(word: str) ->
     """`stuck` never gives up the interpreter lock: only killing the process helps."""
     results = run(with_pool(word, ["one", "hang", "three", "stuck", "fours"], timeout=2.0))
     late = Result({}, "RewardTimeout: the sample took longer than 2 s", outage=True)
+    assert all((result.seconds >= 2.0) == bool(result.error) for result in results)
     assert results == [Result({word: 3.0}), late, Result({word: 5.0}), late, Result({word: 5.0})]
 
 
@@ -156,7 +157,10 @@ def test_a_killed_process_is_replaced(word: str) -> None:
             (pid,) = _children()
             os.kill(pid, signal.SIGKILL)
             first = await score(pool, word, ["bb"])
-            return first + await score(pool, word, ["ccc"])
+            second = await score(pool, word, ["ccc"])
+            stats = pool.stats()
+            assert (stats.pending, stats.oldest_s, stats.failed) == (0, 0.0, 1)
+            return first + second
         finally:
             await pool.close()
 
@@ -260,6 +264,9 @@ def test_a_slow_sample_delays_nobody_behind_it(word: str) -> None:
             slow, *others = [pool.submit(Task(text, {}, (word,))) for text in ("hang", "a", "bb", "ccc")]
             results = await asyncio.gather(*others)
             assert not slow.done()
+            stats = pool.stats()
+            assert (stats.pending, stats.failed, stats.oldest_s > 0) == (1, 0, True)
+            assert stats.seconds == sum(result.seconds for result in results) > 0
             return [result.rewards[word] for result in results]
         finally:
             await pool.close()
