@@ -90,10 +90,7 @@ async def evaluate(config: Config, run_dir: Path) -> dict[str, Any]:
     Raises `RewardConfigError` when a function cannot be had, `RewardPoolError` when its processes keep dying.
     """
     weights = config.evaluation.reward_weights
-    settings = config.reward
-    pool = RewardPool(
-        sorted(weights), config.custom, timeout=settings.timeout, processes=settings.num_workers
-    )
+    pool = RewardPool(weights, config.custom, config.reward)
     await pool.start()
     try:
         return await _score_all(run_dir, pool, weights)

@@ -101,13 +101,14 @@ class Worker:
 
     async def _work(self, config: Config, stack: contextlib.AsyncExitStack) -> None:
         """Boot, then run all loops until asked to leave."""
+        # Before the engine, which takes minutes: a reward function that cannot be had is known in a second.
+        rewards = reward_pool(config)
+        stack.push_async_callback(rewards.close)
+        await rewards.start()
         host = HostWeights(config, self._session.reply)
         stack.push_async_callback(host.close)
         await host.prove()
         engine, tokenizer = await self._boot(config, stack)
-        rewards = reward_pool(config)
-        stack.push_async_callback(rewards.close)
-        await rewards.start()
         pusher = Pusher(
             self._session,
             self._leases,
@@ -233,9 +234,5 @@ class Worker:
 
 def reward_pool(config: Config) -> RewardPool:
     """The processes that run the reward functions of training and validation, not started yet."""
-    return RewardPool(
-        sorted({*config.grpo.reward_weights, *config.validation_reward_weights}),
-        config.custom,
-        timeout=config.reward.timeout,
-        processes=config.reward.num_workers,
-    )
+    functions = {*config.grpo.reward_weights, *config.validation_reward_weights}
+    return RewardPool(functions, config.custom, config.reward)

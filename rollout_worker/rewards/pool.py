@@ -1,10 +1,13 @@
 """The pool of reward processes: many samples per message, a deadline for each, replacements for what dies.
 
     submit(task) ─▶ queue ─▶ a process takes up to BATCH ─▶ replies, one per sample ─▶ the sample's future
-                      ▲                                        │ deadline missed or process dead:
-                      └──────── samples behind it ◀────────────┴ its sample is an error, the process replaced
+                      ▲ ▲                                      │ │ deadline missed or process dead:
+                      │ └─────── samples behind it ◀───────────┼─┴ its sample has failed, the process is replaced
+                      └───── a sample that failed, again ◀─────┘
 
-A sample gets exactly one result: rewards, or an error with a name. Only the sample that a process was busy with
+A sample gets exactly one result: rewards, or an error with a name, that of its last attempt. It is scored again
+`retries` times, which is cheap compared to generating it again: a sample that always hangs takes 1 + `retries`
+time-outs, one after the other, each at the end of the queue. Only the sample that a process was busy with
 is charged when the process hangs or dies; those behind it in the message are done by another process. They are also
 handed to others when the sample in front only takes long: one slow reward delays no other.
 """
@@ -18,12 +21,13 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from rollout_worker.rewards.protocol import Decoder, ProtocolError, encode
 from rollout_worker.rewards.registry import RewardConfigError
+from schema.config import RewardConfig
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +38,8 @@ START_TIMEOUT = 120.0
 MAX_FAILED_STARTS = 3
 STOP_TIMEOUT = 5.0
 GRACE = 0.05
+OUTAGE_WAIT = 1.0
+"""Seconds before a sample that failed by a time-out or connection error is scored again."""
 SLOW = 1.0
 """Seconds after which the samples behind a slow one go to other processes; most rewards take milliseconds."""
 PASSED_ENVIRONMENT = (
@@ -58,7 +64,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Rewards by function; with an error, only of those functions that worked."""
+    """Rewards by function; with an error, only of those functions that worked. Of the last attempt."""
 
     rewards: dict[str, float]
     error: str | None = None
@@ -81,7 +87,7 @@ class PoolStats:
     failed: int
     """Samples whose result is an error."""
     retried: int
-    """Failed samples that were scored again."""
+    """Attempts that failed and were followed by another."""
 
 
 @dataclass(slots=True, eq=False)
@@ -90,17 +96,16 @@ class _Job:
     future: asyncio.Future[Result]
     submitted: float
     """Time of the monotonic clock."""
+    retries: int
+    """How often it may be scored again."""
 
 
 class RewardPool:
     """Reward processes for a set of functions. Belongs to one event loop."""
 
-    def __init__(
-        self, functions: Sequence[str], custom: Mapping[str, Any], *, timeout: float, processes: int = 1
-    ) -> None:
-        """timeout: seconds that all functions together may take for one sample."""
-        self._setup = {"functions": list(functions), "custom": dict(custom)}
-        self._timeout, self._processes = timeout, processes
+    def __init__(self, functions: Iterable[str], custom: Mapping[str, Any], settings: RewardConfig) -> None:
+        self._setup = {"functions": sorted(functions), "custom": dict(custom)}
+        self._settings = settings
         self._jobs: deque[_Job] = deque()
         self._open: dict[_Job, None] = {}
         """Queued and in work, the oldest first."""
@@ -111,15 +116,20 @@ class RewardPool:
 
     async def start(self) -> None:
         """Start the processes. Raises `RewardConfigError` when a function cannot be had, `RewardPoolError`."""
-        first: list[_Process] = []
+        starts = [
+            asyncio.create_task(self._started(_UnreadyError)) for _ in range(self._settings.num_workers)
+        ]
         try:
-            for _ in range(self._processes):
-                first.append(await self._started(_UnreadyError))
+            first = await asyncio.gather(*starts)
         except BaseException:
-            for process in first:
-                await process.stop()
+            for start in starts:
+                start.cancel()
+            for process in await asyncio.gather(*starts, return_exceptions=True):
+                if isinstance(process, _Process):
+                    await process.stop()
             raise
         self._tasks = [asyncio.create_task(self._serve(process)) for process in first]
+        await asyncio.sleep(0)  # a task that is cancelled before it begins would not stop its process
 
     def submit(self, task: Task) -> asyncio.Future[Result]:
         """Queue one sample. The future raises `RewardPoolError` when no process can be started any more."""
@@ -127,10 +137,9 @@ class RewardPool:
         if self._failure is not None:
             future.set_exception(self._failure)
         else:
-            job = _Job(task, future, time.monotonic())
+            job = _Job(task, future, time.monotonic(), self._settings.retries)
             self._open[job] = None
-            self._jobs.append(job)
-            self._work.set()
+            self._queue(job)
         return future
 
     def stats(self) -> PoolStats:
@@ -183,16 +192,26 @@ class RewardPool:
         """Score a batch. When the process is lost, its sample is settled and the rest is queued again."""
         try:
             give_back = self._give_back if len(self._tasks) > 1 else None
-            await process.score(batch, self._timeout, self._settle, give_back)
+            await process.score(batch, self._settings.timeout, self._settle, give_back)
         finally:
             self._give_back(batch)
 
     def _settle(self, job: _Job, result: Result) -> None:
         self._seconds += result.seconds
+        if result.error is not None and job.retries:
+            job.retries -= 1
+            self._retried += 1
+            wait = OUTAGE_WAIT if result.outage else 0.0
+            asyncio.get_running_loop().call_later(wait, self._queue, job)
+            return
         self._failed += result.error is not None
         self._open.pop(job, None)
         if not job.future.done():
             job.future.set_result(result)
+
+    def _queue(self, job: _Job) -> None:
+        self._jobs.append(job)
+        self._work.set()
 
     def _give_back(self, jobs: deque[_Job]) -> None:
         """Samples that some other process shall score."""

@@ -13,7 +13,7 @@ from schema.config.sections.dataset import DatasetConfig
 from schema.config.sections.evaluation import EvaluationConfig
 from schema.config.sections.policy import PolicyConfig
 from schema.config.sections.redis import RedisConfig
-from schema.config.sections.reward import BUILTIN_REWARDS, SOURCE_SCORERS
+from schema.config.sections.reward import BUILTIN_REWARDS, SOURCE_SCORERS, RewardConfig
 from schema.config.sections.train import CheckpointConfig, TrainingConfig
 from schema.config.sections.train_policy import GrpoConfig, OverlongRewardConfig, SFTDataConfig
 
@@ -31,6 +31,7 @@ __all__ = [
     "PolicyConfig",
     "Problem",
     "RedisConfig",
+    "RewardConfig",
     "SFTDataConfig",
     "TrainingConfig",
     "check_available",

@@ -112,7 +112,9 @@ def dropped_groups(client: Client) -> list[dict[str, Any]]:
 def test_failing_rewards_are_tried_again_and_poison_is_dropped_with_its_cause(
     tmp_path: Path, model: Path
 ) -> None:
-    config = moody_job(tmp_path, model, ["hangs", "plain", "exits", "raises", "kills"], 60, reward="")
+    config = moody_job(
+        tmp_path, model, ["hangs", "plain", "exits", "raises", "kills"], 60, reward="retries = 0"
+    )
     with Program(config) as program:
 
         def both(client: Client) -> list[dict[str, Any]] | None:
@@ -133,7 +135,7 @@ def test_failing_rewards_are_tried_again_and_poison_is_dropped_with_its_cause(
 
 @pytest.mark.soak
 def test_failing_rewards_are_masked_where_that_is_asked_for(tmp_path: Path, model: Path) -> None:
-    config = moody_job(tmp_path, model, ["hangs", "exits"], 12, reward='on_error = "mask"')
+    config = moody_job(tmp_path, model, ["hangs", "exits"], 12, reward='on_error = "mask"\nretries = 0')
     with Program(config) as program:
         summary = program.finish()
     ledger = check_ledger(summary, 2, trained=12)

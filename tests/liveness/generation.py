@@ -323,6 +323,12 @@ def slow(completion, row):
     time.sleep(0.4)
     return 1.0
 
+seen = []
+
+def moody(completion, row):
+    seen.append(completion)
+    return 1.0 / (len(seen) - 1)
+
 def process(completion, row):
     time.sleep(0.02)
     return float(os.getpid())
@@ -361,4 +367,9 @@ def reward_processes(config: Config, place: Place) -> int:
 
 watch(reward_of_a_sample, changed(grpo, _reward("paid")), {"custom": ({"bonus": 0.25}, {"bonus": 0.75})})
 watch(reward_of_a_sample, changed(grpo, _reward("slow")), {"reward.timeout": (30.0, 0.1)})
+watch(
+    reward_of_a_sample,
+    changed(grpo, {**_reward("moody"), "reward.num_workers": 1}),
+    {"reward.retries": (0, 1)},
+)
 watch(reward_processes, changed(grpo, _reward("process")), {"reward.num_workers": (1, 2)})

@@ -126,6 +126,7 @@ def test_prompts_and_rewards_that_fail_are_errors_by_name(stage: Stage) -> None:
     """One sample each of two groups fails and is masked; groups that cannot be generated are dropped."""
     config = stage.config(
         reward__timeout=5.0,  # what is no hanging reward needs milliseconds, if the machine lets it
+        reward__retries=0,
         reward__on_error="mask",
         train__max_num_steps=5,
         train__train_batch_per_replica=8,

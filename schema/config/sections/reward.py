@@ -31,6 +31,8 @@ SOURCE_SCORERS = {
 }
 """`by_source`: the built-in reward function for the rows of each known data source."""
 
+MAX_RETRIES = 100
+
 
 class RewardConfig(Section):
     """`[reward]`: how reward functions are run."""
@@ -41,15 +43,23 @@ class RewardConfig(Section):
         acts="request or reply: When a slow reward is an error.",
     )
     num_workers: int = key(
-        1,
-        "Reward processes of each rollout replica.",
+        2,
+        "Reward processes of each rollout replica. With one, a sample that hangs holds up all others.",
         ge=1,
         le=MOST_PROCESSES,
         acts="process: Reward processes of a replica.",
     )
+    retries: int = key(
+        1,
+        "How often a sample is scored again after its reward failed, took too long or crashed, before on_error "
+        "says what becomes of it.",
+        ge=0,
+        le=MAX_RETRIES,
+        acts="request or reply: Rewards of a sample whose function fails now and then.",
+    )
     on_error: Literal["retry", "mask", "drop"] = key(
         "retry",
-        "When a reward fails or takes too long: `retry` the group (up to "
+        "When a reward fails or takes too long, retries included: `retry` the group (up to "
         "controller.max_attempts), `mask` the sample, or `drop` the group. Never a reward of 0.",
         acts="request or reply: What becomes of a group with a failed sample.",
     )

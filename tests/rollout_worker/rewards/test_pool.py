@@ -15,8 +15,9 @@ import psutil
 import pytest
 
 from rollout_worker.rewards import protocol
-from rollout_worker.rewards.pool import Result, RewardPool, RewardPoolError, Task
+from rollout_worker.rewards.pool import PoolStats, Result, RewardPool, RewardPoolError, Task
 from rollout_worker.rewards.registry import RewardConfigError
+from schema.config import RewardConfig
 from tests.support.waiting import PATIENCE, until
 
 T = TypeVar("T")
@@ -73,10 +74,15 @@ async def score(pool: RewardPool, name: str, texts: list[str]) -> list[Result]:
     return await asyncio.gather(*(pool.submit(Task(text, {"answer": "1"}, (name,))) for text in texts))
 
 
+def pool_of(*functions: str, timeout: float = PATIENCE, num_workers: int = 1, retries: int = 0) -> RewardPool:
+    settings = RewardConfig(timeout=timeout, num_workers=num_workers, retries=retries)
+    return RewardPool(functions, {}, settings)
+
+
 async def with_pool(
     name: str, texts: list[str], timeout: float = PATIENCE, processes: int = 1
 ) -> list[Result]:
-    pool = RewardPool([name], {}, timeout=timeout, processes=processes)
+    pool = pool_of(name, timeout=timeout, num_workers=processes)
     await pool.start()
     try:
         return await score(pool, name, texts)
@@ -89,6 +95,7 @@ def test_every_sample_gets_its_own_rewards_and_closing_leaves_no_process(word: s
     results = run(with_pool(word, texts, processes=2))
     assert [result.rewards[word] for result in results] == [float(len(text)) for text in texts]
     assert not any(result.error for result in results)
+    assert run(with_pool(word, [], processes=2)) == []
     until(lambda: not _children(), "the end of all reward processes")
 
 
@@ -150,7 +157,7 @@ if int(seen.name) < {kills}:
 
 def test_a_killed_process_is_replaced(word: str) -> None:
     async def work() -> list[Result]:
-        pool = RewardPool([word], {}, timeout=PATIENCE)
+        pool = pool_of(word)
         await pool.start()
         try:
             await score(pool, word, ["a"])
@@ -192,7 +199,7 @@ def test_no_secret_reaches_a_reward_process(
     file = tmp_path / "environment.json"
 
     async def work() -> None:
-        pool = RewardPool([name], {}, timeout=PATIENCE)
+        pool = pool_of(name)
         await pool.start()
         try:
             await pool.submit(Task("", {"file": str(file)}, (name,)))
@@ -210,7 +217,7 @@ def test_several_functions_of_one_sample(word: str) -> None:
     """One of them fails: its error is told, the other's reward is kept for the record."""
 
     async def work() -> Result:
-        pool = RewardPool([word, "format"], {}, timeout=PATIENCE)
+        pool = pool_of(word, "format")
         await pool.start()
         try:
             return await pool.submit(Task("raise", {}, ("format", word)))
@@ -224,7 +231,7 @@ def test_several_functions_of_one_sample(word: str) -> None:
 
 def test_samples_are_scored_by_the_source_of_their_row() -> None:
     async def work() -> list[Result]:
-        pool = RewardPool(["by_source"], {}, timeout=PATIENCE)
+        pool = pool_of("by_source")
         try:
             await pool.start()
             rows = [{"data_source": source, "answer": "7"} for source in ("gsm8k", "math_dapo", "mine")]
@@ -237,6 +244,44 @@ def test_samples_are_scored_by_the_source_of_their_row() -> None:
     assert (gsm8k.rewards, dapo.rewards) == ({"by_source": 1.0}, {"by_source": 0.0})
     assert mine.rewards == {}
     assert "data_source 'mine'" in (mine.error or "")
+
+
+def test_what_fails_once_is_scored_again_and_what_always_fails_so_often_as_it_is_told(tmp_path: Path) -> None:
+    path, kinds = tmp_path / "user.py", ["raise", "refused", "die", "hang", "never"]
+    path.write_text(
+        f"""
+import os, pathlib, signal, time
+
+def moody(completion, row):
+    tries = pathlib.Path({str(tmp_path)!r}) / completion
+    with tries.open("a") as file:
+        file.write("x")
+    if completion == "never" or tries.stat().st_size == 1:
+        if completion == "refused":
+            raise ConnectionRefusedError
+        if completion == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if completion == "hang":
+            time.sleep(3600)
+        raise KeyError(completion)
+    return 1.0
+"""
+    )
+    name = f"{path}:moody"
+
+    async def work() -> tuple[list[Result], PoolStats]:
+        pool = pool_of(name, timeout=2.0, retries=2)
+        await pool.start()
+        try:
+            return await score(pool, name, kinds), pool.stats()
+        finally:
+            await pool.close()
+
+    (*mended, never), stats = run(work())
+    assert mended == [Result({name: 1.0})] * 4
+    assert never.error is not None
+    assert (stats.pending, stats.failed, stats.retried) == (0, 1, 6)
+    assert [(tmp_path / kind).stat().st_size for kind in kinds] == [2, 2, 2, 2, 3]
 
 
 def test_messages_survive_being_cut_anywhere() -> None:
@@ -258,7 +303,7 @@ def test_a_slow_sample_delays_nobody_behind_it(word: str) -> None:
     """All four are asked for at once, so that two of them are in the message of the one that hangs."""
 
     async def work() -> list[float]:
-        pool = RewardPool([word], {}, timeout=600.0, processes=2)
+        pool = pool_of(word, timeout=600.0, num_workers=2)
         await pool.start()
         try:
             slow, *others = [pool.submit(Task(text, {}, (word,))) for text in ("hang", "a", "bb", "ccc")]
@@ -266,7 +311,7 @@ def test_a_slow_sample_delays_nobody_behind_it(word: str) -> None:
             assert not slow.done()
             stats = pool.stats()
             assert (stats.pending, stats.failed, stats.oldest_s > 0) == (1, 0, True)
-            assert stats.seconds == sum(result.seconds for result in results) > 0
+            assert stats.seconds == pytest.approx(sum([result.seconds for result in results])) > 0
             return [result.rewards[word] for result in results]
         finally:
             await pool.close()
@@ -283,7 +328,7 @@ def test_what_a_slow_process_scored_for_others_is_thrown_away(tmp_path: Path) ->
     name = f"{path}:size"
 
     async def work() -> list[float]:
-        pool = RewardPool([name], {}, timeout=PATIENCE, processes=2)
+        pool = pool_of(name, num_workers=2)
         await pool.start()
         try:
             first = await score(pool, name, ["slow", "a", "bb", "ccc"])
