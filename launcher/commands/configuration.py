@@ -28,7 +28,7 @@ Output = Annotated[
 def validate(config: Configs, set_: Overrides = None, as_json: AsJson = False) -> None:
     """Check a configuration: every mistake at once. Exit code 0 if it is valid, else 2."""
     from launcher.plan.machine import Machine, count_cores
-    from launcher.preflight.checks import check_machine
+    from launcher.preflight.checks import check_machine, unset_variables
     from schema.config import ConfigError, Problem, check_warnings
     from schema.config.loading.load import load
 
@@ -42,7 +42,8 @@ def validate(config: Configs, set_: Overrides = None, as_json: AsJson = False) -
     else:
         # The job may be meant for another machine: what this one lacks is a warning.
         here = check_machine(loaded.config, Machine(count_cores()))
-        found = check_warnings(loaded.config) + here.warnings + here.problems
+        unset = unset_variables(loaded.config, os.environ)
+        found = check_warnings(loaded.config) + here.warnings + here.problems + unset
         warnings = loaded.warnings + loaded.placed(found)
     if as_json:
         found_json = {

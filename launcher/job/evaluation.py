@@ -50,7 +50,10 @@ async def evaluate(config: Config, run: RunDir, env: Mapping[str, str], screen: 
         run.locks,
         grace=1.0,
         budget=Budget(0, 0.0, 0.0),
-        environment=lambda spec: {**credentials_of(spec.role, base_environment(env)), **spec.env},
+        environment=lambda spec: {
+            **credentials_of(spec.role, base_environment(env), rewards=config.reward.environment),
+            **spec.env,
+        },
     )
     supervisor = Supervisor(setting, Watcher(screen))
     interrupted: asyncio.Future[int] = asyncio.get_running_loop().create_future()

@@ -252,7 +252,8 @@ class Job:
         own = environment(spec.role, plan.tokens, plan.url, plan.redis.url, plan.redis.password, tls_ca)
         if spec.role is Role.ROLLOUT:
             own["COSMOS_REPLICA_SECRET"] = self._secrets.setdefault(spec.name, secrets.token_urlsafe(32))
-        given = credentials_of(spec.role, base_environment(plan.env), plan.config.weight_sync.store)
+        store, rewards = plan.config.weight_sync.store, plan.config.reward.environment
+        given = credentials_of(spec.role, base_environment(plan.env), store, rewards)
         return {**given, **spec.env, **own}
 
     # ---- what the supervisor asks (Observer) --------------------------------------------------------------

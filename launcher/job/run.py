@@ -22,7 +22,7 @@ from launcher.plan.machine import Machine, find_machine
 from launcher.plan.placement import place
 from launcher.plan.rundir import RunDir, Tokens, already_running, choose
 from launcher.plan.tls import controller_url, reachable_host
-from launcher.preflight.checks import check_machine, check_redis
+from launcher.preflight.checks import check_machine, check_redis, unset_variables
 from launcher.processes.signals import note_signals
 from launcher.restarts import EXIT_CONFIG, EXIT_OK
 from schema.config import Config, ConfigError, Problem, check_warnings
@@ -46,7 +46,7 @@ def check(paths: Sequence[Path], overrides: Sequence[str], env: Mapping[str, str
     loaded = load(paths, overrides, env)
     config, machine = loaded.config, find_machine(env)
     findings, redis = check_machine(config, machine), check_redis(config, env)
-    problems = findings.problems + redis.problems
+    problems = findings.problems + redis.problems + unset_variables(config, env)
     if problems:
         raise ConfigError(loaded.placed(problems))
     warnings = check_warnings(config) + findings.warnings + redis.warnings

@@ -1,13 +1,14 @@
 """What a job uploads where, reported before anything starts; the trainer uploads (`checkpoints.uploads`).
 
 Credentials go to those who use them. AWS_*: to the trainer, and to rollout replicas where the weight store is a
-bucket; to no other process of a job, rewards among them (`rollout_worker.rewards` passes on a short list). The token
+bucket; to no other process of a job, rewards among them (`rollout_worker.rewards` passes on a short list, and what
+`reward.environment` names). The token
 of the Hugging Face hub: to trainers, generators and the preparation of data, which need it for gated models.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from urllib.parse import urlsplit
 
 from launcher.restarts import Role
@@ -19,10 +20,18 @@ _AWS = "AWS_"
 _HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_HUB_TOKEN", "HUGGINGFACE_TOKEN")
 
 
-def credentials_of(role: Role, env: Mapping[str, str], weight_store: str = "") -> dict[str, str]:
-    """An environment without the credentials that this role has no use for. weight_store: `weight_sync.store`."""
+def credentials_of(
+    role: Role, env: Mapping[str, str], weight_store: str = "", rewards: Collection[str] = ()
+) -> dict[str, str]:
+    """An environment without the credentials that this role has no use for.
+
+    weight_store: `weight_sync.store`. rewards: `reward.environment`, which whoever scores has a use for.
+    """
     kept, buckets = dict(env), {Role.POLICY, Role.ROLLOUT} if is_url(weight_store) else {Role.POLICY}
+    scores = role in (Role.ROLLOUT, Role.DATA)
     for name in env:
+        if scores and name in rewards:
+            continue
         is_hub = name in _HUB_TOKENS and role in (Role.CONTROLLER, Role.REDIS)
         if is_hub or (name.startswith(_AWS) and role not in buckets):
             del kept[name]

@@ -84,6 +84,20 @@ def check_redis(config: Config, env: Mapping[str, str]) -> Findings:
     return findings
 
 
+def unset_variables(config: Config, env: Mapping[str, str]) -> list[Problem]:
+    """Names of `reward.environment` that the environment of this command does not have."""
+    return [
+        Problem(
+            f"reward.environment[{index}]",
+            f"{name} is not set in the environment",
+            name,
+            f"export {name}=… before the start, or leave the name out",
+        )
+        for index, name in enumerate(config.reward.environment)
+        if name not in env
+    ]
+
+
 # ---- packages ---------------------------------------------------------------------------------------------
 
 

@@ -21,7 +21,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,7 +46,7 @@ PASSED_ENVIRONMENT = (
     "PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR",
     "VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH",
 )  # fmt: skip
-"""Everything a reward process inherits: no token or secret of this one is among it."""
+"""What a reward process inherits besides `reward.environment`: no token or secret of this one is among it."""
 
 
 class RewardPoolError(Exception):
@@ -115,7 +115,14 @@ class RewardPool:
         self._failure: RewardPoolError | None = None
 
     async def start(self) -> None:
-        """Start the processes. Raises `RewardConfigError` when a function cannot be had, `RewardPoolError`."""
+        """Start the processes. Raises `RewardConfigError` when a function or a variable cannot be had,
+        `RewardPoolError`."""
+        for name in self._settings.environment:
+            if name not in os.environ:
+                raise RewardConfigError(
+                    f"reward.environment: {name} is not set in the environment of this process; "
+                    f"export {name}=… where it is started, or leave the name out"
+                )
         starts = [
             asyncio.create_task(self._started(_UnreadyError)) for _ in range(self._settings.num_workers)
         ]
@@ -223,7 +230,7 @@ class RewardPool:
         """A new process; failures of the `passing` kinds may pass and are tried again."""
         for attempt in range(1, MAX_FAILED_STARTS + 1):
             try:
-                return await _Process.start(self._setup)
+                return await _Process.start(self._setup, self._settings.environment)
             except passing as error:
                 log.warning(
                     "a reward process did not start (%d of %d): %s", attempt, MAX_FAILED_STARTS, error
@@ -260,10 +267,14 @@ class _Process:
         self._replies: deque[dict[str, Any]] = deque()
 
     @classmethod
-    async def start(cls, setup: dict[str, Any]) -> _Process:
-        """Raises `RewardConfigError`, `_UnreadyError`, or `OSError` when it does not get ready."""
-        environment = {name: os.environ[name] for name in PASSED_ENVIRONMENT if name in os.environ}
-        environment |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    async def start(cls, setup: dict[str, Any], variables: Sequence[str]) -> _Process:
+        """variables: what it gets of the environment besides `PASSED_ENVIRONMENT`.
+
+        Raises `RewardConfigError`, `_UnreadyError`, or `OSError` when it does not get ready.
+        """
+        passed = [name for name in (*PASSED_ENVIRONMENT, *variables) if name in os.environ]
+        environment = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        environment |= {name: os.environ[name] for name in passed}
         process = cls(
             await asyncio.create_subprocess_exec(
                 sys.executable,

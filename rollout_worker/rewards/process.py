@@ -23,12 +23,11 @@ from typing import Any
 from rollout_worker.rewards import functions
 from rollout_worker.rewards.functions import BUILTIN, PACKAGES, source_scorers
 from rollout_worker.rewards.protocol import Decoder, encode
-from rollout_worker.rewards.registry import RewardConfigError, RewardFunction, resolve
+from rollout_worker.rewards.registry import RewardConfigError, RewardFunction, described, resolve
 
 MAX_ERROR = 4000
-"""Characters of an error: name, message and the last lines of the traceback."""
-MAX_MESSAGE = 1000
-"""Of it: the name of the function follows, by which the controller recognises the failure."""
+"""Characters of an error: name, message, function (by which the controller recognises the failure), and the last
+lines of the traceback."""
 TRACEBACK_FRAMES = 4
 _PR_SET_PDEATHSIG = 1
 _PASSING = (TimeoutError, ConnectionError, socket.gaierror, socket.herror)
@@ -140,9 +139,8 @@ def _as_number(name: str, value: Any) -> float:
 
 
 def _describe(name: str, error: Exception) -> str:
-    head = f"{type(error).__name__}: {str(error)[:MAX_MESSAGE]}"
     lines = traceback.format_exception(type(error), error, error.__traceback__, limit=-TRACEBACK_FRAMES)
-    text = f"{head}\nin reward function {name}\n{''.join(lines)}"
+    text = f"{described(error)}\nin reward function {name}\n{''.join(lines)}"
     return text if len(text) <= MAX_ERROR else text[: MAX_ERROR // 2] + "\n…\n" + text[-MAX_ERROR // 2 :]
 
 

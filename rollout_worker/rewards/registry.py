@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,6 +13,9 @@ from typing import Any
 
 from rollout_worker.rewards.functions import BUILTIN
 
+MAX_MESSAGE = 1000
+"""Characters of an error's own message."""
+VARIABLE = re.compile(r"[A-Z][A-Z0-9_]{2,}")
 RewardFunction = Callable[[str, dict[str, Any]], Any]
 
 
@@ -40,6 +44,15 @@ def resolve(name: str, custom: Mapping[str, Any]) -> RewardFunction:
     return lambda completion, row: function(completion, row, **keywords)
 
 
+def described(error: Exception) -> str:
+    """Type and message of an error in a user's code; of a missing variable also how to pass it."""
+    text = f"{type(error).__name__}: {str(error)[:MAX_MESSAGE]}"
+    if isinstance(error, KeyError) and error.args and VARIABLE.fullmatch(str(error.args[0])):
+        name = error.args[0]
+        text += f' (if this is a variable of the environment: write reward.environment = ["{name}"])'
+    return text
+
+
 def _load(path: Path, name: str) -> ModuleType:
     """The module of a user's file, loaded once; its folder is importable, as if it were run as a script."""
     module_name = f"cosmos_reward_{path.stem}_{abs(hash(str(path.resolve()))):x}"
@@ -60,7 +73,7 @@ def _load(path: Path, name: str) -> ModuleType:
     except Exception as error:
         del sys.modules[module_name]
         raise RewardConfigError(
-            f"reward function {name!r}: {path} cannot be loaded: {type(error).__name__}: {error}"
+            f"reward function {name!r}: {path} cannot be loaded: {described(error)}"
         ) from error
     return module
 

@@ -329,6 +329,9 @@ def moody(completion, row):
     seen.append(completion)
     return 1.0 / (len(seen) - 1)
 
+def told(completion, row):
+    return float("PYTEST_CURRENT_TEST" in os.environ)
+
 def process(completion, row):
     time.sleep(0.02)
     return float(os.getpid())
@@ -371,5 +374,12 @@ watch(
     reward_of_a_sample,
     changed(grpo, {**_reward("moody"), "reward.num_workers": 1}),
     {"reward.retries": (0, 1)},
+)
+watch(
+    reward_of_a_sample,
+    changed(grpo, _reward("told")),
+    {
+        "reward.environment": ([], ["PYTEST_CURRENT_TEST"])
+    },  # a variable that is there, and is not passed unasked
 )
 watch(reward_processes, changed(grpo, _reward("process")), {"reward.num_workers": (1, 2)})

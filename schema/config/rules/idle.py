@@ -156,7 +156,7 @@ BESIDE_AN_EVALUATION = tuple(
         "train": _OF_EVERY_JOB,
         **dict.fromkeys(("policy", "rollout", "validation", "controller", "redis", "weight_sync"), ()),
         **dict.fromkeys(("placement", "launcher", "logging", "profiler"), ()),
-        "reward": ("timeout", "num_workers", "retries"),
+        "reward": ("timeout", "num_workers", "retries", "environment"),
     }.items()
 )
 """Shown as a warning in an evaluation, which looks at none of it."""

@@ -6,6 +6,7 @@ An evaluation scores what a file holds and uses nothing of a training job: its r
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from schema.config.rules.idle import written
 from schema.config.sections.reward import BUILTIN_REWARDS
 
 _POLICY = "train.train_policy"
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 MAX_CODE_BYTES = 4 * 1024 * 1024  # of a file of reward functions, which is parsed whole
 
 
@@ -97,7 +99,19 @@ def prompt_forms_are_used(config: Config) -> Iterator[Problem]:
     yield Problem("reward.prompt_forms", message, list(forms), "leave it out", related=related)
 
 
-REWARD_RULES = (rewards_are_known, prompt_forms_are_used)
+def variables_can_be_passed(config: Config) -> Iterator[Problem]:
+    """`reward.environment` has names, and none of ours: the secrets of a job never reach a reward."""
+    for index, name in enumerate(config.reward.environment):
+        key = f"reward.environment[{index}]"
+        if not _VARIABLE.fullmatch(name):
+            hint = 'write the name alone, such as "OPENAI_API_KEY": the value stays in the environment'
+            yield Problem(key, "is not the name of a variable", name.partition("=")[0], hint)
+        elif name.startswith("COSMOS_"):
+            message = f"{name} belongs to the job: its secrets and addresses are kept from rewards"
+            yield Problem(key, message, name, "give the reward a variable of another name")
+
+
+REWARD_RULES = (rewards_are_known, prompt_forms_are_used, variables_can_be_passed)
 
 
 # ---- an evaluation ----------------------------------------------------------------------------------------
@@ -133,4 +147,4 @@ def evaluation_rewards_are_known(config: Config) -> Iterator[Problem]:
     return reward_problems("evaluation.reward_function", section.reward_function, section.reward_weights)
 
 
-EVALUATION_RULES = (one_job, answers_can_be_read, evaluation_rewards_are_known)
+EVALUATION_RULES = (one_job, answers_can_be_read, evaluation_rewards_are_known, variables_can_be_passed)

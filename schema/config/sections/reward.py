@@ -69,6 +69,13 @@ class RewardConfig(Section):
         "Until then one prompt at a time is tried, and such errors are retried whatever on_error says.",
         acts="request or reply: When a job whose rewards time out fails.",
     )
+    environment: list[str] = key(
+        [],
+        "Variables that reward processes get from the environment of the job, by name. Of all others they see "
+        "PATH, HOME and the like; no secret.",
+        acts="process: Environment of a reward process.",
+        example=["OPENAI_API_KEY"],
+    )
     prompt_forms: list[Literal["raw_prompt_ids", "full_prompt"]] = key(
         [],
         "What rewards get of the prompt in addition to the row: its token ids without the chat template "

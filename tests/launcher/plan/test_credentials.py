@@ -32,6 +32,9 @@ def test_a_role_gets_what_it_has_a_use_for(role: Role, store: str) -> None:
     assert {name for name in given if name.startswith("AWS_")} == (
         {name for name in USERS if name.startswith("AWS_")} if role is Role.POLICY or reads else set()
     )
+    named = credentials_of(role, USERS, store, ["AWS_SESSION_TOKEN"])
+    scores = {"AWS_SESSION_TOKEN": "aws-session"} if role in (Role.ROLLOUT, Role.DATA) else {}
+    assert named == {**given, **scores}
     assert ("HF_TOKEN" in given) == (role not in (Role.CONTROLLER, Role.REDIS))
 
 

@@ -19,6 +19,7 @@ from launcher.preflight.checks import (
     fields,
     missing_packages,
     unknown_names,
+    unset_variables,
 )
 from schema.config import Config
 from tests.launcher.samples import config
@@ -65,6 +66,12 @@ def test_missing_packages_come_with_the_extra_that_brings_them():
     assert "rollout.backend: vllm is not installed" in text
     assert 'rollout.backend = "transformers"' in text
     assert missing_packages(config(rollout={"backend": "vllm"}), lambda name: True) == []
+
+
+def test_variables_of_rewards_that_are_not_set_are_named():
+    (problem,) = unset_variables(config(reward={"environment": ["HOME", "JUDGE_KEY"]}), {"HOME": "/h"})
+    assert problem.key == "reward.environment[1]"
+    assert "export JUDGE_KEY=…" in problem.render()
 
 
 def test_only_what_the_job_uses_is_asked_for():

@@ -74,9 +74,10 @@ async def score(pool: RewardPool, name: str, texts: list[str]) -> list[Result]:
     return await asyncio.gather(*(pool.submit(Task(text, {"answer": "1"}, (name,))) for text in texts))
 
 
-def pool_of(*functions: str, timeout: float = PATIENCE, num_workers: int = 1, retries: int = 0) -> RewardPool:
-    settings = RewardConfig(timeout=timeout, num_workers=num_workers, retries=retries)
-    return RewardPool(functions, {}, settings)
+def pool_of(*functions: str, **settings: Any) -> RewardPool:
+    return RewardPool(
+        functions, {}, RewardConfig(**{"timeout": PATIENCE, "num_workers": 1, "retries": 0, **settings})
+    )
 
 
 async def with_pool(
@@ -190,16 +191,17 @@ def test_a_function_that_cannot_be_had_is_refused_at_start(tmp_path: Path) -> No
         run(with_pool(f"{tmp_path}/nowhere.py:f", []))
 
 
-def test_no_secret_reaches_a_reward_process(
+def test_of_the_environment_a_reward_process_gets_what_is_named(
     word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COSMOS_TOKEN", "do-not-tell")
     monkeypatch.setenv("WANDB_API_KEY", "do-not-tell")
+    monkeypatch.setenv("JUDGE_KEY", "tell")
     name = word.replace(":word", ":environment")
     file = tmp_path / "environment.json"
 
     async def work() -> None:
-        pool = pool_of(name)
+        pool = pool_of(name, environment=["JUDGE_KEY"])
         await pool.start()
         try:
             await pool.submit(Task("", {"file": str(file)}, (name,)))
@@ -211,6 +213,23 @@ def test_no_secret_reaches_a_reward_process(
     assert "PATH" in seen
     assert not {"COSMOS_TOKEN", "WANDB_API_KEY"} & seen.keys()
     assert "do-not-tell" not in seen.values()
+    assert seen["JUDGE_KEY"] == "tell"
+
+
+def test_a_variable_that_is_not_there_is_named_with_the_key_that_passes_it(tmp_path: Path) -> None:
+    with pytest.raises(
+        RewardConfigError, match=r"reward\.environment: JUDGE_KEY is not set .*export JUDGE_KEY="
+    ):
+        run(pool_of("format", environment=["PATH", "JUDGE_KEY"]).start())
+    path, hint = tmp_path / "user.py", 'reward.environment = ["JUDGE_KEY"]'
+    path.write_text("import os\n\ndef judge(completion, row):\n    return float(os.environ['JUDGE_KEY'])\n")
+    (result,) = run(with_pool(f"{path}:judge", ["one"]))
+    assert (result.error or "").splitlines()[0].startswith("KeyError: 'JUDGE_KEY' (")
+    assert hint in (result.error or "").splitlines()[0]
+    path.write_text("import os\n\nKEY = os.environ['JUDGE_KEY']\n")
+    with pytest.raises(RewardConfigError) as refused:
+        run(with_pool(f"{path}:judge", []))
+    assert hint in str(refused.value)
 
 
 def test_several_functions_of_one_sample(word: str) -> None:
@@ -311,7 +330,7 @@ def test_a_slow_sample_delays_nobody_behind_it(word: str) -> None:
             assert not slow.done()
             stats = pool.stats()
             assert (stats.pending, stats.failed, stats.oldest_s > 0) == (1, 0, True)
-            assert stats.seconds == pytest.approx(sum([result.seconds for result in results])) > 0
+            assert 0 < stats.seconds == pytest.approx(sum([result.seconds for result in results]))
             return [result.rewards[word] for result in results]
         finally:
             await pool.close()

@@ -247,3 +247,22 @@ def test_modules_are_imported_in_order_and_a_failure_is_named(monkeypatch: pytes
     ):
         import_external(["cosmos_test_bad"])
     assert sys.modules["cosmos_test_good"].value == 3
+
+
+# ---- variables of rewards -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("JUDGE_KEY=hunter2", "is not the name of a variable"),
+        ("$JUDGE_KEY", "is not the name of a variable"),
+        ("COSMOS_TOKEN", "belongs to the job"),
+        ("COSMOS_REDIS_PASSWORD", "belongs to the job"),
+    ],
+)
+def test_variables_of_rewards_are_names_and_none_of_the_job(name: str, words: str) -> None:
+    problem = only(reward__environment=["JUDGE_KEY", name])
+    assert problem.key == "reward.environment[1]"
+    assert words in problem.message
+    assert "hunter2" not in f"{problem.message} {problem.value} {problem.hint}"
