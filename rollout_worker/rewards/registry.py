@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from rollout_worker.rewards.functions import BUILTIN
+from schema.config.reward_signature import of_function
 
 MAX_MESSAGE = 1000
 """Characters of an error's own message."""
@@ -40,7 +41,9 @@ def resolve(name: str, custom: Mapping[str, Any]) -> RewardFunction:
     function = getattr(_load(Path(path), name), attribute, None)
     if not callable(function):
         raise RewardConfigError(f"reward function {name!r}: {path} has no function {attribute!r}")
-    keywords = _keywords(function, custom, name)
+    if (fault := of_function(function, custom)) is not None:
+        raise RewardConfigError(f"reward function {name!r} {fault.message}; {fault.hint}")
+    keywords = _keywords(function, custom)
     return lambda completion, row: function(completion, row, **keywords)
 
 
@@ -78,7 +81,7 @@ def _load(path: Path, name: str) -> ModuleType:
     return module
 
 
-def _keywords(function: Callable[..., Any], custom: Mapping[str, Any], name: str) -> dict[str, Any]:
+def _keywords(function: Callable[..., Any], custom: Mapping[str, Any]) -> dict[str, Any]:
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -87,11 +90,6 @@ def _keywords(function: Callable[..., Any], custom: Mapping[str, Any], name: str
     positional = [
         p for p in parameters.values() if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
     ]
-    starred = any(p.kind is kinds.VAR_POSITIONAL for p in parameters.values())
-    if len(positional) < 2 and not starred:
-        raise RewardConfigError(
-            f"reward function {name!r} must take two arguments: function(completion: str, row: dict) -> float"
-        )
     if any(p.kind is kinds.VAR_KEYWORD for p in parameters.values()):
         return dict(custom)
     named = {p.name for p in positional[2:]}

@@ -58,7 +58,7 @@ def test_data_that_cannot_be_prepared_is_a_clear_error(tmp_path: Path, model: Pa
 
 
 def test_a_reward_that_fails_everywhere_stops_the_run_by_name(tmp_path: Path, model: Path) -> None:
-    (tmp_path / "mine.py").write_text("def score(prompt, completion, answer):\n    return 1.0\n")
+    (tmp_path / "mine.py").write_text("def score(completion, row):\n    return row['reference']\n")
     config = write_config(tmp_path, model, steps=500, rows=5000, validation=False)
     own = f'"{tmp_path}/mine.py:score"'
     config.write_text(config.read_text().replace("{ boxed_math = 1.0, format = 0.2 }", own, 1))
@@ -66,7 +66,7 @@ def test_a_reward_that_fails_everywhere_stops_the_run_by_name(tmp_path: Path, mo
         assert program.wait() == 1
     output = program.output()
     assert "not one prompt was scored" in output
-    assert "missing 1 required positional argument: 'answer'" in output
+    assert "KeyError: 'reference'" in output
     assert output.count("Traceback (most recent call last)") == 1, output
     assert " error: not one prompt" not in output, "the outcome says it in the next line"
     summary = json.loads((program.run_dir / "summary.json").read_text())

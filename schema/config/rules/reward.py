@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from schema.config.base import RewardSpec
 from schema.config.loading.explain import closest
 from schema.config.paths import NotAFileError, home_hint, read_regular
 from schema.config.problem import Problem
+from schema.config.reward_signature import of_source
 from schema.config.root import Config
 from schema.config.rules.data import dataset_problems
 from schema.config.rules.idle import written
@@ -29,29 +30,32 @@ def rewards_are_known(config: Config) -> Iterator[Problem]:
     if not config.is_grpo:
         return
     key, weights = f"{_POLICY}.reward_function", config.grpo.reward_weights
-    yield from reward_problems(key, config.grpo.reward_function, weights)
+    yield from reward_problems(key, config.grpo.reward_function, weights, config.custom)
     for name in config.grpo.filter_metrics:
         if name not in weights:
             hint = f"write one of {', '.join(weights)}"
             message = f"`{name}` is not among the reward functions"
             yield Problem(f"{_POLICY}.filter_reward_metric", message, name, hint, related=(key,))
     if own := config.validation.reward_weights:
-        yield from reward_problems("validation.reward_function", config.validation.reward_function, own)
+        spec = config.validation.reward_function
+        yield from reward_problems("validation.reward_function", spec, own, config.custom)
 
 
-def reward_problems(key: str, spec: RewardSpec, weights: Mapping[str, float]) -> Iterator[Problem]:
-    """What is wrong with the reward functions that a key names."""
+def reward_problems(
+    key: str, spec: RewardSpec, weights: Mapping[str, float], custom: Collection[str]
+) -> Iterator[Problem]:
+    """What is wrong with the reward functions that a key names. custom: keys of `[custom]`."""
     if not weights:
         hint = f'write {key} = "boxed_math", or another of {", ".join(BUILTIN_REWARDS)}'
         yield Problem(key, "no reward function is named", spec, hint)
         return
-    yield from filter(None, (_reward_problem(key, name) for name in weights))
+    yield from filter(None, (_reward_problem(key, name, custom) for name in weights))
     if not any(weights.values()):
         message, hint = "all weights are 0: no answer is better than another", "give one of them a weight"
         yield Problem(key, message, dict(weights), hint)
 
 
-def _reward_problem(key: str, name: str) -> Problem | None:
+def _reward_problem(key: str, name: str, custom: Collection[str]) -> Problem | None:
     if name in BUILTIN_REWARDS:
         return None
     file, colon, function = name.rpartition(":")
@@ -71,9 +75,14 @@ def _reward_problem(key: str, name: str) -> Problem | None:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = f" at line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
         return Problem(key, f"reward file {file} is not valid Python{line}: {error}", name)
-    functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    if function in functions or function in _bound_names(tree):
+    if function in _bound_names(tree):
         return None
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    found = {node.name: node for node in tree.body if isinstance(node, kinds)}
+    if function in found:
+        fault = of_source(found[function], custom)
+        return fault and Problem(key, f"`{function}` of {file} {fault.message}", name, fault.hint)
+    functions = [node.name for node in found.values() if not isinstance(node, ast.ClassDef)]
     close = closest(function, functions)
     hint = f"did you mean `{file}:{close}`?" if close else f"its functions: {', '.join(functions) or 'none'}"
     return Problem(key, f"{file} has no function `{function}`", name, hint)
@@ -144,7 +153,8 @@ def answers_can_be_read(config: Config) -> Iterator[Problem]:
 def evaluation_rewards_are_known(config: Config) -> Iterator[Problem]:
     """Every reward function is built in, or a function in a file that exists."""
     section = config.evaluation
-    return reward_problems("evaluation.reward_function", section.reward_function, section.reward_weights)
+    weights = section.reward_weights
+    return reward_problems("evaluation.reward_function", section.reward_function, weights, config.custom)
 
 
 EVALUATION_RULES = (one_job, answers_can_be_read, evaluation_rewards_are_known, variables_can_be_passed)

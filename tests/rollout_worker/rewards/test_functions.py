@@ -230,13 +230,26 @@ def test_a_users_function_gets_the_custom_keys_it_takes(tmp_path: Path) -> None:
     [
         ("bosed_math", "is unknown"),
         ("{path}:missing", "has no function 'missing'"),
-        ("{path}:one", "two arguments"),
+        ("{path}:one", "mine.py:one' takes `c` alone"),
+        ("{path}:Plain", "is a class"),
+        ("{path}:later", "is asynchronous"),
         ("{path}x:plain", "no file"),
         ("{broken}:plain", "ZeroDivisionError"),
     ],
 )
 def test_a_function_that_cannot_be_had_is_named(tmp_path: Path, name: str, reason: str) -> None:
-    path = user_file(tmp_path, "def plain(c, r): return 0\ndef one(c): return 0\n")
+    path = user_file(
+        tmp_path,
+        """
+class Plain: ...
+class Later:
+    async def __call__(self, c, r): ...
+
+def plain(c, r): return 0
+def one(c): return 0
+later = Later()
+""",
+    )
     broken = tmp_path / "broken.py"
     broken.write_text("1/0")
     with pytest.raises(RewardConfigError, match=reason):

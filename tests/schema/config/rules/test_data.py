@@ -258,7 +258,7 @@ def test_reward_functions_are_known() -> None:
 def test_reward_functions_of_the_user_are_found_without_being_run() -> None:
     Path("mine.py").write_text(
         "raise SystemExit('this module must not run')\n"
-        "from elsewhere import imported\nassigned = 3\nasync def slow(x): ...\ndef score(x): ...\n"
+        "from elsewhere import imported\nassigned = 3\ndef slow(x, row): ...\ndef score(x, row): ...\n"
         "class C:\n    def hidden(self): ...\n"
     )
     assert reward({"mine.py:score": 1.0, "./mine.py:slow": 1.0, "mine.py:imported": 1.0}) == []
@@ -268,6 +268,15 @@ def test_reward_functions_of_the_user_are_found_without_being_run() -> None:
     assert "cannot be read: No such file" in reward("yours.py:score")[0].message
     Path("broken.py").write_text("def score(:\n")
     assert "is not valid Python at line 1" in reward("broken.py:score")[0].message
+
+
+def test_reward_functions_take_an_answer_and_its_row() -> None:
+    Path("mine.py").write_text("def score(completion, row, bonus): ...\n\nclass Judge: ...\n")
+    assert reward("mine.py:score", custom={"bonus": 1}) == []
+    for problem in (*reward("mine.py:score"), only(validation__reward_function=["mine.py:score"])):
+        assert problem.message == "`score` of mine.py requires `bonus`, which nothing passes"
+        assert 'row["bonus"]' in problem.hint
+    assert "is a class" in reward("mine.py:Judge")[0].message
 
 
 def test_filter_metrics_are_among_the_rewards() -> None:
