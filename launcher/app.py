@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from launcher.commands import configuration, convert, export, init, operate, plot, replay, samples
+from launcher.commands import configuration, convert, export, init, operate, plot, replay, samples, try_reward
 from launcher.commands.options import Overrides, print_json, print_problems
 from launcher.errors import LaunchError
 from launcher.processes.signals import ended_at_once
@@ -27,6 +27,7 @@ Begin
 \b
 Check
   cosmos-launch validate run.toml                         every mistake at once, with line and remedy
+  cosmos-launch try-reward run.toml                       what your rewards say of the first rows; starts no job
   cosmos-launch show run.toml --changed                   what was written, and where; without it everything
   cosmos-launch --config run.toml --dry-run               processes, commands and memory; starts nothing
   cosmos-launch schema -o config.schema.json              the JSON schema, for editors
@@ -87,6 +88,7 @@ app.command()(convert.convert)
 app.command()(configuration.validate)
 app.command()(configuration.show)
 app.command()(configuration.schema)
+app.command()(try_reward.try_reward)
 app.command()(operate.status)
 app.command()(operate.stop)
 app.command()(operate.pause)
@@ -100,7 +102,9 @@ app.command()(samples.samples)
 app.command()(plot.plot)
 
 
-COMMANDS = frozenset(command.callback.__name__ for command in app.registered_commands if command.callback)
+COMMANDS = frozenset(
+    command.callback.__name__.replace("_", "-") for command in app.registered_commands if command.callback
+)
 
 
 @app.callback(invoke_without_command=True)

@@ -152,6 +152,7 @@ async def _settle(
         "scores": scores,
         "rewards": [result.rewards for result in results],
         "errors": faults,
+        "seconds": [round(result.seconds, 6) for result in results],
     }
     file.write(json.dumps(line, ensure_ascii=False) + "\n")
     return len(results)

@@ -40,21 +40,11 @@ _POLICY = "train.train_policy"
 
 def prepare(config: Config, run_dir: Path) -> dict[str, int]:
     """Write the data files of a run; answers rows by file. Raises `DataError`."""
-    dataset = config.train.train_policy.dataset
-    if not dataset.is_named:
-        raise DataError(f"{_POLICY}.dataset.name is empty: a job needs training data")
-    if dataset.is_synthetic and dataset.test_size:
-        raise DataError(
-            "train.train_policy.dataset.test_size: synthetic:addition holds out pairs of operands, not rows; "
-            "name it in validation.dataset.name instead"
-        )
-    source = open_source(dataset, "train", config.effective_seed)
-    _check_columns(config, source, "train")
-    held_out = held_out_rows(len(source), dataset.test_size, config.effective_seed)
+    source, held_out = training_source(config)
     jobs: list[tuple[Role, Source, Keep]] = [("train", source, lambda i: i not in held_out)]
     if config.validation.enable and config.is_grpo:
         jobs.append(("validation", *_validation_source(config, source, held_out)))
-    tokenizer = _tokenizer(config)
+    tokenizer = tokenizer_of(config)
     ready: list[tuple[Role, Source, Prepared]] = []
     for role, rows, keep in jobs:
         if config.is_grpo:
@@ -68,7 +58,23 @@ def prepare(config: Config, run_dir: Path) -> dict[str, int]:
     }
 
 
-def _tokenizer(config: Config) -> PromptTokenizer:
+def training_source(config: Config) -> tuple[Source, frozenset[int]]:
+    """The training data, and which of its rows are held out for validation. Raises `DataError`."""
+    dataset = config.train.train_policy.dataset
+    if not dataset.is_named:
+        raise DataError(f"{_POLICY}.dataset.name is empty: a job needs training data")
+    if dataset.is_synthetic and dataset.test_size:
+        raise DataError(
+            "train.train_policy.dataset.test_size: synthetic:addition holds out pairs of operands, not rows; "
+            "name it in validation.dataset.name instead"
+        )
+    source = open_source(dataset, "train", config.effective_seed)
+    _check_columns(config, source, "train")
+    return source, held_out_rows(len(source), dataset.test_size, config.effective_seed)
+
+
+def tokenizer_of(config: Config) -> PromptTokenizer:
+    """The policy's tokenizer, after its external modules are imported."""
     policy = config.policy
     import_external(policy.external_modules)
     if policy.trust_remote_code:
@@ -152,14 +158,14 @@ def prepare_prompts(
     for batch in batches(source, keep):
         prompts = [read_prompt(value(raw, column, source, i), source.where(i)) for i, raw in batch]
         texts = tokenizer.texts(prompts)
-        forms = _prompt_forms(config, tokenizer, prompts, texts)
+        forms = prompt_forms(config, tokenizer, prompts, texts)
         for (i, raw), prompt, ids, more in zip(batch, prompts, tokenizer.encode(texts), forms, strict=True):
             if not prompt or not len(ids):
                 out.left_out["an empty prompt"] += 1
                 continue
             kept = bound.fit(len(ids), source.where(i), out)
             if kept is not None:
-                out.add(ids[kept], _prompt_row(config, role, source, i, raw, prompt) | more)
+                out.add(ids[kept], prompt_row(config, role, source, i, raw, prompt) | more)
     return out
 
 
@@ -182,7 +188,7 @@ def _prompt_bound(config: Config, role: Role) -> Bound:
     return Bound(room, "a prompt", reason, section, dataset.overlong_prompts)
 
 
-def _prompt_forms(
+def prompt_forms(
     config: Config, tokenizer: PromptTokenizer, prompts: list[str | list[Message]], texts: list[str]
 ) -> list[Row]:
     """What `reward.prompt_forms` adds to each row: the prompt's own tokens, its text in the template. Never cut."""
@@ -198,9 +204,10 @@ def _prompt_forms(
     return rows
 
 
-def _prompt_row(
+def prompt_row(
     config: Config, role: Role, source: Source, i: int, raw: Row, prompt: str | list[Message]
 ) -> Row:
+    """Row i as rewards get it, but for `prompt_forms`. Raises `DataError` where reference or source is missing."""
     grpo = config.grpo
     row: Row = {"key": f"{role}/{i}", "prompt": prompt}
     reserved = {grpo.prompt_column, grpo.response_column_name, "key", "prompt", "answer"}

@@ -133,18 +133,29 @@ def jsonable(value: Any) -> Any:
 
 
 def command(
-    prog: str, description: str, work: Callable[[Config, Path], object], argv: list[str] | None
+    prog: str, description: str, work: Callable[..., object], argv: list[str] | None, **counts: str
 ) -> int:
-    """The command line of a preparation: `work` on the config of `--run-dir`; answers the exit code."""
+    """The command line of a preparation; answers the exit code.
+
+    work: takes the config of `--run-dir` and that directory, and `counts` by name: options with their help, which
+    take a number.
+    """
     parser = argparse.ArgumentParser(prog=f"python -m {prog}", description=description)
     parser.add_argument(
         "--run-dir", type=Path, required=True, help="directory of the run, with its config.json"
     )
-    run_dir = parser.parse_args(argv).run_dir
+    for name, words in counts.items():
+        parser.add_argument(f"--{name}", type=int, required=True, help=words)
+    options = vars(parser.parse_args(argv))
+    run_dir = options.pop("run_dir")
     configure_logging()
     logging.getLogger("huggingface_hub").propagate = False  # it writes by a handler of its own
     try:
-        work(Config.model_validate_json((run_dir / "config.json").read_text(encoding="utf-8")), run_dir)
+        work(
+            Config.model_validate_json((run_dir / "config.json").read_text(encoding="utf-8")),
+            run_dir,
+            **options,
+        )
     except (DataError, ValueError, OSError, ExternalModuleError) as error:
         logging.getLogger(prog).error("%s", " ".join(str(error).split()))  # one line: the launcher shows it
         return 2

@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from rollout_worker.rewards import functions
+from rollout_worker.rewards import functions, registry
 from rollout_worker.rewards.functions import BUILTIN, PACKAGES, source_scorers
 from rollout_worker.rewards.protocol import Decoder, encode
 from rollout_worker.rewards.registry import RewardConfigError, RewardFunction, described, resolve
@@ -29,6 +29,8 @@ MAX_ERROR = 4000
 """Characters of an error: name, message, function (by which the controller recognises the failure), and the last
 lines of the traceback."""
 TRACEBACK_FRAMES = 4
+OURS = (__file__, registry.__file__)
+"""Files whose frames around the function tell its author nothing."""
 _PR_SET_PDEATHSIG = 1
 _PASSING = (TimeoutError, ConnectionError, socket.gaierror, socket.herror)
 NETWORK_ERRNO = frozenset(
@@ -139,7 +141,10 @@ def _as_number(name: str, value: Any) -> float:
 
 
 def _describe(name: str, error: Exception) -> str:
-    lines = traceback.format_exception(type(error), error, error.__traceback__, limit=-TRACEBACK_FRAMES)
+    frame = error.__traceback__
+    while frame is not None and frame.tb_frame.f_code.co_filename in OURS:
+        frame = frame.tb_next
+    lines = traceback.format_exception(type(error), error, frame, limit=-TRACEBACK_FRAMES)
     text = f"{described(error)}\nin reward function {name}\n{''.join(lines)}"
     return text if len(text) <= MAX_ERROR else text[: MAX_ERROR // 2] + "\n…\n" + text[-MAX_ERROR // 2 :]
 

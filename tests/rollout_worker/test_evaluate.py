@@ -52,8 +52,9 @@ def test_means_by_source(tmp_path: Path) -> None:
     assert (found["score"], found["best"]) == (0.25, 0.5)
     assert found["rewards"] == {"gsm8k": 0.25}
     assert found["sources"]["gsm8k"]["score"] == 0.25
-    scores = [json.loads(line)["scores"] for line in (tmp_path / "scores.jsonl").read_text().splitlines()]
-    assert scores == [[1.0, 0.0], [0.0, 0.0]]
+    lines = [json.loads(line) for line in (tmp_path / "scores.jsonl").read_text().splitlines()]
+    assert [line["scores"] for line in lines] == [[1.0, 0.0], [0.0, 0.0]]
+    assert [len(line["seconds"]) for line in lines] == [2, 2]
 
 
 def test_weights_and_many_rows(tmp_path: Path) -> None:

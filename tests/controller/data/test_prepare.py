@@ -11,8 +11,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
+from controller.data import first_rows
 from controller.data.errors import DataError
 from controller.data.prepare import held_out_rows, jsonable, main, prepare
 from controller.data.tokenizer import PromptTokenizer
@@ -73,6 +75,20 @@ def test_rows_held_out_are_validated_and_never_trained(model_dir: Path, question
         keys[role] = {file.row(i)["level"] for i in range(len(file))}
     assert keys["train"] | keys["validation"] == set(range(20))
     assert not keys["train"] & keys["validation"]
+
+
+def test_the_first_rows_are_those_of_training(model_dir: Path, questions: Path, tmp_path: Path):
+    changes: dict[str, Any] = {"dataset": {"test_size": 0.25}}
+    cfg = config(model_dir, questions, {**COLUMNS, **changes}, reward={"prompt_forms": ["full_prompt"]})
+    prepare(cfg, tmp_path)
+    trained = PromptFile(tmp_path / "data" / "train.safetensors")
+    first_rows.prepare(cfg, tmp_path, 4)
+    found = [json.loads(line) for line in (tmp_path / "data" / "rows.jsonl").read_text().splitlines()]
+    assert found == [trained.row(i) for i in range(4)]
+    assert "full_prompt" in found[0]
+    pq.write_table(pq.read_table(questions).slice(0, 0), tmp_path / "none.parquet")
+    with pytest.raises(DataError, match="has no rows"):
+        first_rows.prepare(config(model_dir, tmp_path / "none.parquet", COLUMNS), tmp_path, 4)
 
 
 @pytest.mark.parametrize(("size", "rows"), [(None, 0), (0, 0), (0.0, 0), (3, 3), (0.25, 5), (0.01, 1)])

@@ -125,6 +125,7 @@ def test_failing_samples_are_errors_by_name_and_their_neighbours_are_scored(word
     located = results[texts.index("raise")].error or ""
     assert 'raise KeyError("no such word")' in located
     assert "user.py" in located
+    assert "registry.py" not in located
 
 
 def test_a_missed_deadline_is_charged_to_the_sample_that_missed_it(word: str) -> None:

@@ -1,0 +1,48 @@
+"""The first rows that a job trains on: `python -m controller.data.first_rows --run-dir DIR --rows N`.
+
+    DIR/config.json  ->  DIR/data/rows.jsonl
+
+Rows as rewards get them (see `controller.data.prepare`), but none is left out for its length: the tokenizer is
+loaded only where `reward.prompt_forms` needs it. Exit code 2: the config or the data is at fault.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from itertools import islice
+from pathlib import Path
+
+from controller.data.conversations import read_prompt
+from controller.data.errors import DataError
+from controller.data.prepare import prompt_forms, prompt_row, tokenizer_of, training_source
+from controller.data.rows import Row, command, value
+from schema.config import Config
+
+
+def prepare(config: Config, run_dir: Path, rows: int) -> None:
+    """Write the file. Raises `DataError`."""
+    source, held_out = training_source(config)
+    found = list(islice(((i, raw) for i, raw in enumerate(source.rows()) if i not in held_out), rows))
+    if not found:
+        raise DataError(f"train.train_policy.dataset: {source.name} has no rows")
+    column = config.grpo.prompt_column
+    prompts = [read_prompt(value(raw, column, source, i), source.where(i)) for i, raw in found]
+    forms: list[Row] = [{} for _ in found]
+    if config.reward.prompt_forms:
+        tokenizer = tokenizer_of(config)
+        forms = prompt_forms(config, tokenizer, prompts, tokenizer.texts(prompts))
+    with (run_dir / "data" / "rows.jsonl").open("w", encoding="utf-8") as file:
+        for (i, raw), prompt, more in zip(found, prompts, forms, strict=True):
+            row = prompt_row(config, "train", source, i, raw, prompt) | more
+            file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line; answers the exit code."""
+    words = "Write the first rows of the training data."
+    return command("controller.data.first_rows", words, prepare, argv, rows="how many")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

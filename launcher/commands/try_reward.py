@@ -1,0 +1,256 @@
+"""`cosmos-launch try-reward`: rewards on the first rows of the training data, without a model or a job.
+
+    first rows (controller.data.first_rows) ─▶ answers to each ─▶ reward processes (rollout_worker.evaluate) ─▶ table
+
+Both steps are processes of their own, in a temporary directory. What fails is not scored again, so that it is seen.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from launcher.commands.options import AsJson, Configs, Overrides, print_json, printable
+from launcher.errors import LaunchError
+from launcher.restarts import EXIT_CONFIG, EXIT_FAILED, EXIT_OK
+
+READING = 600.0
+"""Seconds to read the rows, which may have to be downloaded."""
+STARTING = 600.0
+"""Seconds for reward processes to start, more than they may take; scoring comes on top."""
+WIDEST = 44
+"""Characters of an answer in the table."""
+MOST_PRINTED = 200
+"""Lines, the last ones, of what the functions have printed."""
+_OF_OURS = re.compile(r"\d{4}-\d\d-\d\d [\d:,]+ [A-Z]+ [\w.]+: (.*)")
+"""A line of a log. Others are what the functions have printed."""
+_MODEL = "policy.model_name_or_path"
+Record = dict[str, Any]
+
+
+def try_reward(
+    config: Configs,
+    set_: Overrides = None,
+    rows: Annotated[int, typer.Option("--rows", min=1, help="How many rows of the training data.")] = 3,
+    completion: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Score this answer to each row.")
+    ] = None,
+    answers: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help='Score these: line i, {"completion": TEXT} or a text, to row i.'),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Score answers to the first rows by the job's reward functions, and show what they return.
+
+    Without --completion and --answers each row gets its own reference, as it is, boxed and behind ####, and an
+    empty answer. Needs no model. Exit code 0 if all were scored, 1 if a function failed.
+
+    \b
+      cosmos-launch try-reward run.toml
+      cosmos-launch try-reward run.toml --rows 1 --completion '<think>1+1</think>\\boxed{2}'
+    """
+    import tempfile
+
+    if completion is not None and answers is not None:
+        raise LaunchError("--completion and --answers exclude each other")
+    given = None if answers is None else list(read_answers(answers))[:rows]
+    data, weights = _settings(config, set_ or [], os.environ)
+    count = rows if given is None else len(given)
+    with tempfile.TemporaryDirectory(prefix="cosmos-try-") as name:
+        directory = Path(name)
+        (directory / "data").mkdir()
+        (directory / "config.json").write_text(json.dumps(data), encoding="utf-8")
+        _step(directory, data, "controller.data.first_rows", ["--rows", str(count)], READING)
+        found = [json.loads(line) for line in _lines(directory / "data" / "rows.jsonl")]
+        tried = [
+            given[i]
+            if given is not None
+            else {"given": completion}
+            if completion is not None
+            else examples(row)
+            for i, row in enumerate(found)
+        ]
+        scored, printed = _score(directory, data, found, tried)
+    if as_json:
+        print_json({"functions": weights, "answers": scored, "printed": printed})
+    else:
+        typer.echo(printable("\n".join(lines(weights, found, scored, printed))))
+    raise typer.Exit(EXIT_FAILED if any(answer["error"] for answer in scored) else EXIT_OK)
+
+
+def examples(row: Mapping[str, Any]) -> dict[str, str]:
+    """Answers from which one sees what a reward looks at: kind -> text."""
+    if row.get("answer") in (None, ""):
+        return {"empty": ""}
+    reference = str(row["answer"])
+    final = reference.rpartition("####")[2].strip()
+    boxed = f"<think>…</think>\\boxed{{{final}}}"
+    return {"reference": reference, "boxed": boxed, "####": f"#### {final}", "empty": ""}
+
+
+def read_answers(path: Path) -> Iterator[dict[str, str]]:
+    """Answers of a file, one a line. Raises LaunchError naming the line."""
+    for number, line in enumerate(_lines(path), 1):
+        try:
+            found = json.loads(line)
+        except ValueError as error:
+            raise LaunchError(f"{path}, line {number} is not JSON: {error}") from None
+        text = found.get("completion") if isinstance(found, dict) else found
+        if not isinstance(text, str):
+            hint = 'write a text, or an object: {"completion": "…"}'
+            raise LaunchError(f"{path}, line {number} holds no answer", hint)
+        yield {"given": text}
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise LaunchError(f"{path} cannot be read: {error}") from None
+
+
+def _settings(
+    paths: Sequence[Path], overrides: Sequence[str], env: Mapping[str, str]
+) -> tuple[Record, dict[str, float]]:
+    """The resolved configuration of an evaluation by the job's rewards, and their weights.
+
+    A model that is not there is no fault here. Raises ConfigError, LaunchError.
+    """
+    from launcher.paths import resolved
+    from launcher.preflight.checks import unset_variables
+    from schema.config import ConfigError
+    from schema.config.base import reward_weights
+    from schema.config.loading.load import load
+
+    try:
+        loaded = load(paths, overrides, env)
+    except ConfigError as error:
+        if any(problem.key != _MODEL for problem in error.problems):
+            raise
+        loaded = load(paths, [*overrides, f'{_MODEL}="any/model"'], env)
+    config = loaded.config
+    if config.is_evaluation or not config.is_grpo:
+        what = "is an evaluation" if config.is_evaluation else "trains on conversations, without rewards"
+        hint = f"cosmos-launch --config {paths[0]} scores its answers" if config.is_evaluation else ""
+        raise LaunchError(f"{paths[0]} {what}", hint)
+    if unset := unset_variables(config, env):
+        raise ConfigError(loaded.placed(unset))
+    data = resolved(config)
+    data["evaluation"]["reward_function"] = data["train"]["train_policy"]["reward_function"]
+    data["reward"]["retries"] = 0
+    return data, reward_weights(data["evaluation"]["reward_function"])
+
+
+def _score(
+    directory: Path, data: Record, rows: Sequence[Record], tried: Sequence[Mapping[str, str]]
+) -> tuple[list[Record], list[str]]:
+    """What each answer is worth, and what the functions have printed."""
+    lines_ = [
+        json.dumps({**row, "responses": list(texts.values())}) for row, texts in zip(rows, tried, strict=True)
+    ]
+    (directory / "data" / "evaluation.jsonl").write_text("\n".join(lines_) + "\n", encoding="utf-8")
+    limit = STARTING + data["reward"]["timeout"] * sum(map(len, tried))
+    said = _step(directory, data, "rollout_worker.evaluate", [], limit, result="scores.jsonl")
+    scored = []
+    for line, texts in zip(_lines(directory / "scores.jsonl"), tried, strict=True):
+        found = json.loads(line)
+        columns = (found[name] for name in ("rewards", "scores", "seconds", "errors"))
+        for (kind, text), rewards, score, seconds, error in zip(texts.items(), *columns, strict=True):
+            values = {"rewards": rewards, "score": score, "seconds": seconds, "error": error}
+            scored.append({"row": found["key"], "kind": kind, "completion": text, **values})
+    return scored, [line for line in said if not _OF_OURS.match(line)][-MOST_PRINTED:]
+
+
+def _step(
+    directory: Path, data: Record, module: str, arguments: Sequence[str], limit: float, result: str = ""
+) -> list[str]:
+    """Run a step; answers what it wrote to standard error. Raises LaunchError where it has no result.
+
+    result: the file that says that it has ended, whatever its exit code; "": that is 0.
+    """
+    import subprocess
+
+    from launcher.plan.credentials import credentials_of
+    from launcher.plan.rundir import base_environment
+    from launcher.restarts import Role
+
+    argv = [sys.executable, "-P", "-m", module, "--run-dir", str(directory), *arguments]
+    given = credentials_of(Role.DATA, base_environment(os.environ), rewards=data["reward"]["environment"])
+    try:
+        ended = subprocess.run(
+            argv,
+            env=given,
+            stderr=subprocess.PIPE,
+            timeout=limit,
+            check=False,
+            encoding="utf-8",
+            errors="replace",
+        )
+    except subprocess.TimeoutExpired:
+        raise LaunchError(f"{module} has not ended within {limit:g} s") from None
+    said = ended.stderr.splitlines()
+    if not (directory / result).exists() if result else ended.returncode:
+        logged = [found[1] for line in said if (found := _OF_OURS.match(line))]
+        reason = logged[-1] if logged else "\n".join(said[-20:]) or f"exit code {ended.returncode}"
+        raise LaunchError(reason, exit_code=EXIT_CONFIG)
+    return said
+
+
+# ---- text -------------------------------------------------------------------------------------------------
+
+
+def lines(
+    weights: Mapping[str, float], rows: Sequence[Record], scored: Sequence[Record], printed: Sequence[str]
+) -> Iterator[str]:
+    """The scores for people: a block per row, then what was printed and the errors in full."""
+    from schema.config import short_names
+
+    short = short_names(weights)
+    titles = [f"{short[name]} × {weight:g}" for name, weight in weights.items()]
+    sizes = [max(8, len(title)) for title in titles]
+    heads = "".join(f"  {title:>{size}}" for title, size in zip(titles, sizes, strict=True))
+    errors: dict[str, int] = {}
+    for row in rows:
+        yield f"{row['key']}: {_cut(_prompt(row), 90)}"
+        yield f"  the row has {', '.join(row)}"
+        yield f"  {'answer':<10}{'':<{WIDEST}}{heads}{'score':>10}{'ms':>9}"
+        for answer in (one for one in scored if one["row"] == row["key"]):
+            cells = [_number(answer["rewards"].get(name)) for name in weights]
+            values = "".join(f"  {cell:>{size}}" for cell, size in zip(cells, sizes, strict=True))
+            note = f"  error {errors.setdefault(answer['error'], len(errors) + 1)}" if answer["error"] else ""
+            text = _cut(answer["completion"], WIDEST)
+            score, taken = _number(answer["score"]), 1000 * answer["seconds"]
+            yield f"  {answer['kind']:<10}{text:<{WIDEST}}{values}{score:>10}{taken:>9.1f}{note}"
+        yield ""
+    if printed:
+        yield from ("printed by the functions:", *(f"  {line}" for line in printed), "")
+    for error, number in errors.items():
+        yield from (f"error {number}: {error.rstrip()}", "")
+    failed = sum(answer["error"] is not None for answer in scored)
+    yield (
+        f"{failed} of {len(scored)} answers could not be scored"
+        if failed
+        else f"{len(scored)} answers scored"
+    )
+
+
+def _prompt(row: Record) -> str:
+    prompt = row["prompt"]
+    return prompt if isinstance(prompt, str) else str(prompt[-1].get("content", "")) if prompt else ""
+
+
+def _cut(text: str, size: int) -> str:
+    flat = " ".join(text.split())
+    return flat if len(flat) <= size else flat[: size - 1] + "…"
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4g}"
