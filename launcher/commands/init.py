@@ -2,6 +2,7 @@
 
     recipe ─▶ Fit (this machine, or what the options say) ─▶ text ─▶ checked ─▶ run.toml
                                                              ├─▶ config.schema.json, which editors complete from
+                                                             ├─▶ reward.py, a reward of one's own to start from
                                                              └─▶ a tiny model, where the recipe trains one
 
 Nothing that is there is replaced without --force, and nothing is written unless all of it can be.
@@ -17,7 +18,7 @@ from typing import Annotated
 
 import typer
 
-from launcher.commands.recipes import RECIPES, Fit, Recipe
+from launcher.commands.recipes import RECIPES, REWARD, REWARD_FILE, Fit, Recipe
 from launcher.errors import LaunchError
 
 SCHEMA_FILE = "config.schema.json"
@@ -105,6 +106,7 @@ def start(request: Request, env: Mapping[str, str]) -> Iterator[str]:
         check_config(tomllib.loads(text))
         request.output.write_text(text, encoding="utf-8")
         schema = _write_schema(request.output.with_name(SCHEMA_FILE))
+        reward = "" if recipe.supervised else _write_reward(request.output)
     except OSError as error:
         raise LaunchError(f"{error.filename or request.output} cannot be written: {error.strerror}") from None
     yield f"{request.output}: {recipe.name}, for {recipe.words(fit)}"
@@ -112,8 +114,12 @@ def start(request: Request, env: Mapping[str, str]) -> Iterator[str]:
         yield f"{model_dir}: the model that it trains, 0.33M random parameters"
     if schema:
         yield f"{request.output.with_name(SCHEMA_FILE)}: {schema}"
+    if reward:
+        yield f"{request.output.with_name(REWARD_FILE)}: {reward}"
     yield ""
     yield f"cosmos-launch validate {request.output}"
+    if reward:
+        yield f"cosmos-launch try-reward {request.output}"
     yield f"cosmos-launch --config {request.output}"
 
 
@@ -174,3 +180,13 @@ def _write_schema(path: Path) -> str:
         return "" if same else "left as it is (cosmos-launch schema -o writes the one of this version)"
     path.write_text(text, encoding="utf-8")
     return "what editors complete and check with"
+
+
+def _write_reward(config: Path) -> str:
+    """A reward to start from, next to the configuration; an existing file is left alone."""
+    path = config.with_name(REWARD_FILE)
+    if path.exists():
+        return "left as it is"
+    text = REWARD.replace("{config}", str(config)).replace("{file}", str(path))
+    path.write_text(text, encoding="utf-8")
+    return f"a reward of your own to start from, which a comment in {config} names"

@@ -8,7 +8,22 @@ Every text is sound as it is: a test validates each recipe for machines of sever
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from string import Template
+
+REWARD_FILE = "reward.py"
+REWARD = '''\
+"""A reward of your own: {config} names it as { "{file}:score" = 1.0 }."""
+import re
+
+
+def score(completion: str, row: dict) -> float:
+    # row has the columns of the data; row["answer"] is what response_column_name names, row["prompt"] the chat.
+    expected = row["answer"].rpartition("####")[2].replace(",", "").strip()
+    numbers = re.findall(r"-?[0-9]+", completion.replace(",", ""))
+    return float(numbers[-1:] == [expected])  # an exception is an error by name, never a 0
+'''
+"""A reward function that suits the data of every recipe of reinforcement: the last number is the answer."""
 
 GPU_MODEL, CPU_MODEL = "Qwen/Qwen3-1.7B", "Qwen/Qwen3-0.6B"
 
@@ -57,7 +72,8 @@ class Recipe:
         values = {
             "title": self.title,
             "note": "\n".join(f"# {line}".rstrip() for line in self.note.splitlines()),
-            "commands": commands(file),
+            "commands": commands(file, scores=not self.supervised),
+            "reward": str(Path(file).with_name(REWARD_FILE)),
             "fit": self.words(fit),
             "shards": str(self._shards(fit)),
             "rollouts": str(fit.rollout_gpus if fit.gpus > 1 else 1),
@@ -92,10 +108,11 @@ class Recipe:
         return max(1, fit.gpus) if self.supervised else fit.training_gpus
 
 
-def commands(file: str) -> str:
-    """What to do with the file, as comments."""
+def commands(file: str, scores: bool) -> str:
+    """What to do with the file, as comments. scores: whether it has rewards."""
     rows = [
         (f"cosmos-launch validate {file}", "every mistake at once"),
+        *([(f"cosmos-launch try-reward {file}", "what the rewards say of the first rows")] if scores else []),
         (f"cosmos-launch --config {file} --dry-run", "processes, commands, memory"),
         (f"cosmos-launch --config {file}", "train"),
         ("cosmos-launch explain train.optm_lr", "what a key does (keys left out have their defaults)"),
@@ -173,7 +190,7 @@ GRPO = """\
 type = "grpo"
 prompt_column_name = "question" # a text, or a list of {role, content}
 response_column_name = "answer" # what the reward functions compare with
-reward_function = { boxed_math = 1.0 } # or your own: { "my/reward.py:score" = 1.0 }
+reward_function = { boxed_math = 1.0 } # or your own: { "$reward:score" = 1.0 }
 allowed_outdated_steps = $stale # no token is trained on that is older; 0: on-policy
 max_token_len_per_mini_batch = $tokens # memory of a micro-batch; never changes the gradient
 """
@@ -306,7 +323,7 @@ TINY_GRPO_DATA = """\
 type = "grpo"
 prompt_column_name = "prompt"
 response_column_name = "answer"
-reward_function = { boxed_math = 1.0, format = 0.2 }
+reward_function = { boxed_math = 1.0, format = 0.2 } # or your own: { "$reward:score" = 1.0 }
 allowed_outdated_steps = 2 # no token is trained on that is older
 epsilon_high = 0.28
 mini_batch = 32

@@ -38,7 +38,10 @@ Record = dict[str, Any]
 def try_reward(
     config: Configs,
     set_: Overrides = None,
-    rows: Annotated[int, typer.Option("--rows", min=1, help="How many rows of the training data.")] = 3,
+    rows: Annotated[
+        int | None,
+        typer.Option("--rows", min=1, help="How many rows. Default: 3, or one for each of --answers."),
+    ] = None,
     completion: Annotated[
         str | None, typer.Option(metavar="TEXT", help="Score this answer to each row.")
     ] = None,
@@ -62,14 +65,18 @@ def try_reward(
     if completion is not None and answers is not None:
         raise LaunchError("--completion and --answers exclude each other")
     given = None if answers is None else list(read_answers(answers))[:rows]
+    if given == []:
+        raise LaunchError(f"{answers} holds no answer")
     data, weights = _settings(config, set_ or [], os.environ)
-    count = rows if given is None else len(given)
+    count = len(given) if given is not None else rows or 3
     with tempfile.TemporaryDirectory(prefix="cosmos-try-") as name:
         directory = Path(name)
         (directory / "data").mkdir()
         (directory / "config.json").write_text(json.dumps(data), encoding="utf-8")
         _step(directory, data, "controller.data.first_rows", ["--rows", str(count)], READING)
         found = [json.loads(line) for line in _lines(directory / "data" / "rows.jsonl")]
+        if given is not None and len(found) < count:
+            raise LaunchError(f"{answers} has {count} answers, and the training data {len(found)} rows")
         tried = [
             given[i]
             if given is not None

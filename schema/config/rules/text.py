@@ -81,7 +81,8 @@ def secrets_stay_out(config: Config) -> Iterator[Problem]:
             yield Problem(key, message, None, hint)
         elif path[0] == "custom" and any(SECRET_KEY.search(str(part)) for part in path):
             message = "sounds like a secret, and is written to the run's directory and sent to every worker"
-            hint = "write the path of a file that holds it and that you alone may read; the function opens it"
+            hint = "put it into a variable and name that in reward.environment, or write the path of a file that "
+            hint += "holds it and that you alone may read; the function opens it"
             yield Problem(key, message, None, hint)
 
 

@@ -183,7 +183,9 @@ class GrpoConfig(_DataloaderConfig):
         {"single_choice": 1.0},
         "Reward functions: a name, a list of names, or a table name = weight. Built in: "
         f"{', '.join(BUILTIN_REWARDS)} (by_source: chosen by the row's data source). Your own: "
-        '"path/to/file.py:function" (relative to the current directory).',
+        '"path/to/file.py:function" (relative to the current directory), such as '
+        'def score(completion: str, row: dict) -> float: return float(row["answer"] in completion). '
+        "cosmos-launch try-reward shows what they return.",
         acts="request or reply: Rewards and score of a sample.",
         example={"boxed_math": 1.0, "format": 0.2},
     )

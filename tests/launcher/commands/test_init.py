@@ -15,6 +15,7 @@ from launcher.commands.tiny_model import END, byte_characters, write_tiny_model
 from launcher.errors import LaunchError
 from launcher.plan.machine import Machine
 from launcher.plan.placement import place
+from rollout_worker.rewards.registry import resolve
 from schema.config import load_config
 from schema.config.reference import export
 from tests.launcher.cli import cosmos
@@ -63,6 +64,22 @@ def test_the_schema_for_editors_is_written_next_to_the_file(here: Path) -> None:
     first, *_ = Path("run.toml").read_text().splitlines()
     assert first == "#:schema ./config.schema.json"
     assert Path("config.schema.json").read_text() == SCHEMA
+
+
+def test_a_reward_to_start_from_is_written_once(here: Path) -> None:
+    begin("sft", "a/run.toml")
+    assert not Path("a/reward.py").exists()
+    assert "cosmos-launch try-reward b/run.toml" in begin("grpo", "b/run.toml")
+    assert '{ "b/reward.py:score" = 1.0 }' in Path("b/run.toml").read_text()
+    name = "b/reward.py:score"
+    load_config("b/run.toml", [f'train.train_policy.reward_function={{ "{name}" = 1.0 }}'])
+    score = resolve(name, {})
+    row = {"answer": "600 + 480 = 1080\n#### 1,080"}
+    answers = ("so 1,080", "\\boxed{1080}", "1080, no: 7", "")
+    assert [score(answer, row) for answer in answers] == [1.0, 1.0, 0.0, 0.0]
+    Path("b/reward.py").write_text("mine")
+    assert "b/reward.py: left as it is" in begin("grpo", "b/run.toml", force=True)
+    assert Path("b/reward.py").read_text() == "mine"
 
 
 def test_every_recipe_teaches(here: Path) -> None:

@@ -66,7 +66,11 @@ def test_what_cannot_be_tried_is_named(job: Path, tmp_path: Path) -> None:
     both = ("--completion", "x", "--answers", "y.jsonl")
     cosmos("try-reward", job, *both).complains(2, "exclude each other")
     file = tmp_path / "answers.jsonl"
-    for text, words in (("{", "line 1 is not JSON"), ('"a"\n{"text": "b"}', "line 2 holds no answer")):
+    for text, words in (
+        ("", "holds no answer"),
+        ("{", "line 1 is not JSON"),
+        ('"a"\n{"text": "b"}', "line 2 holds no answer"),
+    ):
         file.write_text(text)
         cosmos("try-reward", job, "--answers", file).complains(2, words)
     cosmos("init", "sft", "--gpus", 0, "-o", tmp_path / "sft.toml").says(0)
@@ -76,6 +80,10 @@ def test_what_cannot_be_tried_is_named(job: Path, tmp_path: Path) -> None:
 def test_a_fault_of_data_or_function_is_that_of_its_process(job: Path, tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text("1 / 0\ndef last(completion, row): ...\n")
     cosmos("try-reward", job, JUDGE="").complains(2, "reward.py cannot be loaded: ZeroDivisionError")
+    (tmp_path / "answers.jsonl").write_text('"a"\n"b"\n')
+    cosmos("try-reward", job, "--answers", tmp_path / "answers.jsonl", JUDGE="").complains(
+        2, "has 2 answers, and"
+    )
     (tmp_path / "data.jsonl").write_text('{"prompt": "1 + 1 = ?", "answer": null}\n')
     cosmos("try-reward", job, JUDGE="").complains(2, "data.jsonl, row 1: `answer` is empty")
 
