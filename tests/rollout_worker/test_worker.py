@@ -281,7 +281,14 @@ def test_a_second_process_of_the_same_name_takes_over(stage: Stage) -> None:
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
-        ({"train__train_policy__reward_function": "/nowhere/r.py:f"}, RewardConfigError, "no file"),
+        (
+            {
+                "train__train_policy__reward_function": "/nowhere/r.py:f",
+                "policy__model_name_or_path": "/nowhere",
+            },
+            RewardConfigError,  # before the engine looks for its model
+            "no file",
+        ),
         ({"policy__model_name_or_path": "/nowhere/model"}, EngineConfigError, "/nowhere/model"),
         ({"rollout__parallelism": {"tp_size": 2}}, EngineConfigError, "tp_size"),
         ({"policy__model_max_length": 10**9}, EngineConfigError, "max_model_len"),
