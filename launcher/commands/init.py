@@ -18,7 +18,7 @@ from typing import Annotated
 
 import typer
 
-from launcher.commands.recipes import RECIPES, REWARD, REWARD_FILE, Fit, Recipe
+from launcher.recipes import RECIPES, REWARD, REWARD_FILE, Fit, Recipe
 from launcher.errors import LaunchError
 
 SCHEMA_FILE = "config.schema.json"

@@ -2,7 +2,8 @@
 
     first rows (controller.data.first_rows) ─▶ answers to each ─▶ reward processes (rollout_worker.evaluate) ─▶ table
 
-Both steps are processes of their own, in a temporary directory. What fails is not scored again, so that it is seen.
+Both steps are processes of their own, in a temporary directory. What fails is not scored again, so that it is seen;
+one process scores all, so that what the functions print is in order.
 """
 
 from __future__ import annotations
@@ -152,7 +153,7 @@ def _settings(
         raise ConfigError(loaded.placed(unset))
     data = resolved(config)
     data["evaluation"]["reward_function"] = data["train"]["train_policy"]["reward_function"]
-    data["reward"]["retries"] = 0
+    data["reward"] |= {"retries": 0, "num_workers": 1}
     return data, reward_weights(data["evaluation"]["reward_function"])
 
 

@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from launcher.commands.init import Request, fit_of, listing, start
-from launcher.commands.recipes import RECIPES, Fit
+from launcher.recipes import RECIPES, Fit
 from launcher.commands.tiny_model import END, byte_characters, write_tiny_model
 from launcher.errors import LaunchError
 from launcher.plan.machine import Machine

@@ -90,7 +90,7 @@ def test_what_a_job_names_is_a_file_too(tmp_path: Path, monkeypatch: pytest.Monk
         columns_of(Path("nul\0.json"), (), ())
     with pytest.raises(UnreadableDataError, match="is a pipe or a device"):
         columns_of(Path("rows.jsonl"), (), ())
-    (problem,) = reward_problems("reward", "reward.py:f", {"reward.py:f": 1.0})
+    (problem,) = reward_problems("reward", "reward.py:f", {"reward.py:f": 1.0}, {})
     assert "a device, not a file" in problem.message
     with pytest.raises(TlsFileError, match="not a file"):
         client_context("tls.pem")
