@@ -63,7 +63,7 @@ def line(view: View) -> str:
     """The view as one line of `key=value`, keys always in the same order; unknown values are left out."""
     status = view.status
     if status is None:
-        return one_line(f"phase=starting stage={view.stage.replace(' ', '_')} elapsed={view.elapsed:.0f}s")
+        return one_line(f"phase=starting stage={_quoted(view.stage)} elapsed={view.elapsed:.0f}s")
     accuracy = status.validation.score_mean if status.validation else None
     values: list[tuple[str, str | None]] = [
         ("phase", phase_of(view)),

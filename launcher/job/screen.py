@@ -39,7 +39,7 @@ class Screen:
     def show(self, view: View) -> None:
         """Show the newest view, if it is time."""
         if self._pacer.due(view, time.monotonic()):
-            self.write(line(view))
+            self.event(line(view))
 
     def table(self, summary: Mapping[str, Any]) -> None:
         """Print the final table."""

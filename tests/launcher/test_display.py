@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import io
+import re
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
 from launcher.display import LINE_EVERY, SIGN_OF_LIFE, LinePacer, View, duration, line, panel, sparkline
+from launcher.job.screen import Screen
 from schema.wire.messages import Phase
 from tests.launcher.samples import job_status, validation
 
@@ -28,7 +31,9 @@ def test_a_line_has_every_figure():
 
 
 def test_a_line_before_the_first_status_names_the_stage():
-    assert line(View(stage="preparing data", elapsed=3.4)) == "phase=starting stage=preparing_data elapsed=3s"
+    assert (
+        line(View(stage="preparing data", elapsed=3.4)) == 'phase=starting stage="preparing data" elapsed=3s'
+    )
 
 
 def test_a_line_of_supervised_training_shows_the_loss_and_no_staleness():
@@ -117,3 +122,10 @@ def test_a_sparkline_fits_its_width(values: list[float], width: int):
 
 def test_durations():
     assert [duration(s) for s in (0.2, 48, 187, 7500, 273_600)] == ["0s", "48s", "3m07s", "2h05m", "3d04h"]
+
+
+def test_plain_lines_begin_with_the_time_of_day(capsys: pytest.CaptureFixture[str]):
+    Screen().show(View(stage="waiting for replicas"))
+    assert re.fullmatch(
+        r'\d\d:\d\d:\d\d phase=starting stage="waiting for replicas" elapsed=0s\n', capsys.readouterr().out
+    )
