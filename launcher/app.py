@@ -45,7 +45,8 @@ Run
 \b
 Precedence
   default < first --config < last --config < environment (COSMOS_<SECTION>__<KEY>) < --set
-  Tables of files are merged; lists and single values are replaced.
+  Tables of files are merged; lists and single values are replaced, and so are the tables
+  that a file names at its top: replace = ["train.train_policy.reward_function"]
 
 \b
 Look and operate (from another terminal)

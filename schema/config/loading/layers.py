@@ -5,8 +5,9 @@
 Invariant: `origins` names, for every key, table and item of `data`, the layer that wrote it last; what it does
 not name is a default.
 
-A table of a file is merged with that of the files before it, key by key. Everything else replaces what was
-there as a whole: a list, a value, and whatever one variable or one --set writes.
+A table of a file is merged with that of the files before it, key by key, unless the file's own list `replace` names
+it (`replace = ["train.train_policy.reward_function"]`). Everything else replaces what was there as a whole: a list, a
+value, and whatever one variable or one --set writes.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ from schema.config.loading.tomlread import (
     read_toml,
 )
 from schema.config.problem import MOST_SHOWN, ConfigError, KeyPath, Problem, format_key
+
+REPLACE = "replace"
+"""A file's list of the tables that it replaces as a whole."""
 
 
 @dataclass(frozen=True)
@@ -80,11 +84,7 @@ class Layers:
 
     def writers(self, path: KeyPath) -> list[Origin]:
         """Who wrote a key and what is in it, each once; empty: it is a default."""
-        value: Any = self.data
-        for part in path:
-            if not isinstance(value, dict) or part not in value:
-                return []
-            value = value[part]
+        value = _at(self.data, path)
         found = (self.origins[inner] for inner in (*_inside(value, path), path) if inner in self.origins)
         return list({(origin.layer, origin.name): origin for origin in found}.values())
 
@@ -100,7 +100,36 @@ class Layers:
         if data is not file.data:
             by = origin(("redis",))
             self.warnings.append(_PORT.at(by.source, by.line, by.column))
+        data = dict(data)
+        if REPLACE in data:
+            self._forget(data.pop(REPLACE), data, origin)
         self._merge_table(self.data, data, (), origin)
+
+    def _forget(self, names: Any, data: Mapping[str, Any], origin: Any) -> None:
+        """Take the tables that a file replaces out of what is there; what cannot be meant is a problem."""
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            by = origin((REPLACE,))
+            problem = Problem(
+                REPLACE, "expected a list of tables", names, f'write {REPLACE} = ["train.ckpt"]'
+            )
+            self.problems.append(problem.at(by.source, by.line, by.column))
+            return
+        for index, name in enumerate(names):
+            by, path = origin((REPLACE, index)), dotted_path(name) or ()
+            if not path or not isinstance(_at(data, path), dict):
+                hint = "write the table in this file too, or take its name out"
+                problem = Problem(REPLACE, f"this file does not have the table {name}", name, hint)
+                self.problems.append(problem.at(by.source, by.line, by.column))
+            elif _at(self.data, path) is None:
+                message = f"has no effect: no file before this one has the table {name}"
+                problem = Problem(
+                    REPLACE, message, name, "take its name out, or put this file behind the other"
+                )
+                self.warnings.append(problem.at(by.source, by.line, by.column))
+            else:
+                for inside in [path, *_inside(_at(self.data, path), path)]:
+                    self.origins.pop(inside, None)
+                del _at(self.data, path[:-1])[path[-1]]
 
     def _merge_table(
         self, into: dict[str, Any], table: Mapping[str, Any], path: KeyPath, origin: Any
@@ -183,6 +212,15 @@ def without_port(data: Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(port, str) and (port == "" or (port.isascii() and port.isdigit() and len(port) <= 5)):
         return {key: value for key, value in data.items() if key != "redis"}
     return data
+
+
+def _at(table: Any, path: KeyPath) -> Any:
+    """What is at a path; None: nothing."""
+    for part in path:
+        if not isinstance(table, dict) or part not in table:
+            return None
+        table = table[part]
+    return table
 
 
 def _inside(value: Any, path: KeyPath) -> Iterator[KeyPath]:

@@ -28,7 +28,8 @@ that begins with `#:schema config.schema.json` is completed and checked while it
 
 A value comes from, later ones before earlier ones: the default, the `--config` files from left to right, the
 environment (`COSMOS_TRAIN__OPTM_LR=1e-5` for `train.optm_lr`), `--set train.optm_lr=1e-5`. `cosmos-launch show`
-prints each value with its origin.
+prints each value with its origin. Tables of files are merged key by key; those that a later file names in a list at
+its top, `replace = ["train.train_policy.reward_function"]`, are that file's alone.
 
 **A key acts or is refused.** {live} keys act in this build, each with an *observable*: what it changes that one can
 see, tested by flipping the key. {refused} belong to parts that are not built yet; they accept the value that needs

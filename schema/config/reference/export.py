@@ -12,12 +12,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from schema.config.loading.layers import REPLACE
 from schema.config.root import Config
 from schema.config.sections.unsupported import DESCRIPTION, TABLE
 
 FILE_NAME = "config.schema.json"
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 TITLE = "cosmos-launch configuration"
+_REPLACE = "Tables that this file replaces as a whole where the files before it have them; others are merged."
 
 
 def json_schema() -> dict[str, Any]:
@@ -26,6 +28,7 @@ def json_schema() -> dict[str, Any]:
     _tidy(schema)
     policy = schema["$defs"]["TrainingConfig"]["properties"]["train_policy"]
     policy |= _by_type(policy.pop("oneOf"))
+    schema["properties"][REPLACE] = {"description": _REPLACE, "type": "array", "items": {"type": "string"}}
     schema["properties"][TABLE] = {"description": DESCRIPTION, "not": {}}  # editors mark it and say why
     return {"$schema": DIALECT, **schema, "title": TITLE}
 

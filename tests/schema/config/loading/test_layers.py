@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from schema.config import ConfigError, Problem, check_config, load_config
 from schema.config.keys import leaf_keys
 from schema.config.loading.environment import variable_of, without_effect, written_in
+from schema.config.loading.layers import read_layers
 from schema.config.loading.load import Loaded, load
 from schema.config.loading.tomlwrite import dumps
 from tests.schema.config_samples import GRPO, refused
@@ -83,6 +84,44 @@ def test_tables_merge_lists_and_values_are_replaced(tmp_path: Path, base: Path) 
     assert source(loaded, "custom.table.a") == ("file", str(base), 20)
     assert source(loaded, "custom.table.b") == ("file", str(over), 2)
     assert (*("custom", "table", "b"), 1) not in loaded.layers.origins, "the item of the list that is gone"
+
+
+def test_a_file_replaces_the_tables_that_it_names(tmp_path: Path, base: Path) -> None:
+    text = 'replace = ["custom.table", "train"]\n[custom.table]\nc = 4\n[train]\noutput_dir = "runs"\n'
+    over = write(tmp_path, "over.toml", f"{text}[train.train_policy]\ndataset.name = 'synthetic:addition'\n")
+    layers = read_layers([base, over], [])
+    assert layers.data["custom"] == {"table": {"c": 4}}
+    assert layers.data["train"] == {
+        "output_dir": "runs", "train_policy": {"dataset": {"name": "synthetic:addition"}}
+    }  # fmt: skip
+    assert layers.data["policy"]["parallelism"] == {"tp_size": 1}, "the others are merged"
+    assert layers.problems == layers.warnings == []
+    written = {origin.name for path, origin in layers.origins.items() if path[0] in ("train", "custom")}
+    assert written == {str(over)}, "nothing is left of the others"
+    assert read_layers([over, base], []).data["custom"]["table"] == {"a": 1, "b": [1, 2], "c": 4}
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ('"custom"', "expected a list of tables"),
+        ("[1]", "expected a list of tables"),
+        ('["custm"]', "this file does not have the table custm"),
+        ('["train.epoch"]', "this file does not have the table train.epoch"),
+        ('["a..b"]', "this file does not have the table a..b"),
+    ],
+)
+def test_what_cannot_be_replaced(tmp_path: Path, base: Path, value: str, message: str) -> None:
+    over = write(tmp_path, "over.toml", f"replace = {value}\n[train]\nepoch = 3\n")
+    (found,) = refused(load, [base, over])
+    column = 1 if message.startswith("expected") else 12
+    assert (found.message, found.where) == (message, f"{over}:1:{column}")
+
+
+def test_a_table_that_nothing_had_is_a_warning(tmp_path: Path, base: Path) -> None:
+    over = write(tmp_path, "over.toml", 'replace = ["train.ckpt"]\n[train.ckpt]\nsave_freq = 3\n')
+    (warning,) = load([base, over]).warnings
+    assert warning.message == "has no effect: no file before this one has the table train.ckpt"
 
 
 def test_a_table_gives_way_to_a_value_and_back(tmp_path: Path, base: Path) -> None:
