@@ -56,8 +56,12 @@ def read_pair(prompt: Any, response: Any, where: str) -> list[Message]:
     question = read_prompt(prompt, where)
     if not isinstance(response, str):
         raise DataError(f"{where}: the response must be text, not {type(response).__name__}")
-    before: list[Message] = [{"role": "user", "content": question}] if isinstance(question, str) else question
-    return [*before, {"role": "assistant", "content": response}]
+    return [*as_messages(question), {"role": "assistant", "content": response}]
+
+
+def as_messages(prompt: str | list[Message]) -> list[Message]:
+    """A prompt as messages: a text is the user's."""
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
 def _json_list(text: str) -> list[Any] | None:

@@ -3,26 +3,29 @@
     DIR/config.json  ->  DIR/data/evaluation.jsonl
 
 One line per prompt: {"key", "prompt", "answer", "data_source", "responses": [text, …], …}, with the other columns, as
-training rewards get them. A row is written whole or it is an error that names it: nothing is left out, for a
-score over fewer answers than the file holds is another score. Exit code 2: the config or the data is at fault, and
-the last line of stderr says how.
+training rewards get them. A row is written whole or it is an error that names it, once all rows have been looked at:
+nothing is left out, for a score over fewer answers than the file holds is another score. Exit code 2: the config or
+the data is at fault, and the last line of stderr says how; DIR/data/report.json has all of them.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from controller.data.errors import DataError
 from controller.data.prepare import check_source
-from controller.data.rows import command, extras, jsonable, value
+from controller.data.rows import command, extras, jsonable, judged, refuse_bad, reported, value
 from controller.data.sources import Source, column, open_source, require_column
 from schema.config import Config, EvaluationConfig
 from schema.util.atomic_file import replacing
+from schema.wire.data_report import DataReport, FileReport
 
 logger = logging.getLogger("controller.data.evaluation")  # run with -m, __name__ would say nothing
 
@@ -30,8 +33,18 @@ REPORT_EVERY_S = 2.0
 _SECTION = "evaluation"
 
 
-def prepare(config: Config, run_dir: Path) -> int:
-    """Write the file; answers its rows. Raises `DataError`."""
+def prepare(config: Config, run_dir: Path, report_only: bool = False) -> int:
+    """Write the file and its report; answers its rows. Raises `DataError`. report_only: nothing else."""
+    with reported(run_dir) as report, ExitStack() as stack:
+        path = run_dir / "data" / "evaluation.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        target = stack.enter_context(replacing(path)) if not report_only else Path(os.devnull)
+        _read(config, report, stack.enter_context(target.open("w", encoding="utf-8")))
+        report.write(run_dir)
+        return report.files["evaluation"].kept
+
+
+def _read(config: Config, report: DataReport, file: TextIO) -> None:
     section = config.evaluation
     source = open_source(section.dataset, "validation", config.effective_seed)
     columns = {
@@ -45,21 +58,21 @@ def prepare(config: Config, run_dir: Path) -> int:
     for key, name in columns.items():
         if name:
             require_column(source, name, f"{_SECTION}.{key}")
-    path = run_dir / "data" / "evaluation.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    rows, reported = 0, time.monotonic()
-    with replacing(path) as neighbour, neighbour.open("w", encoding="utf-8") as file:
-        for i, row in enumerate(source.rows()):
-            rows = i + 1
+    found = report.files["evaluation"] = FileReport(source=source.name)
+    reported_at = time.monotonic()
+    for i, row in enumerate(source.rows()):
+        found.read = i + 1
+        with judged(found.bad):
             line = read_row(config, source, i, row)
             file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
-            if time.monotonic() - reported > REPORT_EVERY_S:
-                reported = time.monotonic()
-                logger.info("%s: %s of %s rows", source.name, f"{rows:,}", f"{len(source):,}")
-        if not rows:
-            raise DataError(f"{_SECTION}.dataset: {source.name} has no rows")
-    logger.info("%s rows of %s read", f"{rows:,}", source.name)
-    return rows
+            found.kept += 1
+        if time.monotonic() - reported_at > REPORT_EVERY_S:
+            reported_at = time.monotonic()
+            logger.info("%s: %s of %s rows", source.name, f"{found.read:,}", f"{len(source):,}")
+    refuse_bad(report)
+    if not found.read:
+        raise DataError(f"{_SECTION}.dataset: {source.name} has no rows")
+    logger.info("%s rows of %s read", f"{found.read:,}", source.name)
 
 
 def read_row(config: Config, source: Source, i: int, row: dict[str, Any]) -> dict[str, Any]:

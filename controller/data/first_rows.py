@@ -31,7 +31,7 @@ def prepare(config: Config, run_dir: Path, rows: int) -> None:
     forms: list[Row] = [{} for _ in found]
     if config.reward.prompt_forms:
         tokenizer = tokenizer_of(config)
-        forms = prompt_forms(config, tokenizer, prompts, tokenizer.texts(prompts))
+        forms = prompt_forms(config, tokenizer, prompts, [tokenizer.text(prompt) for prompt in prompts])
     with (run_dir / "data" / "rows.jsonl").open("w", encoding="utf-8") as file:
         for (i, raw), prompt, more in zip(found, prompts, forms, strict=True):
             row = prompt_row(config, "train", source, i, raw, prompt) | more
@@ -41,7 +41,13 @@ def prepare(config: Config, run_dir: Path, rows: int) -> None:
 def main(argv: list[str] | None = None) -> int:
     """The command line; answers the exit code."""
     words = "Write the first rows of the training data."
-    return command("controller.data.first_rows", words, prepare, argv, rows="how many")
+    return command(
+        "controller.data.first_rows",
+        words,
+        prepare,
+        argv,
+        lambda parser: parser.add_argument("--rows", type=int, required=True, help="how many"),
+    )
 
 
 if __name__ == "__main__":

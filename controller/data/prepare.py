@@ -1,6 +1,7 @@
 """Prepare the data of a run: `python -m controller.data.prepare --run-dir DIR`.
 
     DIR/config.json  ->  DIR/data/train.safetensors, and DIR/data/validation.safetensors if validation is on
+                         DIR/data/report.json: what became of the rows (schema.wire.data_report)
 
 A prepared row is {"key", "prompt", "answer", ...}: a stable name of where it came from, the prompt as text or
 messages, the reference answer (if `response_column_name` is set), its `data_source` (if something asks for it), the
@@ -8,7 +9,8 @@ prompt in the `reward.prompt_forms`, and every other column that JSON can hold.
 For supervised training it is {"key", ...} and the file has a loss mask.
 
 Invariant: a row is written whole, or left out, or (where `overlong_prompts` says so) its tokens are cut; the last two
-are counted and reported. Exit code 2: the config or the data is at fault, and the last line of stderr says how.
+are counted and reported. A row that cannot be used at all is an error, once all rows have been looked at. Exit code
+2: the config or the data is at fault, and the last line of stderr says how.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import json
 import logging
 import math
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +27,26 @@ import numpy as np
 
 from controller.data.conversations import Message, read_messages, read_pair, read_prompt
 from controller.data.errors import DataError
-from controller.data.rows import Bound, Keep, Prepared, Row, batches, command, extras, jsonable, value
+from controller.data.rows import (
+    Bound,
+    Keep,
+    Prepared,
+    Row,
+    batches,
+    command,
+    extras,
+    jsonable,
+    judged,
+    named,
+    refuse_bad,
+    reported,
+    value,
+)
 from controller.data.sources import Role, Source, open_source, require_column
-from controller.data.tokenizer import PromptTokenizer
+from controller.data.tokenizer import Ids, Mask, PromptTokenizer
 from schema.config import SOURCE_SCORERS, Config
 from schema.config.modules import import_external
+from schema.wire.data_report import FileReport, lines
 from schema.wire.prompts import write_prompts
 
 __all__ = ["held_out_rows", "jsonable", "main", "prepare", "prepare_conversations", "prepare_prompts"]
@@ -38,24 +56,39 @@ logger = logging.getLogger("controller.data.prepare")  # run with -m, __name__ w
 _POLICY = "train.train_policy"
 
 
-def prepare(config: Config, run_dir: Path) -> dict[str, int]:
-    """Write the data files of a run; answers rows by file. Raises `DataError`."""
+def prepare(config: Config, run_dir: Path, report_only: bool = False) -> dict[str, int]:
+    """Write the data files of a run and their report; answers rows by file. Raises `DataError`.
+
+    report_only: write nothing else.
+    """
+    with reported(run_dir) as report:
+        ready = list(_ready(config))
+        report.files |= {role: prepared.report for role, prepared in ready}
+        refuse_bad(report)
+        for role, prepared in ready:
+            _check_left(role, prepared.report)
+        for text in lines(report):
+            logger.info("%s", text)
+        report.write(run_dir)
+        if not report_only:
+            # The training data last: where it is, everything is, however this process may have ended.
+            for role, prepared in reversed(ready):
+                _write(run_dir / "data" / f"{role}.safetensors", prepared)
+        return {role: prepared.report.kept for role, prepared in ready}
+
+
+def _ready(config: Config) -> Iterator[tuple[Role, Prepared]]:
+    """The prepared rows of each file."""
     source, held_out = training_source(config)
     jobs: list[tuple[Role, Source, Keep]] = [("train", source, lambda i: i not in held_out)]
     if config.validation.enable and config.is_grpo:
         jobs.append(("validation", *_validation_source(config, source, held_out)))
     tokenizer = tokenizer_of(config)
-    ready: list[tuple[Role, Source, Prepared]] = []
     for role, rows, keep in jobs:
         if config.is_grpo:
-            ready.append((role, rows, prepare_prompts(config, tokenizer, rows, keep, role)))
+            yield role, prepare_prompts(config, tokenizer, rows, keep, role)
         else:
-            ready.append((role, rows, prepare_conversations(config, tokenizer, rows, keep)))
-    # The training data last: where it is, everything is, however this process may have ended.
-    return {
-        role: _write(run_dir / "data" / f"{role}.safetensors", prepared, rows.name, role)
-        for role, rows, prepared in reversed(ready)
-    }
+            yield role, prepare_conversations(config, tokenizer, rows, keep)
 
 
 def training_source(config: Config) -> tuple[Source, frozenset[int]]:
@@ -153,20 +186,34 @@ def prepare_prompts(
     config: Config, tokenizer: PromptTokenizer, source: Source, keep: Keep, role: Role
 ) -> Prepared:
     """Prompts of reinforcement, each with room for a whole answer."""
-    column, out = config.grpo.prompt_column, Prepared()
+    column, out = config.grpo.prompt_column, Prepared(FileReport(source=source.name, what="prompt"))
     bound = _prompt_bound(config, role)
     for batch in batches(source, keep):
-        prompts = [read_prompt(value(raw, column, source, i), source.where(i)) for i, raw in batch]
-        texts = tokenizer.texts(prompts)
-        forms = prompt_forms(config, tokenizer, prompts, texts)
-        for (i, raw), prompt, ids, more in zip(batch, prompts, tokenizer.encode(texts), forms, strict=True):
-            if not prompt or not len(ids):
-                out.left_out["an empty prompt"] += 1
-                continue
-            kept = bound.fit(len(ids), source.where(i), out)
-            if kept is not None:
-                out.add(ids[kept], prompt_row(config, role, source, i, raw, prompt) | more)
-    return out
+        out.report.read += len(batch)
+        good: list[tuple[int, Row, str | list[Message]]] = []
+        texts: list[str] = []
+        for i, raw in batch:
+            with judged(out.report.bad):
+                prompt = read_prompt(value(raw, column, source, i), source.where(i))
+                with named(source.where(i)):
+                    texts.append(tokenizer.text(prompt))
+                good.append((i, raw, prompt))
+        forms = prompt_forms(config, tokenizer, [prompt for _, _, prompt in good], texts)
+        for (i, raw, prompt), ids, more in zip(good, tokenizer.encode(texts), forms, strict=True):
+            with judged(out.report.bad):
+                if not prompt or not len(ids):
+                    out.leave_out("an empty prompt", source.where(i))
+                elif (kept := bound.fit(len(ids), source.where(i), out)) is not None:
+                    row = prompt_row(config, role, source, i, raw, prompt)
+                    if "answer" in row and _is_blank(row["answer"]):
+                        out.report.empty_references.add(source.where(i))
+                    out.add(ids[kept], row | more)
+    return out.finish(bound, tokenizer.decode)
+
+
+def _is_blank(reference: Any) -> bool:
+    """Whether a reference answer, as JSON holds it, says nothing."""
+    return not reference.strip() if isinstance(reference, str) else reference in (None, [], {})
 
 
 def _prompt_bound(config: Config, role: Role) -> Bound:
@@ -237,7 +284,7 @@ def check_source(name: Any, where: str, key: str) -> None:
 
 def prepare_conversations(config: Config, tokenizer: PromptTokenizer, source: Source, keep: Keep) -> Prepared:
     """Conversations of supervised training, with the loss on the assistant's tokens alone."""
-    sft, out = config.sft, Prepared()
+    sft, out = config.sft, Prepared(FileReport(source=source.name, what="conversation"))
     longest, rule = config.policy.model_max_length, sft.dataset.overlong_prompts
     bound = Bound(longest, "a conversation", "policy.model_max_length", f"{_POLICY}.dataset", rule)
     reserved = {"key"} | (
@@ -246,16 +293,38 @@ def prepare_conversations(config: Config, tokenizer: PromptTokenizer, source: So
         else {sft.conversation_column_name}
     )
     for batch in batches(source, keep):
-        encoded = tokenizer.conversations([_conversation(config, source, i, raw) for i, raw in batch])
-        for (i, raw), (ids, mask) in zip(batch, encoded, strict=True):
-            kept = bound.fit(len(ids), source.where(i), out) if mask.any() else slice(None)
-            if kept is None:
-                continue
-            if mask[kept].any():
-                out.add(ids[kept], {"key": f"train/{i}"} | extras(raw, reserved), mask[kept])
-            else:
-                out.left_out["nothing that the assistant says"] += 1
-    return out
+        out.report.read += len(batch)
+        good: list[tuple[int, Row, list[Message]]] = []
+        for i, raw in batch:
+            with judged(out.report.bad):
+                good.append((i, raw, _conversation(config, source, i, raw)))
+        for i, raw, ids, mask in _encoded(tokenizer, source, good, out):
+            with judged(out.report.bad):
+                kept = bound.fit(len(ids), source.where(i), out) if mask.any() else slice(None)
+                if kept is None:
+                    continue
+                if mask[kept].any():
+                    out.add(ids[kept], {"key": f"train/{i}"} | extras(raw, reserved), mask[kept])
+                else:
+                    out.leave_out("nothing that the assistant says", source.where(i))
+    return out.finish(bound, tokenizer.decode)
+
+
+def _encoded(
+    tokenizer: PromptTokenizer, source: Source, rows: list[tuple[int, Row, list[Message]]], out: Prepared
+) -> Iterator[tuple[int, Row, Ids, Mask]]:
+    """The rows with their tokens and loss masks; one by one where the template refuses some of them."""
+    try:
+        found = tokenizer.conversations([talk for _, _, talk in rows])
+    except DataError:
+        for i, raw, talk in rows:
+            with judged(out.report.bad):
+                with named(source.where(i)):
+                    ((ids, mask),) = tokenizer.conversations([talk])
+                yield i, raw, ids, mask
+        return
+    for (i, raw, _), (ids, mask) in zip(rows, found, strict=True):
+        yield i, raw, ids, mask
 
 
 def _conversation(config: Config, source: Source, i: int, raw: Row) -> list[Message]:
@@ -271,21 +340,23 @@ def _conversation(config: Config, source: Source, i: int, raw: Row) -> list[Mess
 # ---- files ------------------------------------------------------------------------------------------------
 
 
-def _write(path: Path, prepared: Prepared, name: str, role: Role) -> int:
-    for reason, count in prepared.left_out.items():
-        logger.warning("%s: %s of %s rows left out: %s", role, count, name, reason)
-    for reason, count in prepared.cut.items():
-        logger.warning("%s: %s of %s rows: %s", role, count, name, reason)
-    if not prepared.rows:
-        reasons = "; ".join(f"{count} with {reason}" for reason, count in prepared.left_out.items())
-        raise DataError(
-            f"{role}: no row of {name} is left" + (f": {reasons}" if reasons else ": it is empty")
-        )
-    metadata = {"source": name, "left_out": json.dumps(prepared.left_out), "cut": json.dumps(prepared.cut)}
+def _check_left(role: Role, report: FileReport) -> None:
+    if report.kept:
+        return
+    reasons = "; ".join(f"{rows.count} with {reason}" for reason, rows in report.left_out.items())
+    raise DataError(
+        f"{role}: no row of {report.source} is left" + (f": {reasons}" if reasons else ": it is empty")
+    )
+
+
+def _write(path: Path, prepared: Prepared) -> None:
+    report = prepared.report
+    counted = {
+        name: json.dumps({reason: rows.count for reason, rows in found.items()})
+        for name, found in (("left_out", report.left_out), ("cut", report.cut))
+    }
+    metadata = {"source": report.source, **counted}
     write_prompts(path, prepared.token_ids, prepared.rows, prepared.masks or None, metadata)  # type: ignore[arg-type]
-    tokens = sum(map(len, prepared.token_ids))
-    logger.info("%s: %s rows of %s prepared, %s tokens", role, f"{len(prepared.rows):,}", name, f"{tokens:,}")
-    return len(prepared.rows)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -9,8 +9,8 @@ import argparse
 import logging
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +23,7 @@ from controller.data.tokenizer import Ids, Mask
 from schema.config import Config
 from schema.config.modules import ExternalModuleError
 from schema.util.text import configure_logging
+from schema.wire.data_report import LISTED, LONGEST_SAMPLE, DataReport, FileReport, Lengths, Rows
 
 logger = logging.getLogger("controller.data.prepare")  # one name for all of the preparation
 
@@ -34,13 +35,13 @@ Keep = Callable[[int], bool]
 
 @dataclass
 class Prepared:
-    """Rows of one file, how many were left out or cut, and for which reason."""
+    """Rows of one file, and what became of the others."""
 
+    report: FileReport
     token_ids: list[Ids] = field(default_factory=list)
     masks: list[Mask] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
-    left_out: Counter[str] = field(default_factory=Counter)
-    cut: Counter[str] = field(default_factory=Counter)
+    lengths: list[int] = field(default_factory=list)
 
     def add(self, ids: Ids, row: Row, mask: Mask | None = None) -> None:
         self.token_ids.append(ids)
@@ -48,12 +49,28 @@ class Prepared:
         if mask is not None:
             self.masks.append(mask)
 
+    def leave_out(self, reason: str, where: str) -> None:
+        self.report.left_out.setdefault(reason, Rows()).add(where)
+
+    def finish(self, bound: Bound, decode: Callable[[Ids], str]) -> Prepared:
+        """Complete the report; decode: tokens as text."""
+        report, kept = self.report, len(self.rows)
+        report.kept = kept
+        if self.lengths:
+            p50, p99, longest = np.percentile(self.lengths, (50, 99, 100), method="inverted_cdf").tolist()
+            report.lengths = Lengths(
+                p50=p50, p99=p99, longest=longest, limit=bound.tokens, reason=bound.reason
+            )
+        chosen = sorted({0, kept // 2, kept - 1}) if kept else []
+        report.samples = [decode(self.token_ids[i])[:LONGEST_SAMPLE] for i in chosen]
+        return self
+
 
 @dataclass(frozen=True)
 class Bound:
     """The most tokens that a row may have, and what happens to a row of more.
 
-    what: of what it is the bound. reason: where it comes from. section: the dataset's section in the config.
+    what: of what it is the bound, with its article. reason: where it comes from. section: the dataset's section.
     """
 
     tokens: int
@@ -63,10 +80,11 @@ class Bound:
     rule: Literal["drop", "error", "left", "right"]
 
     def fit(self, length: int, where: str, out: Prepared) -> slice | None:
-        """Which tokens stay; None: the row is left out. Counts what it leaves out or cuts.
+        """Which tokens stay; None: the row is left out. Notes the length, and what it leaves out or cuts.
 
         Raises `DataError` naming the row when the rule is `error`.
         """
+        out.lengths.append(length)
         if length <= self.tokens:
             return slice(None)
         if self.rule == "error":
@@ -75,10 +93,72 @@ class Bound:
                 f'raise that bound, or write {self.section}.overlong_prompts = "drop", "left" or "right"'
             )
         if self.rule == "drop" or self.tokens < 1:
-            out.left_out[f"{self.what} of more than {self.tokens} tokens ({self.reason})"] += 1
+            out.leave_out(f"{self.what} of more than {self.tokens} tokens ({self.reason})", where)
             return None
-        out.cut[f"{self.what} cut on the {self.rule} to {self.tokens} tokens ({self.reason})"] += 1
+        how = f"cut on the {self.rule} to {self.tokens} tokens ({self.reason})"
+        out.report.cut.setdefault(how, Rows()).add(where)
         return slice(length - self.tokens, None) if self.rule == "left" else slice(self.tokens)
+
+
+@contextmanager
+def judged(bad: Rows) -> Iterator[None]:
+    """A row at fault is noted, and the others are looked at all the same."""
+    try:
+        yield
+    except DataError as error:
+        bad.add(str(error), LISTED)
+
+
+@contextmanager
+def named(where: str) -> Iterator[None]:
+    """An error of the row at `where` that does not say so."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from error
+
+
+class _Kept(logging.Handler):
+    """Keeps the texts of warnings."""
+
+    def __init__(self, texts: list[str]) -> None:
+        super().__init__(logging.WARNING)
+        self._texts = texts
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno == logging.WARNING:
+            self._texts.append(record.getMessage())
+
+
+@contextmanager
+def reported(run_dir: Path) -> Iterator[DataReport]:
+    """The report of a preparation: our warnings go into it, and the error that ends it, with which it is written.
+
+    Who ends well writes it, before the data.
+    """
+    report = DataReport()
+    kept, ours = _Kept(report.warnings), logging.getLogger("controller.data")
+    ours.addHandler(kept)
+    try:
+        yield report
+    except Exception as error:
+        report.error = str(error)
+        report.write(run_dir)
+        raise
+    finally:
+        ours.removeHandler(kept)
+
+
+def refuse_bad(report: DataReport) -> None:
+    """Raise one `DataError` for all bad rows of all files; each has a line in the log."""
+    bad = report.bad
+    if bad.count == 1:
+        raise DataError(bad.first[0])
+    if bad.count:
+        for text in bad.first:
+            logger.error("%s", " ".join(text.split()))
+        more = "" if bad.count == len(bad.first) else f" ({len(bad.first)} of them are named above)"
+        raise DataError(f"{bad.count:,} rows cannot be used{more}; the first: {bad.first[0]}")
 
 
 def batches(source: Source, keep: Keep) -> Iterator[list[tuple[int, Row]]]:
@@ -132,30 +212,34 @@ def jsonable(value: Any) -> Any:
     return None
 
 
+def report_option(parser: argparse.ArgumentParser) -> None:
+    """The option of a preparation that writes a report."""
+    parser.add_argument("--report-only", action="store_true", help="write data/report.json alone")
+
+
 def command(
-    prog: str, description: str, work: Callable[..., object], argv: list[str] | None, **counts: str
+    prog: str,
+    description: str,
+    work: Callable[..., object],
+    argv: list[str] | None,
+    add: Callable[[argparse.ArgumentParser], object] = report_option,
 ) -> int:
     """The command line of a preparation; answers the exit code.
 
-    work: takes the config of `--run-dir` and that directory, and `counts` by name: options with their help, which
-    take a number.
+    work: takes the config of `--run-dir` and that directory, and by name the options that `add` adds.
     """
     parser = argparse.ArgumentParser(prog=f"python -m {prog}", description=description)
     parser.add_argument(
         "--run-dir", type=Path, required=True, help="directory of the run, with its config.json"
     )
-    for name, words in counts.items():
-        parser.add_argument(f"--{name}", type=int, required=True, help=words)
+    add(parser)
     options = vars(parser.parse_args(argv))
     run_dir = options.pop("run_dir")
     configure_logging()
     logging.getLogger("huggingface_hub").propagate = False  # it writes by a handler of its own
     try:
-        work(
-            Config.model_validate_json((run_dir / "config.json").read_text(encoding="utf-8")),
-            run_dir,
-            **options,
-        )
+        config = Config.model_validate_json((run_dir / "config.json").read_text(encoding="utf-8"))
+        work(config, run_dir, **options)
     except (DataError, ValueError, OSError, ExternalModuleError) as error:
         logging.getLogger(prog).error("%s", " ".join(str(error).split()))  # one line: the launcher shows it
         return 2

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from controller.data.conversations import Message
+from controller.data.conversations import Message, as_messages
 from controller.data.errors import DataError
 from schema.config import PolicyConfig
 from schema.config.modules import CANNOT_LOAD, remedy
@@ -69,23 +69,33 @@ class PromptTokenizer:
 
     def prompts(self, prompts: Sequence[str | list[Message]]) -> list[Ids]:
         """Token ids of prompts, up to where the model's answer begins."""
-        return self.encode(self.texts(prompts))
+        return self.encode([self.text(prompt) for prompt in prompts])
 
-    def texts(self, prompts: Sequence[str | list[Message]]) -> list[str]:
-        """Prompts in the chat template, up to where the model's answer begins."""
-        return [self._prompt_text(prompt) for prompt in prompts]
+    def text(self, prompt: str | list[Message]) -> str:
+        """A prompt in the chat template, up to where the model's answer begins."""
+        if self._template is None:
+            return _contents(prompt)
+        return self._render(as_messages(prompt), add_generation_prompt=True)
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
-        """Token ids of what `texts` made."""
-        return [np.asarray(ids, np.int32) for ids in self._encode(texts)["input_ids"]]
+        """Token ids of what `text` made."""
+        return [np.asarray(ids, np.int32) for ids in self._encode(texts)["input_ids"]] if texts else []
+
+    def decode(self, ids: Ids) -> str:
+        """Tokens as text, special ones too."""
+        return str(self._tokenizer.decode(ids))
 
     def raw_ids(self, prompts: Sequence[str | list[Message]]) -> list[list[int]]:
         """Token ids of the prompts' contents alone, one after the other, without the chat template."""
+        if not prompts:
+            return []
         encoded = self._tokenizer([_contents(prompt) for prompt in prompts], add_special_tokens=False)
         return [list(map(int, ids)) for ids in encoded["input_ids"]]
 
     def conversations(self, conversations: Sequence[list[Message]]) -> list[tuple[Ids, Mask]]:
-        """Token ids and loss mask of whole conversations."""
+        """Token ids and loss mask of whole conversations. Raises `DataError` if the template refuses one."""
+        if not conversations:
+            return []
         if self._template is None:
             return [self._plain(messages) for messages in conversations]
         if "generation %}" in self._template.replace("-%}", "%}"):
@@ -99,13 +109,7 @@ class PromptTokenizer:
             )
         ]
 
-    # ---- prompts --------------------------------------------------------------------------------------
-
-    def _prompt_text(self, prompt: str | list[Message]) -> str:
-        if self._template is None:
-            return _contents(prompt)
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        return self._render(messages, add_generation_prompt=True)
+    # ---- the template ---------------------------------------------------------------------------------
 
     def _encode(self, texts: Sequence[str], offsets: bool = False) -> Any:
         # A template writes the special tokens itself; plain text gets those that the tokenizer adds.

@@ -31,7 +31,7 @@ def prepared(config: Config, place: Place) -> dict[str, Any]:
         prepare(config, run_dir)
     except DataError as error:
         return {"error": str(error)}
-    return {path.stem: _rows(PromptFile(path)) for path in sorted((run_dir / "data").iterdir())}
+    return {path.stem: _rows(PromptFile(path)) for path in sorted((run_dir / "data").glob("*.safetensors"))}
 
 
 def _rows(file: PromptFile) -> list[tuple[list[int], dict[str, Any]]]:

@@ -136,18 +136,17 @@ def test_rows_too_long_are_left_out_counted_and_reported(
 ):
     texts = ["short", "x" * 70, "", "y" * 300]
     path = write(tmp_path / "rows.jsonl", [{"prompt": t, "conversations": _talk(t)} for t in texts])
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         assert prepare(config(model_dir, path, {}), tmp_path) == {"train": 1}
-    assert "2 of" in caplog.text
-    assert "a prompt of more than 88 tokens (policy.model_max_length" in caplog.text
-    assert "1 of" in caplog.text
-    assert "an empty prompt" in caplog.text
+    assert "2 left out, a prompt of more than 88 tokens (policy.model_max_length" in caplog.text
+    assert "1 left out, an empty prompt: row 3" in caplog.text
     left_out = json.loads(PromptFile(tmp_path / "data" / "train.safetensors").metadata["left_out"])
     assert sum(left_out.values()) == 3
-
-    assert prepare(config(model_dir, path, {"type": "sft"}), tmp_path) == {"train": 3}
-    assert "1 of" in caplog.text
-    assert "a conversation of more than 128 tokens (policy.model_max_length)" in caplog.text
+    with caplog.at_level(logging.INFO):
+        assert prepare(config(model_dir, path, {"type": "sft"}), tmp_path) == {"train": 3}
+    assert (
+        "1 left out, a conversation of more than 128 tokens (policy.model_max_length): row 4" in caplog.text
+    )
     lengths = PromptFile(tmp_path / "data" / "train.safetensors").lengths()
     assert max(lengths) <= 128
 

@@ -74,16 +74,16 @@ def test_prompts_that_are_too_long(
         with pytest.raises(DataError, match=message):
             prepare(cfg, tmp_path)
         return
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         file = prepared(cfg, tmp_path)
     if kept is None:
         assert [row["prompt"] for row in rows_of(file)] == ["a"]
-        assert f"1 of {path} rows left out: a prompt of more than {bound} tokens" in caplog.text
+        assert f"train: 1 left out, a prompt of more than {bound} tokens" in caplog.text
         assert list(json.loads(file.metadata["left_out"]).values()) == [1]
     else:
         assert text(model_dir, file.token_ids(0)) == kept
         assert file.row(0)["prompt"] == LONG, "the text stays whole"
-        assert f"1 of {path} rows: a prompt cut on the {rule} to {bound} tokens" in caplog.text
+        assert f"train: 1 cut on the {rule} to {bound} tokens" in caplog.text
         assert list(json.loads(file.metadata["cut"]).values()) == [1]
 
 

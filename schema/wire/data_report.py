@@ -1,0 +1,144 @@
+"""What the preparation found in the data of a run: `data/report.json`, to be read before anything is trained on it.
+
+The preparation writes it, also where an error ends it; `lines` says the same in words, at the start of a job, in its
+summary and in `cosmos-launch validate --data`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from schema.util.atomic_file import write_text
+
+NAMED, LISTED = 5, 20
+"""Most rows that are named for one reason, and most bad rows whose errors are kept."""
+LONGEST_SAMPLE = 8000
+"""Characters of a rendered prompt."""
+
+
+class _Report(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class Rows(_Report):
+    """Rows of one kind. first: the names of the first of them, or what is wrong with each."""
+
+    count: int = 0
+    first: list[str] = []
+
+    def add(self, text: str, most: int = NAMED) -> None:
+        self.count += 1
+        if len(self.first) < most:
+            self.first.append(text)
+
+
+class Lengths(_Report):
+    """Tokens of the rows as they were read. limit: the most that a row may have. reason: where that comes from."""
+
+    p50: int
+    p99: int
+    longest: int
+    limit: int
+    reason: str
+
+
+class FileReport(_Report):
+    """Rows of one prepared file. read: those that belong to it; left_out, cut: by reason.
+
+    own_system: rows that keep a system message of their own. samples: three rows as the model reads them.
+    """
+
+    source: str
+    what: str = "row"
+    read: int = 0
+    kept: int = 0
+    left_out: dict[str, Rows] = {}
+    cut: dict[str, Rows] = {}
+    bad: Rows = Field(default_factory=Rows)
+    empty_references: Rows = Field(default_factory=Rows)
+    own_system: Rows = Field(default_factory=Rows)
+    lengths: Lengths | None = None
+    samples: list[str] = []
+
+
+class DataReport(_Report):
+    """All files of a run by name. error: what ended the preparation; empty: nothing did."""
+
+    format: Literal[1] = 1
+    files: dict[str, FileReport] = {}
+    warnings: list[str] = []
+    error: str = ""
+
+    @property
+    def bad(self) -> Rows:
+        """The bad rows of all files: their number, and what is wrong with the first."""
+        files = [file.bad for file in self.files.values()]
+        listed = [text for rows in files for text in rows.first]
+        return Rows(count=sum(rows.count for rows in files), first=listed[:LISTED])
+
+    def write(self, run_dir: Path) -> None:
+        """Write the report of a run. Raises OSError."""
+        path = path_of(run_dir)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, self.model_dump_json(indent=2) + "\n")
+
+
+def path_of(run_dir: Path) -> Path:
+    return run_dir / "data" / "report.json"
+
+
+def read(run_dir: Path) -> DataReport | None:
+    """The report of a run; None: there is none that this version can read."""
+    try:
+        return DataReport.model_validate_json(path_of(run_dir).read_text(encoding="utf-8"))
+    except (OSError, ValidationError, UnicodeDecodeError):
+        return None
+
+
+def lines(report: DataReport, *, reasons: bool = True, samples: bool = False) -> list[str]:
+    """The report in words: a line for each file, then which rows are special and why, then rendered prompts."""
+    found = []
+    for name, file in report.files.items():
+        found.append(f"{name}: {_headline(file)}")
+        if reasons:
+            found += [f"{name}: {text}" for text in _reasons(file)]
+        if samples:
+            found += [f"{name}, as the model reads it:\n{text}" for text in file.samples]
+    return found + (report.warnings if reasons else [])
+
+
+def _headline(file: FileReport) -> str:
+    parts = [f"{file.read:,} rows of {file.source}", f"{file.kept:,} kept"]
+    for rows, words in ((file.left_out, "left out"), (file.cut, "cut")):
+        if rows:
+            parts.append(f"{sum(found.count for found in rows.values()):,} {words}")
+    parts += [f"{file.bad.count:,} bad"] if file.bad.count else []
+    parts += [f"{file.empty_references.count:,} without a reference"] if file.empty_references.count else []
+    text = ", ".join(parts)
+    if (found := file.lengths) is None:
+        return text
+    lengths = f"{found.p50:,} (p50), {found.p99:,} (p99), {found.longest:,} (longest)"
+    return f"{text}; tokens of a {file.what}: {lengths}, at most {found.limit:,} ({found.reason})"
+
+
+def _reasons(file: FileReport) -> Iterator[str]:
+    for reason, rows in file.left_out.items():
+        yield f"{rows.count:,} left out, {reason}: {_named(file, rows)}"
+    for reason, rows in file.cut.items():
+        yield f"{rows.count:,} {reason}: {_named(file, rows)}"
+    if file.empty_references.count:
+        rows = file.empty_references
+        yield f"{rows.count:,} with an empty reference answer, of which rewards get nothing: {_named(file, rows)}"
+    if file.own_system.count:
+        rows = file.own_system
+        yield f"{rows.count:,} keep their own system message instead of system_prompt: {_named(file, rows)}"
+
+
+def _named(file: FileReport, rows: Rows) -> str:
+    """The rows' names, without the source, which the headline has."""
+    names = [text.removeprefix(f"{file.source}, ") for text in rows.first]
+    return ", ".join(names) + (", …" if rows.count > len(names) else "")
