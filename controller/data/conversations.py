@@ -59,6 +59,11 @@ def read_pair(prompt: Any, response: Any, where: str) -> list[Message]:
     return [*as_messages(question), {"role": "assistant", "content": response}]
 
 
+def has_system(messages: list[Message]) -> bool:
+    """Whether a conversation has a system message, by either of its names."""
+    return any(turn["role"] in ("system", "developer") for turn in messages)
+
+
 def as_messages(prompt: str | list[Message]) -> list[Message]:
     """A prompt as messages: a text is the user's."""
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt

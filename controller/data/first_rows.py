@@ -15,7 +15,7 @@ from pathlib import Path
 
 from controller.data.conversations import read_prompt
 from controller.data.errors import DataError
-from controller.data.prepare import prompt_forms, prompt_row, tokenizer_of, training_source
+from controller.data.prepare import prompt_forms, prompt_row, tokenizer_of, training_source, with_system
 from controller.data.rows import Row, command, value
 from schema.config import Config
 
@@ -31,7 +31,8 @@ def prepare(config: Config, run_dir: Path, rows: int) -> None:
     forms: list[Row] = [{} for _ in found]
     if config.reward.prompt_forms:
         tokenizer = tokenizer_of(config)
-        forms = prompt_forms(config, tokenizer, prompts, [tokenizer.text(prompt) for prompt in prompts])
+        texts = [tokenizer.text(with_system(config, prompt)) for prompt in prompts]
+        forms = prompt_forms(config, tokenizer, prompts, texts)
     with (run_dir / "data" / "rows.jsonl").open("w", encoding="utf-8") as file:
         for (i, raw), prompt, more in zip(found, prompts, forms, strict=True):
             row = prompt_row(config, "train", source, i, raw, prompt) | more

@@ -25,7 +25,14 @@ from typing import Any
 
 import numpy as np
 
-from controller.data.conversations import Message, read_messages, read_pair, read_prompt
+from controller.data.conversations import (
+    Message,
+    as_messages,
+    has_system,
+    read_messages,
+    read_pair,
+    read_prompt,
+)
 from controller.data.errors import DataError
 from controller.data.rows import (
     Bound,
@@ -112,7 +119,7 @@ def tokenizer_of(config: Config) -> PromptTokenizer:
     import_external(policy.external_modules)
     if policy.trust_remote_code:
         logger.warning("policy.trust_remote_code = true: code of %s may run here", policy.tokenizer[0])
-    return PromptTokenizer.of_policy(policy)
+    return PromptTokenizer.of(config)
 
 
 def held_out_rows(n: int, test_size: float | int | None, seed: int) -> frozenset[int]:
@@ -196,7 +203,7 @@ def prepare_prompts(
             with judged(out.report.bad):
                 prompt = read_prompt(value(raw, column, source, i), source.where(i))
                 with named(source.where(i)):
-                    texts.append(tokenizer.text(prompt))
+                    texts.append(tokenizer.text(_with_system(config, prompt, source.where(i), out)))
                 good.append((i, raw, prompt))
         forms = prompt_forms(config, tokenizer, [prompt for _, _, prompt in good], texts)
         for (i, raw, prompt), ids, more in zip(good, tokenizer.encode(texts), forms, strict=True):
@@ -214,6 +221,23 @@ def prepare_prompts(
 def _is_blank(reference: Any) -> bool:
     """Whether a reference answer, as JSON holds it, says nothing."""
     return not reference.strip() if isinstance(reference, str) else reference in (None, [], {})
+
+
+def with_system(config: Config, prompt: str | list[Message]) -> str | list[Message]:
+    """A prompt or conversation behind `system_prompt`, unless it is empty or has a system message of its own."""
+    system, messages = config.train.train_policy.system_prompt, as_messages(prompt)
+    if not system or not prompt or has_system(messages):
+        return prompt
+    return [{"role": "system", "content": system}, *messages]
+
+
+def _with_system(
+    config: Config, prompt: str | list[Message], where: str, out: Prepared
+) -> str | list[Message]:
+    """As `with_system`; a row that keeps its own is noted."""
+    if config.train.train_policy.system_prompt and has_system(as_messages(prompt)):
+        out.report.own_system.add(where)
+    return with_system(config, prompt)
 
 
 def _prompt_bound(config: Config, role: Role) -> Bound:
@@ -297,7 +321,8 @@ def prepare_conversations(config: Config, tokenizer: PromptTokenizer, source: So
         good: list[tuple[int, Row, list[Message]]] = []
         for i, raw in batch:
             with judged(out.report.bad):
-                good.append((i, raw, _conversation(config, source, i, raw)))
+                talk = _with_system(config, _conversation(config, source, i, raw), source.where(i), out)
+                good.append((i, raw, as_messages(talk)))
         for i, raw, ids, mask in _encoded(tokenizer, source, good, out):
             with judged(out.report.bad):
                 kept = bound.fit(len(ids), source.where(i), out) if mask.any() else slice(None)
@@ -331,10 +356,8 @@ def _conversation(config: Config, source: Source, i: int, raw: Row) -> list[Mess
     sft, where = config.sft, source.where(i)
     if sft.has_pairs:
         question = value(raw, sft.prompt_column_name, source, i)
-        turns = read_pair(question, value(raw, sft.response_column_name, source, i), where)
-    else:
-        turns = read_messages(value(raw, sft.conversation_column_name, source, i), where)
-    return ([{"role": "system", "content": sft.system_prompt}] if sft.system_prompt else []) + turns
+        return read_pair(question, value(raw, sft.response_column_name, source, i), where)
+    return read_messages(value(raw, sft.conversation_column_name, source, i), where)
 
 
 # ---- files ------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from controller.data.conversations import Message, as_messages
 from controller.data.errors import DataError
-from schema.config import PolicyConfig
+from schema.config import Config
 from schema.config.modules import CANNOT_LOAD, remedy
 
 logger = logging.getLogger(__name__)
@@ -33,6 +33,7 @@ Ids = npt.NDArray[np.int32]
 Mask = npt.NDArray[np.uint8]
 
 GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+_TURNS = "rollout.multi_turn_config."
 _MARKER = "\u2063§\u2063"  # nothing that a template would strip, split at, or contain itself
 
 
@@ -46,8 +47,13 @@ class PromptTokenizer:
         *,
         trust_remote_code: bool = False,
         key: str = "policy.model_name_or_path",
+        template: str | None = None,
+        thinking: bool = False,
     ) -> None:
-        """key: the config key that names it, for errors."""
+        """key: the config key that names it, for errors. template: in place of its own.
+
+        thinking: what prompts tell the template about its thinking mode.
+        """
         try:
             self._tokenizer = _load(name, revision, trust_remote_code)
         except CANNOT_LOAD as error:
@@ -56,16 +62,61 @@ class PromptTokenizer:
             ) from error
         if not self._tokenizer.is_fast:
             raise DataError(f"{key} = {name!r}: its tokenizer has no tokenizer.json form")
+        if template is not None:
+            self._tokenizer.chat_template = template
         self._template: str | None = self._tokenizer.chat_template
+        self._thinking = thinking
         if self._template is None:
             logger.warning("the tokenizer of %s has no chat template: contents are used as plain text", name)
+        if thinking and not self._can_think():
+            logger.warning("%senable_thinking = true has no effect: the chat template ignores it", _TURNS)
 
     @classmethod
-    def of_policy(cls, policy: PolicyConfig) -> PromptTokenizer:
-        """The tokenizer of `[policy]`: its own, or the model's. Raises `DataError`."""
+    def of(cls, config: Config) -> PromptTokenizer:
+        """The tokenizer of `[policy]`, its own or the model's, with the job's chat template. Raises `DataError`."""
+        policy, turns = config.policy, config.rollout.multi_turn_config
         own = policy.tokenizer_name_or_path is not None
         key = "policy.tokenizer_name_or_path" if own else "policy.model_name_or_path"
-        return cls(*policy.tokenizer, trust_remote_code=policy.trust_remote_code, key=key)
+        path = turns.custom_chat_template_path
+        found = cls(
+            *policy.tokenizer,
+            trust_remote_code=policy.trust_remote_code,
+            key=key,
+            template=_read_template(path),
+            thinking=turns.enable_thinking,
+        )
+        system = config.train.train_policy.system_prompt
+        found._prove(f"{_TURNS}custom_chat_template_path = {path!r}" if path else f"{key}", system)
+        return found
+
+    def _prove(self, key: str, system: str) -> None:
+        """One prompt with the system prompt, before any row: the template shows both. key: where it comes from."""
+        asked = [*([{"role": "system", "content": system}] if system else []), *as_messages(_MARKER)]
+        try:
+            text = self.text(asked)
+        except DataError as error:
+            remedy = "mend it, it gets messages, add_generation_prompt and enable_thinking"
+            remedy += ", or leave train.train_policy.system_prompt out" if system else ""
+            raise DataError(f"{key}: {error}; {remedy}") from error
+        if _MARKER not in text:
+            raise DataError(
+                f"{key}: the chat template leaves the prompt out; it must show each of `messages`"
+            )
+        if system.strip() not in text:
+            raise DataError(
+                f"train.train_policy.system_prompt: the chat template of {key} leaves it out; put it into the "
+                "prompts, or name a template in rollout.multi_turn_config.custom_chat_template_path"
+            )
+
+    def _can_think(self) -> bool:
+        """Whether the template renders a prompt in one way with thinking, in another without."""
+        if self._template is None:
+            return False
+        asked = as_messages("?")
+        on, off = (
+            self._render(asked, add_generation_prompt=True, enable_thinking=flag) for flag in (True, False)
+        )
+        return on != off
 
     def prompts(self, prompts: Sequence[str | list[Message]]) -> list[Ids]:
         """Token ids of prompts, up to where the model's answer begins."""
@@ -75,7 +126,7 @@ class PromptTokenizer:
         """A prompt in the chat template, up to where the model's answer begins."""
         if self._template is None:
             return _contents(prompt)
-        return self._render(as_messages(prompt), add_generation_prompt=True)
+        return self._render(as_messages(prompt), add_generation_prompt=True, enable_thinking=self._thinking)
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
         """Token ids of what `text` made."""
@@ -206,6 +257,18 @@ class PromptTokenizer:
 
 def _contents(prompt: str | list[Message]) -> str:
     return prompt if isinstance(prompt, str) else "".join(turn["content"] for turn in prompt)
+
+
+def _read_template(path: str | None) -> str | None:
+    """The file's text; None: no file is named. Raises `DataError`."""
+    if not path:
+        return None
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"{_TURNS}custom_chat_template_path = {path!r} cannot be read ({error}); it must name a text file"
+        ) from error
 
 
 def _load(name: str, revision: str | None, trust_remote_code: bool) -> Any:

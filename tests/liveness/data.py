@@ -21,7 +21,7 @@ from schema.config import Config
 from schema.wire.prompts import PromptFile
 from tests.liveness.probe import UNSET, Made, Place, With, changed, grpo, sft, watch
 
-POLICY = "train.train_policy"
+POLICY, TURNS = "train.train_policy", "rollout.multi_turn_config"
 
 
 def prepared(config: Config, place: Place) -> dict[str, Any]:
@@ -102,7 +102,14 @@ watch(
         "rollout.max_model_len": (128, 48),
         "policy.tokenizer_name_or_path": (UNSET, Made(lambda place: str(_other_tokenizer(place)))),
         "reward.prompt_forms": ([], ["full_prompt"]),
+        f"{POLICY}.system_prompt": ("", "Be brief."),
+        f"{TURNS}.custom_chat_template_path": (UNSET, Made(lambda place: str(_template(place)))),
     },
+)
+watch(
+    prepared,
+    changed(from_file, {f"{TURNS}.custom_chat_template_path": Made(lambda place: str(_template(place)))}),
+    {f"{TURNS}.enable_thinking": (False, True)},
 )
 watch(
     prepared,
@@ -355,6 +362,13 @@ def _other_tokenizer(place: Place) -> Path:
 
     path = place.root / "other-tokenizer"
     return path if path.exists() else save_tokenizer(path, PLAIN_TEMPLATE.replace("assistant", "helper"))
+
+
+def _template(place: Place) -> Path:
+    """A chat template that thinks."""
+    path = place.root / "thinking.jinja"
+    path.write_text("{{ messages[-1]['content'] }}{% if enable_thinking %}<think>{% endif %}")
+    return path
 
 
 OWN_CODE = """

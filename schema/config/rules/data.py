@@ -10,7 +10,7 @@ from typing import Any
 
 from schema.config.columns import Columns, UnreadableDataError, columns_of, flat
 from schema.config.loading.explain import closest
-from schema.config.paths import DATA_SUFFIXES, exists, home_hint, is_file, local_path
+from schema.config.paths import DATA_SUFFIXES, exists, home_hint, is_file, local_path, read_regular
 from schema.config.problem import Problem
 from schema.config.root import Config
 from schema.config.rules.idle import written
@@ -21,6 +21,7 @@ _POLICY = "train.train_policy"
 _TRAIN, _VALIDATION = f"{_POLICY}.dataset", "validation.dataset"
 _TRAIN_SPLITS = ("train",)
 _VALIDATION_SPLITS = ("validation", "valid", "val", "dev", "test")
+_MOST_TEMPLATE = 1024 * 1024  # bytes; the longest of the hub have some tens of kilobytes
 _SYNTHETIC = "synthetic:addition"
 _SYNTHETIC_SPLITS = ("train", "held_out")
 _SYNTHETIC_COLUMNS = frozenset({"prompt", "answer", "a", "b", "data_source"})
@@ -333,4 +334,28 @@ def places_can_be_used(config: Config) -> Iterator[Problem]:
         yield Problem("train.resume", f"checkpoint '{resume}' does not exist", resume, hint)
 
 
-DATA_RULES = (dataset_is_named, dataset_can_be_read, pairs_are_whole, prompts_fit, places_can_be_used)
+# ---- the chat template ------------------------------------------------------------------------------------
+
+
+def template_can_be_read(config: Config) -> Iterator[Problem]:
+    """The file of a chat template is there; whether it renders is seen before the first row is."""
+    name = config.rollout.multi_turn_config.custom_chat_template_path
+    if not name or not config.is_grpo:
+        return
+    try:
+        read_regular(Path(name), _MOST_TEMPLATE).decode("utf-8")
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        hint = home_hint(name) or "name a text file in Jinja's language, relative to the current directory"
+        key = "rollout.multi_turn_config.custom_chat_template_path"
+        yield Problem(key, f"the chat template {name} cannot be read: {why}", name, hint)
+
+
+DATA_RULES = (
+    dataset_is_named,
+    dataset_can_be_read,
+    pairs_are_whole,
+    prompts_fit,
+    places_can_be_used,
+    template_can_be_read,
+)

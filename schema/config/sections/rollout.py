@@ -135,20 +135,31 @@ class SamplingConfig(Section):
     )
 
 
-class MultiTurnRolloutConfig(Section):
-    """`[rollout.multi_turn_config]`: conversations of several turns, with tools."""
+_TURNS = "rollouts of several turns"
 
-    enable: bool = cosmos_key(False, "Whether rollouts have several turns.")
-    enable_tools: bool = cosmos_key(False, "Whether the model may call tools.")
-    enable_thinking: bool = cosmos_key(False, "Whether the chat template's thinking mode is on.")
+
+class MultiTurnRolloutConfig(Section):
+    """`[rollout.multi_turn_config]`: how prompts are rendered; conversations of several turns, with tools."""
+
+    enable: bool = cosmos_key(False, "Whether rollouts have several turns.", unbuilt=_TURNS)
+    enable_tools: bool = cosmos_key(False, "Whether the model may call tools.", unbuilt=_TURNS)
+    enable_thinking: bool = cosmos_key(
+        False,
+        "Whether the chat template's thinking mode is on, in a single turn too. A template without one ignores it.",
+        acts="file: Tokens of a prepared row.",
+    )
     custom_chat_template_path: str | None = cosmos_key(
         None,
-        "File of a chat template, relative to the current directory. Unset: the model's own.",
+        "File of a chat template (Jinja), relative to the current directory, in a single turn too. Unset: the "
+        "model's own.",
+        acts="file: Tokens of a prepared row.",
         example="chat_template.jinja",
     )
-    max_assistant_turns: Count = cosmos_key(5, "Most assistant turns in a conversation.")
-    add_generation_prompt: bool = cosmos_key(True, "Whether the template opens the assistant's turn.")
-    continue_final_message: bool = cosmos_key(False, "Whether the last message is continued.")
+    max_assistant_turns: Count = cosmos_key(5, "Most assistant turns in a conversation.", unbuilt=_TURNS)
+    add_generation_prompt: bool = cosmos_key(
+        True, "Whether the template opens the assistant's turn.", unbuilt=_TURNS
+    )
+    continue_final_message: bool = cosmos_key(False, "Whether the last message is continued.", unbuilt=_TURNS)
 
 
 class RolloutConfig(Section):
@@ -211,7 +222,7 @@ class RolloutConfig(Section):
     sampling_config: SamplingConfig = cosmos_key(SamplingConfig, "How tokens are drawn.")
     vllm_use_flashinfer: bool = cosmos_key(False, "vLLM: use flashinfer's attention.", unbuilt="flashinfer")
     multi_turn_config: MultiTurnRolloutConfig = cosmos_key(
-        MultiTurnRolloutConfig, "Conversations of several turns.", unbuilt="rollouts of several turns"
+        MultiTurnRolloutConfig, "How prompts are rendered; conversations of several turns."
     )
     max_num_seqs: Samples | None = key(
         None,

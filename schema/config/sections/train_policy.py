@@ -117,6 +117,12 @@ class _DataloaderConfig(Section):
         example=4,
         unbuilt="data preparation in several processes",
     )
+    system_prompt: str = cosmos_key(
+        "",
+        "System prompt put before each prompt or conversation that has none of its own. Empty: none.",
+        acts="file: Tokens of a prepared row.",
+        example="You are a careful mathematician.",
+    )
     mini_batch: Samples = cosmos_key(
         2,
         "Samples per micro-batch: one optimizer step is split into micro-batches of at most "
@@ -438,12 +444,6 @@ class SFTDataConfig(_DataloaderConfig):
         "Column of the answer to learn, in place of a conversation.",
         acts="file: `answer` of a prepared row.",
         example="answer",
-    )
-    system_prompt: str = cosmos_key(
-        "",
-        "System prompt put before each conversation. Empty: none.",
-        acts="file: Tokens of a prepared row.",
-        example="You are a careful mathematician.",
     )
     balance_dp_token: bool = cosmos_key(
         True,

@@ -14,8 +14,9 @@ from controller.data.errors import DataError
 from controller.data.prepare import main, prepare
 from controller.data.tokenizer import PromptTokenizer
 from schema.config import SOURCE_SCORERS, Config
+from schema.wire import data_report
 from schema.wire.prompts import PromptFile
-from tests.controller.data.conftest import save_tokenizer, write
+from tests.controller.data.conftest import PLAIN_TEMPLATE, save_tokenizer, write
 from tests.controller.data.test_prepare import config
 from tests.support.own_code import code_kept_in
 
@@ -278,3 +279,106 @@ def test_external_modules_are_imported_first(
     assert capsys.readouterr().out == "imported\n"
     assert run("cosmos_test_missing") == 2
     assert "policy.external_modules: `cosmos_test_missing` cannot be imported" in caplog.text
+
+
+# ---- templates --------------------------------------------------------------------------------------------
+
+
+THINKING_TEMPLATE = PLAIN_TEMPLATE.replace(
+    "assistant\\n' }}{% endif %}",
+    "assistant\\n' + ('' if enable_thinking else '<think></think>') }}{% endif %}",
+)
+
+
+def rendered(cfg: Config, run_dir: Path, role: str = "train") -> list[str]:
+    file = prepared(cfg, run_dir, role)
+    tokenizer = PromptTokenizer.of(cfg)
+    return [tokenizer.decode(file.token_ids(i)) for i in range(len(file))]
+
+
+def test_a_system_prompt_is_put_before_prompts_that_have_none(model_dir: Path, tmp_path: Path):
+    own = [{"role": "developer", "content": "Mine."}, {"role": "user", "content": "1+1?"}]
+    path = write(tmp_path / "rows.jsonl", [{"prompt": "1+1?"}, {"prompt": own[1:]}, {"prompt": own}])
+    validation = {"enable": True, "dataset": {"name": str(path)}}
+    cfg = config(model_dir, path, {"system_prompt": "Add."}, validation=validation)
+    asked = BEFORE + "1+1?" + AFTER
+    systems = ["system\nAdd.", "system\nAdd.", "developer\nMine."]
+    for role in ("train", "validation"):
+        assert rendered(cfg, tmp_path, role) == [f"<|im_start|>{s}<|im_end|>\n{asked}" for s in systems]
+    file = PromptFile(tmp_path / "data" / "train.safetensors")
+    assert [file.row(i)["prompt"] for i in range(2)] == ["1+1?", own[1:]], "rewards get what the row holds"
+    report = data_report.read(tmp_path)
+    assert report is not None
+    assert report.files["train"].own_system.first == [f"{path}, row 3"]
+
+
+def test_a_system_message_of_a_conversation_is_kept(model_dir: Path, tmp_path: Path):
+    talk = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
+    path = write(
+        tmp_path / "rows.jsonl",
+        [{"conversations": talk}, {"conversations": [{"role": "system", "content": "Mine."}, *talk]}],
+    )
+    texts = rendered(config(model_dir, path, {"type": "sft", "system_prompt": "Add."}), tmp_path)
+    assert [text.partition("<|im_end|>")[0] for text in texts] == [
+        "<|im_start|>system\nAdd.", "<|im_start|>system\nMine.",
+    ]  # fmt: skip
+
+
+def test_a_template_of_ones_own_and_its_thinking(
+    model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    path = write(tmp_path / "rows.jsonl", [{"prompt": "1+1?"}])
+    template = tmp_path / "own.jinja"
+    template.write_text(THINKING_TEMPLATE)
+
+    def text_with(**turns: Any) -> str:
+        rollout = {"max_response_length": 40, "multi_turn_config": turns}
+        (found,) = rendered(config(model_dir, path, {}, rollout=rollout), tmp_path)
+        return found
+
+    plain = BEFORE + "1+1?" + AFTER
+    own = str(template)
+    assert text_with(custom_chat_template_path=own) == plain + "<think></think>"
+    assert text_with(custom_chat_template_path=own, enable_thinking=True) == plain
+    assert caplog.text == ""
+    assert text_with(enable_thinking=True) == plain
+    assert "enable_thinking = true has no effect: the chat template ignores it" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("template", "system", "message"),
+    [
+        (b"\xff", "", "own.jinja' cannot be read"),
+        (b"{% if %}", "", "own.jinja': the chat template refuses .*; mend it, it gets messages"),
+        (b"{{ missing.thing }}", "", "own.jinja': the chat template refuses .* undefined; mend it"),
+        (b"Hello!", "", "own.jinja': the chat template leaves the prompt out"),
+        (b"{{ messages[-1]['content'] }}", "Add.", "system_prompt: the chat template of .* leaves it out"),
+        (b"{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}", "Add.",
+         "no system role; mend it.*or leave train.train_policy.system_prompt out"),
+    ],
+)  # fmt: skip
+def test_a_template_is_proven_before_any_row(
+    model_dir: Path, tmp_path: Path, template: bytes, system: str, message: str
+):
+    (tmp_path / "own.jinja").write_bytes(template)
+    turns = {"custom_chat_template_path": str(tmp_path / "own.jinja")}
+    rollout = {"max_response_length": 40, "multi_turn_config": turns}
+    path = write(tmp_path / "rows.jsonl", [{"prompt": "1+1?"}])
+    cfg = config(model_dir, path, {"system_prompt": system}, rollout=rollout)
+    with pytest.raises(DataError, match=message):
+        prepare(cfg, tmp_path)
+
+
+def test_a_template_names_each_row_that_it_refuses(model_dir: Path, tmp_path: Path):
+    template = tmp_path / "own.jinja"
+    refuses = "{% if m['content'] == 'no' %}{{ raise_exception('never') }}{% endif %}"
+    template.write_text(
+        PLAIN_TEMPLATE.replace("{% for m in messages %}", "{% for m in messages %}" + refuses)
+    )
+    path = write(tmp_path / "rows.jsonl", [{"prompt": text} for text in ("a", "no", "b", "no")])
+    turns = {"custom_chat_template_path": str(template)}
+    rollout = {"max_response_length": 40, "multi_turn_config": turns}
+    with pytest.raises(
+        DataError, match=r"2 rows cannot be used; the first: .*row 2: the chat template refuses"
+    ):
+        prepare(config(model_dir, path, {}, rollout=rollout), tmp_path)

@@ -19,7 +19,6 @@ DEFAULTS_REFUSED = {"policy.parallelism.tp_size", "train.compile", "validation.e
 EXAMPLES: dict[str, Any] = {
     "policy.lora": {"r": 4},
     "policy.trainable_map": {"lm_head": True},
-    "rollout.multi_turn_config.custom_chat_template_path": "template.jinja",
     "rollout.parallelism.dp_shard_size": 2,
     "rollout.quantization": "fp8",
     "train.fa_version": 3,
@@ -126,9 +125,9 @@ def test_an_absent_role_is_refused_once() -> None:
     critic = {"enable": True, "optm_lr": 1e-5, "mini_batch": 4, "optm_weight_decay": 0.1, "lora": {"r": 4}}
     data = deepcopy(GRPO)
     write(data, ("critic",), critic)
-    write(data, ("rollout", "multi_turn_config"), {"enable": True, "enable_tools": True})
+    write(data, ("rollout", "multi_turn_config"), {"enable": True, "enable_thinking": True})
     turns, role = check_available(Config.model_validate(data))
-    assert (role.key, turns.key) == ("critic", "rollout.multi_turn_config")
+    assert (role.key, turns.key) == ("critic", "rollout.multi_turn_config.enable")
     assert role.message == (
         "this build cannot do a critic yet, which enable, optm_lr, optm_weight_decay and 2 more ask for"
     )

@@ -129,9 +129,8 @@ def test_unknown_section(tmp_path: Path) -> None:
 
 
 def test_keys_of_the_other_algorithm(tmp_path: Path) -> None:
-    assert (
-        only(tmp_path, text(policy='system_prompt = "x"')).hint == '`system_prompt` belongs to type = "sft"'
-    )
+    problem = only(tmp_path, text(policy='conversation_column_name = "x"'))
+    assert problem.hint == '`conversation_column_name` belongs to type = "sft"'
     data = changed(SFT, train__train_policy__epsilon_low=0.1)
     with pytest.raises(ConfigError, match='`epsilon_low` belongs to type = "grpo"'):
         check_config(data)

@@ -87,7 +87,7 @@ def test_the_resolved_configuration_of_everything_is_valid(
         ("train__optm_lr", "1e-6"),
         ("train__resume", 1),
         ("train__train_policy__type", "ppo"),
-        ("train__train_policy__system_prompt", "only for sft"),
+        ("train__train_policy__conversation_column_name", "only for sft"),
         ("train__train_policy__reward_function", {"format": "1"}),
         ("rollout__backend", "sglang"),
         ("policy__parallelism__dp_shard_size", 0),

@@ -266,3 +266,29 @@ def test_variables_of_rewards_are_names_and_none_of_the_job(name: str, words: st
     assert problem.key == "reward.environment[1]"
     assert words in problem.message
     assert "hunter2" not in f"{problem.message} {problem.value} {problem.hint}"
+
+
+# ---- the chat template ------------------------------------------------------------------------------------
+
+
+def test_the_file_of_a_chat_template_can_be_read() -> None:
+    key = "rollout.multi_turn_config.custom_chat_template_path"
+
+    def found(name: str | None, base: dict[str, Any] = GRPO) -> list[Problem]:
+        return problems(base, rollout__multi_turn_config__custom_chat_template_path=name)
+
+    Path("chat.jinja").write_text("{{ messages }}")
+    Path("binary.jinja").write_bytes(b"\xff")
+    Path("huge.jinja").write_bytes(b" " * (1024 * 1024 + 1))
+    assert found("chat.jinja") == found("") == []
+    for name, why in [
+        ("nope.jinja", "No such file"),
+        (".", "Is a directory"),
+        ("binary.jinja", "can't decode"),
+        ("huge.jinja", "larger than"),
+        ("~/chat.jinja", "No such file"),
+    ]:
+        (problem,) = found(name)
+        assert (problem.key, problem.value) == (key, name)
+        assert why in problem.message
+        assert ("`~` is not expanded" if "~" in name else "name a text file") in problem.hint
