@@ -27,6 +27,7 @@ Begin
 \b
 Check
   cosmos-launch validate run.toml                         every mistake at once, with line and remedy
+  cosmos-launch validate run.toml --data                  what becomes of each row of the data, and three prompts
   cosmos-launch try-reward run.toml                       what your rewards say of the first rows; starts no job
   cosmos-launch show run.toml --changed                   what was written, and where; without it everything
   cosmos-launch --config run.toml --dry-run               processes, commands and memory; starts nothing

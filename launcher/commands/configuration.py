@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
+import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,14 +21,33 @@ from launcher.commands.options import (
     printable,
     write_file,
 )
+from launcher.errors import LaunchError
 from launcher.restarts import EXIT_CONFIG
 
+if TYPE_CHECKING:
+    from schema.config import Config
+    from schema.wire.data_report import DataReport
+
+_OF_OURS = re.compile(r"\d{4}-\d\d-\d\d [\d:,]+ [A-Z]+ [\w.]+: (.*)")
+"""A line of a log. Others are what the user's own code has printed."""
+READING = 3600.0
+"""Seconds to read the data, which may have to be downloaded."""
 Output = Annotated[
     Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write to a file instead.")
 ]
 
 
-def validate(config: Configs, set_: Overrides = None, as_json: AsJson = False) -> None:
+def validate(
+    config: Configs,
+    set_: Overrides = None,
+    data: Annotated[
+        bool,
+        typer.Option(
+            "--data", help="Read the data too, as a start does: which rows are used, and how they look."
+        ),
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
     """Check a configuration: every mistake at once. Exit code 0 if it is valid, else 2."""
     from launcher.plan.machine import Machine, count_cores
     from launcher.preflight.checks import check_machine, unset_variables
@@ -33,6 +55,7 @@ def validate(config: Configs, set_: Overrides = None, as_json: AsJson = False) -
     from schema.config.loading.load import load
 
     problems: tuple[Problem, ...] = ()
+    report = None
     more = 0
     warnings: list[Problem] = []
     try:
@@ -45,24 +68,100 @@ def validate(config: Configs, set_: Overrides = None, as_json: AsJson = False) -
         unset = unset_variables(loaded.config, os.environ)
         found = check_warnings(loaded.config) + here.warnings + here.problems + unset
         warnings = loaded.warnings + loaded.placed(found)
+        report = _read_data(loaded.config) if data else None
+    bad_data = report is not None and bool(report.error)
     if as_json:
         found_json = {
-            "valid": not problems,
+            "valid": not problems and not bad_data,
             "problems": as_dicts(problems),
             "more_problems": more,
             "warnings": as_dicts(warnings),
         }
+        if report is not None:
+            found_json["data"] = report.model_dump(mode="json")
         print_json(found_json)
     else:
         print_problems("error", problems, more)
         print_problems("warning", warnings)
         names = printable(" + ".join(map(str, config)))
-        if problems:
+        if report is not None:
+            _print_data(report)
+        if bad_data:
+            typer.echo(f"{names}: the data cannot be used", err=True)
+        elif problems:
             count = "1 mistake" if len(problems) == 1 else f"{len(problems) + more:,} mistakes"
-            typer.echo(f"{names}: {count}", err=True)
+            typer.echo(f"{names}: {count}" + ("; the data was not read" if data else ""), err=True)
         else:
             typer.echo(f"{names} is valid" if len(config) == 1 else f"{names} are valid together")
-    raise typer.Exit(EXIT_CONFIG if problems else 0)
+    raise typer.Exit(EXIT_CONFIG if problems or bad_data else 0)
+
+
+def _read_data(config: Config) -> DataReport:
+    """What the preparation of a job says of its data; none of it is kept. Raises LaunchError."""
+    import json
+    import tempfile
+
+    from launcher.paths import resolved
+    from schema.wire import data_report
+
+    module = "controller.data.evaluation" if config.is_evaluation else "controller.data.prepare"
+    with tempfile.TemporaryDirectory(prefix="cosmos-data-") as name:
+        directory = Path(name)
+        (directory / "config.json").write_text(json.dumps(resolved(config)), encoding="utf-8")
+        written = str(data_report.path_of(directory).relative_to(directory))
+        run_step(directory, module, ["--report-only"], READING, result=written)
+        found = data_report.read(directory)
+    if found is None:
+        raise LaunchError("the report of the data cannot be read")
+    return found
+
+
+def run_step(
+    directory: Path, module: str, arguments: Sequence[str], limit: float, result: str = ""
+) -> list[str]:
+    """Run a step; answers what it wrote to standard error. Raises LaunchError where it has no result.
+
+    limit: in seconds. result: the file that says that it has ended, whatever its exit code; "": that is 0.
+    """
+    import subprocess
+
+    from launcher.plan.credentials import credentials_of
+    from launcher.plan.rundir import base_environment
+    from launcher.restarts import Role
+
+    argv = [sys.executable, "-P", "-m", module, "--run-dir", str(directory), *arguments]
+    given = credentials_of(Role.DATA, base_environment(os.environ))
+    try:
+        ended = subprocess.run(
+            argv,
+            env={**given, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            timeout=limit,
+            check=False,
+            encoding="utf-8",
+            errors="replace",
+        )
+    except subprocess.TimeoutExpired:
+        raise LaunchError(f"{module} has not ended within {limit:g} s") from None
+    said = ended.stderr.splitlines()
+    if not (directory / result).exists() if result else ended.returncode:
+        logged = [found[1] for line in said if (found := _OF_OURS.match(line))]
+        reason = logged[-1] if logged else "\n".join(said[-20:]) or f"exit code {ended.returncode}"
+        raise LaunchError(reason, exit_code=EXIT_CONFIG)
+    return said
+
+
+def _print_data(report: DataReport) -> None:
+    """The report for people; what is at fault goes to standard error."""
+    from schema.wire.data_report import lines
+
+    for text in lines(report, samples=True):
+        typer.echo(printable(text))
+    for text in report.bad.first:
+        typer.echo(printable(f"error: {text}"), err=True)
+    if report.error and report.error not in report.bad.first:
+        typer.echo(printable(f"error: {report.error}"), err=True)
 
 
 def show(

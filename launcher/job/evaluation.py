@@ -22,9 +22,10 @@ from launcher.plan.rundir import RunDir, base_environment, read_json
 from launcher.processes.logs import tail
 from launcher.processes.signals import stop_signals
 from launcher.processes.supervisor import Exit, Setting, Situation, Supervised, Supervisor
-from launcher.restarts import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, SIGNALLED, Budget
+from launcher.restarts import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, SIGNALLED, Budget, Role
 from schema.config import Config
 from schema.util.atomic_file import write_text
+from schema.wire import data_report
 
 POLL = 0.5
 """Seconds between looks at how far a step is."""
@@ -65,6 +66,9 @@ async def evaluate(config: Config, run: RunDir, env: Mapping[str, str], screen: 
             code = await _step(supervisor, replica, interrupted, screen)
             if code != EXIT_OK and not (run.path / "evaluation.json").exists():
                 return code
+            if replica.role is Role.DATA:
+                for text in data_report.of_run(run.path):
+                    screen.event(f"data: {text}")
     finally:
         await supervisor.kill_all()
         for number in signals:

@@ -42,6 +42,7 @@ from launcher.processes.logs import tail
 from launcher.processes.signals import stop_signals
 from launcher.processes.supervisor import Ending, Exit, Setting, Situation, Supervised, Supervisor
 from launcher.restarts import EXIT_CONFIG, EXIT_NAME_TAKEN, EXIT_OK, Budget, EndJob, Role, is_crash
+from schema.wire import data_report
 from schema.wire.messages import TERMINAL_PHASES, JobStatus, Phase
 
 log = logging.getLogger(__name__)
@@ -231,9 +232,8 @@ class Job:
                 continue
         if data.last_exit is None or data.last_exit.code != EXIT_OK:
             return _blamed(await self.supervisor.ended)
-        for text in tail(log_file):
-            if " WARNING " in text:  # rows left out: this must be visible without reading a log
-                self.event(f"data: {text.partition(' WARNING ')[2].partition(': ')[2]}")
+        for text in data_report.of_run(self.plan.run.path):
+            self.event(f"data: {text}")
         return None
 
     def _hint_join(self) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from launcher.display import FAILED, duration, number, rewards_text
 from schema.util.atomic_file import write_text
 from schema.util.text import one_line
+from schema.wire import data_report
 from schema.wire.messages import JobStatus, LedgerStatus, ReplicaInfo, StepRecord, ValidationRecord
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ class Result:
             "run_dir": str(self.run_dir),
             "elapsed_s": round(self.elapsed, 3),
             "final_model": str(self.final_model) if self.final_model else None,
+            "data": _data(self.run_dir),
             "restarts": dict(Counter(self.restarts) + Counter(self.earlier.get("restarts", {}))),
             "starts": 1 + self.earlier.get("starts", 0),
             "total_elapsed_s": round(self.elapsed + self.earlier.get("elapsed_s", 0.0), 3),
@@ -84,6 +86,12 @@ class Result:
 
     def write(self) -> None:
         write_text(self.run_dir / "summary.json", json.dumps(self.summary(), indent=2) + "\n")
+
+
+def _data(run_dir: Path) -> dict[str, Any] | None:
+    """What became of the rows of the data, without their texts."""
+    report = data_report.read(run_dir)
+    return report.model_dump(mode="json", exclude={"files": {"__all__": {"samples"}}}) if report else None
 
 
 def out_of_data(summary: Mapping[str, Any]) -> bool:
@@ -105,6 +113,8 @@ def rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     starts, total = summary.get("starts", 1), summary.get("total_elapsed_s", summary["elapsed_s"])
     over = f" ({duration(total)} over {starts} starts)" if starts > 1 else ""
     found.append(("time", duration(summary["elapsed_s"]) + over))
+    if (report := data_report.parse(summary.get("data"))) is not None:
+        found.append(("data", "; ".join(data_report.lines(report, reasons=False))))
     found += _learning(summary.get("steps") or [], summary.get("validations") or [])
     if status:
         found += _speed(status)

@@ -6,9 +6,10 @@ summary and in `cosmos-launch validate --data`.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -21,7 +22,7 @@ LONGEST_SAMPLE = 8000
 
 
 class _Report(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="ignore")
 
 
 class Rows(_Report):
@@ -94,9 +95,22 @@ def path_of(run_dir: Path) -> Path:
 def read(run_dir: Path) -> DataReport | None:
     """The report of a run; None: there is none that this version can read."""
     try:
-        return DataReport.model_validate_json(path_of(run_dir).read_text(encoding="utf-8"))
-    except (OSError, ValidationError, UnicodeDecodeError):
+        return parse(json.loads(path_of(run_dir).read_text(encoding="utf-8")))
+    except (OSError, ValueError):
         return None
+
+
+def parse(data: Any) -> DataReport | None:
+    """A report from JSON; None: this version cannot read it."""
+    try:
+        return DataReport.model_validate(data)
+    except ValidationError:
+        return None
+
+
+def of_run(run_dir: Path) -> list[str]:
+    """The report of a run in words; empty where there is none."""
+    return lines(report) if (report := read(run_dir)) else []
 
 
 def lines(report: DataReport, *, reasons: bool = True, samples: bool = False) -> list[str]:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from launcher.plan import redis_server
+from tests.controller.data.conftest import PLAIN_TEMPLATE, save_tokenizer, write
 from tests.launcher.cli import cosmos
 from tests.launcher.samples import write_job
 
@@ -123,3 +124,39 @@ def test_schema(tmp_path: Path):
     assert cosmos("schema", "-o", tmp_path / "s.json").returncode == 0
     assert (tmp_path / "s.json").read_text() == run.stdout
     cosmos("schema", "-o", tmp_path / "none" / "s.json").complains(2, "cannot be written")
+
+
+def test_the_data_is_read_and_reported_on_request(tmp_path: Path):
+    path = write_job(tmp_path)
+    save_tokenizer(tmp_path / "model", PLAIN_TEMPLATE)
+    rows = [{"prompt": f"{n} + 1 = ?", "answer": str(n + 1)} for n in range(20)]
+    data = write(
+        tmp_path / "data.jsonl", [*rows, {"prompt": "", "answer": "2"}, {"prompt": "?", "answer": ""}]
+    )
+    said = cosmos("validate", "--data", path).says(
+        0,
+        f"train: 22 rows of {data}, 21 kept, 1 left out, 1 without a reference; tokens of a prompt: ",
+        "train: 1 left out, an empty prompt: row 21",
+        "train, as the model reads it:\n<|im_start|>user\n0 + 1 = ?<|im_end|>",
+        "is valid",
+    )
+    assert "error" not in said.stderr
+    write(tmp_path / "data.jsonl", [rows[0], {"prompt": 3, "answer": "2"}, {"prompt": None, "answer": "2"}])
+    found = json.loads(cosmos("validate", "--data", "--json", path).complains(2).stdout)
+    assert (found["valid"], found["problems"]) == (False, [])
+    assert found["data"]["error"].startswith("2 rows cannot be used; the first: ")
+    first, second = found["data"]["files"]["train"]["bad"]["first"]
+    assert ("row 2: " in first, "row 3: " in second) == (True, True)
+    said = cosmos("validate", "--data", path).complains(2, "row 2", "row 3", "the data cannot be used")
+    assert "is valid" not in said.stdout
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_data_of_a_configuration_at_fault_is_not_read(tmp_path: Path):
+    path = write_job(tmp_path)
+    replace(path, "compile = false", "compile = false\nepochs = 3")
+    cosmos("validate", "--data", path).complains(2, "1 mistake; the data was not read")
+    assert "data" not in json.loads(cosmos("validate", "--data", "--json", path).stdout)
+    (tmp_path / "answers.jsonl").write_text('{"prompt": "?", "responses": "4", "data_source": "gsm8k"}\n')
+    (tmp_path / "eval.toml").write_text(f'[evaluation]\ndataset = {{ name = "{tmp_path}/answers.jsonl" }}\n')
+    cosmos("validate", "--data", tmp_path / "eval.toml").says(0, "evaluation: 1 rows of ", ", 1 kept")

@@ -28,7 +28,7 @@ def launch(tmp_path: Path, *options: str, rows: list[dict[str, Any]] = ROWS) -> 
 
 
 def test_scores_are_shown_and_written(tmp_path: Path) -> None:
-    launch(tmp_path).says(0, "gsm8k", "0.7500")
+    launch(tmp_path).says(0, "gsm8k", "0.7500", "data: evaluation: 2 rows of ", ", 2 kept")
     (run,) = (tmp_path / "outputs").iterdir()
     found = json.loads((run / "evaluation.json").read_text())
     assert (found["score"], found["best"], found["errors"]) == (0.75, 1.0, 0)

@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from launcher.job.summary import Collected, Result, out_of_data, rows, table
+from schema.wire.data_report import DataReport, FileReport, Rows
 from schema.wire.messages import LedgerStatus, Phase, StepRecord
 from tests.launcher.samples import job_status, validation
 
@@ -45,6 +46,22 @@ def test_the_table_says_what_changed_and_where_things_are(tmp_path: Path):
     assert found["model"] == str(tmp_path / "final")
     assert found["logs"] == str(tmp_path / "logs")
     assert "loss" not in found, "reward says more, and both would be two answers to one question"
+
+
+def test_what_became_of_the_data_is_one_line(tmp_path: Path):
+    left_out = {"an empty prompt": Rows(count=1_200, first=["a.jsonl, row 3"])}
+    train = FileReport(source="a.jsonl", read=9_000, kept=7_800, left_out=left_out, samples=["long " * 100])
+    DataReport(files={"train": train, "validation": FileReport(source="b.jsonl", read=5, kept=5)}).write(
+        tmp_path
+    )
+    summary = result(tmp_path, full()).summary()
+    expected = (
+        "train: 9,000 rows of a.jsonl, 7,800 kept, 1,200 left out; validation: 5 rows of b.jsonl, 5 kept"
+    )
+    assert dict(rows(summary))["data"] == expected
+    assert "long" not in json.dumps(summary["data"])
+    for other in (None, {"format": 2}, []):  # of an older version, of a newer one
+        assert "data" not in dict(rows({**summary, "data": other}))
 
 
 def test_a_reason_says_itself_how_the_run_ended(tmp_path: Path):
