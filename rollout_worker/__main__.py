@@ -20,7 +20,7 @@ import sys
 
 import uvloop
 
-from controller.client import ControllerError, Unauthorized
+from controller.client import ControllerError, Unauthorized, Unusable
 from rollout_worker.engines.base import EngineConfigError, EngineError
 from rollout_worker.errors import StoreSettingsError, WeightsUnreadableError
 from rollout_worker.rewards.pool import RewardPoolError
@@ -74,7 +74,15 @@ def _run(url: str, token: str, name: str, secret: str, parent: int | None, threa
         log.error("%s", error)
         return CONFIG
     except Unauthorized as error:
-        log.error("%s: COSMOS_TOKEN is not the rollout token of this job", error)
+        log.error(
+            "%s refuses COSMOS_TOKEN: %s; it must be the rollout token of this job, which is in "
+            "RUN_DIR/.tokens/rollout where the job was started",
+            url,
+            error,
+        )
+        return CONFIG
+    except Unusable as error:
+        log.error("COSMOS_CONTROLLER_URL, COSMOS_TOKEN: %s", error)
         return CONFIG
     except JobOverError as error:
         log.info("%s", error)

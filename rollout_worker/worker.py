@@ -41,6 +41,9 @@ log = logging.getLogger(__name__)
 
 REGISTER_PATIENCE = 60.0
 """Seconds to wait for a controller that does not answer before its configuration says how long."""
+REGISTER_SILENCE = 3.0
+"""Seconds without an answer after which that is said."""
+_FIRST = asyncio.FIRST_COMPLETED
 LOOK_S = 0.02
 """How often a draining replica looks whether everything is pushed."""
 
@@ -92,7 +95,17 @@ class Worker:
         registering = asyncio.create_task(self._session.register())
         asked = asyncio.create_task(self.shutdown.wait())
         try:
-            await asyncio.wait((registering, asked), return_when=asyncio.FIRST_COMPLETED)
+            pause = REGISTER_SILENCE
+            while not (await asyncio.wait((registering, asked), timeout=pause, return_when=_FIRST))[0]:
+                if trouble := self._client.trouble:
+                    log.warning(
+                        "no answer from a controller at %s (%s): is COSMOS_CONTROLLER_URL right, and does this "
+                        "machine reach it? Trying for %.0f s in all",
+                        ", ".join(self._client.urls),
+                        trouble,
+                        REGISTER_PATIENCE,
+                    )
+                pause = 3 * REGISTER_SILENCE
             return await registering if registering.done() else None
         finally:
             for task in (registering, asked):

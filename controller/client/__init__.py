@@ -11,6 +11,7 @@ Every call has a time-out. Lost connections, time-outs, 408 and 503 are retried 
     ControllerError
     ├── ControllerLost      no answer for `patience` seconds
     │   └── NotServing      it answers, and says why it cannot serve now: without Redis, or standing by
+    ├── Unusable            no address of a controller, or no token, at the construction of a client
     ├── Untrusted           the certificate of the server is not trusted: nothing was sent
     ├── Unauthorized        the token is missing, wrong, or of another role
     └── Refused             any other problem answer; `.code` says which, `.detail` what to do
@@ -29,9 +30,10 @@ from controller.client.http import (
     Refused,
     Unauthorized,
     Untrusted,
+    Unusable,
 )  # fmt: skip
 
 __all__ = [
     "Answer", "AsyncClient", "Call", "Client", "ControllerError", "ControllerLost", "NotServing", "Refused",
-    "Unauthorized", "Untrusted", "calls",
+    "Unauthorized", "Untrusted", "Unusable", "calls",
 ]  # fmt: skip

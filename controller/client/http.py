@@ -19,6 +19,7 @@ import time
 from functools import lru_cache
 from types import TracebackType
 from typing import Self, TypeVar
+from urllib.parse import urlsplit
 
 import httpx
 from pydantic import ValidationError
@@ -56,6 +57,10 @@ class NotServing(ControllerLost):
         self.detail = detail
 
 
+class Unusable(ControllerError, ValueError):
+    """No address of a controller, or no token: nothing can be asked with it."""
+
+
 class Untrusted(ControllerError):
     """What answers there cannot prove to be the controller."""
 
@@ -74,10 +79,14 @@ class Unauthorized(Refused):
 
 class _Base:
     def __init__(self, url: str, token: str, patience: float, secret: str) -> None:
-        self.urls = [part.strip().rstrip("/") for part in url.split(",") if part.strip()]
+        self.urls = [_address(part.strip()) for part in url.split(",") if part.strip()]
         if not self.urls:
-            raise ValueError("no address of a controller: expected http://host:port, or several with commas")
+            raise Unusable("no address of a controller: expected http://host:port, or several with commas")
+        if not token.isascii() or not token.isprintable() or " " in token:
+            raise Unusable("the token holds characters other than printable ASCII without spaces")
         self.patience = patience
+        self.trouble = "nothing has answered"
+        """Why the newest attempt at a call got no answer; empty: it got one."""
         self._current = 0
         self._headers = {"authorization": f"Bearer {token}"}
         if secret:
@@ -104,6 +113,7 @@ class _Base:
         )
 
     def _read(self, call: Call[T], response: httpx.Response) -> T:
+        self.trouble = ""
         if response.is_success:
             try:
                 return call.read(Answer(response.status_code, response.content))
@@ -113,6 +123,18 @@ class _Base:
                     f"(is the controller of another version?): {error}"
                 ) from None
         raise _problem(call, response)
+
+
+def _address(url: str) -> str:
+    """One address, without a slash at its end. Raises Unusable."""
+    parsed = urlsplit(url)
+    try:
+        known = parsed.scheme in ("http", "https") and parsed.hostname and parsed.port != 0
+    except ValueError:  # a port that is none
+        known = False
+    if not known:
+        raise Unusable(f"{url!r} is not the address of a controller: expected http://host:port")
+    return url.rstrip("/")
 
 
 class _Attempts:
@@ -130,6 +152,7 @@ class _Attempts:
         reason: what a controller that answered said.
         """
         client = self._client
+        client.trouble = cause
         client.leave(url)
         self._made += 1
         if self._made % len(client.urls):
@@ -168,8 +191,9 @@ def _problem(call: Call[T], response: httpx.Response) -> Refused:
     try:
         problem = Problem.model_validate_json(response.content)
     except ValidationError:
-        text = response.text[:300] or response.reason_phrase
-        return Refused(response.status_code, ErrorCode.INTERNAL, f"{call.method} {call.path}: {text}")
+        text = " ".join(response.text[:300].split()) or response.reason_phrase
+        what = f"{response.url.copy_with(path='/', query=None)} does not answer as a controller does"
+        return Refused(response.status_code, ErrorCode.INTERNAL, f"{call.method} {call.path}: {what}: {text}")
     kind = Unauthorized if problem.status in (401, 403) else Refused
     detail = f"{call.method} {call.path}: {problem.detail}"
     return kind(problem.status, problem.code, detail, _retry_after(response))

@@ -79,12 +79,30 @@ def test_sigterm_while_it_boots(stage: Stage) -> None:
 
 
 def test_sigterm_while_no_controller_answers(stage: Stage) -> None:
-    """It waits a minute for a controller that may be starting, but not when it is asked to leave."""
+    """It waits a minute for a controller that may be starting, and says so, but not when it is asked to leave."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         silent.settimeout(PATIENCE)
-        worker = stage.worker_process(f"http://127.0.0.1:{silent.getsockname()[1]}")
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        worker = stage.worker_process(url)
         with silent.accept()[0]:
+            said = (
+                f"no answer from a controller at {url} (nothing has answered): is COSMOS_CONTROLLER_URL right"
+            )
+            until(lambda: said in worker.log.read_text(), "a word about the address")
             assert worker.stop(signal.SIGTERM) == 0, worker.log.read_text()
+
+
+def test_a_wrong_token_or_address_ends_it_with_the_remedy(stage: Stage) -> None:
+    stage.prepare(stage.config(), PROMPTS)
+    served = stage.serve()
+    other = stage.worker_process(served.url, name="rollout-1", COSMOS_TOKEN=TOKENS["user"])
+    wrong = stage.worker_process("head-node:8000")
+    assert (other.wait(), wrong.wait()) == (2, 2)
+    log = other.log.read_text()
+    assert f"{served.url} refuses COSMOS_TOKEN: " in log
+    assert ".tokens/rollout" in log
+    assert TOKENS["user"] not in log
+    assert "'head-node:8000' is not the address of a controller" in wrong.log.read_text()
 
 
 def test_the_controller_dies_and_comes_back_and_at_last_stays_away(stage: Stage) -> None:

@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from controller.client import AsyncClient, Client, ControllerError, ControllerLost, Refused
+from controller.client import AsyncClient, Client, ControllerError, ControllerLost, Refused, Unusable
 from controller.client import calls as api
 
 PATIENCE = 60.0
@@ -68,3 +68,29 @@ def test_without_patience_and_for_good_there_is_one_attempt(
     with answering(status, 200) as (url, left), pytest.raises(error):
         ask(url, 0.0 if status == 503 else PATIENCE, waits=waits)
     assert left == [200]
+
+
+@pytest.mark.parametrize(
+    "url", ["", " , ", "localhost:80", "ftp://h", "http://", "http://h:99999", "http://h:x"]
+)
+def test_what_is_no_address_is_refused_before_it_is_asked(url: str) -> None:
+    with pytest.raises(Unusable, match="address of a controller"):
+        Client(f"http://h:1,{url}" if url.strip(" ,") else url, "token")
+
+
+@pytest.mark.parametrize("token", ["a\nb", "ä", "a b", "a\0"])
+def test_what_no_header_can_hold_is_no_token(token: str) -> None:
+    with pytest.raises(Unusable, match="the token holds characters") as caught:
+        Client("http://h:1", token)
+    assert token not in str(caught.value)
+
+
+def test_another_server_is_named_and_trouble_is_kept() -> None:
+    with answering(503, 404) as (url, _), Client(url, "token", patience=PATIENCE) as client:
+        with pytest.raises(Refused, match=f"{url}/ does not answer as a controller does: Not Found"):
+            client.send(api.ready())
+        assert client.trouble == ""
+    with Client(url, "token") as client:
+        with pytest.raises(ControllerLost):
+            client.send(api.ready())
+        assert "ConnectError" in client.trouble
