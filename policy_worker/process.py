@@ -14,6 +14,7 @@ from types import FrameType
 from policy_worker.errors import SettingsError
 from schema.util.ancestors import descends_from
 from schema.util.exit_watchdog import exit_after
+from schema.util.imports import wait_asleep
 from schema.util.text import configure_logging
 
 log = logging.getLogger(__name__)
@@ -90,6 +91,7 @@ def set_up_logging(rank: int) -> None:
     for noisy in ("httpx", "httpcore", "transformers", "torch.distributed"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    wait_asleep()
 
 
 class ShutdownRequest:

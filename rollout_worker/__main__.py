@@ -27,7 +27,7 @@ from rollout_worker.rewards.pool import RewardPoolError
 from rollout_worker.rewards.registry import RewardConfigError
 from rollout_worker.session import JobOverError, NameTakenError, SupersededError
 from rollout_worker.shutdown import ExitWatchdog
-from schema.util.imports import without_collections
+from schema.util.imports import wait_asleep, without_collections
 from schema.util.text import configure_logging
 from schema.wire.secret import fault
 
@@ -133,6 +133,7 @@ def _set_up_logging() -> None:
 
 def _set_up_libraries(threads: int | None) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    wait_asleep()
     if threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(threads)
         import torch

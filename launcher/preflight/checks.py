@@ -208,6 +208,12 @@ def _check_gpus(config: Config, machine: Machine, findings: Findings) -> None:
         hint = "start it where the GPUs are, or write policy.parallelism.dp_shard_size = 1 and "
         hint += "rollout.parallelism.n_init_replicas = 1"
         findings.warnings.append(Problem("", message, hint=hint))
+    processes = wanted.policy_replicas * wanted.policy_ranks + wanted.rollout_replicas
+    threads, fair = config.launcher.cpu_threads, max(1, machine.cores // processes)
+    if not machine.gpus and threads and threads > fair:
+        message = f"{processes} worker processes of {threads} threads share {machine.cores} cores"
+        hint = f"leave it out: {fair} each, which is faster"
+        findings.warnings.append(Problem("launcher.cpu_threads", message, threads, hint))
 
 
 # ---- disk -------------------------------------------------------------------------------------------------

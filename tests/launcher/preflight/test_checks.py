@@ -114,6 +114,17 @@ def test_a_job_for_gpus_is_a_warning_where_there_are_none(tmp_path: Path):
     assert check_machine(large, Machine(64, tuple("01234"))).warnings == []
 
 
+def test_more_threads_than_cores_are_a_warning(tmp_path: Path):
+    two = job(tmp_path, launcher={"cpu_threads": 2})
+    (warning,) = check_machine(two, Machine(2)).warnings
+    assert (warning.key, warning.value) == ("launcher.cpu_threads", 2)
+    assert warning.message == "2 worker processes of 2 threads share 2 cores"
+    assert warning.hint.startswith("leave it out: 1 each")
+    for machine in (Machine(4), Machine(2, ("0", "1"))):
+        assert check_machine(two, machine).warnings == []
+    assert check_machine(job(tmp_path, launcher={"cpu_threads": 1}), Machine(1)).warnings == []
+
+
 HOPPER, AMPERE, BLACKWELL = (9, 0), (8, 0), (10, 0)
 
 
