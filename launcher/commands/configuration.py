@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -28,8 +25,6 @@ if TYPE_CHECKING:
     from schema.config import Config
     from schema.wire.data_report import DataReport
 
-_OF_OURS = re.compile(r"\d{4}-\d\d-\d\d [\d:,]+ [A-Z]+ [\w.]+: (.*)")
-"""A line of a log. Others are what the user's own code has printed."""
 READING = 3600.0
 """Seconds to read the data, which may have to be downloaded."""
 Output = Annotated[
@@ -102,6 +97,7 @@ def _read_data(config: Config) -> DataReport:
     import tempfile
 
     from launcher.paths import resolved
+    from launcher.processes.step import run_step
     from schema.wire import data_report
 
     module = "controller.data.evaluation" if config.is_evaluation else "controller.data.prepare"
@@ -114,42 +110,6 @@ def _read_data(config: Config) -> DataReport:
     if found is None:
         raise LaunchError("the report of the data cannot be read")
     return found
-
-
-def run_step(
-    directory: Path, module: str, arguments: Sequence[str], limit: float, result: str = ""
-) -> list[str]:
-    """Run a step; answers what it wrote to standard error. Raises LaunchError where it has no result.
-
-    limit: in seconds. result: the file that says that it has ended, whatever its exit code; "": that is 0.
-    """
-    import subprocess
-
-    from launcher.plan.credentials import credentials_of
-    from launcher.plan.rundir import base_environment
-    from launcher.restarts import Role
-
-    argv = [sys.executable, "-P", "-m", module, "--run-dir", str(directory), *arguments]
-    given = credentials_of(Role.DATA, base_environment(os.environ))
-    try:
-        ended = subprocess.run(
-            argv,
-            env={**given, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            timeout=limit,
-            check=False,
-            encoding="utf-8",
-            errors="replace",
-        )
-    except subprocess.TimeoutExpired:
-        raise LaunchError(f"{module} has not ended within {limit:g} s") from None
-    said = ended.stderr.splitlines()
-    if not (directory / result).exists() if result else ended.returncode:
-        logged = [found[1] for line in said if (found := _OF_OURS.match(line))]
-        reason = logged[-1] if logged else "\n".join(said[-20:]) or f"exit code {ended.returncode}"
-        raise LaunchError(reason, exit_code=EXIT_CONFIG)
-    return said
 
 
 def _print_data(report: DataReport) -> None:

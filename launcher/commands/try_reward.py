@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,7 +18,8 @@ import typer
 
 from launcher.commands.options import AsJson, Configs, Overrides, print_json, printable
 from launcher.errors import LaunchError
-from launcher.restarts import EXIT_CONFIG, EXIT_FAILED, EXIT_OK
+from launcher.processes.step import not_logged, run_step
+from launcher.restarts import EXIT_FAILED, EXIT_OK
 
 READING = 600.0
 """Seconds to read the rows, which may have to be downloaded."""
@@ -30,8 +29,6 @@ WIDEST = 44
 """Characters of an answer in the table."""
 MOST_PRINTED = 200
 """Lines, the last ones, of what the functions have printed."""
-_OF_OURS = re.compile(r"\d{4}-\d\d-\d\d [\d:,]+ [A-Z]+ [\w.]+: (.*)")
-"""A line of a log. Others are what the functions have printed."""
 _MODEL = "policy.model_name_or_path"
 Record = dict[str, Any]
 
@@ -74,7 +71,8 @@ def try_reward(
         directory = Path(name)
         (directory / "data").mkdir()
         (directory / "config.json").write_text(json.dumps(data), encoding="utf-8")
-        _step(directory, data, "controller.data.first_rows", ["--rows", str(count)], READING)
+        rewards = data["reward"]["environment"]
+        run_step(directory, "controller.data.first_rows", ["--rows", str(count)], READING, rewards=rewards)
         found = [json.loads(line) for line in _lines(directory / "data" / "rows.jsonl")]
         if given is not None and len(found) < count:
             raise LaunchError(f"{answers} has {count} answers, and the training data {len(found)} rows")
@@ -166,7 +164,8 @@ def _score(
     ]
     (directory / "data" / "evaluation.jsonl").write_text("\n".join(lines_) + "\n", encoding="utf-8")
     limit = STARTING + data["reward"]["timeout"] * sum(map(len, tried))
-    said = _step(directory, data, "rollout_worker.evaluate", [], limit, result="scores.jsonl")
+    given = data["reward"]["environment"]
+    said = run_step(directory, "rollout_worker.evaluate", [], limit, result="scores.jsonl", rewards=given)
     scored = []
     for line, texts in zip(_lines(directory / "scores.jsonl"), tried, strict=True):
         found = json.loads(line)
@@ -174,42 +173,7 @@ def _score(
         for (kind, text), rewards, score, seconds, error in zip(texts.items(), *columns, strict=True):
             values = {"rewards": rewards, "score": score, "seconds": seconds, "error": error}
             scored.append({"row": found["key"], "kind": kind, "completion": text, **values})
-    return scored, [line for line in said if not _OF_OURS.match(line)][-MOST_PRINTED:]
-
-
-def _step(
-    directory: Path, data: Record, module: str, arguments: Sequence[str], limit: float, result: str = ""
-) -> list[str]:
-    """Run a step; answers what it wrote to standard error. Raises LaunchError where it has no result.
-
-    result: the file that says that it has ended, whatever its exit code; "": that is 0.
-    """
-    import subprocess
-
-    from launcher.plan.credentials import credentials_of
-    from launcher.plan.rundir import base_environment
-    from launcher.restarts import Role
-
-    argv = [sys.executable, "-P", "-m", module, "--run-dir", str(directory), *arguments]
-    given = credentials_of(Role.DATA, base_environment(os.environ), rewards=data["reward"]["environment"])
-    try:
-        ended = subprocess.run(
-            argv,
-            env=given,
-            stderr=subprocess.PIPE,
-            timeout=limit,
-            check=False,
-            encoding="utf-8",
-            errors="replace",
-        )
-    except subprocess.TimeoutExpired:
-        raise LaunchError(f"{module} has not ended within {limit:g} s") from None
-    said = ended.stderr.splitlines()
-    if not (directory / result).exists() if result else ended.returncode:
-        logged = [found[1] for line in said if (found := _OF_OURS.match(line))]
-        reason = logged[-1] if logged else "\n".join(said[-20:]) or f"exit code {ended.returncode}"
-        raise LaunchError(reason, exit_code=EXIT_CONFIG)
-    return said
+    return scored, not_logged(said)[-MOST_PRINTED:]
 
 
 # ---- text -------------------------------------------------------------------------------------------------

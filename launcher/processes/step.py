@@ -1,0 +1,59 @@
+"""One step of a job, run by a command alone: a process to its end, in a temporary run directory."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from launcher.errors import LaunchError
+
+_OF_OURS = re.compile(r"\d{4}-\d\d-\d\d [\d:,]+ [A-Z]+ [\w.]+: (.*)")
+"""A line of a log. Others are what the user's own code has printed."""
+
+
+def run_step(
+    directory: Path,
+    module: str,
+    arguments: Sequence[str],
+    limit: float,
+    *,
+    result: str = "",
+    rewards: Sequence[str] = (),
+) -> list[str]:
+    """Run a step; answers what it wrote to standard error. Raises LaunchError where it has no result.
+
+    limit: in seconds. result: the file that says that it has ended, whatever its exit code; "": that is 0.
+    rewards: variables of `reward.environment`.
+    """
+    import subprocess  # with the next two 100 ms that a command which runs no step need not spend
+
+    from launcher.plan.credentials import credentials_of
+    from launcher.plan.rundir import base_environment
+    from launcher.restarts import Role
+
+    argv = [sys.executable, "-P", "-m", module, "--run-dir", str(directory), *arguments]
+    try:
+        ended = subprocess.run(
+            argv,
+            env=credentials_of(Role.DATA, base_environment(os.environ), rewards=rewards),
+            stderr=subprocess.PIPE,
+            timeout=limit,
+            check=False,
+            encoding="utf-8",
+            errors="replace",
+        )
+    except subprocess.TimeoutExpired:
+        raise LaunchError(f"{module} has not ended within {limit:g} s") from None
+    said = ended.stderr.splitlines()
+    if not (directory / result).exists() if result else ended.returncode:
+        logged = [found[1] for line in said if (found := _OF_OURS.match(line))]
+        raise LaunchError(logged[-1] if logged else "\n".join(said[-20:]) or f"exit code {ended.returncode}")
+    return said
+
+
+def not_logged(said: Iterable[str]) -> list[str]:
+    """The lines that are not of our logs."""
+    return [line for line in said if not _OF_OURS.match(line)]
