@@ -25,6 +25,9 @@ def score(completion: str, row: dict) -> float:
 '''
 """A reward function that suits the data of every recipe of reinforcement: the last number is the answer."""
 
+BOXED = r"Reason step by step, and put the final answer in \boxed{}."
+"""The system prompt of recipes whose reward is `boxed_math`: an answer that is not boxed is worth nothing."""
+
 GPU_MODEL, CPU_MODEL = "Qwen/Qwen3-1.7B", "Qwen/Qwen3-0.6B"
 
 
@@ -75,6 +78,7 @@ class Recipe:
             "commands": commands(file, scores=not self.supervised),
             "reward": str(Path(file).with_name(REWARD_FILE)),
             "fit": self.words(fit),
+            "system": BOXED,
             "shards": str(self._shards(fit)),
             "rollouts": str(fit.rollout_gpus if fit.gpus > 1 else 1),
             "engine": fit.engine,
@@ -189,6 +193,7 @@ GRPO = """\
 [train.train_policy]
 type = "grpo"
 prompt_column_name = "question" # a text, or a list of {role, content}
+system_prompt = '$system' # asks for what the reward checks
 response_column_name = "answer" # what the reward functions compare with
 reward_function = { boxed_math = 1.0 } # or your own: { "$reward:score" = 1.0 }
 allowed_outdated_steps = $stale # no token is trained on that is older; 0: on-policy

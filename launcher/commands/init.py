@@ -11,13 +11,14 @@ Nothing that is there is replaced without --force, and nothing is written unless
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from launcher.commands.options import AsJson, report
 from launcher.recipes import RECIPES, REWARD, REWARD_FILE, Fit, Recipe
 from launcher.errors import LaunchError
 
@@ -35,7 +36,10 @@ def init(
     ] = Path("run.toml"),
     model: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="A model in place of the recipe's: a directory or a name."),
+        typer.Option(
+            metavar="NAME",
+            help="A model in place of the recipe's: a directory, there already or not, or a name.",
+        ),
     ] = None,
     gpus: Annotated[
         int | None, typer.Option(min=0, help="GPUs to write it for. Default: those found.")
@@ -44,14 +48,15 @@ def init(
         str | None, typer.Option(metavar="vllm|transformers", help="Default: vllm where it is installed.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Write a commented configuration to start from."""
     if recipe is None:
-        typer.echo("\n".join(listing()))
+        recipes = {name: found.title for name, found in RECIPES.items()}
+        report(as_json, "\n".join(listing()), recipes=recipes)
         return
-    request = Request(recipe, output, model or "", gpus, engine or "", force)
-    for line in start(request, os.environ):
-        typer.echo(line)
+    written = start(Request(recipe, output, model or "", gpus, engine or "", force), os.environ)
+    report(as_json, "\n".join(lines(written)), **asdict(written))
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +71,33 @@ class Request:
     force: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What was made. files: what each is, by its path; empty where the configuration goes to the screen.
+
+    fits: the machine. notes: what is to be known. commands: what to do next.
+    """
+
+    recipe: str
+    fits: str
+    configuration: str
+    files: dict[str, str]
+    notes: list[str]
+    commands: list[str]
+
+
+def lines(written: Written) -> list[str]:
+    """What was made, for people."""
+    if not written.files:
+        return [written.configuration.rstrip("\n")]
+    return [
+        *(f"{path}: {what}" for path, what in written.files.items()),
+        *(f"note: {note}" for note in written.notes),
+        "",
+        *written.commands,
+    ]
+
+
 def listing() -> list[str]:
     """The recipes, for people."""
     size = max(map(len, RECIPES)) + 2
@@ -73,12 +105,9 @@ def listing() -> list[str]:
     return ["Recipes:", *rows, "", "cosmos-launch init grpo -o run.toml", "cosmos-launch init addition-sft"]
 
 
-def start(request: Request, env: Mapping[str, str]) -> Iterator[str]:
-    """Write everything; yields what to say. Raises LaunchError (nothing was written), ConfigError."""
-    import tomllib
-
+def start(request: Request, env: Mapping[str, str]) -> Written:
+    """Write everything. Raises LaunchError (nothing was written), ConfigError."""
     from launcher.commands.tiny_model import write_tiny_model
-    from schema.config import check_config
 
     recipe = _recipe(request.recipe)
     fit = fit_of(request, env)
@@ -90,37 +119,59 @@ def start(request: Request, env: Mapping[str, str]) -> Iterator[str]:
         model = _trained_model()
     text = recipe.text(fit, name, model)
     makes_model = recipe.makes_model and not request.model
+    notes = _absent(request.model)
     if to_screen and makes_model:
         raise LaunchError(
             f"{recipe.name} makes a model next to its file, and -o - does not write one",
-            "-o run.toml, or name a model that is there with --model",
+            "-o run.toml, or name a model with --model",
         )
     if to_screen:
-        yield text.rstrip("\n")
-        return
+        return Written(recipe.name, recipe.words(fit), text, {}, notes, [])
     _check_places(request, model_dir if makes_model else None)
+    files = {name: f"{recipe.name}, for {recipe.words(fit)}"}
     try:
         request.output.parent.mkdir(parents=True, exist_ok=True)
         if makes_model:
             write_tiny_model(model_dir)
-        check_config(tomllib.loads(text))
+            files[str(model_dir)] = "the model that it trains, 0.33M random parameters"
+        _check(text, model_is_absent=bool(notes))
         request.output.write_text(text, encoding="utf-8")
-        schema = _write_schema(request.output.with_name(SCHEMA_FILE))
-        reward = "" if recipe.supervised else _write_reward(request.output)
+        for path, what in (
+            (request.output.with_name(SCHEMA_FILE), _write_schema(request.output.with_name(SCHEMA_FILE))),
+            (
+                request.output.with_name(REWARD_FILE),
+                "" if recipe.supervised else _write_reward(request.output),
+            ),
+        ):
+            files |= {str(path): what} if what else {}
     except OSError as error:
         raise LaunchError(f"{error.filename or request.output} cannot be written: {error.strerror}") from None
-    yield f"{request.output}: {recipe.name}, for {recipe.words(fit)}"
-    if makes_model:
-        yield f"{model_dir}: the model that it trains, 0.33M random parameters"
-    if schema:
-        yield f"{request.output.with_name(SCHEMA_FILE)}: {schema}"
-    if reward:
-        yield f"{request.output.with_name(REWARD_FILE)}: {reward}"
-    yield ""
-    yield f"cosmos-launch validate {request.output}"
-    if reward:
-        yield f"cosmos-launch try-reward {request.output}"
-    yield f"cosmos-launch --config {request.output}"
+    commands = [f"cosmos-launch validate {name}", f"cosmos-launch --config {name}"]
+    if not recipe.supervised:
+        commands.insert(1, f"cosmos-launch try-reward {name}")
+    return Written(recipe.name, recipe.words(fit), text, files, notes, commands)
+
+
+def _absent(model: str) -> list[str]:
+    """A note where a model is a path at which nothing is yet: it may be copied or trained until the start."""
+    from schema.config.paths import exists, local_path
+
+    path = local_path(model) if model and not model.startswith("~") else None
+    if path is None or exists(path):
+        return []
+    return [f"{model} is not there yet: validate and a start refuse it until it is"]
+
+
+def _check(text: str, model_is_absent: bool) -> None:
+    """Raises ConfigError: a recipe that this machine, or the model, does not suit."""
+    import tomllib
+
+    from schema.config import check_config
+
+    data = tomllib.loads(text)
+    if model_is_absent:
+        data["policy"]["model_name_or_path"] = "any/model"
+    check_config(data)
 
 
 def fit_of(request: Request, env: Mapping[str, str]) -> Fit:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import runpy
 import tomllib
 from pathlib import Path
 
@@ -9,15 +11,19 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from launcher.commands.init import Request, fit_of, listing, start
+from controller.data.prepare import prepare
+from controller.data.tokenizer import PromptTokenizer
+from launcher.commands.init import Request, fit_of, lines, listing, start
 from launcher.recipes import RECIPES, Fit
 from launcher.commands.tiny_model import END, byte_characters, write_tiny_model
 from launcher.errors import LaunchError
 from launcher.plan.machine import Machine
 from launcher.plan.placement import place
 from rollout_worker.rewards.registry import resolve
-from schema.config import load_config
+from schema.config import ConfigError, load_config
 from schema.config.reference import export
+from schema.wire.prompts import PromptFile
+from tests.controller.data.conftest import PLAIN_TEMPLATE, save_tokenizer, write
 from tests.launcher.cli import cosmos
 from tests.support.effort import combinations
 
@@ -33,7 +39,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def begin(recipe: str, output: str = "run.toml", **options: object) -> list[str]:
-    return list(start(Request(recipe, Path(output), **options), {"CUDA_VISIBLE_DEVICES": ""}))  # type: ignore[arg-type]
+    return lines(start(Request(recipe, Path(output), **options), {"CUDA_VISIBLE_DEVICES": ""}))  # type: ignore[arg-type]
 
 
 MACHINES = combinations([0, 1, 2, 3, 8, 100], ["transformers", "vllm"])
@@ -145,9 +151,68 @@ def test_a_model_of_ones_own(here: Path) -> None:
     assert load_config("run.toml").policy.model_name_or_path == "owner/name"
     begin("addition-sft", "b.toml", model="owner/name")
     assert not Path("b-model").exists()
-    with pytest.raises(ValueError, match=r"nowhere does not exist"):
-        begin("grpo", "c.toml", model="./nowhere")
-    assert not Path("c.toml").exists()
+
+
+def test_a_model_may_come_later(here: Path) -> None:
+    said = begin("grpo", "a/c.toml", model="./later")
+    assert "note: ./later is not there yet: validate and a start refuse it until it is" in said
+    with pytest.raises(ConfigError, match="later does not exist"):
+        load_config("a/c.toml")
+    write_tiny_model(Path("later"))
+    load_config("a/c.toml", ["rollout.max_response_length=64", "policy.model_max_length=256"])
+    Path("empty").mkdir()
+    for wrong in ("~/model", "empty"):
+        with pytest.raises(ConfigError, match="model_name_or_path"):
+            begin("grpo", "d.toml", model=wrong)
+    assert not Path("d.toml").exists()
+
+
+BOXED_RECIPES = [name for name, recipe in RECIPES.items() if not (recipe.supervised or recipe.is_tiny)]
+
+
+@pytest.mark.parametrize("name", BOXED_RECIPES)
+def test_the_prompt_asks_for_what_the_reward_checks(here: Path, name: str) -> None:
+    """The form that the model is shown, filled in as it says, is worth everything; the same answer bare nothing."""
+    begin(name, gpus=0, engine="transformers")
+    row = {"question": "Natalia sold 48 and then 24. In all?", "answer": "48 + 24 = 72\n#### 72"}
+    model, data = save_tokenizer(here / "model", PLAIN_TEMPLATE), write(here / "rows.jsonl", [row])
+    (model / "config.json").write_text("{}")
+    dataset = f'{{ name = "{data}" }}'
+    config = load_config(
+        "run.toml",
+        [
+            f"policy.model_name_or_path={model}",
+            f"train.train_policy.dataset={dataset}",
+            "validation.enable=false",
+        ],
+    )
+    prepare(config, here)
+    file = PromptFile(here / "data" / "train.safetensors")
+    prompt = PromptTokenizer.of(config).decode(file.token_ids(0))
+    assert row["question"] in prompt
+    form = r"\boxed{}"
+    assert form in prompt
+    (reward,) = config.grpo.reward_weights
+    own = runpy.run_path("reward.py")["score"]
+    for text, worth in ((form.replace("{}", "{72}"), 1.0), (form.replace("{}", "{24}"), 0.0), ("72", 0.0)):
+        assert resolve(reward, {})(f"48 and 24 are 72. The answer is {text}", file.row(0)) == worth, text
+        if text != "72":
+            assert own(f"48 and 24 are 72. The answer is {text}", file.row(0)) == worth, text
+
+
+def test_what_was_written_for_programs(here: Path) -> None:
+    found = json.loads(cosmos("init", "grpo", "-o", "a/b.toml", "--model", "./later", "--json").stdout)
+    assert found["recipe"] == "grpo"
+    assert list(found["files"]) == ["a/b.toml", "a/config.schema.json", "a/reward.py"]
+    assert found["configuration"] == Path("a/b.toml").read_text()
+    assert found["commands"][-1] == "cosmos-launch --config a/b.toml"
+    assert "./later is not there yet" in found["notes"][0]
+    printed = json.loads(cosmos("init", "gspo", "-o", "-", "--json").stdout)
+    assert (printed["files"], tomllib.loads(printed["configuration"])["rollout"]["n_generation"] > 0) == (
+        {},
+        True,
+    )
+    assert json.loads(cosmos("init", "--json").stdout)["recipes"].keys() == RECIPES.keys()
 
 
 def test_directories_are_made_and_places_that_cannot_be_written_are_named(here: Path) -> None:
