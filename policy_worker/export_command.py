@@ -16,6 +16,7 @@ import logging
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -49,20 +50,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default="")
     parser.add_argument("--config", type=Path, default=None)
     parser.add_argument("--force", action="store_true")
+    parser.add_argument("--json", action="store_true")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     try:
         found = found_at(given.checkpoint)
         _check_target(given.output, given.force)
-        export(found, given.output, given.dtype, given.model, given.config)
+        with redirect_stdout(sys.stderr if given.json else sys.stdout):
+            export(found, given.output, given.dtype, given.model, given.config)
     except PolicyError as error:
         sys.stderr.write(f"error: {error}\n")
         return SettingsError.exit_code
     except OSError as error:
         sys.stderr.write(f"error: {error.filename or given.output}: {error.strerror or error}\n")
         return 1
-    sys.stdout.write(f"{given.output}: {found.manifest.architecture} after {found.step} steps\n")
+    if given.json:
+        sys.stdout.write(json.dumps(_written(found, given.output), indent=2) + "\n")
+    else:
+        sys.stdout.write(f"{given.output}: {found.manifest.architecture} after {found.step} steps\n")
     return 0
+
+
+def _written(found: Found, target: Path) -> dict[str, Any]:
+    """What was written, for programs. files: sizes in bytes by name."""
+    return {
+        "model": str(target),
+        "checkpoint": str(found.path),
+        "architecture": found.manifest.architecture,
+        "step": found.step,
+        "files": {path.name: path.stat().st_size for path in sorted(target.iterdir())},
+    }
 
 
 def _check_target(target: Path, force: bool) -> None:

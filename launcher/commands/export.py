@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from launcher.commands.options import AsJson
 from launcher.errors import LaunchError
 from launcher.plan.checkpoints import newest_checkpoint
 
@@ -42,6 +43,7 @@ def export(
         typer.Option("--config", help="The run's config.json, where the checkpoint was moved away from it."),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace what is at DIR.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Make a model for transformers out of a checkpoint: safetensors, config, tokenizer, generation config.
 
@@ -64,7 +66,7 @@ def export(
     command = [sys.executable, "-P", "-m", "policy_worker.export_command", str(checkpoint), str(output)]
     for name, value in (("--dtype", dtype), ("--model", model), ("--config", config)):
         command += [name, str(value)] if value else []
-    command += ["--force"] if force else []
+    command += ["--force"] * force + ["--json"] * as_json
     env = {**base_environment(os.environ), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     import subprocess
 

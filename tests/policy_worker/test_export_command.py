@@ -104,6 +104,16 @@ def test_types_and_what_is_there_already(run_dir: Path, tmp_path: Path, export: 
     assert (again.code, "--force" in again.err) == (2, True)
     assert export(run_dir, tmp_path / "model", "--force", "--dtype", "bfloat16").code == 0
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").dtype == torch.bfloat16
+    told = export(run_dir, tmp_path / "model", "--force", "--json")
+    found = json.loads(told.out)
+    assert (found["model"], found["architecture"], found["step"]) == (
+        str(tmp_path / "model"),
+        "Qwen3ForCausalLM",
+        0,
+    )
+    assert Path(found["checkpoint"]).parent == run_dir / "checkpoints"
+    assert found["files"] == {path.name: path.stat().st_size for path in (tmp_path / "model").iterdir()}
+    assert "100 %" in told.err
 
 
 def copy_of(run_dir: Path, tmp_path: Path) -> Path:
