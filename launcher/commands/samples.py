@@ -56,7 +56,9 @@ def samples(
     if as_json:
         print_json([record.model_dump(mode="json") for record in found])
     else:
-        typer.echo("\n\n".join(text(record, None if full else SHORT) for record in found) or _nothing(errors))
+        typer.echo(
+            "\n\n".join(text(record, None if full else SHORT) for record in found) or _nothing(target, errors)
+        )
     raise typer.Exit(0 if found else 1)
 
 
@@ -74,7 +76,9 @@ def _find(
     return sample_file.find(folder, kind=kind, step=step, order=order, limit=limit)
 
 
-def _nothing(errors: bool) -> str:
+def _nothing(target: Target, errors: bool) -> str:
+    if target.run is not None and not target.run.is_alive() and not (target.run.path / "samples").is_dir():
+        return f"{target.name} has kept no samples: logging.sample_groups is 0, no step was trained, or it is old"
     if errors:
         return "no sample has failed"
     return (

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -112,6 +114,18 @@ class Course:
     steps: list[StepRecord] = field(default_factory=list)
     validations: list[ValidationRecord] = field(default_factory=list)
 
+    @classmethod
+    def from_records(cls, summary: Mapping[str, Any]) -> Course:
+        """From the `steps` and `validations` of a summary; empty where it has none that this version can read."""
+        try:
+            steps = [StepRecord.model_validate(record) for record in summary.get("steps") or []]
+            validations = [
+                ValidationRecord.model_validate(record) for record in summary.get("validations") or []
+            ]
+        except ValidationError:
+            return cls()
+        return cls(steps, validations)
+
     def add(self, event: Event) -> int | None:
         """Take an event in. Returns the step from which on all was undone; None: nothing was."""
         undone = None
@@ -138,8 +152,9 @@ class Course:
 
 
 def course(events: Iterable[Event]) -> Course:
-    """What a run has come to."""
+    """What a run has come to; events whose data another version wrote are passed over."""
     found = Course()
     for event in events:
-        found.add(event)
+        with suppress(KeyError, ValidationError):
+            found.add(event)
     return found
