@@ -26,6 +26,8 @@ _DEFAULTS = {
     "filter_overlong_prompts": False,
     "truncation": "error",
     "trust_remote_code": False,
+    # Not given to the template at all, which thinks then, if it can.
+    "apply_chat_template_kwargs.enable_thinking": True,
 }
 
 

@@ -458,3 +458,9 @@ def test_kinds_are_detected() -> None:
         "verl_translated": "sft",
     }
     assert set(kinds.values()) == set(READER.kinds)
+
+
+@pytest.mark.parametrize(("written", "thinks"), [("", True), ("true", True), ("false", False)])
+def test_a_template_thinks_unless_it_is_told_not_to(written: str, thinks: bool) -> None:
+    text = f"data: {{apply_chat_template_kwargs: {{enable_thinking: {written}}}}}" if written else ""
+    assert value_of(rl(text), "rollout.multi_turn_config.enable_thinking") is thinks
