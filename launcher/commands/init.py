@@ -19,8 +19,8 @@ from typing import Annotated
 import typer
 
 from launcher.commands.options import AsJson, report
-from launcher.recipes import RECIPES, REWARD, REWARD_FILE, Fit, Recipe
 from launcher.errors import LaunchError
+from launcher.recipes import RECIPES, REWARD, REWARD_FILE, Fit, Recipe
 
 SCHEMA_FILE = "config.schema.json"
 STDOUT = Path("-")

@@ -14,11 +14,11 @@ from safetensors.numpy import load_file
 from controller.data.prepare import prepare
 from controller.data.tokenizer import PromptTokenizer
 from launcher.commands.init import Request, fit_of, lines, listing, start
-from launcher.recipes import RECIPES, Fit
 from launcher.commands.tiny_model import END, byte_characters, write_tiny_model
 from launcher.errors import LaunchError
 from launcher.plan.machine import Machine
 from launcher.plan.placement import place
+from launcher.recipes import RECIPES, Fit
 from rollout_worker.rewards.registry import resolve
 from schema.config import ConfigError, load_config
 from schema.config.reference import export
