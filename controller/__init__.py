@@ -12,8 +12,9 @@
          │
     store        Redis: `Job.stage` names what changed, one transaction at a time writes it, then the call is answered
 
-Also here: `client` (what other packages import), `data` (datasets to indexed files, before a job), `server` (the
-process), `notify` (long polls), `errors` (what is raised).
+Also here: `dashboard` (pages for a browser, and run directories without a job), `client` (what other packages
+import), `data` (datasets to indexed files, before a job), `server` (the process), `notify` (long polls), `errors`
+(what is raised).
 
 All paths below begin with /v1, except those of health and metrics; decisions are in modules of `ledger` and `state`:
 
@@ -47,6 +48,10 @@ All paths below begin with /v1, except those of health and metrics; decisions ar
 | GET /steps, /validations        | nothing                                   | (routes)     | step_log, validation  |
 | GET /checkpoints/…/ledger       | nothing                                   | (routes)     | checkpoint            |
 | GET /events                     | nothing                                   | events       | event_log             |
+| /session                        | nothing: a token becomes a cookie         | (routes)     |                       |
+| GET /overview, /curves          | nothing                                   | dashboard    | step_log              |
+| GET /timeline, /samples/steps   | nothing                                   | dashboard    |                       |
+| GET /logs, /logs/…              | nothing                                   | dashboard    |                       |
 | /config, /config/…              | nothing                                   | (routes)     |                       |
 | /openapi.json, /metrics         | nothing                                   | (routes)     |                       |
 | /healthz, /readyz               | nothing                                   | (routes)     |                       |

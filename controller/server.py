@@ -50,8 +50,8 @@ KEEP_ALIVE_SECONDS = 75
 PARENT_CHECK = 1.0
 GC_THRESHOLDS = 50_000, 20, 50
 """Collections are rare: hardly anything here is part of a cycle, and looking through a long queue takes time."""
-ALWAYS = [("x-content-type-options", "nosniff"), ("cache-control", "no-store")]
-"""Headers of every answer: a sample's content is not a web page, and nothing of a job belongs in a cache."""
+ALWAYS = [("x-content-type-options", "nosniff")]
+"""Headers of every answer: a sample's content is not a web page."""
 _NOT_IN_ID = re.compile(r"[^A-Za-z0-9._-]")
 """What a job id, which is part of every key in Redis, may not hold."""
 _JOB_ID = re.compile(r"[A-Za-z0-9._-]{1,200}")
@@ -179,7 +179,8 @@ def write_address(settings: Settings, address: str) -> None:
     write_text(path, json.dumps(content) + "\n")
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that listens. Raises `StartError`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a restart must get its port back at once
@@ -213,7 +214,7 @@ async def serve(settings: Settings) -> int:
     gc.set_threshold(*GC_THRESHOLDS)
     door = FrontDoor()
     options = _options(door, settings.config)
-    listener = _bind(settings.host, settings.port)
+    listener = bind(settings.host, settings.port)
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)

@@ -1,6 +1,6 @@
 """The FastAPI application around one controller, and what stands in front of it.
 
-    request ─▶ AuthMiddleware ─▶ LeaderGate ─▶ BodyLimit ─▶ FastPath ─ hot path ──▶ the route's own function
+    request ─▶ Pages ─▶ AuthMiddleware ─▶ LeaderGate ─▶ BodyLimit ─▶ FastPath ─ hot path ──▶ the route's own function
                                                                └────── any other ─▶ FastAPI
 
 The few calls that make up nearly all traffic go past the machinery of the framework. The functions are those that
@@ -25,6 +25,7 @@ from controller.api.leadership import LeaderGate
 from controller.api.limits import BodyLimit
 from controller.api.routes import (
     config,
+    dashboard,
     events,
     health,
     job,
@@ -35,10 +36,11 @@ from controller.api.routes import (
     samples,
     steps,
 )
+from controller.dashboard.pages import Pages
 from controller.services import errors as problems
 from controller.services.controller import Controller
 
-CONCERNS = (replicas, leases, samples, publications, steps, recovery, job, events, config, health)
+CONCERNS = (replicas, leases, samples, publications, steps, recovery, job, events, dashboard, config, health)
 HOT = (("POST", "/v1/leases"), ("POST", "/v1/samples"), ("POST", "/v1/replicas/{replica_id}/heartbeat"))
 """Method and path of the routes, as FastAPI knows them, with at most one parameter."""
 
@@ -61,7 +63,7 @@ def create_app(controller: Controller, tokens: Tokens) -> ASGIApp:
     limited = BodyLimit(
         FastPath(build(controller)), store, config.max_request_bytes, config.max_buffered_bytes
     )
-    return AuthMiddleware(LeaderGate(limited, store), tokens)
+    return Pages(AuthMiddleware(LeaderGate(limited, store), tokens))
 
 
 class FastPath:

@@ -2,6 +2,8 @@
 
     AuthMiddleware ─▶ LeaderGate ─▶ BodyLimit ─▶ routes (each requires the roles that it serves)
 
+A browser that has traded the user's token for a session (`controller.dashboard.session`) is the user.
+
 The launcher makes one token per role and hands each process its own. The user's token reads everything and
 operates the job; the replicas' tokens reach the calls of their role. Behind the middleware there is always a caller
 with a role, whatever the path, so a caller without a token never learns which paths, parameters or jobs
@@ -14,9 +16,11 @@ import hmac
 from collections.abc import Mapping
 from typing import Literal
 
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from controller.dashboard.session import SAFE, Sessions, is_own_page
 from controller.errors import ApiError
 from controller.services.errors import problem, refusal
 from controller.state.replicas import Registry
@@ -27,6 +31,8 @@ Caller = Literal["user", "rollout", "policy"]
 CALLERS: tuple[Caller, ...] = ("user", "rollout", "policy")
 CALLER = "cosmos.caller"
 """Where the middleware leaves, in the scope of a request, who makes it."""
+SESSIONS = "cosmos.sessions"
+"""Where it leaves the sessions of the dashboard."""
 ANYBODY = frozenset(CALLERS)
 USER = frozenset({"user"})
 ROLLOUT = frozenset({"rollout"})
@@ -49,6 +55,10 @@ class Tokens:
             if why := fault(tokens[caller]):
                 raise ValueError(f"the token of {caller} {why}")
         self._tokens = {caller: tokens[caller].encode() for caller in CALLERS}
+
+    @property
+    def user(self) -> str:
+        return self._tokens["user"].decode()
 
     def caller(self, authorization: str | None) -> Caller:
         """Whose token this header carries. Raises `ApiError` (401).
@@ -74,7 +84,7 @@ class AuthMiddleware:
     """ASGI middleware: 431 for heads above the limits, 401 without a valid token."""
 
     def __init__(self, app: ASGIApp, tokens: Tokens) -> None:
-        self._app, self._tokens = app, tokens
+        self._app, self._tokens, self._sessions = app, tokens, Sessions(tokens.user)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -88,13 +98,23 @@ class AuthMiddleware:
             await problem(ErrorCode.TOO_LARGE, detail, status=431)(scope, receive, send)
             return
         if scope["path"] not in OPEN:
-            given = next((value for name, value in headers if name == b"authorization"), None)
             try:
-                scope[CALLER] = self._tokens.caller(None if given is None else given.decode("latin-1"))
+                scope[CALLER], scope[SESSIONS] = self._caller(scope), self._sessions
             except ApiError as error:
                 await refusal(error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+    def _caller(self, scope: Scope) -> Caller:
+        """By the header, else by the session. Raises `ApiError` (401, 403)."""
+        headers = Headers(scope=scope)
+        given = headers.get("authorization")
+        if given is not None or not self._sessions.holds(headers):
+            return self._tokens.caller(given)
+        if scope["method"] not in SAFE and not is_own_page(headers):
+            detail = "a session changes something only from a page of this address: send a token instead"
+            raise ApiError(ErrorCode.FORBIDDEN, detail)
+        return "user"
 
 
 def require(request: Request, allowed: frozenset[str]) -> Caller:

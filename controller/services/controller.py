@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from controller.services.dashboard import DashboardService
 from controller.services.events import EventService
 from controller.services.job import JobService
 from controller.services.leases import LeaseService
@@ -29,11 +30,12 @@ class Controller:
     recovery: RecoveryService
     job_service: JobService
     events: EventService
+    dashboard: DashboardService
     reaper: Reaper
 
     @classmethod
     def of(cls, job: Job) -> Controller:
-        replicas, steps = ReplicaService(job), StepService(job)
+        replicas, steps, status = ReplicaService(job), StepService(job), JobService(job)
         return cls(
             job,
             replicas,
@@ -42,7 +44,8 @@ class Controller:
             steps,
             PublicationService(job, steps),
             RecoveryService(job),
-            JobService(job),
+            status,
             EventService(job),
+            DashboardService(job, status, replicas),
             Reaper(job, replicas),
         )

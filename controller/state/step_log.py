@@ -8,7 +8,7 @@ never count.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +45,18 @@ class _Entry:
         return StepRecord(step=self.step, at=self.at, metrics=dict(zip(self.names, self.values, strict=True)))
 
 
+def _rate(n: int, seconds: float) -> float | None:
+    return n / seconds if seconds > 0 else None
+
+
+DERIVED: dict[str, Callable[[_Entry, float], float | None]] = {
+    "at": lambda now, then: now.at,
+    "samples_per_s": lambda now, then: _rate(now.samples, now.at - then),
+    "tokens_per_s": lambda now, then: _rate(now.tokens, now.at - then),
+}
+"""Curves of an entry and the time of the commit before it: Unix time of the commit, and speeds."""
+
+
 class StepLog:
     """Records of committed steps, in order."""
 
@@ -71,6 +83,22 @@ class StepLog:
 
     def since(self, step: int) -> list[StepRecord]:
         return [entry.record for entry in self._entries if entry.step >= step]
+
+    @property
+    def names(self) -> frozenset[str]:
+        """All metrics that some step has, and the `DERIVED` ones."""
+        return frozenset(DERIVED).union(*self._names) if self._entries else frozenset()
+
+    def curve(self, name: str) -> list[tuple[int, float | None]]:
+        """Step and value of a metric, for each step; None where a step has none. Any thread may ask."""
+        entries = list(self._entries)
+        if name in DERIVED:
+            before = [entries[0].at if entries else 0.0, *(entry.at for entry in entries)]
+            return [(now.step, DERIVED[name](now, then)) for now, then in zip(entries, before, strict=False)]
+        # Nearly all steps share one tuple of names: they are told apart by identity.
+        places = {id(names): names.index(name) for names in list(self._names) if name in names}
+        found = ((entry, places.get(id(entry.names))) for entry in entries)
+        return [(entry.step, None if place is None else entry.values[place]) for entry, place in found]
 
     def _entry(self, record: StepRecord, samples: int, tokens: int) -> _Entry:
         names = tuple(record.metrics)

@@ -120,7 +120,7 @@ def test_no_route_hides_from_the_document(app: FastAPI) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["/no/such/path", "/docs", "/openapi.json", "/v1/steps/no-number/batch", "/"]
+    "path", ["/no/such/path", "/docs", "/openapi.json", "/v1/steps/no-number/batch", "/static/"]
 )
 def test_without_a_token_nobody_learns_which_paths_there_are(http: httpx.Client, path: str) -> None:
     for method in ("GET", "POST", "PUT", "PATCH", "OPTIONS", "TRACE", "HEAD"):

@@ -125,7 +125,7 @@ class ServedController:
     @property
     def body_limit(self) -> BodyLimit:
         """The limit on bodies in front of the routes."""
-        return self._app._app._app  # type: ignore[no-any-return,attr-defined]
+        return self._app._app._app._app  # type: ignore[no-any-return,attr-defined]
 
     @property
     def url(self) -> str:

@@ -1,0 +1,163 @@
+"""`python -m controller.dashboard RUN…`: the dashboard of run directories, several of them overlaid.
+
+It reads, and changes nothing. It listens on this machine alone, and prints a link with a token made for this start;
+SIGINT or SIGTERM ends it. Exit code 2: a directory that cannot be shown, or a port that is taken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import secrets
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import uvicorn
+from fastapi import APIRouter, FastAPI, Query, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from controller.api.auth import USER, AuthMiddleware, Tokens, require
+from controller.api.routes.base import new_router, reply_list
+from controller.api.routes.dashboard import sessions, views
+from controller.api.routes.samples import MOST_FOUND
+from controller.dashboard.pages import Pages
+from controller.dashboard.view import RunView
+from controller.server import ALWAYS, StartError, bind
+from controller.services.errors import install
+from schema.util.text import configure_logging
+from schema.wire import messages as m
+from schema.wire.messages.dashboard import Overview, ShownRun
+from schema.wire.sample_file import Order
+
+HOST = "127.0.0.1"
+BAD_START = 2
+
+
+class RunFiles(RunView):
+    """A run of which nothing is known but its directory."""
+
+    @property
+    def name(self) -> str:
+        return self.run_dir.name
+
+    async def overview(self) -> bytes:
+        """As the run's summary has it; of a run that was killed before it wrote one, what its events say."""
+        summary = await self._read(lambda: self._json("summary.json"))
+        job = summary.get("status") or self._job(await self.config())
+        if reason := summary.get("reason"):
+            job = {**job, "sentence": f"the run is {summary['outcome']}: {reason}"}
+        found = Overview.model_construct(
+            event=self.history.newest,
+            job=job,
+            ledger=summary.get("ledger"),
+            replicas=summary.get("replicas") or [],
+        )
+        return json.dumps(found.__dict__).encode()
+
+    def _job(self, config: dict[str, Any]) -> dict[str, Any]:
+        """As much of a `JobStatus` as there is."""
+        history, last = self.history, self.steps.last
+        said = history.job.get("text", "")
+        versions = list(history.validations.items())
+        return {
+            "name": (config.get("logging") or {}).get("experiment_name") or self.name,
+            "phase": history.job.get("phase", "unknown"),
+            "step": 0 if last is None else last.step + 1,
+            "metrics": {} if last is None else last.metrics,
+            "reward": None if last is None else last.metrics.get("reward_mean"),
+            "validation": {"version": versions[-1][0], "score_mean": versions[-1][1]} if versions else None,
+            "samples_per_s": self.steps.overall().samples_per_s,
+            "tokens_per_s": self.steps.overall().tokens_per_s,
+            "last_error": history.job.get("error"),
+            "alarms": [{"name": name, "text": text} for name, text in history.alarms.items()],
+            "sentence": f"no summary was written: the run is alive, or was killed. Its last word: {said or 'none'}",
+            "updated_at": history.ended,
+        }
+
+
+def run_calls(run: RunFiles, prefix: str) -> APIRouter:
+    """What else the pages ask of a run, as the routes of a job answer it."""
+    api = new_router("dashboard", prefix)
+
+    @api.get("/samples")
+    async def samples(
+        request: Request,
+        kind: m.GroupKind | None = None,
+        step: Annotated[int | None, Query(ge=0, lt=2**53)] = None,
+        order: Order | None = None,
+        limit: Annotated[int, Query(ge=1, le=MOST_FOUND)] = 20,
+    ) -> Response:
+        require(request, USER)
+        return reply_list(m.SampleRecord, await run.samples(kind, step, order, limit))
+
+    @api.get("/config")
+    async def config(request: Request) -> Response:
+        require(request, USER)
+        return Response(json.dumps(await run.config()), media_type="application/json")
+
+    return api
+
+
+def create_app(runs: Sequence[RunFiles], token: str) -> ASGIApp:
+    """The pages, and the calls of each run below `/runs/<number>/v1`."""
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    install(app)
+    shown = [
+        ShownRun(name=run.name, base=f"/runs/{number}/v1", live=False) for number, run in enumerate(runs)
+    ]
+    routers = [sessions(shown)]
+    for run, link in zip(runs, shown, strict=True):
+        routers += [views(run, link.base), run_calls(run, link.base)]
+    for router in routers:
+        app.router.routes.extend(router.routes)
+    tokens = Tokens({"user": token, "rollout": secrets.token_hex(32), "policy": secrets.token_hex(32)})
+    return Pages(AuthMiddleware(app, tokens))
+
+
+def named(paths: Sequence[Path]) -> list[RunFiles]:
+    """The runs of these directories. Raises `StartError`."""
+    for path in paths:
+        if not (path / "config.json").is_file():
+            raise StartError(f"{path} holds no run: name a run directory, <train.output_dir>/<timestamp>")
+        if not os.access(path, os.R_OK | os.X_OK):
+            raise StartError(f"{path} cannot be read: ask as the user who started the run")
+    return [RunFiles(path.absolute()) for path in paths]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line, serve until a signal comes, and return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m controller.dashboard", description="Runs in a browser.")
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run directory")
+    parser.add_argument("--port", type=int, default=0, help="port to listen on; 0: any free one")
+    options = parser.parse_args(arguments)
+    configure_logging()
+    try:
+        runs, listener = named(options.runs), bind(HOST, options.port)
+    except StartError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return BAD_START
+    token = secrets.token_hex(32)
+    config = uvicorn.Config(
+        create_app(runs, token),
+        lifespan="off",
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        headers=ALWAYS,
+        timeout_graceful_shutdown=1,
+    )
+    names = ", ".join(str(run.run_dir) for run in runs)
+    link = f"http://{HOST}:{listener.getsockname()[1]}/#token={token}"
+    sys.stdout.write(f"{names}\n{link}\nCtrl-C ends it\n")
+    sys.stdout.flush()
+    asyncio.run(uvicorn.Server(config).serve([listener]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,178 @@
+// The front page: what the job does, how training goes, what it costs.
+
+import { follow, get } from "/static/api.js";
+import { chart, draw, line } from "/static/charts.js";
+import { duration, el, nothing, number, percent, section, table } from "/static/dom.js";
+
+const CHARTS = [
+  ["Reward and held-out score", ["reward_mean", "validation"]],
+  ["Samples per second", ["samples_per_s"]],
+  ["Response length in tokens", ["response_tokens_mean"]],
+  ["Entropy", ["entropy"]],
+  ["Loss", ["loss"]],
+  ["Norm of the gradient", ["grad_norm"]],
+  ["Idle share of the trainer", ["idle_fraction"]],
+  ["Staleness in steps", ["staleness_mean", "staleness_max"]],
+];
+const POINTS = 1000;
+const SECONDS = 2;
+const ORDER = ["durable", "trained", "batched", "ready", "leased", "waiting", "dropped"];
+
+export async function show(page, runs, app) {
+  const boxes = new Map();
+  const overviews = runs.map(() => el("div"));
+  const notes = el("p", { class: "nothing" });
+  const curves = section("Training", notes, el("div", { class: "charts" }, CHARTS.map(([title]) => {
+    const box = chart(title);
+    const figure = el("figure", { hidden: true }, el("figcaption", {}, title), box);
+    boxes.set(title, { box, figure });
+    return figure;
+  })));
+  page.replaceChildren(...overviews, curves);
+  const data = await Promise.all(runs.map(load));
+  const closers = [];
+  const redraw = () => drawCurves(boxes, runs, data, notes);
+  runs.forEach((run, i) => overview(overviews[i], data[i].overview, runs.length > 1 && run.name));
+  redraw();
+  runs.forEach((run, i) => {
+    if (run.live) closers.push(live(run, data[i], app, () => overview(overviews[i], data[i].overview, runs.length > 1 && run.name), redraw));
+  });
+  return () => closers.forEach((close) => close());
+}
+
+async function load(run) {
+  const query = [...new Set(CHARTS.flatMap(([, names]) => names))].map((name) => `metric=${name}`).join("&");
+  const found = await get(run, "/overview");
+  return { overview: found, curves: await get(run, `/curves?points=${POINTS}&${query}`) };
+}
+
+// Steps are added as they come; the status is asked for every two seconds at most, and only after an event.
+function live(run, data, app, showOverview, redraw) {
+  let due = false;
+  let timer = null;
+  let reload = false;
+  const refresh = async () => {
+    timer = null;
+    due = false;
+    try {
+      if (reload || Object.values(data.curves.curves).some((curve) => curve.steps.length > 3 * POINTS)) {
+        reload = false;
+        Object.assign(data, await load(run));
+      } else data.overview = await get(run, "/overview");
+      showOverview();
+      redraw();
+    } catch (error) {
+      app.failed(error);
+    }
+  };
+  const heard = (event) => {
+    if (event.kind === "step") addStep(data.curves, event.data);
+    if (event.kind === "validation") add(data.curves.curves, "validation", event.data.version, event.data.score_mean);
+    if (event.kind === "rewind") reload = true;
+    due = true;
+  };
+  const tick = setInterval(() => { if (due && timer === null) timer = setTimeout(refresh, 0); }, 1000 * SECONDS);
+  const slow = setInterval(() => { due = true; }, 10000);
+  const close = follow(run, data.overview.event, heard, app.lost);
+  return () => { close(); clearInterval(tick); clearInterval(slow); };
+}
+
+function addStep(curves, data) {
+  const before = curves.at;
+  curves.at = data.at;
+  for (const name of new Set(CHARTS.flatMap(([, names]) => names))) {
+    if (name in data.metrics) add(curves.curves, name, data.step, data.metrics[name]);
+  }
+  if (before && data.at > before) add(curves.curves, "samples_per_s", data.step, data.samples / (data.at - before));
+}
+
+function add(curves, name, step, value) {
+  const curve = (curves[name] ??= { steps: [], values: [] });
+  while (curve.steps.length && curve.steps.at(-1) >= step) { curve.steps.pop(); curve.values.pop(); }
+  curve.steps.push(step);
+  curve.values.push(value ?? null);
+}
+
+function drawCurves(boxes, runs, data, notes) {
+  let any = false;
+  for (const [title, names] of CHARTS) {
+    const traces = [];
+    runs.forEach((run, i) => names.forEach((name) => {
+      const curve = data[i].curves.curves[name];
+      if (!curve || !curve.values.some((value) => value !== null)) return;
+      const label = runs.length > 1 ? (names.length > 1 ? `${run.name} ${name}` : run.name) : name;
+      traces.push(line(curve, label, name === "validation" ? { mode: "lines+markers" } : {}));
+    }));
+    const { box, figure } = boxes.get(title);
+    figure.hidden = traces.length === 0;
+    any ||= traces.length > 0;
+    if (traces.length) draw(box, traces.map((trace) => ({ ...trace })), { showlegend: traces.length > 1, xaxis: { title: { text: "step" } } });
+  }
+  notes.textContent = any ? "" : "No step is trained yet: curves come with the first one.";
+}
+
+function overview(box, found, name) {
+  const { job, ledger, replicas } = found;
+  const facts = [
+    ["phase", job.phase], ["step", job.total_steps ? `${job.step} of ${job.total_steps}` : job.step],
+    ["reward", number(job.reward)], ["held-out score", number(job.validation?.score_mean)],
+    ["samples/s", number(job.samples_per_s)], ["tokens/s", number(job.tokens_per_s)],
+    ["idle trainer", percent(job.idle?.policy)], ["idle generators", percent(job.idle?.rollout)],
+    ["waiting for rewards", percent(job.rewards?.wait_fraction)], ["left", duration(job.eta_s)],
+  ].filter(([, value]) => value !== undefined && value !== "–");
+  const alarms = (job.alarms ?? []).map((alarm) => el("li", {}, `${alarm.name}: ${alarm.text}`));
+  box.replaceChildren(
+    section(name || "Now",
+      el("p", { class: "sentence", id: name ? null : "sentence" }, job.sentence || job.note || `the job is ${job.phase}`),
+      alarms.length ? el("ul", { class: "alarms", "aria-label": "Alarms" }, alarms) : null,
+      job.last_error ? el("pre", { class: "error" }, job.last_error) : null,
+      el("dl", { class: "facts" }, facts.map(([key, value]) => el("div", {}, el("dt", {}, key), el("dd", {}, String(value))))),
+      (job.advice ?? []).map((text) => el("p", { class: "advice" }, text))),
+    ledger?.created ? section("Groups", bar(ledger)) : el("span"),
+    ledger && Object.keys(ledger.staleness).length ? section("Staleness of trained samples", histogram(ledger)) : el("span"),
+    faults(job, ledger),
+    section("Replicas", replicaTable(replicas)),
+  );
+}
+
+function bar(ledger) {
+  const states = Object.entries(ledger.states).filter(([, n]) => n > 0).sort((a, b) => ORDER.indexOf(a[0]) - ORDER.indexOf(b[0]));
+  const total = states.reduce((sum, [, n]) => sum + n, 0);
+  const label = states.map(([state, n]) => `${state} ${n}`).join(" + ") + ` = ${total}`;
+  return el("div", {},
+    el("div", { class: "bar", role: "img", "aria-label": label }, states.map(([state, n]) =>
+      el("span", { class: `state-${state}`, title: `${state} ${n}`, style: { "flex-grow": String(n) } }))),
+    el("p", { class: "legend" }, states.map(([state, n]) => el("span", { class: `key state-${state}` }, `${state} ${n}`)),
+      el("span", {}, total === ledger.created ? `= ${ledger.created} created` : `≠ ${ledger.created} created`)));
+}
+
+function histogram(ledger) {
+  const ages = Object.entries(ledger.staleness).map(([age, n]) => [Number(age), n]);
+  const most = Math.max(...ages.map(([, n]) => n));
+  const last = Math.min(Math.max(ledger.bound, ...ages.map(([age]) => age)), 32);
+  const rows = [];
+  for (let age = 0; age <= last; age += 1) {
+    const n = ages.filter(([a]) => a === age || (age === last && a > last)).reduce((sum, [, k]) => sum + k, 0);
+    rows.push(el("div", { class: age > ledger.bound ? "column over" : "column", title: `${n} samples, ${age} steps old` },
+      el("span", { class: "n" }, String(n)), el("span", { class: "fill", style: { height: `${(100 * n) / most}px` } }),
+      el("span", {}, age === ledger.bound ? `${age} ┃` : String(age))));
+  }
+  return el("div", {}, el("div", { class: "histogram" }, rows),
+    el("p", { class: "legend" }, `in steps; the bound is ${ledger.bound}, the oldest sample ever trained ${ledger.max_staleness}`));
+}
+
+function faults(job, ledger) {
+  const rows = [
+    ...Object.entries(job.rewards?.failed ?? {}).map(([kind, n]) => [`reward: ${kind}`, String(n)]),
+    ...Object.entries(ledger?.dropped ?? {}).map(([reason, n]) => [`groups dropped: ${reason}`, String(n)]),
+  ];
+  return rows.length ? section("Errors", table(["kind", "count"], rows), el("p", {}, el("a", { href: "#/samples/errors" }, "samples that failed"))) : el("span");
+}
+
+function replicaTable(replicas) {
+  if (!replicas?.length) return nothing("No replica is known.");
+  return table(["name", "state", "version", "doing", "idle", "samples/s", "last seen"], replicas.map((r) => [
+    r.name, el("span", { class: `health-${r.state}` }, r.state), String(r.version), r.status || (r.leases ? `${r.leases} leases` : ""),
+    percent(r.gauges?.idle_fraction), number(r.gauges?.samples_per_s), duration(r.last_seen_s),
+  ]));
+}

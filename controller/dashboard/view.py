@@ -1,0 +1,295 @@
+"""What the dashboard shows of a run directory, whether the run is alive or dead.
+
+    events.jsonl ─▶ History (folded, bounded; read on from where the last call ended) ─▶ timeline, faults, validations
+    StepLog      ─▶ curves: of a live run the controller's own, of a dead one read from the same file
+    samples/, logs/, config.json, origins.json ─▶ as they are
+
+Reading is done in threads, one at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeVar
+
+from controller.errors import ApiError
+from controller.state.step_log import StepLog
+from schema.config.secrets import cut, masked
+from schema.util.text import visible
+from schema.wire import event_file, sample_file
+from schema.wire.messages import ErrorCode, Event, EventKind, SampleRecord, StepRecord
+from schema.wire.messages import dashboard as d
+
+R = TypeVar("R")
+Point = tuple[int, float | None]
+
+VALIDATION = "validation"
+"""The metric of the curve of held-out scores, by weight version."""
+MOST_SPANS, MOST_MARKS, MOST_MOMENTS, MOST_FAULTS = 2000, 500, 2000, 50
+MOST_KEPT = 1000
+"""Steps whose samples are listed."""
+MOST_LOG = 256 * 1024
+"""Bytes of a log that are shown at once."""
+MOST_FAULT_TEXT = 4000
+STEP_LINE = b'"kind":"step"'
+"""Where an event says of which kind it is: in its first bytes."""
+
+
+class History:
+    """Events of a run folded into what is shown of them, bounded however many there are. Pure."""
+
+    def __init__(self) -> None:
+        self.newest, self.ended = 0, 0.0
+        self.began: float | None = None
+        self._lanes: dict[str, tuple[str, deque[d.Span]]] = {}
+        self._marks: deque[d.Mark] = deque(maxlen=MOST_MARKS)
+        self._publications = Moments()
+        self._faults: dict[str, d.Fault] = {}
+        self.validations: dict[int, float | None] = {}
+        self.job: dict[str, Any] = {}
+        """`data` of the newest event about the job, with its text."""
+        self.alarms: dict[str, str] = {}
+
+    def add(self, event: Event) -> None:
+        data, kind = event.data, event.kind
+        self.newest, self.ended = event.id, event.at
+        self.began = event.at if self.began is None else self.began
+        if kind is EventKind.REPLICA:
+            self._replica(event)
+        elif kind is EventKind.PUBLICATION:
+            self._publications.add(event.at, int(data["version"]))
+        elif kind is EventKind.VALIDATION:
+            self.validations[int(data["version"])] = data.get("score_mean")
+        elif kind is EventKind.DROP:
+            text = str(data.get("error") or event.text)
+            self._fault(f"dropped: {data['reason']}", int(data["count"]), event.at, text)
+        elif kind is EventKind.REWARD:
+            self._fault(str(data.get("failure", "")), 1, event.at, str(data.get("error") or event.text))
+        elif kind is not EventKind.STEP:
+            self._marks.append(d.Mark(at=event.at, kind=str(kind), text=event.text))
+        if kind is EventKind.REWIND:
+            self.validations = {v: score for v, score in self.validations.items() if v <= data["step"]}
+        elif kind is EventKind.JOB:
+            self.job = {**data, "text": event.text}
+        elif kind is EventKind.ALARM and data.get("on"):
+            self.alarms[data["name"]] = event.text
+        elif kind is EventKind.ALARM:
+            self.alarms.pop(data["name"], None)
+
+    def _replica(self, event: Event) -> None:
+        data = event.data
+        _, spans = self._lanes.setdefault(data["name"], (data["role"], deque()))
+        state = str(data["state"])
+        spans.append(d.Span(at=event.at, state=state, replica_id=data["replica_id"], text=event.text))
+        if sum(len(spans) for _, spans in self._lanes.values()) > MOST_SPANS:
+            name, (_, longest) = max(self._lanes.items(), key=lambda lane: len(lane[1][1]))
+            longest.popleft()
+            if not longest:
+                del self._lanes[name]
+
+    def _fault(self, kind: str, count: int, at: float, text: str) -> None:
+        known = self._faults.pop(kind, None)
+        count += known.count if known else 0
+        self._faults[kind] = d.Fault(kind=kind, count=count, at=at, text=text[:MOST_FAULT_TEXT])
+        if len(self._faults) > MOST_FAULTS:
+            del self._faults[next(iter(self._faults))]
+
+    def timeline(self, steps: StepLog) -> d.Timeline:
+        moments = Moments()
+        for step, at in steps.curve("at"):
+            moments.add(at or 0.0, step)
+        return d.Timeline(
+            lanes=[
+                d.Lane(name=name, role=role, spans=list(spans))
+                for name, (role, spans) in sorted(self._lanes.items())
+            ],
+            marks=list(self._marks),
+            publications=self._publications.kept,
+            steps=moments.kept,
+            faults=sorted(self._faults.values(), key=lambda fault: -fault.count),
+            began=self.began,
+            ended=self.ended or None,
+        )
+
+
+class Moments:
+    """Moments, evenly thinned: one in 2^k."""
+
+    def __init__(self) -> None:
+        self.kept: list[tuple[float, int]] = []
+        self._every, self._seen = 1, 0
+
+    def add(self, at: float, number: int) -> None:
+        if self._seen % self._every == 0:
+            self.kept.append((at, number))
+        self._seen += 1
+        if len(self.kept) > MOST_MOMENTS:
+            self.kept, self._every = self.kept[::2], self._every * 2
+
+
+def thin(points: Sequence[Point], most: int) -> d.Curve:
+    """At most `most` points (and the last one): of each stretch the smallest and the largest value.
+
+    A stretch without any value is one gap. Infinite values are gaps.
+    """
+    sound = [(step, value if value is not None and math.isfinite(value) else None) for step, value in points]
+    chosen: list[Point] = sound
+    if len(sound) > most:
+        stretch, chosen = math.ceil(2 * len(sound) / most), []
+        for start in range(0, len(sound), stretch):
+            part = sound[start : start + stretch]
+            known = [(value, step) for step, value in part if value is not None]
+            ends = sorted({(step, value) for value, step in (min(known), max(known))}) if known else part[:1]
+            chosen += ends
+        if chosen[-1] != sound[-1]:
+            chosen.append(sound[-1])
+    return d.Curve(steps=[step for step, _ in chosen], values=[value for _, value in chosen])
+
+
+class RunView:
+    """One run; `overview` is up to those who know more of it.
+
+    steps: of the job, or of this view, which then reads them from the events.
+    """
+
+    def __init__(self, run_dir: Path, steps: StepLog | None = None) -> None:
+        self.run_dir = run_dir
+        self.history = History()
+        self._own_steps = steps is None
+        self.steps = StepLog() if steps is None else steps
+        self._offset = 0
+        self._reading = asyncio.Lock()
+
+    async def overview(self) -> bytes:
+        """The front page: `Overview` as JSON."""
+        raise NotImplementedError
+
+    async def curves(self, metrics: Sequence[str], most: int) -> d.Curves:
+        """Curves of these metrics as far as there are any, `most` points each."""
+        return await self._read(lambda: self._curves(metrics, most))
+
+    def _curves(self, metrics: Sequence[str], most: int) -> d.Curves:
+        names = self.steps.names
+        found = {name: thin(self.steps.curve(name), most) for name in metrics if name in names}
+        if VALIDATION in metrics and self.history.validations:
+            found[VALIDATION] = thin(sorted(self.history.validations.items()), most)
+        return d.Curves(total=len(self.steps), names=sorted(names), curves=found)
+
+    async def timeline(self) -> d.Timeline:
+        return await self._read(lambda: self.history.timeline(self.steps))
+
+    async def _read(self, work: Callable[[], R]) -> R:
+        """`work` in a thread, after all events were read. Raises `ApiError` where a file cannot be read."""
+
+        def both() -> R:
+            self._catch_up()
+            return work()
+
+        async with self._reading:
+            try:
+                return await asyncio.to_thread(both)
+            except OSError as error:
+                detail = f"{error.filename} cannot be read: {error.strerror}"
+                raise ApiError(ErrorCode.NOT_FOUND, detail) from None
+
+    def _catch_up(self) -> None:
+        """Read what was added to the file; half a line is left for the next time."""
+        try:
+            file = event_file.path_of(self.run_dir).open("rb")
+        except FileNotFoundError:
+            return
+        with file:
+            file.seek(self._offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                self._offset += len(line)
+                # Steps are the many: those that the job knows anyway are not even parsed.
+                if self._own_steps or STEP_LINE not in line[:100]:
+                    event = event_file.parse(line)
+                    if event is not None and event.id > self.history.newest:
+                        self._take(event)
+
+    def _take(self, event: Event) -> None:
+        self.history.add(event)
+        if not self._own_steps:
+            return
+        data = event.data
+        if event.kind in (EventKind.STEP, EventKind.REWIND):
+            self.steps.rewind(data["step"])
+        if event.kind is EventKind.STEP:
+            record = StepRecord(step=data["step"], at=data["at"], metrics=data["metrics"])
+            self.steps.add(record, int(data.get("samples", 0)), int(data.get("tokens", 0)))
+        self.steps.take_changes()
+
+    # ---- files --------------------------------------------------------------------------------------------
+
+    async def samples(
+        self, kind: Any, step: int | None, order: sample_file.Order | None, limit: int
+    ) -> list[SampleRecord]:
+        """See `sample_file.find`."""
+        folder = sample_file.folder_of(self.run_dir)
+        return await self._read(
+            lambda: sample_file.find(folder, kind=kind, step=step, order=order, limit=limit)
+        )
+
+    async def kept(self) -> d.KeptSamples:
+        """Which files of samples there are."""
+        files = await asyncio.to_thread(sample_file.files, sample_file.folder_of(self.run_dir))
+        train, validation = ([step for kind, step in files if kind == want] for want in ("train", VALIDATION))
+        return d.KeptSamples(train=train[-MOST_KEPT:], validation=validation[-MOST_KEPT:])
+
+    async def logs(self) -> list[d.LogFile]:
+        return await self._read(self._logs)
+
+    def _logs(self) -> list[d.LogFile]:
+        try:
+            with os.scandir(self.run_dir / "logs") as entries:
+                files = [entry for entry in entries if entry.is_file(follow_symlinks=False)]
+        except FileNotFoundError:
+            return []
+        found = []
+        for entry in islice(files, MOST_KEPT):
+            stat = entry.stat()
+            found.append(d.LogFile(name=entry.name, n_bytes=stat.st_size, at=stat.st_mtime))
+        return sorted(found, key=lambda log: log.name)
+
+    async def log(self, name: str, most: int) -> d.LogText:
+        """The end of a log. Raises `ApiError`: a name that is not in the list."""
+        return await self._read(lambda: self._log(name, most))
+
+    def _log(self, name: str, most: int) -> d.LogText:
+        if name not in {log.name for log in self._logs()}:
+            detail = f"{name[:80]!r} is not a log of this run: GET /v1/logs lists them"
+            raise ApiError(ErrorCode.NOT_FOUND, detail)
+        with (self.run_dir / "logs" / name).open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - most))
+            text = file.read(most).decode(errors="replace")
+        text = text if size <= most else text.partition("\n")[2]
+        return d.LogText(name=name, n_bytes=size, text=visible(text))
+
+    async def config(self) -> dict[str, Any]:
+        """config.json, secrets masked."""
+        found: dict[str, Any] = cut(masked(await self._read(lambda: self._json("config.json"))))
+        return found
+
+    async def origins(self) -> dict[str, str]:
+        """Where the keys that were written come from; those that are missing have their defaults."""
+        found = await self._read(lambda: self._json("origins.json"))
+        return {key: str(where) for key, where in found.items()}
+
+    def _json(self, name: str) -> dict[str, Any]:
+        """A JSON object of the run directory; empty where there is none, or it is damaged."""
+        try:
+            found = json.loads((self.run_dir / name).read_bytes())
+        except (FileNotFoundError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}

@@ -1,0 +1,112 @@
+"""What the dashboard shows of a run, alive or dead: bounded in size, however long the run is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from schema.wire.messages.base import Message
+from schema.wire.messages.job import LedgerStatus
+from schema.wire.messages.replicas import ReplicaInfo
+
+
+class ShownRun(Message):
+    """A run that this address shows."""
+
+    name: str
+    base: str = Field(description="What the paths of its calls begin with.")
+    live: bool = Field(description="Whether it can be followed and operated.")
+
+
+class SessionReply(Message):
+    runs: list[ShownRun]
+
+
+class Overview(Message):
+    """The front page. job: `JobStatus`; of a run that is dead as much of it as its directory holds."""
+
+    event: int = Field(description="Id of the newest event: what comes later is in the stream of events.")
+    job: dict[str, Any]
+    ledger: LedgerStatus | None = None
+    replicas: list[ReplicaInfo] = Field(default_factory=list)
+
+
+class Curve(Message):
+    """A metric by step; null: there is none, and the line has a gap."""
+
+    steps: list[int]
+    values: list[float | None]
+
+
+class Curves(Message):
+    """Curves by metric, thinned to the smallest and the largest value of each stretch: no peak is lost."""
+
+    total: int = Field(description="Steps that the curves were made from.")
+    names: list[str] = Field(description="All metrics that there are.")
+    curves: dict[str, Curve]
+
+
+class Span(Message):
+    """A state of a replica, until the next one begins."""
+
+    at: float
+    state: str
+    replica_id: str
+    text: str
+
+
+class Lane(Message):
+    name: str
+    role: str
+    spans: list[Span]
+
+
+class Mark(Message):
+    """Something that happened at a moment."""
+
+    at: float
+    kind: str
+    text: str
+
+
+class Fault(Message):
+    """Failures of one kind: the newest of them."""
+
+    kind: str
+    count: int
+    at: float
+    text: str
+
+
+class Timeline(Message):
+    """What happened when; of the oldest and of the many a part. Times are Unix seconds."""
+
+    lanes: list[Lane]
+    marks: list[Mark]
+    publications: list[tuple[float, int]] = Field(description="Time and version.")
+    steps: list[tuple[float, int]] = Field(description="Time of the commit, and step.")
+    faults: list[Fault]
+    began: float | None
+    ended: float | None = Field(description="Time of the newest event.")
+
+
+class LogFile(Message):
+    name: str
+    n_bytes: int
+    at: float
+
+
+class LogText(Message):
+    """The end of a log. n_bytes: of the whole file."""
+
+    name: str
+    n_bytes: int
+    text: str
+
+
+class KeptSamples(Message):
+    """Of which steps and validations samples are kept as text: the newest."""
+
+    train: list[int]
+    validation: list[int]
