@@ -57,6 +57,7 @@ Look and operate (from another terminal)
   cosmos-launch status --why                              what it waits for, what fails, what would help
   cosmos-launch samples --worst                           what the model writes, and what it is paid for it
   cosmos-launch plot outputs/a outputs/b -o ab.png        learning curves of one run or several
+  cosmos-launch dashboard                                 all of it in a browser; runs that are dead, and several, too
   cosmos-launch stop --wait 60                            end it in order, and wait for that
   cosmos-launch checkpoint --wait 60                      save a checkpoint now
   cosmos-launch profile --wait 600                        record a training step, to see where its time goes
@@ -102,6 +103,7 @@ app.command()(export.export)
 app.command()(replay.replay)
 app.command()(samples.samples)
 app.command()(plot.plot)
+app.command()(plot.dashboard)
 
 
 COMMANDS = frozenset(

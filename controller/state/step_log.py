@@ -111,10 +111,8 @@ class StepLog:
 
     def rewind(self, step: int) -> None:
         """Forget the steps from `step` on: they will be trained again."""
-        for entry in self._entries:
-            if entry.step >= step:
-                self._dirty[entry.step] = None
-        self._entries = [entry for entry in self._entries if entry.step < step]
+        while self._entries and self._entries[-1].step >= step:
+            self._dirty[self._entries.pop().step] = None
 
     def recent(self) -> Speed:
         """Speed over the sliding window up to the last commit."""

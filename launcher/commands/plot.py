@@ -1,7 +1,10 @@
-"""The command plot: the learning curves of one run or several, as a picture."""
+"""The commands plot and dashboard: one run or several, as a picture and in a browser."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import textwrap
 import warnings
 from collections.abc import Iterator
@@ -59,6 +62,44 @@ def plot(
         print_json({"picture": str(output), "runs": [str(path) for path in chosen]})
     else:
         typer.echo(f"{output}: {', '.join(curves.name for curves in found)}")
+
+
+def dashboard(
+    runs: Annotated[
+        list[Path] | None, typer.Argument(metavar="RUN_DIR", help="Runs, alive or dead. Default: the newest.")
+    ] = None,
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any free one.")] = 0,
+) -> None:
+    """Print a link to the dashboard: a page with curves, samples, timeline, configuration and logs.
+
+    Of a job that runs, its controller serves it, with buttons. Of runs that are dead, and of several at once, this
+    command does, from their directories, until Ctrl-C. The link holds a token: whoever has it can look, and operate.
+
+    \b
+      cosmos-launch dashboard                        the newest run below ./outputs
+      cosmos-launch dashboard outputs/a outputs/b    two runs over each other
+    """
+    from launcher.job import remote
+    from launcher.plan.rundir import base_environment
+
+    chosen = [remote.run_below(path, named=bool(runs)) for path in runs or [Path(remote.DEFAULT_OUTPUT)]]
+    live = remote.Target(chosen[0]).address() if len(chosen) == 1 else ""
+    if live and (token := chosen[0].read_token()):
+        typer.echo(f"{live}/#token={token}")
+        return
+    command = [
+        sys.executable,
+        "-m",
+        "controller.dashboard",
+        "--port",
+        str(port),
+        *(str(r.path) for r in chosen),
+    ]
+    try:
+        code = subprocess.run(command, env=base_environment(os.environ), check=False).returncode
+    except KeyboardInterrupt:
+        return
+    raise typer.Exit(code)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from launcher.plan.rundir import RunDir, Tokens, already_running, choose
 from launcher.plan.tls import controller_url, reachable_host
 from launcher.preflight.checks import check_machine, check_redis, unset_variables
 from launcher.processes.signals import note_signals
+from launcher.resolved_config import values
 from launcher.restarts import EXIT_CONFIG, EXIT_OK
 from schema.config import Config, ConfigError, Problem, check_warnings
 from schema.config.loading.load import load
@@ -39,6 +40,8 @@ class Checked:
     config: Config
     machine: Machine
     warnings: list[Problem]
+    origins: dict[str, str]
+    """Where the keys that were written come from."""
 
 
 def check(paths: Sequence[Path], overrides: Sequence[str], env: Mapping[str, str]) -> Checked:
@@ -50,7 +53,8 @@ def check(paths: Sequence[Path], overrides: Sequence[str], env: Mapping[str, str
     if problems:
         raise ConfigError(loaded.placed(problems))
     warnings = check_warnings(config) + findings.warnings + redis.warnings
-    return Checked(config, machine, loaded.warnings + loaded.placed(warnings))
+    origins = {value.key: value.source for value in values(loaded, changed_only=True)}
+    return Checked(config, machine, loaded.warnings + loaded.placed(warnings), origins)
 
 
 def launch(
@@ -133,6 +137,7 @@ def _run(checked: Checked, run: RunDir, goes_on: bool, screen: Screen, env: Mapp
     config = checked.config
     before = run.written_config()
     written = run.write_config(config)
+    run.write_origins(checked.origins)
     tokens = Tokens.fresh()
     run.write_tokens(tokens)
     port = config.controller.port or free_port(reachable_host(config))

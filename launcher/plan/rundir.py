@@ -93,6 +93,7 @@ class RunDir:
         self.logs, self.locks, self.redis = path / "logs", path / ".locks", path / "redis"
         self.config_json, self.summary_json = path / "config.json", path / "summary.json"
         self.controller_json, self.launcher_json = path / "controller.json", path / "launcher.json"
+        self.origins_json = path / "origins.json"
         self.config_toml, self.checkpoints = path / "config.toml", path / "checkpoints"
         self.profiles, self.starts_json = path / "profiles", path / "starts.json"
         self._lock: int | None = None
@@ -132,6 +133,13 @@ class RunDir:
         again = {**data, "train": {**data["train"], "timestamp": "", "resume": False}}
         write_text(self.config_toml, dumps(again), mode=0o600)
         return data
+
+    def write_origins(self, found: dict[str, str]) -> None:
+        """Write origins.json, by key; a start that goes on with config.toml leaves those of its keys as they were."""
+        earlier, own = read_json(self.origins_json) or {}, str(self.config_toml)
+        kept = {key: earlier.get(key, "") if where.startswith(own) else where for key, where in found.items()}
+        text = json.dumps({key: where for key, where in kept.items() if where}, indent=2)
+        write_text(self.origins_json, text + "\n", mode=0o600)
 
     def written_config(self) -> dict[str, Any] | None:
         """config.json of an earlier start, or None."""
