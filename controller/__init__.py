@@ -16,7 +16,7 @@ Also here: `dashboard` (pages for a browser, and run directories without a job),
 import), `data` (datasets to indexed files, before a job), `server` (the process), `notify` (long polls), `errors`
 (what is raised).
 
-All paths below begin with /v1, except those of health and metrics; decisions are in modules of `ledger` and `state`:
+All paths below begin with /v1, except health, metrics and /docs; decisions are in modules of `ledger` and `state`:
 
 | call                            | what changes                              | service      | decided in            |
 |---------------------------------|-------------------------------------------|--------------|-----------------------|
@@ -53,7 +53,7 @@ All paths below begin with /v1, except those of health and metrics; decisions ar
 | GET /timeline, /samples/steps   | nothing                                   | dashboard    |                       |
 | GET /logs, /logs/…              | nothing                                   | dashboard    |                       |
 | /config, /config/…              | nothing                                   | (routes)     |                       |
-| /openapi.json, /metrics         | nothing                                   | (routes)     |                       |
+| /openapi.json, /metrics, /docs  | nothing                                   | (routes)     |                       |
 | /healthz, /readyz               | nothing                                   | (routes)     |                       |
 | every half second               | leases expire, replicas are lost          | reaper       | ledger, replicas      |
 """

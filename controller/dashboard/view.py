@@ -48,7 +48,7 @@ class History:
     def __init__(self) -> None:
         self.newest, self.ended = 0, 0.0
         self.began: float | None = None
-        self._lanes: dict[str, tuple[str, deque[d.Span]]] = {}
+        self._lanes: dict[str, d.Lane] = {}
         self._marks: deque[d.Mark] = deque(maxlen=MOST_MARKS)
         self._publications = Moments()
         self._faults: dict[str, d.Fault] = {}
@@ -85,14 +85,16 @@ class History:
 
     def _replica(self, event: Event) -> None:
         data = event.data
-        _, spans = self._lanes.setdefault(data["name"], (data["role"], deque()))
-        state = str(data["state"])
-        spans.append(d.Span(at=event.at, state=state, replica_id=data["replica_id"], text=event.text))
-        if sum(len(spans) for _, spans in self._lanes.values()) > MOST_SPANS:
-            name, (_, longest) = max(self._lanes.items(), key=lambda lane: len(lane[1][1]))
-            longest.popleft()
-            if not longest:
-                del self._lanes[name]
+        name, ranks = str(data["name"]), int(data.get("ranks", 1))
+        spans = self._lanes[name].spans if name in self._lanes else []
+        lane = self._lanes[name] = d.Lane(name=name, role=data["role"], ranks=ranks, spans=spans)
+        span = d.Span(at=event.at, state=str(data["state"]), replica_id=data["replica_id"], text=event.text)
+        lane.spans.append(span)
+        if sum(len(lane.spans) for lane in self._lanes.values()) > MOST_SPANS:
+            longest = max(self._lanes.values(), key=lambda lane: len(lane.spans))
+            del longest.spans[0]
+            if not longest.spans:
+                del self._lanes[longest.name]
 
     def _fault(self, kind: str, count: int, at: float, text: str) -> None:
         known = self._faults.pop(kind, None)
@@ -107,8 +109,7 @@ class History:
             moments.add(at or 0.0, step)
         return d.Timeline(
             lanes=[
-                d.Lane(name=name, role=role, spans=list(spans))
-                for name, (role, spans) in sorted(self._lanes.items())
+                lane.model_copy(update={"spans": list(lane.spans)}) for _, lane in sorted(self._lanes.items())
             ],
             marks=list(self._marks),
             publications=self._publications.kept,

@@ -295,6 +295,7 @@ class Job:
             state=replica.state,
             host=replica.host,
             pid=replica.pid,
+            ranks=replica.world_size,
             why=replica.status,
         )
 

@@ -6,7 +6,7 @@ import json
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 
 from controller.api.auth import SESSIONS, USER, require
 from controller.api.openapi import OBJECT, answers, models
@@ -25,8 +25,19 @@ Metric = Annotated[str, Query(min_length=1, max_length=128)]
 def router(controller: Controller) -> APIRouter:
     job = controller.job
     name = job.config.logging.experiment_name or job.run_dir.name
-    api = sessions([d.ShownRun(name=name, base="/v1", live=True)])
-    api.routes.extend(views(controller.dashboard, "/v1").routes)
+    api = new_router("dashboard")
+    for part in (
+        sessions([d.ShownRun(name=name, base="/v1", live=True)]),
+        views(controller.dashboard, "/v1"),
+    ):
+        api.routes.extend(part.routes)
+
+    @api.get("/docs", status_code=307, responses={307: {"description": "The page of the dashboard."}})
+    async def docs(request: Request) -> Response:
+        """To the page that lists all calls."""
+        require(request, USER)
+        return RedirectResponse("/#/api")
+
     return api
 
 

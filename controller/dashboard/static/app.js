@@ -4,10 +4,11 @@ import { Refused, get, login, logout, post, session } from "/static/api.js";
 import { byId, el } from "/static/dom.js";
 import { config, logs } from "/static/files.js";
 import { show as front } from "/static/front.js";
-import { move, show as samples } from "/static/samples.js";
+import { move, show as samples, step, turn as turnGroup } from "/static/samples.js";
+import { show as reference } from "/static/reference.js";
 import { show as timeline } from "/static/timeline.js";
 
-const PAGES = [["", "Front", front], ["samples", "Samples", samples], ["timeline", "Timeline", timeline], ["config", "Config", config], ["logs", "Logs", logs]];
+const PAGES = [["", "Front", front], ["samples", "Samples", samples], ["timeline", "Timeline", timeline], ["config", "Config", config], ["logs", "Logs", logs], ["api", "API", reference]];
 const BUTTONS = { pause: "", resume: "", checkpoint: "", stop: "Stop the job? It ends, and can be resumed later." };
 let runs = [];
 let chosen = 0;
@@ -109,13 +110,15 @@ async function tryToken(token) {
   }
 }
 
-const KEYS = "1 to 5: pages · j, k: next and previous sample · ?: this text · Esc: close";
+const KEYS = "1 to 6: pages · j, k: next and previous sample · n, p: group · ←, →: token of the sample · ?: this text · Esc: close";
 
 document.addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey || /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName) || byId("dialog").open) return;
   const page = PAGES[Number(event.key) - 1];
   if (page && runs.length) location.hash = `#/${page[0]}`;
   else if (event.key === "j" || event.key === "k") move(event.key === "j" ? 1 : -1);
+  else if (event.key === "n" || event.key === "p") turnGroup(event.key === "n" ? 1 : -1);
+  else if (event.key === "ArrowRight" || event.key === "ArrowLeft") { if (step(event.key === "ArrowRight" ? 1 : -1)) event.preventDefault(); }
   else if (event.key === "?") say(KEYS);
   else if (event.key === "Escape") say("");
 });

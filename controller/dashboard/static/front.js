@@ -28,7 +28,7 @@ export async function show(page, runs, app) {
     boxes.set(title, { box, figure });
     return figure;
   })));
-  page.replaceChildren(...overviews, curves);
+  page.replaceChildren(...(runs.length > 1 ? [curves, ...overviews] : [...overviews, curves]));
   const data = await Promise.all(runs.map(load));
   const closers = [];
   const redraw = () => drawCurves(boxes, runs, data, notes);
@@ -106,9 +106,11 @@ function drawCurves(boxes, runs, data, notes) {
     const { box, figure } = boxes.get(title);
     figure.hidden = traces.length === 0;
     any ||= traces.length > 0;
-    if (traces.length) draw(box, traces.map((trace) => ({ ...trace })), { showlegend: traces.length > 1, xaxis: { title: { text: "step" } } });
+    if (traces.length) draw(box, traces.map((trace) => ({ ...trace })), {
+      showlegend: traces.length > 1, xaxis: { title: { text: "step" } }, height: 220 + 10 * traces.length,
+      margin: { l: 48, r: 12, t: 10 + 10 * traces.length, b: 36 }, legend: { orientation: "h", y: 1, yanchor: "bottom" } });
   }
-  notes.textContent = any ? "" : "No step is trained yet: curves come with the first one.";
+  notes.textContent = any ? "" : data.some((one) => one.overview.job.step > 0) ? "No step has any of the metrics that are drawn." : "No step is trained yet: curves come with the first one.";
 }
 
 function overview(box, found, name) {
@@ -143,7 +145,8 @@ function bar(ledger) {
     el("div", { class: "bar", role: "img", "aria-label": label }, states.map(([state, n]) =>
       el("span", { class: `state-${state}`, title: `${state} ${n}`, style: { "flex-grow": String(n) } }))),
     el("p", { class: "legend" }, states.map(([state, n]) => el("span", { class: `key state-${state}` }, `${state} ${n}`)),
-      el("span", {}, total === ledger.created ? `= ${ledger.created} created` : `≠ ${ledger.created} created`)));
+      el("span", {}, total === ledger.created ? `= ${ledger.created} created` : `≠ ${ledger.created} created`)),
+    el("p", { class: "legend" }, "A group (all answers to one question) is waiting, leased (being written), ready, batched (taken by a step), trained, and durable (in a checkpoint)."));
 }
 
 function histogram(ledger) {

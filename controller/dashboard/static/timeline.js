@@ -1,54 +1,76 @@
-// A lane for each replica, steps and published versions as marks, and what happened to the job.
+// A lane for each replica and each rank of a trainer, versions as lines, and what happened to the job.
 
-import { get } from "/static/api.js";
+import { follow, get } from "/static/api.js";
 import { chart, draw } from "/static/charts.js";
 import { clock, el, nothing, section, table } from "/static/dom.js";
 
-const STATES = { live: "#4a9c5d", draining: "#d9a441", lost: "#c2514f", left: "#8c8f94" };
+const STATES = { live: "#4a9c5d", draining: "#d9a441" };
+const MOST_RANKS = 64;
+const MOST_LINES = 60;
+const SECONDS = 5;
 const date = (at) => new Date(at * 1000);
 
 export async function show(page, runs, app) {
   const run = app.chosen(runs);
-  const found = await get(run, "/timeline");
   const box = chart("Replicas over time");
-  const marks = found.marks.slice().reverse();
-  page.replaceChildren(app.runPicker(runs),
-    section("Timeline", found.began === null ? nothing("Nothing has happened yet.") : box),
-    section("Failures", found.faults.length ? table(["kind", "count", "last", "text"], found.faults.map((f) => [
-      f.kind, String(f.count), clock(f.at), el("details", {}, el("summary", {}, f.text.split("\n")[0]), el("pre", {}, f.text))])) : nothing("Nothing has failed.")),
-    section("Events", marks.length ? table(["time", "kind", "what"], marks.map((mark) => [clock(mark.at), mark.kind, mark.text])) : nothing("There are none.")));
-  if (found.began !== null) draw(box, traces(found), look(found));
-  return () => {};
+  const head = section("Timeline", box, el("p", { class: "legend" },
+    "A bar: the replica is up; all ranks of a trainer start and end together. Dotted lines: a version of the weights is published. ",
+    "Cross: lost (killed, or silent). Triangle: started again."));
+  const rest = el("div");
+  page.replaceChildren(app.runPicker(runs), head, rest);
+  const load = async () => {
+    const found = await get(run, "/timeline");
+    const marks = found.marks.slice().reverse();
+    rest.replaceChildren(
+      section("Failures", found.faults.length ? table(["kind", "count", "last", "text"], found.faults.map((f) => [
+        f.kind, String(f.count), clock(f.at), el("details", {}, el("summary", {}, f.text.split("\n")[0]), el("pre", {}, f.text))])) : nothing("Nothing has failed.")),
+      section("Events", marks.length ? table(["time", "kind", "what"], marks.map((mark) => [clock(mark.at), mark.kind, mark.text])) : nothing("There are none.")));
+    if (found.began === null) box.replaceChildren(nothing("Nothing has happened yet."));
+    else draw(box, traces(found), look(found));
+  };
+  await load();
+  if (!run.live) return () => {};
+  let due = false;
+  const close = follow(run, (await get(run, "/overview")).event, () => { due = true; }, app.lost);
+  const timer = setInterval(() => { if (due) { due = false; load().catch(app.failed); } }, SECONDS * 1000);
+  return () => { close(); clearInterval(timer); };
 }
+
+const lanes = (lane) => (lane.ranks < 2 ? [lane.role === "policy" ? `${lane.name} rank 0` : lane.name] :
+  Array.from({ length: Math.min(lane.ranks, MOST_RANKS) }, (_, rank) => `${lane.name} rank ${rank}`));
 
 function traces(found) {
   const bars = {};
-  const starts = { x: [], y: [], text: [] };
-  for (const lane of found.lanes) {
+  const points = () => ({ x: [], y: [], hovertext: [] });
+  const lost = points();
+  const again = points();
+  for (const lane of found.lanes) for (const name of lanes(lane)) {
+    const mark = (list, span) => { list.x.push(date(span.at)); list.y.push(name); list.hovertext.push(span.text); };
     lane.spans.forEach((span, i) => {
-      const until = lane.spans[i + 1]?.at ?? found.ended;
-      const list = (bars[span.state] ??= { x: [], y: [], base: [], text: [] });
-      if (span.state === "live" || span.state === "draining") {
-        list.y.push(lane.name); list.base.push(date(span.at)); list.x.push(Math.max(1, (until - span.at) * 1000)); list.text.push(span.text);
+      if (span.state in STATES) {
+        const bar = (bars[span.state] ??= { ...points(), base: [] });
+        const until = lane.spans[i + 1]?.at ?? found.ended;
+        mark(bar, span);
+        bar.base.push(date(span.at));
+        bar.x[bar.x.length - 1] = Math.max(1, (until - span.at) * 1000);
       }
-      if (i > 0 && (span.state === "lost" || span.replica_id !== lane.spans[i - 1].replica_id)) {
-        starts.x.push(date(span.at)); starts.y.push(lane.name); starts.text.push(span.text);
-      }
+      if (span.state === "lost") mark(lost, span);
+      if (span.state === "live" && i > 0 && span.replica_id !== lane.spans[i - 1].replica_id) mark(again, span);
     });
   }
-  const all = Object.entries(bars).filter(([, b]) => b.y.length).map(([state, b]) => ({
-    type: "bar", orientation: "h", name: state, ...b, hovertext: b.text, text: undefined, hoverinfo: "text", marker: { color: STATES[state] }, width: 0.5 }));
-  const moments = (name, list, symbol, what) => ({ type: "scatter", mode: "markers", name, x: list.map(([at]) => date(at)), y: list.map(() => name),
-    hovertext: list.map(([, n]) => `${what} ${n}`), hoverinfo: "text+x", marker: { symbol, size: 8 } });
-  all.push({ type: "scatter", mode: "markers", name: "lost, restarted", ...starts, hoverinfo: "text", marker: { symbol: "x", size: 9, color: "#c2514f" } });
-  all.push(moments("steps", found.steps, "line-ns-open", "step"), moments("publications", found.publications, "line-ns-open", "version"));
-  const events = found.marks.map((mark) => [mark.at, mark.text]);
-  all.push(moments("events", events, "diamond", ""));
-  return all.filter((trace) => trace.x.length);
+  const moments = (name, list, symbol, what) => ({ name, x: list.map(([at]) => date(at)), y: list.map(() => name), hovertext: list.map(([, n]) => `${what} ${n}`), marker: { symbol, size: 8 } });
+  const dots = [moments("steps", found.steps, "line-ns-open", "step"), moments("publications", found.publications, "line-ns-open", "version"),
+    moments("events", found.marks.map((mark) => [mark.at, mark.text]), "diamond", ""),
+    { name: "lost", ...lost, marker: { symbol: "x", size: 10, color: "#c2514f" } },
+    { name: "started again", ...again, marker: { symbol: "triangle-right", size: 11, color: "#e07b39" } }];
+  return [...Object.entries(bars).map(([name, bar]) => ({ type: "bar", orientation: "h", name, ...bar, hoverinfo: "text", marker: { color: STATES[name] }, width: 0.5 })),
+    ...dots.map((trace) => ({ type: "scatter", mode: "markers", hoverinfo: "text+x", ...trace }))].filter((trace) => trace.x.length);
 }
 
 function look(found) {
-  const lines = found.publications.length > 200 ? [] : found.publications.map(([at]) => ({
-    type: "line", xref: "x", yref: "paper", x0: date(at), x1: date(at), y0: 0, y1: 1, line: { width: 1, dash: "dot", color: "#8a6bbf66" } }));
-  return { height: 160 + 34 * found.lanes.length, barmode: "overlay", shapes: lines, xaxis: { type: "date" }, yaxis: { type: "category" }, showlegend: true };
+  const every = Math.ceil(found.publications.length / MOST_LINES) || 1;
+  const shapes = found.publications.filter((_, i) => i % every === 0).map(([at]) => ({
+    type: "line", xref: "x", yref: "paper", x0: date(at), x1: date(at), y0: 0, y1: 1, line: { width: 1, dash: "dot", color: "#8a6bbf80" } }));
+  const n = found.lanes.flatMap(lanes).length;
+  return { height: 200 + 30 * n, barmode: "overlay", shapes, margin: { l: 10, r: 12, t: 10, b: 36 }, xaxis: { type: "date" }, yaxis: { type: "category" }, showlegend: innerWidth > 700 };
 }

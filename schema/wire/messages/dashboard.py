@@ -59,6 +59,7 @@ class Span(Message):
 class Lane(Message):
     name: str
     role: str
+    ranks: int = Field(description="Of a trainer: they start and end together.")
     spans: list[Span]
 
 

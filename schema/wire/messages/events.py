@@ -21,7 +21,7 @@ class EventKind(StrEnum):
     PUBLICATION = "publication"
     """A published weight version: `id`, `version`, `kind`, `n_bytes`, `timeline`."""
     REPLICA = "replica"
-    """A replica's new state: `name`, `replica_id`, `role`, `state`, `host`, `pid`, `why`."""
+    """A replica's new state: `name`, `replica_id`, `role`, `state`, `host`, `pid`, `ranks`, `why`."""
     DROP = "drop"
     """Groups dropped for one reason: `reason`, `count`, `groups` (the first few), `error`."""
     REWARD = "reward"

@@ -53,6 +53,7 @@ RULES: list[tuple[str, str, set[str]]] = [
     ("GET", "/v1/ledger", USER),
     ("GET", "/v1/groups", USER),
     ("GET", "/v1/events?follow=false", USER),
+    ("GET", "/docs", USER),
     ("POST", "/v1/session", USER),
     ("GET", "/v1/session", USER),
     ("DELETE", "/v1/session", USER),

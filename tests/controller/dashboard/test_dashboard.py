@@ -128,5 +128,5 @@ def test_a_history_is_bounded() -> None:
         history.add(
             Event.model_validate({"id": number, "at": number, "kind": kind, "text": "t", "data": data})
         )
-    assert sum(len(spans) for _, spans in history._lanes.values()) <= 2000
+    assert sum(len(lane.spans) for lane in history._lanes.values()) <= 2000
     assert len(history._publications.kept) <= 2001
