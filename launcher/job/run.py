@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +40,7 @@ class Checked:
     config: Config
     machine: Machine
     warnings: list[Problem]
-    origins: dict[str, str]
+    origins: dict[str, str] = field(default_factory=dict)
     """Where the keys that were written come from."""
 
 
