@@ -74,7 +74,9 @@ class Result:
             "elapsed_s": round(self.elapsed, 3),
             "final_model": str(self.final_model) if self.final_model else None,
             "data": _data(self.run_dir),
-            "restarts": dict(Counter(self.restarts) + Counter(self.earlier.get("restarts", {}))),
+            # A sum of Counters leaves out what is 0.
+            "restarts": dict.fromkeys(self.restarts, 0)
+            | (Counter(self.restarts) + Counter(self.earlier.get("restarts", {}))),
             "starts": 1 + self.earlier.get("starts", 0),
             "total_elapsed_s": round(self.elapsed + self.earlier.get("elapsed_s", 0.0), 3),
             "status": data.status.model_dump(mode="json") if data.status else None,
