@@ -41,7 +41,7 @@ from tests.support.valkey import running_valkey
 from tests.support.waiting import PATIENCE
 
 CHECKS = (not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance)
-WAITS = ("wait_s",)
+WAITS = ("wait_s", "follow")
 ENDS = ("/v1/job/fail", "/v1/job/{action}")
 """Calls that end the job: they come last, or everything after them would be refused alike."""
 

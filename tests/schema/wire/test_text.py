@@ -34,7 +34,8 @@ FROM_CONTROLLER = {
     "Problem", "CommitReply", "CheckpointReply", "RegisterReply", "HeartbeatReply", "DrainReply", "LeaseReply",
     "LeasedGroup", "PushResult", "PushReply", "ReleaseReply", "ReplicaInfo", "StepRecord", "ValidationRecord",
     "Alarm", "RewardStatus", "LedgerStatus", "JobStatus", "PublishReply", "ReplicaUpdate", "PublicationInfo",
-    "WeightsStatus", "DeclareReply", "DeclaredLeases",
+    "WeightsStatus", "DeclareReply", "DeclaredLeases", "ShownRun", "SessionReply", "Overview", "Curve", "Curves",
+    "Span", "Lane", "Mark", "Fault", "Timeline", "LogFile", "LogText", "KeptSamples",
 }  # fmt: skip
 """What nobody but the controller sends; it may quote others, which outputs make visible."""
 PROSE = {
