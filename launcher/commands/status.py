@@ -312,7 +312,8 @@ def _last_events(run_dir: str) -> list[str]:
 def _replica(replica: Mapping[str, Any]) -> str:
     """A replica in words: what it does, how fast, how busy."""
     gauges = replica["gauges"]
-    parts = [f"{replica['name']} ({replica['host']}, pid {replica['pid']}): {replica['state']}"]
+    place = f"{replica['host']}, pid {replica['pid']}" if replica["host"] else f"pid {replica['pid']}"
+    parts = [f"{replica['name']} ({place}): {replica['state']}"]
     parts += [replica["status"]] if replica["status"] else []
     if replica["role"] == "rollout":
         parts += [f"version {replica['version']}", f"{replica['leases']} groups under lease"]

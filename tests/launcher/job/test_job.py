@@ -301,7 +301,12 @@ def test_everything_that_is_asked_from_another_terminal(drive: Drive):
     job = drive(20_000, pause=0.05, die_at=2, code=7)
     job.reaches(4)
     until(lambda: job.event_log().get("stage") == "training", "the stage in launcher.json")
-    until(lambda: job.event_log()["processes"]["policy-0"]["state"] == "up", "its second life")
+
+    def reborn() -> bool:
+        known = job.event_log()["processes"]["policy-0"]
+        return bool(known["restarts"] == 1 and known["state"] == "up")
+
+    until(reborn, "its second life")
     found = json.loads(cosmos("status", job.run_dir, "--json").stdout)
     assert (found["alive"], found["state"], found["status"]["phase"]) == (True, "running", "training")
     assert found["launcher"]["pid"] == job.process.pid
@@ -311,7 +316,7 @@ def test_everything_that_is_asked_from_another_terminal(drive: Drive):
     (end,) = found["launcher"]["ends"]
     assert (end["process"], end["code"], end["lines"][-1]) == ("policy-0", 7, "dying at step 2")
     cosmos("status", job.run_dir).says(
-        0, "phase=training", "policy-0: live", "policy-0 1 (1 of 2 in a row)", "policy-0: exit code 7; its log: ",
+        0, "phase=training", "policy-0 (pid ", "): live", "policy-0 1 (1 of 2 in a row)", "policy-0: exit code 7; its log: ",
         "│ dying at step 2",
     )  # fmt: skip
 
