@@ -316,8 +316,8 @@ def test_everything_that_is_asked_from_another_terminal(drive: Drive):
     (end,) = found["launcher"]["ends"]
     assert (end["process"], end["code"], end["lines"][-1]) == ("policy-0", 7, "dying at step 2")
     cosmos("status", job.run_dir).says(
-        0, "phase=training", "policy-0 (pid ", "): live", "policy-0 1 (1 of 2 in a row)", "policy-0: exit code 7; its log: ",
-        "│ dying at step 2",
+        0, "phase=training", "policy-0 (pid ", "): live", "policy-0 1 (1 of 2 in a row)",
+        "policy-0: exit code 7; its log: ", "│ dying at step 2",
     )  # fmt: skip
 
     cosmos("status", found["url"], COSMOS_TOKEN="wrong").complains(2, "refuses the token", "COSMOS_TOKEN")
