@@ -130,7 +130,7 @@ def curves(run_dir: Path, summary: dict[str, Any]) -> None:
     for name in ("reward_mean", "loss", "reward/flaky"):
         wanted = {step: metrics[name] for step, metrics in steps.items()}
         assert shown[name] == pytest.approx(wanted, rel=1e-6)
-    rows = {row["step"]: row["reward_mean"] for row in in_wandb(run_dir) if "reward_mean" in row}
+    rows = {row["step"]: row["reward_mean"] for _, row in in_wandb(run_dir) if "reward_mean" in row}
     assert rows
     assert all(rows[step] == pytest.approx(steps[step]["reward_mean"]) for step in rows)
     for step in (0, STEPS - 1):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-PRIVATE = (".tokens", ".locks", "redis", "config.json", "config.toml")
+PRIVATE = (".tokens", ".locks", "redis", "config.json", "config.toml", "origins.json")
 """What is its owner's alone in a run directory, with all that lies below."""
 
 

@@ -15,13 +15,14 @@ from controller.services.controller import Controller
 from schema.wire.messages import ErrorCode, EventKind
 
 STREAM = "text/event-stream"
+EVENT = {"type": "object", "properties": {name: {"type": "string"} for name in ("id", "event", "data")}}
 
 
 def router(controller: Controller) -> APIRouter:
     api = new_router("events", "/v1")
     service = controller.events
 
-    @api.get("/events", responses=answers(STREAM, "One `Event` as JSON in the data of each."))
+    @api.get("/events", responses=answers(STREAM, "One `Event` as JSON in the data of each.", EVENT))
     async def events(
         request: Request,
         after: Annotated[int, Query(ge=0, lt=2**53)] = 0,
