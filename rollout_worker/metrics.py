@@ -39,6 +39,7 @@ class Metrics:
             "tokens_per_s": (stats.tokens - before.tokens) / seconds if seconds > 0 else 0.0,
             "running": float(stats.running),
             "waiting": float(stats.waiting),
+            "longest_tokens": float(stats.longest),
             **self.extra,
         }
         scoring, oldest = self.scoring(now)

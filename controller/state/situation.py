@@ -102,11 +102,16 @@ def _holders(job: Job, leased: list[Group]) -> str:
     age = max(0.0, job.clock() - max(leased[0].leased_at, job.opened_at))
     names = {replica.replica_id: replica.name for replica in job.registry}
     holder = names.get(leased[0].replica_id or "", leased[0].replica_id)
+    longest = max(
+        (replica.gauges.get("longest_tokens", 0.0) for replica in job.registry.present("rollout")),
+        default=0.0,
+    )
+    unfinished = f", the longest unfinished one has {longest:,.0f} tokens so far" if longest else ""
     done = sum(len(group.samples) for group in leased)
     total = len(leased) * job.progress.params.n_samples if isinstance(job.progress, GroupTable) else 0
     return (
         f"({len(leased)} are leased, the oldest by {holder} {age:.0f} s ago; "
-        f"{done} of their {total} samples are there)"
+        f"{done} of their {total} samples are there{unfinished})"
     )
 
 

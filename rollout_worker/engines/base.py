@@ -194,6 +194,8 @@ class EngineStats:
     running: int
     waiting: int
     """Samples submitted and not begun."""
+    longest: int = 0
+    """Tokens generated so far for the longest of the unfinished samples."""
 
 
 class WeightSource(Protocol):

@@ -65,6 +65,8 @@ class Decoder:
         self.rules: list[StopRules] = []
         self._batches = 0
         self.tokens_generated = 0
+        self.most_tokens = 0
+        """Generated for the longest of the rows, as of the last step."""
 
     # ---- admission ----------------------------------------------------------------------------------------
 
@@ -211,6 +213,7 @@ class Decoder:
         window.logprobs[:n, column + 1] = logprobs
         window.column += 1
         self.tokens_generated += n
+        self.most_tokens = int(self._generated().max())
         return self._finish(tokens.cpu().numpy())
 
     def _draw(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -281,6 +281,7 @@ class TransformersEngine:
             tokens=0 if decoder is None else decoder.tokens_generated,
             running=running,
             waiting=max(sum(self._expected.values()) - running, 0),
+            longest=0 if decoder is None or not running else decoder.most_tokens,
         )
 
     async def close(self) -> None:

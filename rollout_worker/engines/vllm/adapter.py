@@ -197,11 +197,11 @@ class VllmAdapter:
             raise EngineConfigError(f"vLLM refuses the sampling settings: {error}") from error
         raise EngineFailed(f"vLLM ended request {request_id} without an output")
 
-    def progress(self) -> tuple[int, int]:
-        """Requests inside of vLLM that have generated something, and the tokens they have generated."""
+    def progress(self) -> tuple[int, int, int]:
+        """Requests inside of vLLM that have generated something, their tokens, and those of the longest."""
         started = [state for state in self._llm.output_processor.request_states.values() if state.detokenizer]
         counts = [state.detokenizer.num_output_tokens() for state in started]
-        return sum(count > 0 for count in counts), sum(counts)
+        return sum(count > 0 for count in counts), sum(counts), max(counts, default=0)
 
     # ---- weights ------------------------------------------------------------------------------------------
 

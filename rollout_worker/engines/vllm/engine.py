@@ -337,10 +337,10 @@ class VllmEngine:
 
     def stats(self) -> EngineStats:
         inside = sum(map(len, self._tasks.values()))
-        running, tokens = (0, 0) if self._adapter is None else self._adapter.progress()
+        running, tokens, longest = (0, 0, 0) if self._adapter is None else self._adapter.progress()
         running = min(running, inside)
         return EngineStats(
-            self._idle.seconds(), self._samples, self._tokens + tokens, running, inside - running
+            self._idle.seconds(), self._samples, self._tokens + tokens, running, inside - running, longest
         )
 
     # ---- failure ------------------------------------------------------------------------------------------

@@ -49,8 +49,8 @@ def test_at_every_moment_it_is_said_what_the_job_waits_for(stage: Stage) -> None
     assert status.rewards is not None
     assert (status.rewards.scoring, status.rewards.wait_fraction) == (3, 0.4)
     rollout.finish(groups[:1])
-    rollout.beat(gauges={"running": 2.0})
-    now("step 0 waits for 1 more group (1 are leased")
+    rollout.beat(gauges={"running": 2.0, "longest_tokens": 2911.0})
+    now("step 0 waits for 1 more group (1 are leased", "the longest unfinished one has 2,911 tokens so far")
     rollout.finish(groups[1:])
     assert trainer.batch(0) is not None
     now("step 0 is being trained by policy-0")
