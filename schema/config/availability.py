@@ -28,14 +28,12 @@ class Unavailable:
 
     neutral: accepted values, the first is the one to recommend. missing: the part that is not built.
     only: the kind of job in which the key means anything; in the other its value is not looked at.
-    warns: whether the part changes neither what is trained nor how, so that the job runs without it, and says so.
     section: of which nothing is built; what asks for it there is one refusal.
     """
 
     neutral: tuple[Any, ...]
     missing: str
     only: str = ""
-    warns: bool = False
     section: str = ""
 
     def concerns(self, config: Config) -> bool:
@@ -59,7 +57,7 @@ def _rows(
             elif facts.unbuilt:
                 missing = facts.unbuilt.format(role=key.partition(".")[0])
                 neutral = facts.neutral or (default,)
-                yield key, Unavailable(neutral, missing, facts.only or only, facts.warns)
+                yield key, Unavailable(neutral, missing, facts.only or only)
 
 
 UNAVAILABLE: dict[str, Unavailable] = dict(_rows([Config]))
@@ -80,20 +78,9 @@ def check_available(config: Config) -> list[Problem]:
 
     Several of one absent section are one refusal.
     """
-    return _lacking(config, warns=False)
-
-
-def check_left_out(config: Config) -> list[Problem]:
-    """Every key whose part this build does not have, and without which the job runs all the same."""
-    return _lacking(config, warns=True)
-
-
-def _lacking(config: Config, warns: bool) -> list[Problem]:
     problems: list[Problem] = []
     absent: dict[str, list[Problem]] = {}
     for key, row in UNAVAILABLE.items():
-        if row.warns is not warns:
-            continue
         if config.is_evaluation and not key.startswith("evaluation."):
             continue  # nothing else is used
         section, name = _owner(config, key)
@@ -140,7 +127,4 @@ def _refusal(key: str, value: Any, row: Unavailable, default: Any, is_written: b
         shown = f"the default, {toml_value(value)},"
     helps = is_written and any(_same(default, neutral) for neutral in row.neutral)
     hint = "leave it out" if helps else f"write {key} = {toml_value(row.neutral[0])}"
-    message = f"this build cannot do {row.missing} yet, which {shown} asks for"
-    if row.warns:
-        message += ": the job runs without it"
-    return Problem(key, message, value, hint)
+    return Problem(key, f"this build cannot do {row.missing} yet, which {shown} asks for", value, hint)

@@ -52,7 +52,6 @@ class KeyFacts:
     unbuilt: the part that this build lacks; `{role}` is the section at the top. For a section: all of it is unbuilt.
     neutral: values that need nothing of that part, the first to recommend; empty: the default.
     only: the kind of job in which the key means anything, where not in both.
-    warns: whether the part changes neither what is trained nor how: the job runs without it, with a warning.
     """
 
     acts: str = ""
@@ -61,7 +60,6 @@ class KeyFacts:
     unbuilt: str = ""
     neutral: tuple[Any, ...] = ()
     only: Literal["", "grpo", "sft"] = ""
-    warns: bool = False
     published: bool = False
     deviation: Deviation | None = None
 

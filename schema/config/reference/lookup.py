@@ -287,8 +287,6 @@ def _limits(key: str) -> str:
     where = "" if row == key else f"{row}: "
     taken = _taken(key)
     words = "it must stay unset" if taken == (UNSET,) else f"it takes {' or '.join(taken)}"
-    if UNAVAILABLE[row].warns:
-        words = "anything more is a warning, and left out"
     return f"{where}cannot do {UNAVAILABLE[row].missing} yet; {words}"
 
 

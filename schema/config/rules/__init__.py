@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from schema.config.availability import check_left_out
 from schema.config.problem import Problem
 from schema.config.root import Config
 from schema.config.rules.algorithm import ALGORITHM_RULES
@@ -115,4 +114,4 @@ def check_warnings(config: Config) -> list[Problem]:
     """What is allowed and works, but seldom meant: shown, never refused."""
     if config.is_evaluation:
         return keys_are_of_the_evaluation(config)
-    return [*check_left_out(config), *(warning for rule in WARNINGS for warning in rule(config))]
+    return [warning for rule in WARNINGS for warning in rule(config)]

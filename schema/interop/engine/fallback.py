@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from schema.config.availability import UNAVAILABLE, check_available, check_left_out
+from schema.config.availability import UNAVAILABLE, check_available
 from schema.config.loading.explain import findings_of
 from schema.config.root import Config
 from schema.config.sections.unsupported import TABLE
@@ -81,7 +81,7 @@ def nearest(config: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
     sound = _sound(config)
     if sound is None:
         return {}
-    refused = {problem.key for problem in check_available(sound) + check_left_out(sound)}
+    refused = {problem.key for problem in check_available(sound)}
     missing_roles = tuple(role for role, switches in _SWITCHES.items() if refused & set(switches))
     return {
         key: (_nearest_value(config, key), UNAVAILABLE[key].missing)

@@ -5,10 +5,7 @@ from __future__ import annotations
 from copy import deepcopy
 from typing import Any
 
-import pytest
-
-from schema.config import UNAVAILABLE, Config, check_available, check_warnings
-from schema.config.availability import check_left_out
+from schema.config import UNAVAILABLE, Config, check_available
 from schema.config.loading.explain import all_fields
 from tests.schema.config_samples import GRPO, SFT, other_value, write
 from tests.support.each import check_each
@@ -57,22 +54,8 @@ def test_rows_name_keys_of_the_schema() -> None:
     assert EXAMPLES.keys() <= UNAVAILABLE.keys()
 
 
-REFUSED = [key for key, row in UNAVAILABLE.items() if not row.warns]
-
-
-@pytest.mark.parametrize("key", [key for key in UNAVAILABLE if key not in REFUSED])
-def test_what_is_left_out_is_a_warning_by_name(key: str) -> None:
-    config = config_with(key, example(key))
-    assert check_available(config) == []
-    (problem,) = check_left_out(config)
-    assert problem.key == key
-    assert UNAVAILABLE[key].missing in problem.message
-    assert "the job runs without it" in problem.message
-    assert problem in check_warnings(config)
-
-
 def test_what_is_not_built_is_refused_by_name() -> None:
-    check_each(REFUSED, _check_refusal)
+    check_each(UNAVAILABLE, _check_refusal)
 
 
 def _check_refusal(key: str) -> None:
@@ -87,7 +70,7 @@ def test_neutral_values_are_accepted() -> None:
     for key, row in UNAVAILABLE.items():
         for neutral in row.neutral:
             config = config_with(key, neutral)
-            assert check_available(config) == check_left_out(config) == [], key
+            assert check_available(config) == [], key
 
 
 def test_only_the_known_defaults_are_refused() -> None:
