@@ -38,8 +38,7 @@ class EventService:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._filed = event_file.last_id(job.event_file)
-        self._stored = self._filed
+        self._stored = job.events.filed
         """What viewers may see."""
         self._signal = Signal()
         self._failing = False
@@ -75,7 +74,9 @@ class EventService:
             await self._job.event_signal.wait(seen, KEEP_ALIVE)
 
     async def _file(self) -> None:
-        events = [event for event in self._job.events.after(self._filed) if event.id <= self._stored]
+        events = [
+            event for event in self._job.events.after(self._job.events.filed) if event.id <= self._stored
+        ]
         records, self._records = self._records, []
         try:
             await asyncio.to_thread(self._write, events, records)
@@ -84,7 +85,8 @@ class EventService:
                 log.error("%s cannot be written: %s; training goes on", error.filename, error.strerror)
             self._failing = True
             return
-        self._filed, self._failing = events[-1].id if events else self._filed, False
+        self._failing = False
+        self._job.events.filed = events[-1].id if events else self._job.events.filed
 
     def _write(self, events: list[Event], records: list[SampleRecord]) -> None:
         if events:
@@ -104,12 +106,13 @@ class EventService:
 
     async def _stream(self, after: int, kinds: frozenset[EventKind], follow: bool) -> AsyncIterator[bytes]:
         job = self._job
+        after = after if after <= job.events.highest else 0  # of another job, or of history that was lost
         self._streams += 1
         try:
             yield b"retry: 2000\n\n"
             while True:
                 seen, stored = self._signal.generation, self._stored
-                if after < min(stored, self._filed) and job.events.oldest > after + 1:
+                if after < min(stored, job.events.filed) and job.events.oldest > after + 1:
                     past = event_file.read(job.event_file, after)
                     while events := await asyncio.to_thread(_chunk, past):
                         after = events[-1].id

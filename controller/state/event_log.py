@@ -3,6 +3,7 @@
 Events are added between two awaits, with the change of state that they describe, and are staged with it: one
 transaction writes both, so the store never knows a change without its event. Ids go on from the highest that is
 known, in the store or in the file: a store that lost history leads to gaps, never to an id with two meanings.
+What is not in the file yet is kept for it, up to `MOST`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from schema.util.text import one_line
 from schema.wire.messages import Event, EventKind
 
 KEPT = 1024
-"""Events in memory and in the store."""
+"""Events in memory and in the store, once they are in the file."""
+MOST = 1 << 16
+"""Events that wait for a file that cannot be written; the oldest go."""
 MAX_TEXT = 1000
 NAMED = 8
 """Groups that a drop names."""
@@ -32,6 +35,8 @@ class EventLog:
         known = sorted((Event.model_validate(row) for row in rows), key=lambda event: event.id)
         self._events: deque[Event] = deque(known)
         self.highest = max(file_id, known[-1].id if known else 0)
+        self.filed = file_id
+        """Id of the newest event that is in the file."""
         self._dirty: dict[int, Event | None] = {}
 
     def add(self, kind: EventKind, text: str, /, **data: Any) -> None:
@@ -42,7 +47,7 @@ class EventLog:
         event = Event(id=self.highest, at=self._wall(), kind=kind, text=line, data=data)
         self._events.append(event)
         self._dirty[event.id] = event
-        while len(self._events) > KEPT:
+        while len(self._events) > (KEPT if self._events[0].id <= self.filed else MOST):
             self._dirty[self._events.popleft().id] = None
 
     def drops(self, groups: Iterable[Group]) -> None:

@@ -7,6 +7,7 @@ that is killed may leave half a line behind, which the next one completes with a
 from __future__ import annotations
 
 import os
+import re
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -21,6 +22,8 @@ from schema.wire.messages.job import ValidationRecord
 from schema.wire.messages.steps import StepRecord
 
 NAME = "events.jsonl"
+_ID = re.compile(rb'\{"id":(\d{1,15}),')
+"""How `append` begins a line."""
 TAIL = 1 << 16
 """Bytes at the end in which the newest event is looked for."""
 
@@ -51,6 +54,9 @@ def read(path: Path, after: int = 0) -> Iterator[Event]:
         return
     with file:
         for line in file:
+            known = _ID.match(line)
+            if known and int(known[1]) <= after:
+                continue
             event = parse(line)
             if event is not None and event.id > after:
                 after = event.id

@@ -14,6 +14,8 @@ from controller.errors import ApiError
 from controller.services.controller import Controller
 from schema.wire.messages import ErrorCode, EventKind
 
+MOST_DIGITS = 15
+"""Of the id of an event."""
 STREAM = "text/event-stream"
 EVENT = {"type": "object", "properties": {name: {"type": "string"} for name in ("id", "event", "data")}}
 
@@ -35,7 +37,7 @@ def router(controller: Controller) -> APIRouter:
         """
         require(request, USER)
         last = request.headers.get("last-event-id", "")
-        if last and not (last.isascii() and last.isdecimal() and int(last) < 2**53):
+        if last and not (last.isascii() and last.isdecimal() and len(last) <= MOST_DIGITS):
             raise ApiError(ErrorCode.BAD_REQUEST, f"Last-Event-ID: {last[:40]!r} is not the id of an event")
         stream = service.stream(int(last) if last else after, kind, follow=follow)
         return StreamingResponse(stream, media_type=STREAM, headers={"cache-control": "no-store"})

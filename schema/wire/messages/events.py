@@ -25,7 +25,7 @@ class EventKind(StrEnum):
     DROP = "drop"
     """Groups dropped for one reason: `reason`, `count`, `groups` (the first few), `error`."""
     REWARD = "reward"
-    """The first failure of its kind: `failure`, `group`, `index`, `error` (with the traceback)."""
+    """The first failure of its kind: `failure`, `sample`, `error` (with the traceback)."""
     CHECKPOINT = "checkpoint"
     """A complete checkpoint: `step`, `path`."""
     REWIND = "rewind"

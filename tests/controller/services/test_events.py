@@ -136,7 +136,11 @@ def test_what_memory_has_forgotten_comes_from_the_file(stage: Stage) -> None:
     before = served.job.events.highest
     served.call(many)
     served.run(served.job.save())
-    until(lambda: len(filed(served)) > KEPT, "the events are filed")
+    until(lambda: len(filed(served)) > KEPT + 2 * service.CHUNK, "the events are filed")
+    served.call(lambda: served.job.events.add(EventKind.ALARM, "one more"))
+    assert served.job.events.oldest > before + 1
+    served.run(served.job.save())
+    until(lambda: filed(served)[-1].text == "one more", "it is filed")
     found = past(served, after=before)
     assert [event.id for event in found] == [event.id for event in filed(served) if event.id > before]
 
@@ -144,12 +148,32 @@ def test_what_memory_has_forgotten_comes_from_the_file(stage: Stage) -> None:
 def test_bad_requests_and_too_many_viewers_are_refused(stage: Stage) -> None:
     served = stage.serve()
     with asking(served.url) as http:
-        for headers, query in (({"last-event-id": "x"}, {}), ({}, {"kind": "nothing"}), ({}, {"after": -1})):
+        for headers, query in (
+            ({"last-event-id": "x"}, {}),
+            ({"last-event-id": "9" * 5000}, {}),
+            ({}, {"kind": "nothing"}),
+            ({}, {"after": -1}),
+        ):
             answer = http.get("/v1/events", headers=headers, params={"follow": False, **query})
             assert answer.status_code == 422, answer.text
         served.controller.events._streams = service.MOST_STREAMS
         assert http.get("/v1/events").json()["code"] == ErrorCode.BUSY
         served.controller.events._streams = 0
+
+
+def test_what_the_file_does_not_have_is_kept_for_it() -> None:
+    log = EventLog(lambda: 2.0)
+    for number in range(2 * KEPT):
+        log.add(EventKind.ALARM, str(number))
+    assert len(log.after(0)) == 2 * KEPT
+    log.filed = 2 * KEPT
+    log.add(EventKind.ALARM, "one more")
+    assert len(log.after(0)) == KEPT
+
+
+def test_who_has_seen_what_never_was_begins_anew(stage: Stage) -> None:
+    served = stage.serve()
+    assert past(served, after=10**9) == past(served)
 
 
 def test_ids_go_on_from_the_highest_that_is_known() -> None:
