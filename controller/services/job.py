@@ -15,7 +15,7 @@ from typing import Literal
 from controller.errors import ApiError
 from controller.ledger.group import DONE, Group, State
 from controller.state.job import Job
-from controller.state.situation import advice
+from controller.state.situation import RECENT, advice
 from schema.wire import messages as m
 from schema.wire.messages import ErrorCode, Phase
 
@@ -107,7 +107,13 @@ class JobService:
         )
         if over or not job.config.is_grpo:
             return status
-        found = advice(status, status.replicas["rollout"], job.config.staleness_bound)
+        found = advice(
+            status.idle,
+            [record.metrics for record in job.steps.ends(0, RECENT)],
+            None if status.rewards is None else status.rewards.wait_fraction,
+            rollouts=status.replicas["rollout"],
+            bound=job.config.staleness_bound,
+        )
         return status.model_copy(update={"advice": found})
 
     def _rewards(self) -> m.RewardStatus:

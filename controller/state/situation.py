@@ -1,15 +1,18 @@
 """What a job waits for, in one sentence that is always true, and what would make it faster. Pure.
 
 sentence(job)     since when and on whom: the first of a fixed order of reasons that holds
-advice(status)    from the idle shares of both pools and the time of a step
+advice(…)         from the idle shares of both pools and the times of the newest steps
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from controller.ledger.group_table import GroupTable
-from schema.wire.messages import JobStatus, Phase
+from schema.wire.messages import Phase
 
 if TYPE_CHECKING:
     from controller.ledger.group import Group
@@ -20,16 +23,22 @@ STARVING = 0.15
 """Share of idle time below which a pool is busy enough."""
 WORTH = 1.05
 """Gain of speed below which nothing is advised."""
+RECENT = 16
+"""Newest steps whose mean counts."""
 
 
 def sentence(job: Job) -> tuple[str, str]:
     """What the job waits for: a key that stays the same while it waits for the same thing, and the sentence."""
     if job.ended:
         return "ended", _ended(job)
+    if job.store.outage is not None:
+        return "store", job.store.outage
     if job.facts.paused:
         return "paused", "the job is paused: nothing is handed out until it is resumed"
     if job.rewards.outage is not None:
         return "outage", job.rewards.note
+    if job.progress.finished:
+        return _finishing(job)
     trainers = job.registry.present("policy")
     if not trainers:
         return "trainer", f"waits for a trainer: {_absent(job, 'policy')}"
@@ -42,12 +51,13 @@ def sentence(job: Job) -> tuple[str, str]:
             "first weights",
             f"waits for the first weights of {trainer.name}: {trainer.status or 'loading'}",
         )
-    if table.finished:
-        return "finishing", _finishing(job, trainer)
-    if job.ledger.batch(table.committed):
-        key = f"trains {table.committed}"
-        return key, f"step {table.committed} is being trained by {trainer.name}{_detail(trainer)}"
-    return _groups(job, table)
+    step = table.committed
+    if job.ledger.batch(step):
+        return f"trains {step}", f"step {step} is being trained by {trainer.name}{_detail(trainer)}"
+    missing = table.params.groups_per_step - table.ready
+    if missing <= 0:
+        return f"ready {step}", f"step {step} is complete and waits for {_named(trainer)}"
+    return _groups(job, table, missing)
 
 
 def _ended(job: Job) -> str:
@@ -57,29 +67,34 @@ def _ended(job: Job) -> str:
     return job.note or f"the job is {job.facts.ended} after {steps}"
 
 
-def _finishing(job: Job, trainer: Replica) -> str:
+def _finishing(job: Job) -> tuple[str, str]:
+    """All steps are trained; what is left is the last validation, and the trainer's export."""
     if job.validation.pinned is not None:
         return _validation(job)
-    return f"waits for the end of {trainer.name}: {trainer.status or 'leaving'}"
+    if job.facts.exported:
+        return "last validation", f"waits for the last validation: {_absent(job, 'rollout')}"
+    trainers = job.registry.present("policy")
+    if not trainers:
+        return "trainer", f"waits for a trainer: {_absent(job, 'policy')}"
+    return "finishing", f"waits for the end of {trainers[0].name}: {trainers[0].status or 'leaving'}"
 
 
-def _validation(job: Job) -> str:
-    done = sum(group.state == "done" for group in job.validation.groups)
-    return (
-        f"validates version {job.validation.pinned}: {done} of {len(job.validation.groups)} prompts are done"
-    )
+def _validation(job: Job) -> tuple[str, str]:
+    version, groups = job.validation.pinned, job.validation.groups
+    done = sum(group.state == "done" for group in groups)
+    text = f"validates version {version}: {done} of {len(groups)} prompts are done"
+    return f"validation {version}", text
 
 
-def _groups(job: Job, table: GroupTable) -> tuple[str, str]:
+def _groups(job: Job, table: GroupTable, missing: int) -> tuple[str, str]:
     """The next step is not complete: who makes its groups, and what keeps them."""
     step, rollouts = table.committed, job.registry.present("rollout")
-    missing = max(0, table.params.groups_per_step - table.ready)
     if not rollouts:
         return f"rollouts {step}", f"step {step} waits for a rollout replica: {_absent(job, 'rollout')}"
     leased = sorted(table.held, key=lambda group: group.leased_at)
     if not leased:
         if job.validation.pinned is not None:
-            return f"validation {job.validation.pinned}", _validation(job)
+            return _validation(job)
         newest = job.publications.newest
         behind = [r for r in rollouts if newest is not None and r.version < newest.version]
         if behind and newest is not None:
@@ -135,49 +150,51 @@ def _detail(replica: Replica) -> str:
     return f" ({replica.status})" if replica.status and not replica.status.startswith("training") else ""
 
 
-def advice(status: JobStatus, rollouts: int, staleness_bound: int) -> list[str]:
+def advice(
+    idle: Mapping[str, float],
+    steps: Sequence[Mapping[str, float]],
+    reward_wait: float | None,
+    *,
+    rollouts: int,
+    bound: int,
+) -> list[str]:
     """What would make a job faster, in words; nothing while too little is known.
 
-    A step takes as long as the slower of training it (t) and generating it (g/n by n replicas, of which each is idle
-    for a share i of the time: g/n = T·(1 − i)). One replica more makes that g/(n + 1); a step of T seconds then takes
-    max(t, g/(n + 1)).
+    idle: share of the time by pool. steps: metrics of the newest ones. reward_wait: share of the time that engines
+    wait for rewards. rollouts: replicas. bound: S.
+
+    A step of T seconds has the trainer at work for t of them, and each of n replicas for T·(1 − i), where i is its
+    idle share. By k replicas it would take max(t, T·(1 − i)·n/k); without waiting for each other max(t, T·(1 − i)).
     """
-    train, step = status.metrics.get("train_seconds"), status.metrics.get("step_seconds")
-    idle_policy, idle_rollout = status.idle.get("policy"), status.idle.get("rollout")
-    if None in (train, step, idle_policy, idle_rollout) or rollouts < 1:
-        return []
-    assert train is not None
-    assert step is not None
-    assert idle_policy is not None
-    assert idle_rollout is not None
-    whole = step + status.metrics.get("wait_seconds", 0.0)
-    rewards = None if status.rewards is None else status.rewards.wait_fraction
     found = []
-    if rewards is not None and rewards > STARVING:
+    if reward_wait is not None and reward_wait > STARVING:
+        text = f"the engines wait for rewards {reward_wait:.0%} of the time: "
+        found.append(text + "raise reward.num_workers, or make rewards faster")
+    known = [metrics for metrics in steps if "wait_seconds" in metrics and "step_seconds" in metrics]
+    if not known or rollouts < 1 or "rollout" not in idle:
+        return found
+    whole = fmean(metrics["step_seconds"] for metrics in known)
+    train = whole - fmean(metrics["wait_seconds"] for metrics in known)
+    generate = whole * (1 - idle["rollout"])
+    trainer_waits, replicas_wait = whole - train > STARVING * whole, idle["rollout"] > STARVING
+    shares = f"trainer {1 - train / max(whole, 1e-9):.0%} idle, rollouts {idle['rollout']:.0%}"
+    more = generate * rollouts / (rollouts + 1)
+    if trainer_waits and not replicas_wait and (gain := whole / max(train, more)) >= WORTH:
         found.append(
-            f"the engines wait for rewards {rewards:.0%} of the time: "
-            f"raise reward.num_workers, or make rewards faster"
+            f"the trainer starves ({shares}): one more rollout replica ({rollouts} → {rollouts + 1}) would make "
+            f"a step {gain:.2f} times as fast"
         )
-    if idle_policy > STARVING and idle_rollout <= STARVING and whole > 0:
-        after = max(train, whole * (1 - idle_rollout) * rollouts / (rollouts + 1))
-        if whole / after >= WORTH:
-            found.append(
-                f"the trainer starves ({idle_policy:.0%} idle): "
-                f"one more rollout replica ({rollouts} → {rollouts + 1}) would make "
-                f"a step {whole / after:.2f} times as fast"
-            )
-    elif idle_policy > STARVING and idle_rollout > STARVING:
+    elif trainer_waits and replicas_wait and (gain := whole / max(train, generate)) >= WORTH:
         found.append(
-            f"both pools wait for each other (trainer {idle_policy:.0%} idle, rollouts {idle_rollout:.0%}): "
-            f"allowed_outdated_steps = {staleness_bound + 1} instead of {staleness_bound} would let them overlap more"
+            f"both pools wait for each other ({shares}): allowed_outdated_steps = {bound + 1} instead of {bound} "
+            f"lets them overlap more; a step becomes at most {gain:.2f} times as fast"
         )
-    elif idle_rollout > STARVING:
-        found.append(
-            f"the rollout replicas starve ({idle_rollout:.0%} idle): the trainer is the slower one; "
-            + (
-                f"{rollouts - 1} of {rollouts} replicas may do"
-                if rollouts > 1
-                else "a faster trainer would help"
-            )
+    elif replicas_wait and not trainer_waits:
+        enough = max(1, math.ceil(rollouts * (1 - idle["rollout"])))
+        remedy = (
+            f"{enough} of {rollouts} replicas would do"
+            if enough < rollouts
+            else "a faster trainer would help"
         )
+        found.append(f"the rollout replicas starve ({shares}): {remedy}")
     return found

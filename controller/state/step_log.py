@@ -84,6 +84,11 @@ class StepLog:
     def since(self, step: int) -> list[StepRecord]:
         return [entry.record for entry in self._entries if entry.step >= step]
 
+    def ends(self, first: int, last: int) -> list[StepRecord]:
+        """The first and the last so many records, in order, each once."""
+        chosen = {entry.step: entry for entry in (*self._entries[:first], *self._entries[-last:])}
+        return [entry.record for entry in chosen.values()]
+
     @property
     def names(self) -> frozenset[str]:
         """All metrics that some step has, and the `DERIVED` ones."""

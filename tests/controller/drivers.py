@@ -107,8 +107,8 @@ class Trainer:
     def leave(self, reason: str = "finished") -> None:
         self.client.send(api.deregister(self.reply.replica_id, self.reply.incarnation, reason))
 
-    def beat(self) -> m.HeartbeatReply:
-        request = m.HeartbeatRequest(incarnation=self.reply.incarnation)
+    def beat(self, status: str = "") -> m.HeartbeatReply:
+        request = m.HeartbeatRequest(incarnation=self.reply.incarnation, status=status)
         return self.client.send(api.heartbeat(self.reply.replica_id, request))
 
 

@@ -81,12 +81,14 @@ def test_the_job_ends_after_the_validation_of_the_final_weights(stage: Stage) ->
     user = stage.client(served)
     trainer.leave("finished")
     assert user.send(api.job()).phase is Phase.FINISHING
+    assert "waits for the last validation: rollout-0 is live" in user.send(api.job()).sentence
     rollout.version, rollout.publication_id = 5, 6
     behind = rollout.lease()
     assert (behind.status, behind.update_to) == (LeaseStatus.UPDATE, 7)
     rollout.update()
     reply = rollout.lease(9)
     assert kinds(reply) == {"validation"}
+    assert "validates version 6: 0 of" in user.send(api.job()).sentence
     other = stage.joined(served, "rollout-1")
     assert other.lease().status is LeaseStatus.THROTTLED
     rollout.finish(reply.groups)

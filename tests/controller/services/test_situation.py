@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from controller.client import calls as api
@@ -52,6 +50,8 @@ def test_at_every_moment_it_is_said_what_the_job_waits_for(stage: Stage) -> None
     rollout.beat(gauges={"running": 2.0, "longest_tokens": 2911.0})
     now("step 0 waits for 1 more group (1 are leased", "the longest unfinished one has 2,911 tokens so far")
     rollout.finish(groups[1:])
+    trainer.beat(status="saving checkpoint 0")
+    now("step 0 is complete and waits for policy-0 (saving checkpoint 0)")
     assert trainer.batch(0) is not None
     now("step 0 is being trained by policy-0")
     trainer.commit(0)
@@ -68,25 +68,29 @@ def test_at_every_moment_it_is_said_what_the_job_waits_for(stage: Stage) -> None
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("rollouts", "idle", "step", "wait", "words"),
     [
-        (lambda s: s, []),
-        (lambda s: s | {"idle": {"policy": 0.5, "rollout": 0.0}}, ["one more rollout replica (2 → 3)", "1.50 times"]),
-        (lambda s: s | {"idle": {"policy": 0.5, "rollout": 0.5}}, ["allowed_outdated_steps = 3 instead of 2"]),
-        (lambda s: s | {"idle": {"policy": 0.0, "rollout": 0.5}}, ["1 of 2 replicas may do"]),
-        (lambda s: s | {"metrics": {}}, []),
+        (2, 0.0, 2.0, 0.0, []),
+        (1, 0.0, 10.0, 2.0, ["one more rollout replica (1 → 2)", "1.25 times"]),  # the trainer's 8 s are left
+        (2, 0.0, 10.0, 9.0, ["one more rollout replica (2 → 3)", "1.50 times"]),
+        (2, 0.5, 10.0, 5.0, ["allowed_outdated_steps = 3 instead of 2", "at most 2.00 times"]),
+        (2, 0.5, 10.0, 0.0, ["1 of 2 replicas would do"]),
+        (2, 0.2, 10.0, 0.0, ["a faster trainer"]),  # one replica would need 16 s
+        (8, 0.9, 10.0, 0.0, ["1 of 8 replicas would do"]),
+        (8, 1.0, 10.0, 0.0, ["1 of 8 replicas would do"]),
     ],
-)  # fmt: skip
-def test_advice_follows_from_idle_shares(
-    stage: Stage, change: Callable[[dict], dict], words: list[str]
-) -> None:  # type: ignore[type-arg]
-    served = stage.serve()
-    status = served.call(served.controller.job_service.status).model_dump()
-    status |= {
-        "idle": {"policy": 0.0, "rollout": 0.0},
-        "metrics": {"train_seconds": 2.0, "step_seconds": 2.0, "wait_seconds": 4.0},
-    }
-    found = advice(JobStatus.model_validate(change(status)), 2, 2)
-    assert len(found) == bool(words)
+)
+def test_advice_follows_from_what_both_pools_need(
+    rollouts: int, idle: float, step: float, wait: float, words: list[str]
+) -> None:
+    steps = [
+        {},
+        {"step_seconds": step - 1.0, "wait_seconds": wait},
+        {"step_seconds": step + 1.0, "wait_seconds": wait},
+    ]
+    found = advice({"rollout": idle}, steps, None, rollouts=rollouts, bound=2)
+    assert len(found) == bool(words), found
     for word in words:
         assert word in found[0]
+    (reward,) = advice({}, [], 0.4, rollouts=rollouts, bound=2)
+    assert "wait for rewards 40%" in reward
