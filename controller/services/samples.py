@@ -20,7 +20,6 @@ from controller.state.job import Job
 from controller.state.validation import PREFIX
 from controller.store import PayloadKey
 from controller.store.payloads import Payload
-from schema.config import short_names
 from schema.wire import messages as m
 from schema.wire import sample_file
 from schema.wire.frame import FrameError
@@ -97,9 +96,7 @@ class SampleService:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._max_tokens = job.config.policy.model_max_length
-        config = job.config
-        names = {*config.grpo.reward_weights, *config.validation_reward_weights} if config.is_grpo else set()
-        self._short = short_names(sorted(names))
+        self._short = job.config.reward_names
 
     # ---- push ---------------------------------------------------------------------------------------------
 

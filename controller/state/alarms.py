@@ -1,15 +1,16 @@
 """Alarms: hints that a training goes wrong, in plain words. Pure, fed with each step and each validation.
 
 None of them ends a run. Each looks at a window of the newest steps, begins when its condition holds and is over when
-it does not hold any more; both are events. A controller that starts again learns them anew from the stored steps.
+it does not hold any more; both are events. A controller that starts again learns them anew from what is stored.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import fmean, median, stdev
 
 from schema.wire.messages import StepRecord, ValidationRecord
 
@@ -17,12 +18,28 @@ WINDOW = 8
 """Steps that a condition must hold for, or is averaged over."""
 BEGINNING = 8
 """First steps, which later ones are compared with."""
+LOOKED_BACK = 1024
+"""Newest stored steps from which a controller that starts again learns."""
 COLLAPSED = 0.2
 """Share of its first value at which entropy or length count as collapsed."""
 CUT_OFF = 0.5
 DOMINATES = 0.95
-FALL, RISE = 0.05, 0.02
-"""By how much a validation is below its best, and the reward above what it was then."""
+CERTAIN = 3.0
+"""Standard errors by which a validation is below its best, and the reward above what it was then."""
+ROUNDS = 2
+"""Validations in a row that are so far below."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """A mean and its standard error; not a number: it is not known."""
+
+    value: float
+    error: float = math.nan
+
+    def is_above(self, other: Mean) -> bool:
+        """Whether it is so beyond what chance explains."""
+        return self.value - other.value > CERTAIN * math.hypot(self.error, other.error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,34 +52,49 @@ class Change:
 
 
 class Alarms:
-    """See the module's docstring. `active`: what holds now, by name. weights: of the rewards by short name."""
+    """See the module's docstring. `active`: what holds now, by name.
 
-    def __init__(self, weights: Mapping[str, float]) -> None:
-        self._weights = dict(weights)
-        self._first: list[Mapping[str, float]] = []
+    weights: of the rewards by short name. compares: whether a prompt has several samples, from whose differences
+    training learns.
+    """
+
+    def __init__(self, weights: Mapping[str, float], *, compares: bool = True) -> None:
+        self._weights, self._compares = dict(weights), compares
+        self._first: list[StepRecord] = []
         self._recent: deque[StepRecord] = deque(maxlen=WINDOW)
-        self._best: tuple[float, float] | None = None
-        """Best validation so far, and the mean reward around it."""
-        self._last: float | None = None
+        self._rounds: list[tuple[int, Mean, Mean]] = []
+        """Version and score of each validation, and the reward around it."""
         self.active: dict[str, str] = {}
 
-    def rewind(self) -> None:
-        """Steps are undone: look at what comes."""
+    def restore(self, steps: Iterable[StepRecord], validations: Iterable[ValidationRecord]) -> None:
+        """Look at what is stored of a job; nothing of it is news."""
+        rounds = sorted(validations, key=lambda record: record.version)
+        for record in steps:
+            while rounds and rounds[0].version <= record.step:
+                self.validation(rounds.pop(0))
+            self.step(record)
+        for left in rounds:
+            self.validation(left)
+
+    def rewind(self, step: int) -> None:
+        """Steps from `step` on are undone: look at what comes."""
         self._recent.clear()
+        self._first = [record for record in self._first if record.step < step]
+        self._rounds = [known for known in self._rounds if known[0] <= step]
 
     def step(self, record: StepRecord) -> list[Change]:
         """A step was committed."""
         if len(self._first) < BEGINNING:
-            self._first.append(record.metrics)
+            self._first.append(record)
         self._recent.append(record)
         found = {name: text for name, look in self._rules().items() if (text := look())}
         return self._change(found)
 
     def validation(self, record: ValidationRecord) -> list[Change]:
         """A round of validation is over."""
-        self._last = record.score_mean
-        if record.score_mean is not None and (self._best is None or record.score_mean >= self._best[0]):
-            self._best = record.score_mean, self._mean("reward_mean") or 0.0
+        reward = self._reward()
+        if record.score_mean is not None and record.score_error is not None and reward is not None:
+            self._rounds.append((record.version, Mean(record.score_mean, record.score_error), reward))
         found = {name: text for name, text in self.active.items() if name != "overfitting"}
         if text := self._overfitting():
             found["overfitting"] = text
@@ -91,7 +123,7 @@ class Alarms:
         return fmean(values) if values else None
 
     def _collapsed(self, name: str, what: str) -> str:
-        first = [metrics[name] for metrics in self._first if name in metrics]
+        first = [record.metrics[name] for record in self._first if name in record.metrics]
         now = self._values(name)
         if len(first) < BEGINNING or len(now) < WINDOW or median(first) <= 0:
             return ""
@@ -102,10 +134,10 @@ class Alarms:
         )
 
     def _no_variance(self) -> str:
-        newest = self._recent[-1].metrics.get("zero_variance_fraction")
-        if newest is None or newest < 1.0:
+        shares = self._values("zero_variance_fraction")
+        if not self._compares or len(shares) < WINDOW or min(shares) < 1.0:
             return ""
-        return "no group of the last step has answers of different worth: nothing is learned from it"
+        return f"no group of the last {WINDOW} steps has answers of different worth: nothing is learned from them"
 
     def _cut_off(self) -> str:
         share = self._mean("truncated_fraction")
@@ -130,13 +162,19 @@ class Alarms:
         return f"{parts[name] / total:.0%} of the score come from the reward {name}: the others hardly count"
 
     def _overfitting(self) -> str:
-        reward = self._mean("reward_mean")
-        if self._best is None or self._last is None or reward is None:
+        reward = self._reward()
+        if reward is None or len(self._rounds) <= ROUNDS:
             return ""
-        best, then = self._best
-        if self._last > best - FALL or reward < then + RISE:
+        *_, (_, last, _) = self._rounds
+        _, best, then = max(self._rounds[:-ROUNDS], key=lambda known: known[1].value)
+        fell = all(best.is_above(score) for _, score, _ in self._rounds[-ROUNDS:])
+        if not fell or not reward.is_above(then):
             return ""
         return (
-            f"validation falls ({best:.3f} at its best, {self._last:.3f} now) while the reward rises "
-            f"({then:.3f} → {reward:.3f}): the model may exploit the reward, or overfit"
+            f"validation falls ({best.value:.3f} at its best, {last.value:.3f} now) while the reward rises "
+            f"({then.value:.3f} → {reward.value:.3f}): the model may exploit the reward, or overfit"
         )
+
+    def _reward(self) -> Mean | None:
+        values = self._values("reward_mean")
+        return Mean(fmean(values), stdev(values) / len(values) ** 0.5) if len(values) > 1 else None

@@ -25,7 +25,7 @@ from controller.ledger.reward_health import RewardHealth
 from controller.ledger.step_counter import StepCounter
 from controller.notify import Signal
 from controller.state import situation
-from controller.state.alarms import Alarms, Change
+from controller.state.alarms import BEGINNING, LOOKED_BACK, Alarms, Change
 from controller.state.event_log import EventLog
 from controller.state.job_facts import JobFacts, ledger_params, sft_total_steps, validation_params
 from controller.state.prompts import Prompts
@@ -40,7 +40,7 @@ from controller.store.lock import steady_clock
 from controller.store.payload_files import PayloadFiles
 from controller.store.payloads import Payload
 from controller.store.redis_state import Render
-from schema.config import Config, short_names
+from schema.config import Config
 from schema.wire import event_file, payload_file
 from schema.wire.messages import CommitReply, ErrorCode, EventKind, LedgerSnapshot, Phase, Role, StepRecord
 
@@ -55,8 +55,6 @@ REMEDIES: dict[str, str] = {
     DropReason.POISON: "Replicas crashed with every prompt: the logs of the rollout replicas say why",
 }
 """What to do where not one step was trained, by the reason for which most prompts were dropped."""
-LOOKED_BACK = 64
-"""Steps that alarms are learned from when a controller starts again."""
 TRAIN_DATA, VALIDATION_DATA = Path("data", "train.safetensors"), Path("data", "validation.safetensors")
 
 
@@ -111,9 +109,9 @@ class Job:
         self.event_file = event_file.path_of(run_dir)
         self.events = EventLog(wall, saved[Table.EVENTS].values(), event_file.last_id(self.event_file))
         self.samples = SampleLog()
-        self.alarms = Alarms(_short_weights(config))
-        for record in self.steps.since(max(0, self.progress.committed - LOOKED_BACK)):
-            self.alarms.step(record)
+        compares = config.is_grpo and config.rollout.n_generation > 1
+        self.alarms = Alarms(_short_weights(config), compares=compares)
+        self.alarms.restore(self.steps.ends(BEGINNING, LOOKED_BACK), self.validation.records.values())
         known = headers.get("rewards")
         self.reward_stats = RewardStats() if known is None else RewardStats.from_record(known)
         self.opened_at = self.published_at = self.clock()
@@ -166,7 +164,7 @@ class Job:
         self._say_rewind(step)
 
     def _say_rewind(self, step: int) -> None:
-        self.alarms.rewind()
+        self.alarms.rewind(step)
         text = f"training goes back to the checkpoint after {step} steps"
         self.events.add(EventKind.REWIND, text, step=step, timeline=self.progress.timeline)
 
@@ -506,5 +504,5 @@ def _short_weights(config: Config) -> dict[str, float]:
     if not config.is_grpo:
         return {}
     weights = config.grpo.reward_weights
-    short = short_names(sorted({*weights, *config.validation_reward_weights}))
+    short = config.reward_names
     return {short[name]: weight for name, weight in weights.items()}

@@ -94,6 +94,7 @@ def validation_params(config: Config, n_rows: int) -> ValidationParams:
         lease_size=section.batch_size,
         lease_timeout=controller.lease_timeout,
         max_attempts=controller.max_attempts,
+        names=config.reward_names,
     )
 
 

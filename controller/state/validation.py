@@ -25,13 +25,13 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import stdev
 from typing import Any, Literal, Self
 
 from controller.ledger.ledger import MISSED_BEATS
 from controller.ledger.reward_health import Failure, failure_of
 from controller.ledger.values import PushOutcome
 from controller.state.step_log import mean_score
-from schema.config import short_names
 from schema.wire.messages import ErrorCode, HeldLease, ValidationRecord
 from schema.wire.sample import SampleHeader
 
@@ -54,6 +54,8 @@ class ValidationParams:
     lease_size: int | None = None
     lease_timeout: float = 120.0
     max_attempts: int = 5
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Short ones of the rewards."""
 
 
 @dataclass(slots=True)
@@ -366,16 +368,18 @@ class Validation:
     def _result(self, version: int, at: float) -> ValidationRecord:
         headers = [header for group in self.groups for header in group.samples.values()]
         scored = [header for header in headers if header.score is not None]
-        names = short_names(sorted({name for header in scored for name in header.rewards}))
+        scores = [header.score for header in scored if header.score is not None]
+        names = sorted({name for header in scored for name in header.rewards})
         expected = len(self.groups) * self.params.n_samples
         return ValidationRecord(
             version=version,
             at=at,
             samples=len(scored),
-            score_mean=mean_score(header.score for header in scored),
+            score_mean=mean_score(scores),
+            score_error=stdev(scores) / len(scores) ** 0.5 if len(scores) > 1 else None,
             rewards_mean={
-                short: mean_score(header.rewards.get(name) for header in scored) or 0.0
-                for name, short in names.items()
+                self.params.names.get(name, name): mean_score(h.rewards.get(name) for h in scored) or 0.0
+                for name in names
             },
             response_tokens_mean=mean_score(header.response_tokens for header in headers) or 0.0,
             errors=expected - len(scored),

@@ -51,6 +51,7 @@ class Grpo:
         self._batching = Batching.of_config(config)
         self._temperature = config.sampling_temperature
         self._groups_per_step, self._wanted = config.groups_per_step, config.logging.sample_groups
+        self._names = config.reward_names
         self.kept: list[TrainedSample] = []
 
     def poll(self, step: int, wait_s: float) -> StepTable | None:
@@ -74,7 +75,7 @@ class Grpo:
             samples = self._source.payloads(table, rows_of(plan, trainer.data_rank))
         if samples is None:
             return None
-        metrics = StepMetrics(table, advantages, samples, self._source.bound)
+        metrics = StepMetrics(table, advantages, samples, self._source.bound, self._names)
         kept = KeptSamples(table, self._groups_per_step, self._wanted)
         for mini_batch in plan:
             norm = normalizers(table, mini_batch.rows)

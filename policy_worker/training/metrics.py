@@ -19,7 +19,6 @@ from policy_worker.algorithms.losses import Normalizers
 from policy_worker.model.micro_batch import MicroBatch, TrainSample
 from policy_worker.parallel.group import Group
 from policy_worker.training.batch_source import counts
-from schema.config import short_names
 from schema.wire import sample_file
 from schema.wire.batch import StepTable
 from schema.wire.messages import MOST_PIECES, TrainedSample
@@ -79,12 +78,18 @@ class StepMetrics:
     """Metrics of a step of reinforcement learning.
 
     samples: those of this rank. bound: S, the most steps by which a sample may be older than the step.
+    names: short ones of the rewards.
     """
 
     def __init__(
-        self, table: StepTable, advantages: Sequence[float], samples: Mapping[int, TrainSample], bound: int
+        self,
+        table: StepTable,
+        advantages: Sequence[float],
+        samples: Mapping[int, TrainSample],
+        bound: int,
+        names: Mapping[str, str],
     ) -> None:
-        self._table, self._advantages, self._bound = table, advantages, bound
+        self._table, self._advantages, self._bound, self._names = table, advantages, bound, names
         self._ages = age_sums(table.step, samples.values(), bound)
         self._sums = PartSums()
         self._tokens: list[int] = []
@@ -104,7 +109,7 @@ class StepMetrics:
         steps = zip(self._sums.reduce(group), self._tokens, strict=True)
         return {
             **_mean([_per_token(sums, tokens) for sums, tokens in steps]),
-            **table_metrics(self._table, self._advantages),
+            **table_metrics(self._table, self._advantages, self._names),
             **age_metrics(ages, self._bound),
             "optimizer_steps": float(len(self._tokens)),
         }
@@ -131,7 +136,7 @@ def _mean(steps: Sequence[Metrics]) -> Metrics:
     return {**mean, "ratio_max": max(step["ratio_max"] for step in steps)}
 
 
-def table_metrics(table: StepTable, advantages: Sequence[float]) -> Metrics:
+def table_metrics(table: StepTable, advantages: Sequence[float], names: Mapping[str, str]) -> Metrics:
     """What the table alone says of the samples that count."""
     rows = [row for row in range(table.n_samples) if counts(table, row)]
     staleness = [table.step - table.oldest_version[row] for row in rows]
@@ -148,11 +153,12 @@ def table_metrics(table: StepTable, advantages: Sequence[float]) -> Metrics:
     }
     if rows:
         metrics["reward_mean"] = math.fsum(table.score[row] or 0.0 for row in rows) / n
-    short = short_names(table.rewards)
     for name, column in table.rewards.items():
         values = [column[row] for row in rows if column[row] is not None]
         if values:
-            metrics[f"reward/{short[name]}"] = math.fsum(value or 0.0 for value in values) / len(values)
+            metrics[f"reward/{names.get(name, name)}"] = math.fsum(value or 0.0 for value in values) / len(
+                values
+            )
     return metrics
 
 

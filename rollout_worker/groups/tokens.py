@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout_worker.engines.base import EngineConfigError, Generation, SamplingSettings
-from schema.config import Config, PolicyConfig, short_names
+from schema.config import Config, PolicyConfig
 from schema.config.modules import CANNOT_LOAD, ExternalModuleError, import_external, remedy
 from schema.wire import sample_file
 from schema.wire.messages import MOST_PIECES, LeasedGroup, SampleText
@@ -110,10 +110,9 @@ class TextKeeper:
         """weights: of the reward functions, by kind of group."""
         self._tokenizer = tokenizer
         self._per_step, self._wanted = config.groups_per_step, config.logging.sample_groups
-        short = {kind: short_names(names) for kind, names in weights.items()}
+        short = config.reward_names
         self._weights = {
-            kind: {short[kind][name]: weight for name, weight in names.items()}
-            for kind, names in weights.items()
+            kind: {short[name]: weight for name, weight in names.items()} for kind, names in weights.items()
         }
 
     def text(self, lease: LeasedGroup, sample: Generation, answer: str, *, failed: bool) -> str | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from schema.config.base import FreeTable, Section
+from schema.config.base import FreeTable, Section, short_names
 from schema.config.key import cosmos_key, key
 from schema.config.loading.tomlwrite import dumps
 from schema.config.sections.autoscale import AutoscaleConfig
@@ -147,6 +147,13 @@ class Config(Section):
     def validation_reward_weights(self) -> dict[str, float]:
         """Reward function -> weight of validation: its own, else the training rewards."""
         return self.validation.reward_weights or self.grpo.reward_weights
+
+    @property
+    def reward_names(self) -> dict[str, str]:
+        """Reward function -> what it is called everywhere, in training and validation alike."""
+        if not self.is_grpo:
+            return {}
+        return short_names(sorted({*self.grpo.reward_weights, *self.validation_reward_weights}))
 
     def to_dict(self) -> dict[str, Any]:
         """The resolved configuration as JSON-compatible values, defaults included.

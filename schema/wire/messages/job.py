@@ -30,6 +30,7 @@ class ValidationRecord(Message):
     at: float
     samples: int
     score_mean: float | None = Field(description="Over the samples that have a score; null if none has.")
+    score_error: float | None = Field(default=None, description="Standard error of that mean.")
     rewards_mean: dict[str, float]
     response_tokens_mean: float
     errors: int = 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 
 from controller.state.alarms import BEGINNING, WINDOW, Alarms, Change
@@ -20,9 +22,15 @@ def feed(alarms: Alarms, steps: int, first: int = 0, **metrics: float) -> list[C
     return changes
 
 
-def validation(version: int, score: float | None) -> ValidationRecord:
+def validation(version: int, score: float | None, error: float = 0.01) -> ValidationRecord:
     return ValidationRecord(
-        version=version, at=1.0, samples=4, score_mean=score, rewards_mean={}, response_tokens_mean=1.0
+        version=version,
+        at=1.0,
+        samples=64,
+        score_mean=score,
+        score_error=error,
+        rewards_mean={},
+        response_tokens_mean=1.0,
     )
 
 
@@ -49,7 +57,12 @@ def test_an_alarm_begins_and_is_over(name: str, metrics: dict[str, float]) -> No
 
 def test_one_low_step_is_not_a_collapse() -> None:
     alarms = Alarms({})
-    assert feed(alarms, 20) + feed(alarms, 1, 20, entropy=0.0) + feed(alarms, 20, 21) == []
+    low = feed(alarms, 1, 20, entropy=0.0, zero_variance_fraction=1.0)
+    assert feed(alarms, 20) + low + feed(alarms, 20, 21) == []
+
+
+def test_answers_that_nothing_compares_may_all_be_alike() -> None:
+    assert feed(Alarms({}, compares=False), 20, zero_variance_fraction=1.0) == []
 
 
 def test_a_falling_validation_is_an_alarm_only_while_the_reward_rises() -> None:
@@ -57,16 +70,48 @@ def test_a_falling_validation_is_an_alarm_only_while_the_reward_rises() -> None:
     feed(alarms, WINDOW)
     assert alarms.validation(validation(8, 0.5)) == []
     feed(alarms, WINDOW, 8, reward_mean=0.9)
-    (begun,) = alarms.validation(validation(16, 0.3))
+    assert alarms.validation(validation(16, 0.3)) == [], "once may be chance"
+    (begun,) = alarms.validation(validation(17, 0.3))
     assert begun.name == "overfitting"
     assert "0.500 at its best, 0.300 now" in begun.text
-    (over,) = feed(alarms, WINDOW, 16, reward_mean=0.4)
+    (over,) = feed(alarms, WINDOW, 17, reward_mean=0.4)
     assert not over.on
-    assert alarms.validation(validation(24, None)) == []
+    assert alarms.validation(validation(25, None)) == []
+    alarms.rewind(8)
+    feed(alarms, WINDOW, 8, reward_mean=0.9)
+    assert alarms.validation(validation(16, 0.3)) == [], "what was undone does not count"
+
+
+@pytest.mark.parametrize(("end", "fires"), [(0.7, False), (0.2, True)])
+def test_the_noise_of_a_validation_is_no_fall(end: float, fires: bool) -> None:
+    """64 prompts every 10 steps: a true accuracy that goes from 0.6 to `end`, while the reward rises."""
+    alarmed = 0
+    for seed in range(100):
+        chance, alarms, changes = Random(seed), Alarms({}), []
+        for step in range(200):
+            if step % 10 == 0:
+                p = 0.6 + (end - 0.6) * step / 200
+                mean = sum(chance.random() < p for _ in range(64)) / 64
+                changes += alarms.validation(validation(step, mean, (mean * (1 - mean) / 64) ** 0.5))
+            changes += feed(alarms, 1, step, reward_mean=chance.gauss(0.5 + step / 500, 0.05))
+        alarmed += bool(changes)
+    assert (alarmed > 90) if fires else (alarmed < 3), alarmed
+
+
+def test_what_is_stored_is_known_again() -> None:
+    lived, records = Alarms({}), []
+    for step in range(60):
+        record = StepRecord(step=step, at=1.0, metrics={**HEALTHY, "entropy": 1.0 if step < 20 else 0.01})
+        records.append(record)
+        lived.step(record)
+    again = Alarms({})
+    again.restore([*records[:BEGINNING], *records[-WINDOW:]], [])
+    assert again.active == lived.active
+    assert again.active.keys() == {"entropy"}
 
 
 def test_steps_without_metrics_raise_nothing() -> None:
     alarms = Alarms({"right": 1.0, "format": 1.0})
     assert alarms.step(StepRecord(step=0, at=1.0, metrics={})) == []
-    alarms.rewind()
+    alarms.rewind(0)
     assert alarms.validation(validation(0, None)) == []
