@@ -93,12 +93,14 @@ async def evaluate(config: Config, run_dir: Path) -> dict[str, Any]:
     pool = RewardPool(weights, config.custom, config.reward)
     await pool.start()
     try:
-        return await _score_all(run_dir, pool, weights)
+        return await _score_all(run_dir, pool, weights, config.reward_names)
     finally:
         await pool.close()
 
 
-async def _score_all(run_dir: Path, pool: RewardPool, weights: Mapping[str, float]) -> dict[str, Any]:
+async def _score_all(
+    run_dir: Path, pool: RewardPool, weights: Mapping[str, float], names: Mapping[str, str]
+) -> dict[str, Any]:
     tallies: dict[str, Tally] = defaultdict(Tally)
     errors: list[str] = []
     waiting: deque[tuple[dict[str, Any], list[asyncio.Future[Result]]]] = deque()
@@ -109,12 +111,12 @@ async def _score_all(run_dir: Path, pool: RewardPool, weights: Mapping[str, floa
             waiting.append((row, [pool.submit(Task(text, row, tuple(weights))) for text in responses]))
             in_flight += len(responses)
             while in_flight > IN_FLIGHT:
-                in_flight -= await _settle(waiting.popleft(), weights, tallies, errors, file)
+                in_flight -= await _settle(waiting.popleft(), weights, names, tallies, errors, file)
             if time.monotonic() - reported > REPORT_EVERY_S:
                 reported = time.monotonic()
                 log.info("%s prompts scored", f"{tallies[ALL].prompts:,}")
         while waiting:
-            await _settle(waiting.popleft(), weights, tallies, errors, file)
+            await _settle(waiting.popleft(), weights, names, tallies, errors, file)
     whole = tallies.pop(ALL)
     found = {
         **whole.summary(),
@@ -129,6 +131,7 @@ async def _score_all(run_dir: Path, pool: RewardPool, weights: Mapping[str, floa
 async def _settle(
     waiting: tuple[dict[str, Any], list[asyncio.Future[Result]]],
     weights: Mapping[str, float],
+    names: Mapping[str, str],
     tallies: dict[str, Tally],
     errors: list[str],
     file: TextIO,
@@ -137,20 +140,21 @@ async def _settle(
     row, futures = waiting
     results = [await future for future in futures]
     judged = [score_of(result.rewards, weights, result.error) for result in results]
+    rewards = [{names[name]: value for name, value in result.rewards.items()} for result in results]
     scores, faults = [score for score, _ in judged], [error for _, error in judged]
     kept = [score for score in scores if score is not None]
     source = row.get("data_source")
     for name in {ALL, source if isinstance(source, str) and source != ALL else ""} - {""}:
         tallies[name].add(
             kept,
-            [r.rewards for r, fault in zip(results, faults, strict=True) if not fault],
+            [values for values, fault in zip(rewards, faults, strict=True) if not fault],
             len(scores) - len(kept),
         )
     errors += [fault for fault in faults if fault][: MAX_ERRORS_SHOWN - len(errors)]
     line = {
         "key": row["key"],
         "scores": scores,
-        "rewards": [result.rewards for result in results],
+        "rewards": rewards,
         "errors": faults,
         "seconds": [round(result.seconds, 6) for result in results],
     }

@@ -132,7 +132,7 @@ def _settings(
     """
     from launcher.paths import resolved
     from launcher.preflight.checks import unset_variables
-    from schema.config import ConfigError
+    from schema.config import Config, ConfigError
     from schema.config.base import reward_weights
     from schema.config.loading.load import load
 
@@ -152,7 +152,9 @@ def _settings(
     data = resolved(config)
     data["evaluation"]["reward_function"] = data["train"]["train_policy"]["reward_function"]
     data["reward"] |= {"retries": 0, "num_workers": 1}
-    return data, reward_weights(data["evaluation"]["reward_function"])
+    names = Config.model_validate(data).reward_names
+    weights = reward_weights(data["evaluation"]["reward_function"])
+    return data, {names[function]: weight for function, weight in weights.items()}
 
 
 def _score(
@@ -183,10 +185,7 @@ def lines(
     weights: Mapping[str, float], rows: Sequence[Record], scored: Sequence[Record], printed: Sequence[str]
 ) -> Iterator[str]:
     """The scores for people: a block per row, then what was printed and the errors in full."""
-    from schema.config import short_names
-
-    short = short_names(weights)
-    titles = [f"{short[name]} × {weight:g}" for name, weight in weights.items()]
+    titles = [f"{name} × {weight:g}" for name, weight in weights.items()]
     sizes = [max(8, len(title)) for title in titles]
     heads = "".join(f"  {title:>{size}}" for title, size in zip(titles, sizes, strict=True))
     errors: dict[str, int] = {}

@@ -151,6 +151,8 @@ class Config(Section):
     @property
     def reward_names(self) -> dict[str, str]:
         """Reward function -> what it is called everywhere, in training and validation alike."""
+        if self.is_evaluation:
+            return short_names(sorted(self.evaluation.reward_weights))
         if not self.is_grpo:
             return {}
         return short_names(sorted({*self.grpo.reward_weights, *self.validation_reward_weights}))
