@@ -50,7 +50,16 @@ def changes(diff: str) -> dict[str, list[Hunk]]:
 
 
 def test_every_extension_point_has_an_example_with_a_test() -> None:
-    kinds = {"An estimator", "A loss", "A reward", "An engine", "A config key", "A REST route"}
+    kinds = {
+        "An estimator",
+        "A loss",
+        "A reward",
+        "An engine",
+        "A config key",
+        "A REST route",
+        "A tracker",
+        "An alarm",
+    }
     assert set(EXAMPLES) == kinds
     for title, diffs in EXAMPLES.items():
         assert len(diffs) == 1, title

@@ -7,11 +7,13 @@ from typing import Literal
 from schema.config.base import Natural, NonEmptyStr, Section
 from schema.config.key import cosmos_key, key
 
+Tracker = Literal["console", "wandb", "tensorboard", "mlflow", "swanlab", "trackio"]
+
 
 class LoggingConfig(Section):
     """`[logging]`: where metrics go."""
 
-    logger: list[Literal["console", "wandb", "tensorboard", "mlflow", "swanlab", "trackio"]] = cosmos_key(
+    logger: list[Tracker] = cosmos_key(
         ["console"],
         "Trackers that receive the metrics of each step and validation. What a tracker's library reads of the "
         "environment (WANDB_MODE, MLFLOW_TRACKING_URI, …) counts.",
