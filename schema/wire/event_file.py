@@ -155,6 +155,6 @@ def course(events: Iterable[Event]) -> Course:
     """What a run has come to; events whose data another version wrote are passed over."""
     found = Course()
     for event in events:
-        with suppress(KeyError, ValidationError):
+        with suppress(KeyError, TypeError, ValidationError):
             found.add(event)
     return found
