@@ -25,8 +25,8 @@ class MemoryKills:
     """How often the kernel has killed for lack of memory so far; None where the system does not tell.
 
     group: processes of our control group, whatever made the kernel kill them (memory.events; memory.oom_control in
-    version 1). limit: how often the group's own limit did (`oom`; version 1 has no such counter: every kill in a group
-    that has a limit). machine: all processes of the machine (/proc/vmstat).
+    version 1). limit: how often the group's own limit did (`oom`; version 1 has no such counter: each kill in a
+    group that has a limit). machine: all processes of the machine (/proc/vmstat).
     """
 
     group: int | None
