@@ -62,19 +62,19 @@ class RunFiles(RunView):
     def _job(self, config: dict[str, Any]) -> dict[str, Any]:
         """As much of a `JobStatus` as there is."""
         history, last = self.history, self.steps.last
-        said = history.job.get("text", "")
+        said = history.health.job.get("text", "")
         versions = list(history.validations.items())
         return {
             "name": (config.get("logging") or {}).get("experiment_name") or self.name,
-            "phase": history.job.get("phase", "unknown"),
+            "phase": history.health.job.get("phase", "unknown"),
             "step": 0 if last is None else last.step + 1,
             "metrics": {} if last is None else last.metrics,
             "reward": None if last is None else last.metrics.get("reward_mean"),
             "validation": {"version": versions[-1][0], "score_mean": versions[-1][1]} if versions else None,
             "samples_per_s": self.steps.overall().samples_per_s,
             "tokens_per_s": self.steps.overall().tokens_per_s,
-            "last_error": history.job.get("error"),
-            "alarms": [{"name": name, "text": text} for name, text in history.alarms.items()],
+            "last_error": history.health.job.get("error"),
+            "alarms": [{"name": name, "text": text} for name, text in history.health.alarms.items()],
             "sentence": f"no summary was written: the run is alive, or was killed. Its last word: {said or 'none'}",
             "updated_at": history.ended,
         }

@@ -32,12 +32,11 @@ Point = tuple[int, float | None]
 
 VALIDATION = "validation"
 """The metric of the curve of held-out scores, by weight version."""
-MOST_SPANS, MOST_MARKS, MOST_MOMENTS, MOST_FAULTS = 2000, 500, 2000, 50
+MOST_SPANS, MOST_MARKS, MOST_MOMENTS = 2000, 500, 2000
 MOST_KEPT = 1000
 """Steps whose samples are listed."""
 MOST_LOG = 256 * 1024
 """Bytes of a log that are shown at once."""
-MOST_FAULT_TEXT = 4000
 STEP_LINE = b'"kind":"step"'
 """Where an event says of which kind it is: in its first bytes."""
 
@@ -51,37 +50,24 @@ class History:
         self._lanes: dict[str, d.Lane] = {}
         self._marks: deque[d.Mark] = deque(maxlen=MOST_MARKS)
         self._publications = Moments()
-        self._faults: dict[str, d.Fault] = {}
         self.validations: dict[int, float | None] = {}
-        self.job: dict[str, Any] = {}
-        """`data` of the newest event about the job, with its text."""
-        self.alarms: dict[str, str] = {}
+        self.health = event_file.Health()
 
     def add(self, event: Event) -> None:
         data, kind = event.data, event.kind
         self.newest, self.ended = event.id, event.at
         self.began = event.at if self.began is None else self.began
+        self.health.add(event)
         if kind is EventKind.REPLICA:
             self._replica(event)
         elif kind is EventKind.PUBLICATION:
             self._publications.add(event.at, int(data["version"]))
         elif kind is EventKind.VALIDATION:
             self.validations[int(data["version"])] = data.get("score_mean")
-        elif kind is EventKind.DROP:
-            text = str(data.get("error") or event.text)
-            self._fault(f"dropped: {data['reason']}", int(data["count"]), event.at, text)
-        elif kind is EventKind.REWARD:
-            self._fault(str(data.get("failure", "")), 1, event.at, str(data.get("error") or event.text))
-        elif kind is not EventKind.STEP:
+        elif kind not in (EventKind.DROP, EventKind.REWARD, EventKind.STEP):
             self._marks.append(d.Mark(at=event.at, kind=str(kind), text=event.text))
         if kind is EventKind.REWIND:
             self.validations = {v: score for v, score in self.validations.items() if v <= data["step"]}
-        elif kind is EventKind.JOB:
-            self.job = {**data, "text": event.text}
-        elif kind is EventKind.ALARM and data.get("on"):
-            self.alarms[data["name"]] = event.text
-        elif kind is EventKind.ALARM:
-            self.alarms.pop(data["name"], None)
 
     def _replica(self, event: Event) -> None:
         data = event.data
@@ -96,13 +82,6 @@ class History:
             if not longest.spans:
                 del self._lanes[longest.name]
 
-    def _fault(self, kind: str, count: int, at: float, text: str) -> None:
-        known = self._faults.pop(kind, None)
-        count += known.count if known else 0
-        self._faults[kind] = d.Fault(kind=kind, count=count, at=at, text=text[:MOST_FAULT_TEXT])
-        if len(self._faults) > MOST_FAULTS:
-            del self._faults[next(iter(self._faults))]
-
     def timeline(self, steps: StepLog) -> d.Timeline:
         moments = Moments()
         for step, at in steps.curve("at"):
@@ -114,7 +93,7 @@ class History:
             marks=list(self._marks),
             publications=self._publications.kept,
             steps=moments.kept,
-            faults=sorted(self._faults.values(), key=lambda fault: -fault.count),
+            faults=sorted(self.health.faults.values(), key=lambda fault: -fault.count),
             began=self.began,
             ended=self.ended or None,
         )

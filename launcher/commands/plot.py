@@ -32,7 +32,9 @@ def plot(
     runs: Annotated[
         list[Path] | None, typer.Argument(metavar="RUN_DIR", help="Runs, alive or dead. Default: the newest.")
     ] = None,
-    output: Annotated[Path, typer.Option("-o", "--output", help="A PNG, PDF or SVG.")] = Path("curves.png"),
+    output: Annotated[
+        Path, typer.Option("-o", "--output", help="A PNG (also without an ending), PDF or SVG.")
+    ] = Path("curves.png"),
     as_json: AsJson = False,
 ) -> None:
     """Draw reward, held-out score and length over the steps, and what the model wrote before and after.
@@ -55,6 +57,7 @@ def plot(
     if empty is not None:
         raise LaunchError(f"{empty.path} has no step to draw", "wait until the first one is trained")
     try:
+        output = output if output.suffix else output.with_name(f"{output.name}.png")
         draw(found, output)
     except ValueError as error:  # of matplotlib, about the file's ending
         raise LaunchError(f"{output} cannot be drawn: {error}", "choose an ending like .png") from None

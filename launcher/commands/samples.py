@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from schema.wire.messages import GroupKind, SampleRecord
     from schema.wire.sample_file import Order
 
+MOST_STEPS = 20
+"""The newest of those that have samples, named where one is asked for that has none."""
 SHORT = 1200
 """Characters of a text that are shown; all of it with --full."""
 
@@ -52,22 +54,21 @@ def samples(
         raise LaunchError("--best, --worst and --errors exclude each other", "choose one of them")
     order: Order | None = "best" if best else "worst" if worst else "errors" if errors else None
     target = remote.find(targets or [], set_ or [], os.environ)
-    found = _find(target, step, order, limit, validation)
+    kind: GroupKind | None = "validation" if validation else None if errors else "train"
+    found = _find(target, kind, step, order, limit)
     if as_json:
         print_json([record.model_dump(mode="json") for record in found])
     else:
-        typer.echo(
-            "\n\n".join(text(record, None if full else SHORT) for record in found) or _nothing(target, errors)
-        )
+        shown = "\n\n".join(text(record, None if full else SHORT) for record in found)
+        typer.echo(shown or _nothing(target, kind, errors))
     raise typer.Exit(0 if found else 1)
 
 
 def _find(
-    target: Target, step: int | None, order: Order | None, limit: int, validation: bool
+    target: Target, kind: GroupKind | None, step: int | None, order: Order | None, limit: int
 ) -> list[SampleRecord]:
     from schema.wire import sample_file
 
-    kind: GroupKind | None = "validation" if validation else None if order == "errors" else "train"
     if target.run is None:
         from controller.client import calls as api
 
@@ -76,11 +77,18 @@ def _find(
     return sample_file.find(folder, kind=kind, step=step, order=order, limit=limit)
 
 
-def _nothing(target: Target, errors: bool) -> str:
+def _nothing(target: Target, kind: GroupKind | None, errors: bool) -> str:
+    from schema.wire import sample_file
+
     if target.run is not None and not target.run.is_alive() and not (target.run.path / "samples").is_dir():
         return f"{target.name} has kept no samples: logging.sample_groups is 0, no step was trained, or it is old"
     if errors:
-        return "no sample has failed"
+        return "no such sample has failed"
+    files = sample_file.files(sample_file.folder_of(target.run.path)) if target.run is not None else []
+    if steps := [str(step) for found, step in files if found == kind]:
+        cut = "…, " if len(steps) > MOST_STEPS else ""
+        of = "versions" if kind == "validation" else "steps"
+        return f"no such sample is kept: there are those of {of} {cut}{', '.join(steps[-MOST_STEPS:])}"
     return (
         "no such sample is kept: they come with the first trained step (logging.sample_groups says how many)"
     )

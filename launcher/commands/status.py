@@ -40,7 +40,7 @@ BAD = frozenset({"failed", "killed", "leaving"})
 def find_status(target: Target) -> dict[str, Any]:
     """Everything that is known, as JSON-compatible values. Raises LaunchError if nothing can be found out."""
     found: dict[str, Any] = dict.fromkeys(
-        ("launcher", "checkpoint", "summary", "status", "ledger", "replicas", "error")
+        ("launcher", "checkpoint", "summary", "status", "ledger", "replicas", "error", "history")
     )
     found |= {"run_dir": None, "url": target.address() or None, "leaving": []}
     found |= {"evaluates": False, "embeds_redis": False}
@@ -50,6 +50,8 @@ def find_status(target: Target) -> dict[str, Any]:
         found["state"] = phase if phase in ENDED else "running"
     else:
         found |= _local(target, target.run)
+        if found["status"] is None:
+            found["history"] = _history(target.run)
     found["alive"] = found["state"] in ALIVE
     found["next"] = advice(found)
     return found
@@ -89,6 +91,27 @@ def _local(target: Target, run: RunDir) -> dict[str, Any]:
     if summary is None:
         return {**found, "state": "killed"}
     return {**found, "state": summary["outcome"], "summary": summary, "status": summary.get("status")}
+
+
+def _history(run: RunDir) -> dict[str, Any]:
+    """What the events of a run say that no controller can be asked about; empty where they cannot be read.
+
+    steps and validations are those that count, as in a summary; job is the last word about it.
+    """
+    from schema.wire import event_file
+
+    course, health = event_file.Course(), event_file.Health()
+    try:
+        event_file.fold(event_file.read(event_file.path_of(run.path)), course, health)
+    except OSError:
+        return {}
+    return {
+        "steps": [record.model_dump(mode="json") for record in course.steps],
+        "validations": [record.model_dump(mode="json") for record in course.validations],
+        "job": health.job,
+        "alarms": health.alarms,
+        "faults": [fault.model_dump(mode="json") for fault in health.faults.values()],
+    }
 
 
 def _evaluates(run: RunDir) -> bool:
@@ -187,7 +210,10 @@ def _from_where(found: Mapping[str, Any]) -> str:
 
 
 def _steps(found: Mapping[str, Any]) -> int:
-    return int((found["status"] or {}).get("step", 0))
+    if found["status"] is not None:
+        return int(found["status"].get("step", 0))
+    steps = (found["history"] or {}).get("steps")
+    return int(steps[-1]["step"]) + 1 if steps else 0
 
 
 # ---- for people -------------------------------------------------------------------------------------------
@@ -203,6 +229,8 @@ def lines(found: Mapping[str, Any], now: float | None = None) -> list[str]:
         text += [f"  {name}: {value}" for name, value in rows(found["summary"])]
     elif found["status"] is not None:
         text += _job_lines(found)
+    elif found["history"]:
+        text += _history_lines(found)
     text += _process_lines(found, now)
     if found["alive"] and (redis := _redis(found)):
         text.append(f"  redis: {redis}")
@@ -266,6 +294,14 @@ def _job_lines(found: Mapping[str, Any]) -> list[str]:
     return [*text, f"  left in order: {gone}"] if gone else text
 
 
+def _history_lines(found: Mapping[str, Any]) -> list[str]:
+    from launcher.job.summary import learning
+
+    steps, validations = found["history"]["steps"], found["history"]["validations"]
+    text = [f"  steps: {_steps(found)}, the last at {_clock(steps[-1]['at'])}"] if steps else []
+    return text + [f"  {name}: {value}" for name, value in learning(steps, validations)]
+
+
 def why_lines(found: Mapping[str, Any]) -> list[str]:
     """What a job waits for, whom, what fails, and what would help: of a dead one, how it died and what came last."""
     from launcher.display import View, sentence
@@ -285,6 +321,14 @@ def why_lines(found: Mapping[str, Any]) -> list[str]:
             ]
         text += [f"  alarm: {alarm.text}" for alarm in status.alarms]
         text += [f"  would help: {advice}" for advice in status.advice]
+    elif history := found["history"]:
+        word = history["job"].get("text", "none")
+        text.append(f"why: {found['state']}; the last word of its job: {word}")
+        text += [
+            f"  failed: {fault['kind']}" + (f" ({fault['count']} times)" if fault["count"] > 1 else "")
+            for fault in history["faults"]
+        ]
+        text += [f"  alarm: {alarm}" for alarm in history["alarms"].values()]
     if found["run_dir"] is not None:
         text += _last_events(found["run_dir"])
     return [one_line(said) for said in text]

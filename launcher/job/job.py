@@ -193,7 +193,7 @@ class Job:
         self.link.started.set()
         if not await self.link.wait_ready(config.controller.start_timeout):
             return blame(logs, "controller", "the controller did not get ready (controller.start_timeout)")
-        await self.trackers.start()  # the controller has made the job's id
+        self.trackers.start()  # the controller has made the job's id
         self.view.stage = "waiting for replicas"
         if plan.continued and not await self._reopen():
             return Outcome("finished", EXIT_OK, "it was finished before")

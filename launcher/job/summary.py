@@ -117,7 +117,7 @@ def rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     found.append(("time", duration(summary["elapsed_s"]) + over))
     if (report := data_report.parse(summary.get("data"))) is not None:
         found.append(("data", "; ".join(data_report.lines(report, reasons=False))))
-    found += _learning(summary.get("steps") or [], summary.get("validations") or [])
+    found += learning(summary.get("steps") or [], summary.get("validations") or [])
     if status:
         found += _speed(status)
     if rewards := _rewards(status):
@@ -145,7 +145,7 @@ def _rewards(status: Mapping[str, Any]) -> str:
     return rewards_text(JobStatus.model_validate(status))
 
 
-def _learning(steps: list[dict[str, Any]], validations: list[dict[str, Any]]) -> list[tuple[str, str]]:
+def learning(steps: list[dict[str, Any]], validations: list[dict[str, Any]]) -> list[tuple[str, str]]:
     """Reward or loss, and held-out accuracy: before → after."""
     found: list[tuple[str, str]] = []
     for name, key in (("reward", "reward_mean"), ("loss", "loss")):

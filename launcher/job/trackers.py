@@ -5,13 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from launcher.restarts import EXIT_OK, HEALTHY_AFTER, SIGNALLED, describe_exit
 from schema.config import Config
+from schema.util.backoff import Backoff
 
 CLOSE_SECONDS = 70.0
 """For trackers to store what they have, a little more than they get (`launcher.trackers.__main__`)."""
+BACKOFF = Backoff(first=5.0, most=600.0)
+"""Between starts. What trackers have is on disk, so a new process goes on where the last one was."""
 
 
 def names(config: Config) -> list[str]:
@@ -27,7 +32,7 @@ def command(config: Config, run_dir: Path) -> list[str] | None:
 
 
 class Trackers:
-    """Started with the job; `finish` waits until they have everything, or the time is over."""
+    """Started with the job, and again when it dies; `finish` waits until they have everything, or time is over."""
 
     def __init__(
         self, config: Config, run_dir: Path, env: Mapping[str, str], event: Callable[[str], None]
@@ -35,48 +40,71 @@ class Trackers:
         self._command = command(config, run_dir)
         self._run_dir, self._env, self._event = run_dir, env, event
         self._process: asyncio.subprocess.Process | None = None
-        self._reading: asyncio.Task[None] | None = None
+        self._care: asyncio.Task[None] | None = None
+        self._over = asyncio.Event()
 
-    async def start(self) -> None:
+    def start(self) -> None:
         """Start the process, if there are trackers."""
-        if self._command is None:
-            return
-        with (self._run_dir / "logs" / "trackers.log").open("ab") as log:
-            self._process = await asyncio.create_subprocess_exec(
-                *self._command,
-                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=log, env=self._env,
-                start_new_session=True,
-            )  # fmt: skip
-        self._reading = asyncio.create_task(self._read())
+        if self._command is not None:
+            self._care = asyncio.create_task(self._keep(self._command), name="keep trackers")
 
-    async def _read(self) -> None:
-        assert self._process is not None
-        assert self._process.stdout is not None
-        async for line in self._process.stdout:
+    async def _keep(self, command: Sequence[str]) -> None:
+        attempt = 0
+        while True:
+            began = time.monotonic()
+            how = await self._run(command)
+            if self._over.is_set():
+                if how:
+                    self._event(f"trackers ended ({how}); see logs/trackers.log")
+                return
+            attempt = 1 if time.monotonic() - began >= HEALTHY_AFTER else attempt + 1
+            delay = BACKOFF.after(attempt)
+            self._event(
+                f"trackers ended ({how or describe_exit(EXIT_OK)}) and are started again in {delay:.1f} s; "
+                "see logs/trackers.log"
+            )
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._over.wait(), delay)
+
+    async def _run(self, command: Sequence[str]) -> str:
+        """Until the process ends; how, empty where it was in order."""
+        try:
+            with (self._run_dir / "logs" / "trackers.log").open("ab") as log:
+                process = self._process = await asyncio.create_subprocess_exec(
+                    *command,
+                    stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=log, env=self._env,
+                    start_new_session=True,
+                )  # fmt: skip
+        except OSError as error:
+            return f"not started: {error}"
+        if self._over.is_set():
+            self._end_input()
+        assert process.stdout is not None
+        async for line in process.stdout:
             self._event(line.decode(errors="replace").rstrip())
+        code = await process.wait()
+        return describe_exit(SIGNALLED - code if code < 0 else code) if code else ""
 
     async def finish(self) -> None:
         """The events are all written: let trackers get what is left, and end."""
-        process = self._process
-        if process is None or self._reading is None:
+        if self._care is None:
             return
-        assert process.stdin is not None
-        process.stdin.close()
+        self._over.set()
+        self._end_input()
         try:
-            async with asyncio.timeout(CLOSE_SECONDS):
-                await process.wait()
-                await self._reading
+            await asyncio.wait_for(self._care, CLOSE_SECONDS)
         except TimeoutError:
             self._event(f"trackers did not end within {CLOSE_SECONDS:.0f} s; see logs/trackers.log")
             self.kill()
-        else:
-            if process.returncode:
-                self._event(f"trackers ended with exit code {process.returncode}; see logs/trackers.log")
+
+    def _end_input(self) -> None:
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
 
     def kill(self) -> None:
         """At once."""
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
-        if self._reading is not None:
-            self._reading.cancel()
+        if self._care is not None:
+            self._care.cancel()

@@ -20,16 +20,18 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from launcher.plan import nsight
-from launcher.plan.machine import MemoryKills
 from launcher.plan.placement import ProcessSpec, Replica
 from launcher.processes import keeper
 from launcher.processes.logs import tail
 from launcher.restarts import EXIT_OK, SIGNALLED, Budget, EndJob, Left, Restart, Restarts, describe_exit
+from schema.util.memory_kills import LOOK_EVERY, PROBABLY, RecentKills
 
 log = logging.getLogger(__name__)
 
 PEER_GRACE = 5.0
 """Seconds for the other ranks of a replica once one has died: they hang in a collective and have nothing to save."""
+KILLED = SIGNALLED + signal.SIGKILL
+"""Exit code of a process that was killed, by the kernel too."""
 KEEPER_MARGIN = 3.0
 """Seconds that a keeper gets beyond what it grants its process."""
 
@@ -50,14 +52,20 @@ class Exit:
     hung: bool = False
     """Whether it was killed here because it did not answer."""
     out_of_memory: str = ""
-    """How the kernel killed it for lack of memory, if it did."""
+    """How the kernel killed it, or a process of the job while it ran, for lack of memory; empty: it did not."""
 
     @property
     def how(self) -> str:
         """How it ended, in words."""
         if self.hung:
             return "killed because it did not answer"
-        return self.out_of_memory or describe_exit(self.code)
+        if self.out_of_memory and self.code == KILLED:
+            return self.out_of_memory
+        how = describe_exit(self.code)
+        # Of a machine that only counts, another process's kill says nothing of this end.
+        if not self.out_of_memory or self.out_of_memory == PROBABLY:
+            return how
+        return f"{how}, after a process of the job was {self.out_of_memory}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +137,6 @@ class Supervisor:
         self.setting, self.observer = setting, observer
         self.replicas: dict[str, Supervised] = {}
         self.ended: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
-        self._memory_kills = MemoryKills.read()
 
     def launch(self, replica: Replica, *, after: str = "", remove: str = "") -> Supervised:
         """Start a replica and keep it alive. `after`: role that must be gone before it ends without a launcher."""
@@ -242,6 +249,7 @@ class Supervisor:
         replica = supervised.replica
         supervised.state, supervised.since, supervised.hung = "starting", time.monotonic(), False
         shared = _rendezvous() if replica.rendezvous else {}
+        kills = RecentKills()
         try:
             for spec in replica.processes:
                 supervised.processes[spec.name] = await self._spawn(supervised, spec, shared)
@@ -257,7 +265,8 @@ class Supervisor:
         }
         try:
             while waits:
-                done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                done, _ = await asyncio.wait(waits, timeout=LOOK_EVERY, return_when=asyncio.FIRST_COMPLETED)
+                kills.look()
                 ended = [(waits.pop(task), task.result()) for task in done]
                 failed = [(spec, status) for spec, status in ended if status != EXIT_OK]
                 if failed and code == EXIT_OK:
@@ -271,12 +280,8 @@ class Supervisor:
         log_file = self._log_path(culprit)
         lines = tuple(tail(log_file, since=supervised.offsets[culprit.name]))
         leader = supervised.processes[replica.processes[0].name]
-        memory = self._out_of_memory() if code == SIGNALLED + signal.SIGKILL else ""
+        memory = kills.cause() if code != EXIT_OK else ""
         return Exit(replica, culprit.name, code, lines, log_file, leader.pid, supervised.hung, memory)
-
-    def _out_of_memory(self) -> str:
-        before, self._memory_kills = self._memory_kills, MemoryKills.read()
-        return before.cause(self._memory_kills)
 
     async def _end_peers(self, supervised: Supervised) -> None:
         if not supervised.alive:

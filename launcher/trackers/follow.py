@@ -7,7 +7,10 @@ event that was read, each once, in order; and each validation, at the step of it
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
+
+from pydantic import ValidationError
 
 from launcher.trackers.sinks import Sink
 from schema.wire.event_file import Course
@@ -36,17 +39,25 @@ class Follower:
         self._sink: Sink | None = None
 
     def read(self, events: Iterable[Event]) -> bool:
-        """Take events in. False: what the tracker has was undone; it begins anew, and wants all events again."""
+        """Take events in. False: what the tracker has was undone; it begins anew, and wants all events again.
+
+        Raises nothing, or events would be lost: those whose data another version wrote are passed over.
+        """
         for event in events:
-            if event.id > self.sent.event and self._undoes(event):
-                if self._sink is not None:
-                    self._sink.close()
-                self._sink, self._course = None, Course()
-                self.sent = Sent(self.sent.segment + 1)
-                return False
-            self._course.add(event)
+            with suppress(KeyError, TypeError, ValidationError):
+                if event.id > self.sent.event and self._undoes(event):
+                    self._begin_anew()
+                    return False
+                self._course.add(event)
             self._newest = max(self._newest, event.id)
         return True
+
+    def _begin_anew(self) -> None:
+        sink, self._sink = self._sink, None
+        self._course, self.sent = Course(), Sent(self.sent.segment + 1)
+        if sink is not None:
+            with suppress(Exception):  # what it has was undone: it may be lost
+                sink.close()
 
     def _undoes(self, event: Event) -> bool:
         """Whether an event takes back what the tracker has."""

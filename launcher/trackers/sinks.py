@@ -171,7 +171,7 @@ class Swanlab:
 
 @sink("trackio")
 class Trackio:
-    """Trackio: local first; TRACKIO_DIR says where."""
+    """Trackio: local first; TRACKIO_DIR says where. It knows runs by their names alone, so ours has the run's id."""
 
     resumes: ClassVar[bool] = True
 
@@ -179,7 +179,8 @@ class Trackio:
         import trackio
 
         self._module = trackio
-        trackio.init(project=run.project, name=run.title, config=dict(run.config), resume="allow")
+        name = f"{run.title} {run.run_id}"
+        trackio.init(project=run.project, name=name, config=dict(run.config), resume="allow")
 
     def log(self, step: int, metrics: Mapping[str, float], at: float) -> None:
         self._module.log(dict(metrics), step=step)

@@ -18,6 +18,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 import sys
 import time
 from collections import deque
@@ -28,6 +29,7 @@ from typing import Any
 from rollout_worker.rewards.protocol import Decoder, ProtocolError, encode
 from rollout_worker.rewards.registry import RewardConfigError
 from schema.config import RewardConfig
+from schema.util.memory_kills import RecentKills
 
 log = logging.getLogger(__name__)
 
@@ -265,6 +267,7 @@ class _Process:
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process, self._decoder = process, Decoder()
         self._replies: deque[dict[str, Any]] = deque()
+        self._kills = RecentKills()
 
     @classmethod
     async def start(cls, setup: dict[str, Any], variables: Sequence[str]) -> _Process:
@@ -320,6 +323,7 @@ class _Process:
         message; these replies are thrown away.
         """
         samples = [[job.task.completion, job.task.row, job.task.functions] for job in jobs]
+        self._kills.look()
         sending = asyncio.create_task(self._send({"samples": samples}))
         surplus, began = 0, time.monotonic()
         try:
@@ -388,7 +392,8 @@ class _Process:
         data = await self._process.stdout.read(1 << 20)
         if not data:
             code = await self._process.wait()
-            cause = f"signal {-code}" if code < 0 else f"exit code {code}"
+            memory = self._kills.cause() if code == -signal.SIGKILL else ""
+            cause = memory or (f"signal {-code}" if code < 0 else f"exit code {code}")
             raise _Lost(f"RewardCrash: the reward process died ({cause})")
         try:
             self._replies.extend(self._decoder.feed(data))

@@ -13,10 +13,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from pydantic import ValidationError
 
+from schema.wire.messages.dashboard import Fault
 from schema.wire.messages.events import Event, EventKind
 from schema.wire.messages.job import ValidationRecord
 from schema.wire.messages.steps import StepRecord
@@ -26,6 +27,8 @@ _ID = re.compile(rb'\{"id":(\d{1,15}),')
 """How `append` begins a line."""
 TAIL = 1 << 16
 """Bytes at the end in which the newest event is looked for."""
+MOST_FAULTS, MOST_FAULT_TEXT = 50, 4000
+"""Kinds of failures that are told apart, and characters of each."""
 
 
 def path_of(run_dir: Path) -> Path:
@@ -157,10 +160,54 @@ class Course:
         return undone
 
 
-def course(events: Iterable[Event]) -> Course:
-    """What a run has come to; events whose data another version wrote are passed over."""
-    found = Course()
+@dataclass(slots=True)
+class Health:
+    """What a run last said of itself besides its numbers, bounded however many events there are."""
+
+    job: dict[str, Any] = field(default_factory=dict)
+    """`data` of the newest event about the job, with its text."""
+    alarms: dict[str, str] = field(default_factory=dict)
+    """Those that are on, by name."""
+    faults: dict[str, Fault] = field(default_factory=dict)
+    """By kind, that of the newest failure last. Drops are counted; of a reward's kind only the first is an event."""
+
+    def add(self, event: Event) -> None:
+        data, kind = event.data, event.kind
+        if kind is EventKind.DROP:
+            text = str(data.get("error") or event.text)
+            self._fault(f"dropped: {data['reason']}", int(data["count"]), event.at, text)
+        elif kind is EventKind.REWARD:
+            self._fault(str(data.get("failure", "")), 1, event.at, str(data.get("error") or event.text))
+        elif kind is EventKind.JOB:
+            self.job = {**data, "text": event.text}
+        elif kind is EventKind.ALARM and data.get("on"):
+            self.alarms[data["name"]] = event.text
+        elif kind is EventKind.ALARM:
+            self.alarms.pop(data["name"], None)
+
+    def _fault(self, kind: str, count: int, at: float, text: str) -> None:
+        known = self.faults.pop(kind, None)
+        count += known.count if known else 0
+        self.faults[kind] = Fault(kind=kind, count=count, at=at, text=text[:MOST_FAULT_TEXT])
+        if len(self.faults) > MOST_FAULTS:
+            del self.faults[next(iter(self.faults))]
+
+
+class Reader(Protocol):
+    def add(self, event: Event) -> object:
+        """Take an event in."""
+
+
+def fold(events: Iterable[Event], *readers: Reader) -> None:
+    """Give each event to all readers; one whose data another version wrote is passed over."""
     for event in events:
-        with suppress(KeyError, ValidationError):
-            found.add(event)
+        for reader in readers:
+            with suppress(KeyError, TypeError, ValidationError):
+                reader.add(event)
+
+
+def course(events: Iterable[Event]) -> Course:
+    """What a run has come to."""
+    found = Course()
+    fold(events, found)
     return found

@@ -40,6 +40,8 @@ def test_one_run_and_several_are_drawn(run_dir: Path, tmp_path: Path) -> None:
     answer = cosmos("plot", run_dir, "-o", tmp_path / "one.png")
     answer.says(0, "one.png: run")
     assert answer.stderr == ""
+    cosmos("plot", run_dir, "-o", tmp_path / "without").says(0, "without.png: run")
+    assert (tmp_path / "without.png").exists()
     cosmos("plot", run_dir, run_dir, "-o", tmp_path / "two.svg", "--json").says(0, '"runs"')
     assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
     assert b"<svg" in (tmp_path / "two.svg").read_bytes()

@@ -50,5 +50,5 @@ def test_long_texts_are_cut_unless_asked_for(run_dir: Path) -> None:
 def test_for_programs_and_with_nothing_to_show(run_dir: Path) -> None:
     rows = json.loads(cosmos("samples", run_dir, "--worst", "--json").stdout)
     assert [row["score"] for row in rows] == [-1.0, 0.5]
-    cosmos("samples", run_dir, "--step", "99").says(1, "logging.sample_groups")
+    cosmos("samples", run_dir, "--step", "99").says(1, "no such sample", "steps 0, 1")
     cosmos("samples", run_dir, "--best", "--worst").complains(2, "exclude each other")

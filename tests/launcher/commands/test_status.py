@@ -18,6 +18,7 @@ from launcher.plan.rundir import RunDir
 from schema.wire import event_file
 from schema.wire.messages import Event, EventKind
 from tests.launcher.samples import job_status
+from tests.schema.wire.test_event_file import rewind, step, validation
 
 DIR = "/runs/mine"
 PROCESS = {"role": "rollout", "state": "up", "restarts": 4, "in_a_row": 1, "limit": 3}
@@ -30,7 +31,9 @@ END = {
 def found(state: str, **changes: Any) -> dict[str, Any]:
     launcher = {"pid": 7, "stage": "preparing data", "seen_at": 2000.0}
     launcher |= {"processes": {"rollout-0": PROCESS}, "ends": [END]}
-    fields = dict.fromkeys(("checkpoint", "summary", "status", "ledger", "replicas", "error", "url", "next"))
+    fields = dict.fromkeys(
+        ("checkpoint", "summary", "status", "ledger", "replicas", "error", "url", "next", "history")
+    )
     fields |= {"state": state, "run_dir": DIR, "launcher": launcher, "leaving": ["workers"], "alive": False}
     fields |= {"evaluates": False, "embeds_redis": True}
     return {**fields, **changes}
@@ -178,3 +181,37 @@ def test_why_tells_what_is_waited_for_what_fails_and_what_came_last(tmp_path: Pa
         assert words in text
     assert text.count("rollout-0.1 is lost") == 1
     assert "\x1b" not in text
+
+
+def test_a_killed_run_shows_what_its_events_say(tmp_path: Path) -> None:
+    def event(id_: int, kind: EventKind, text: str, **data: Any) -> Event:
+        return Event(id=id_, at=1000.0, kind=kind, text=text, data=data)
+
+    steps = [step(id_, id_ - 1, reward_mean=0.25 * id_) for id_ in range(1, 5)]
+    events = [
+        *steps,
+        rewind(5, 3),
+        validation(6, 3),
+        event(7, EventKind.JOB, "the job is training", phase="training", note="", error=None),
+        event(8, EventKind.ALARM, "answers are cut off", name="cut_off", on=True, step=3),
+        event(9, EventKind.ALARM, "rewards are all alike", name="alike", on=True, step=3),
+        event(10, EventKind.ALARM, "over: rewards are all alike", name="alike", on=False, step=3),
+        event(11, EventKind.REWARD, "a reward failed", failure="ValueError in reward function f"),
+        event(12, EventKind.DROP, "dropped", reason="reward_error", count=7),
+        event(13, EventKind.DROP, "of another version"),
+    ]
+    event_file.append(event_file.path_of(tmp_path), events)
+    run = RunDir(tmp_path)
+    run.make()
+    now = find_status(Target(run))
+    assert now["state"] == "killed"
+    text = "\n".join(lines(now) + why_lines(now))
+    for words in (
+        "  steps: 3, the last at ", "reward: 0.250 → 0.750", "held-out: 0.500 (version 3", "trained again",
+        "why: killed; the last word of its job: the job is training",
+        "  failed: ValueError in reward function f\n", "  failed: dropped: reward_error (7 times)",
+        "  alarm: answers are cut off",
+    ):  # fmt: skip
+        assert words in text, text
+    assert "alarm: rewards" not in text
+    assert json.loads(json.dumps(now))["history"]["steps"][-1]["step"] == 2

@@ -10,10 +10,15 @@ import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import pytest
+
 from launcher.plan.placement import ProcessSpec, Replica
 from launcher.processes.supervisor import Exit, Setting, Situation, Supervisor
 from launcher.restarts import Budget, Role
+from schema.util import memory_kills
+from schema.util.memory_kills import BY_LIMIT
 from tests.launcher.scripts import ON_TERM, PYTHON, STUBBORN, WITH_GRANDCHILD, alive, pids, until_gone
+from tests.schema.util.test_memory_kills import counted
 from tests.support.waiting import PATIENCE, until
 
 BUDGET = Budget(max_restarts=2, backoff=0.01, backoff_max=0.02)
@@ -135,6 +140,31 @@ def test_what_is_killed_because_it_hangs_is_said_to(tmp_path: Path):
     assert [exit_.hung for exit_ in watcher.exits] == [True, False]
     assert "killed because it did not answer; restart" in watcher.events[0].replace(")", "")
     assert watcher.exits[1].how == "killed by SIGKILL"
+
+
+@pytest.mark.parametrize(
+    ("end", "how"),
+    [
+        ("sys.exit(1)", f"exit code 1, after a process of the job was {BY_LIMIT}"),
+        ("os.kill(os.getpid(), 9)", BY_LIMIT),
+    ],
+)
+def test_a_kill_for_memory_is_named_also_where_a_child_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str, how: str
+):
+    """The kernel's counters are files of the test, which the process counts up before it ends."""
+    monkeypatch.setattr(memory_kills, "ROOT", tmp_path)
+    counted(tmp_path, kills=0)
+    events = tmp_path / "sys/fs/cgroup/jobs/mine/memory.events"
+    script = f"import os, sys; open({str(events)!r}, 'w').write('oom 1\\noom_kill 1\\n'); {end}"
+    watcher = Watcher()
+
+    async def body(supervisor: Supervisor) -> None:
+        supervisor.launch(replica("rollout-0", script))
+        await comes_true(lambda: len(watcher.exits) == 1)
+
+    supervise(tmp_path, body, watcher)
+    assert watcher.exits[0].how == how
 
 
 def test_one_rank_that_dies_takes_the_others_with_it_and_all_come_back(tmp_path: Path):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from launcher.trackers.follow import Follower, Sent
 from schema.wire.event_file import course
-from schema.wire.messages import Event
+from schema.wire.messages import Event, EventKind
 from tests.schema.wire.test_event_file import rewind, step, validation
 
 
@@ -37,15 +37,21 @@ class Page:
         self._rows.append((kind, step, at))
 
     def close(self) -> None:
-        pass
+        if self._board.fails:
+            raise ConnectionError("away")
+
+
+def of_another_version(id_: int, number: int) -> Event:
+    data: dict[str, object] = {"step": str(number)} if number % 2 else {}
+    return Event(id=id_, at=1.0, kind=EventKind.REWIND, text="back", data=data)
 
 
 def events(what: list[tuple[str, int]]) -> list[Event]:
-    makers = {"step": step, "rewind": rewind, "validation": validation}
+    makers = {"step": step, "rewind": rewind, "validation": validation, "other": of_another_version}
     return [makers[kind](id_, number) for id_, (kind, number) in enumerate(what, start=1)]
 
 
-KINDS = st.sampled_from(["step", "step", "step", "rewind", "validation"])
+KINDS = st.sampled_from(["step", "step", "step", "rewind", "validation", "other"])
 MOMENTS = st.lists(
     st.tuples(KINDS, st.integers(0, 6), st.sampled_from(["", "send", "fail", "again"])), max_size=30
 )

@@ -18,6 +18,9 @@ from rollout_worker.rewards import protocol
 from rollout_worker.rewards.pool import PoolStats, Result, RewardPool, RewardPoolError, Task
 from rollout_worker.rewards.registry import RewardConfigError
 from schema.config import RewardConfig
+from schema.util import memory_kills
+from schema.util.memory_kills import BY_OTHERS
+from tests.schema.util.test_memory_kills import counted
 from tests.support.waiting import PATIENCE, until
 
 T = TypeVar("T")
@@ -157,13 +160,19 @@ if int(seen.name) < {kills}:
             run(with_pool(f"{path}:word", ["one"]))
 
 
-def test_a_killed_process_is_replaced(word: str) -> None:
+def test_a_killed_process_is_replaced_and_the_cause_named(
+    word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_kills, "ROOT", tmp_path)
+    counted(tmp_path, kills=0)
+
     async def work() -> list[Result]:
         pool = pool_of(word)
         await pool.start()
         try:
             await score(pool, word, ["a"])
             (pid,) = _children()
+            counted(tmp_path, kills=1)
             os.kill(pid, signal.SIGKILL)
             first = await score(pool, word, ["bb"])
             second = await score(pool, word, ["ccc"])
@@ -174,7 +183,7 @@ def test_a_killed_process_is_replaced(word: str) -> None:
             await pool.close()
 
     lost, scored = run(work())
-    assert lost.error is not None
+    assert lost.error == f"RewardCrash: the reward process died ({BY_OTHERS})"
     assert scored.rewards == {word: 3.0}
 
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from rich.console import Console
 
 import schema.wire.messages.recovery  # noqa: F401 - its messages are looked at
-from launcher.commands.status import lines
+from launcher.commands.status import lines, why_lines
 from launcher.display import View, line, panel
 from launcher.errors import LaunchError
 from launcher.job.screen import Screen, TerminalScreen
@@ -151,7 +151,10 @@ def surveyed() -> str:
     fields: dict[str, Any] = dict.fromkeys(("checkpoint", "summary", "next", "status", "ledger", "replicas"))
     end = {"at": 1.0, "process": "r", "code": 1, "what": EVIL, "log": "l", "lines": [EVIL]}
     found = {**fields, "state": "waiting", "run_dir": "/r", "alive": True, "error": EVIL, "leaving": []}
-    return "\n".join(lines({**found, "launcher": {"pid": 1, "ends": [end], "redis": ""}}, now=2.0))
+    faults = [{"kind": EVIL, "count": 2}]
+    history = {"steps": [], "validations": [], "job": {"text": EVIL}, "alarms": {"a": EVIL}, "faults": faults}
+    found |= {"launcher": {"pid": 1, "ends": [end], "redis": ""}, "history": history}
+    return "\n".join(lines(found, now=2.0) + why_lines(found))
 
 
 SUMMARY = {"outcome": "failed", "reason": EVIL, "elapsed_s": 1.0, "run_dir": "/r"}
