@@ -31,11 +31,13 @@ from controller.server import ALWAYS, StartError, bind
 from controller.services.errors import install
 from schema.util.text import configure_logging
 from schema.wire import messages as m
-from schema.wire.messages.dashboard import Overview, ShownRun
+from schema.wire.messages.dashboard import Fault, Overview, ShownRun
 from schema.wire.sample_file import Order
 
 HOST = "127.0.0.1"
 BAD_START = 2
+NOT_KEPT = "how many groups were in each state, the staleness of each sample, idle shares, waits for rewards"
+"""What only a controller knows until a summary is written."""
 
 
 class RunFiles(RunView):
@@ -48,14 +50,15 @@ class RunFiles(RunView):
     async def overview(self) -> bytes:
         """As the run's summary has it; of a run that was killed before it wrote one, what its events say."""
         summary = await self._read(lambda: self._json("summary.json"))
-        job = summary.get("status") or self._job(await self.config())
+        status = summary.get("status")
+        job = status or self._job(await self.config())
         if reason := summary.get("reason"):
             job = {**job, "sentence": f"the run is {summary['outcome']}: {reason}"}
         found = Overview.model_construct(
             event=self.history.newest,
             job=job,
             ledger=summary.get("ledger"),
-            replicas=summary.get("replicas") or [],
+            replicas=summary.get("replicas") if status else self.history.replicas(),
         )
         return json.dumps(found.__dict__).encode()
 
@@ -63,10 +66,11 @@ class RunFiles(RunView):
         """As much of a `JobStatus` as there is."""
         history, last = self.history, self.steps.last
         said = history.health.job.get("text", "")
-        versions = list(history.validations.items())
+        versions, ages = list(history.validations.items()), self.steps.curve("staleness_max")
         return {
             "name": (config.get("logging") or {}).get("experiment_name") or self.name,
             "phase": history.health.job.get("phase", "unknown"),
+            "version": history.version,
             "step": 0 if last is None else last.step + 1,
             "metrics": {} if last is None else last.metrics,
             "reward": None if last is None else last.metrics.get("reward_mean"),
@@ -77,7 +81,16 @@ class RunFiles(RunView):
             "alarms": [{"name": name, "text": text} for name, text in history.health.alarms.items()],
             "sentence": f"no summary was written: the run is alive, or was killed. Its last word: {said or 'none'}",
             "updated_at": history.ended,
+            "faults": dict(map(_counted, history.health.faults.values())),
+            "max_staleness": max((age for _, age in ages if age is not None), default=None),
+            "unknown": NOT_KEPT,
         }
+
+
+def _counted(fault: Fault) -> tuple[str, str]:
+    if fault.kind.startswith("dropped: "):
+        return f"groups {fault.kind}", str(fault.count)
+    return f"reward: {fault.kind}", f"at least {fault.count}"
 
 
 def run_calls(run: RunFiles, prefix: str) -> APIRouter:

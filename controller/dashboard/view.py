@@ -50,6 +50,8 @@ class History:
         self._lanes: dict[str, d.Lane] = {}
         self._marks: deque[d.Mark] = deque(maxlen=MOST_MARKS)
         self._publications = Moments()
+        self.version = -1
+        """The newest that was published."""
         self.validations: dict[int, float | None] = {}
         self.health = event_file.Health()
 
@@ -61,7 +63,8 @@ class History:
         if kind is EventKind.REPLICA:
             self._replica(event)
         elif kind is EventKind.PUBLICATION:
-            self._publications.add(event.at, int(data["version"]))
+            self.version = int(data["version"])
+            self._publications.add(event.at, self.version)
         elif kind is EventKind.VALIDATION:
             self.validations[int(data["version"])] = data.get("score_mean")
         elif kind not in (EventKind.DROP, EventKind.REWARD, EventKind.STEP):
@@ -73,14 +76,20 @@ class History:
         data = event.data
         name, ranks = str(data["name"]), int(data.get("ranks", 1))
         spans = self._lanes[name].spans if name in self._lanes else []
-        lane = self._lanes[name] = d.Lane(name=name, role=data["role"], ranks=ranks, spans=spans)
         span = d.Span(at=event.at, state=str(data["state"]), replica_id=data["replica_id"], text=event.text)
-        lane.spans.append(span)
+        self._lanes[name] = d.Lane(name=name, role=data["role"], ranks=ranks, spans=[*spans, span])
         if sum(len(lane.spans) for lane in self._lanes.values()) > MOST_SPANS:
             longest = max(self._lanes.values(), key=lambda lane: len(lane.spans))
             del longest.spans[0]
             if not longest.spans:
                 del self._lanes[longest.name]
+
+    def replicas(self) -> list[dict[str, Any]]:
+        """As much of a `ReplicaInfo` of each as there is: its last known state."""
+        return [
+            {"name": name, "role": lane.role, **lane.spans[-1].model_dump(include={"replica_id", "state"})}
+            for name, lane in sorted(self._lanes.items())
+        ]
 
     def timeline(self, steps: StepLog) -> d.Timeline:
         moments = Moments()

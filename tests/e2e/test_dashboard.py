@@ -187,6 +187,7 @@ def test_a_killed_run_of_many_steps_with_gaps_is_shown_in_few_points(
     page.goto(link)
     expect(page.locator(".js-plotly-plot").first).to_be_visible()
     expect(page.locator("main")).to_contain_text("no summary was written")
+    expect(page.locator("main")).to_contain_text("Not known of a killed run: how many groups")
     answers = [json.loads(text) for text in sizes.values()]
     assert sorted(answer["total"] for answer in answers) == [0, STEPS]
     assert max(map(len, sizes.values())) < 100_000

@@ -116,25 +116,27 @@ function drawCurves(boxes, runs, data, notes) {
 function overview(box, found, name) {
   const { job, ledger, replicas } = found;
   const facts = [
-    ["phase", job.phase], ["step", job.total_steps ? `${job.step} of ${job.total_steps}` : job.step],
+    [job.unknown ? "last phase" : "phase", job.phase], ["step", job.total_steps ? `${job.step} of ${job.total_steps}` : job.step],
     ["reward", number(job.reward)], ["held-out score", number(job.validation?.score_mean)],
     ["samples/s", number(job.samples_per_s)], ["tokens/s", number(job.tokens_per_s)],
     ["idle trainer", percent(job.idle?.policy)], ["idle generators", percent(job.idle?.rollout)],
     ["waiting for rewards", percent(job.rewards?.wait_fraction)], ["left", duration(job.eta_s)],
+    ["newest version", job.version >= 0 ? job.version : undefined], ["largest staleness", number(job.max_staleness)],
   ].filter(([, value]) => value !== undefined && value !== "–");
   const alarms = (job.alarms ?? []).map((alarm) => el("li", {}, `${alarm.name}: ${alarm.text}`));
-  box.replaceChildren(
+  box.replaceChildren(...[
     section(name || "Now",
       el("p", { class: "sentence", id: name ? null : "sentence" }, job.sentence || job.note || `the job is ${job.phase}`),
       alarms.length ? el("ul", { class: "alarms", "aria-label": "Alarms" }, alarms) : null,
       job.last_error ? el("pre", { class: "error" }, job.last_error) : null,
       el("dl", { class: "facts" }, facts.map(([key, value]) => el("div", {}, el("dt", {}, key), el("dd", {}, String(value))))),
       (job.advice ?? []).map((text) => el("p", { class: "advice" }, text))),
-    ledger?.created ? section("Groups", bar(ledger)) : el("span"),
-    ledger && Object.keys(ledger.staleness).length ? section("Staleness of trained samples", histogram(ledger)) : el("span"),
+    job.unknown ? nothing(`Not known of a killed run: ${job.unknown}.`) : null,
+    ledger?.created ? section("Groups", bar(ledger)) : null,
+    ledger && Object.keys(ledger.staleness).length ? section("Staleness of trained samples", histogram(ledger)) : null,
     faults(job, ledger),
-    section("Replicas", replicaTable(replicas)),
-  );
+    section(job.unknown ? "Replicas, as last heard of" : "Replicas", replicaTable(replicas)),
+  ].filter(Boolean));
 }
 
 function bar(ledger) {
@@ -166,16 +168,17 @@ function histogram(ledger) {
 
 function faults(job, ledger) {
   const rows = [
+    ...Object.entries(job.faults ?? {}),
     ...Object.entries(job.rewards?.failed ?? {}).map(([kind, n]) => [`reward: ${kind}`, String(n)]),
     ...Object.entries(ledger?.dropped ?? {}).map(([reason, n]) => [`groups dropped: ${reason}`, String(n)]),
   ];
-  return rows.length ? section("Errors", table(["kind", "count"], rows), el("p", {}, el("a", { href: "#/samples/errors" }, "samples that failed"))) : el("span");
+  return rows.length ? section("Errors", table(["kind", "count"], rows), el("p", {}, el("a", { href: "#/samples/errors" }, "samples that failed"))) : null;
 }
 
 function replicaTable(replicas) {
   if (!replicas?.length) return nothing("No replica is known.");
   return table(["name", "state", "version", "doing", "idle", "samples/s", "last seen"], replicas.map((r) => [
-    r.name, el("span", { class: `health-${r.state}` }, r.state), String(r.version), r.status || (r.leases ? `${r.leases} leases` : ""),
+    r.name, el("span", { class: `health-${r.state}` }, r.state), String(r.version ?? "–"), r.status || (r.leases ? `${r.leases} leases` : ""),
     percent(r.gauges?.idle_fraction), number(r.gauges?.samples_per_s), duration(r.last_seen_s),
   ]));
 }

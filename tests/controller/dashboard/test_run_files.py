@@ -1,0 +1,63 @@
+"""What run directories alone say of their runs, be they killed, damaged or of another version."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+from controller.dashboard.__main__ import RunFiles
+from schema.wire import event_file
+from schema.wire.messages import Event
+
+
+def killed(run: Path, *events: tuple[str, dict[str, Any]]) -> RunFiles:
+    run.mkdir(parents=True)
+    (run / "config.json").write_text("{}")
+    lines = [
+        {"id": i, "at": i, "kind": kind, "text": "t", "data": data}
+        for i, (kind, data) in enumerate(events, 1)
+    ]
+    event_file.append(event_file.path_of(run), map(Event.model_validate, lines))
+    return RunFiles(run)
+
+
+def overview(run: RunFiles) -> dict[str, Any]:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    found: dict[str, Any] = json.loads(asyncio.run(run.overview()), parse_constant=refuse)
+    return found
+
+
+def replica(name: str, state: str) -> tuple[str, dict[str, Any]]:
+    return "replica", {"name": name, "replica_id": f"{name}.1", "role": "rollout", "state": state}
+
+
+def step(number: int, **metrics: float | None) -> tuple[str, dict[str, Any]]:
+    return "step", {
+        "step": number,
+        "at": number,
+        "metrics": metrics,
+        "samples": 4,
+        "tokens": 40,
+        "timeline": 0,
+    }
+
+
+def test_of_a_killed_run_its_events_say_what_they_can(tmp_path: Path) -> None:
+    run = killed(
+        tmp_path / "run",
+        replica("r1", "live"), replica("r0", "live"), replica("r1", "lost"),
+        *(("publication", {"version": version}) for version in range(2)),
+        step(0, staleness_max=2.0), step(1, staleness_max=1.0),
+        ("drop", {"reason": "failed", "count": 3}), ("drop", {"reason": "failed", "count": 2}),
+        ("reward", {"failure": "right: KeyError", "error": "Traceback"}),
+    )  # fmt: skip
+    found = overview(run)
+    assert [(r["name"], r["state"]) for r in found["replicas"]] == [("r0", "live"), ("r1", "lost")]
+    job = found["job"]
+    assert (job["version"], job["max_staleness"], job["step"]) == (1, 2.0, 2)
+    assert job["faults"] == {"groups dropped: failed": "5", "reward: right: KeyError": "at least 1"}
+    assert "in each state" in job["unknown"]
