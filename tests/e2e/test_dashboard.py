@@ -136,9 +136,9 @@ def test_what_a_model_wrote_is_text(tmp_path: Path, page: Page, dashboard) -> No
     run = dead(tmp_path / "run", 3)
     records = [
         SampleRecord(
-            prompt=EVIL, answer=EVIL, pieces=[EVIL, " end"], logprobs=[-0.1, -3.0], trainer_logprobs=[-0.2, -2.0],
-            versions=[(0, 1)], at=1.0, kind="train", step=2, timeline=0, group="e0-p1", index=index,
-            ending="finished", finish_reason="stop", prompt_tokens=1, response_tokens=2, oldest_version=1,
+            prompt=EVIL, answer=f"{EVIL} end, beyond the pieces", pieces=[EVIL, " end"],
+            logprobs=[-0.1, -3.0], trainer_logprobs=[-0.2, -2.0], versions=[(0, 1)], at=1.0, kind="train", step=2, timeline=0, group="e0-p1", index=index,
+            ending="finished", finish_reason="stop", prompt_tokens=1, response_tokens=70_000, oldest_version=1,
             newest_version=1, rewards={"right": 1.0}, score=1.0, advantage=0.5, error=EVIL if index else None,
         )
         for index in range(2)
@@ -165,6 +165,10 @@ def test_what_a_model_wrote_is_text(tmp_path: Path, page: Page, dashboard) -> No
     expect(page.locator("article").nth(1)).to_be_focused()
     page.keyboard.press("ArrowRight")
     expect(page.locator("article").nth(1).get_by_role("status")).to_contain_text("trainer − engine -0.1")
+    page.locator("article summary").first.click()
+    expect(page.locator("article details").first).to_have_text(
+        "69998 more tokens: the rest, beyond the pieces"
+    )
     page.keyboard.press("5")
     expect(page.locator("pre.log")).to_have_text(EVIL)
     assert page.locator("img").count() == 0

@@ -110,10 +110,15 @@ function tokens(sample, range) {
     if (share !== null) token.style.backgroundColor = share < 0 ? `rgb(59 130 196 / ${-0.7 * share})` : `rgb(224 123 57 / ${0.7 * share})`;
     box.append(token);
   });
-  if (pieces.length > MOST_TOKENS) box.append(`… ${pieces.length - MOST_TOKENS} more tokens`);
+  const shown = Math.min(pieces.length, MOST_TOKENS);
+  const told = pieces.slice(0, shown).join("");
+  const follows = sample.answer.startsWith(told);
+  const more = sample.response_tokens <= shown ? null : el("details", {},
+    el("summary", {}, `${sample.response_tokens - shown} more tokens: ${follows ? "the rest" : "the whole answer"}`),
+    el("pre", { class: "answer" }, follows ? sample.answer.slice(told.length) : sample.answer));
   const detail = el("p", { class: "legend", role: "status" });
   box.addEventListener("click", (event) => { if (event.target !== box) choose(event.target); });
-  return [box, detail];
+  return [box, more, detail].filter(Boolean);
 }
 
 // Shows the numbers of a token below its sample.
