@@ -100,6 +100,9 @@ def test_a_live_run_is_followed_paused_and_resumed(stage: Stage, page: Page) -> 
     train_step(trainer, rollout, 0)
     expect(page.locator("dl")).to_contain_text("1 of")
     expect(page.locator("main")).not_to_contain_text("No step is trained yet")
+    page.route("**/v1/events*", lambda route: route.fulfill(status=503), times=1)
+    with page.expect_response(lambda answer: "/v1/events" in answer.url and answer.status == 200):
+        page.reload()
     assert TOKENS["user"] not in page.url
     page.get_by_role("button", name="pause").click()
     expect(page.locator("#sentence")).to_contain_text("the job is paused")
@@ -137,7 +140,8 @@ def test_what_a_model_wrote_is_text(tmp_path: Path, page: Page, dashboard) -> No
     records = [
         SampleRecord(
             prompt=EVIL, answer=f"{EVIL} end, beyond the pieces", pieces=[EVIL, " end"],
-            logprobs=[-0.1, -3.0], trainer_logprobs=[-0.2, -2.0], versions=[(0, 1)], at=1.0, kind="train", step=2, timeline=0, group="e0-p1", index=index,
+            logprobs=[-0.1, -3.0], trainer_logprobs=[-0.2, -2.0], versions=[(0, 1)],
+            at=1.0, kind="train", step=2, timeline=0, group="e0-p1", index=index,
             ending="finished", finish_reason="stop", prompt_tokens=1, response_tokens=70_000, oldest_version=1,
             newest_version=1, rewards={"right": 1.0}, score=1.0, advantage=0.5, error=EVIL if index else None,
         )

@@ -33,17 +33,39 @@ export const get = (run, path) => answer(`${run.base}${path}`);
 
 export const post = (run, path) => answer(`${run.base}${path}`, { method: "POST" });
 
-// Calls `heard` with each event after `after`; `lost` with whether the connection is gone. Returns what closes it.
-export function follow(run, after, heard, lost) {
-  const source = new EventSource(`${run.base}/events?after=${after}`);
-  const kinds = ["step", "validation", "publication", "replica", "drop", "reward", "checkpoint", "rewind", "job", "alarm", "controller"];
-  for (const kind of kinds) {
-    source.addEventListener(kind, (message) => {
-      lost(false);
-      heard(JSON.parse(message.data));
-    });
-  }
-  source.onopen = () => lost(false);
-  source.onerror = () => lost(true);
-  return () => source.close();
+const KINDS = ["step", "validation", "publication", "replica", "drop", "reward", "checkpoint", "rewind", "job", "alarm", "controller"];
+const AGAIN = 3000;
+
+// Calls `heard` with each event after `after`, and tells `app` of the connection. Returns what closes it.
+// A browser gives up after any status but 200: then it is tried again, unless the session has ended.
+export function follow(run, after, heard, app) {
+  let source = null;
+  let timer = null;
+  let ended = false;
+  const shut = () => { clearTimeout(timer); source?.close(); };
+  const open = () => {
+    shut();
+    if (ended) return;
+    source = new EventSource(`${run.base}/events?after=${after}`);
+    for (const kind of KINDS) {
+      source.addEventListener(kind, (message) => {
+        after = Number(message.lastEventId);
+        app.lost(false);
+        heard(JSON.parse(message.data));
+      });
+    }
+    source.onopen = () => app.lost(false);
+    source.onerror = () => {
+      app.lost(true);
+      if (source.readyState === EventSource.CLOSED) again();
+    };
+  };
+  const again = () => {
+    timer = setTimeout(() => session().then(open, (error) => {
+      if (ended) return;
+      if (error.status === 401) app.failed(error); else again();
+    }), AGAIN);
+  };
+  open();
+  return () => { ended = true; shut(); };
 }

@@ -19,11 +19,13 @@ const app = {
   chosen: (known) => known[Math.min(chosen, known.length - 1)],
   runPicker: (known) => known.length < 2 ? el("span") : el("p", {}, el("label", {}, "run ", el("select", {
     onchange: (event) => { chosen = event.target.selectedIndex; route(); } }, known.map((run, i) => el("option", { selected: i === chosen }, run.name))))),
-  failed: (error) => { if (error.status === 401) askToken("The session has ended."); else say(error.message); },
-  lost: (gone) => { if (gone) say("The connection is gone; trying again …"); else if (byId("notice").textContent.startsWith("The connection")) say(""); },
+  failed: (error, passing = true) => { if (error.status === 401) askToken("The session has ended."); else say(error.message, passing); },
+  lost: (gone) => { if (gone) say("The connection is gone; trying again …", true); else if (passes) say(""); },
 };
 
-const say = (text) => { byId("notice").textContent = text; };
+// passing: until an answer comes again.
+let passes = false;
+const say = (text, passing = false) => { byId("notice").textContent = text; passes = passing; };
 
 async function route() {
   const [page = "", ...rest] = location.hash.replace(/^#\/?/, "").split("/");
@@ -36,7 +38,9 @@ async function route() {
     const fresh = el("main", { id: "page", tabindex: -1 });
     byId("page").replaceWith(fresh);
     const end = await show(fresh, runs, app, rest.filter(Boolean));
-    if (mine === turn) close = end; else end();
+    if (mine !== turn) return end();
+    close = end;
+    app.lost(false);
   } catch (error) {
     if (mine === turn) app.failed(error);
   }

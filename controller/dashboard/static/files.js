@@ -51,6 +51,7 @@ export async function logs(page, runs, app, [name]) {
   const chosen = name ? decodeURIComponent(name) : files[0]?.name;
   const read = async () => {
     const found = await get(run, `/logs/${encodeURIComponent(chosen)}`);
+    app.lost(false);
     text.textContent = found.text || "It is empty.";
     text.scrollTop = text.scrollHeight;
   };

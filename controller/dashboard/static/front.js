@@ -61,6 +61,7 @@ function live(run, data, app, showOverview, redraw) {
       } else data.overview = await get(run, "/overview");
       showOverview();
       redraw();
+      app.lost(false);
     } catch (error) {
       app.failed(error);
     }
@@ -73,7 +74,7 @@ function live(run, data, app, showOverview, redraw) {
   };
   const tick = setInterval(() => { if (due && timer === null) timer = setTimeout(refresh, 0); }, 1000 * SECONDS);
   const slow = setInterval(() => { due = true; }, 10000);
-  const close = follow(run, data.overview.event, heard, app.lost);
+  const close = follow(run, data.overview.event, heard, app);
   return () => { close(); clearInterval(tick); clearInterval(slow); };
 }
 

@@ -20,6 +20,7 @@ export async function show(page, runs, app) {
   page.replaceChildren(app.runPicker(runs), head, rest);
   const load = async () => {
     const found = await get(run, "/timeline");
+    app.lost(false);
     const marks = found.marks.slice().reverse();
     rest.replaceChildren(
       section("Failures", found.faults.length ? table(["kind", "count", "last", "text"], found.faults.map((f) => [
@@ -31,7 +32,7 @@ export async function show(page, runs, app) {
   await load();
   if (!run.live) return () => {};
   let due = false;
-  const close = follow(run, (await get(run, "/overview")).event, () => { due = true; }, app.lost);
+  const close = follow(run, (await get(run, "/overview")).event, () => { due = true; }, app);
   const timer = setInterval(() => { if (due) { due = false; load().catch(app.failed); } }, SECONDS * 1000);
   return () => { close(); clearInterval(timer); };
 }
