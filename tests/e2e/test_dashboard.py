@@ -103,6 +103,11 @@ def test_a_live_run_is_followed_paused_and_resumed(stage: Stage, page: Page) -> 
     page.route("**/v1/events*", lambda route: route.fulfill(status=503), times=1)
     with page.expect_response(lambda answer: "/v1/events" in answer.url and answer.status == 200):
         page.reload()
+    page.route("**/v1/overview", lambda route: route.abort(), times=1)
+    page.reload()
+    expect(page.locator("#notice")).to_contain_text("no answer")
+    expect(page.locator("#notice")).to_have_text("")
+    expect(page.locator("dl")).to_contain_text("1 of")
     assert TOKENS["user"] not in page.url
     page.get_by_role("button", name="pause").click()
     expect(page.locator("#sentence")).to_contain_text("the job is paused")

@@ -34,7 +34,8 @@ export const get = (run, path) => answer(`${run.base}${path}`);
 export const post = (run, path) => answer(`${run.base}${path}`, { method: "POST" });
 
 const KINDS = ["step", "validation", "publication", "replica", "drop", "reward", "checkpoint", "rewind", "job", "alarm", "controller"];
-const AGAIN = 3000;
+// Milliseconds until what failed is tried again.
+export const AGAIN = 3000;
 
 // Calls `heard` with each event after `after`, and tells `app` of the connection. Returns what closes it.
 // A browser gives up after any status but 200: then it is tried again, unless the session has ended.

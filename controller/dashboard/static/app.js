@@ -1,6 +1,6 @@
 // One page: login, the pages by their hash, keys and buttons.
 
-import { Refused, get, login, logout, post, session } from "/static/api.js";
+import { AGAIN, Refused, get, login, logout, post, session } from "/static/api.js";
 import { byId, el } from "/static/dom.js";
 import { config, logs } from "/static/files.js";
 import { show as front } from "/static/front.js";
@@ -42,7 +42,9 @@ async function route() {
     close = end;
     app.lost(false);
   } catch (error) {
-    if (mine === turn) app.failed(error);
+    if (mine !== turn) return;
+    app.failed(error);
+    if (error.status === 0 || error.status >= 500) setTimeout(() => { if (mine === turn) route(); }, AGAIN);
   }
 }
 
@@ -66,7 +68,7 @@ async function operate(run, action, question, path = `/job/${action}`) {
     say(`${action}: done`);
     route();
   } catch (error) {
-    app.failed(error);
+    app.failed(error, false);
   }
 }
 
