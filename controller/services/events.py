@@ -45,6 +45,8 @@ class EventService:
         self._failing = False
         self._records: list[SampleRecord] = []
         """Samples that are to be written."""
+        self._rewinds: list[sample_file.Rewind] = []
+        """That their file does not have yet."""
         self._streams = 0
         self._task: asyncio.Task[None] | None = None
 
@@ -84,14 +86,20 @@ class EventService:
                 log.error("%s cannot be written: %s; training goes on", error.filename, error.strerror)
             self._failing = True
             return
-        self._filed, self._failing = events[-1].id if events else self._filed, False
+        self._failing = False
 
     def _write(self, events: list[Event], records: list[SampleRecord]) -> None:
         if events:
             event_file.append(self._job.event_file, events)
-        if records:
-            folder, most = sample_file.folder_of(self._job.run_dir), self._job.config.logging.sample_bytes
-            sample_file.append(folder, records, most)
+            self._filed = events[-1].id
+            self._rewinds += [
+                sample_file.Rewind(timeline=event.data["timeline"], step=event.data["step"])
+                for event in events
+                if event.kind is EventKind.REWIND
+            ]
+        folder, most = sample_file.folder_of(self._job.run_dir), self._job.config.logging.sample_bytes
+        sample_file.append(folder, records, most, self._rewinds)
+        self._rewinds = []
 
     # ---- stream -------------------------------------------------------------------------------------------
 

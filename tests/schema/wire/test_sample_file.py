@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +41,32 @@ def test_the_newest_step_the_best_and_the_failed_are_found(tmp_path: Path) -> No
     assert find(tmp_path, order="best", newest=1, kind="train") == []
 
 
-def test_junk_and_what_was_written_twice_or_before_a_rewind_are_passed_over(tmp_path: Path) -> None:
+def test_junk_and_what_was_written_twice_are_passed_over(tmp_path: Path) -> None:
     path = sample_file.path_of(tmp_path, "train", 3)
     path.write_bytes(b'not JSON\n{"prompt": "half')
     for one in (record(3, score=0.1), record(3, score=0.2)):
         sample_file.append(tmp_path, [one], ROOM)
     (tmp_path / "step-x.jsonl").write_text("another's")
     assert [one.score for one in sample_file.find(tmp_path)] == [0.2]
-    sample_file.append(tmp_path, [record(3, 1, 0.3, timeline=1)], ROOM)
-    assert [one.score for one in sample_file.find(tmp_path)] == [0.3]
+
+
+def test_what_a_rewind_undid_is_hidden_but_for_failures(tmp_path: Path) -> None:
+    known = [record(step, score=float(step)) for step in range(5)]
+    versions = [record(version, kind="validation", score=9.0 + version) for version in (2, 3)]
+    failed = record(4, 1, None)
+    sample_file.append(tmp_path, [*known, *versions, failed], ROOM)
+    (tmp_path / sample_file.REWINDS).write_bytes(b'{"timeline": 9, "st')
+    sample_file.append(tmp_path, [], ROOM, [sample_file.Rewind(timeline=1, step=2)])
+    again = record(2, score=-1.0, timeline=1)
+    sample_file.append(tmp_path, [again], ROOM)
+    find = partial(sample_file.find, tmp_path)
+    assert find(kind="train") == find(step=2, kind="train") == [again]
+    assert find(step=3) == []
+    assert find(order="best") == [versions[0], known[1], known[0], again]
+    assert find(order="worst", limit=1) == [again]
+    assert find(order="errors") == find(order="errors", committed=3) == [failed]
+    assert find(kind="train", newest=1, committed=3) == []
+    assert find(kind="train", newest=1, committed=2) == [again]
 
 
 def test_the_oldest_files_make_room_and_the_newest_stays(tmp_path: Path) -> None:
