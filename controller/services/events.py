@@ -47,6 +47,8 @@ class EventService:
         """Samples that are to be written."""
         self._rewinds: list[sample_file.Rewind] = []
         """That their file does not have yet."""
+        self._files = sample_file.Writer(sample_file.folder_of(job.run_dir), job.config.logging.sample_bytes)
+        self._said_full = False
         self._streams = 0
         self._task: asyncio.Task[None] | None = None
 
@@ -97,9 +99,15 @@ class EventService:
                 for event in events
                 if event.kind is EventKind.REWIND
             ]
-        folder, most = sample_file.folder_of(self._job.run_dir), self._job.config.logging.sample_bytes
-        sample_file.append(folder, records, most, self._rewinds)
+        left_out = self._files.append(records, self._rewinds)
         self._rewinds = []
+        if left_out and not self._said_full:
+            self._said_full = True
+            log.warning(
+                "%d samples are counted, but not kept as text: those of a step may take a quarter of "
+                "logging.sample_bytes, and its failures an eighth of that",
+                left_out,
+            )
 
     # ---- stream -------------------------------------------------------------------------------------------
 

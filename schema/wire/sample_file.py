@@ -5,8 +5,8 @@
     samples/rewinds.jsonl               each time that training went back
 
 Lines are only ever appended; of the same sample the last one counts, and half a line is passed over. What a rewind
-undid stays on disk, but only failures are still shown. The oldest files go when all of them together are larger than
-allowed.
+undid stays on disk, but only failures are still shown. The files that were written to longest ago go
+when all of them together are larger than allowed.
 """
 
 from __future__ import annotations
@@ -71,47 +71,70 @@ def files(folder: Path) -> list[tuple[GroupKind, int]]:
     return sorted(((_KINDS[match[1]], int(match[2])) for match in found if match), key=lambda file: file[1])
 
 
-def append(
-    folder: Path, records: Sequence[SampleRecord], max_bytes: int, rewinds: Sequence[Rewind] = ()
-) -> None:
-    """Add records to their files, and remove the oldest files beyond `max_bytes`. Raises OSError.
+class Writer:
+    """The one that appends to the files of a folder, which then take at most `max_bytes`.
 
-    rewinds: hide what they undid, if there is anything.
+    No file takes more than a quarter of that. Failures are added to one until it takes an eighth of the quarter:
+    there can be any number of them while a step is under way, and readers read files whole.
     """
-    if not records and not (rewinds and folder.is_dir()):
-        return
-    folder.mkdir(exist_ok=True)
-    if rewinds:
-        lines = b"".join(rewind.model_dump_json().encode() + b"\n" for rewind in rewinds)
-        _append(folder / REWINDS, lines)
-    by_file: dict[Path, bytes] = {}
-    for record in records:
-        path = path_of(folder, record.kind, record.step)
-        by_file[path] = (
-            by_file.get(path, b"") + record.model_dump_json(exclude_defaults=True).encode() + b"\n"
-        )
-    for path, lines in by_file.items():
-        _append(path, lines)
-    _make_room(folder, max_bytes, keep=set(by_file))
+
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        self._folder, self._max_bytes = folder, max_bytes
+        self._most = max_bytes // 4
+        self._sizes: dict[Path, int] | None = None
+        """Bytes of each file, the one first that was written to longest ago; None: to be looked up."""
+        self._total = 0
+
+    def append(self, records: Sequence[SampleRecord], rewinds: Sequence[Rewind] = ()) -> int:
+        """Add records to their files, and remove the oldest files beyond the limit. Raises OSError.
+
+        rewinds: hide what they undid, if there is anything. Returns how many records their files had no room for.
+        """
+        if not records and not (rewinds and self._folder.is_dir()):
+            return 0
+        self._folder.mkdir(exist_ok=True)
+        if rewinds:
+            said = "".join(f"{rewind.model_dump_json()}\n" for rewind in rewinds)
+            _append(self._folder / REWINDS, said.encode())
+        sizes = self._look() if self._sizes is None else self._sizes
+        self._sizes = None  # looked up anew if this fails half-way
+        left_out = 0
+        by_file: dict[Path, bytearray] = {}
+        for record in records:
+            path = path_of(self._folder, record.kind, record.step)
+            line = record.model_dump_json(exclude_defaults=True).encode() + b"\n"
+            added = by_file.get(path, b"")
+            most = self._most if record.error is None else self._most // 8
+            if sizes.get(path, 0) + len(added) + len(line) <= most:
+                by_file.setdefault(path, bytearray()).extend(line)
+            else:
+                left_out += 1
+        for path, lines in by_file.items():
+            size = sizes.pop(path, 0)
+            sizes[path] = _append(path, bytes(lines))
+            self._total += sizes[path] - size
+        while self._total > self._max_bytes and sizes:
+            oldest = next(iter(sizes))
+            oldest.unlink(missing_ok=True)
+            self._total -= sizes.pop(oldest)
+        self._sizes = sizes
+        return left_out
+
+    def _look(self) -> dict[Path, int]:
+        paths = (path_of(self._folder, *file) for file in files(self._folder))
+        found = sorted(((path, path.stat()) for path in paths), key=lambda one: one[1].st_mtime_ns)
+        sizes = {path: state.st_size for path, state in found}
+        self._total = sum(sizes.values())
+        return sizes
 
 
-def _append(path: Path, lines: bytes) -> None:
+def _append(path: Path, lines: bytes) -> int:
+    """Returns the size of the file."""
     with path.open("ab+") as file:
         end = file.seek(0, os.SEEK_END)
         file.seek(max(0, end - 1))
         file.write(b"\n" + lines if end and file.read(1) != b"\n" else lines)
-
-
-def _make_room(folder: Path, max_bytes: int, keep: set[Path]) -> None:
-    known = [path_of(folder, *file) for file in files(folder)]
-    sizes = {path: path.stat().st_size for path in known}
-    total = sum(sizes.values())
-    for path, size in sizes.items():
-        if total <= max_bytes:
-            return
-        if path not in keep:
-            path.unlink(missing_ok=True)
-            total -= size
+        return file.tell()
 
 
 def _read(path: Path, rewinds: Sequence[Rewind]) -> list[SampleRecord]:
