@@ -120,11 +120,11 @@ class SampleLog:
                 }  # fmt: skip
                 self._finish([record.model_copy(update={**change, **more})])
 
-    def dropped(self, groups: Iterable[Group], step: int) -> None:
+    def dropped(self, groups: Iterable[Group], step: int, timeline: int) -> None:
         """Groups were dropped while `step` was under way."""
         for group in groups:
             records = self._open.pop(group.id, {}).values()
-            change = {"dropped": str(group.reason), "step": step}
+            change = {"dropped": str(group.reason), "step": step, "timeline": timeline}
             self._finish(record.model_copy(update=change) for record in records)
 
     def take(self) -> list[SampleRecord]:
