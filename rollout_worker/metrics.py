@@ -50,6 +50,6 @@ class Metrics:
         values |= {"scoring": float(scoring), "scoring_oldest_s": oldest, "reward_wait_seconds": self._waited}
         if self._first_lease is not None and now > self._first_lease[0]:
             began, idle = self._first_lease
-            values["reward_wait_fraction"] = min(self._waited / (now - began), 1.0)
+            values["leased_seconds"] = now - began
             values["idle_fraction"] = min(max((stats.idle_s - idle) / (now - began), 0.0), 1.0)
         return values

@@ -35,15 +35,16 @@ class Controller:
 
     @classmethod
     def of(cls, job: Job) -> Controller:
-        replicas, steps, status = ReplicaService(job), StepService(job), JobService(job)
+        samples, steps, status = SampleService(job), StepService(job), JobService(job)
+        replicas = ReplicaService(job, samples)
         return cls(
             job,
             replicas,
             LeaseService(job),
-            SampleService(job),
+            samples,
             steps,
             PublicationService(job, steps),
-            RecoveryService(job),
+            RecoveryService(job, samples),
             status,
             EventService(job),
             DashboardService(job, status, replicas),

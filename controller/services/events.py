@@ -44,6 +44,10 @@ class EventService:
         self._failing = False
         self._records: list[SampleRecord] = []
         """Samples that are to be written."""
+        self._rewinds: list[sample_file.Rewind] = []
+        """That their file does not have yet."""
+        self._files = sample_file.Writer(sample_file.folder_of(job.run_dir), job.config.logging.sample_bytes)
+        self._said_full = False
         self._streams = 0
         self._task: asyncio.Task[None] | None = None
 
@@ -86,14 +90,25 @@ class EventService:
             self._failing = True
             return
         self._failing = False
-        self._job.events.filed = events[-1].id if events else self._job.events.filed
 
     def _write(self, events: list[Event], records: list[SampleRecord]) -> None:
         if events:
             event_file.append(self._job.event_file, events)
-        if records:
-            folder, most = sample_file.folder_of(self._job.run_dir), self._job.config.logging.sample_bytes
-            sample_file.append(folder, records, most)
+            self._job.events.filed = events[-1].id
+            self._rewinds += [
+                sample_file.Rewind(timeline=event.data["timeline"], step=event.data["step"])
+                for event in events
+                if event.kind is EventKind.REWIND
+            ]
+        left_out = self._files.append(records, self._rewinds)
+        self._rewinds = []
+        if left_out and not self._said_full:
+            self._said_full = True
+            log.warning(
+                "%d samples are counted, but not kept as text: those of a step may take a quarter of "
+                "logging.sample_bytes, and its failures an eighth of that",
+                left_out,
+            )
 
     # ---- stream -------------------------------------------------------------------------------------------
 

@@ -119,8 +119,7 @@ class JobService:
     def _rewards(self) -> m.RewardStatus:
         stats = self._job.reward_stats
         gauges = [replica.gauges for replica in self._job.registry.present("rollout")]
-        shares = [found["reward_wait_fraction"] for found in gauges if "reward_wait_fraction" in found]
-        n = stats.scored + stats.failed.total()
+        n, (waited, lived) = stats.scored + stats.failed.total(), stats.waited
         return m.RewardStatus(
             scored=stats.scored,
             failed=dict(stats.failed.most_common()),
@@ -128,8 +127,8 @@ class JobService:
             seconds_mean=stats.seconds / n if n else None,
             scoring=int(sum(found.get("scoring", 0.0) for found in gauges)),
             oldest_s=max((found.get("scoring_oldest_s", 0.0) for found in gauges), default=0.0),
-            wait_seconds=sum(found.get("reward_wait_seconds", 0.0) for found in gauges),
-            wait_fraction=fmean(shares) if shares else None,
+            wait_seconds=waited,
+            wait_fraction=min(waited / lived, 1.0) if lived else None,
         )
 
     def _weights(self) -> m.WeightsStatus | None:

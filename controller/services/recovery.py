@@ -11,6 +11,7 @@ from controller.errors import ApiError
 from controller.ledger.reconcile import Claim, FromSnapshot, Known, NeedSnapshot, Refuse, Replay, decide
 from controller.ledger.replay import replay
 from controller.ledger.step_counter import StepCounter
+from controller.services.samples import SampleService
 from controller.state.job import Job
 from controller.state.replicas import id_of
 from controller.state.step_log import mean_score, own_counts
@@ -24,8 +25,8 @@ log = logging.getLogger(__name__)
 class RecoveryService:
     """The calls by which a trainer brings the controller up to its own state."""
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
+    def __init__(self, job: Job, samples: SampleService) -> None:
+        self._job, self._samples = job, samples
 
     async def declare(self, replica_id: str, request: DeclareRequest) -> DeclareReply:
         """Take a trainer's registration and publications back, and say which steps are missing.
@@ -48,6 +49,7 @@ class RecoveryService:
         if isinstance(decision, NeedSnapshot):
             await job.save()
             return self._reply(decision.missing, needs_snapshot=True)
+        timeline = job.progress.timeline
         self._carry_out(decision, request)
         log.warning(
             "trainer %s declared itself: %d steps are known, it has %d",
@@ -57,6 +59,8 @@ class RecoveryService:
         )
         reply = self._reply(decision.step)
         await job.save_durably()
+        if job.progress.timeline != timeline:
+            await self._samples.restore()
         return reply
 
     def _known(self) -> Known:

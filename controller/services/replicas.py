@@ -25,6 +25,7 @@ from typing import Literal
 from controller.errors import ApiError
 from controller.ledger.group import State
 from controller.ledger.replay import adopt
+from controller.services.samples import SampleService
 from controller.state.job import TRAIN_DATA, Job
 from controller.state.job_facts import JobFacts
 from controller.state.replicas import MAX_ABSENT, Registered, Replica
@@ -45,8 +46,8 @@ ANCHOR_BEATS = 6
 class ReplicaService:
     """The calls of all replicas about themselves."""
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
+    def __init__(self, job: Job, samples: SampleService) -> None:
+        self._job, self._samples = job, samples
         self._config = cut(job.config.to_dict())
         self._anchor_asked_at = 0.0
         self._superseded: dict[str, tuple[int, list[str]]] = {}
@@ -79,13 +80,15 @@ class ReplicaService:
             self._check_resume(request)
         elif not job.config.is_grpo:
             raise ApiError(ErrorCode.CONFLICT, "this is a supervised job: it takes no rollout replicas")
-        registered = job.registry.register(request, now, secret)
+        registered, timeline = job.registry.register(request, now, secret), job.progress.timeline
         if not registered.repeated:
             self._welcome(request, registered, now)
         reply = self._reply(registered.replica)
         if reply.publication is not None and request.role == "rollout":
             job.registry.hand_out(registered.replica, reply.publication.id)
         await job.save()
+        if job.progress.timeline != timeline:
+            await self._samples.restore()
         return reply
 
     def _check_resume(self, request: m.RegisterRequest) -> None:
@@ -235,6 +238,7 @@ class ReplicaService:
         now = job.clock()
         replica = job.registry.check(replica_id, request.incarnation)
         job.registry.beat(replica, now, request)
+        job.reward_stats.beat(replica_id, request.gauges, (known.replica_id for known in job.registry))
         late = request.sequence <= replica.sequence
         replica.sequence = max(replica.sequence, request.sequence)
         lost = self._renew(replica, request.leases, now) if replica.role == "rollout" and not late else []

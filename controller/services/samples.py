@@ -245,7 +245,9 @@ class SampleService:
         )
 
     async def restore(self) -> None:
-        """Read back the text of samples that wait for their step, from their payloads. Raises `StoreUnavailable`."""
+        """Read back the text of samples that wait for their step, from their payloads: a controller that starts has
+        forgotten it, and so has one of steps that a rewind undoes. Raises `StoreUnavailable`.
+        """
         job = self._job
         if not isinstance(job.progress, GroupTable):
             return
@@ -265,7 +267,7 @@ class SampleService:
                 header, metadata = read_sample_metadata(part[meta.offset : meta.offset + meta.n_bytes])
                 item = PushItem(group_id=group.id, lease_id=meta.lease_id, index=meta.index)
                 record = self._record(item, header, metadata.get(TEXT_KEY))
-                if record is not None:
+                if record is not None and record.error is None:  # failures were filed at once
                     job.samples.pushed(record)
 
     def _judge_rewards(self, item: PushItem, outcome: PushOutcome, now: float) -> None:
@@ -348,10 +350,9 @@ class SampleService:
     ) -> list[SampleRecord]:
         """See `schema.wire.sample_file.find`; by `order` without a step, of the newest steps alone."""
         folder = sample_file.folder_of(self._job.run_dir)
-        found = partial(
-            sample_file.find, folder, kind=kind, step=step, order=order, limit=limit, newest=NEWEST
-        )
-        return await asyncio.to_thread(found)
+        committed = self._job.progress.committed
+        found = partial(sample_file.find, folder, kind=kind, step=step, order=order, limit=limit)
+        return await asyncio.to_thread(found, newest=NEWEST, committed=committed)
 
     async def sample(self, name: str, index: int) -> bytes:
         """The frame of one sample. Raises `ApiError` (404) when it is not kept (any more)."""

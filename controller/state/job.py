@@ -241,7 +241,7 @@ class Job:
     def _add_events(self, dropped: list[Group], validations: list[str]) -> None:
         """Events of changes that are seen best where they are staged, whatever made them."""
         self.events.drops(dropped)
-        self.samples.dropped(dropped, self.progress.committed)
+        self.samples.dropped(dropped, self.progress.committed, self.progress.timeline)
         for name in validations:
             kind, _, version = name.partition(":")
             if kind == "record":

@@ -166,19 +166,18 @@ def advice(
     A step of T seconds has the trainer at work for t of them, and each of n replicas for T·(1 − i), where i is its
     idle share. By k replicas it would take max(t, T·(1 − i)·n/k); without waiting for each other max(t, T·(1 − i)).
     """
-    found = []
     if reward_wait is not None and reward_wait > STARVING:
         text = f"the engines wait for rewards {reward_wait:.0%} of the time: "
-        found.append(text + "raise reward.num_workers, or make rewards faster")
+        return [text + "raise reward.num_workers, or make rewards faster"]  # nothing else would help
     known = [metrics for metrics in steps if "wait_seconds" in metrics and "step_seconds" in metrics]
     if not known or rollouts < 1 or "rollout" not in idle:
-        return found
+        return []
     whole = fmean(metrics["step_seconds"] for metrics in known)
     train = whole - fmean(metrics["wait_seconds"] for metrics in known)
     generate = whole * (1 - idle["rollout"])
     trainer_waits, replicas_wait = whole - train > STARVING * whole, idle["rollout"] > STARVING
     shares = f"trainer {1 - train / max(whole, 1e-9):.0%} idle, rollouts {idle['rollout']:.0%}"
-    more = generate * rollouts / (rollouts + 1)
+    more, found = generate * rollouts / (rollouts + 1), []
     if trainer_waits and not replicas_wait and (gain := whole / max(train, more)) >= WORTH:
         found.append(
             f"the trainer starves ({shares}): one more rollout replica ({rollouts} → {rollouts + 1}) would make "

@@ -9,6 +9,7 @@ import textwrap
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -164,10 +165,10 @@ class Curves:
 
         folder = sample_file.folder_of(self.path)
         versions = [step for kind, step in sample_file.files(folder) if kind == "validation"]
-        if len(versions) < 2:
+        find = partial(sample_file.find, folder, kind="validation", limit=sys.maxsize)
+        first, last = find(step=min(versions, default=0)), find()
+        if not last or last[0].step == versions[0]:
             return
-        ends = (sample_file.path_of(folder, "validation", at) for at in (versions[0], versions[-1]))
-        first, last = map(sample_file.read, ends)
         later = {record.prompt: record for record in last}
         yield from ((record, later[record.prompt]) for record in first if record.prompt in later)
 

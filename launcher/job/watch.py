@@ -98,13 +98,13 @@ class Watch:
         if status.note != note and not over and status.phase is not Phase.FINISHING:
             self._event(status.note or "prompts are handed out as before")
         if before is not None and before.step != status.step:
-            view.sample = await asyncio.to_thread(self._newest_sample)
+            view.sample = await asyncio.to_thread(self._newest_sample, status.step)
         view.status = status
 
-    def _newest_sample(self) -> str:
+    def _newest_sample(self, committed: int) -> str:
         """One sample of the newest step that has any; nothing where its file cannot be read."""
         try:
-            found = sample_file.find(self._samples, kind="train", limit=1)
+            found = sample_file.find(self._samples, kind="train", limit=1, committed=committed)
         except OSError:
             return ""
         return sample_line(found[0]) if found else ""

@@ -52,6 +52,8 @@ class Grpo:
         self._temperature = config.sampling_temperature
         self._groups_per_step, self._wanted = config.groups_per_step, config.logging.sample_groups
         self._names = config.reward_names
+        self._max_request_bytes = config.controller.max_request_bytes
+        self._said_cut = False
         self.kept: list[TrainedSample] = []
 
     def poll(self, step: int, wait_s: float) -> StepTable | None:
@@ -76,7 +78,7 @@ class Grpo:
         if samples is None:
             return None
         metrics = StepMetrics(table, advantages, samples, self._source.bound, self._names)
-        kept = KeptSamples(table, self._groups_per_step, self._wanted)
+        kept = KeptSamples(table, self._groups_per_step, self._wanted, self._max_request_bytes)
         for mini_batch in plan:
             norm = normalizers(table, mini_batch.rows)
             for batch in trainer.micro_batches(samples, mini_batch.ranks[trainer.data_rank]):
@@ -91,6 +93,15 @@ class Grpo:
         if not plan:
             log.warning("step %d has no sample with a score: it is committed without an update", table.step)
         self.kept = kept.gather(trainer.group, advantages)
+        if kept.cut and trainer.group.leads and not self._said_cut:
+            self._said_cut = True
+            log.warning(
+                "%d samples of step %d are shown without log-probs of the trainer: they are too many or too long "
+                "for a commit (logging.sample_groups = %d)",
+                kept.cut,
+                table.step,
+                self._wanted,
+            )
         return {**metrics.reduce(trainer.group), "lr": trainer.lr(table.step)}
 
 

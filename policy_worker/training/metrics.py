@@ -21,12 +21,16 @@ from policy_worker.parallel.group import Group
 from policy_worker.training.batch_source import counts
 from schema.wire import sample_file
 from schema.wire.batch import StepTable
-from schema.wire.messages import MOST_PIECES, TrainedSample
+from schema.wire.messages import MOST_PIECES, MOST_TRAINED, TrainedSample
 
 Metrics = dict[str, float]
 
 MOST_STALENESS = 16
 """The age of tokens is reported step by step up to here; a larger bound puts all older tokens into this one."""
+MOST_BYTES = 32 * 1024 * 1024
+"""Of a commit that kept samples may take: the controller reads it between two other calls."""
+SAMPLE_BYTES, NUMBER_BYTES = 512, 25
+"""The most that a kept sample takes as JSON without its log-probs, and a number of 64 bits."""
 
 
 class PartSums:
@@ -200,28 +204,43 @@ def age_metrics(sums: Sequence[float], bound: int) -> Metrics:
 class KeptSamples:
     """Collects them while a step is trained. Nothing happens in steps without a chosen group.
 
-    Samples with a number that is not finite are left out: it could not travel, and nothing shown stops a training.
+    Nothing shown stops a training: samples with a number that is not finite are left out, it could not travel; and so
+    that their commit takes at most half of a request of `max_request_bytes`, those that come last may lack log-probs,
+    or be left out as well. Every rank comes to the same.
     """
 
-    def __init__(self, table: StepTable, groups_per_step: int, wanted: int) -> None:
+    def __init__(self, table: StepTable, groups_per_step: int, wanted: int, max_request_bytes: int) -> None:
         self._table = table
         names = table.group_ids
         chosen = [sample_file.is_chosen(name, groups_per_step, wanted) for name in names]
-        self._rows = {row for row, group in enumerate(table.group) if chosen[group]}
+        rows = [row for row, group in enumerate(table.group) if chosen[group]]
+        room = min(max_request_bytes // 2, MOST_BYTES)
+        fitting = rows[: min(MOST_TRAINED, room // SAMPLE_BYTES)]
+        room -= len(fitting) * SAMPLE_BYTES
+        self._rows: dict[int, int] = {}
+        """Those kept, with how many of their log-probs."""
+        self.cut = len(rows) - len(fitting)
+        """Samples that are not kept whole: there were too many, or too long ones."""
+        for row in fitting:
+            count = min(table.response_tokens[row], MOST_PIECES)
+            fits = count * NUMBER_BYTES <= room
+            self._rows[row] = count if fits else 0
+            room -= self._rows[row] * NUMBER_BYTES
+            self.cut += not fits
         self._logprobs: dict[int, Tensor] = {}
 
     def add(self, batch: MicroBatch, logprobs: Tensor) -> None:
         """The log-probs of a micro-batch, [K]; of a sample that is trained several times the first ones count."""
         for number, row in enumerate(batch.rows):
             if row in self._rows and row not in self._logprobs:
-                self._logprobs[row] = logprobs.detach()[batch.sample == number][:MOST_PIECES]
+                self._logprobs[row] = logprobs.detach()[batch.sample == number][: self._rows[row]]
 
     def gather(self, group: Group, advantages: Sequence[float]) -> list[TrainedSample]:
         """Those of all ranks, on the first one; empty on the others. A collective if there are any."""
         if not self._rows:
             return []
         mine = [
-            (row, torch.round(values.float(), decimals=4).tolist())
+            (row, torch.round(values.double(), decimals=4).tolist())
             for row, values in self._logprobs.items()
             if math.isfinite(advantages[row]) and bool(values.isfinite().all())
         ]

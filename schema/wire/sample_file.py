@@ -2,28 +2,45 @@
 
     samples/step-00000041.jsonl         trained in step 41, or failed or dropped while it was under way
     samples/validation-00000040.jsonl   of the validation of version 40
+    samples/rewinds.jsonl               each time that training went back
 
-Lines are only ever appended; of the same sample the last one counts, and half a line is passed over. Where a step was
-trained again after a rewind, the records of the newest timeline count. The oldest files go when all of them together
-are larger than allowed.
+Lines are only ever appended; of the same sample the last one counts, and half a line is passed over. What a rewind
+undid stays on disk, but only failures are still shown. The files that were written to longest ago go
+when all of them together are larger than allowed.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from pydantic import ValidationError
 
-from schema.wire.messages.base import GroupKind
+from schema.wire.messages.base import GroupKind, Message
 from schema.wire.messages.samples import MOST_TEXT, SampleRecord
 
 Order = Literal["best", "worst", "errors"]
+REWINDS = "rewinds.jsonl"
 _NAME = re.compile(r"(step|validation)-(\d{8,15})\.jsonl", re.ASCII)
 _KINDS: dict[str, GroupKind] = {"step": "train", "validation": "validation"}
+_Line = TypeVar("_Line", bound=Message)
+
+
+class Rewind(Message):
+    """Training went back to `step` committed steps: a line of `rewinds.jsonl`."""
+
+    timeline: int
+    """That began with it."""
+    step: int
+
+    def undid(self, record: SampleRecord) -> bool:
+        """Whether a sample is of a past that does not count any more. Version `step` itself still does."""
+        first = self.step if record.kind == "train" else self.step + 1
+        return record.timeline < self.timeline and record.step >= first
 
 
 def folder_of(run_dir: Path) -> Path:
@@ -54,55 +71,84 @@ def files(folder: Path) -> list[tuple[GroupKind, int]]:
     return sorted(((_KINDS[match[1]], int(match[2])) for match in found if match), key=lambda file: file[1])
 
 
-def append(folder: Path, records: Iterable[SampleRecord], max_bytes: int) -> None:
-    """Add records to their files, and remove the oldest files beyond `max_bytes`. Raises OSError."""
-    by_file: dict[Path, bytes] = {}
-    for record in records:
-        path = path_of(folder, record.kind, record.step)
-        by_file[path] = (
-            by_file.get(path, b"") + record.model_dump_json(exclude_defaults=True).encode() + b"\n"
-        )
-    folder.mkdir(exist_ok=True)
-    for path, lines in by_file.items():
-        with path.open("ab+") as file:
-            end = file.seek(0, os.SEEK_END)
-            file.seek(max(0, end - 1))
-            file.write(b"\n" + lines if end and file.read(1) != b"\n" else lines)
-    _make_room(folder, max_bytes, keep=set(by_file))
+class Writer:
+    """The one that appends to the files of a folder, which then take at most `max_bytes`.
+
+    No file takes more than a quarter of that. Failures are added to one until it takes an eighth of the quarter:
+    there can be any number of them while a step is under way, and readers read files whole.
+    """
+
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        self._folder, self._max_bytes = folder, max_bytes
+        self._most = max_bytes // 4
+        self._sizes: dict[Path, int] | None = None
+        """Bytes of each file, the one first that was written to longest ago; None: to be looked up."""
+        self._total = 0
+
+    def append(self, records: Sequence[SampleRecord], rewinds: Sequence[Rewind] = ()) -> int:
+        """Add records to their files, and remove the oldest files beyond the limit. Raises OSError.
+
+        rewinds: hide what they undid, if there is anything. Returns how many records their files had no room for.
+        """
+        if not records and not (rewinds and self._folder.is_dir()):
+            return 0
+        self._folder.mkdir(exist_ok=True)
+        if rewinds:
+            said = "".join(f"{rewind.model_dump_json()}\n" for rewind in rewinds)
+            _append(self._folder / REWINDS, said.encode())
+        sizes = self._look() if self._sizes is None else self._sizes
+        self._sizes = None  # looked up anew if this fails half-way
+        left_out = 0
+        by_file: dict[Path, bytearray] = {}
+        for record in records:
+            path = path_of(self._folder, record.kind, record.step)
+            line = record.model_dump_json(exclude_defaults=True).encode() + b"\n"
+            added = by_file.get(path, b"")
+            most = self._most if record.error is None else self._most // 8
+            if sizes.get(path, 0) + len(added) + len(line) <= most:
+                by_file.setdefault(path, bytearray()).extend(line)
+            else:
+                left_out += 1
+        for path, lines in by_file.items():
+            size = sizes.pop(path, 0)
+            sizes[path] = _append(path, bytes(lines))
+            self._total += sizes[path] - size
+        while self._total > self._max_bytes and sizes:
+            oldest = next(iter(sizes))
+            oldest.unlink(missing_ok=True)
+            self._total -= sizes.pop(oldest)
+        self._sizes = sizes
+        return left_out
+
+    def _look(self) -> dict[Path, int]:
+        paths = (path_of(self._folder, *file) for file in files(self._folder))
+        found = sorted(((path, path.stat()) for path in paths), key=lambda one: one[1].st_mtime_ns)
+        sizes = {path: state.st_size for path, state in found}
+        self._total = sum(sizes.values())
+        return sizes
 
 
-def _make_room(folder: Path, max_bytes: int, keep: set[Path]) -> None:
-    known = [path_of(folder, *file) for file in files(folder)]
-    sizes = {path: path.stat().st_size for path in known}
-    total = sum(sizes.values())
-    for path, size in sizes.items():
-        if total <= max_bytes:
-            return
-        if path not in keep:
-            path.unlink(missing_ok=True)
-            total -= size
+def _append(path: Path, lines: bytes) -> int:
+    """Returns the size of the file."""
+    with path.open("ab+") as file:
+        end = file.seek(0, os.SEEK_END)
+        file.seek(max(0, end - 1))
+        file.write(b"\n" + lines if end and file.read(1) != b"\n" else lines)
+        return file.tell()
 
 
-def read(path: Path) -> list[SampleRecord]:
-    """The samples of one file, each once, by group and index; nothing where there is no file. Raises OSError."""
-    found: dict[tuple[str, int, int], SampleRecord] = {}
-    try:
-        with path.open("rb") as file:
-            for line in file:
-                record = _parse(line)
-                if record is not None:
-                    found[record.group, record.attempt, record.index] = record
-    except FileNotFoundError:
-        return []
-    newest = max((record.timeline for record in found.values()), default=0)
-    return [record for _, record in sorted(found.items()) if record.timeline == newest]
+def _read(path: Path, rewinds: Sequence[Rewind]) -> list[SampleRecord]:
+    """The samples of one file that were not undone, each once, by group and index. Raises OSError."""
+    found = {(record.group, record.attempt, record.index): record for record in _lines(path, SampleRecord)}
+    return [record for _, record in sorted(found.items()) if not any(one.undid(record) for one in rewinds)]
 
 
-def _parse(line: bytes) -> SampleRecord | None:
-    try:
-        return SampleRecord.model_validate_json(line)
-    except ValidationError:
-        return None
+def _lines(path: Path, kind: type[_Line]) -> Iterator[_Line]:
+    """What the lines of a file say; nothing where there is no file. Raises OSError."""
+    with suppress(FileNotFoundError), path.open("rb") as file:
+        for line in file:
+            with suppress(ValidationError):
+                yield kind.model_validate_json(line)
 
 
 def find(
@@ -113,22 +159,29 @@ def find(
     order: Order | None = None,
     limit: int = 20,
     newest: int | None = None,
+    committed: int | None = None,
 ) -> list[SampleRecord]:
     """Samples of a step (None: of the newest that has any; by `order`, of all of them), at most `limit`.
 
     order: best or worst by score (those without one come last), or those alone that failed, the newest first; None:
-    by group and index. newest: look at no more than so many files. Raises OSError.
+    by group and index. newest: look at no more than so many files. committed: steps of the job, where they are known:
+    what lies beyond was undone, and need not be read. Failures are found even if they were undone. Raises OSError.
     """
     chosen = [file for file in files(folder) if kind in (None, file[0]) and step in (None, file[1])]
+    if order == "errors":
+        rewinds = []
+    else:
+        rewinds = list(_lines(folder / REWINDS, Rewind))
+        chosen = [file for file in chosen if committed is None or file[1] <= committed]
     chosen = chosen[-newest:] if newest else chosen
     if order is None:
         for file in reversed(chosen):
-            if records := read(path_of(folder, *file)):
+            if records := _read(path_of(folder, *file), rewinds):
                 return records[:limit]
         return []
     best: list[SampleRecord] = []
     for file in reversed(chosen):
-        best = ordered([*best, *read(path_of(folder, *file))], order)[:limit]
+        best = ordered([*best, *_read(path_of(folder, *file), rewinds)], order)[:limit]
         if order == "errors" and len(best) >= limit:
             break
     return best

@@ -152,7 +152,7 @@ def test_what_a_model_wrote_is_text(tmp_path: Path, page: Page, dashboard) -> No
         )
         for index in range(2)
     ]  # fmt: skip
-    sample_file.append(sample_file.folder_of(run), records, 10**9)
+    sample_file.Writer(sample_file.folder_of(run), 10**9).append(records)
     (run / "logs").mkdir()
     (run / "logs" / "policy-0.log").write_text(EVIL)
     link = dashboard(run)

@@ -46,7 +46,7 @@ class LoggingConfig(Section):
     )
     sample_bytes: Natural = key(
         1_000_000_000,
-        "Bytes that `samples/` may take on disk; the oldest files go first.",
+        "Bytes that `samples/` may take on disk; the oldest files go first, none takes more than a quarter.",
         acts="file: Which files of `samples/` are still there.",
     )
     log_validation_samples: Natural = key(

@@ -73,6 +73,7 @@ from schema.wire.messages.replicas import (
 from schema.wire.messages.samples import (
     MOST_PIECES,
     MOST_TEXT,
+    MOST_TRAINED,
     PushItem,
     PushList,
     PushReply,
@@ -99,6 +100,7 @@ __all__ = [
     "MOST_METRICS",
     "MOST_PIECES",
     "MOST_TEXT",
+    "MOST_TRAINED",
     "NAME",
     "TERMINAL_PHASES",
     "UNDER_WAY",

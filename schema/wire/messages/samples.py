@@ -41,6 +41,8 @@ MOST_PIECES = 16_384
 """Tokens of a record; of longer answers the first."""
 MOST_TEXT = 262_144
 """Characters of a prompt or an answer in a record; of longer ones the beginning and the end."""
+MOST_TRAINED = 4096
+"""Samples of a step of which a trainer says something."""
 Pieces = Annotated[list[Annotated[str, Field(max_length=1024)]], Field(max_length=MOST_PIECES)]
 LogProbs = Annotated[list[float], Field(max_length=MOST_PIECES)]
 

@@ -8,7 +8,7 @@ from pydantic import FailFast, Field
 
 from schema.util.text import PLAIN
 from schema.wire.messages.base import MOST_METRICS, Count, Message, MetricName, Text, TrainerRequest
-from schema.wire.messages.samples import TrainedSample
+from schema.wire.messages.samples import MOST_TRAINED, TrainedSample
 
 
 class CommitRequest(TrainerRequest):
@@ -23,7 +23,7 @@ class CommitRequest(TrainerRequest):
         "has lost history and refuses (`wrong_step`): the trainer declares itself.",
     )
     samples: Annotated[list[TrainedSample], FailFast()] = Field(
-        default_factory=list, max_length=4096, description="Of those that are kept as text."
+        default_factory=list, max_length=MOST_TRAINED, description="Of those that are kept as text."
     )
 
 

@@ -71,6 +71,24 @@ def test_a_failed_sample_is_found_at_once_and_its_failure_counted(stage: Stage) 
     assert first.data["error"] == error
 
 
+def test_steps_that_a_rewind_undid_are_found_again_once_they_are_trained_again(stage: Stage) -> None:
+    served, trainer, rollout = stage.at_work(make_config(train={"ckpt": {"enable_checkpoint": True}}))
+    for step in range(2):
+        push_text(rollout, 2)
+        assert trainer.batch(step) is not None
+        trainer.commit(step)
+    trainer.checkpoint(1)
+    until(lambda: found(served, step=1), "the samples are filed")
+    trainer.register(1)
+    until(lambda: {record.step for record in found(served)} == {0}, "what was undone is hidden")
+    assert found(served, step=1) == []
+    assert {record.step for record in found(served, order="worst")} == {0}
+    assert trainer.batch(1) is not None
+    trainer.commit(1)
+    until(lambda: {record.step for record in found(served)} == {1}, "what was trained again is filed")
+    assert {record.timeline for record in found(served)} == {1}
+
+
 def test_a_group_that_is_dropped_is_found_with_the_reason(stage: Stage) -> None:
     config = make_config(train={"train_policy": {"filter_reward_metric": ["right"]}})
     served, _, rollout = stage.at_work(config)

@@ -41,7 +41,13 @@ def test_at_every_moment_it_is_said_what_the_job_waits_for(stage: Stage) -> None
     served.skip(60.0)
     assert now("2 are leased", "by rollout-0 60 s ago", "0 of their 4 samples").sentence_since != since
     rollout.beat(
-        gauges={"scoring": 3.0, "scoring_oldest_s": 9.0, "running": 0.0, "reward_wait_fraction": 0.4}
+        gauges={
+            "scoring": 3.0,
+            "scoring_oldest_s": 9.0,
+            "running": 0.0,
+            "reward_wait_seconds": 4.0,
+            "leased_seconds": 10.0,
+        }
     )
     status = now("step 0 waits for rewards: 3 samples in the pool, the oldest for 9 s")
     assert status.rewards is not None
@@ -64,7 +70,9 @@ def test_at_every_moment_it_is_said_what_the_job_waits_for(stage: Stage) -> None
     trainer.leave("by SIGTERM")
     now("waits for a trainer: policy-0 is left (by SIGTERM)")
     user.send(api.operate("stop"))
-    now("stopped after 1 of")
+    rewards = now("stopped after 1 of").rewards
+    assert rewards is not None
+    assert (rewards.wait_seconds, rewards.wait_fraction) == (4.0, 0.4), "also of replicas that have left"
 
 
 @pytest.mark.parametrize(
@@ -92,5 +100,5 @@ def test_advice_follows_from_what_both_pools_need(
     assert len(found) == bool(words), found
     for word in words:
         assert word in found[0]
-    (reward,) = advice({}, [], 0.4, rollouts=rollouts, bound=2)
+    (reward,) = advice({"rollout": idle}, steps, 0.4, rollouts=rollouts, bound=2)
     assert "wait for rewards 40%" in reward

@@ -44,7 +44,7 @@ def test_every_view_of_an_old_run_is_of_use(run_dir: Path, tmp_path: Path) -> No
 
 def test_half_lines_and_junk_of_a_killed_run_are_passed_over(run_dir: Path) -> None:
     event_file.append(event_file.path_of(run_dir), [step(1, 0, reward_mean=0.5), step(2, 1)])
-    sample_file.append(sample_file.folder_of(run_dir), [record(0), record(0, 1)], 10**6)
+    sample_file.Writer(sample_file.folder_of(run_dir), 10**6).append([record(0), record(0, 1)])
     other = b'{"id": 9, "at": 1, "kind": "step", "text": "of another version", "data": {}}\n'
     for path in (event_file.path_of(run_dir), *sample_file.folder_of(run_dir).iterdir()):
         first, second = path.read_bytes().splitlines(keepends=True)
@@ -58,7 +58,7 @@ def test_a_sample_of_a_hundred_thousand_tokens_and_of_bytes_that_are_no_text(run
     junk = bytes(range(256)).decode("latin-1") + "\ud800"
     long = record(0, answer=sample_file.cut("token " * 100_000), score=1.0)
     binary = record(0, 1, answer=sample_file.cut(junk), prompt=sample_file.cut(junk), score=0.0)
-    sample_file.append(sample_file.folder_of(run_dir), [long, binary], 10**7)
+    sample_file.Writer(sample_file.folder_of(run_dir), 10**7).append([long, binary])
     shown = cosmos("samples", run_dir).says(0, "characters, shown by --full").stdout
     assert len(shown) < 5000
     assert not {chr(code) for code in range(32)} - {"\n", "\t"} & set(shown)

@@ -32,7 +32,11 @@ def run_dir(tmp_path: Path) -> Path:
     event_file.append(event_file.path_of(run), events)
     for version, answer in ((0, "$\x05before\n"), (3, "after $x$" * 40)):
         written = record(version, kind="validation", answer=answer, score=float(version))
-        sample_file.append(sample_file.folder_of(run), [written], 10**6)
+        sample_file.Writer(sample_file.folder_of(run), 10**6).append([written])
+    undone = [record(9, kind="validation", answer="undone")]
+    sample_file.Writer(sample_file.folder_of(run), 10**6).append(
+        undone, [sample_file.Rewind(timeline=1, step=8)]
+    )
     return run
 
 

@@ -28,7 +28,7 @@ def run_dir(tmp_path: Path) -> Path:
         record(1, 1, None, error="ValueError: no\nTraceback\n  File x"),
         record(5, score=9.0, kind="validation", prompt="x" * 5000),
     ]
-    sample_file.append(sample_file.folder_of(run), known, ROOM)
+    sample_file.Writer(sample_file.folder_of(run), ROOM).append(known)
     return run
 
 

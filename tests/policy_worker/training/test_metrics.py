@@ -1,12 +1,15 @@
-"""Ages of tokens, and sums over micro-batches."""
+"""Ages of tokens, sums over micro-batches, and samples that are kept as text."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from policy_worker.model.micro_batch import TrainSample
+from policy_worker.model.micro_batch import MicroBatch, TrainSample
 from policy_worker.parallel.group import Group
-from policy_worker.training.metrics import Metrics, PartSums, age_metrics, age_sums
+from policy_worker.training.metrics import KeptSamples, Metrics, PartSums, age_metrics, age_sums
+from schema.wire.messages import MOST_TRAINED, CommitRequest
+from tests.policy_worker.material import make_sample, make_table
 
 
 def of_ages(ages: dict[int, int], bound: int) -> Metrics:
@@ -35,3 +38,32 @@ def test_parts_add_up_within_an_optimizer_step_and_maxima_do_not(group: Group):
         {"loss": 6.0 * step, "max_ratio": 3.0 * step, "grad_norm": step} for step in (1.0, 10.0)
     ]
     assert PartSums().reduce(group) == []
+
+
+@pytest.mark.parametrize(
+    ("tokens", "limit", "whole", "with_advantage"),
+    [
+        ([1] * (MOST_TRAINED + 5), 10**8, MOST_TRAINED, MOST_TRAINED),
+        ([900, 7, 900, 0, 7], 60_000, 4, 5),
+        ([3] * 20, 12_000, 4, 11),
+    ],
+    ids=["many", "long", "of a small limit"],
+)
+def test_a_commit_has_room_for_the_samples_it_shows(
+    group: Group, tokens: list[int], limit: int, whole: int, with_advantage: int
+) -> None:
+    n = len(tokens)
+    samples = [make_sample(at, [5], [7] * count, [-1.0] * count, 1.0) for at, count in enumerate(tokens)]
+    table = make_table(samples).model_copy(update={"group_ids": [f"e0-p{at}" for at in range(n)]})
+    kept = KeptSamples(table, 1, 1, limit)
+    sample = torch.repeat_interleave(torch.arange(n), torch.tensor(tokens))
+    logprobs = torch.full([len(sample)], -1.2345678e20)
+    kept.add(MicroBatch(*[torch.empty(0)] * 5, sample, list(range(n))), logprobs)
+    found = kept.gather(group, [-1 / 3] * n)
+    request = CommitRequest(
+        request_id="12345678", replica_id="p", incarnation=1, policy_epoch=1, samples=found
+    )
+    assert len(request.model_dump_json()) <= limit // 2 + 200
+    assert len(found) == with_advantage
+    assert sum(len(one.logprobs) == tokens[one.index] for one in found) == whole
+    assert kept.cut == n - whole

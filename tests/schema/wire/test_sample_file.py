@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ def test_the_newest_step_the_best_and_the_failed_are_found(tmp_path: Path) -> No
     assert sample_file.find(tmp_path) == []
     known = [record(0, score=0.5), record(1, 1, 0.9), record(1, 0, -1.0), record(2, score=None)]
     for one in [*known, record(7, kind="validation", score=3.0)]:
-        sample_file.append(tmp_path, [one], ROOM)
+        sample_file.Writer(tmp_path, ROOM).append([one])
     find = sample_file.find
     assert find(tmp_path, kind="train") == known[3:]
     assert find(tmp_path, step=1) == [known[2], known[1]]
@@ -40,23 +42,55 @@ def test_the_newest_step_the_best_and_the_failed_are_found(tmp_path: Path) -> No
     assert find(tmp_path, order="best", newest=1, kind="train") == []
 
 
-def test_junk_and_what_was_written_twice_or_before_a_rewind_are_passed_over(tmp_path: Path) -> None:
+def test_junk_and_what_was_written_twice_are_passed_over(tmp_path: Path) -> None:
     path = sample_file.path_of(tmp_path, "train", 3)
     path.write_bytes(b'not JSON\n{"prompt": "half')
     for one in (record(3, score=0.1), record(3, score=0.2)):
-        sample_file.append(tmp_path, [one], ROOM)
+        sample_file.Writer(tmp_path, ROOM).append([one])
     (tmp_path / "step-x.jsonl").write_text("another's")
     assert [one.score for one in sample_file.find(tmp_path)] == [0.2]
-    sample_file.append(tmp_path, [record(3, 1, 0.3, timeline=1)], ROOM)
-    assert [one.score for one in sample_file.find(tmp_path)] == [0.3]
+
+
+def test_what_a_rewind_undid_is_hidden_but_for_failures(tmp_path: Path) -> None:
+    known = [record(step, score=float(step)) for step in range(5)]
+    versions = [record(version, kind="validation", score=9.0 + version) for version in (2, 3)]
+    failed = record(4, 1, None)
+    sample_file.Writer(tmp_path, ROOM).append([*known, *versions, failed])
+    (tmp_path / sample_file.REWINDS).write_bytes(b'{"timeline": 9, "st')
+    sample_file.Writer(tmp_path, ROOM).append([], [sample_file.Rewind(timeline=1, step=2)])
+    again = record(2, score=-1.0, timeline=1)
+    sample_file.Writer(tmp_path, ROOM).append([again])
+    find = partial(sample_file.find, tmp_path)
+    assert find(kind="train") == find(step=2, kind="train") == [again]
+    assert find(step=3) == []
+    assert find(order="best") == [versions[0], known[1], known[0], again]
+    assert find(order="worst", limit=1) == [again]
+    assert find(order="errors") == find(order="errors", committed=3) == [failed]
+    assert find(kind="train", newest=1, committed=3) == []
+    assert find(kind="train", newest=1, committed=2) == [again]
 
 
 def test_the_oldest_files_make_room_and_the_newest_stays(tmp_path: Path) -> None:
+    writer = sample_file.Writer(tmp_path, 5500)
     for step in range(6):
-        sample_file.append(tmp_path, [record(step, prompt="x" * 1000)], 3000)
-    assert [step for _, step in sample_file.files(tmp_path)] == [4, 5]
-    sample_file.append(tmp_path, [record(6, prompt="x" * 5000)], 3000)
-    assert [step for _, step in sample_file.files(tmp_path)] == [6]
+        assert not writer.append([record(step, prompt="x" * 1000)])
+    assert [step for _, step in sample_file.files(tmp_path)] == [2, 3, 4, 5]
+    os.utime(sample_file.path_of(tmp_path, "train", 2), (2e9, 2e9))  # trained again after a rewind
+    assert not sample_file.Writer(tmp_path, 5500).append([record(1, prompt="x" * 1000)])
+    assert [step for _, step in sample_file.files(tmp_path)] == [1, 2, 4, 5]
+
+
+def test_no_number_of_failures_takes_more_than_its_share(tmp_path: Path) -> None:
+    writer, failed = sample_file.Writer(tmp_path, 100_000), 0
+    for first in range(0, 400, 100):
+        failures = [record(0, index, None, prompt="x" * 300) for index in range(first, first + 100)]
+        failed += writer.append(failures)
+    kept = len(sample_file.find(tmp_path, order="errors", limit=999))
+    assert (kept + failed, kept > 1) == (400, True)
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 100_000 // 32
+    assert writer.append([record(0, 999, 0.5)]) == 0
+    assert writer.append([record(1, prompt="x" * 25_000)]) == 1
+    assert [step for _, step in sample_file.files(tmp_path)] == [0]
 
 
 @pytest.mark.parametrize(("text", "length"), [("short", 5), ("x" * 10**6, MOST_TEXT + 40), ("\ud800", 1)])
