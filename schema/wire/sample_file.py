@@ -140,7 +140,13 @@ def _append(path: Path, lines: bytes) -> int:
 def _read(path: Path, rewinds: Sequence[Rewind]) -> list[SampleRecord]:
     """The samples of one file that were not undone, each once, by group and index. Raises OSError."""
     found = {(record.group, record.attempt, record.index): record for record in _lines(path, SampleRecord)}
-    return [record for _, record in sorted(found.items()) if not any(one.undid(record) for one in rewinds)]
+    ordered = sorted(found.items(), key=lambda item: (_parts(item[0][0]), item[0]))
+    return [record for _, record in ordered if not any(one.undid(record) for one in rewinds)]
+
+
+def _parts(group_id: str) -> list[tuple[int, str]]:
+    """What groups are sorted by: p10 comes after p9."""
+    return [(int(part) if part.isdecimal() else -1, part) for part in re.split(r"(\d+)", group_id)]
 
 
 def _lines(path: Path, kind: type[_Line]) -> Iterator[_Line]:

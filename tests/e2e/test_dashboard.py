@@ -153,6 +153,12 @@ def test_what_a_model_wrote_is_text(tmp_path: Path, page: Page, dashboard) -> No
         for index in range(2)
     ]  # fmt: skip
     sample_file.Writer(sample_file.folder_of(run), 10**9).append(records)
+    many = [
+        records[0].model_copy(update={"kind": "validation", "group": f"v1-p{group}", "index": index})
+        for group in range(101)
+        for index in range(2)
+    ]
+    sample_file.Writer(sample_file.folder_of(run), 10**9).append(many)
     (run / "logs").mkdir()
     (run / "logs" / "policy-0.log").write_text(EVIL)
     link = dashboard(run)
@@ -178,6 +184,11 @@ def test_what_a_model_wrote_is_text(tmp_path: Path, page: Page, dashboard) -> No
     expect(page.locator("article details").first).to_have_text(
         "69998 more tokens: the rest, beyond the pieces"
     )
+    page.goto(link.partition("#")[0] + "#/samples/validation")
+    expect(page.locator("main")).to_contain_text("The first 200 samples; there are more.")
+    expect(page.locator(".groups a").last).to_have_text("v1-p99")
+    page.get_by_role("button", name="show more").click()
+    expect(page.locator(".groups a").last).to_have_text("v1-p100")
     page.keyboard.press("5")
     expect(page.locator("pre.log")).to_have_text(EVIL)
     assert page.locator("img").count() == 0

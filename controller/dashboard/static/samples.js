@@ -4,7 +4,10 @@ import { get } from "/static/api.js";
 import { el, nothing, number, section, table } from "/static/dom.js";
 
 const MOST_TOKENS = 4000;
+const MOST_SAMPLES = 200;
+const LIMIT = 1000;
 const clamp = (value) => (Number.isNaN(value) ? null : Math.max(-1, Math.min(1, value)));
+const sameGroup = (a, b) => a.group === b.group && a.attempt === b.attempt;
 const learned = (sample) => typeof sample.advantage === "number";
 const versionOf = (s, i) => (s.versions ?? []).filter(([start]) => start <= i).at(-1)?.[1];
 const span = (of, samples) => { const all = samples.flatMap(of); return [Math.min(...all), Math.max(...all)]; };
@@ -26,11 +29,14 @@ const MODES = {
 };
 let mode = "log-prob";
 
-export async function show(page, runs, app, [kind = "train", step = "newest", wanted]) {
+export async function show(page, runs, app, [kind = "train", step = "newest", wanted], most = MOST_SAMPLES) {
   const run = app.chosen(runs);
   const listed = ["best", "worst", "errors"].includes(kind);
-  const query = listed ? `order=${kind}&limit=20` : `kind=${kind}&limit=200${step === "newest" ? "" : `&step=${Number(step)}`}`;
+  const query = listed ? `order=${kind}&limit=20` : `kind=${kind}&limit=${most + 1}${step === "newest" ? "" : `&step=${Number(step)}`}`;
   const [kept, found] = await Promise.all([get(run, "/samples/steps"), get(run, `/samples?${query}`)]);
+  const cut = !listed && found.length > most;
+  if (cut) while (found.length > 1 && sameGroup(found.at(-2), found.at(-1))) found.pop();
+  if (cut) found.pop();
   const groups = new Map();
   for (const sample of found) {
     const key = listed ? `${sample.step}, ${sample.group}, ${sample.index}` : `${sample.group}${sample.attempt ? `, attempt ${sample.attempt}` : ""}`;
@@ -44,7 +50,8 @@ export async function show(page, runs, app, [kind = "train", step = "newest", wa
   const fill = () => list.replaceChildren(...(found.length === 0 ? [nothing("No such sample is kept: they come with the first trained step.")] :
     listed ? [...groups].map(([key, samples]) => group(key, samples)) : [overview(groups, name, address), group(name, groups.get(name))]));
   fill();
-  page.replaceChildren(app.runPicker(runs), chooser(kept, kind, newest, fill), list);
+  page.replaceChildren(app.runPicker(runs), chooser(kept, kind, newest, fill), ...(cut ? [el("p", { class: "nothing" }, `The first ${found.length} samples; there are more. `,
+    most < LIMIT - 1 ? el("button", { onclick: () => show(page, runs, app, [kind, step, wanted], LIMIT - 1).catch(app.failed) }, "show more") : null)] : []), list);
   return () => {};
 }
 

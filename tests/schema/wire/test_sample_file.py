@@ -42,6 +42,12 @@ def test_the_newest_step_the_best_and_the_failed_are_found(tmp_path: Path) -> No
     assert find(tmp_path, order="best", newest=1, kind="train") == []
 
 
+def test_groups_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    groups = ["e0-p2", "e0-p10", "e1-p1"]
+    sample_file.Writer(tmp_path, ROOM).append([record(0, group=group) for group in reversed(groups)])
+    assert [one.group for one in sample_file.find(tmp_path)] == groups
+
+
 def test_junk_and_what_was_written_twice_are_passed_over(tmp_path: Path) -> None:
     path = sample_file.path_of(tmp_path, "train", 3)
     path.write_bytes(b'not JSON\n{"prompt": "half')
