@@ -117,8 +117,10 @@ def read_answers(path: Path) -> Iterator[dict[str, str]]:
 
 
 def _lines(path: Path) -> list[str]:
+    """Raises LaunchError. Not `splitlines`: it also cuts at what JSON leaves as it is, such as U+2028."""
     try:
-        return path.read_text(encoding="utf-8").splitlines()
+        with path.open(encoding="utf-8") as file:
+            return list(file)
     except (OSError, UnicodeDecodeError) as error:
         raise LaunchError(f"{path} cannot be read: {error}") from None
 
