@@ -19,9 +19,9 @@ import re
 
 def score(completion: str, row: dict) -> float:
     # row has the columns of the data; row["answer"] is what response_column_name names, row["prompt"] the chat.
-    expected = row["answer"].rpartition("####")[2].replace(",", "").strip()
-    numbers = re.findall(r"-?[0-9]+", completion.replace(",", ""))
-    return float(numbers[-1:] == [expected])  # an exception is an error by name, never a 0
+    expected = float(str(row["answer"]).rpartition("####")[2].replace(",", ""))
+    numbers = re.findall(r"-?[0-9]+(?:\\.[0-9]+)?", completion.replace(",", ""))
+    return float(list(map(float, numbers[-1:])) == [expected])  # an exception is an error by name, never a 0
 '''
 """A reward function that suits the data of every recipe of reinforcement: the last number is the answer."""
 

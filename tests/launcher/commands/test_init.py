@@ -6,6 +6,7 @@ import json
 import runpy
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from tests.controller.data.conftest import PLAIN_TEMPLATE, save_tokenizer, write
 from tests.launcher.cli import cosmos
 from tests.support.effort import combinations
 
+ROOT = Path(__file__).parents[3]
 SCHEMA = export.schema_text()
 PLAIN = [name for name in RECIPES if name != "addition-grpo"]
 
@@ -81,8 +83,15 @@ def test_a_reward_to_start_from_is_written_once(here: Path) -> None:
     load_config("b/run.toml", [f'train.train_policy.reward_function={{ "{name}" = 1.0 }}'])
     score = resolve(name, {})
     row = {"answer": "600 + 480 = 1080\n#### 1,080"}
-    answers = ("so 1,080", "\\boxed{1080}", "1080, no: 7", "")
-    assert [score(answer, row) for answer in answers] == [1.0, 1.0, 0.0, 0.0]
+    answers = ("so 1,080", "\\boxed{1080}", "\\boxed{1080.00}", "1080, no: 7", "")
+    assert [score(answer, row) for answer in answers] == [1.0, 1.0, 1.0, 0.0, 0.0]
+    readme: dict[str, Any] = {}
+    exec((ROOT / "README.md").read_text().partition("```python\n")[2].partition("```")[0], readme)
+    for reward in (score, readme["score"]):
+        for answer in (2, "2", "1 + 1 = 2\n#### 2"):
+            assert [reward(text, {"answer": answer}) for text in ("it is 2", "3", "")] == [1.0, 0.0, 0.0]
+        with pytest.raises((ValueError, IndexError)):
+            reward("", {"answer": ""})
     Path("b/reward.py").write_text("mine")
     assert "b/reward.py: left as it is" in begin("grpo", "b/run.toml", force=True)
     assert Path("b/reward.py").read_text() == "mine"
