@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from launcher.commands.try_reward import examples, lines
+from launcher.commands.try_reward import examples, lines, read_answers
+from launcher.errors import LaunchError
 from tests.launcher.cli import cosmos
 from tests.launcher.samples import write_job
 
@@ -76,6 +77,10 @@ def test_what_cannot_be_tried_is_named(job: Path, tmp_path: Path) -> None:
     ):
         file.write_text(text)
         cosmos("try-reward", job, "--answers", file).complains(2, words)
+    for text in ('"\\ud800"', "9" * 6000, "[" * 100_000):
+        file.write_text(text)
+        with pytest.raises(LaunchError, match="line 1 is not JSON"):
+            list(read_answers(file))
     cosmos("init", "sft", "--gpus", 0, "-o", tmp_path / "sft.toml").says(0)
     cosmos("try-reward", tmp_path / "sft.toml").complains(2, "trains on conversations, without rewards")
 
