@@ -70,8 +70,8 @@ class Recipe:
     makes_model: bool = False
     needs_model: bool = False
 
-    def text(self, fit: Fit, file: str, model: str = "") -> str:
-        """The file's text. file: its name, for the commands in the comments."""
+    def text(self, fit: Fit, file: str, model: str = "", longest: int | None = None) -> str:
+        """The file's text. file: its name, for the commands in the comments. longest: positions of the model."""
         values = {
             "title": self.title,
             "note": "\n".join(f"# {line}".rstrip() for line in self.note.splitlines()),
@@ -91,6 +91,9 @@ class Recipe:
             **self.values,
             **({} if fit.gpus else self.cpu_values),
         }
+        if longest is not None and longest < int(values.get("max_length", 0)):
+            limits = {"max_length": longest, "response": longest // 2, "buffer": longest // 8}
+            values |= {key: str(min(int(values[key]), most)) for key, most in limits.items() if key in values}
         blocks = list(self.blocks)
         if fit.gpus == 1 and not self.supervised:
             blocks.append(SHARED)

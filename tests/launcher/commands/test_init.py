@@ -162,6 +162,21 @@ def test_a_model_of_ones_own(here: Path) -> None:
     assert not Path("b-model").exists()
 
 
+@pytest.mark.parametrize("recipe", ["grpo", "dapo", "gspo", "sft"])
+def test_lengths_are_those_of_a_short_model(here: Path, recipe: str) -> None:
+    write_tiny_model(Path("short"))
+    said = begin(recipe, "a/run.toml", model="short", engine="vllm")
+    assert "note: policy.model_max_length = 256: short has no more positions" in said
+    config = load_config("a/run.toml")
+    assert config.policy.model_max_length == 256
+    if config.is_grpo:
+        assert config.rollout.max_response_length == 128
+    (here / "short" / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="is not JSON"):
+        begin(recipe, "b/run.toml", model="short")
+    assert not Path("b").exists()
+
+
 def test_a_model_may_come_later(here: Path) -> None:
     said = begin("grpo", "a/c.toml", model="./later")
     assert "note: ./later is not there yet: validate and a start refuse it until it is" in said
