@@ -198,7 +198,7 @@ def _parse(text: bytes, where: str) -> Any:
 
 
 def _object(value: Any, where: str, text: bytes) -> dict[str, Any]:
-    """A row. text: the JSON that it is from; escapes in it may be half of a pair, which is no character."""
+    """A row. text: the JSON that it is from; escapes in it may be half of a pair, not a character."""
     if not isinstance(value, dict):
         return Unreadable(f"{where} is not an object of columns but {type(value).__name__}")
     if b"\\u" in text:

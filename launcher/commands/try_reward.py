@@ -107,7 +107,7 @@ def read_answers(path: Path) -> Iterator[dict[str, str]]:
     for number, line in enumerate(_lines(path), 1):
         try:
             found = json.loads(line)
-            json.dumps(found, ensure_ascii=False).encode()  # half of a surrogate pair is no text
+            json.dumps(found, ensure_ascii=False).encode()  # half of a surrogate pair is not text
         except (ValueError, RecursionError) as error:
             raise LaunchError(f"{path}, line {number} is not JSON: {error}") from None
         text = found.get("completion") if isinstance(found, dict) else found
