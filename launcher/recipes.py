@@ -19,9 +19,9 @@ import re
 
 def score(completion: str, row: dict) -> float:
     # row has the columns of the data; row["answer"] is what response_column_name names, row["prompt"] the chat.
-    expected = row["answer"].rpartition("####")[2].replace(",", "").strip()
-    numbers = re.findall(r"-?[0-9]+", completion.replace(",", ""))
-    return float(numbers[-1:] == [expected])  # an exception is an error by name, never a 0
+    expected = float(str(row["answer"]).rpartition("####")[2].replace(",", ""))
+    numbers = re.findall(r"-?[0-9]+(?:\\.[0-9]+)?", completion.replace(",", ""))
+    return float(list(map(float, numbers[-1:])) == [expected])  # an exception is an error by name, never a 0
 '''
 """A reward function that suits the data of every recipe of reinforcement: the last number is the answer."""
 
@@ -70,8 +70,8 @@ class Recipe:
     makes_model: bool = False
     needs_model: bool = False
 
-    def text(self, fit: Fit, file: str, model: str = "") -> str:
-        """The file's text. file: its name, for the commands in the comments."""
+    def text(self, fit: Fit, file: str, model: str = "", longest: int | None = None) -> str:
+        """The file's text. file: its name, for the commands in the comments. longest: positions of the model."""
         values = {
             "title": self.title,
             "note": "\n".join(f"# {line}".rstrip() for line in self.note.splitlines()),
@@ -91,6 +91,9 @@ class Recipe:
             **self.values,
             **({} if fit.gpus else self.cpu_values),
         }
+        if longest is not None and longest < int(values.get("max_length", 0)):
+            limits = {"max_length": longest, "response": longest // 2, "buffer": longest // 8}
+            values |= {key: str(min(int(values[key]), most)) for key, most in limits.items() if key in values}
         blocks = list(self.blocks)
         if fit.gpus == 1 and not self.supervised:
             blocks.append(SHARED)

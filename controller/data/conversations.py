@@ -75,7 +75,7 @@ def _json_list(text: str) -> list[Any] | None:
         return None
     try:
         value = json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return None
     return value if value and all(isinstance(turn, dict) for turn in value) else None
 

@@ -78,9 +78,9 @@ def _read(config: Config, report: DataReport, file: TextIO) -> None:
 def read_row(config: Config, source: Source, i: int, row: dict[str, Any]) -> dict[str, Any]:
     """One line of the file. Raises `DataError` for a row without answers, reference or known source."""
     section = config.evaluation
+    prompt = jsonable(value(row, section.prompt_column_name, source, i))
     line = extras(row, {section.responses_column_name})
-    line["key"] = f"evaluation/{i + 1}"
-    line["prompt"] = jsonable(value(row, section.prompt_column_name, source, i))
+    line |= {"key": f"evaluation/{i + 1}", "prompt": prompt}
     answers = value(row, section.responses_column_name, source, i)
     line["responses"] = _responses(answers, section, source.where(i))
     if section.reference_column_name:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from codecs import BOM_UTF8
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,7 +36,9 @@ class Source(Protocol):
 
     def __len__(self) -> int: ...
 
-    def rows(self) -> Iterator[dict[str, Any]]: ...
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """All rows; one that cannot be read is `Unreadable`."""
+        ...
 
     def where(self, i: int) -> str:
         """How an error names the row at position i (from 0): its file or split, and its number there (from 1)."""
@@ -135,32 +138,51 @@ def _parquet_shape(path: Path) -> tuple[list[str], int]:
         return list(file.schema_arrow.names), int(file.metadata.num_rows)
 
 
+class Unreadable(dict[str, Any]):
+    """In place of a row that cannot be read; `column` raises it. fault: why, with its place."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self.fault = fault
+
+
 def _json_shape(path: Path) -> tuple[list[str], int]:
+    """Columns and length. Raises `DataError` where there are rows, and none of the first can be read."""
     columns: dict[str, None] = {}
-    count = 0
+    count, fault = 0, ""
     for row in _json_rows(path):
         count += 1
         if count <= _SAMPLE_ROWS:
             columns.update(dict.fromkeys(row))
+            fault = fault or (row.fault if isinstance(row, Unreadable) else "")
+    if fault and not columns:
+        raise DataError(fault)
     return list(columns), count
 
 
 def _json_rows(path: Path) -> Iterator[dict[str, Any]]:
     """Objects of a JSON array or, whatever the suffix, of one object per line."""
     try:
-        with path.open(encoding="utf-8-sig") as file:
-            first = next((line for line in file if line.strip()), "")
-            file.seek(0)
-            if first.lstrip().startswith("["):
-                values = enumerate(json.load(file))
-                yield from (_object(value, _row(path, i)) for i, value in values)
+        with path.open("rb") as file:
+            start = len(BOM_UTF8) if file.read(len(BOM_UTF8)) == BOM_UTF8 else 0
+            file.seek(start)
+            first = next((line for line in file if line.strip()), b"")
+            file.seek(start)
+            if first.lstrip().startswith(b"["):
+                text = file.read()
+                values = enumerate(_parse(text, str(path)))
+                yield from (_object(value, _row(path, i), text) for i, value in values)
                 return
             for number, line in enumerate(file, 1):
                 if line.strip():
-                    yield _object(_parse(line, f"{path}, line {number}"), f"{path}, line {number}")
-    except json.JSONDecodeError as error:
-        raise DataError(f"{path} is not valid JSON: {error}") from None
-    except (OSError, UnicodeDecodeError) as error:
+                    where = f"{path}, line {number}"
+                    try:
+                        value = _parse(line, where)
+                    except DataError as error:
+                        yield Unreadable(str(error))
+                    else:
+                        yield _object(value, where, line)
+    except OSError as error:
         raise DataError(f"{path} cannot be read: {error}") from None
 
 
@@ -168,16 +190,22 @@ def _row(name: Path | str, i: int) -> str:
     return f"{name}, row {i + 1}"
 
 
-def _parse(line: str, where: str) -> Any:
+def _parse(text: bytes, where: str) -> Any:
     try:
-        return json.loads(line)
-    except json.JSONDecodeError as error:
+        return json.loads(text.decode())
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{where} is not valid JSON: {error}") from None
 
 
-def _object(value: Any, where: str) -> dict[str, Any]:
+def _object(value: Any, where: str, text: bytes) -> dict[str, Any]:
+    """A row. text: the JSON that it is from; escapes in it may be half of a pair, not a character."""
     if not isinstance(value, dict):
-        raise DataError(f"{where} is not an object of columns but {type(value).__name__}")
+        return Unreadable(f"{where} is not an object of columns but {type(value).__name__}")
+    if b"\\u" in text:
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except (UnicodeEncodeError, RecursionError) as error:
+            return Unreadable(f"{where} is not valid text: {error}")
     return value
 
 
@@ -286,8 +314,10 @@ class Chain:
 def column(row: dict[str, Any], name: str) -> Any:
     """The value of a column; dots reach into structs (`reward_model.ground_truth`), a JSON text included.
 
-    Raises KeyError when there is none.
+    Raises KeyError when there is none, `DataError` where the row cannot be read.
     """
+    if isinstance(row, Unreadable):
+        raise DataError(row.fault)
     if name in row:
         return row[name]
     value: Any = row
@@ -303,7 +333,7 @@ def column(row: dict[str, Any], name: str) -> Any:
 def _struct(text: str) -> Any:
     try:
         return json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return None
 
 

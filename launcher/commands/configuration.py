@@ -48,6 +48,7 @@ def validate(
     from launcher.preflight.checks import check_machine, unset_variables
     from schema.config import ConfigError, Problem, check_warnings
     from schema.config.loading.load import load
+    from schema.wire.data_report import lines as data_lines
 
     problems: tuple[Problem, ...] = ()
     report = None
@@ -65,9 +66,13 @@ def validate(
         warnings = loaded.warnings + loaded.placed(found)
         report = _read_data(loaded.config) if data else None
     bad_data = report is not None and bool(report.error)
+    if report is not None and bad_data:
+        bad = report.bad
+        other = [] if bad.first and bad.first[0] in report.error else [report.error]
+        problems, more = tuple(Problem("", text) for text in bad.first + other), bad.count - len(bad.first)
     if as_json:
         found_json = {
-            "valid": not problems and not bad_data,
+            "valid": not problems,
             "problems": as_dicts(problems),
             "more_problems": more,
             "warnings": as_dicts(warnings),
@@ -79,8 +84,8 @@ def validate(
         print_problems("error", problems, more)
         print_problems("warning", warnings)
         names = printable(" + ".join(map(str, config)))
-        if report is not None:
-            _print_data(report)
+        for text in data_lines(report, samples=True) if report is not None else ():
+            typer.echo(printable(text))
         if bad_data:
             typer.echo(f"{names}: the data cannot be used", err=True)
         elif problems:
@@ -88,7 +93,7 @@ def validate(
             typer.echo(f"{names}: {count}" + ("; the data was not read" if data else ""), err=True)
         else:
             typer.echo(f"{names} is valid" if len(config) == 1 else f"{names} are valid together")
-    raise typer.Exit(EXIT_CONFIG if problems or bad_data else 0)
+    raise typer.Exit(EXIT_CONFIG if problems else 0)
 
 
 def _read_data(config: Config) -> DataReport:
@@ -110,18 +115,6 @@ def _read_data(config: Config) -> DataReport:
     if found is None:
         raise LaunchError("the report of the data cannot be read")
     return found
-
-
-def _print_data(report: DataReport) -> None:
-    """The report for people; what is at fault goes to standard error."""
-    from schema.wire.data_report import lines
-
-    for text in lines(report, samples=True):
-        typer.echo(printable(text))
-    for text in report.bad.first:
-        typer.echo(printable(f"error: {text}"), err=True)
-    if report.error and report.error not in report.bad.first:
-        typer.echo(printable(f"error: {report.error}"), err=True)
 
 
 def show(

@@ -117,9 +117,12 @@ def start(request: Request, env: Mapping[str, str]) -> Written:
     model = request.model or (str(model_dir) if recipe.makes_model else "")
     if recipe.needs_model and not model:
         model = _trained_model()
-    text = recipe.text(fit, name, model)
+    longest = _positions(model)
+    text = recipe.text(fit, name, model, longest)
     makes_model = recipe.makes_model and not request.model
-    notes = _absent(request.model)
+    notes = absent = _absent(request.model)
+    if text != recipe.text(fit, name, model):
+        notes = [f"policy.model_max_length = {longest}: {model} has no more positions"]
     if to_screen and makes_model:
         raise LaunchError(
             f"{recipe.name} makes a model next to its file, and -o - does not write one",
@@ -128,13 +131,13 @@ def start(request: Request, env: Mapping[str, str]) -> Written:
     if to_screen:
         return Written(recipe.name, recipe.words(fit), text, {}, notes, [])
     _check_places(request, model_dir if makes_model else None)
+    _check(text, model_is_absent=bool(absent) or makes_model)
     files = {name: f"{recipe.name}, for {recipe.words(fit)}"}
     try:
         request.output.parent.mkdir(parents=True, exist_ok=True)
         if makes_model:
             write_tiny_model(model_dir)
             files[str(model_dir)] = "the model that it trains, 0.33M random parameters"
-        _check(text, model_is_absent=bool(notes))
         request.output.write_text(text, encoding="utf-8")
         for path, what in (
             (request.output.with_name(SCHEMA_FILE), _write_schema(request.output.with_name(SCHEMA_FILE))),
@@ -160,6 +163,17 @@ def _absent(model: str) -> list[str]:
     if path is None or exists(path):
         return []
     return [f"{model} is not there yet: validate and a start refuse it until it is"]
+
+
+def _positions(model: str) -> int | None:
+    """The longest sequence of a model; None: not known, or the check says what is wrong with it."""
+    from schema.config.model_facts import BrokenModelError, read_facts
+
+    try:
+        facts = read_facts(model, None, {}) if model else None
+    except BrokenModelError:
+        return None
+    return facts.longest if facts else None
 
 
 def _check(text: str, model_is_absent: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 WIDEST = 48
 """Characters of a line of text in the picture."""
 MOST_TEXTS = 3
+_FRAGMENT = "/#token="
 
 
 def plot(
@@ -73,6 +75,7 @@ def dashboard(
         list[Path] | None, typer.Argument(metavar="RUN_DIR", help="Runs, alive or dead. Default: the newest.")
     ] = None,
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any free one.")] = 0,
+    as_json: AsJson = False,
 ) -> None:
     """Print a link to the dashboard: a page with curves, samples, timeline, configuration and logs.
 
@@ -88,22 +91,31 @@ def dashboard(
 
     chosen = [remote.run_below(path, named=bool(runs)) for path in runs or [Path(remote.DEFAULT_OUTPUT)]]
     live = remote.Target(chosen[0]).address() if len(chosen) == 1 else ""
+
+    def show(link: str) -> None:
+        facts = {
+            "link": link,
+            "token": link.partition(_FRAGMENT)[2],
+            "runs": [str(run.path) for run in chosen],
+        }
+        typer.echo(json.dumps(facts) if as_json else link)
+
     if live and (token := chosen[0].read_token()):
-        typer.echo(f"{live}/#token={token}")
+        show(f"{live}{_FRAGMENT}{token}")
         return
-    command = [
-        sys.executable,
-        "-m",
-        "controller.dashboard",
-        "--port",
-        str(port),
-        *(str(r.path) for r in chosen),
-    ]
+    command = [sys.executable, "-m", "controller.dashboard", "--port", str(port)]
+    command += [str(run.path) for run in chosen]
+    pipe = subprocess.PIPE if as_json else None
     try:
-        code = subprocess.run(command, env=base_environment(os.environ), check=False).returncode
+        with subprocess.Popen(
+            command, env=base_environment(os.environ), stdout=pipe, encoding="utf-8"
+        ) as serving:
+            for line in serving.stdout or ():
+                if _FRAGMENT in line:
+                    show(line.strip())
     except KeyboardInterrupt:
         return
-    raise typer.Exit(code)
+    raise typer.Exit(serving.returncode)
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,7 +107,8 @@ def read_answers(path: Path) -> Iterator[dict[str, str]]:
     for number, line in enumerate(_lines(path), 1):
         try:
             found = json.loads(line)
-        except ValueError as error:
+            json.dumps(found, ensure_ascii=False).encode()  # half of a surrogate pair is not text
+        except (ValueError, RecursionError) as error:
             raise LaunchError(f"{path}, line {number} is not JSON: {error}") from None
         text = found.get("completion") if isinstance(found, dict) else found
         if not isinstance(text, str):
@@ -117,8 +118,10 @@ def read_answers(path: Path) -> Iterator[dict[str, str]]:
 
 
 def _lines(path: Path) -> list[str]:
+    """Raises LaunchError. Not `splitlines`: it also cuts at what JSON leaves as it is, such as U+2028."""
     try:
-        return path.read_text(encoding="utf-8").splitlines()
+        with path.open(encoding="utf-8") as file:
+            return list(file)
     except (OSError, UnicodeDecodeError) as error:
         raise LaunchError(f"{path} cannot be read: {error}") from None
 

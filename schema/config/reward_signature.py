@@ -70,6 +70,9 @@ def _of_parameters(name: str, parameters: Sequence[Parameter], custom: Collectio
             "takes lists, as TRL's reward functions do; here a call scores one answer and returns one number"
         )
         return Fault(message, f"write {SIGNATURE}; columns of the data are in the row")
+    if "solution_strs" in names:
+        message = "takes lists, as verl's batched compute_score does; here a call scores one answer"
+        return Fault(message, f"write {SIGNATURE}; columns of the data are in the row")
     if "solution_str" in names:
         call = ", ".join(f"{p.name}={_VERL[p.name]}" for p in parameters if p.name in _VERL)
         hint = f"add def score(completion, row): return {name}({call}), and name `score`"

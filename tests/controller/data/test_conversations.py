@@ -34,7 +34,11 @@ def test_other_keys_of_a_turn_reach_the_template():
     assert read_messages([turn], "here") == [turn]
 
 
-@pytest.mark.parametrize("text", ["Two?", "[x] or [y]?", "[1, 2] has how many?", "[1, 2]", ""])
+@pytest.mark.parametrize(
+    "text",
+    ["Two?", "[x] or [y]?", "[1, 2] has how many?", "[1, 2]", "", "[" + "9" * 6000, "[" * 10_000],
+    ids=lambda text: text[:9],
+)
 def test_a_prompt_of_text_stays_text(text: str):
     assert read_prompt(text, "here") == text
 

@@ -10,6 +10,7 @@ import pytest
 
 from controller.data.errors import DataError
 from controller.data.evaluation import main as read_answers
+from controller.data.evaluation import prepare as read_all
 from controller.data.prepare import main, prepare
 from schema.config import Config
 from schema.wire import data_report
@@ -88,6 +89,27 @@ def test_all_bad_rows_are_named_at_once(
     assert report.error.startswith("23 rows cannot be used")
     named = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
     assert len(named) == LISTED
+
+
+def test_lines_that_cannot_be_read_are_bad_rows(model_dir: Path, tmp_path: Path):
+    path, good = tmp_path / "rows.jsonl", b'\xef\xbb\xbf{"prompt": "1+1?", "responses": "\\ud83d\\ude00"}'
+    wrong = {
+        b'{"prompt": ': "Expecting value", b'{"prompt": "\xff"}': "can't decode byte 0xff",
+        b'{"prompt": %s}' % (b"9" * 6000): "4300 digits", b"[" * 100_000: "recursion",
+        b'{"prompt": "a", "other": "\\ud800"}': "surrogates", b"3": "not an object of columns but int",
+    }  # fmt: skip
+    path.write_bytes(b"\n".join([good, *wrong]))
+    evaluation = {"dataset": {"name": str(path)}, "reward_function": "format"}
+    for work, cfg in (
+        (prepare, config(model_dir, path, {})),
+        (read_all, Config.model_validate({"evaluation": evaluation})),
+    ):
+        with pytest.raises(DataError, match="6 rows cannot be used"):
+            work(cfg, tmp_path)
+        report = report_of(tmp_path)
+        for n, (text, words) in enumerate(zip(report.bad.first, wrong.values(), strict=True), 2):
+            assert text.startswith(f"{path}, line {n} is not ")
+            assert words in text
 
 
 def test_bad_answers_are_named_at_once(tmp_path: Path):

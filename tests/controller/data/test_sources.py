@@ -86,8 +86,8 @@ def test_the_synthetic_dataset_by_its_splits():
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("rows.jsonl", '{"a": 1}\n{"a": \n', "rows.jsonl, line 2 is not valid JSON"),
-        ("rows.jsonl", '{"a": 1}\n3\n', "rows.jsonl, line 2 is not an object of columns but int"),
+        ("rows.jsonl", '\n{"a": \n', "rows.jsonl, line 2 is not valid JSON"),
+        ("rows.jsonl", "\n3\n", "rows.jsonl, line 2 is not an object of columns but int"),
         ("rows.json", "[1]", "rows.json, row 1 is not an object"),
         ("rows.json", "[{", "rows.json is not valid JSON"),
         ("rows.parquet", "text", "rows.parquet is not a readable parquet file"),

@@ -143,10 +143,11 @@ def test_the_data_is_read_and_reported_on_request(tmp_path: Path):
     assert "error" not in said.stderr
     write(tmp_path / "data.jsonl", [rows[0], {"prompt": 3, "answer": "2"}, {"prompt": None, "answer": "2"}])
     found = json.loads(cosmos("validate", "--data", "--json", path).complains(2).stdout)
-    assert (found["valid"], found["problems"]) == (False, [])
+    assert (found["valid"], found["more_problems"]) == (False, 0)
     assert found["data"]["error"].startswith("2 rows cannot be used; the first: ")
     first, second = found["data"]["files"]["train"]["bad"]["first"]
     assert ("row 2: " in first, "row 3: " in second) == (True, True)
+    assert [problem["message"] for problem in found["problems"]] == [first, second]
     said = cosmos("validate", "--data", path).complains(2, "row 2", "row 3", "the data cannot be used")
     assert "is valid" not in said.stdout
     assert not (tmp_path / "out").exists()

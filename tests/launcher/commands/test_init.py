@@ -6,6 +6,7 @@ import json
 import runpy
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from tests.controller.data.conftest import PLAIN_TEMPLATE, save_tokenizer, write
 from tests.launcher.cli import cosmos
 from tests.support.effort import combinations
 
+ROOT = Path(__file__).parents[3]
 SCHEMA = export.schema_text()
 PLAIN = [name for name in RECIPES if name != "addition-grpo"]
 
@@ -81,8 +83,15 @@ def test_a_reward_to_start_from_is_written_once(here: Path) -> None:
     load_config("b/run.toml", [f'train.train_policy.reward_function={{ "{name}" = 1.0 }}'])
     score = resolve(name, {})
     row = {"answer": "600 + 480 = 1080\n#### 1,080"}
-    answers = ("so 1,080", "\\boxed{1080}", "1080, no: 7", "")
-    assert [score(answer, row) for answer in answers] == [1.0, 1.0, 0.0, 0.0]
+    answers = ("so 1,080", "\\boxed{1080}", "\\boxed{1080.00}", "1080, no: 7", "")
+    assert [score(answer, row) for answer in answers] == [1.0, 1.0, 1.0, 0.0, 0.0]
+    readme: dict[str, Any] = {}
+    exec((ROOT / "README.md").read_text().partition("```python\n")[2].partition("```")[0], readme)
+    for reward in (score, readme["score"]):
+        for answer in (2, "2", "1 + 1 = 2\n#### 2"):
+            assert [reward(text, {"answer": answer}) for text in ("it is 2", "3", "")] == [1.0, 0.0, 0.0]
+        with pytest.raises((ValueError, IndexError)):
+            reward("", {"answer": ""})
     Path("b/reward.py").write_text("mine")
     assert "b/reward.py: left as it is" in begin("grpo", "b/run.toml", force=True)
     assert Path("b/reward.py").read_text() == "mine"
@@ -151,6 +160,21 @@ def test_a_model_of_ones_own(here: Path) -> None:
     assert load_config("run.toml").policy.model_name_or_path == "owner/name"
     begin("addition-sft", "b.toml", model="owner/name")
     assert not Path("b-model").exists()
+
+
+@pytest.mark.parametrize("recipe", ["grpo", "dapo", "gspo", "sft"])
+def test_lengths_are_those_of_a_short_model(here: Path, recipe: str) -> None:
+    write_tiny_model(Path("short"))
+    said = begin(recipe, "a/run.toml", model="short", engine="vllm")
+    assert "note: policy.model_max_length = 256: short has no more positions" in said
+    config = load_config("a/run.toml")
+    assert config.policy.model_max_length == 256
+    if config.is_grpo:
+        assert config.rollout.max_response_length == 128
+    (here / "short" / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="is not JSON"):
+        begin(recipe, "b/run.toml", model="short")
+    assert not Path("b").exists()
 
 
 def test_a_model_may_come_later(here: Path) -> None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -68,3 +72,15 @@ def test_what_cannot_be_drawn_is_said(run_dir: Path, tmp_path: Path) -> None:
     event_file.path_of(run_dir).unlink()
     cosmos("plot", run_dir).complains(2, "has no step to draw")
     cosmos("plot", tmp_path / "nowhere").complains(2, "nowhere does not exist")
+
+
+def test_the_link_to_the_dashboard_for_a_program(run_dir: Path) -> None:
+    command = [sys.executable, "-m", "launcher.cli", "dashboard", str(run_dir), "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0) as serving:
+        assert serving.stdout is not None
+        found = json.loads(serving.stdout.readline())
+        os.killpg(serving.pid, signal.SIGINT)
+    assert serving.returncode == 0
+    assert found["runs"] == [str(run_dir)]
+    assert found["link"].endswith(f"/#token={found['token']}")
+    assert len(found["token"]) == 64

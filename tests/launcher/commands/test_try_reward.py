@@ -9,15 +9,17 @@ from typing import Any
 
 import pytest
 
-from launcher.commands.try_reward import examples, lines
+from launcher.commands.try_reward import examples, lines, read_answers
+from launcher.errors import LaunchError
 from tests.launcher.cli import cosmos
 from tests.launcher.samples import write_job
 
-REWARD = """
+REWARD = r"""
 import os
 
 def last(completion, row, word):
     print("looking at", row["key"])
+    assert completion != "\u2028", "\u2029"
     return float(completion.split()[-1] == row["answer"]) if os.environ["JUDGE"] == word else 0.5
 """
 
@@ -48,17 +50,19 @@ def test_the_reference_and_an_empty_answer_are_scored_and_what_fails_is_shown(jo
 
 def test_answers_of_the_user_for_a_program(job: Path, tmp_path: Path) -> None:
     file = tmp_path / "answers.jsonl"
-    file.write_text('{"completion": "it is 2"}\n')
+    (tmp_path / "data.jsonl").write_text('{"prompt": "1 +\u2028 1", "answer": "2"}\n' * 2)
+    file.write_text('{"completion": "it\x85is 2"}\n"\u2028"\n')  # all of them are new lines to str.splitlines
     found: dict[str, Any] = json.loads(
-        cosmos("try-reward", job, "--answers", file, "--json", JUDGE="strict").says(0).stdout
+        cosmos("try-reward", job, "--answers", file, "--json", JUDGE="strict").says(1).stdout
     )
-    (answer,) = found["answers"]
-    assert (answer["row"], answer["kind"], answer["completion"]) == ("train/0", "given", "it is 2")
+    answer, failed = found["answers"]
+    assert "AssertionError: \u2029" in failed["error"]
+    assert (answer["row"], answer["kind"], answer["completion"]) == ("train/0", "given", "it\x85is 2")
     assert answer["score"] == sum(
         weight * answer["rewards"][name] for name, weight in found["functions"].items()
     )
     assert (answer["score"], answer["error"], answer["seconds"] >= 0) == (2.0, None, True)
-    assert found["printed"] == ["looking at train/0"]
+    assert found["printed"] == ["looking at train/0", "looking at train/1"]
 
 
 def test_what_cannot_be_tried_is_named(job: Path, tmp_path: Path) -> None:
@@ -73,6 +77,10 @@ def test_what_cannot_be_tried_is_named(job: Path, tmp_path: Path) -> None:
     ):
         file.write_text(text)
         cosmos("try-reward", job, "--answers", file).complains(2, words)
+    for text in ('"\\ud800"', "9" * 6000, "[" * 100_000):
+        file.write_text(text)
+        with pytest.raises(LaunchError, match="line 1 is not JSON"):
+            list(read_answers(file))
     cosmos("init", "sft", "--gpus", 0, "-o", tmp_path / "sft.toml").says(0)
     cosmos("try-reward", tmp_path / "sft.toml").complains(2, "trains on conversations, without rewards")
 

@@ -48,6 +48,11 @@ def faults(code: str, *custom: str) -> tuple[Fault | None, Fault | None]:
             "verl's",
             'f(solution_str=completion, ground_truth=row["answer"])',
         ),
+        (
+            "def f(data_sources, solution_strs, ground_truths, extra_infos): ...",
+            "as verl's batched",
+            "the row",
+        ),
         ("async def f(completion, row): ...", "is asynchronous", "def score("),
         ("class F:\n    def __init__(self, completion, row): ...", "is a class", "def score("),
     ],
