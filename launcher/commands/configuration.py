@@ -102,11 +102,12 @@ def _read_data(config: Config) -> DataReport:
     import tempfile
 
     from launcher.paths import resolved
+    from launcher.processes.signals import ended_by_exit
     from launcher.processes.step import run_step
     from schema.wire import data_report
 
     module = "controller.data.evaluation" if config.is_evaluation else "controller.data.prepare"
-    with tempfile.TemporaryDirectory(prefix="cosmos-data-") as name:
+    with ended_by_exit(), tempfile.TemporaryDirectory(prefix="cosmos-data-") as name:
         directory = Path(name)
         (directory / "config.json").write_text(json.dumps(resolved(config)), encoding="utf-8")
         written = str(data_report.path_of(directory).relative_to(directory))

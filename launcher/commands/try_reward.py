@@ -18,6 +18,7 @@ import typer
 
 from launcher.commands.options import AsJson, Configs, Overrides, print_json, printable
 from launcher.errors import LaunchError
+from launcher.processes.signals import ended_by_exit
 from launcher.processes.step import not_logged, run_step
 from launcher.restarts import EXIT_FAILED, EXIT_OK
 
@@ -67,7 +68,7 @@ def try_reward(
         raise LaunchError(f"{answers} holds no answer")
     data, weights = _settings(config, set_ or [], os.environ)
     count = len(given) if given is not None else rows or 3
-    with tempfile.TemporaryDirectory(prefix="cosmos-try-") as name:
+    with ended_by_exit(), tempfile.TemporaryDirectory(prefix="cosmos-try-") as name:
         directory = Path(name)
         (directory / "data").mkdir()
         (directory / "config.json").write_text(json.dumps(data), encoding="utf-8")

@@ -40,6 +40,21 @@ def ended_at_once() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
+@contextmanager
+def ended_by_exit() -> Iterator[None]:
+    """Inside, each signal that stops a job raises, as SIGINT does: what is open is closed, steps are killed."""
+
+    def leave(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in stop_signals() if number != signal.SIGINT}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def note_signals() -> list[int]:
     """From now on signals that stop the job do nothing but appear, in order, in the list that is returned."""
     noted: list[int] = []

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +15,9 @@ import pytest
 
 from launcher.commands.try_reward import examples, lines, read_answers
 from launcher.errors import LaunchError
-from tests.launcher.cli import cosmos
+from tests.launcher.cli import ROOT, cosmos
 from tests.launcher.samples import write_job
+from tests.support.waiting import until
 
 REWARD = r"""
 import os
@@ -83,6 +88,26 @@ def test_what_cannot_be_tried_is_named(job: Path, tmp_path: Path) -> None:
             list(read_answers(file))
     cosmos("init", "sft", "--gpus", 0, "-o", tmp_path / "sft.toml").says(0)
     cosmos("try-reward", tmp_path / "sft.toml").complains(2, "trains on conversations, without rewards")
+
+
+def test_a_signal_ends_the_step_and_leaves_nothing(job: Path, tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text(
+        "import os, time\n"
+        "def last(completion, row):\n"
+        '    open("pids.new", "w").write(f"{os.getppid()} {os.getpid()}")\n'
+        '    os.replace("pids.new", "pids")\n'
+        "    time.sleep(10)\n"
+    )
+    (tmp_path / "temporary").mkdir()
+    env = {**os.environ, "JUDGE": "", "TMPDIR": str(tmp_path / "temporary"), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "launcher.cli", "try-reward", str(job)]
+    with subprocess.Popen(command, cwd=tmp_path, env=env) as trying:
+        pids = until((tmp_path / "pids").exists, "the reward") and (tmp_path / "pids").read_text().split()
+        assert list((tmp_path / "temporary").iterdir())
+        trying.terminate()
+    assert trying.returncode == 128 + signal.SIGTERM
+    assert list((tmp_path / "temporary").iterdir()) == []
+    until(lambda: not any(Path("/proc", pid).exists() for pid in pids), "the end of the step's processes")
 
 
 def test_a_fault_of_data_or_function_is_that_of_its_process(job: Path, tmp_path: Path) -> None:
