@@ -16,7 +16,7 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 from schema.wire import event_file, sample_file
 from schema.wire.messages import Event, SampleRecord
 from tests.controller.conftest import Stage, shared_valkey, stage
-from tests.controller.drivers import train_step
+from tests.controller.drivers import Rollout, train_step
 from tests.support.controller import TOKENS, make_config, make_run_dir
 from tests.support.waiting import until
 
@@ -26,6 +26,8 @@ __all__ = ["shared_valkey", "stage"]
 EVIL = '<img src=x onerror="document.title=1"><script>document.title="executed"</script>'
 PATIENT = 20
 STEPS = 100_000
+
+SHOWN_STEPS = "(([a, b]) => b - a)(document.querySelector('.js-plotly-plot')._fullLayout.xaxis.range)"
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +92,10 @@ def fits(page: Page) -> bool:
     return bool(page.evaluate("document.documentElement.scrollWidth <= innerWidth"))
 
 
+def fail(rollout: Rollout, kind: str) -> None:
+    rollout.finish(rollout.lease().groups, error=f"{kind}: no", score=None, rewards={})
+
+
 def test_a_live_run_is_followed_paused_and_resumed(stage: Stage, page: Page) -> None:
     served, trainer, rollout = stage.at_work(rows=40)
     page.goto(f"{served.url}/#token={'x' * 40}")
@@ -109,6 +115,25 @@ def test_a_live_run_is_followed_paused_and_resumed(stage: Stage, page: Page) -> 
     expect(page.locator("#notice")).to_have_text("")
     expect(page.locator("dl")).to_contain_text("1 of")
     assert TOKENS["user"] not in page.url
+    fail(rollout, "KeyError")
+    for step in (1, 2):
+        train_step(trainer, rollout, step)
+    plot = page.locator(".js-plotly-plot .nsewdrag:visible").first
+    plot.drag_to(plot, source_position={"x": 60, "y": 40}, target_position={"x": 160, "y": 90}, force=True)
+    page.wait_for_function(f"{SHOWN_STEPS} < 1")
+    page.get_by_role("link", name="samples that failed").focus()
+    fail(rollout, "ValueError")
+    train_step(trainer, rollout, 3)
+    expect(page.locator("main")).to_contain_text("ValueError")
+    expect(page.get_by_role("link", name="samples that failed")).to_be_focused()
+    page.wait_for_function("document.querySelector('.js-plotly-plot').data[0].x.at(-1) === 3")
+    assert page.evaluate(SHOWN_STEPS) < 1
+    page.goto(f"{served.url}/#/timeline")
+    page.locator("summary").first.click()
+    fail(rollout, "TypeError")
+    expect(page.locator("details")).to_have_count(3)
+    expect(page.locator("details[open]")).to_have_count(1)
+    page.goto(f"{served.url}/#/")
     page.get_by_role("button", name="pause").click()
     expect(page.locator("#sentence")).to_contain_text("the job is paused")
     assert served.job.facts.paused

@@ -50,6 +50,7 @@ export async function logs(page, runs, app, [name]) {
   const text = el("pre", { class: "log", tabindex: 0, "aria-label": "The end of the log" });
   const chosen = name ? decodeURIComponent(name) : files[0]?.name;
   const read = async () => {
+    if (text.scrollHeight - text.scrollTop - text.clientHeight > 8) return; // somebody reads further up
     const found = await get(run, `/logs/${encodeURIComponent(chosen)}`);
     app.lost(false);
     text.textContent = found.text || "It is empty.";

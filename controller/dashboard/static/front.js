@@ -2,7 +2,7 @@
 
 import { follow, get } from "/static/api.js";
 import { chart, draw, line } from "/static/charts.js";
-import { duration, el, nothing, number, percent, section, table } from "/static/dom.js";
+import { duration, el, nothing, number, percent, renew, section, table } from "/static/dom.js";
 
 const CHARTS = [
   ["Reward and held-out score", ["reward_mean", "validation"]],
@@ -125,7 +125,7 @@ function overview(box, found, name) {
     ["newest version", job.version >= 0 ? job.version : undefined], ["largest staleness", number(job.max_staleness)],
   ].filter(([, value]) => value !== undefined && value !== "–");
   const alarms = (job.alarms ?? []).map((alarm) => el("li", {}, `${alarm.name}: ${alarm.text}`));
-  box.replaceChildren(...[
+  renew(box, [
     section(name || "Now",
       el("p", { class: "sentence", id: name ? null : "sentence" }, job.sentence || job.note || `the job is ${job.phase}`),
       alarms.length ? el("ul", { class: "alarms", "aria-label": "Alarms" }, alarms) : null,
@@ -137,7 +137,7 @@ function overview(box, found, name) {
     ledger && Object.keys(ledger.staleness).length ? section("Staleness of trained samples", histogram(ledger)) : null,
     faults(job, ledger),
     section(job.unknown ? "Replicas, as last heard of" : "Replicas", replicaTable(replicas)),
-  ].filter(Boolean));
+  ]);
 }
 
 function bar(ledger) {
