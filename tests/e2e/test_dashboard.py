@@ -59,7 +59,7 @@ def dashboard() -> Iterator[object]:
 
     def start(*runs: Path) -> str:
         command = [sys.executable, "-m", "controller.dashboard", *map(str, runs)]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         started.append(process)
         assert process.stdout is not None
         process.stdout.readline()
@@ -68,7 +68,8 @@ def dashboard() -> Iterator[object]:
     yield start
     for process in started:
         process.send_signal(signal.SIGINT)
-        assert process.wait(PATIENT) in (0, 130, -signal.SIGINT)
+        _, errors = process.communicate(timeout=PATIENT)
+        assert (process.returncode, errors) == (0, "")
 
 
 def dead(directory: Path, steps: int) -> Path:
@@ -225,7 +226,9 @@ def test_a_killed_run_of_many_steps_with_gaps_is_shown_in_few_points(
     page: Page,
     dashboard,  # type: ignore[no-untyped-def]
 ) -> None:
-    runs = [dead(tmp_path / "long", STEPS), dead(tmp_path / "none", 0)]
+    runs = [dead(tmp_path / name, steps) for name, steps in (("long", STEPS), ("none", 0), ("damaged", 0))]
+    event_file.path_of(runs[-1]).unlink()
+    event_file.path_of(runs[-1]).mkdir()
     sizes: dict[str, str] = {}
     page.on(
         "response",
@@ -236,6 +239,7 @@ def test_a_killed_run_of_many_steps_with_gaps_is_shown_in_few_points(
     page.goto(link)
     expect(page.locator(".js-plotly-plot").first).to_be_visible()
     expect(page.locator("main")).to_contain_text("no summary was written")
+    expect(page.locator("main")).to_contain_text("events.jsonl cannot be read")
     expect(page.locator("main")).to_contain_text("Not known of a killed run: how many groups")
     answers = [json.loads(text) for text in sizes.values()]
     assert sorted(answer["total"] for answer in answers) == [0, STEPS]

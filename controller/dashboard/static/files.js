@@ -14,8 +14,9 @@ export async function config(page, runs, app) {
   const run = app.chosen(runs);
   const [mine, origins] = await Promise.all([get(run, "/config"), get(run, "/config/origins")]);
   const keys = flat(mine);
-  const others = await Promise.all(runs.filter((other) => other !== run).map(async (other) => [other.name, flat(await get(other, "/config"))]));
-  const difference = el("div", {}, others.map(([name, other]) => compared(keys, name, other)));
+  const others = await Promise.all(runs.filter((other) => other !== run).map((other) => get(other, "/config")
+    .then((found) => compared(keys, other.name, flat(found)), (error) => nothing(`${other.name}: ${error.message}`))));
+  const difference = el("div", {}, others);
   const file = el("input", { type: "file", accept: ".json", onchange: async (event) => {
     const [chosen] = event.target.files;
     try {
