@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import secrets
 import sys
+from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
 import uvicorn
 from fastapi import APIRouter, FastAPI, Query, Request
+from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
@@ -45,30 +47,32 @@ class RunFiles(RunView):
 
     @property
     def name(self) -> str:
-        return self.run_dir.name
+        logging = _object(self._json("config.json").get("logging"))
+        return str(logging.get("experiment_name") or self.run_dir.name)
 
     async def overview(self) -> bytes:
         """As the run's summary has it; of a run that was killed before it wrote one, what its events say."""
         summary = await self._read(lambda: self._json("summary.json"))
-        status = summary.get("status")
-        job = status or self._job(await self.config())
+        status = _object(summary.get("status"))
+        job = status or await self._read(self._job)
         if reason := summary.get("reason"):
-            job = {**job, "sentence": f"the run is {summary['outcome']}: {reason}"}
+            job = {**job, "sentence": f"the run is {summary.get('outcome', 'over')}: {reason}"}
+        replicas = summary.get("replicas") if status else self.history.replicas()
         found = Overview.model_construct(
             event=self.history.newest,
             job=job,
-            ledger=summary.get("ledger"),
-            replicas=summary.get("replicas") if status else self.history.replicas(),
+            ledger=_object(summary.get("ledger")) or None,
+            replicas=replicas if isinstance(replicas, list) else [],
         )
-        return json.dumps(found.__dict__).encode()
+        return to_json(found.__dict__, inf_nan_mode="null")
 
-    def _job(self, config: dict[str, Any]) -> dict[str, Any]:
+    def _job(self) -> dict[str, Any]:
         """As much of a `JobStatus` as there is."""
         history, last = self.history, self.steps.last
         said = history.health.job.get("text", "")
         versions, ages = list(history.validations.items()), self.steps.curve("staleness_max")
         return {
-            "name": (config.get("logging") or {}).get("experiment_name") or self.name,
+            "name": self.name,
             "phase": history.health.job.get("phase", "unknown"),
             "version": history.version,
             "step": 0 if last is None else last.step + 1,
@@ -85,6 +89,11 @@ class RunFiles(RunView):
             "max_staleness": max((age for _, age in ages if age is not None), default=None),
             "unknown": NOT_KEPT,
         }
+
+
+def _object(value: Any) -> dict[str, Any]:
+    """What may not be one in a file that is damaged, or of another version."""
+    return value if isinstance(value, dict) else {}
 
 
 def _counted(fault: Fault) -> tuple[str, str]:
@@ -111,7 +120,7 @@ def run_calls(run: RunFiles, prefix: str) -> APIRouter:
     @api.get("/config")
     async def config(request: Request) -> Response:
         require(request, USER)
-        return Response(json.dumps(await run.config()), media_type="application/json")
+        return Response(to_json(await run.config(), inf_nan_mode="null"), media_type="application/json")
 
     return api
 
@@ -121,7 +130,7 @@ def create_app(runs: Sequence[RunFiles], token: str) -> ASGIApp:
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     install(app)
     shown = [
-        ShownRun(name=run.name, base=f"/runs/{number}/v1", live=False) for number, run in enumerate(runs)
+        ShownRun(name=name, base=f"/runs/{number}/v1", live=False) for number, name in enumerate(names(runs))
     ]
     routers = [sessions(shown)]
     for run, link in zip(runs, shown, strict=True):
@@ -130,6 +139,17 @@ def create_app(runs: Sequence[RunFiles], token: str) -> ASGIApp:
         app.router.routes.extend(router.routes)
     tokens = Tokens({"user": token, "rollout": secrets.token_hex(32), "policy": secrets.token_hex(32)})
     return Pages(AuthMiddleware(app, tokens))
+
+
+def names(runs: Sequence[RunFiles]) -> list[str]:
+    """Names of experiments; where several runs have the same, with the part of their paths that differs."""
+    found = [run.name for run in runs]
+    alike = Counter(found)
+    shared = {name: os.path.commonpath([run.run_dir for run in runs if run.name == name]) for name in alike}
+    return [
+        name if alike[name] == 1 else f"{name} ({run.run_dir.relative_to(shared[name])})"
+        for name, run in zip(found, runs, strict=True)
+    ]
 
 
 def named(paths: Sequence[Path]) -> list[RunFiles]:
@@ -160,15 +180,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         lifespan="off",
         access_log=False,
         log_config=None,
+        log_level="warning",
         server_header=False,
         headers=ALWAYS,
         timeout_graceful_shutdown=1,
     )
-    names = ", ".join(str(run.run_dir) for run in runs)
+    paths = ", ".join(str(run.run_dir) for run in runs)
     link = f"http://{HOST}:{listener.getsockname()[1]}/#token={token}"
-    sys.stdout.write(f"{names}\n{link}\nCtrl-C ends it\n")
+    sys.stdout.write(f"{paths}\n{link}\nCtrl-C ends it\n")
     sys.stdout.flush()
-    asyncio.run(uvicorn.Server(config).serve([listener]))
+    with suppress(KeyboardInterrupt):
+        asyncio.run(uvicorn.Server(config).serve([listener]))
     return 0
 
 

@@ -66,7 +66,8 @@ class History:
             self.version = int(data["version"])
             self._publications.add(event.at, self.version)
         elif kind is EventKind.VALIDATION:
-            self.validations[int(data["version"])] = data.get("score_mean")
+            score = data.get("score_mean")
+            self.validations[int(data["version"])] = None if score is None else float(score)
         elif kind not in (EventKind.DROP, EventKind.REWARD, EventKind.STEP):
             self._marks.append(d.Mark(at=event.at, kind=str(kind), text=event.text))
         if kind is EventKind.REWIND:
@@ -142,6 +143,25 @@ def thin(points: Sequence[Point], most: int) -> d.Curve:
     return d.Curve(steps=[step for step, _ in chosen], values=[value for _, value in chosen])
 
 
+class _Steps:
+    """Gives a log the steps of events; of a metric without a value there is none."""
+
+    def __init__(self, log: StepLog) -> None:
+        self._log = log
+
+    def add(self, event: Event) -> None:
+        data = event.data
+        if event.kind is EventKind.STEP:
+            metrics = {name: value for name, value in data["metrics"].items() if value is not None}
+            record = StepRecord(step=data["step"], at=data["at"], metrics=metrics)
+            samples, tokens = int(data.get("samples", 0)), int(data.get("tokens", 0))
+            self._log.rewind(record.step)
+            self._log.add(record, samples, tokens)
+        elif event.kind is EventKind.REWIND:
+            self._log.rewind(data["step"])
+        self._log.take_changes()
+
+
 class RunView:
     """One run; `overview` is up to those who know more of it.
 
@@ -207,16 +227,7 @@ class RunView:
                         self._take(event)
 
     def _take(self, event: Event) -> None:
-        self.history.add(event)
-        if not self._own_steps:
-            return
-        data = event.data
-        if event.kind in (EventKind.STEP, EventKind.REWIND):
-            self.steps.rewind(data["step"])
-        if event.kind is EventKind.STEP:
-            record = StepRecord(step=data["step"], at=data["at"], metrics=data["metrics"])
-            self.steps.add(record, int(data.get("samples", 0)), int(data.get("tokens", 0)))
-        self.steps.take_changes()
+        event_file.fold([event], self.history, *([_Steps(self.steps)] if self._own_steps else []))
 
     # ---- files --------------------------------------------------------------------------------------------
 

@@ -199,10 +199,10 @@ class Reader(Protocol):
 
 
 def fold(events: Iterable[Event], *readers: Reader) -> None:
-    """Give each event to all readers; one whose data another version wrote is passed over."""
+    """Give each event to all readers; one with data of another version, or damaged, is passed over."""
     for event in events:
         for reader in readers:
-            with suppress(KeyError, TypeError, ValidationError):
+            with suppress(AttributeError, KeyError, TypeError, ValueError, OverflowError):
                 reader.add(event)
 
 

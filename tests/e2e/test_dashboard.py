@@ -16,7 +16,7 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 from schema.wire import event_file, sample_file
 from schema.wire.messages import Event, SampleRecord
 from tests.controller.conftest import Stage, shared_valkey, stage
-from tests.controller.drivers import train_step
+from tests.controller.drivers import Rollout, train_step
 from tests.support.controller import TOKENS, make_config, make_run_dir
 from tests.support.waiting import until
 
@@ -26,6 +26,8 @@ __all__ = ["shared_valkey", "stage"]
 EVIL = '<img src=x onerror="document.title=1"><script>document.title="executed"</script>'
 PATIENT = 20
 STEPS = 100_000
+
+SHOWN_STEPS = "(([a, b]) => b - a)(document.querySelector('.js-plotly-plot')._fullLayout.xaxis.range)"
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +59,7 @@ def dashboard() -> Iterator[object]:
 
     def start(*runs: Path) -> str:
         command = [sys.executable, "-m", "controller.dashboard", *map(str, runs)]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         started.append(process)
         assert process.stdout is not None
         process.stdout.readline()
@@ -66,7 +68,8 @@ def dashboard() -> Iterator[object]:
     yield start
     for process in started:
         process.send_signal(signal.SIGINT)
-        assert process.wait(PATIENT) in (0, 130, -signal.SIGINT)
+        _, errors = process.communicate(timeout=PATIENT)
+        assert (process.returncode, errors) == (0, "")
 
 
 def dead(directory: Path, steps: int) -> Path:
@@ -90,6 +93,10 @@ def fits(page: Page) -> bool:
     return bool(page.evaluate("document.documentElement.scrollWidth <= innerWidth"))
 
 
+def fail(rollout: Rollout, kind: str) -> None:
+    rollout.finish(rollout.lease().groups, error=f"{kind}: no", score=None, rewards={})
+
+
 def test_a_live_run_is_followed_paused_and_resumed(stage: Stage, page: Page) -> None:
     served, trainer, rollout = stage.at_work(rows=40)
     page.goto(f"{served.url}/#token={'x' * 40}")
@@ -109,6 +116,25 @@ def test_a_live_run_is_followed_paused_and_resumed(stage: Stage, page: Page) -> 
     expect(page.locator("#notice")).to_have_text("")
     expect(page.locator("dl")).to_contain_text("1 of")
     assert TOKENS["user"] not in page.url
+    fail(rollout, "KeyError")
+    for step in (1, 2):
+        train_step(trainer, rollout, step)
+    plot = page.locator(".js-plotly-plot .nsewdrag:visible").first
+    plot.drag_to(plot, source_position={"x": 60, "y": 40}, target_position={"x": 160, "y": 90}, force=True)
+    page.wait_for_function(f"{SHOWN_STEPS} < 1")
+    page.get_by_role("link", name="samples that failed").focus()
+    fail(rollout, "ValueError")
+    train_step(trainer, rollout, 3)
+    expect(page.locator("main")).to_contain_text("ValueError")
+    expect(page.get_by_role("link", name="samples that failed")).to_be_focused()
+    page.wait_for_function("document.querySelector('.js-plotly-plot').data[0].x.at(-1) === 3")
+    assert page.evaluate(SHOWN_STEPS) < 1
+    page.goto(f"{served.url}/#/timeline")
+    page.locator("summary").first.click()
+    fail(rollout, "TypeError")
+    expect(page.locator("details")).to_have_count(3)
+    expect(page.locator("details[open]")).to_have_count(1)
+    page.goto(f"{served.url}/#/")
     page.get_by_role("button", name="pause").click()
     expect(page.locator("#sentence")).to_contain_text("the job is paused")
     assert served.job.facts.paused
@@ -128,7 +154,12 @@ def test_a_live_run_is_followed_paused_and_resumed(stage: Stage, page: Page) -> 
     expect(page.locator("details")).to_have_count(1)
     page.locator("summary").click()
     expect(page.locator("details")).to_contain_text(f"'{served.url}/v1/job/ACTION'")
+    page.get_by_role("button", name="checkpoint").click()
+    expect(page.locator("#notice")).to_contain_text("asked for")
     page.keyboard.press("Escape")
+    page.route("**/v1/overview", lambda route: route.abort(), times=1)
+    page.get_by_role("button", name="drain").click()
+    expect(page.locator("#notice")).to_contain_text("no answer")
     page.get_by_role("button", name="drain").click()
     page.get_by_role("button", name="cancel").click()
     assert all(replica.state == "live" for replica in served.job.registry)
@@ -200,7 +231,9 @@ def test_a_killed_run_of_many_steps_with_gaps_is_shown_in_few_points(
     page: Page,
     dashboard,  # type: ignore[no-untyped-def]
 ) -> None:
-    runs = [dead(tmp_path / "long", STEPS), dead(tmp_path / "none", 0)]
+    runs = [dead(tmp_path / name, steps) for name, steps in (("long", STEPS), ("none", 0), ("damaged", 0))]
+    event_file.path_of(runs[-1]).unlink()
+    event_file.path_of(runs[-1]).mkdir()
     sizes: dict[str, str] = {}
     page.on(
         "response",
@@ -211,6 +244,7 @@ def test_a_killed_run_of_many_steps_with_gaps_is_shown_in_few_points(
     page.goto(link)
     expect(page.locator(".js-plotly-plot").first).to_be_visible()
     expect(page.locator("main")).to_contain_text("no summary was written")
+    expect(page.locator("main")).to_contain_text("events.jsonl cannot be read")
     expect(page.locator("main")).to_contain_text("Not known of a killed run: how many groups")
     answers = [json.loads(text) for text in sizes.values()]
     assert sorted(answer["total"] for answer in answers) == [0, STEPS]

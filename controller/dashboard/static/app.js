@@ -10,6 +10,7 @@ import { show as timeline } from "/static/timeline.js";
 
 const PAGES = [["", "Front", front], ["samples", "Samples", samples], ["timeline", "Timeline", timeline], ["config", "Config", config], ["logs", "Logs", logs], ["api", "API", reference]];
 const BUTTONS = { pause: "", resume: "", checkpoint: "", stop: "Stop the job? It ends, and can be resumed later." };
+const ASKED = { checkpoint: "checkpoint: asked for, it is saved after the step under way", stop: "stopping …", drain: "draining …" };
 let runs = [];
 let chosen = 0;
 let close = () => {};
@@ -65,7 +66,7 @@ async function operate(run, action, question, path = `/job/${action}`) {
   if (question && !(await ask(question, action))) return;
   try {
     await post(run, path);
-    say(`${action}: done`);
+    say(ASKED[action] ?? `${action}: done`);
     route();
   } catch (error) {
     app.failed(error, false);
@@ -73,8 +74,12 @@ async function operate(run, action, question, path = `/job/${action}`) {
 }
 
 async function drain(run) {
-  const { replicas } = await get(run, "/overview");
-  const names = replicas.filter((replica) => replica.role === "rollout" && replica.state === "live");
+  let names;
+  try {
+    names = (await get(run, "/overview")).replicas.filter((replica) => replica.role === "rollout" && replica.state === "live");
+  } catch (error) {
+    return app.failed(error, false);
+  }
   const select = el("select", { "aria-label": "Replica" }, names.map((replica) => el("option", { value: replica.replica_id }, replica.name)));
   if (names.length === 0) say("No rollout replica is live.");
   else if (await ask("Let this replica finish its work and leave?", "drain", select)) {

@@ -26,7 +26,7 @@ function layout(more) {
   const axis = { gridcolor: grid, zerolinecolor: grid, automargin: true, fixedrange: false };
   return {
     height: 240, margin: { l: 48, r: 12, t: 10, b: 36 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-    font: { color: ink, size: 11, family: "system-ui, sans-serif" }, colorway: colours, hovermode: "closest",
+    font: { color: ink, size: 11, family: "system-ui, sans-serif" }, colorway: colours, hovermode: "closest", uirevision: "a zoom outlives new points",
     legend: { orientation: "h", y: 1.15 }, ...more, xaxis: { ...axis, ...more.xaxis }, yaxis: { ...axis, ...more.yaxis },
   };
 }

@@ -39,3 +39,17 @@ export function table(head, rows) {
 export const section = (title, ...children) => el("section", { "aria-label": title }, el("h2", {}, title), ...children);
 
 export const nothing = (text) => el("p", { class: "nothing" }, text);
+
+// Gives a box these children. What is equal stays as it is; open details stay open by their data-key, and focus stays.
+export function renew(box, children) {
+  const focus = box.contains(document.activeElement) ? document.activeElement : null;
+  const open = new Set([...box.querySelectorAll("details[open]")].map((details) => details.dataset.key));
+  const old = [...box.children];
+  const nodes = children.filter(Boolean).map((child) => {
+    for (const details of child.querySelectorAll("details")) details.open = open.has(details.dataset.key);
+    return old.find((known) => known.isEqualNode(child)) ?? child;
+  });
+  for (const known of old) if (!nodes.includes(known)) known.remove();
+  nodes.forEach((node, i) => { if (box.children[i] !== node) box.insertBefore(node, box.children[i] ?? null); });
+  if (focus && !focus.isConnected) [...box.querySelectorAll(focus.tagName)].find((node) => node.isEqualNode(focus))?.focus({ preventScroll: true });
+}

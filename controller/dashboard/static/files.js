@@ -14,8 +14,9 @@ export async function config(page, runs, app) {
   const run = app.chosen(runs);
   const [mine, origins] = await Promise.all([get(run, "/config"), get(run, "/config/origins")]);
   const keys = flat(mine);
-  const others = await Promise.all(runs.filter((other) => other !== run).map(async (other) => [other.name, flat(await get(other, "/config"))]));
-  const difference = el("div", {}, others.map(([name, other]) => compared(keys, name, other)));
+  const others = await Promise.all(runs.filter((other) => other !== run).map((other) => get(other, "/config")
+    .then((found) => compared(keys, other.name, flat(found)), (error) => nothing(`${other.name}: ${error.message}`))));
+  const difference = el("div", {}, others);
   const file = el("input", { type: "file", accept: ".json", onchange: async (event) => {
     const [chosen] = event.target.files;
     try {
@@ -50,6 +51,7 @@ export async function logs(page, runs, app, [name]) {
   const text = el("pre", { class: "log", tabindex: 0, "aria-label": "The end of the log" });
   const chosen = name ? decodeURIComponent(name) : files[0]?.name;
   const read = async () => {
+    if (text.scrollHeight - text.scrollTop - text.clientHeight > 8) return; // somebody reads further up
     const found = await get(run, `/logs/${encodeURIComponent(chosen)}`);
     app.lost(false);
     text.textContent = found.text || "It is empty.";

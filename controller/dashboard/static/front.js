@@ -2,7 +2,7 @@
 
 import { follow, get } from "/static/api.js";
 import { chart, draw, line } from "/static/charts.js";
-import { duration, el, nothing, number, percent, section, table } from "/static/dom.js";
+import { duration, el, nothing, number, percent, renew, section, table } from "/static/dom.js";
 
 const CHARTS = [
   ["Reward and held-out score", ["reward_mean", "validation"]],
@@ -29,13 +29,20 @@ export async function show(page, runs, app) {
     return figure;
   })));
   page.replaceChildren(...(runs.length > 1 ? [curves, ...overviews] : [...overviews, curves]));
-  const data = await Promise.all(runs.map(load));
+  const data = await Promise.all(runs.map((run) => load(run).catch((error) => {
+    if (runs.length < 2 || error.status === 401) throw error;
+    return { error };
+  })));
   const closers = [];
   const redraw = () => drawCurves(boxes, runs, data, notes);
-  runs.forEach((run, i) => overview(overviews[i], data[i].overview, runs.length > 1 && run.name));
+  runs.forEach((run, i) => {
+    const { error } = data[i];
+    if (error) overviews[i].replaceChildren(section(run.name, el("pre", { class: "error" }, error.message)));
+    else overview(overviews[i], data[i].overview, runs.length > 1 && run.name);
+  });
   redraw();
   runs.forEach((run, i) => {
-    if (run.live) closers.push(live(run, data[i], app, () => overview(overviews[i], data[i].overview, runs.length > 1 && run.name), redraw));
+    if (run.live && !data[i].error) closers.push(live(run, data[i], app, () => overview(overviews[i], data[i].overview, runs.length > 1 && run.name), redraw));
   });
   return () => closers.forEach((close) => close());
 }
@@ -99,7 +106,7 @@ function drawCurves(boxes, runs, data, notes) {
   for (const [title, names] of CHARTS) {
     const traces = [];
     runs.forEach((run, i) => names.forEach((name) => {
-      const curve = data[i].curves.curves[name];
+      const curve = data[i].curves?.curves[name];
       if (!curve || !curve.values.some((value) => value !== null)) return;
       const label = runs.length > 1 ? (names.length > 1 ? `${run.name} ${name}` : run.name) : name;
       traces.push(line(curve, label, name === "validation" ? { mode: "lines+markers" } : {}));
@@ -111,7 +118,7 @@ function drawCurves(boxes, runs, data, notes) {
       showlegend: traces.length > 1, xaxis: { title: { text: "step" } }, height: 220 + 10 * traces.length,
       margin: { l: 48, r: 12, t: 10 + 10 * traces.length, b: 36 }, legend: { orientation: "h", y: 1, yanchor: "bottom" } });
   }
-  notes.textContent = any ? "" : data.some((one) => one.overview.job.step > 0) ? "No step has any of the metrics that are drawn." : "No step is trained yet: curves come with the first one.";
+  notes.textContent = any ? "" : data.some((one) => one.overview?.job.step > 0) ? "No step has any of the metrics that are drawn." : "No step is trained yet: curves come with the first one.";
 }
 
 function overview(box, found, name) {
@@ -125,7 +132,7 @@ function overview(box, found, name) {
     ["newest version", job.version >= 0 ? job.version : undefined], ["largest staleness", number(job.max_staleness)],
   ].filter(([, value]) => value !== undefined && value !== "–");
   const alarms = (job.alarms ?? []).map((alarm) => el("li", {}, `${alarm.name}: ${alarm.text}`));
-  box.replaceChildren(...[
+  renew(box, [
     section(name || "Now",
       el("p", { class: "sentence", id: name ? null : "sentence" }, job.sentence || job.note || `the job is ${job.phase}`),
       alarms.length ? el("ul", { class: "alarms", "aria-label": "Alarms" }, alarms) : null,
@@ -134,10 +141,10 @@ function overview(box, found, name) {
       (job.advice ?? []).map((text) => el("p", { class: "advice" }, text))),
     job.unknown ? nothing(`Not known of a killed run: ${job.unknown}.`) : null,
     ledger?.created ? section("Groups", bar(ledger)) : null,
-    ledger && Object.keys(ledger.staleness).length ? section("Staleness of trained samples", histogram(ledger)) : null,
+    ledger && Object.keys(ledger.staleness ?? {}).length ? section("Staleness of trained samples", histogram(ledger)) : null,
     faults(job, ledger),
     section(job.unknown ? "Replicas, as last heard of" : "Replicas", replicaTable(replicas)),
-  ].filter(Boolean));
+  ]);
 }
 
 function bar(ledger) {

@@ -2,7 +2,7 @@
 
 import { follow, get } from "/static/api.js";
 import { chart, draw } from "/static/charts.js";
-import { clock, el, nothing, section, table } from "/static/dom.js";
+import { clock, el, nothing, renew, section, table } from "/static/dom.js";
 
 const STATES = { live: "#4a9c5d", draining: "#d9a441" };
 const MOST_RANKS = 64;
@@ -22,10 +22,10 @@ export async function show(page, runs, app) {
     const found = await get(run, "/timeline");
     app.lost(false);
     const marks = found.marks.slice().reverse();
-    rest.replaceChildren(
+    renew(rest, [
       section("Failures", found.faults.length ? table(["kind", "count", "last", "text"], found.faults.map((f) => [
-        f.kind, String(f.count), clock(f.at), el("details", {}, el("summary", {}, f.text.split("\n")[0]), el("pre", {}, f.text))])) : nothing("Nothing has failed.")),
-      section("Events", marks.length ? table(["time", "kind", "what"], marks.map((mark) => [clock(mark.at), mark.kind, mark.text])) : nothing("There are none.")));
+        f.kind, String(f.count), clock(f.at), el("details", { "data-key": f.kind }, el("summary", {}, f.text.split("\n")[0]), el("pre", {}, f.text))])) : nothing("Nothing has failed.")),
+      section("Events", marks.length ? table(["time", "kind", "what"], marks.map((mark) => [clock(mark.at), mark.kind, mark.text])) : nothing("There are none."))]);
     if (found.began === null) box.replaceChildren(nothing("Nothing has happened yet."));
     else draw(box, traces(found), look(found));
   };

@@ -7,7 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from controller.dashboard.__main__ import RunFiles
+import pytest
+
+from controller.dashboard.__main__ import RunFiles, names
 from schema.wire import event_file
 from schema.wire.messages import Event
 
@@ -61,3 +63,44 @@ def test_of_a_killed_run_its_events_say_what_they_can(tmp_path: Path) -> None:
     assert (job["version"], job["max_staleness"], job["step"]) == (1, 2.0, 2)
     assert job["faults"] == {"groups dropped: failed": "5", "reward: right: KeyError": "at least 1"}
     assert "in each state" in job["unknown"]
+
+
+def test_what_another_version_wrote_is_passed_over(tmp_path: Path) -> None:
+    run = killed(
+        tmp_path / "run",
+        step(0, loss=1.0),
+        ("step", {"step": 1}), ("drop", {}), ("replica", {"name": "r0", "state": "live"}), ("alarm", {"on": True}),
+        ("publication", {"version": "newest"}), ("validation", {"version": 1, "score_mean": "good"}),
+        ("rewind", {"step": "back"}), ("step", {"step": 0, "at": 1, "metrics": {"loss": "low"}}),
+        ("step", {"step": 0, "at": 1, "metrics": []}), ("step", {"step": 0, "at": 1, "metrics": {}, "samples": "4x"}),
+        step(2, loss=None, entropy=float("nan")),
+    )  # fmt: skip
+    assert overview(run)["job"]["step"] == 3
+    curve = asyncio.run(run.curves(["loss", "validation"], 10)).curves
+    assert {name: (found.steps, found.values) for name, found in curve.items()} == {
+        "loss": ([0, 2], [1.0, None])
+    }
+    assert asyncio.run(run.timeline()).lanes == []
+
+
+@pytest.mark.parametrize(
+    ("summary", "sentence"),
+    [
+        ('{"reason": "killed"}', "the run is over: killed"),
+        ('{"status": 7, "ledger": [], "replicas": {"a": 1}}', "no summary was written"),
+        ('{"status": {"sentence": "done", "reward": NaN}}', "done"),
+    ],
+)
+def test_a_damaged_summary_is_shown_as_far_as_it_goes(tmp_path: Path, summary: str, sentence: str) -> None:
+    run = killed(tmp_path / "run")
+    (run.run_dir / "config.json").write_text('{"logging": []}')
+    (run.run_dir / "summary.json").write_text(summary)
+    assert overview(run)["job"]["sentence"].startswith(sentence)
+
+
+def test_runs_of_one_name_are_told_apart_by_their_paths(tmp_path: Path) -> None:
+    runs = [killed(tmp_path / name / "0101") for name in ("a", "b", "c")]
+    assert names(runs) == ["0101 (a/0101)", "0101 (b/0101)", "0101 (c/0101)"]
+    for run, name in zip(runs, ("one", "two", "two"), strict=True):
+        (run.run_dir / "config.json").write_text(json.dumps({"logging": {"experiment_name": name}}))
+    assert names(runs) == ["one", "two (b/0101)", "two (c/0101)"]
