@@ -144,14 +144,6 @@ def source_scorers() -> dict[str, str]:
 # ---- answers -------------------------------------------------------------------------------------------------------
 
 
-def _nothing() -> None:
-    return None
-
-
-before_slow: Callable[[], None] = _nothing
-"""Called before math-verify is: the reward process says first what it has done so far."""
-
-
 def last_boxed(text: str) -> str | None:
     """Content of the last complete `\\boxed{…}` (or `\\fbox{…}`), None without one."""
     best = None
@@ -204,7 +196,6 @@ def same_answer(answer: str, reference: str) -> bool:
     numbers = number(left), number(right)
     if numbers[0] is not None and numbers[1] is not None:
         return numbers[0] == numbers[1]
-    before_slow()
     gold = _parse(reference)
     if not gold:
         raise ValueError(f"the reference answer {reference[:100]!r} cannot be read as mathematics")

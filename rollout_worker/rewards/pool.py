@@ -1,15 +1,15 @@
-"""The pool of reward processes: many samples per message, a deadline for each, replacements for what dies.
+"""The pool of reward processes: one sample at a time for each, with a deadline; replacements for what dies.
 
-    submit(task) ─▶ queue ─▶ a process takes up to BATCH ─▶ replies, one per sample ─▶ the sample's future
-                      ▲ ▲                                      │ │ deadline missed or process dead:
-                      │ └─────── samples behind it ◀───────────┼─┴ its sample has failed, the process is replaced
-                      └───── a sample that failed, again ◀─────┘
+    submit(task) ─▶ queue ─▶ a process takes one ─▶ its reply ─▶ the sample's future
+                      ▲                    │
+                      │                    │ deadline missed or process dead: the sample has failed,
+                      │                    ▼ the process is replaced
+                      └───── a sample that failed, again
 
 A sample gets exactly one result: rewards, or an error with a name, that of its last attempt. It is scored again
 `retries` times, which is cheap compared to generating it again: a sample that always hangs takes 1 + `retries`
-time-outs, one after the other, each at the end of the queue. Only the sample that a process was busy with
-is charged when the process hangs or dies; those behind it in the message are done by another process. They are also
-handed to others when the sample in front only takes long: one slow reward delays no other.
+time-outs, one after the other, each at the end of the queue. A message per sample costs 0.1 ms, so nothing is sent
+ahead: no sample waits behind a slow one while another process is free.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,8 +33,6 @@ from schema.util.memory_kills import RecentKills
 
 log = logging.getLogger(__name__)
 
-BATCH = 64
-"""Samples per message: enough that messages cost nothing, few enough to spread over the processes."""
 START_TIMEOUT = 120.0
 """Seconds in which a process must have imported the functions: a user's file may import large libraries."""
 MAX_FAILED_STARTS = 3
@@ -42,8 +40,6 @@ STOP_TIMEOUT = 5.0
 GRACE = 0.05
 OUTAGE_WAIT = 1.0
 """Seconds before a sample that failed by a time-out or connection error is scored again."""
-SLOW = 1.0
-"""Seconds after which the samples behind a slow one go to other processes; most rewards take milliseconds."""
 PASSED_ENVIRONMENT = (
     "PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR",
     "VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH",
@@ -176,10 +172,12 @@ class RewardPool:
         """Feed one process for ever, replacing it whenever a sample hangs or kills it."""
         try:
             while True:
-                batch = await self._take()
+                job, began = await self._take(), time.monotonic()
                 try:
-                    await self._score(process, batch)
+                    self._settle(job, await process.score(job.task, self._settings.timeout))
                 except _Lost as lost:
+                    late, seconds = isinstance(lost, _Overdue), time.monotonic() - began
+                    self._settle(job, Result({}, str(lost), late, seconds))
                     log.warning("a reward process is replaced: %s", lost)
                     await process.stop()
                     # In the place of one that was lost: once the functions were there, nothing is final.
@@ -190,20 +188,11 @@ class RewardPool:
         finally:
             await process.stop()
 
-    async def _take(self) -> deque[_Job]:
+    async def _take(self) -> _Job:
         while not self._jobs:
             self._work.clear()
             await self._work.wait()
-        share = -(-len(self._jobs) // len(self._tasks))
-        return deque(self._jobs.popleft() for _ in range(min(share, BATCH)))
-
-    async def _score(self, process: _Process, batch: deque[_Job]) -> None:
-        """Score a batch. When the process is lost, its sample is settled and the rest is queued again."""
-        try:
-            give_back = self._give_back if len(self._tasks) > 1 else None
-            await process.score(batch, self._settings.timeout, self._settle, give_back)
-        finally:
-            self._give_back(batch)
+        return self._jobs.popleft()
 
     def _settle(self, job: _Job, result: Result) -> None:
         self._seconds += result.seconds
@@ -221,12 +210,6 @@ class RewardPool:
     def _queue(self, job: _Job) -> None:
         self._jobs.append(job)
         self._work.set()
-
-    def _give_back(self, jobs: deque[_Job]) -> None:
-        """Samples that some other process shall score."""
-        self._jobs.extendleft(reversed(jobs))
-        if jobs:
-            self._work.set()
 
     async def _started(self, *passing: type[Exception]) -> _Process:
         """A new process; failures of the `passing` kinds may pass and are tried again."""
@@ -309,59 +292,13 @@ class _Process:
             raise RewardConfigError(reply["fatal"])
         return process
 
-    async def score(
-        self,
-        jobs: deque[_Job],
-        timeout: float,
-        settle: Callable[[_Job, Result], None],
-        give_back: Callable[[deque[_Job]], None] | None,
-    ) -> None:
-        """Settle the jobs in order, taking each out of `jobs` when it is done. Raises `_Lost` when the process is
-        lost: the job that it was busy with is settled by that error.
-
-        give_back: who takes the jobs behind one that is slow. This process scores them, too, since they are in its
-        message; these replies are thrown away.
-        """
-        samples = [[job.task.completion, job.task.row, job.task.functions] for job in jobs]
+    async def score(self, task: Task, timeout: float) -> Result:
+        """The result of one sample. Raises `_Lost`, with the error of the sample, when the process is lost."""
         self._kills.look()
-        sending = asyncio.create_task(self._send({"samples": samples}))
-        surplus, began = 0, time.monotonic()
         try:
-            while jobs:
-                began = time.monotonic()
-                left, others = timeout, give_back is not None and len(jobs) > 1 and timeout > SLOW
-                if others and not await self._answers(SLOW):
-                    assert give_back is not None
-                    left -= SLOW
-                    behind = deque(jobs.pop() for _ in range(len(jobs) - 1))
-                    behind.reverse()
-                    surplus += len(behind)
-                    give_back(behind)
-                reply = await self._reply_in_time(left, timeout)
-                settle(jobs.popleft(), Result(**reply))
-            for _ in range(surplus):
-                await self._reply_in_time(timeout, timeout)
-        except _Lost as lost:
-            if jobs:
-                late, seconds = isinstance(lost, _Overdue), time.monotonic() - began
-                settle(jobs.popleft(), Result({}, str(lost), late, seconds))
-            raise
-        finally:
-            sending.cancel()
-            await asyncio.gather(sending, return_exceptions=True)  # its end, not that of this task
-
-    async def _answers(self, seconds: float) -> bool:
-        """Whether the next reply is there within some seconds."""
-        try:
-            await self._read_until_reply(seconds)
-        except TimeoutError:
-            return bool(self._replies)
-        return True
-
-    async def _reply_in_time(self, left: float, timeout: float) -> dict[str, Any]:
-        """The next reply, for which `left` seconds are left of a sample's `timeout`. Raises `_Lost`."""
-        try:
-            return await self._reply(left)
+            async with asyncio.timeout(timeout):
+                await self._send({"sample": [task.completion, task.row, task.functions]})
+            return Result(**await self._reply(timeout))
         except TimeoutError:
             raise _Overdue(f"RewardTimeout: the sample took longer than {timeout:g} s") from None
 
@@ -375,17 +312,14 @@ class _Process:
 
     async def _reply(self, timeout: float) -> dict[str, Any]:
         """The next message; `timeout` counts from now, which is when the process begins with it."""
-        try:
-            await self._read_until_reply(timeout)
-        except TimeoutError:
+        for wait in (timeout, GRACE):
             # If this loop itself was held up, the reply may be there and only the clock was looked at first.
-            await self._read_until_reply(GRACE)
-        return self._replies.popleft()
-
-    async def _read_until_reply(self, timeout: float) -> None:
-        async with asyncio.timeout(timeout):
-            while not self._replies:
-                await self._read()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait):
+                    while not self._replies:
+                        await self._read()
+                return self._replies.popleft()
+        raise TimeoutError
 
     async def _read(self) -> None:
         assert self._process.stdout is not None

@@ -20,8 +20,8 @@ import traceback
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from rollout_worker.rewards import functions, registry
-from rollout_worker.rewards.functions import BUILTIN, PACKAGES, source_scorers
+from rollout_worker.rewards import registry
+from rollout_worker.rewards.functions import PACKAGES, source_scorers
 from rollout_worker.rewards.protocol import Decoder, encode
 from rollout_worker.rewards.registry import RewardConfigError, RewardFunction, described, resolve
 
@@ -57,7 +57,7 @@ class RewardNotANumber(Exception):
 
 def main() -> int:
     _die_with_parent()
-    replies = Replies(os.dup(1))
+    replies = os.dup(1)
     os.dup2(2, 1)
     messages = _messages()
     try:
@@ -67,36 +67,19 @@ def main() -> int:
         resolved = {name: resolve(name, setup["custom"]) for name in setup["functions"]}
         _warm_up(resolved)
     except RewardConfigError as error:
-        replies.add({"fatal": str(error)})
-        replies.flush()
+        _send(replies, {"fatal": str(error)})
         return 2
-    functions.before_slow = replies.flush
-    replies.add({"ready": True})
-    replies.flush()
+    _send(replies, {"ready": True})
     for message in messages:
-        for completion, row, names in message["samples"]:
-            if not BUILTIN.keys() >= set(names):
-                replies.flush()
-            replies.add(score(completion, row, {name: resolved[name] for name in names}))
-        replies.flush()
+        completion, row, names = message["sample"]
+        _send(replies, score(completion, row, {name: resolved[name] for name in names}))
     return 0
 
 
-class Replies:
-    """Replies on their way out. Flushed at the end of a message, and before anything that may take its time: a
-    user's function, math-verify. So the pool always knows which sample a process is busy with."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self._buffer = bytearray()
-
-    def add(self, message: dict[str, Any]) -> None:
-        self._buffer += encode(message)
-
-    def flush(self) -> None:
-        data, self._buffer = memoryview(self._buffer), bytearray()
-        while data:
-            data = data[os.write(self._descriptor, data) :]
+def _send(descriptor: int, message: dict[str, Any]) -> None:
+    data = memoryview(encode(message))
+    while data:
+        data = data[os.write(descriptor, data) :]
 
 
 def score(completion: str, row: dict[str, Any], functions: dict[str, RewardFunction]) -> dict[str, Any]:

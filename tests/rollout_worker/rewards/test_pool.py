@@ -329,8 +329,6 @@ def test_nonsense_is_refused(data: bytes) -> None:
 
 
 def test_a_slow_sample_delays_nobody_behind_it(word: str) -> None:
-    """All four are asked for at once, so that two of them are in the message of the one that hangs."""
-
     async def work() -> list[float]:
         pool = pool_of(word, timeout=600.0, num_workers=2)
         await pool.start()
@@ -348,22 +346,13 @@ def test_a_slow_sample_delays_nobody_behind_it(word: str) -> None:
     assert run(work()) == [1.0, 2.0, 3.0]
 
 
-def test_what_a_slow_process_scored_for_others_is_thrown_away(tmp_path: Path) -> None:
-    path = tmp_path / "user.py"
+def test_no_process_scores_what_another_does(tmp_path: Path) -> None:
+    path, calls = tmp_path / "user.py", tmp_path / "calls"
     path.write_text(
-        "import time\n\ndef size(completion, row):\n"
-        "    if completion == 'slow':\n        time.sleep(2)\n    return float(len(completion))\n"
+        "import time\n\ndef slow(completion, row):\n"
+        f"    open({str(calls)!r}, 'a').write(completion)\n    time.sleep(1.1)\n    return float(completion)\n"
     )
-    name = f"{path}:size"
-
-    async def work() -> list[float]:
-        pool = pool_of(name, num_workers=2)
-        await pool.start()
-        try:
-            first = await score(pool, name, ["slow", "a", "bb", "ccc"])
-            again = await score(pool, name, ["dddd", "eeeee", "ffffff", "ggggggg"])
-            return [result.rewards[name] for result in (*first, *again)]
-        finally:
-            await pool.close()
-
-    assert run(work()) == [4.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
+    name = f"{path}:slow"
+    results = run(with_pool(name, ["1", "2", "3"], processes=2))
+    assert [result.rewards[name] for result in results] == [1.0, 2.0, 3.0]
+    assert sorted(calls.read_text()) == ["1", "2", "3"]
