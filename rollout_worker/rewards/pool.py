@@ -270,6 +270,7 @@ class _Process:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 env=environment,
+                start_new_session=True,  # so that `stop` gets what the functions have started
             )
         )
         try:
@@ -343,9 +344,9 @@ class _Process:
             return False
 
     async def stop(self) -> None:
-        """Kill it: a process in the middle of a function does not listen."""
+        """Kill it and its children: a process in the middle of a function does not listen."""
         with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
+            os.killpg(self._process.pid, signal.SIGKILL)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STOP_TIMEOUT):
                 await self._process.wait()

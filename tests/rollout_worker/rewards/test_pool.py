@@ -26,11 +26,13 @@ from tests.support.waiting import PATIENCE, until
 T = TypeVar("T")
 
 USER = """
-import json, os, re, signal, sys, time
+import json, os, pathlib, re, signal, subprocess, sys, time
 
 def word(completion, row, slow=0.0):
     if completion == "hang":
-        time.sleep(3600)
+        child = subprocess.Popen(["sleep", "3600"])
+        pathlib.Path(__file__).with_name("child").write_text(str(child.pid))
+        child.wait()
     if completion == "stuck":
         re.match(r"(a+)+$", "a" * 64 + "b")
     if completion == "die":
@@ -132,11 +134,13 @@ def test_failing_samples_are_errors_by_name_and_their_neighbours_are_scored(word
 
 
 def test_a_missed_deadline_is_charged_to_the_sample_that_missed_it(word: str) -> None:
-    """`stuck` never gives up the interpreter lock: only killing the process helps."""
+    """`stuck` never gives up the interpreter lock: only killing the process helps. The child of `hang` dies, too."""
     results = run(with_pool(word, ["one", "hang", "three", "stuck", "fours"], timeout=2.0))
     late = Result({}, "RewardTimeout: the sample took longer than 2 s", outage=True)
     assert all((result.seconds >= 2.0) == bool(result.error) for result in results)
     assert results == [Result({word: 3.0}), late, Result({word: 5.0}), late, Result({word: 5.0})]
+    child = int(Path(word.rpartition(":")[0]).with_name("child").read_text())
+    until(lambda: not _runs(child), "the end of what a function has started")
 
 
 @pytest.mark.parametrize("kills", [1, 3])
@@ -185,6 +189,12 @@ def test_a_killed_process_is_replaced_and_the_cause_named(
     lost, scored = run(work())
     assert lost.error == f"RewardCrash: the reward process died ({BY_OTHERS})"
     assert scored.rewards == {word: 3.0}
+
+
+def _runs(pid: int) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE  # which waits for a parent that may not care
+    return False
 
 
 def _children() -> list[int]:
