@@ -1,7 +1,8 @@
 """A reward process: `python -m rollout_worker.rewards.process`, started by the pool, one sample after the other.
 
-Messages come on standard input and go out on what was standard output; what functions print goes to standard
-error instead. It ends when its input does, and dies with its parent even in the middle of a function.
+Messages come on what was standard input and go out on what was standard output: functions, and what they start,
+find an empty input, and what they print goes to standard error. It ends when its input does, and dies with its parent
+even in the middle of a function.
 """
 
 from __future__ import annotations
@@ -57,9 +58,10 @@ class RewardNotANumber(Exception):
 
 def main() -> int:
     _die_with_parent()
-    replies = os.dup(1)
+    messages, replies = _messages(os.dup(0)), os.dup(1)
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
     os.dup2(2, 1)
-    messages = _messages()
     try:
         setup = next(messages, None)
         if setup is None:
@@ -140,9 +142,9 @@ def _warm_up(names: Collection[str]) -> None:
         source_scorers()
 
 
-def _messages() -> Iterator[dict[str, Any]]:
+def _messages(descriptor: int) -> Iterator[dict[str, Any]]:
     decoder = Decoder()
-    while data := os.read(0, 1 << 20):
+    while data := os.read(descriptor, 1 << 20):
         yield from decoder.feed(data)
 
 

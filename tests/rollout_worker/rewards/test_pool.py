@@ -39,6 +39,8 @@ def word(completion, row, slow=0.0):
         os.kill(os.getpid(), signal.SIGKILL)
     if completion == "exit":
         sys.exit(3)
+    if completion == "input":
+        input()
     if completion == "print":
         print("not a message")
     if completion == "raise":
@@ -108,6 +110,7 @@ def test_every_sample_gets_its_own_rewards_and_closing_leaves_no_process(word: s
 FAULTS = {
     "raise": "KeyError: 'no such word'",
     "refused": "ConnectionRefusedError: ",
+    "input": "EOFError",
     "nan": "RewardNotANumber",
     "inf": "RewardNotANumber",
     "text": "RewardNotANumber",
@@ -193,7 +196,9 @@ def test_a_killed_process_is_replaced_and_the_cause_named(
 
 def _runs(pid: int) -> bool:
     with suppress(psutil.NoSuchProcess):
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE  # which waits for a parent that may not care
+        return (
+            psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        )  # which waits for a parent that may not care
     return False
 
 
