@@ -24,6 +24,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from io import FileIO
 from typing import Any
 
 from rollout_worker.rewards.protocol import Decoder, ProtocolError, encode
@@ -38,6 +39,8 @@ START_TIMEOUT = 120.0
 MAX_FAILED_STARTS = 3
 STOP_TIMEOUT = 5.0
 GRACE = 0.05
+MAX_SAID = 1000
+"""Bytes of what a process wrote to standard error before it died that its sample's error shows."""
 OUTAGE_WAIT = 1.0
 """Seconds before a sample that failed by a time-out or connection error is scored again."""
 PASSED_ENVIRONMENT = (
@@ -247,10 +250,13 @@ class _UnreadyError(Exception):
 class _Process:
     """One running reward process and its pipes."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process, self._decoder = process, Decoder()
+    def __init__(self, process: asyncio.subprocess.Process, errors: FileIO) -> None:
+        """errors: the readable end, not blocking, of what is its standard error."""
+        self._process, self._decoder, self._errors = process, Decoder(), errors
         self._replies: deque[dict[str, Any]] = deque()
         self._kills = RecentKills()
+        self._function, self._said = "", b""
+        asyncio.get_running_loop().add_reader(errors, self._hear)
 
     @classmethod
     async def start(cls, setup: dict[str, Any], variables: Sequence[str]) -> _Process:
@@ -259,20 +265,29 @@ class _Process:
         Raises `RewardConfigError`, `_UnreadyError`, or `OSError` when it does not get ready.
         """
         passed = [name for name in (*PASSED_ENVIRONMENT, *variables) if name in os.environ]
-        environment = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        environment = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
         environment |= {name: os.environ[name] for name in passed}
-        process = cls(
-            await asyncio.create_subprocess_exec(
+        reading, writing = os.pipe()
+        os.set_blocking(reading, False)
+        errors = FileIO(reading)
+        try:
+            started = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-P",  # the current directory is not a place to import from
                 "-m",
                 "rollout_worker.rewards.process",
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
+                stderr=writing,
                 env=environment,
                 start_new_session=True,  # so that `stop` gets what the functions have started
             )
-        )
+        except BaseException:
+            errors.close()
+            raise
+        finally:
+            os.close(writing)
+        process = cls(started, errors)
         try:
             await process._send(setup)
             reply = await process._reply(START_TIMEOUT)
@@ -296,12 +311,15 @@ class _Process:
     async def score(self, task: Task, timeout: float) -> Result:
         """The result of one sample. Raises `_Lost`, with the error of the sample, when the process is lost."""
         self._kills.look()
+        self._function, self._said = task.functions[0], b""
         try:
             async with asyncio.timeout(timeout):
                 await self._send({"sample": [task.completion, task.row, task.functions]})
             return Result(**await self._reply(timeout))
         except TimeoutError:
-            raise _Overdue(f"RewardTimeout: the sample took longer than {timeout:g} s") from None
+            raise _Overdue(
+                f"RewardTimeout: the sample took longer than {timeout:g} s{self._where()}"
+            ) from None
 
     async def _send(self, message: dict[str, Any]) -> None:
         assert self._process.stdin is not None
@@ -309,7 +327,7 @@ class _Process:
             self._process.stdin.write(encode(message))
             await self._process.stdin.drain()
         except (BrokenPipeError, ConnectionResetError):
-            raise _Lost("RewardCrash: the reward process closed its input") from None
+            raise _Lost(f"RewardCrash: the reward process closed its input{self._where()}") from None
 
     async def _reply(self, timeout: float) -> dict[str, Any]:
         """The next message; `timeout` counts from now, which is when the process begins with it."""
@@ -329,11 +347,30 @@ class _Process:
             code = await self._process.wait()
             memory = self._kills.cause() if code == -signal.SIGKILL else ""
             cause = memory or (f"signal {-code}" if code < 0 else f"exit code {code}")
-            raise _Lost(f"RewardCrash: the reward process died ({cause})")
+            self._hear()
+            said = self._said.decode(errors="replace").strip()
+            raise _Lost(f"RewardCrash: the reward process died ({cause}){self._where()}\n{said}".rstrip())
         try:
-            self._replies.extend(self._decoder.feed(data))
+            for message in self._decoder.feed(data):
+                if "at" in message:
+                    self._function = message["at"]
+                else:
+                    self._replies.append(message)
         except ProtocolError as error:
-            raise _Lost(f"RewardCrash: the reward process sent nonsense: {error}") from None
+            raise _Lost(f"RewardCrash: the reward process sent nonsense: {error}{self._where()}") from None
+
+    def _where(self) -> str:
+        """The function that it is busy with, as an error tells it."""
+        return f"\nin reward function {self._function}" if self._function else ""
+
+    def _hear(self) -> None:
+        """Pass on what it wrote to standard error, and keep the end of it."""
+        if data := self._errors.read(1 << 16):
+            self._said = (self._said + data)[-MAX_SAID:]
+            with contextlib.suppress(OSError):
+                os.write(2, data)
+        elif data is not None:
+            asyncio.get_running_loop().remove_reader(self._errors)
 
     async def was_killed(self) -> bool:
         """Whether a signal ended it, or was about to: its pipes are closed before its end is known."""
@@ -352,3 +389,7 @@ class _Process:
                 await self._process.wait()
         if self._process.stdin is not None:
             self._process.stdin.close()
+        if not self._errors.closed:
+            self._hear()
+            asyncio.get_running_loop().remove_reader(self._errors)
+            self._errors.close()

@@ -18,7 +18,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from rollout_worker.rewards import registry
@@ -74,7 +74,8 @@ def main() -> int:
     _send(replies, {"ready": True})
     for message in messages:
         completion, row, names = message["sample"]
-        _send(replies, score(completion, row, {name: resolved[name] for name in names}))
+        chosen = {name: resolved[name] for name in names}
+        _send(replies, score(completion, row, chosen, lambda name: _send(replies, {"at": name})))
     return 0
 
 
@@ -84,12 +85,19 @@ def _send(descriptor: int, message: dict[str, Any]) -> None:
         data = data[os.write(descriptor, data) :]
 
 
-def score(completion: str, row: dict[str, Any], functions: dict[str, RewardFunction]) -> dict[str, Any]:
-    """The reply for one sample: rewards of the functions that worked, and the error of the first that did not."""
+def score(
+    completion: str, row: dict[str, Any], functions: dict[str, RewardFunction], at: Callable[[str], None]
+) -> dict[str, Any]:
+    """The reply for one sample: rewards of the functions that worked, and the error of the first that did not.
+
+    at: is told of each function but the first before it is called.
+    """
     rewards: dict[str, float] = {}
     began = time.perf_counter()
     failure, outage = None, False
-    for name, function in functions.items():
+    for number, (name, function) in enumerate(functions.items()):
+        if number:
+            at(name)
         try:
             rewards[name] = _as_number(name, function(completion, row))
         except Exception as error:

@@ -28,6 +28,10 @@ T = TypeVar("T")
 USER = """
 import json, os, pathlib, re, signal, subprocess, sys, time
 
+class Unsaid(Exception):
+    def __str__(self):
+        return 1 / 0
+
 def word(completion, row, slow=0.0):
     if completion == "hang":
         child = subprocess.Popen(["sleep", "3600"])
@@ -36,7 +40,10 @@ def word(completion, row, slow=0.0):
     if completion == "stuck":
         re.match(r"(a+)+$", "a" * 64 + "b")
     if completion == "die":
+        print("last words")
         os.kill(os.getpid(), signal.SIGKILL)
+    if completion == "unsaid":
+        raise Unsaid
     if completion == "exit":
         sys.exit(3)
     if completion == "input":
@@ -115,8 +122,9 @@ FAULTS = {
     "inf": "RewardNotANumber",
     "text": "RewardNotANumber",
     "none": "RewardNotANumber",
-    "die": "RewardCrash: the reward process died (signal 9)",
-    "exit": "RewardCrash: the reward process died (exit code 3)",
+    "die": "RewardCrash: the reward process died (signal 9)\nin reward function {word}\nlast words",
+    "exit": "RewardCrash: the reward process died (exit code 3)\nin reward function {word}",
+    "unsaid": "Unsaid: (its message cannot be had: ZeroDivisionError)\nin reward function {word}",
 }
 
 
@@ -126,7 +134,7 @@ def test_failing_samples_are_errors_by_name_and_their_neighbours_are_scored(word
     for text, result in zip(texts, results, strict=True):
         if text in FAULTS:
             assert result.rewards == {}
-            assert (result.error or "").startswith(FAULTS[text])
+            assert (result.error or "").startswith(FAULTS[text].format(word=word))
             assert result.outage == (text == "refused")
         else:
             assert result == Result({word: 1.0 if text == "bool" else float(len(text))})
@@ -139,7 +147,9 @@ def test_failing_samples_are_errors_by_name_and_their_neighbours_are_scored(word
 def test_a_missed_deadline_is_charged_to_the_sample_that_missed_it(word: str) -> None:
     """`stuck` never gives up the interpreter lock: only killing the process helps. The child of `hang` dies, too."""
     results = run(with_pool(word, ["one", "hang", "three", "stuck", "fours"], timeout=2.0))
-    late = Result({}, "RewardTimeout: the sample took longer than 2 s", outage=True)
+    late = Result(
+        {}, f"RewardTimeout: the sample took longer than 2 s\nin reward function {word}", outage=True
+    )
     assert all((result.seconds >= 2.0) == bool(result.error) for result in results)
     assert results == [Result({word: 3.0}), late, Result({word: 5.0}), late, Result({word: 5.0})]
     child = int(Path(word.rpartition(":")[0]).with_name("child").read_text())
@@ -190,7 +200,7 @@ def test_a_killed_process_is_replaced_and_the_cause_named(
             await pool.close()
 
     lost, scored = run(work())
-    assert lost.error == f"RewardCrash: the reward process died ({BY_OTHERS})"
+    assert lost.error == f"RewardCrash: the reward process died ({BY_OTHERS})\nin reward function {word}"
     assert scored.rewards == {word: 3.0}
 
 
@@ -258,19 +268,20 @@ def test_a_variable_that_is_not_there_is_named_with_the_key_that_passes_it(tmp_p
 
 
 def test_several_functions_of_one_sample(word: str) -> None:
-    """One of them fails: its error is told, the other's reward is kept for the record."""
+    """One of them fails: its error is told, the other's reward is kept for the record. One dies: it is named."""
 
-    async def work() -> Result:
+    async def work() -> list[Result]:
         pool = pool_of(word, "format")
         await pool.start()
         try:
-            return await pool.submit(Task("raise", {}, ("format", word)))
+            return [await pool.submit(Task(text, {}, ("format", word))) for text in ("raise", "die")]
         finally:
             await pool.close()
 
-    result = run(work())
-    assert result.rewards == {"format": 0.0}
-    assert result.error is not None
+    failed, died = run(work())
+    assert failed.rewards == {"format": 0.0}
+    assert failed.error is not None
+    assert f"in reward function {word}\n" in (died.error or "")
 
 
 def test_samples_are_scored_by_the_source_of_their_row() -> None:
