@@ -9,6 +9,7 @@ One more built-in function is one more function here with `@builtin("name")`; on
 Extraction of answers is ours: the last `\\boxed{…}` with balanced braces, the number after the last `####`, the
 letter in `<answer>`. Comparison is math-verify's (it knows fractions, roots, sets, units), but identical strings and
 plain numbers are compared exactly first: that settles most samples in a microsecond instead of milliseconds.
+Extraction takes linear time, since policies do write 20,000 spaces: hence the possessive `*+`.
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ PACKAGES: dict[str, str] = {}
 """The package that a built-in function needs besides ours; "": none."""
 
 _NUMBER = re.compile(r"[-+]?(?:\d+(?:,\d{3})*|\d+)?(?:\.\d+)?")
-_GSM8K = re.compile(r"####\s*\$?\s*([-+]?[\d,]*\.?\d+)")
-_ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+_GSM8K = re.compile(r"####\s*+\$?\s*+([-+]?[\d,]*\.?\d+)")
+_BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|(?<!\\)[{}]")
+_ANSWER_TAG = re.compile(r"<answer>(.*?)(</answer>|\Z)", re.DOTALL | re.IGNORECASE)
 _SPACES = re.compile(r"\s+")
-_THOUGHT = re.compile(r"\s*(?:<think>)?(?P<thought>.*?)</think>\s*(?P<rest>.*\S)\s*", re.DOTALL)
+_THOUGHT = re.compile(r"\s*+(?:<think>)?+(?P<thought>.*?)</think>\s*+(?P<rest>.*\S)\s*", re.DOTALL)
 _LETTER = re.compile(r"[\s(\[{*\"'.]*([A-Za-z])(?![A-Za-z0-9])")
 _SAYS = re.compile(
-    r"(?:answer|choice|option)\s*(?:is|:)\s*(?:option\s*)?[\s(\[{*\"']*([A-Za-z])(?![A-Za-z0-9])",
+    r"(?:answer|choice|option)\s*+(?:is|:)\s*+(?:option\s*+)?+[\s(\[{*\"']*+([A-Za-z])(?![A-Za-z0-9])",
     re.IGNORECASE,
 )
 
@@ -144,33 +146,20 @@ def source_scorers() -> dict[str, str]:
 # ---- answers -------------------------------------------------------------------------------------------------------
 
 
-def _nothing() -> None:
-    return None
-
-
-before_slow: Callable[[], None] = _nothing
-"""Called before math-verify is: the reward process says first what it has done so far."""
-
-
 def last_boxed(text: str) -> str | None:
     """Content of the last complete `\\boxed{…}` (or `\\fbox{…}`), None without one."""
-    best = None
-    for match in re.finditer(r"\\(?:boxed|fbox)\s*\{", text):
-        depth, start = 1, match.end()
-        for position in range(start, len(text)):
-            character = text[position]
-            if text[position - 1] == "\\" and character in "{}":
-                continue
-            depth += (character == "{") - (character == "}")
-            if depth == 0:
-                best = text[start:position]
-                break
-    return best
+    best, opened = (0, 0), []
+    for brace in _BRACE.finditer(text):
+        if brace[0] != "}":
+            opened.append(brace.end() if len(brace[0]) > 1 else 0)
+        elif opened:
+            best = max(best, (opened.pop(), brace.start()))
+    return text[slice(*best)] if best[0] else None
 
 
 def last_tagged(text: str) -> str | None:
     """Content of the last `<answer>…</answer>`, None without one."""
-    found = _ANSWER_TAG.findall(text)
+    found = [inside for inside, end in _ANSWER_TAG.findall(text) if end]
     return found[-1] if found else None
 
 
@@ -204,7 +193,6 @@ def same_answer(answer: str, reference: str) -> bool:
     numbers = number(left), number(right)
     if numbers[0] is not None and numbers[1] is not None:
         return numbers[0] == numbers[1]
-    before_slow()
     gold = _parse(reference)
     if not gold:
         raise ValueError(f"the reference answer {reference[:100]!r} cannot be read as mathematics")

@@ -1,15 +1,15 @@
-"""The pool of reward processes: many samples per message, a deadline for each, replacements for what dies.
+"""The pool of reward processes: one sample at a time for each, with a deadline; replacements for what dies.
 
-    submit(task) ─▶ queue ─▶ a process takes up to BATCH ─▶ replies, one per sample ─▶ the sample's future
-                      ▲ ▲                                      │ │ deadline missed or process dead:
-                      │ └─────── samples behind it ◀───────────┼─┴ its sample has failed, the process is replaced
-                      └───── a sample that failed, again ◀─────┘
+    submit(task) ─▶ queue ─▶ a process takes one ─▶ its reply ─▶ the sample's future
+                      ▲                    │
+                      │                    │ deadline missed or process dead: the sample has failed,
+                      │                    ▼ the process is replaced
+                      └───── a sample that failed, again
 
 A sample gets exactly one result: rewards, or an error with a name, that of its last attempt. It is scored again
 `retries` times, which is cheap compared to generating it again: a sample that always hangs takes 1 + `retries`
-time-outs, one after the other, each at the end of the queue. Only the sample that a process was busy with
-is charged when the process hangs or dies; those behind it in the message are done by another process. They are also
-handed to others when the sample in front only takes long: one slow reward delays no other.
+time-outs, one after the other, each at the end of the queue. A message per sample costs 0.1 ms, so nothing is sent
+ahead: no sample waits behind a slow one while another process is free.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from io import FileIO
 from typing import Any
 
 from rollout_worker.rewards.protocol import Decoder, ProtocolError, encode
@@ -33,17 +34,15 @@ from schema.util.memory_kills import RecentKills
 
 log = logging.getLogger(__name__)
 
-BATCH = 64
-"""Samples per message: enough that messages cost nothing, few enough to spread over the processes."""
 START_TIMEOUT = 120.0
 """Seconds in which a process must have imported the functions: a user's file may import large libraries."""
 MAX_FAILED_STARTS = 3
 STOP_TIMEOUT = 5.0
 GRACE = 0.05
+MAX_SAID = 1000
+"""Bytes of what a process wrote to standard error before it died that its sample's error shows."""
 OUTAGE_WAIT = 1.0
 """Seconds before a sample that failed by a time-out or connection error is scored again."""
-SLOW = 1.0
-"""Seconds after which the samples behind a slow one go to other processes; most rewards take milliseconds."""
 PASSED_ENVIRONMENT = (
     "PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR",
     "VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH",
@@ -176,10 +175,12 @@ class RewardPool:
         """Feed one process for ever, replacing it whenever a sample hangs or kills it."""
         try:
             while True:
-                batch = await self._take()
+                job, began = await self._take(), time.monotonic()
                 try:
-                    await self._score(process, batch)
+                    self._settle(job, await process.score(job.task, self._settings.timeout))
                 except _Lost as lost:
+                    late, seconds = isinstance(lost, _Overdue), time.monotonic() - began
+                    self._settle(job, Result({}, str(lost), late, seconds))
                     log.warning("a reward process is replaced: %s", lost)
                     await process.stop()
                     # In the place of one that was lost: once the functions were there, nothing is final.
@@ -190,20 +191,11 @@ class RewardPool:
         finally:
             await process.stop()
 
-    async def _take(self) -> deque[_Job]:
+    async def _take(self) -> _Job:
         while not self._jobs:
             self._work.clear()
             await self._work.wait()
-        share = -(-len(self._jobs) // len(self._tasks))
-        return deque(self._jobs.popleft() for _ in range(min(share, BATCH)))
-
-    async def _score(self, process: _Process, batch: deque[_Job]) -> None:
-        """Score a batch. When the process is lost, its sample is settled and the rest is queued again."""
-        try:
-            give_back = self._give_back if len(self._tasks) > 1 else None
-            await process.score(batch, self._settings.timeout, self._settle, give_back)
-        finally:
-            self._give_back(batch)
+        return self._jobs.popleft()
 
     def _settle(self, job: _Job, result: Result) -> None:
         self._seconds += result.seconds
@@ -221,12 +213,6 @@ class RewardPool:
     def _queue(self, job: _Job) -> None:
         self._jobs.append(job)
         self._work.set()
-
-    def _give_back(self, jobs: deque[_Job]) -> None:
-        """Samples that some other process shall score."""
-        self._jobs.extendleft(reversed(jobs))
-        if jobs:
-            self._work.set()
 
     async def _started(self, *passing: type[Exception]) -> _Process:
         """A new process; failures of the `passing` kinds may pass and are tried again."""
@@ -264,10 +250,13 @@ class _UnreadyError(Exception):
 class _Process:
     """One running reward process and its pipes."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process, self._decoder = process, Decoder()
+    def __init__(self, process: asyncio.subprocess.Process, errors: FileIO) -> None:
+        """errors: the readable end, not blocking, of what is its standard error."""
+        self._process, self._decoder, self._errors = process, Decoder(), errors
         self._replies: deque[dict[str, Any]] = deque()
         self._kills = RecentKills()
+        self._function, self._said = "", b""
+        asyncio.get_running_loop().add_reader(errors, self._hear)
 
     @classmethod
     async def start(cls, setup: dict[str, Any], variables: Sequence[str]) -> _Process:
@@ -276,19 +265,29 @@ class _Process:
         Raises `RewardConfigError`, `_UnreadyError`, or `OSError` when it does not get ready.
         """
         passed = [name for name in (*PASSED_ENVIRONMENT, *variables) if name in os.environ]
-        environment = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        environment = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
         environment |= {name: os.environ[name] for name in passed}
-        process = cls(
-            await asyncio.create_subprocess_exec(
+        reading, writing = os.pipe()
+        os.set_blocking(reading, False)
+        errors = FileIO(reading)
+        try:
+            started = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-P",  # the current directory is not a place to import from
                 "-m",
                 "rollout_worker.rewards.process",
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
+                stderr=writing,
                 env=environment,
+                start_new_session=True,  # so that `stop` gets what the functions have started
             )
-        )
+        except BaseException:
+            errors.close()
+            raise
+        finally:
+            os.close(writing)
+        process = cls(started, errors)
         try:
             await process._send(setup)
             reply = await process._reply(START_TIMEOUT)
@@ -309,61 +308,18 @@ class _Process:
             raise RewardConfigError(reply["fatal"])
         return process
 
-    async def score(
-        self,
-        jobs: deque[_Job],
-        timeout: float,
-        settle: Callable[[_Job, Result], None],
-        give_back: Callable[[deque[_Job]], None] | None,
-    ) -> None:
-        """Settle the jobs in order, taking each out of `jobs` when it is done. Raises `_Lost` when the process is
-        lost: the job that it was busy with is settled by that error.
-
-        give_back: who takes the jobs behind one that is slow. This process scores them, too, since they are in its
-        message; these replies are thrown away.
-        """
-        samples = [[job.task.completion, job.task.row, job.task.functions] for job in jobs]
+    async def score(self, task: Task, timeout: float) -> Result:
+        """The result of one sample. Raises `_Lost`, with the error of the sample, when the process is lost."""
         self._kills.look()
-        sending = asyncio.create_task(self._send({"samples": samples}))
-        surplus, began = 0, time.monotonic()
+        self._function, self._said = task.functions[0], b""
         try:
-            while jobs:
-                began = time.monotonic()
-                left, others = timeout, give_back is not None and len(jobs) > 1 and timeout > SLOW
-                if others and not await self._answers(SLOW):
-                    assert give_back is not None
-                    left -= SLOW
-                    behind = deque(jobs.pop() for _ in range(len(jobs) - 1))
-                    behind.reverse()
-                    surplus += len(behind)
-                    give_back(behind)
-                reply = await self._reply_in_time(left, timeout)
-                settle(jobs.popleft(), Result(**reply))
-            for _ in range(surplus):
-                await self._reply_in_time(timeout, timeout)
-        except _Lost as lost:
-            if jobs:
-                late, seconds = isinstance(lost, _Overdue), time.monotonic() - began
-                settle(jobs.popleft(), Result({}, str(lost), late, seconds))
-            raise
-        finally:
-            sending.cancel()
-            await asyncio.gather(sending, return_exceptions=True)  # its end, not that of this task
-
-    async def _answers(self, seconds: float) -> bool:
-        """Whether the next reply is there within some seconds."""
-        try:
-            await self._read_until_reply(seconds)
+            async with asyncio.timeout(timeout):
+                await self._send({"sample": [task.completion, task.row, task.functions]})
+            return Result(**await self._reply(timeout))
         except TimeoutError:
-            return bool(self._replies)
-        return True
-
-    async def _reply_in_time(self, left: float, timeout: float) -> dict[str, Any]:
-        """The next reply, for which `left` seconds are left of a sample's `timeout`. Raises `_Lost`."""
-        try:
-            return await self._reply(left)
-        except TimeoutError:
-            raise _Overdue(f"RewardTimeout: the sample took longer than {timeout:g} s") from None
+            raise _Overdue(
+                f"RewardTimeout: the sample took longer than {timeout:g} s{self._where()}"
+            ) from None
 
     async def _send(self, message: dict[str, Any]) -> None:
         assert self._process.stdin is not None
@@ -371,21 +327,18 @@ class _Process:
             self._process.stdin.write(encode(message))
             await self._process.stdin.drain()
         except (BrokenPipeError, ConnectionResetError):
-            raise _Lost("RewardCrash: the reward process closed its input") from None
+            raise _Lost(f"RewardCrash: the reward process closed its input{self._where()}") from None
 
     async def _reply(self, timeout: float) -> dict[str, Any]:
         """The next message; `timeout` counts from now, which is when the process begins with it."""
-        try:
-            await self._read_until_reply(timeout)
-        except TimeoutError:
+        for wait in (timeout, GRACE):
             # If this loop itself was held up, the reply may be there and only the clock was looked at first.
-            await self._read_until_reply(GRACE)
-        return self._replies.popleft()
-
-    async def _read_until_reply(self, timeout: float) -> None:
-        async with asyncio.timeout(timeout):
-            while not self._replies:
-                await self._read()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait):
+                    while not self._replies:
+                        await self._read()
+                return self._replies.popleft()
+        raise TimeoutError
 
     async def _read(self) -> None:
         assert self._process.stdout is not None
@@ -394,11 +347,30 @@ class _Process:
             code = await self._process.wait()
             memory = self._kills.cause() if code == -signal.SIGKILL else ""
             cause = memory or (f"signal {-code}" if code < 0 else f"exit code {code}")
-            raise _Lost(f"RewardCrash: the reward process died ({cause})")
+            self._hear()
+            said = self._said.decode(errors="replace").strip()
+            raise _Lost(f"RewardCrash: the reward process died ({cause}){self._where()}\n{said}".rstrip())
         try:
-            self._replies.extend(self._decoder.feed(data))
+            for message in self._decoder.feed(data):
+                if "at" in message:
+                    self._function = message["at"]
+                else:
+                    self._replies.append(message)
         except ProtocolError as error:
-            raise _Lost(f"RewardCrash: the reward process sent nonsense: {error}") from None
+            raise _Lost(f"RewardCrash: the reward process sent nonsense: {error}{self._where()}") from None
+
+    def _where(self) -> str:
+        """The function that it is busy with, as an error tells it."""
+        return f"\nin reward function {self._function}" if self._function else ""
+
+    def _hear(self) -> None:
+        """Pass on what it wrote to standard error, and keep the end of it."""
+        if data := self._errors.read(1 << 16):
+            self._said = (self._said + data)[-MAX_SAID:]
+            with contextlib.suppress(OSError):
+                os.write(2, data)
+        elif data is not None:
+            asyncio.get_running_loop().remove_reader(self._errors)
 
     async def was_killed(self) -> bool:
         """Whether a signal ended it, or was about to: its pipes are closed before its end is known."""
@@ -409,11 +381,15 @@ class _Process:
             return False
 
     async def stop(self) -> None:
-        """Kill it: a process in the middle of a function does not listen."""
+        """Kill it and its children: a process in the middle of a function does not listen."""
         with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
+            os.killpg(self._process.pid, signal.SIGKILL)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STOP_TIMEOUT):
                 await self._process.wait()
         if self._process.stdin is not None:
             self._process.stdin.close()
+        if not self._errors.closed:
+            self._hear()
+            asyncio.get_running_loop().remove_reader(self._errors)
+            self._errors.close()

@@ -1,7 +1,8 @@
 """A reward process: `python -m rollout_worker.rewards.process`, started by the pool, one sample after the other.
 
-Messages come on standard input and go out on what was standard output; what functions print goes to standard
-error instead. It ends when its input does, and dies with its parent even in the middle of a function.
+Messages come on what was standard input and go out on what was standard output: functions, and what they start,
+find an empty input, and what they print goes to standard error. It ends when its input does, and dies with its parent
+even in the middle of a function.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-from rollout_worker.rewards import functions, registry
-from rollout_worker.rewards.functions import BUILTIN, PACKAGES, source_scorers
+from rollout_worker.rewards import registry
+from rollout_worker.rewards.functions import PACKAGES, source_scorers
 from rollout_worker.rewards.protocol import Decoder, encode
 from rollout_worker.rewards.registry import RewardConfigError, RewardFunction, described, resolve
 
@@ -57,9 +58,10 @@ class RewardNotANumber(Exception):
 
 def main() -> int:
     _die_with_parent()
-    replies = Replies(os.dup(1))
+    messages, replies = _messages(os.dup(0)), os.dup(1)
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
     os.dup2(2, 1)
-    messages = _messages()
     try:
         setup = next(messages, None)
         if setup is None:
@@ -67,44 +69,35 @@ def main() -> int:
         resolved = {name: resolve(name, setup["custom"]) for name in setup["functions"]}
         _warm_up(resolved)
     except RewardConfigError as error:
-        replies.add({"fatal": str(error)})
-        replies.flush()
+        _send(replies, {"fatal": str(error)})
         return 2
-    functions.before_slow = replies.flush
-    replies.add({"ready": True})
-    replies.flush()
+    _send(replies, {"ready": True})
     for message in messages:
-        for completion, row, names in message["samples"]:
-            if not BUILTIN.keys() >= set(names):
-                replies.flush()
-            replies.add(score(completion, row, {name: resolved[name] for name in names}))
-        replies.flush()
+        completion, row, names = message["sample"]
+        chosen = {name: resolved[name] for name in names}
+        _send(replies, score(completion, row, chosen, lambda name: _send(replies, {"at": name})))
     return 0
 
 
-class Replies:
-    """Replies on their way out. Flushed at the end of a message, and before anything that may take its time: a
-    user's function, math-verify. So the pool always knows which sample a process is busy with."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self._buffer = bytearray()
-
-    def add(self, message: dict[str, Any]) -> None:
-        self._buffer += encode(message)
-
-    def flush(self) -> None:
-        data, self._buffer = memoryview(self._buffer), bytearray()
-        while data:
-            data = data[os.write(self._descriptor, data) :]
+def _send(descriptor: int, message: dict[str, Any]) -> None:
+    data = memoryview(encode(message))
+    while data:
+        data = data[os.write(descriptor, data) :]
 
 
-def score(completion: str, row: dict[str, Any], functions: dict[str, RewardFunction]) -> dict[str, Any]:
-    """The reply for one sample: rewards of the functions that worked, and the error of the first that did not."""
+def score(
+    completion: str, row: dict[str, Any], functions: dict[str, RewardFunction], at: Callable[[str], None]
+) -> dict[str, Any]:
+    """The reply for one sample: rewards of the functions that worked, and the error of the first that did not.
+
+    at: is told of each function but the first before it is called.
+    """
     rewards: dict[str, float] = {}
     began = time.perf_counter()
     failure, outage = None, False
-    for name, function in functions.items():
+    for number, (name, function) in enumerate(functions.items()):
+        if number:
+            at(name)
         try:
             rewards[name] = _as_number(name, function(completion, row))
         except Exception as error:
@@ -157,9 +150,9 @@ def _warm_up(names: Collection[str]) -> None:
         source_scorers()
 
 
-def _messages() -> Iterator[dict[str, Any]]:
+def _messages(descriptor: int) -> Iterator[dict[str, Any]]:
     decoder = Decoder()
-    while data := os.read(0, 1 << 20):
+    while data := os.read(descriptor, 1 << 20):
         yield from decoder.feed(data)
 
 

@@ -2,12 +2,11 @@
 
     pool    ──▶ {"functions": [name, …], "custom": {…}}        once, at the start
     process ──▶ {"ready": true} or {"fatal": "why"}
-    pool    ──▶ {"samples": [[completion, row, [name, …]], …]}
-    process ──▶ {"rewards": {name: value}, "error": null or "why", "outage": bool, "seconds": s}   for each sample
+    pool    ──▶ {"sample": [completion, row, [name, …]]}
+    process ──▶ {"at": name}        before each function but the first
+    process ──▶ {"rewards": {name: value}, "error": null or "why", "outage": bool, "seconds": s}
 
-Replies come in order, and before anything that could take long the process sends those that it has (see
-`process.Replies`). So the pool knows which sample a process is busy with: the one after its last reply. That is
-whom a missed deadline or a crash is charged to.
+One sample at a time: whom a missed deadline or a crash is charged to is never in doubt.
 """
 
 from __future__ import annotations

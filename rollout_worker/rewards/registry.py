@@ -49,7 +49,11 @@ def resolve(name: str, custom: Mapping[str, Any]) -> RewardFunction:
 
 def described(error: Exception) -> str:
     """Type and message of an error in a user's code; of a missing variable also how to pass it."""
-    text = f"{type(error).__name__}: {str(error)[:MAX_MESSAGE]}"
+    try:
+        message = str(error)[:MAX_MESSAGE]
+    except Exception as second:
+        message = f"(its message cannot be had: {type(second).__name__})"
+    text = f"{type(error).__name__}: {message}"
     if isinstance(error, KeyError) and error.args and VARIABLE.fullmatch(str(error.args[0])):
         name = error.args[0]
         text += f' (if this is a variable of the environment: write reward.environment = ["{name}"])'

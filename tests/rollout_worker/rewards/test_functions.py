@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from decimal import Decimal
 from pathlib import Path
 
@@ -45,6 +46,55 @@ def test_a_balanced_box_is_found_whole(inside: str) -> None:
             return
     if depth == 0:
         assert functions.last_boxed("x \\boxed{" + stripped + "} y") == stripped
+
+
+PLAIN = {
+    "_GSM8K": r"####\s*\$?\s*([-+]?[\d,]*\.?\d+)",
+    "_THOUGHT": r"\s*(?:<think>)?(?P<thought>.*?)</think>\s*(?P<rest>.*\S)\s*",
+    "_SAYS": r"(?:answer|choice|option)\s*(?:is|:)\s*(?:option\s*)?[\s(\[{*\"']*([A-Za-z])(?![A-Za-z0-9])",
+}
+"""The patterns without care for cost."""
+WORDS = [
+    "#", "####", "$", "-", "1", ",", ".", " ", "\n", "\\", "{", "}", r"\boxed", r"\fbox{", "<answer>", "</ANSWER>",
+    "<think>", "</think>", "answer", "Option", "is", ":", "(", "a", "B",
+]  # fmt: skip
+
+
+def plain_boxed(text: str) -> str | None:
+    """Each box to its end, one after the other."""
+    best = None
+    for box in re.finditer(r"\\(?:boxed|fbox)\s*\{", text):
+        depth = 1
+        for brace in re.finditer(r"(?<!\\)[{}]", text[box.end() - 1 :]):
+            depth += 0 if brace.start() == 0 else 1 if brace[0] == "{" else -1
+            if depth == 0:
+                best = text[box.end() :][: brace.start() - 1]
+                break
+    return best
+
+
+@given(st.lists(st.sampled_from(WORDS), max_size=12).map("".join))
+def test_extraction_is_as_by_the_plain_definitions(text: str) -> None:
+    for name, pattern in PLAIN.items():
+        used = getattr(functions, name)
+        plain = re.compile(pattern, used.flags)
+        assert used.findall(text) == plain.findall(text)
+        fully = [pattern.fullmatch(text) for pattern in (used, plain)]
+        assert len({match and match.groups() for match in fully}) == 1
+    assert functions.last_boxed(text) == plain_boxed(text)
+    tagged = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL | re.IGNORECASE)
+    assert functions.last_tagged(text) == (tagged[-1] if tagged else None)
+
+
+@pytest.mark.parametrize("text", ["####{}", r"\boxed{{{}", "a</think>{}", "<answer>{}", "answer is{}", "{}"])
+@pytest.mark.parametrize("filler", ["\n" * 400_000, r"\boxed{" * 50_000, "<answer>" * 100_000], ids=len)
+def test_no_text_takes_quadratic_time(text: str, filler: str) -> None:
+    """In quadratic time these take longer than a test may."""
+    text = text.format(filler)
+    row = {"answer": "7", "data_source": "gsm8k"}
+    for name in set(functions.BUILTIN) - {"single_choice"}:
+        assert functions.BUILTIN[name](text, row) == 0.0
+    assert functions.chosen_letter(text) is None
 
 
 @pytest.mark.parametrize(

@@ -26,17 +26,28 @@ from tests.support.waiting import PATIENCE, until
 T = TypeVar("T")
 
 USER = """
-import json, os, re, signal, sys, time
+import json, os, pathlib, re, signal, subprocess, sys, time
+
+class Unsaid(Exception):
+    def __str__(self):
+        return 1 / 0
 
 def word(completion, row, slow=0.0):
     if completion == "hang":
-        time.sleep(3600)
+        child = subprocess.Popen(["sleep", "3600"])
+        pathlib.Path(__file__).with_name("child").write_text(str(child.pid))
+        child.wait()
     if completion == "stuck":
         re.match(r"(a+)+$", "a" * 64 + "b")
     if completion == "die":
+        print("last words")
         os.kill(os.getpid(), signal.SIGKILL)
+    if completion == "unsaid":
+        raise Unsaid
     if completion == "exit":
         sys.exit(3)
+    if completion == "input":
+        input()
     if completion == "print":
         print("not a message")
     if completion == "raise":
@@ -106,12 +117,14 @@ def test_every_sample_gets_its_own_rewards_and_closing_leaves_no_process(word: s
 FAULTS = {
     "raise": "KeyError: 'no such word'",
     "refused": "ConnectionRefusedError: ",
+    "input": "EOFError",
     "nan": "RewardNotANumber",
     "inf": "RewardNotANumber",
     "text": "RewardNotANumber",
     "none": "RewardNotANumber",
-    "die": "RewardCrash: the reward process died (signal 9)",
-    "exit": "RewardCrash: the reward process died (exit code 3)",
+    "die": "RewardCrash: the reward process died (signal 9)\nin reward function {word}\nlast words",
+    "exit": "RewardCrash: the reward process died (exit code 3)\nin reward function {word}",
+    "unsaid": "Unsaid: (its message cannot be had: ZeroDivisionError)\nin reward function {word}",
 }
 
 
@@ -121,7 +134,7 @@ def test_failing_samples_are_errors_by_name_and_their_neighbours_are_scored(word
     for text, result in zip(texts, results, strict=True):
         if text in FAULTS:
             assert result.rewards == {}
-            assert (result.error or "").startswith(FAULTS[text])
+            assert (result.error or "").startswith(FAULTS[text].format(word=word))
             assert result.outage == (text == "refused")
         else:
             assert result == Result({word: 1.0 if text == "bool" else float(len(text))})
@@ -132,11 +145,15 @@ def test_failing_samples_are_errors_by_name_and_their_neighbours_are_scored(word
 
 
 def test_a_missed_deadline_is_charged_to_the_sample_that_missed_it(word: str) -> None:
-    """`stuck` never gives up the interpreter lock: only killing the process helps."""
+    """`stuck` never gives up the interpreter lock: only killing the process helps. The child of `hang` dies, too."""
     results = run(with_pool(word, ["one", "hang", "three", "stuck", "fours"], timeout=2.0))
-    late = Result({}, "RewardTimeout: the sample took longer than 2 s", outage=True)
+    late = Result(
+        {}, f"RewardTimeout: the sample took longer than 2 s\nin reward function {word}", outage=True
+    )
     assert all((result.seconds >= 2.0) == bool(result.error) for result in results)
     assert results == [Result({word: 3.0}), late, Result({word: 5.0}), late, Result({word: 5.0})]
+    child = int(Path(word.rpartition(":")[0]).with_name("child").read_text())
+    until(lambda: not _runs(child), "the end of what a function has started")
 
 
 @pytest.mark.parametrize("kills", [1, 3])
@@ -183,8 +200,16 @@ def test_a_killed_process_is_replaced_and_the_cause_named(
             await pool.close()
 
     lost, scored = run(work())
-    assert lost.error == f"RewardCrash: the reward process died ({BY_OTHERS})"
+    assert lost.error == f"RewardCrash: the reward process died ({BY_OTHERS})\nin reward function {word}"
     assert scored.rewards == {word: 3.0}
+
+
+def _runs(pid: int) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return (
+            psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        )  # which waits for a parent that may not care
+    return False
 
 
 def _children() -> list[int]:
@@ -243,19 +268,20 @@ def test_a_variable_that_is_not_there_is_named_with_the_key_that_passes_it(tmp_p
 
 
 def test_several_functions_of_one_sample(word: str) -> None:
-    """One of them fails: its error is told, the other's reward is kept for the record."""
+    """One of them fails: its error is told, the other's reward is kept for the record. One dies: it is named."""
 
-    async def work() -> Result:
+    async def work() -> list[Result]:
         pool = pool_of(word, "format")
         await pool.start()
         try:
-            return await pool.submit(Task("raise", {}, ("format", word)))
+            return [await pool.submit(Task(text, {}, ("format", word))) for text in ("raise", "die")]
         finally:
             await pool.close()
 
-    result = run(work())
-    assert result.rewards == {"format": 0.0}
-    assert result.error is not None
+    failed, died = run(work())
+    assert failed.rewards == {"format": 0.0}
+    assert failed.error is not None
+    assert f"in reward function {word}\n" in (died.error or "")
 
 
 def test_samples_are_scored_by_the_source_of_their_row() -> None:
@@ -329,8 +355,6 @@ def test_nonsense_is_refused(data: bytes) -> None:
 
 
 def test_a_slow_sample_delays_nobody_behind_it(word: str) -> None:
-    """All four are asked for at once, so that two of them are in the message of the one that hangs."""
-
     async def work() -> list[float]:
         pool = pool_of(word, timeout=600.0, num_workers=2)
         await pool.start()
@@ -348,22 +372,13 @@ def test_a_slow_sample_delays_nobody_behind_it(word: str) -> None:
     assert run(work()) == [1.0, 2.0, 3.0]
 
 
-def test_what_a_slow_process_scored_for_others_is_thrown_away(tmp_path: Path) -> None:
-    path = tmp_path / "user.py"
+def test_no_process_scores_what_another_does(tmp_path: Path) -> None:
+    path, calls = tmp_path / "user.py", tmp_path / "calls"
     path.write_text(
-        "import time\n\ndef size(completion, row):\n"
-        "    if completion == 'slow':\n        time.sleep(2)\n    return float(len(completion))\n"
+        "import time\n\ndef slow(completion, row):\n"
+        f"    open({str(calls)!r}, 'a').write(completion)\n    time.sleep(1.1)\n    return float(completion)\n"
     )
-    name = f"{path}:size"
-
-    async def work() -> list[float]:
-        pool = pool_of(name, num_workers=2)
-        await pool.start()
-        try:
-            first = await score(pool, name, ["slow", "a", "bb", "ccc"])
-            again = await score(pool, name, ["dddd", "eeeee", "ffffff", "ggggggg"])
-            return [result.rewards[name] for result in (*first, *again)]
-        finally:
-            await pool.close()
-
-    assert run(work()) == [4.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
+    name = f"{path}:slow"
+    results = run(with_pool(name, ["1", "2", "3"], processes=2))
+    assert [result.rewards[name] for result in results] == [1.0, 2.0, 3.0]
+    assert sorted(calls.read_text()) == ["1", "2", "3"]
