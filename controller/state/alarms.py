@@ -20,7 +20,7 @@ BEGINNING = 8
 """First steps, which later ones are compared with."""
 LOOKED_BACK = 1024
 """Newest stored steps from which a controller that starts again learns."""
-COLLAPSED = 0.2
+COLLAPSED = 0.1
 """Share of its first value at which entropy or length count as collapsed."""
 CUT_OFF = 0.5
 DOMINATES = 0.95
@@ -102,8 +102,8 @@ class Alarms:
 
     def _rules(self) -> dict[str, Callable[[], str]]:
         return {
-            "entropy": lambda: self._collapsed("entropy", "the entropy of the answers"),
-            "length": lambda: self._collapsed("response_tokens_mean", "the length of the answers"),
+            "entropy": lambda: self._collapsed("entropy", "entropy", "the entropy of the answers"),
+            "length": lambda: self._collapsed("length", "response_tokens_mean", "the length of the answers"),
             "no_variance": self._no_variance,
             "cut_off": self._cut_off,
             "dominance": self._dominance,
@@ -122,12 +122,15 @@ class Alarms:
         values = self._values(name)
         return fmean(values) if values else None
 
-    def _collapsed(self, name: str, what: str) -> str:
+    def _collapsed(self, alarm: str, name: str, what: str) -> str:
         first = [record.metrics[name] for record in self._first if name in record.metrics]
         now = self._values(name)
         if len(first) < BEGINNING or len(now) < WINDOW or median(first) <= 0:
             return ""
-        if max(now) >= COLLAPSED * median(first):
+        edge = (
+            min if alarm in self.active else max
+        )  # it begins when all are below, and ends when all are above
+        if edge(now) >= COLLAPSED * median(first):
             return ""
         return (
             f"{what} has collapsed: {fmean(now):.3g} now, {median(first):.3g} in the first {BEGINNING} steps"

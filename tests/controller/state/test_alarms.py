@@ -37,7 +37,7 @@ def validation(version: int, score: float | None, error: float = 0.01) -> Valida
 @pytest.mark.parametrize(
     ("name", "metrics"),
     [
-        ("entropy", {"entropy": 0.1}),
+        ("entropy", {"entropy": 0.05}),
         ("length", {"response_tokens_mean": 3.0}),
         ("no_variance", {"zero_variance_fraction": 1.0}),
         ("cut_off", {"truncated_fraction": 0.9}),
