@@ -18,7 +18,7 @@ from tests.chaos.job import StruckJob
 from tests.chaos.plan import ROLES, JobPlan, Role, Strike
 from tests.chaos.servers import ObjectStore
 from tests.chaos.setting import Setting
-from tests.e2e.program import Program, check_ledger, write_config
+from tests.e2e.program import Program, check_ledger, command, write_config
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -131,6 +131,13 @@ def test_failing_rewards_are_tried_again_and_poison_is_dropped_with_its_cause(
     ledger = check_ledger(summary, 2, trained=58)
     assert ledger.dropped == {"reward_error": 1, "poison": 1}
     assert sum(ledger.staleness.values()) == 58 * 4, "what hung or died once has its reward in the end"
+    shown = command("samples", program.run_dir, "--errors", "-n", "99", "--json").stdout
+    counted = summary["status"]["rewards"]
+    for kind in ("RewardTimeout", "RewardCrash", "KeyError"):
+        assert kind in str(counted["failed"]), "on the screens, by kind"
+        assert any(kind in sample["error"] for sample in json.loads(shown)), "and as samples"
+        assert kind in program.output(), "and when it first happened"
+    assert counted["timeouts"] >= 1
 
 
 @pytest.mark.soak
