@@ -170,7 +170,7 @@ class Worker:
 
         def changed() -> None:
             if weights.current is not None:
-                self._heartbeat.status = f"{engine.name}, version {weights.current.version}"
+                self._heartbeat.status = engine.name
 
         self._heartbeat.weights = weights
         pusher.on_pushed = pushed

@@ -23,8 +23,8 @@ STARVING = 0.15
 """Share of idle time below which a pool is busy enough."""
 WORTH = 1.05
 """Gain of speed below which nothing is advised."""
-RECENT = 16
-"""Newest steps whose mean counts."""
+RECENT = 8
+"""Newest steps, whose mean counts; before there are so many nothing is known."""
 
 
 def sentence(job: Job) -> tuple[str, str]:
@@ -166,11 +166,13 @@ def advice(
     A step of T seconds has the trainer at work for t of them, and each of n replicas for T·(1 − i), where i is its
     idle share. By k replicas it would take max(t, T·(1 − i)·n/k); without waiting for each other max(t, T·(1 − i)).
     """
+    if len(steps) < RECENT or rollouts < 1:
+        return []
     if reward_wait is not None and reward_wait > STARVING:
         text = f"the engines wait for rewards {reward_wait:.0%} of the time: "
         return [text + "raise reward.num_workers, or make rewards faster"]  # nothing else would help
     known = [metrics for metrics in steps if "wait_seconds" in metrics and "step_seconds" in metrics]
-    if not known or rollouts < 1 or "rollout" not in idle:
+    if not known or "rollout" not in idle:
         return []
     whole = fmean(metrics["step_seconds"] for metrics in known)
     train = whole - fmean(metrics["wait_seconds"] for metrics in known)

@@ -116,7 +116,7 @@ def rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     over = f" ({duration(total)} over {starts} starts)" if starts > 1 else ""
     found.append(("time", duration(summary["elapsed_s"]) + over))
     if (report := data_report.parse(summary.get("data"))) is not None:
-        found.append(("data", "; ".join(data_report.lines(report, reasons=False))))
+        found.append(("data", data_report.brief(report)))
     found += learning(summary.get("steps") or [], summary.get("validations") or [])
     if status:
         found += _speed(status)

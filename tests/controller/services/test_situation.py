@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from controller.client import calls as api
-from controller.state.situation import advice
+from controller.state.situation import RECENT, advice
 from schema.wire.messages import JobStatus
 from tests.controller.conftest import PATIENT, Stage
 from tests.controller.drivers import Rollout, Trainer
@@ -96,9 +96,13 @@ def test_advice_follows_from_what_both_pools_need(
         {"step_seconds": step - 1.0, "wait_seconds": wait},
         {"step_seconds": step + 1.0, "wait_seconds": wait},
     ]
+    steps *= RECENT // 2
     found = advice({"rollout": idle}, steps, None, rollouts=rollouts, bound=2)
     assert len(found) == bool(words), found
     for word in words:
         assert word in found[0]
     (reward,) = advice({"rollout": idle}, steps, 0.4, rollouts=rollouts, bound=2)
     assert "wait for rewards 40%" in reward
+    assert advice({"rollout": idle}, steps[:2], 0.4, rollouts=rollouts, bound=2) == [], (
+        "it is too early to know"
+    )
