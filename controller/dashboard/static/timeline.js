@@ -34,7 +34,8 @@ export async function show(page, runs, app) {
   let due = false;
   const close = follow(run, (await get(run, "/overview")).event, () => { due = true; }, app);
   const timer = setInterval(() => { if (due) { due = false; load().catch(app.failed); } }, SECONDS * 1000);
-  return () => { close(); clearInterval(timer); };
+  const slow = setInterval(() => { due = true; }, 6000 * SECONDS);
+  return () => { close(); clearInterval(timer); clearInterval(slow); };
 }
 
 const lanes = (lane) => (lane.ranks < 2 ? [lane.role === "policy" ? `${lane.name} rank 0` : lane.name] :
@@ -50,7 +51,7 @@ function traces(found) {
     lane.spans.forEach((span, i) => {
       if (span.state in STATES) {
         const bar = (bars[span.state] ??= { ...points(), base: [] });
-        const until = lane.spans[i + 1]?.at ?? found.ended;
+        const until = lane.spans[i + 1]?.at ?? found.now ?? found.ended;
         mark(bar, span);
         bar.base.push(date(span.at));
         bar.x[bar.x.length - 1] = Math.max(1, (until - span.at) * 1000);
