@@ -33,7 +33,7 @@ from controller.server import ALWAYS, StartError, bind
 from controller.services.errors import install
 from schema.util.text import configure_logging
 from schema.wire import messages as m
-from schema.wire.messages.dashboard import Fault, Overview, ShownRun
+from schema.wire.messages.dashboard import Fault, ShownRun
 from schema.wire.sample_file import Order
 
 HOST = "127.0.0.1"
@@ -51,20 +51,20 @@ class RunFiles(RunView):
         return str(logging.get("experiment_name") or self.run_dir.name)
 
     async def overview(self) -> bytes:
-        """As the run's summary has it; of a run that was killed before it wrote one, what its events say."""
+        """`Overview` as the run's summary has it; of a run that was killed before it wrote one, by its events."""
         summary = await self._read(lambda: self._json("summary.json"))
         status = _object(summary.get("status"))
         job = status or await self._read(self._job)
         if reason := summary.get("reason"):
             job = {**job, "sentence": f"the run is {summary.get('outcome', 'over')}: {reason}"}
         replicas = summary.get("replicas") if status else self.history.replicas()
-        found = Overview.model_construct(
-            event=self.history.newest,
-            job=job,
-            ledger=_object(summary.get("ledger")) or None,
-            replicas=replicas if isinstance(replicas, list) else [],
-        )
-        return to_json(found.__dict__, inf_nan_mode="null")
+        found = {
+            "event": self.history.newest,
+            "job": job,
+            "ledger": _object(summary.get("ledger")) or None,
+            "replicas": replicas if isinstance(replicas, list) else [],
+        }
+        return to_json(found, inf_nan_mode="null")
 
     def _job(self) -> dict[str, Any]:
         """As much of a `JobStatus` as there is."""
@@ -157,7 +157,7 @@ def named(paths: Sequence[Path]) -> list[RunFiles]:
     for path in paths:
         if not (path / "config.json").is_file():
             raise StartError(f"{path} holds no run: name a run directory, <train.output_dir>/<timestamp>")
-        if not os.access(path, os.R_OK | os.X_OK):
+        if not (os.access(path, os.R_OK | os.X_OK) and os.access(path / "config.json", os.R_OK)):
             raise StartError(f"{path} cannot be read: ask as the user who started the run")
     return [RunFiles(path.absolute()) for path in paths]
 

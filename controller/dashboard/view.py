@@ -13,6 +13,7 @@ import asyncio
 import json
 import math
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import islice
@@ -92,7 +93,7 @@ class History:
             for name, lane in sorted(self._lanes.items())
         ]
 
-    def timeline(self, steps: StepLog) -> d.Timeline:
+    def timeline(self, steps: StepLog, now: float | None) -> d.Timeline:
         moments = Moments()
         for step, at in steps.curve("at"):
             moments.add(at or 0.0, step)
@@ -106,6 +107,7 @@ class History:
             faults=sorted(self.health.faults.values(), key=lambda fault: -fault.count),
             began=self.began,
             ended=self.ended or None,
+            now=now,
         )
 
 
@@ -192,7 +194,8 @@ class RunView:
         return d.Curves(total=len(self.steps), names=sorted(names), curves=found)
 
     async def timeline(self) -> d.Timeline:
-        return await self._read(lambda: self.history.timeline(self.steps))
+        now = None if self._own_steps else time.time()
+        return await self._read(lambda: self.history.timeline(self.steps, now))
 
     async def _read(self, work: Callable[[], R]) -> R:
         """`work` in a thread, after all events were read. Raises `ApiError` where a file cannot be read."""

@@ -29,6 +29,11 @@ STEPS = 100_000
 
 SHOWN_STEPS = "(([a, b]) => b - a)(document.querySelector('.js-plotly-plot')._fullLayout.xaxis.range)"
 
+HIDE = (
+    "Object.defineProperty(document, 'hidden', {{value: {}, configurable: true}});"
+    "document.dispatchEvent(new Event('visibilitychange'))"
+)
+
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
@@ -89,6 +94,17 @@ def dead(directory: Path, steps: int) -> Path:
     return run
 
 
+def sample(step: int, index: int) -> SampleRecord:
+    """Whose answer has more tokens than pieces."""
+    return SampleRecord(
+        prompt=EVIL, answer=f"{EVIL} end, beyond the pieces", pieces=[EVIL, " end"], logprobs=[-0.1, -3.0],
+        trainer_logprobs=[-0.2, -2.0], versions=[(0, 1)], at=1.0, kind="train", step=step, timeline=0, group="e0-p1",
+        index=index, ending="finished", finish_reason="stop", prompt_tokens=1, response_tokens=70_000,
+        oldest_version=1, newest_version=1, rewards={"right": 1.0}, score=1.0, advantage=0.5,
+        error=EVIL if index else None,
+    )  # fmt: skip
+
+
 def fits(page: Page) -> bool:
     return bool(page.evaluate("document.documentElement.scrollWidth <= innerWidth"))
 
@@ -129,6 +145,17 @@ def test_a_live_run_is_followed_paused_and_resumed(stage: Stage, page: Page) -> 
     expect(page.get_by_role("link", name="samples that failed")).to_be_focused()
     page.wait_for_function("document.querySelector('.js-plotly-plot').data[0].x.at(-1) === 3")
     assert page.evaluate(SHOWN_STEPS) < 1
+    page.goto(f"{served.url}/#/samples")
+    expect(page.locator("nav [aria-current=page]")).to_have_text("Samples")
+    expect(page.locator("#samples")).to_contain_text("No such sample")
+    sample_file.Writer(sample_file.folder_of(served.job.run_dir), 10**9).append([sample(4, 0)])
+    train_step(trainer, rollout, 4)
+    page.get_by_role("link", name="step 4 is there").click()
+    expect(page.locator("article")).to_have_count(1)
+    page.evaluate(HIDE.format("true"))
+    until(lambda: served.controller.events._streams == 0, "a page that is hidden follows nothing")
+    page.evaluate(HIDE.format("false"))
+    until(lambda: served.controller.events._streams == 1, "a page that is seen again follows the job")
     page.goto(f"{served.url}/#/timeline")
     page.locator("summary").first.click()
     fail(rollout, "TypeError")
@@ -173,16 +200,7 @@ def test_a_live_run_is_followed_paused_and_resumed(stage: Stage, page: Page) -> 
 
 def test_what_a_model_wrote_is_text(tmp_path: Path, page: Page, dashboard) -> None:  # type: ignore[no-untyped-def]
     run = dead(tmp_path / "run", 3)
-    records = [
-        SampleRecord(
-            prompt=EVIL, answer=f"{EVIL} end, beyond the pieces", pieces=[EVIL, " end"],
-            logprobs=[-0.1, -3.0], trainer_logprobs=[-0.2, -2.0], versions=[(0, 1)],
-            at=1.0, kind="train", step=2, timeline=0, group="e0-p1", index=index,
-            ending="finished", finish_reason="stop", prompt_tokens=1, response_tokens=70_000, oldest_version=1,
-            newest_version=1, rewards={"right": 1.0}, score=1.0, advantage=0.5, error=EVIL if index else None,
-        )
-        for index in range(2)
-    ]  # fmt: skip
+    records = [sample(2, index) for index in range(2)]
     sample_file.Writer(sample_file.folder_of(run), 10**9).append(records)
     many = [
         records[0].model_copy(update={"kind": "validation", "group": f"v1-p{group}", "index": index})
@@ -190,6 +208,9 @@ def test_what_a_model_wrote_is_text(tmp_path: Path, page: Page, dashboard) -> No
         for index in range(2)
     ]
     sample_file.Writer(sample_file.folder_of(run), 10**9).append(many)
+    lane = {"name": EVIL, "replica_id": "r", "role": "rollout", "state": "live"}
+    event = Event(id=9, at=1e9 + 9, kind="replica", text="live", data=lane)  # type: ignore[arg-type]
+    event_file.append(event_file.path_of(run), [event])
     (run / "logs").mkdir()
     (run / "logs" / "policy-0.log").write_text(EVIL)
     link = dashboard(run)
@@ -220,6 +241,8 @@ def test_what_a_model_wrote_is_text(tmp_path: Path, page: Page, dashboard) -> No
     expect(page.locator(".groups a").last).to_have_text("v1-p99")
     page.get_by_role("button", name="show more").click()
     expect(page.locator(".groups a").last).to_have_text("v1-p100")
+    page.keyboard.press("3")
+    expect(page.locator(".yaxislayer-above")).to_contain_text("<script>")
     page.keyboard.press("5")
     expect(page.locator("pre.log")).to_have_text(EVIL)
     assert page.locator("img").count() == 0

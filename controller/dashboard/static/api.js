@@ -38,6 +38,7 @@ const KINDS = ["step", "validation", "publication", "replica", "drop", "reward",
 export const AGAIN = 3000;
 
 // Calls `heard` with each event after `after`, and tells `app` of the connection. Returns what closes it.
+// A tab that is not seen follows nothing: browsers allow six connections to a host, tabs all together.
 // A browser gives up after any status but 200: then it is tried again, unless the session has ended.
 export function follow(run, after, heard, app) {
   let source = null;
@@ -46,7 +47,7 @@ export function follow(run, after, heard, app) {
   const shut = () => { clearTimeout(timer); source?.close(); };
   const open = () => {
     shut();
-    if (ended) return;
+    if (ended || document.hidden) return;
     source = new EventSource(`${run.base}/events?after=${after}`);
     for (const kind of KINDS) {
       source.addEventListener(kind, (message) => {
@@ -67,6 +68,7 @@ export function follow(run, after, heard, app) {
       if (error.status === 401) app.failed(error); else again();
     }), AGAIN);
   };
+  document.addEventListener("visibilitychange", open);
   open();
-  return () => { ended = true; shut(); };
+  return () => { ended = true; document.removeEventListener("visibilitychange", open); shut(); };
 }

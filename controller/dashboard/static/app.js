@@ -20,6 +20,7 @@ const app = {
   chosen: (known) => known[Math.min(chosen, known.length - 1)],
   runPicker: (known) => known.length < 2 ? el("span") : el("p", {}, el("label", {}, "run ", el("select", {
     onchange: (event) => { chosen = event.target.selectedIndex; route(); } }, known.map((run, i) => el("option", { selected: i === chosen }, run.name))))),
+  reload: () => route(),
   failed: (error, passing = true) => { if (error.status === 401) askToken("The session has ended."); else say(error.message, passing); },
   lost: (gone) => { if (gone) say("The connection is gone; trying again …", true); else if (passes) say(""); },
 };
@@ -34,7 +35,10 @@ async function route() {
   const mine = (turn += 1);
   close();
   close = () => {};
-  for (const link of byId("pages").children) link.toggleAttribute("aria-current", link.textContent === title);
+  for (const link of byId("pages").children) {
+    link.removeAttribute("aria-current");
+    if (link.textContent === title) link.setAttribute("aria-current", "page");
+  }
   try {
     const fresh = el("main", { id: "page", tabindex: -1 });
     byId("page").replaceWith(fresh);

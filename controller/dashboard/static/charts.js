@@ -43,9 +43,12 @@ export async function draw(box, traces, more = {}) {
   }
 }
 
+// Plotly takes markup of its own in texts; names of others are none.
+export const plain = (text) => String(text).replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
+
 // A curve of /curves as a trace; few points are seen as points.
 export const line = (curve, name, more = {}) => ({
-  type: "scatter", x: curve.steps, y: curve.values, name, connectgaps: false,
+  type: "scatter", x: curve.steps, y: curve.values, name: plain(name), connectgaps: false,
   mode: curve.steps.length < 60 ? "lines+markers" : "lines", line: { width: 1.5 }, marker: { size: 4 }, ...more,
 });
 

@@ -29,7 +29,10 @@ export function duration(seconds) {
 
 export const bytes = (n) => (n < 1024 ? `${n} B` : n < 1048576 ? `${number(n / 1024)} KiB` : `${number(n / 1048576)} MiB`);
 
-export const clock = (at) => new Date(at * 1000).toLocaleTimeString();
+export function clock(at) {
+  const then = new Date(at * 1000);
+  return then.toDateString() === new Date().toDateString() ? then.toLocaleTimeString() : then.toLocaleString();
+}
 
 export function table(head, rows) {
   const cells = (row, kind) => el("tr", {}, row.map((cell) => el(kind, {}, cell)));

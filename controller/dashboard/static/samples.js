@@ -1,6 +1,6 @@
 // Steps, their groups side by side, and the tokens of a sample.
 
-import { get } from "/static/api.js";
+import { follow, get } from "/static/api.js";
 import { el, nothing, number, section, table } from "/static/dom.js";
 
 const MOST_TOKENS = 4000;
@@ -28,12 +28,14 @@ const MODES = {
   plain: [() => null, () => ""],
 };
 let mode = "log-prob";
+let wide = ""; // kind and step of which as many samples as possible are shown
 
-export async function show(page, runs, app, [kind = "train", step = "newest", wanted], most = MOST_SAMPLES) {
+export async function show(page, runs, app, [kind = "train", step = "newest", wanted]) {
   const run = app.chosen(runs);
+  const most = wide === `${kind}/${step}` ? LIMIT - 1 : MOST_SAMPLES;
   const listed = ["best", "worst", "errors"].includes(kind);
   const query = listed ? `order=${kind}&limit=20` : `kind=${kind}&limit=${most + 1}${step === "newest" ? "" : `&step=${Number(step)}`}`;
-  const [kept, found] = await Promise.all([get(run, "/samples/steps"), get(run, `/samples?${query}`)]);
+  const [kept, found, since] = await Promise.all([get(run, "/samples/steps"), get(run, `/samples?${query}`), run.live ? get(run, "/overview") : null]);
   const cut = !listed && found.length > most;
   if (cut) while (found.length > 1 && sameGroup(found.at(-2), found.at(-1))) found.pop();
   if (cut) found.pop();
@@ -47,12 +49,19 @@ export async function show(page, runs, app, [kind = "train", step = "newest", wa
   const name = groups.has(decodeURIComponent(wanted ?? "")) ? decodeURIComponent(wanted) : names[0];
   const address = (other) => `#/samples/${kind}/${newest}/${encodeURIComponent(other)}`;
   const list = el("div", { id: "samples" });
+  const news = el("p", { role: "status" });
   const fill = () => list.replaceChildren(...(found.length === 0 ? [nothing("No such sample is kept: they come with the first trained step.")] :
     listed ? [...groups].map(([key, samples]) => group(key, samples)) : [overview(groups, name, address), group(name, groups.get(name))]));
   fill();
   page.replaceChildren(app.runPicker(runs), chooser(kept, kind, newest, fill), ...(cut ? [el("p", { class: "nothing" }, `The first ${found.length} samples; there are more. `,
-    most < LIMIT - 1 ? el("button", { onclick: () => show(page, runs, app, [kind, step, wanted], LIMIT - 1).catch(app.failed) }, "show more") : null)] : []), list);
-  return () => {};
+    most < LIMIT - 1 ? el("button", { onclick: () => { wide = `${kind}/${step}`; app.reload(); } }, "show more") : null)] : []), news, list);
+  if (listed || !run.live) return () => {};
+  const [event, what] = kind === "train" ? ["step", "step"] : ["validation", "the validation of version"];
+  return follow(run, since.event, async (heard) => {
+    if (heard.kind !== event) return;
+    const last = (await get(run, "/samples/steps").catch(() => kept))[kind].at(-1);
+    if (last !== undefined && last !== newest) news.replaceChildren(el("a", { href: `#/samples/${kind}/${last}` }, `${what} ${last} is there`));
+  }, app);
 }
 
 // All groups of a step; one of them is opened.

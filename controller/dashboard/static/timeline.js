@@ -1,7 +1,7 @@
 // A lane for each replica and each rank of a trainer, versions as lines, and what happened to the job.
 
 import { follow, get } from "/static/api.js";
-import { chart, draw } from "/static/charts.js";
+import { chart, draw, plain } from "/static/charts.js";
 import { clock, el, nothing, renew, section, table } from "/static/dom.js";
 
 const STATES = { live: "#4a9c5d", draining: "#d9a441" };
@@ -34,11 +34,14 @@ export async function show(page, runs, app) {
   let due = false;
   const close = follow(run, (await get(run, "/overview")).event, () => { due = true; }, app);
   const timer = setInterval(() => { if (due) { due = false; load().catch(app.failed); } }, SECONDS * 1000);
-  return () => { close(); clearInterval(timer); };
+  const slow = setInterval(() => { due = true; }, 6000 * SECONDS);
+  return () => { close(); clearInterval(timer); clearInterval(slow); };
 }
 
-const lanes = (lane) => (lane.ranks < 2 ? [lane.role === "policy" ? `${lane.name} rank 0` : lane.name] :
-  Array.from({ length: Math.min(lane.ranks, MOST_RANKS) }, (_, rank) => `${lane.name} rank ${rank}`));
+function lanes({ name, role, ranks }) {
+  if (ranks < 2) return [plain(role === "policy" ? `${name} rank 0` : name)];
+  return Array.from({ length: Math.min(ranks, MOST_RANKS) }, (_, rank) => plain(`${name} rank ${rank}`));
+}
 
 function traces(found) {
   const bars = {};
@@ -46,11 +49,11 @@ function traces(found) {
   const lost = points();
   const again = points();
   for (const lane of found.lanes) for (const name of lanes(lane)) {
-    const mark = (list, span) => { list.x.push(date(span.at)); list.y.push(name); list.hovertext.push(span.text); };
+    const mark = (list, span) => { list.x.push(date(span.at)); list.y.push(name); list.hovertext.push(plain(span.text)); };
     lane.spans.forEach((span, i) => {
       if (span.state in STATES) {
         const bar = (bars[span.state] ??= { ...points(), base: [] });
-        const until = lane.spans[i + 1]?.at ?? found.ended;
+        const until = lane.spans[i + 1]?.at ?? found.now ?? found.ended;
         mark(bar, span);
         bar.base.push(date(span.at));
         bar.x[bar.x.length - 1] = Math.max(1, (until - span.at) * 1000);
@@ -59,7 +62,7 @@ function traces(found) {
       if (span.state === "live" && i > 0 && span.replica_id !== lane.spans[i - 1].replica_id) mark(again, span);
     });
   }
-  const moments = (name, list, symbol, what) => ({ name, x: list.map(([at]) => date(at)), y: list.map(() => name), hovertext: list.map(([, n]) => `${what} ${n}`), marker: { symbol, size: 8 } });
+  const moments = (name, list, symbol, what) => ({ name, x: list.map(([at]) => date(at)), y: list.map(() => name), hovertext: list.map(([, n]) => plain(`${what} ${n}`)), marker: { symbol, size: 8 } });
   const dots = [moments("steps", found.steps, "line-ns-open", "step"), moments("publications", found.publications, "line-ns-open", "version"),
     moments("events", found.marks.map((mark) => [mark.at, mark.text]), "diamond", ""),
     { name: "lost", ...lost, marker: { symbol: "x", size: 10, color: "#c2514f" } },

@@ -90,6 +90,7 @@ class Timeline(Message):
     faults: list[Fault]
     began: float | None
     ended: float | None = Field(description="Time of the newest event.")
+    now: float | None = Field(default=None, description="Time of the answer, of a job that is served.")
 
 
 class LogFile(Message):

@@ -40,8 +40,9 @@ def test_a_session_reads_everything_and_changes_something_only_from_its_own_page
         assert sum(found["ledger"]["states"].values()) == found["ledger"]["created"]
         curves = client.get("/v1/curves", params={"metric": ["samples", "none"]}).json()
         assert curves["curves"] == {"samples": {"steps": [0], "values": [4.0]}}
-        lanes = client.get("/v1/timeline").json()["lanes"]
-        assert {lane["name"] for lane in lanes} == {"policy-0", "rollout-0"}
+        timeline = client.get("/v1/timeline").json()
+        assert timeline["now"] is not None
+        assert {lane["name"] for lane in timeline["lanes"]} == {"policy-0", "rollout-0"}
         for origin in (None, "https://elsewhere.example", "null", f"{served.url}.example"):
             headers = {} if origin is None else {"origin": origin}
             assert client.post("/v1/job/pause", headers=headers).status_code == 403

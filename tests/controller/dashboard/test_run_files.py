@@ -80,7 +80,8 @@ def test_what_another_version_wrote_is_passed_over(tmp_path: Path) -> None:
     assert {name: (found.steps, found.values) for name, found in curve.items()} == {
         "loss": ([0, 2], [1.0, None])
     }
-    assert asyncio.run(run.timeline()).lanes == []
+    timeline = asyncio.run(run.timeline())
+    assert (timeline.lanes, timeline.now) == ([], None)
 
 
 @pytest.mark.parametrize(
