@@ -342,7 +342,7 @@ def _last_events(run_dir: str) -> list[str]:
     from schema.wire import event_file
     from schema.wire.messages import EventKind
 
-    told = deque(
+    shown = deque(
         (
             event
             for event in event_file.read(event_file.path_of(Path(run_dir)))
@@ -350,7 +350,7 @@ def _last_events(run_dir: str) -> list[str]:
         ),
         maxlen=LAST_EVENTS,
     )
-    return [f"  {_clock(event.at)} {event.text}" for event in told]
+    return [f"  {_clock(event.at)} {event.text}" for event in shown]
 
 
 def _replica(replica: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""One class for each tracker: how its library is told of a run. Libraries are imported when they are used.
+"""One class for each tracker: how its library gets a run. Libraries are imported when they are used.
 
 One more is a class here with `@sink(name, package)`, its name in `logging.logger`, and a test.
 """
@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a tracker is told of a run. run_id: the same whenever the process starts again for this segment."""
+    """What a tracker knows of a run. run_id: the same whenever the process starts again for this segment."""
 
     directory: Path
     project: str

@@ -28,7 +28,7 @@ _ID = re.compile(rb'\{"id":(\d{1,15}),')
 TAIL = 1 << 16
 """Bytes at the end in which the newest event is looked for."""
 MOST_FAULTS, MOST_FAULT_TEXT = 50, 4000
-"""Kinds of failures that are told apart, and characters of each."""
+"""Kinds of failures that are counted apart, and characters of each."""
 
 
 def path_of(run_dir: Path) -> Path:

@@ -41,7 +41,7 @@ KNOWN = {"swap_space", "enable_prefix_caching"}
 
 def kept_groups(config: Config, place: Place) -> list[str]:
     """Which of the first groups are kept as text by the replica."""
-    keeper = TextKeeper(config, tokenizer(), {"train": {"format": 1.0}})
+    keeper = TextKeeper(config, tokenizer(), {"train": config.grpo.reward_weights})
     nothing = Generation(
         "", 0, *(np.zeros(0, kind) for kind in (np.int32, np.float32, np.int32, np.int32)), "stop"
     )

@@ -1,4 +1,4 @@
-"""Every key of a part that is not built refuses what would need it, or warns of it; what it accepts is neutral."""
+"""Every key of a part that is not built refuses what would need it; what it accepts is neutral."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import ValidationError
 
 from schema.config import UNAVAILABLE, Config, check_available
-from schema.config.availability import check_left_out, refused_by
+from schema.config.availability import refused_by
 from schema.config.keys import acting_keys, fields_of, leaf_keys, observable
 from tests.schema.config_samples import GRPO, SFT, write
 from tests.support.each import check_each
@@ -51,10 +51,7 @@ def refusals(key: str, value: Any) -> list[str] | None:
             config = Config.model_validate(data)
         except ValidationError:
             continue
-        lacking = (
-            check_left_out(config) if UNAVAILABLE[refused_by(key) or ""].warns else check_available(config)
-        )
-        found = [problem.message for problem in lacking if problem.key == refused_by(key)]
+        found = [problem.message for problem in check_available(config) if problem.key == refused_by(key)]
         said = found
         if said:
             break
