@@ -91,7 +91,7 @@ def score(
 ) -> dict[str, Any]:
     """The reply for one sample: rewards of the functions that worked, and the error of the first that did not.
 
-    at: is told of each function but the first before it is called.
+    at: called with the name of each function but the first, before that is called.
     """
     rewards: dict[str, float] = {}
     began = time.perf_counter()
