@@ -22,6 +22,8 @@ BAR_WIDTH, SPARK_WIDTH = 30, 40
 _TICKS = "▁▂▃▄▅▆▇█"
 WORTH_SHOWING = 0.01
 """Share of the time that is shown."""
+WORTH_TELLING = 0.01
+"""Seconds per sample that are shown."""
 FAILED = "every reward failed"
 """Shown in place of a score where no sample could be scored."""
 FAILED_ONE = "nothing: its reward failed"
@@ -264,10 +266,14 @@ def rewards_text(status: JobStatus) -> str:
         return ""
     failed = sum(rewards.failed.values())
     parts = [f"{rewards.scored} scored"]
+    if rewards.attempt_seconds_mean is not None and rewards.attempt_seconds_mean >= WORTH_TELLING:
+        parts[0] += f", {rewards.attempt_seconds_mean:.2f} s each"
     if failed:
         kinds = ", ".join(f"{kind} {count}" for kind, count in rewards.failed.items())
         timeouts = f", {rewards.timeouts} by time-outs" if rewards.timeouts else ""
         parts.append(f"{failed} failed{timeouts} ({kinds})")
+    if rewards.retried:
+        parts.append(f"{rewards.retried} times scored again")
     if rewards.scoring:
         parts.append(f"{rewards.scoring} in the pool, the oldest for {rewards.oldest_s:.0f} s")
     if rewards.wait_fraction is not None and rewards.wait_fraction >= WORTH_SHOWING:

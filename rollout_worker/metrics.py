@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 
 from rollout_worker.engines.base import EngineStats
+from rollout_worker.rewards.pool import PoolStats
 
 WINDOW = 10.0
 """Seconds that rates look back: smooth enough to read, short enough to notice a stop."""
@@ -19,8 +20,8 @@ class Metrics:
         self._first_lease: tuple[float, float] | None = None
         self.extra: dict[str, float] = {}
         """Further numbers, set where they are measured (seconds of the last update, say)."""
-        self.scoring: Callable[[float], tuple[int, float]] = lambda now: (0, 0.0)
-        """How many samples are being scored at a time, and for how long the oldest of them: set by the pipeline."""
+        self.rewards: Callable[[], PoolStats] = PoolStats
+        """What the reward pool does, once there is one."""
         self._scoring_before, self._idle_before, self._waited = 0, 0.0, 0.0
 
     def training_began(self, now: float, stats: EngineStats) -> None:
@@ -42,12 +43,19 @@ class Metrics:
             "longest_tokens": float(stats.longest),
             **self.extra,
         }
-        scoring, oldest = self.scoring(now)
+        rewards = self.rewards()
         idle, self._idle_before = stats.idle_s - self._idle_before, stats.idle_s
-        if self._first_lease is not None and scoring and self._scoring_before:
+        if self._first_lease is not None and rewards.pending and self._scoring_before:
             self._waited += idle
-        self._scoring_before = scoring
-        values |= {"scoring": float(scoring), "scoring_oldest_s": oldest, "reward_wait_seconds": self._waited}
+        self._scoring_before = rewards.pending
+        values |= {
+            "scoring": float(rewards.pending),
+            "scoring_oldest_s": rewards.oldest_s,
+            "reward_attempts": float(rewards.attempts),
+            "reward_retried": float(rewards.retried),
+            "reward_seconds": rewards.seconds,
+            "reward_wait_seconds": self._waited,
+        }
         if self._first_lease is not None and now > self._first_lease[0]:
             began, idle = self._first_lease
             values["leased_seconds"] = now - began

@@ -133,7 +133,7 @@ class Worker:
             config, self._session, engine, self._leases, weights, pusher, self.shutdown, self._metrics
         )
         generating = GenerationPipeline(config, engine, tokenizer, self._leases, leasing, rewards, pusher)
-        self._metrics.scoring = generating.scoring
+        self._metrics.rewards = rewards.stats
         self._connect(engine, weights, leasing, pusher)
         for loop, name in (
             (weights.follow(), "publications"),

@@ -122,6 +122,8 @@ def _rewards(status: JobStatus, job: str) -> Iterator[Metric]:
     yield failed
     for name, text, value in (
         ("timeouts", "Samples whose rewards timed out or could not connect", rewards.timeouts),
+        ("retried", "Attempts that failed and were followed by another", rewards.retried),
+        ("attempt_seconds", "Seconds of a reward process per attempt", rewards.attempt_seconds_mean),
         ("scoring", "Samples that are being scored", rewards.scoring),
         ("wait_seconds", "Seconds that engines stood idle for rewards", rewards.wait_seconds),
         ("wait_fraction", "Share of the time that engines stood idle for rewards", rewards.wait_fraction),

@@ -125,6 +125,10 @@ class JobService:
             failed=dict(stats.failed.most_common()),
             timeouts=stats.timeouts,
             seconds_mean=stats.seconds / n if n else None,
+            retried=int(sum(found.get("reward_retried", 0.0) for found in gauges)),
+            attempt_seconds_mean=sum(found.get("reward_seconds", 0.0) for found in gauges) / attempts
+            if (attempts := sum(found.get("reward_attempts", 0.0) for found in gauges))
+            else None,
             scoring=int(sum(found.get("scoring", 0.0) for found in gauges)),
             oldest_s=max((found.get("scoring_oldest_s", 0.0) for found in gauges), default=0.0),
             wait_seconds=waited,

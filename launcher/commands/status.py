@@ -272,7 +272,7 @@ def _title(found: Mapping[str, Any]) -> str:
 
 
 def _job_lines(found: Mapping[str, Any]) -> list[str]:
-    from launcher.display import View, line
+    from launcher.display import View, line, rewards_text
     from schema.wire.messages import JobStatus
 
     status, ledger = JobStatus.model_validate(found["status"]), found["ledger"]
@@ -281,6 +281,8 @@ def _job_lines(found: Mapping[str, Any]) -> list[str]:
     if grpo:
         states = ", ".join(f"{name} {count}" for name, count in ledger["states"].items() if count)
         text.append(f"  groups: {states or 'none yet'}")
+        if rewards := rewards_text(status):
+            text.append(f"  rewards: {rewards}")
         if ledger["dropped"]:
             text.append("  dropped: " + ", ".join(f"{why} {n}" for why, n in ledger["dropped"].items()))
         if status.weights is not None:

@@ -52,13 +52,6 @@ class GenerationPipeline:
         self._weights = {"train": config.grpo.reward_weights, "validation": config.validation_reward_weights}
         self._names = {kind: tuple(weights) for kind, weights in self._weights.items()}
         self._texts = TextKeeper(config, tokenizer, self._weights)
-        self._scoring: dict[Future[Result], float] = {}
-        """When each began, in this order."""
-
-    def scoring(self, now: float) -> tuple[int, float]:
-        """Samples that are being scored or wait for it, and seconds since the oldest of them was generated."""
-        oldest = next(iter(self._scoring.values()), now)
-        return len(self._scoring), now - oldest
 
     async def run(self) -> None:
         """For ever. Raises `EngineError`."""
@@ -101,11 +94,8 @@ class GenerationPipeline:
             future = self._rewards.submit(Task(text, lease.row, self._names[lease.kind]))
             scoring = ranges.begin("score")
             future.add_done_callback(lambda _, scoring=scoring: ranges.end(scoring))
-            self._scoring[future] = began = time.monotonic()
-            future.add_done_callback(self._scoring.pop)
-            future.add_done_callback(
-                partial(self._push, group, indices[sample.index], sample, text, began=began)
-            )
+            index, began = indices[sample.index], time.monotonic()
+            future.add_done_callback(partial(self._push, group, index, sample, text, began=began))
 
     def _push(
         self,

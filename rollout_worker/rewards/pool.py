@@ -79,15 +79,17 @@ class Result:
 class PoolStats:
     """What a pool has in hand, and what it has done since it was made."""
 
-    pending: int
+    pending: int = 0
     """Samples without a result: queued or being scored."""
-    oldest_s: float
+    oldest_s: float = 0.0
     """Seconds since the oldest of them was submitted; 0 without one."""
-    seconds: float
-    """Spent scoring, summed over samples: n busy processes spend n seconds per second."""
-    failed: int
+    attempts: int = 0
+    """Samples that a process was busy with, each as often as it was."""
+    seconds: float = 0.0
+    """Spent on them: n busy processes spend n seconds per second."""
+    failed: int = 0
     """Samples whose result is an error."""
-    retried: int
+    retried: int = 0
     """Attempts that failed and were followed by another."""
 
 
@@ -110,7 +112,7 @@ class RewardPool:
         self._jobs: deque[_Job] = deque()
         self._open: dict[_Job, None] = {}
         """Queued and in work, the oldest first."""
-        self._seconds, self._failed, self._retried = 0.0, 0, 0
+        self._attempts, self._seconds, self._failed, self._retried = 0, 0.0, 0, 0
         self._work = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._failure: RewardPoolError | None = None
@@ -154,7 +156,8 @@ class RewardPool:
         """The numbers of this moment."""
         oldest = next(iter(self._open), None)
         age = time.monotonic() - oldest.submitted if oldest else 0.0
-        return PoolStats(len(self._open), age, self._seconds, self._failed, self._retried)
+        done = self._attempts, self._seconds, self._failed, self._retried
+        return PoolStats(len(self._open), age, *done)
 
     async def watch(self) -> None:
         """Returns never; raises `RewardPoolError` when processes cannot be started any more."""
@@ -198,6 +201,7 @@ class RewardPool:
         return self._jobs.popleft()
 
     def _settle(self, job: _Job, result: Result) -> None:
+        self._attempts += 1
         self._seconds += result.seconds
         if result.error is not None and job.retries:
             job.retries -= 1

@@ -7,6 +7,7 @@ even in the middle of a function.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import importlib
@@ -90,7 +91,7 @@ def score(
 ) -> dict[str, Any]:
     """The reply for one sample: rewards of the functions that worked, and the error of the first that did not.
 
-    at: is told of each function but the first before it is called.
+    at: called with the name of each function but the first, before that is called.
     """
     rewards: dict[str, float] = {}
     began = time.perf_counter()
@@ -125,9 +126,14 @@ def is_outage(error: BaseException | None) -> bool:
 
 
 def _as_number(name: str, value: Any) -> float:
-    if not isinstance(value, numbers.Real):
-        raise RewardNotANumber(f"{name} returned {value!r:.200} of type {type(value).__name__}, not a number")
-    result = float(value)
+    real = value
+    if not isinstance(value, numbers.Real) and hasattr(value, "item"):
+        with contextlib.suppress(Exception):  # an array or a tensor of more than one element
+            real = value.item()
+    if not isinstance(real, numbers.Real):
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        raise RewardNotANumber(f"{name} returned {value!r:.200} of type {kind}, not a number")
+    result = float(real)
     if not math.isfinite(result):
         raise RewardNotANumber(f"{name} returned {result}")
     return result

@@ -16,6 +16,7 @@ from rollout_worker.groups.pipeline import finish_reason
 from rollout_worker.groups.pushing import failed, to_sample
 from rollout_worker.lease_table import LeaseTable
 from rollout_worker.metrics import Metrics
+from rollout_worker.rewards.pool import PoolStats
 from rollout_worker.shutdown import ShutdownRequest
 from schema.wire.messages import LeasedGroup
 from schema.wire.sample import decode_sample, encode_sample
@@ -173,8 +174,10 @@ def test_rates_look_back_ten_seconds_and_idle_counts_from_the_first_lease() -> N
     assert "idle_fraction" not in metrics.read(0.0, stats(0.0, 0, 0))
     metrics.training_began(100.0, stats(60.0, 0, 0))
     metrics.training_began(101.0, stats(99.0, 0, 0))
+    metrics.rewards = lambda: PoolStats(attempts=8, seconds=4.0, retried=2)
     values = metrics.read(104.0, stats(61.0, 40, 400))
     assert values["idle_fraction"] == pytest.approx(0.25)
+    assert [values[f"reward_{name}"] for name in ("attempts", "seconds", "retried")] == [8.0, 4.0, 2.0]
     for second in range(105, 130):
         values = metrics.read(
             float(second), stats(61.0, 40 + 10 * (second - 104), 400 + 100 * (second - 104))

@@ -178,6 +178,7 @@ function faults(job, ledger) {
   const rows = [
     ...Object.entries(job.faults ?? {}),
     ...Object.entries(job.rewards?.failed ?? {}).map(([kind, n]) => [`reward: ${kind}`, String(n)]),
+    ...(job.rewards?.retried ? [["rewards that were scored again", String(job.rewards.retried)]] : []),
     ...Object.entries(ledger?.dropped ?? {}).map(([reason, n]) => [`groups dropped: ${reason}`, String(n)]),
   ];
   return rows.length ? section("Errors", table(["kind", "count"], rows), el("p", {}, el("a", { href: "#/samples/errors" }, "samples that failed"))) : null;

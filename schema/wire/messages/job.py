@@ -48,12 +48,16 @@ class LedgerStatus(Message):
 
 
 class RewardStatus(Message):
-    """How rewards do, over the whole run; what is waiting now is by the newest heartbeats."""
+    """How rewards do, over the whole run; by the newest heartbeats of live replicas: attempts, and what waits now."""
 
     scored: int = Field(description="Samples that have a score.")
     failed: dict[str, int] = Field(description="Samples without one, by kind of failure.")
     timeouts: int = Field(description="Of these, by time-outs and connection errors.")
     seconds_mean: float | None = Field(description="That a sample waits for its score, scoring included.")
+    retried: int = Field(default=0, description="Attempts that failed and were followed by another.")
+    attempt_seconds_mean: float | None = Field(
+        default=None, description="That an attempt keeps a reward process busy: no waiting for a process."
+    )
     scoring: int = Field(description="Samples that are being scored, or wait for it.")
     oldest_s: float = Field(description="Seconds that the oldest of them has waited.")
     wait_seconds: float = Field(description="That engines stood idle while samples were being scored.")

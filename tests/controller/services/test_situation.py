@@ -53,8 +53,13 @@ def test_at_every_moment_it_is_said_what_the_job_waits_for(stage: Stage) -> None
     assert status.rewards is not None
     assert (status.rewards.scoring, status.rewards.wait_fraction) == (3, 0.4)
     rollout.finish(groups[:1])
-    rollout.beat(gauges={"running": 2.0, "longest_tokens": 2911.0})
-    now("step 0 waits for 1 more group (1 are leased", "the longest unfinished one has 2,911 tokens so far")
+    done = {"reward_retried": 2.0, "reward_attempts": 8.0, "reward_seconds": 4.0}
+    rollout.beat(gauges={"running": 2.0, "longest_tokens": 2911.0, **done})
+    status = now(
+        "0 waits for 1 more group (1 are leased", "the longest unfinished one has 2,911 tokens so far"
+    )
+    assert status.rewards is not None
+    assert (status.rewards.retried, status.rewards.attempt_seconds_mean) == (2, 0.5)
     rollout.finish(groups[1:])
     trainer.beat(status="saving checkpoint 0")
     now("step 0 is complete and waits for policy-0 (saving checkpoint 0)")

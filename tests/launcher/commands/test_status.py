@@ -161,6 +161,7 @@ def test_the_weights_have_a_line():
 def test_why_tells_what_is_waited_for_what_fails_and_what_came_last(tmp_path: Path) -> None:
     rewards = {
         "scored": 5, "failed": {"ValueError in reward function f": 2}, "timeouts": 0, "seconds_mean": 0.1,
+        "retried": 3, "attempt_seconds_mean": 1.3,
         "scoring": 1, "oldest_s": 4.0, "wait_seconds": 0.0, "wait_fraction": None,
     }  # fmt: skip
     status = job_status().model_dump(mode="json") | {
@@ -168,6 +169,9 @@ def test_why_tells_what_is_waited_for_what_fails_and_what_came_last(tmp_path: Pa
         "rewards": rewards,
         "alarms": [{"name": "cut_off", "text": "answers are cut off"}], "advice": ["one more rollout replica"],
     }  # fmt: skip
+    plain = found("running", status=status, ledger={"bound": 4, "states": {}, "dropped": {}}, replicas=[])
+    assert "  rewards: 5 scored, 1.30 s each; 2 failed (ValueError" in "\n".join(lines(plain))
+    assert "; 3 times scored again; 1 in the pool" in "\n".join(lines(plain))
     replica = {"name": "rollout-0", "state": "live", "status": "loading\x1b[31m"}
     death = Event(id=1, at=1000.0, kind=EventKind.REPLICA, text="rollout-0.1 is lost")
     event_file.append(

@@ -335,7 +335,7 @@ def moody(completion, row):
     (*mended, never), stats = run(work())
     assert mended == [Result({name: 1.0})] * 4
     assert never.error is not None
-    assert (stats.pending, stats.failed, stats.retried) == (0, 1, 6)
+    assert (stats.pending, stats.attempts, stats.failed, stats.retried) == (0, 11, 1, 6)
     assert [(tmp_path / kind).stat().st_size for kind in kinds] == [2, 2, 2, 2, 3]
 
 

@@ -1,4 +1,5 @@
-"""Which failures count as time-outs and connection errors: those of the libraries that rewards call others with."""
+"""What counts as a number, and which failures as time-outs and connection errors: those of the libraries that
+rewards call others with."""
 
 from __future__ import annotations
 
@@ -11,11 +12,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import requests
 import urllib3
 
-from rollout_worker.rewards.process import is_outage
+from rollout_worker.rewards.process import is_outage, score
 
 
 @pytest.fixture(scope="module")
@@ -89,3 +91,20 @@ def caused(error: Exception, cause: Exception) -> Exception:
 )
 def test_kinds(error: Exception, outage: bool) -> None:
     assert is_outage(error) == outage
+
+
+@pytest.mark.parametrize(
+    ("value", "reward", "kind"),
+    [
+        (np.bool_(True), 1.0, None),
+        (np.array(0.5), 0.5, None),
+        (np.array([2]), 2.0, None),
+        (np.array([1.0, 2.0]), None, "numpy.ndarray"),
+        ("1.0", None, "builtins.str"),
+        (1j, None, "builtins.complex"),
+    ],
+)
+def test_what_counts_as_a_number(value: object, reward: float | None, kind: str | None) -> None:
+    reply = score("", {}, {"f": lambda completion, row: value}, print)
+    assert reply["rewards"].get("f") == reward
+    assert kind is None or f"of type {kind}, not a number" in reply["error"]
