@@ -7,6 +7,7 @@ import signal
 from itertools import chain, combinations
 from pathlib import Path
 
+import hypothesis
 import pytest
 from _pytest.mark.expression import Expression
 
@@ -17,6 +18,9 @@ from tests.support.effort import SOAK
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+
+hypothesis.settings.register_profile("untimed", deadline=None)  # no test asserts a time
+hypothesis.settings.load_profile("untimed")
 
 LONGEST_FIRST = (
     "tests/e2e/test_learning",

@@ -14,7 +14,7 @@ from controller.data.evaluation import prepare as read_all
 from controller.data.prepare import main, prepare
 from schema.config import Config
 from schema.wire import data_report
-from schema.wire.data_report import LISTED, NAMED, DataReport, FileReport, Rows, lines
+from schema.wire.data_report import LISTED, NAMED, DataReport, FileReport, Rows, brief, lines
 from tests.controller.data.conftest import write
 from tests.controller.data.test_prepare import config
 
@@ -53,7 +53,10 @@ def test_every_row_is_accounted_for(model_dir: Path, tmp_path: Path):
     )
     assert "train: 1 left out, an empty prompt: row 9" in said
     assert any(text.endswith("row 10, row 11, row 12, row 13, row 14, …") for text in said)
-    assert len(lines(report, reasons=False)) == 1
+    assert brief(report) == (
+        f"train: 16 rows of {path}, 8 kept, 8 left out, 1 without a reference, "
+        f"the longest prompt {around + 500} of 88 tokens"
+    )
     assert lines(report, samples=True)[-1] == "train, as the model reads it:\n" + found.samples[-1]
 
 
