@@ -119,16 +119,16 @@ class JobService:
     def _rewards(self) -> m.RewardStatus:
         stats = self._job.reward_stats
         gauges = [replica.gauges for replica in self._job.registry.present("rollout")]
-        n, (waited, lived) = stats.scored + stats.failed.total(), stats.waited
+        total = self._job.registry.total
+        n, lived = stats.scored + stats.failed.total(), total("leased_seconds")
+        waited, attempts = total("reward_wait_seconds"), total("reward_attempts")
         return m.RewardStatus(
             scored=stats.scored,
             failed=dict(stats.failed.most_common()),
             timeouts=stats.timeouts,
             seconds_mean=stats.seconds / n if n else None,
-            retried=int(sum(found.get("reward_retried", 0.0) for found in gauges)),
-            attempt_seconds_mean=sum(found.get("reward_seconds", 0.0) for found in gauges) / attempts
-            if (attempts := sum(found.get("reward_attempts", 0.0) for found in gauges))
-            else None,
+            retried=int(total("reward_retried")),
+            attempt_seconds_mean=total("reward_seconds") / attempts if attempts else None,
             scoring=int(sum(found.get("scoring", 0.0) for found in gauges)),
             oldest_s=max((found.get("scoring_oldest_s", 0.0) for found in gauges), default=0.0),
             wait_seconds=waited,

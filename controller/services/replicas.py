@@ -238,7 +238,6 @@ class ReplicaService:
         now = job.clock()
         replica = job.registry.check(replica_id, request.incarnation)
         job.registry.beat(replica, now, request)
-        job.reward_stats.beat(replica_id, request.gauges, (known.replica_id for known in job.registry))
         late = request.sequence <= replica.sequence
         replica.sequence = max(replica.sequence, request.sequence)
         lost = self._renew(replica, request.leases, now) if replica.role == "rollout" and not late else []

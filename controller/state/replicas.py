@@ -46,6 +46,8 @@ MAX_ABSENT = 1000
 """Replicas that are remembered after they left or were lost: names of machines that come and go add up for months."""
 _INCARNATION = re.compile("[1-9][0-9]{0,15}")
 """As an id ends; `isdigit` would let in what `int` does not read."""
+RISING = ("reward_wait_seconds", "leased_seconds", "reward_attempts", "reward_retried", "reward_seconds")
+"""Gauges that count from the start of a process: nothing of them is lost when it ends."""
 REMEMBERED_REQUESTS = 4
 """Request ids kept per name: enough to tell a late duplicate of an old registration from a new one."""
 
@@ -77,6 +79,8 @@ class Replica:
     engine: str = ""
     status: str = ""
     gauges: dict[str, float] = field(default_factory=dict)
+    inherited: dict[str, float] = field(default_factory=dict)
+    """`RISING` gauges of those whose place it took, added up: with its own, of all that there ever were."""
     floor: int = 0
     """Highest incarnation of all names that had been forgotten when this one registered."""
     secret_hash: str = ""
@@ -104,6 +108,12 @@ class Replica:
         if known is None or known["state"] != "asked":
             return None
         return ProfileOrder.model_validate({name: known[name] for name in ProfileOrder.model_fields})
+
+    @property
+    def counted(self) -> dict[str, float]:
+        """`RISING` gauges, with those that it inherited."""
+        found = {name: self.gauges.get(name, 0.0) + self.inherited.get(name, 0.0) for name in RISING}
+        return {name: value for name, value in found.items() if value}
 
     def to_record(self) -> dict[str, Any]:
         return asdict(self)
@@ -159,6 +169,10 @@ class Registry:
     def present(self, role: Role) -> list[Replica]:
         return [replica for replica in self._by_name.values() if replica.role == role and replica.present]
 
+    def total(self, name: str) -> float:
+        """The sum of one of the `RISING` gauges over all replicas that there ever were."""
+        return sum(replica.gauges.get(name, 0.0) + replica.inherited.get(name, 0.0) for replica in self)
+
     def by_name(self, name: str) -> Replica | None:
         return self._by_name.get(name)
 
@@ -191,8 +205,7 @@ class Registry:
         if request.role == "policy":
             self._check_single_policy(request.name)
             self._take_the_place_of_others(request.name)
-        if known is None:
-            self._forget()
+        before = known or self._forget()
         incarnation = 1 + (self._floor if known is None else known.incarnation)
         requests = [] if known is None else known.request_ids
         replica = Replica(
@@ -209,6 +222,7 @@ class Registry:
             engine=request.engine,
             floor=self._floor,
             secret_hash=_hash(secret) if secret else "",
+            inherited={} if before is None else before.counted,
         )
         superseded = None if known is None else known.replica_id
         if superseded is not None:
@@ -230,16 +244,17 @@ class Registry:
             retry_after=left,
         )
 
-    def _forget(self) -> None:
+    def _forget(self) -> Replica | None:
         """Of too many absent replicas the one not heard of for longest goes; its id is never used again."""
         absent = [replica for replica in self._by_name.values() if not replica.present]
         if len(absent) < MAX_ABSENT:
-            return
+            return None
         oldest = min(absent, key=lambda replica: replica.last_seen)
         del self._by_name[oldest.name], self._by_id[oldest.replica_id]
         self._dirty.pop(oldest.name, None)
         self._forgotten.append(oldest.name)
         self._floor = max(self._floor, oldest.incarnation)
+        return oldest
 
     def restore(self, request: DeclareRequest, now: float) -> Replica:
         """Take a trainer's registration back that the store has forgotten, as it was.
@@ -341,7 +356,8 @@ class Registry:
         """A sign of life of a checked replica."""
         self.seen(replica, now)
         replica.version, replica.fetching = request.version, request.fetching
-        replica.status, replica.gauges = request.status, dict(request.gauges)
+        kept = {name: replica.gauges[name] for name in RISING if name in replica.gauges}
+        replica.status, replica.gauges = request.status, kept | request.gauges
         self._profiled(replica, request.profile)
 
     def _profiled(self, replica: Replica, found: ProfileStatus | None) -> None:

@@ -28,37 +28,16 @@ MOST_FINISHED = 4096
 MOST_KINDS = 64
 """Kinds of failures that are counted apart; all further ones are `OTHERS`."""
 OTHERS = "others"
-GONE = ""
 
 
 @dataclass(slots=True)
 class RewardStats:
-    """How rewards do over the whole job. seconds: that scoring took in all, waiting for a reward process included."""
+    """Counts of samples. seconds: that scoring took in all, waiting for a reward process included."""
 
     scored: int = 0
     timeouts: int = 0
     seconds: float = 0.0
     failed: Counter[str] = field(default_factory=Counter)
-    waits: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """Seconds that engines stood idle for rewards, of how many, by replica; those that are forgotten under `GONE`."""
-
-    def beat(self, replica_id: str, gauges: Mapping[str, float], known: Iterable[str]) -> None:
-        """The newest gauges of a replica. known: those that are not forgotten."""
-        if not {"reward_wait_seconds", "leased_seconds"} <= gauges.keys():
-            return
-        if replica_id not in self.waits:
-            for gone in self.waits.keys() - {GONE, *known}:
-                waited, lived = self.waits.pop(gone)
-                before = self.waits.get(GONE, (0.0, 0.0))
-                self.waits[GONE] = before[0] + waited, before[1] + lived
-        self.waits[replica_id] = gauges["reward_wait_seconds"], gauges["leased_seconds"]
-
-    @property
-    def waited(self) -> tuple[float, float]:
-        """Seconds that engines stood idle for rewards, of how many since each got its first prompts."""
-        return sum(waited for waited, _ in self.waits.values()), sum(
-            lived for _, lived in self.waits.values()
-        )
 
     def observe(self, header: SampleHeader, kind: str) -> bool:
         """A sample arrived; whether it is the first that failed in this way."""
@@ -78,13 +57,11 @@ class RewardStats:
             "timeouts": self.timeouts,
             "seconds": self.seconds,
             "failed": dict(self.failed),
-            "waits": {name: list(seconds) for name, seconds in self.waits.items()},
         }
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Self:
-        waits = {name: (waited, lived) for name, (waited, lived) in record.get("waits", {}).items()}
-        return cls(record["scored"], record["timeouts"], record["seconds"], Counter(record["failed"]), waits)
+        return cls(record["scored"], record["timeouts"], record["seconds"], Counter(record["failed"]))
 
 
 class SampleLog:

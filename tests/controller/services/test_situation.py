@@ -77,7 +77,9 @@ def test_at_every_moment_it_is_said_what_the_job_waits_for(stage: Stage) -> None
     user.send(api.operate("stop"))
     rewards = now("stopped after 1 of").rewards
     assert rewards is not None
-    assert (rewards.wait_seconds, rewards.wait_fraction) == (4.0, 0.4), "also of replicas that have left"
+    assert (rewards.wait_seconds, rewards.wait_fraction, rewards.retried) == (4.0, 0.4, 2), (
+        "of those that left too"
+    )
 
 
 @pytest.mark.parametrize(

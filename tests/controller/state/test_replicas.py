@@ -111,6 +111,22 @@ def test_of_too_many_absent_replicas_the_oldest_is_forgotten_and_its_id_never_us
         assert len(list(again)) == MAX_ABSENT + 1
 
 
+def test_what_replicas_count_is_kept_when_others_take_their_place(registry: Registry) -> None:
+    for number in range(3):
+        replica = registry.register(request(number=number), 0.0).replica
+        for retried in (1.0, 2.0):
+            gauges = {"reward_retried": retried, "running": 5.0}
+            registry.beat(replica, 0.0, HeartbeatRequest(incarnation=number + 1, gauges=gauges))
+    registry.beat(replica, 0.0, HeartbeatRequest(incarnation=3))
+    assert registry.total("reward_retried") == 6.0
+    assert Registry(TIMEOUT, [replica.to_record()]).total("reward_retried") == 6.0
+    registry.leave(replica, "done")
+    for number in range(2 * MAX_ABSENT):
+        registry.leave(registry.register(request(f"host-{number}"), 0.0).replica, "done")
+    assert registry.total("reward_retried") == 6.0
+    assert registry.by_name("rollout-0") is None
+
+
 def test_ids_of_different_names_differ_and_fit_into_a_path(registry: Registry) -> None:
     names = ["a.b", "a_b", "a:b", "a@b", "a-b", "a"]
     ids = [registry.register(request(name, i), 0.0).replica.replica_id for i, name in enumerate(names)]
