@@ -189,10 +189,19 @@ def test_a_live_run_is_followed_paused_and_resumed(stage: Stage, page: Page) -> 
     expect(page.locator("#notice")).to_contain_text("no answer")
     page.get_by_role("button", name="drain").click()
     page.get_by_role("button", name="cancel").click()
-    assert all(replica.state == "live" for replica in served.job.registry)
+    assert not any(replica.drain_asked for replica in served.job.registry)
+    page.get_by_role("button", name="drain").click()
+    page.locator("dialog").get_by_role("button", name="drain").click()
+    expect(page.locator("#notice")).to_contain_text("draining")
+    assert [replica.name for replica in served.job.registry if replica.drain_asked] == ["rollout-0"]
     page.get_by_role("button", name="stop").click()
     page.get_by_role("button", name="cancel").click()
     assert not served.job.ended
+    page.goto(f"{served.url}/#/")
+    page.get_by_role("button", name="stop").click()
+    page.locator("dialog").get_by_role("button", name="stop").click()
+    expect(page.locator("#sentence")).to_contain_text("stopped")
+    assert served.job.ended
     page.get_by_role("button", name="log out").click()
     page.reload()
     expect(page.locator("#token")).to_be_visible()
