@@ -330,7 +330,7 @@ class _Process:
         try:
             self._process.stdin.write(encode(message))
             await self._process.stdin.drain()
-        except (BrokenPipeError, ConnectionResetError):
+        except (BrokenPipeError, ConnectionResetError, RuntimeError):  # the last is uvloop's
             raise _Lost(f"RewardCrash: the reward process closed its input{self._where()}") from None
 
     async def _reply(self, timeout: float) -> dict[str, Any]:
