@@ -113,7 +113,7 @@ def test_failing_rewards_are_tried_again_and_poison_is_dropped_with_its_cause(
     tmp_path: Path, model: Path
 ) -> None:
     # By the bound the first prompts have their end, or their step waits for them, before the last kind is leased.
-    kinds = ["hangs", "plain", "exits", "raises", *["plain"] * 12, "kills"]
+    kinds = ["hangs", "plain", "exits", "raises", *["plain"] * 36, "kills"]
     config = moody_job(tmp_path, model, kinds, 60, reward="retries = 0")
     with Program(config) as program:
 
@@ -126,7 +126,7 @@ def test_failing_rewards_are_tried_again_and_poison_is_dropped_with_its_cause(
     assert (raises["id"], raises["reason"]) == ("e0-p3", "reward_error")
     assert "KeyError: 'never a reward for this'" in raises["error"]
     assert "rewards.py" in raises["error"], "the traceback says where"
-    assert (kills["id"], kills["reason"]) == ("e0-p16", "poison")
+    assert (kills["id"], kills["reason"]) == ("e0-p40", "poison")
     assert "crashed" in kills["error"]
     ledger = check_ledger(summary, 2, trained=58)
     assert ledger.dropped == {"reward_error": 1, "poison": 1}
