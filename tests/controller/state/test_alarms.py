@@ -86,7 +86,7 @@ def test_a_falling_validation_is_an_alarm_only_while_the_reward_rises() -> None:
 def test_the_noise_of_a_validation_is_no_fall(end: float, fires: bool) -> None:
     """64 prompts every 10 steps: a true accuracy that goes from 0.6 to `end`, while the reward rises."""
     alarmed = 0
-    for seed in range(100):
+    for seed in range(30):
         chance, alarms, changes = Random(seed), Alarms({}), []
         for step in range(200):
             if step % 10 == 0:
@@ -95,7 +95,7 @@ def test_the_noise_of_a_validation_is_no_fall(end: float, fires: bool) -> None:
                 changes += alarms.validation(validation(step, mean, (mean * (1 - mean) / 64) ** 0.5))
             changes += feed(alarms, 1, step, reward_mean=chance.gauss(0.5 + step / 500, 0.05))
         alarmed += bool(changes)
-    assert (alarmed > 90) if fires else (alarmed < 3), alarmed
+    assert (alarmed > 27) if fires else (alarmed < 2), alarmed
 
 
 def test_what_is_stored_is_known_again() -> None:
