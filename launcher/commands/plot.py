@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -106,15 +107,17 @@ def dashboard(
     command = [sys.executable, "-m", "controller.dashboard", "--port", str(port)]
     command += [str(run.path) for run in chosen]
     pipe = subprocess.PIPE if as_json else None
-    try:
-        with subprocess.Popen(
-            command, env=base_environment(os.environ), stdout=pipe, encoding="utf-8"
-        ) as serving:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    environment = base_environment(os.environ)
+    with subprocess.Popen(command, env=environment, stdout=pipe, encoding="utf-8") as serving:
+        try:
             for line in serving.stdout or ():
                 if _FRAGMENT in line:
                     show(line.strip())
-    except KeyboardInterrupt:
-        return
+            serving.wait()
+        except KeyboardInterrupt:  # not everybody's Ctrl-C reaches what serves
+            serving.terminate()
+            return
     raise typer.Exit(serving.returncode)
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from launcher.commands.plot import Curves
@@ -74,13 +74,16 @@ def test_what_cannot_be_drawn_is_said(run_dir: Path, tmp_path: Path) -> None:
     cosmos("plot", tmp_path / "nowhere").complains(2, "nowhere does not exist")
 
 
-def test_the_link_to_the_dashboard_for_a_program(run_dir: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_link_to_the_dashboard_for_a_program(run_dir: Path, number: signal.Signals) -> None:
     command = [sys.executable, "-m", "launcher.cli", "dashboard", str(run_dir), "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0) as serving:
         assert serving.stdout is not None
         found = json.loads(serving.stdout.readline())
-        os.killpg(serving.pid, signal.SIGINT)
+        (server,) = psutil.Process(serving.pid).children()
+        serving.send_signal(number)  # not to what serves: that must end with it all the same
     assert serving.returncode == 0
+    assert not server.is_running()
     assert found["runs"] == [str(run_dir)]
     assert found["link"].endswith(f"/#token={found['token']}")
     assert len(found["token"]) == 64
