@@ -1,31 +1,103 @@
-"""Advantages of the samples of a batch, from their rewards alone, by the name of the estimator.
+"""Advantages of the samples of a training step, from their rewards, by the name of the estimator.
 
-Outcome estimators: one reward per sample in, one advantage per sample out, spread over its response tokens by the
-loss. They work on plain numbers (float64), since every rank knows the whole table of a step: no communication.
+    over outcomes   one reward per sample in, one advantage per sample out, spread over its response tokens
+    over tokens     one reward per token in, one advantage per token out
+
+    shape the rewards ─▶ estimate ─▶ whiten over the step's tokens ─▶ clip
+
+Outcome estimators work on plain numbers (float64), since every rank knows the whole table of a step: they need no
+communication. Token estimators see the samples of their own rank; only the sums of whitening travel.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
 
 from policy_worker.errors import SettingsError
 
-Estimator = Callable[[Sequence[Sequence[float]], bool], list[list[float]]]
-"""(rewards by group, unbiased) -> advantages of the same shape."""
+STD_EPSILON = 1e-6
+"""Keeps quotients finite for groups whose rewards are all equal (their advantages are 0)."""
+VARIANCE_EPSILON = 1e-8
+"""The same for whitening, which divides by the root of a variance."""
+
+
+Formula = Callable[[list[float]], list[float]]
+"""Scores of some samples -> a number for each."""
+
+
+@dataclass(frozen=True)
+class Outcomes:
+    """The scored samples of a step, n of them: score, group and generated tokens of each."""
+
+    scores: Sequence[float]
+    groups: Sequence[int]
+    tokens: Sequence[int]
+
+    def per_group(self, formula: Formula) -> list[float]:
+        """Apply a formula to the scores of each group; its values in the order of the samples, [n]."""
+        found = [0.0] * len(self.scores)
+        for rows in self.rows_by_group():
+            for row, value in zip(rows, formula([self.scores[row] for row in rows]), strict=True):
+                found[row] = value
+        return found
+
+    def rows_by_group(self) -> list[list[int]]:
+        """The samples of each group, groups in the order of their first sample."""
+        rows: dict[int, list[int]] = defaultdict(list)
+        for row, group in enumerate(self.groups):
+            rows[group].append(row)
+        return list(rows.values())
+
+
+@dataclass(frozen=True)
+class Options:
+    """What estimators read of `[train.train_policy]`; see the keys of these names."""
+
+    unbiased_advantage: bool = False
+    gamma: float = 1.0
+
+
+OutcomeEstimator = Callable[[Outcomes, Options], Sequence[float]]
+"""(the n scored samples, options) -> one advantage each, [n]."""
+TokenEstimator = Callable[[Sequence[Tensor], Options], Sequence[Tensor]]
+"""(rewards of the tokens of each sample, options) -> advantages of the same shapes."""
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """A registered estimator, over outcomes or over tokens. whitens: its definition ends with whitening."""
+
+    over_outcomes: OutcomeEstimator | None = None
+    over_tokens: TokenEstimator | None = None
+    whitens: bool = False
+
 
 ESTIMATORS: dict[str, Estimator] = {}
-"""`train.train_policy.advantage_estimator` to its function."""
-
-STD_EPSILON = 1e-6
-"""Keeps the quotient finite for groups whose rewards are all equal (their advantages are 0)."""
+"""`train.train_policy.advantage_estimator` to its functions."""
 
 
-def estimator(name: str) -> Callable[[Estimator], Estimator]:
-    """Register a function as the advantage estimator of this name."""
+def outcome_estimator(name: str, *, whitens: bool = False) -> Callable[[OutcomeEstimator], OutcomeEstimator]:
+    """Register a function over outcomes as the advantage estimator of this name."""
 
-    def register(estimate: Estimator) -> Estimator:
-        ESTIMATORS[name] = estimate
+    def register(estimate: OutcomeEstimator) -> OutcomeEstimator:
+        ESTIMATORS[name] = Estimator(over_outcomes=estimate, whitens=whitens)
+        return estimate
+
+    return register
+
+
+def token_estimator(name: str, *, whitens: bool = False) -> Callable[[TokenEstimator], TokenEstimator]:
+    """Register a function over tokens as the advantage estimator of this name."""
+
+    def register(estimate: TokenEstimator) -> TokenEstimator:
+        ESTIMATORS[name] = Estimator(over_tokens=estimate, whitens=whitens)
         return estimate
 
     return register
@@ -41,43 +113,295 @@ def estimator_of(name: str) -> Estimator:
     return ESTIMATORS[name]
 
 
-@estimator("grpo")
-def grpo(groups: Sequence[Sequence[float]], unbiased: bool = False) -> list[list[float]]:
-    """Group-relative advantages: (r − mean) / (std + 1e-6), std with n − 1.
+# ---- over outcomes ----------------------------------------------------------------------------------------------
 
-    A group of one has mean 0 and std 1. `unbiased` leaves out the division (Dr. GRPO).
+
+@outcome_estimator("grpo")
+def grpo(outcomes: Outcomes, options: Options) -> list[float]:
+    """Group-relative advantages: (s − mean) / (std + 1e-6), std with n − 1.
+
+    A group of one has mean 0 and std 1. `unbiased_advantage` leaves out the division (Dr. GRPO).
     Sources: GRPO, arXiv 2402.03300, §4.1.2; Dr. GRPO, arXiv 2503.20783, §3.1.
     """
-    return [_grpo_group(rewards, unbiased) for rewards in groups]
+
+    def of_group(scores: list[float]) -> list[float]:
+        centred = _centred(scores)
+        return centred if options.unbiased_advantage else [c / (_std(scores) + STD_EPSILON) for c in centred]
+
+    return outcomes.per_group(of_group)
 
 
-def _grpo_group(rewards: Sequence[float], unbiased: bool) -> list[float]:
-    n = len(rewards)
-    mean = math.fsum(rewards) / n if n > 1 else 0.0
-    centred = [reward - mean for reward in rewards]
-    if unbiased:
-        return centred
-    std = math.sqrt(math.fsum(c * c for c in centred) / (n - 1)) if n > 1 else 1.0
-    return [c / (std + STD_EPSILON) for c in centred]
+@outcome_estimator("rloo")
+def rloo(outcomes: Outcomes, options: Options) -> list[float]:
+    """The score minus the mean of the others, n / (n − 1) · (s − mean). A group of one keeps its score.
 
-
-def sample_advantages(
-    rewards: Sequence[float | None], group: Sequence[int], estimate: Estimator, unbiased: bool
-) -> list[float]:
-    """Advantages in the order of the samples, [n].
-
-    Args:
-        rewards: one per sample; None where scoring failed. Such samples take no part in their group's statistics
-            and get 0; the caller leaves them out of the loss.
-        group: which group each sample belongs to.
+    Source: RLOO, arXiv 2402.14740, eq. 6.
     """
-    rows: dict[int, list[int]] = {}
-    for row, (reward, which) in enumerate(zip(rewards, group, strict=True)):
-        if reward is not None:
-            rows.setdefault(which, []).append(row)
-    advantages = [0.0] * len(rewards)
-    by_group = [[float(rewards[row]) for row in members] for members in rows.values()]  # type: ignore[arg-type]
-    for members, values in zip(rows.values(), estimate(by_group, unbiased), strict=True):
-        for row, value in zip(members, values, strict=True):
-            advantages[row] = value
-    return advantages
+
+    def of_group(scores: list[float]) -> list[float]:
+        n = len(scores)
+        return [c * n / (n - 1) for c in _centred(scores)] if n > 1 else scores
+
+    return outcomes.per_group(of_group)
+
+
+@outcome_estimator("reinforce_plus_plus_baseline", whitens=True)
+def reinforce_plus_plus_baseline(outcomes: Outcomes, options: Options) -> list[float]:
+    """s − mean of the group (a group of one keeps its score), then whitened over the tokens of the step.
+
+    Source: REINFORCE++, arXiv 2501.03262, §3.3.
+    """
+    return outcomes.per_group(_centred)
+
+
+@outcome_estimator("opo")
+def opo(outcomes: Outcomes, options: Options) -> list[float]:
+    """s − Σ len · s / Σ len, the baseline of least variance where a gradient's norm grows with length.
+
+    Source: OPO, arXiv 2505.23585, eq. 9.
+    """
+    found = [0.0] * len(outcomes.scores)
+    for rows in outcomes.rows_by_group():
+        total = sum(outcomes.tokens[row] for row in rows)
+        baseline = math.fsum(outcomes.tokens[row] * outcomes.scores[row] for row in rows) / total
+        for row in rows:
+            found[row] = outcomes.scores[row] - baseline
+    return found
+
+
+@outcome_estimator("gpg")
+def gpg(outcomes: Outcomes, options: Options) -> list[float]:
+    """α (s − mean of the group), α = n / #{s ≠ mean} over the step: groups that say nothing do not dilute the rest.
+
+    Source: GPG, arXiv 2504.02546, eq. 8 and 9.
+    """
+    centred = outcomes.per_group(_centred)
+    alpha = len(centred) / max(sum(value != 0 for value in centred), 1)
+    return [alpha * value for value in centred]
+
+
+@outcome_estimator("pass_at_k")
+def pass_at_k(outcomes: Outcomes, options: Options) -> list[float]:
+    """The best of a group alone gets something: how far it is ahead of the second, s_max − s_second.
+
+    Divided by (std + 1e-6) of the group, unless `unbiased_advantage`. Of several best ones none is ahead. A group of
+    one has no second and gets 0.
+    Source: pass@k training, arXiv 2503.19595, §3.
+    """
+
+    def of_group(scores: list[float]) -> list[float]:
+        found = [0.0] * len(scores)
+        if len(scores) > 1:
+            second, best = sorted(scores)[-2:]
+            scale = 1.0 if options.unbiased_advantage else _std(scores) + STD_EPSILON
+            found[scores.index(best)] = (best - second) / scale
+        return found
+
+    return outcomes.per_group(of_group)
+
+
+def _centred(scores: list[float]) -> list[float]:
+    """s − mean; the only score of a group as it is."""
+    if len(scores) < 2:
+        return scores
+    mean = math.fsum(scores) / len(scores)
+    return [score - mean for score in scores]
+
+
+def _std(scores: list[float]) -> float:
+    """With n − 1; 1 for a single score."""
+    n = len(scores)
+    return math.sqrt(math.fsum(c * c for c in _centred(scores)) / (n - 1)) if n > 1 else 1.0
+
+
+# ---- over tokens ------------------------------------------------------------------------------------------------
+
+
+@token_estimator("reinforce_plus_plus", whitens=True)
+def reinforce_plus_plus(rewards: Sequence[Tensor], options: Options) -> list[Tensor]:
+    """The discounted return G_t = r_t + γ G_{t+1}, then whitened over the tokens of the step.
+
+    Tokens are those that the policy generated, so a return passes tool output unchanged.
+    Source: REINFORCE++, arXiv 2501.03262, §3.1.
+    """
+    return [discounted(values, options.gamma) for values in rewards]
+
+
+def discounted(rewards: Tensor, gamma: float) -> Tensor:
+    """G_t = Σ_{u ≥ t} γ^(u − t) r_u of one sample, [n]."""
+    if gamma == 1.0:
+        return rewards.flip(0).cumsum(0).flip(0)
+    found, carried = torch.empty_like(rewards), 0.0
+    for position in range(len(rewards) - 1, -1, -1):
+        carried = float(rewards[position]) + gamma * carried
+        found[position] = carried
+    return found
+
+
+# ---- from an estimator to the advantages of a step --------------------------------------------------------------
+
+Over = Literal["none", "group", "batch"]
+
+
+@dataclass(frozen=True)
+class Shaping:
+    """What becomes of scores before the estimator sees them: (s − mean) / (std + 1e-6), then cut to ± clip.
+
+    center, scale: over what the mean and the standard deviation (with n − 1) are taken: not at all, the group, or all
+    scored samples of the step. Source: the reward normalisation of ROLL.
+    """
+
+    center: Over = "none"
+    scale: Over = "none"
+    clip: float | None = None
+
+    def apply(self, outcomes: Outcomes) -> Outcomes:
+        centred = self._over(self.center, _centred, outcomes, list(outcomes.scores))
+        stds = self._over(self.scale, _divisors, outcomes, [1.0] * len(centred))
+        found = [value / std for value, std in zip(centred, stds, strict=True)]
+        return replace(outcomes, scores=[_bounded(value, self.clip) for value in found])
+
+    @staticmethod
+    def _over(over: Over, formula: Formula, outcomes: Outcomes, otherwise: list[float]) -> list[float]:
+        if over == "group":
+            return outcomes.per_group(formula)
+        return formula(list(outcomes.scores)) if over == "batch" else otherwise
+
+
+def _divisors(scores: list[float]) -> list[float]:
+    return [_std(scores) + STD_EPSILON] * len(scores)
+
+
+def _bounded(value: float, bound: float | None) -> float:
+    return value if bound is None else max(-bound, min(value, bound))
+
+
+@dataclass(frozen=True)
+class Advantages:
+    """Of all samples of a step: one number each, and where tokens differ one for each token of this rank's samples.
+
+    by_sample: [n], in the order of the table; with `by_token` the means over the tokens of each.
+    by_token: row to [n_i].
+    """
+
+    by_sample: list[float]
+    by_token: Mapping[int, Tensor] | None = None
+
+    def of_tokens(self, rows: Sequence[int], sample: Tensor, like: Tensor) -> Tensor:
+        """One for each token, [K], of the samples at `rows`; sample: index into `rows` of each token, in order."""
+        if self.by_token is None:
+            return like.new_tensor([self.by_sample[row] for row in rows])[sample]
+        parts = [self.by_token[row] for row in rows]
+        return torch.cat(parts).to(like) if parts else like.new_zeros(0)
+
+
+Reduce = Callable[[list[float]], list[float]]
+"""Sums over all data ranks, number by number."""
+
+
+@dataclass(frozen=True)
+class AdvantageConfig:
+    """How the advantages of a step are made. whiten: None: as the estimator is defined. clip: to ± this, at last."""
+
+    estimator: Estimator
+    options: Options = Options()
+    shaping: Shaping = Shaping()
+    whiten: bool | None = None
+    clip: float | None = None
+
+    def of_step(
+        self,
+        scores: Sequence[float | None],
+        groups: Sequence[int],
+        tokens: Sequence[int],
+        rows: Iterable[int],
+        reduce: Reduce,
+        token_rewards: Mapping[int, Tensor] | None = None,
+    ) -> Advantages:
+        """The advantages of a step. A collective for estimators over tokens, and with `token_rewards`.
+
+        Args:
+            scores: one per sample, [n]; None: it takes no part, neither in its group's statistics, and gets 0.
+            groups, tokens: which group each belongs to, and how many tokens of it count, [n].
+            rows: the samples of this rank.
+            token_rewards: for each of them rewards of its tokens, [n_i], in addition to its score.
+        """
+        chosen = [row for row, score in enumerate(scores) if score is not None and tokens[row] > 0]
+        outcomes = self.shaping.apply(
+            Outcomes(
+                [float(scores[row] or 0.0) for row in chosen],
+                [groups[row] for row in chosen],
+                [tokens[row] for row in chosen],
+            )
+        )
+        shaped = dict(zip(chosen, outcomes.scores, strict=True))
+        if self.estimator.over_tokens is not None:
+            return self._over_tokens(
+                shaped, tokens, sorted(set(rows) & shaped.keys()), token_rewards or {}, reduce
+            )
+        if token_rewards is not None:
+            added = reduce(
+                [float(token_rewards[row].sum()) if row in token_rewards else 0.0 for row in chosen]
+            )
+            outcomes = replace(outcomes, scores=[s + a for s, a in zip(outcomes.scores, added, strict=True)])
+        assert self.estimator.over_outcomes is not None
+        values = list(self.estimator.over_outcomes(outcomes, self.options))
+        if self._whitens:
+            values = whiten(values, outcomes.tokens)
+        found = [0.0] * len(scores)
+        for row, value in zip(chosen, values, strict=True):
+            found[row] = _bounded(value, self.clip)
+        return Advantages(found)
+
+    @property
+    def _whitens(self) -> bool:
+        return self.estimator.whitens if self.whiten is None else self.whiten
+
+    def _over_tokens(
+        self,
+        scores: Mapping[int, float],
+        tokens: Sequence[int],
+        mine: Sequence[int],
+        rewards: Mapping[int, Tensor],
+        reduce: Reduce,
+    ) -> Advantages:
+        """A score is the reward of its sample's last token."""
+        assert self.estimator.over_tokens is not None
+        whole = []
+        for row in mine:
+            reward = (
+                rewards[row].double() if row in rewards else torch.zeros(tokens[row], dtype=torch.float64)
+            )
+            whole.append(torch.cat([reward[:-1], reward[-1:] + scores[row]]))
+        found = list(self.estimator.over_tokens(whole, self.options))
+        if self._whitens:
+            found = whiten_tokens(found, reduce)
+        if self.clip is not None:
+            found = [values.clamp(-self.clip, self.clip) for values in found]
+        means = [0.0] * len(tokens)
+        for row, values in zip(mine, found, strict=True):
+            means[row] = float(values.mean())
+        return Advantages(reduce(means), dict(zip(mine, found, strict=True)))
+
+
+def whiten(values: Sequence[float], tokens: Sequence[int]) -> list[float]:
+    """(A − mean) · rsqrt(var + 1e-8) over the tokens, of which `tokens` have each value; var with N − 1.
+
+    One token alone only loses its mean.
+    """
+    total = sum(tokens)
+    mean = math.fsum(n * value for n, value in zip(tokens, values, strict=True)) / max(total, 1)
+    squares = math.fsum(n * (value - mean) ** 2 for n, value in zip(tokens, values, strict=True))
+    return [(value - mean) * _scale(squares, total) for value in values]
+
+
+def whiten_tokens(values: Sequence[Tensor], reduce: Reduce) -> list[Tensor]:
+    """The same of single tokens on all data ranks. A collective."""
+    total, summed = reduce([float(sum(map(len, values))), math.fsum(float(one.sum()) for one in values)])
+    mean = summed / max(total, 1)
+    (squares,) = reduce([math.fsum(float(((one - mean) ** 2).sum()) for one in values)])
+    return [(one - mean) * _scale(squares, total) for one in values]
+
+
+def _scale(squares: float, total: float) -> float:
+    return 1 / math.sqrt(squares / (total - 1) + VARIANCE_EPSILON) if total > 1 else 1.0

@@ -1,6 +1,7 @@
 """Group-relative policy optimisation: one training step, as the papers write it.
 
-    for each group:  A_i = (r_i − mean) / std
+    the table of the step, the payloads of this rank
+    advantages, such as A_i = (r_i − mean) / std in each group
     for each mini-batch of the step (mu passes):
         L = Σ over its tokens of w · [ −min(ρA, clip(ρ)A) − c_H H ] + likelihood of positive samples
         clip the gradient, AdamW
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from policy_worker.algorithms.advantages import estimator_of, sample_advantages
+from policy_worker.algorithms.advantages import AdvantageConfig, Advantages, Options, Shaping, estimator_of
 from policy_worker.algorithms.losses import (
     Clip,
     LossConfig,
@@ -45,8 +46,7 @@ class Grpo:
     def __init__(self, config: Config, trainer: Trainer, source: Batches) -> None:
         """Raises `SettingsError` for an estimator or a loss that is not registered."""
         self._trainer, self._source = trainer, source
-        self._estimate = estimator_of(config.grpo.advantage_estimator)
-        self._unbiased = config.grpo.unbiased_advantage
+        self._advantages = advantage_config(config.grpo)
         self._loss = loss_config(config.grpo)
         self._batching = Batching.of_config(config)
         self._temperature = config.sampling_temperature
@@ -70,14 +70,20 @@ class Grpo:
     def train_on(self, table: StepTable) -> Metrics | None:
         """One training step: advantages, then one optimizer step per mini-batch. None: its payloads are gone."""
         trainer = self._trainer
-        advantages = sample_advantages(table.score, table.group, self._estimate, self._unbiased)
         learned = [counts(table, row) for row in range(table.n_samples)]
         plan = plan_step(table.total_tokens, learned, self._batching, data_ranks=trainer.data_ranks)
         with span("fetch"):
             samples = self._source.payloads(table, rows_of(plan, trainer.data_rank))
         if samples is None:
             return None
-        metrics = StepMetrics(table, advantages, samples, self._source.bound, self._names)
+        advantages = self._advantages.of_step(
+            table.score,
+            table.group,
+            table.response_tokens,
+            samples,
+            lambda sums: trainer.group.reduce(sums, "sum"),
+        )
+        metrics = StepMetrics(table, advantages.by_sample, samples, self._source.bound, self._names)
         kept = KeptSamples(table, self._groups_per_step, self._wanted, self._max_request_bytes)
         for mini_batch in plan:
             norm = normalizers(table, mini_batch.rows)
@@ -92,7 +98,7 @@ class Grpo:
             metrics.end_step(trainer.step(table.step), norm)
         if not plan:
             log.warning("step %d has no sample with a score: it is committed without an update", table.step)
-        self.kept = kept.gather(trainer.group, advantages)
+        self.kept = kept.gather(trainer.group, advantages.by_sample)
         if kept.cut and trainer.group.leads and not self._said_cut:
             self._said_cut = True
             log.warning(
@@ -103,6 +109,17 @@ class Grpo:
                 self._wanted,
             )
         return {**metrics.reduce(trainer.group), "lr": trainer.lr(table.step)}
+
+
+def advantage_config(config: GrpoConfig) -> AdvantageConfig:
+    """How advantages are made as the configuration has it. Raises `SettingsError` for an unknown estimator."""
+    return AdvantageConfig(
+        estimator_of(config.advantage_estimator),
+        Options(config.unbiased_advantage, config.gamma),
+        Shaping(config.reward_shaping.center, config.reward_shaping.scale, config.reward_shaping.clip),
+        whiten=config.whiten_advantages,
+        clip=config.advantage_clip,
+    )
 
 
 def loss_config(config: GrpoConfig) -> LossConfig:
@@ -128,7 +145,7 @@ def normalizers(table: StepTable, rows: Sequence[int]) -> Normalizers:
 
 
 def policy_tokens(
-    out: TokenOutputs, batch: MicroBatch, table: StepTable, advantages: Sequence[float]
+    out: TokenOutputs, batch: MicroBatch, table: StepTable, advantages: Advantages
 ) -> PolicyTokens:
     """What the loss needs to know of a micro-batch's tokens: from the model, the payloads and the table."""
 
@@ -140,7 +157,7 @@ def policy_tokens(
         logprobs=out.logprobs,
         old_logprobs=batch.old_logprobs.to(out.logprobs.dtype),
         entropy=out.entropy,
-        advantages=spread(advantages),
+        advantages=advantages.of_tokens(batch.rows, batch.sample, out.logprobs),
         mask=torch.ones_like(batch.labels, dtype=torch.bool),
         sample=batch.sample,
         n_samples=batch.n_samples,

@@ -53,13 +53,15 @@ class Loss:
 
 ESTIMATORS: dict[str, Estimator] = {
     "grpo": Estimator(alone="its raw score", options=("unbiased_advantage",), built=True),
-    "rloo": Estimator(alone="its raw score"),
-    "reinforce_plus_plus": Estimator(options=("gamma",)),
-    "reinforce_plus_plus_baseline": Estimator(alone="its raw score"),
-    "opo": Estimator(alone="always zero"),
+    "rloo": Estimator(alone="its raw score", built=True),
+    "reinforce_plus_plus": Estimator(options=("gamma",), built=True),
+    "reinforce_plus_plus_baseline": Estimator(alone="its raw score", built=True),
+    "opo": Estimator(alone="always zero", built=True),
     "remax": Estimator(),
-    "gpg": Estimator(alone="always zero"),
-    "pass_at_k": Estimator(alone="a second best that does not exist", options=("unbiased_advantage",)),
+    "gpg": Estimator(alone="always zero", built=True),
+    "pass_at_k": Estimator(
+        alone="a second best that does not exist", options=("unbiased_advantage",), built=True
+    ),
     "gae": Estimator(options=("gamma", "gae_lambda")),
 }
 LOSSES: dict[str, Loss] = {

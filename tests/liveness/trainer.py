@@ -104,6 +104,9 @@ watch(
     unclipped,
     {
         f"{POLICY}.variant": ("grpo", "gspo"),
+        f"{POLICY}.advantage_estimator": ("grpo", "rloo"),
+        f"{POLICY}.whiten_advantages": (False, True),
+        f"{POLICY}.advantage_clip": (0.1, 0.5),
         f"{POLICY}.temperature": (1.0, 0.7),
         f"{POLICY}.epsilon_low": (0.1, 0.3),
         f"{POLICY}.epsilon_high": (0.1, 0.3),
@@ -119,6 +122,17 @@ watch(
     gradient,
     changed(unclipped, {f"{POLICY}.loss_type": "seq-mean-token-mean"}),
     {f"{POLICY}.unbiased_loss_max_tokens": (17, 5)},
+)
+returns = {f"{POLICY}.advantage_estimator": "reinforce_plus_plus", f"{POLICY}.whiten_advantages": False}
+watch(
+    gradient,
+    changed(unclipped, returns),
+    {
+        f"{POLICY}.gamma": (1.0, 0.9),
+        f"{POLICY}.reward_shaping.center": ("none", "group"),
+        f"{POLICY}.reward_shaping.scale": ("none", "group"),
+        f"{POLICY}.reward_shaping.clip": (0.1, 0.5),
+    },
 )
 watch(
     gradient_of_half,

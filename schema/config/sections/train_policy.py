@@ -49,6 +49,27 @@ class OverlongRewardConfig(Section):
     )
 
 
+class RewardShapingConfig(Section):
+    """`[train.train_policy.reward_shaping]`: scores are centred, scaled and clipped, then compared."""
+
+    center: Literal["none", "group", "batch"] = key(
+        "none",
+        "Whose mean is subtracted from each score: that of its group, of all samples of the step, or none.",
+        acts="number: Advantages, and with them the gradient.",
+    )
+    scale: Literal["none", "group", "batch"] = key(
+        "none",
+        "By whose standard deviation each score is divided: that of its group, of all samples of the step, or none.",
+        acts="number: Advantages, and with them the gradient.",
+    )
+    clip: Positive | None = key(
+        None,
+        "Scores are cut to the range from -clip to clip, after centring and scaling. Unset: they are not.",
+        acts="number: Advantages, and with them the gradient.",
+        example=5.0,
+    )
+
+
 KlEstimator = Literal["k1", "abs", "k2", "k3", "full"]
 
 
@@ -158,14 +179,30 @@ class GrpoConfig(_DataloaderConfig):
     advantage_estimator: EstimatorName | CustomCode = key(
         "grpo",
         'How rewards become advantages. `gae` needs the critic. Your own: "path/to/file.py:function".',
+        acts="number: Advantages, and with them the gradient.",
         unbuilt="that advantage estimator",
         neutral=BUILT_ESTIMATORS,
     )
     gamma: UnitFloat = key(
-        1.0, "Discount of later rewards (gae, reinforce_plus_plus).", unbuilt="discounted rewards"
+        1.0,
+        "Discount of later rewards (gae, reinforce_plus_plus).",
+        acts="number: Advantages, and with them the gradient.",
     )
     gae_lambda: UnitFloat = key(
         1.0, "gae: trade-off between bias and variance.", unbuilt="generalised advantage estimation"
+    )
+    whiten_advantages: bool | None = key(
+        None,
+        "Whether advantages are whitened over all tokens of the step: mean 0, variance 1. Unset: as the estimator is "
+        "defined; reinforce_plus_plus and reinforce_plus_plus_baseline whiten.",
+        acts="number: Advantages, and with them the gradient.",
+        example=True,
+    )
+    advantage_clip: Positive | None = key(
+        None,
+        "Advantages are cut to the range from -advantage_clip to advantage_clip, last of all. Unset: they are not.",
+        acts="number: Advantages, and with them the gradient.",
+        example=2.0,
     )
     dataloader_batch_size: Count | None = cosmos_key(
         1,
@@ -273,6 +310,9 @@ class GrpoConfig(_DataloaderConfig):
     )
     overlong_reward: OverlongRewardConfig = cosmos_key(
         OverlongRewardConfig, "Penalty on answers that are too long."
+    )
+    reward_shaping: RewardShapingConfig = key(
+        RewardShapingConfig, "What becomes of scores before the advantage estimator sees them."
     )
     kl_beta: NotNegative = cosmos_key(
         0.0,

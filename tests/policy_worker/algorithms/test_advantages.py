@@ -1,74 +1,214 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policy_worker.algorithms.advantages import ESTIMATORS, estimator, estimator_of, grpo, sample_advantages
+from policy_worker.algorithms.advantages import (
+    ESTIMATORS,
+    AdvantageConfig,
+    Options,
+    Outcomes,
+    Shaping,
+    discounted,
+    estimator_of,
+    outcome_estimator,
+)
 from policy_worker.errors import SettingsError
 from tests.support.effort import examples
+
+PLAIN = Options()
+
+
+def alone(sums: list[float]) -> list[float]:
+    return sums
+
+
+def of_group(name: str, scores: Sequence[float], unbiased: bool = False) -> list[float]:
+    """The advantages of one group whose samples have 1, 2, … tokens, before whitening."""
+    outcomes = Outcomes(scores, [0] * len(scores), list(range(1, len(scores) + 1)))
+    estimate = estimator_of(name).over_outcomes
+    assert estimate is not None
+    return list(estimate(outcomes, Options(unbiased_advantage=unbiased)))
 
 
 def test_grpo_by_hand():
     # scores 1, 0, 0, 1: mean 0.5, squares sum to 1, unbiased variance 1/3
-    std = math.sqrt(1 / 3)
-    assert grpo([[1, 0, 0, 1]]) == [pytest.approx([0.5 / (std + 1e-6), -0.5 / (std + 1e-6)] * 1 + [
-        -0.5 / (std + 1e-6), 0.5 / (std + 1e-6)], rel=1e-12)]  # fmt: skip
+    value = 0.5 / (math.sqrt(1 / 3) + 1e-6)
+    assert of_group("grpo", [1, 0, 0, 1]) == pytest.approx([value, -value, -value, value], rel=1e-12)
+    assert of_group("grpo", [3, 1], unbiased=True) == [1.0, -1.0]
+    assert of_group("grpo", [3, 1])[0] == pytest.approx(1 / math.sqrt(2), rel=1e-5)
 
 
-def test_a_group_of_one_has_mean_zero_and_deviation_one():
-    assert grpo([[0.75]]) == [pytest.approx([0.75 / (1 + 1e-6)], rel=1e-12)]
-    assert grpo([[0.75]], unbiased=True) == [[0.75]]
+BY_HAND = [
+    # leave one out: 4 − 1.5, 1 − 3, 2 − 2.5
+    ("rloo", [4, 1, 2], False, [2.5, -2.0, -0.5]),
+    ("reinforce_plus_plus_baseline", [4, 0, 2], False, [2.0, -2.0, 0.0]),
+    # lengths 1, 2, 3: baseline (4 + 0 + 6) / 6
+    ("opo", [4, 0, 2], False, [4 - 10 / 6, -10 / 6, 2 - 10 / 6]),
+    # two of three differ from the mean of 2
+    ("gpg", [4, 0, 2], False, [3.0, -3.0, 0.0]),
+    ("pass_at_k", [4, 1, 2], True, [2.0, 0.0, 0.0]),
+    ("pass_at_k", [0, 0, 1], False, [0.0, 0.0, 1 / (math.sqrt(1 / 3) + 1e-6)]),
+]
 
 
-def test_equal_scores_give_no_advantage():
-    assert grpo([[0.3] * 5]) == [[0.0] * 5]
+@pytest.mark.parametrize(("name", "scores", "unbiased", "expected"), BY_HAND)
+def test_by_hand(name: str, scores: list[float], unbiased: bool, expected: list[float]):
+    assert of_group(name, scores, unbiased) == pytest.approx(expected, rel=1e-12)
 
 
-def test_unbiased_leaves_out_the_division():
-    assert grpo([[3, 1]], unbiased=True) == [[1.0, -1.0]]
-    assert grpo([[3, 1]])[0][0] == pytest.approx(1 / math.sqrt(2), rel=1e-5)
+ALL_alone = {
+    "grpo": 0.75 / (1 + 1e-6),
+    "rloo": 0.75,
+    "reinforce_plus_plus_baseline": 0.75,
+    "opo": 0.0,
+    "gpg": 0.75,
+    "pass_at_k": 0.0,
+}
+
+
+@pytest.mark.parametrize(("name", "expected"), ALL_alone.items())
+def test_a_group_of_one(name: str, expected: float):
+    assert of_group(name, [0.75]) == pytest.approx([expected], rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ALL_alone)
+def test_equal_scores_give_no_advantage(name: str):
+    assert of_group(name, [0.25] * 5) == [0.0] * 5
 
 
 @pytest.mark.scaled
-@settings(max_examples=examples(20), deadline=None)
+@settings(max_examples=examples(20))
 @given(
     st.lists(st.lists(st.floats(-5, 5).map(lambda x: round(x, 3)), min_size=2, max_size=8), max_size=4),
     st.booleans(),
 )
 def test_agrees_with_numpy(groups: list[list[float]], unbiased: bool):
-    for scores, found in zip(groups, grpo(groups, unbiased), strict=True):
+    for scores in groups:
         x = np.array(scores)
         expected = x - x.mean()
         if not unbiased:
             expected = expected / (x.std(ddof=1) + 1e-6)
-        np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-9)
+        np.testing.assert_allclose(of_group("grpo", scores, unbiased), expected, rtol=1e-9, atol=1e-9)
+        others = [np.delete(x, i).mean() for i in range(len(x))]
+        np.testing.assert_allclose(of_group("rloo", scores), x - others, rtol=1e-9, atol=1e-9)
+
+
+def test_discounted_returns_by_hand():
+    assert discounted(torch.tensor([1.0, 0.0, 4.0]), 0.5).tolist() == [2.0, 2.0, 4.0]
+    assert discounted(torch.tensor([1.0, 2.0, 4.0]), 1.0).tolist() == [7.0, 6.0, 4.0]
 
 
 def test_failed_samples_take_no_part_in_their_group():
-    scores, group = [1.0, None, 0.0, None, 5.0], [0, 0, 0, 1, 2]
-    found = sample_advantages(scores, group, estimator_of("grpo"), unbiased=True)
-    assert found == [0.5, 0.0, -0.5, 0.0, 5.0]
+    config = AdvantageConfig(estimator_of("grpo"), Options(unbiased_advantage=True))
+    found = config.of_step([1.0, None, 0.0, None, 5.0], [0, 0, 0, 1, 2], [1] * 5, [], alone)
+    assert found.by_sample == [0.5, 0.0, -0.5, 0.0, 5.0]
 
 
-def test_order_of_samples_does_not_matter():
-    scores, group = [1.0, 2.0, 4.0, 0.0, 3.0], [0, 1, 0, 1, 0]
-    straight = sample_advantages(scores, group, grpo, False)
-    order = [4, 2, 0, 3, 1]
-    shuffled = sample_advantages([scores[i] for i in order], [group[i] for i in order], grpo, False)
-    assert shuffled == pytest.approx([straight[i] for i in order], rel=1e-12)
+@pytest.mark.parametrize("name", [*ALL_alone, "reinforce_plus_plus"])
+def test_order_of_samples_does_not_matter(name: str):
+    scores, group, tokens = [1.0, 2.0, 4.0, 0.0, 3.0], [0, 1, 0, 1, 0], [1, 2, 3, 4, 5]
+    config, order = AdvantageConfig(estimator_of(name), Options(gamma=0.5)), [4, 2, 0, 3, 1]
+    straight = config.of_step(scores, group, tokens, range(5), alone).by_sample
+    shuffled = [[values[i] for i in order] for values in (scores, group, tokens)]
+    found = config.of_step(*shuffled, range(5), alone).by_sample
+    assert found == pytest.approx([straight[i] for i in order], rel=1e-12)
+
+
+def test_whitened_over_tokens():
+    # rewards on the last tokens 1 and 0 of 2 and 1 tokens: returns 0.5, 1 and 0
+    config = AdvantageConfig(estimator_of("reinforce_plus_plus"), Options(gamma=0.5))
+    found = config.of_step([1.0, 0.0], [0, 0], [2, 1], [0, 1], alone)
+    assert found.by_token is not None
+    values = torch.cat([found.by_token[0], found.by_token[1]])
+    assert values.tolist() == pytest.approx([0.0, 1.0, -1.0], abs=1e-6)
+    assert found.by_sample == pytest.approx([0.5, -1.0], abs=1e-6)
+    plain = AdvantageConfig(estimator_of("reinforce_plus_plus"), Options(gamma=0.5), whiten=False)
+    assert plain.of_step([1.0, 0.0], [0, 0], [2, 1], [0, 1], alone).by_token[0].tolist() == [0.5, 1.0]  # type: ignore[index]
+
+
+def test_whitening_one_value_per_sample_is_whitening_its_tokens():
+    scores, tokens = [3.0, 1.0, 0.0], [2, 5, 1]
+    outcome = AdvantageConfig(estimator_of("reinforce_plus_plus_baseline"))
+    spread = torch.repeat_interleave(
+        torch.tensor([5 / 3, -1 / 3, -4 / 3], dtype=torch.float64), torch.tensor(tokens)
+    )
+    expected = (spread - spread.mean()) / (spread.var() + 1e-8).sqrt()
+    found = outcome.of_step(scores, [0, 0, 0], tokens, [], alone).by_sample
+    assert found == pytest.approx(expected[[0, 2, 7]].tolist(), rel=1e-12)
+
+
+def test_ranks_share_the_sums_of_whitening():
+    scores, group, tokens = [1.0, 2.0, 4.0, 0.5], [0, 0, 1, 1], [3, 1, 2, 4]
+    config = AdvantageConfig(estimator_of("reinforce_plus_plus"), Options(gamma=0.9))
+    whole = config.of_step(scores, group, tokens, range(4), alone)
+    sums: list[list[list[float]]] = []
+    for rows in ((0, 2), (1, 3)):
+        sums.append([])
+        config.of_step(scores, group, tokens, rows, lambda mine: sums[-1].append(mine) or mine)
+    totals = [a + b for a, b in zip(sums[0][0], sums[1][0], strict=True)]
+    mean = totals[1] / totals[0]
+    assert totals[0] == 10
+    squares = sum(
+        float(((discounted(torch.tensor([0.0] * (n - 1) + [s]).double(), 0.9) - mean) ** 2).sum())
+        for s, n in zip(scores, tokens, strict=True)
+    )
+
+    def shared(rows: tuple[int, ...]) -> dict[int, torch.Tensor]:
+        answers = iter([totals, [squares]])
+        return dict(config.of_step(scores, group, tokens, rows, lambda s: next(answers, s)).by_token or {})
+
+    assert whole.by_token is not None
+    for row, values in {**shared((0, 2)), **shared((1, 3))}.items():
+        torch.testing.assert_close(values, whole.by_token[row])
+
+
+def test_rewards_of_tokens_add_to_the_score():
+    rewards = {0: torch.tensor([-1.0, 0.0]), 1: torch.tensor([0.0])}
+    outcome = AdvantageConfig(estimator_of("grpo"), Options(unbiased_advantage=True))
+    assert outcome.of_step([3.0, 0.0], [0, 0], [2, 1], [0, 1], alone, rewards).by_sample == [1.0, -1.0]
+    tokens = AdvantageConfig(estimator_of("reinforce_plus_plus"), whiten=False)
+    found = tokens.of_step([3.0, 0.0], [0, 0], [2, 1], [0, 1], alone, rewards).by_token
+    assert found is not None
+    assert found[0].tolist() == [2.0, 3.0]
+
+
+def test_clip_comes_last():
+    config = AdvantageConfig(estimator_of("grpo"), Options(unbiased_advantage=True), clip=0.5)
+    assert config.of_step([3.0, 1.0], [0, 0], [1, 1], [], alone).by_sample == [0.5, -0.5]
+    config = AdvantageConfig(estimator_of("reinforce_plus_plus"), whiten=False, clip=2.0)
+    assert config.of_step([3.0, 1.0], [0, 0], [1, 1], [0, 1], alone).by_sample == [2.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("shaping", "expected"),
+    [
+        (Shaping(), [4.0, 0.0, 1.0, 3.0]),
+        (Shaping(center="group"), [2.0, -2.0, -1.0, 1.0]),
+        (Shaping(center="batch"), [2.0, -2.0, -1.0, 1.0]),
+        (Shaping(scale="group"), [4 / math.sqrt(8), 0.0, 1 / math.sqrt(2), 3 / math.sqrt(2)]),
+        (Shaping(scale="batch"), [x / math.sqrt(10 / 3) for x in (4, 0, 1, 3)]),
+        (Shaping(center="group", clip=1.5), [1.5, -1.5, -1.0, 1.0]),
+    ],
+)
+def test_shaping_by_hand(shaping: Shaping, expected: list[float]):
+    found = shaping.apply(Outcomes([4, 0, 1, 3], [0, 0, 1, 1], [1] * 4)).scores
+    assert found == pytest.approx(expected, rel=1e-5)
 
 
 def test_an_estimator_of_ones_own_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(SettingsError, match=r"advantage_estimator = 'below_best' is not .* known are grpo"):
         estimator_of("below_best")
-    monkeypatch.setitem(ESTIMATORS, "below_best", grpo)  # so that it is gone after the test
+    monkeypatch.setitem(ESTIMATORS, "below_best", estimator_of("grpo"))  # so that it is gone after the test
 
-    @estimator("below_best")
-    def below_best(groups, unbiased):
-        return [[reward - max(rewards) for reward in rewards] for rewards in groups]
+    @outcome_estimator("below_best")
+    def below_best(outcomes: Outcomes, options: Options) -> list[float]:
+        return outcomes.per_group(lambda scores: [score - max(scores) for score in scores])
 
-    assert sample_advantages([1.0, 3.0], [0, 0], estimator_of("below_best"), False) == [-2.0, 0.0]
+    assert of_group("below_best", [1.0, 3.0]) == [-2.0, 0.0]
